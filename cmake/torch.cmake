@@ -1,0 +1,22 @@
+# Finds the installed torch package, for its headers and libraries, and sets LOWBIT_TORCH_DIR.
+#
+# torch is deliberately not a build requirement in pyproject.toml: an isolated build would download a second torch of its own,
+# gigabytes of it. An isolated build environment hides the packages of the interpreter it belongs to, but they are
+# still there, so this looks on the path first and then in that interpreter's site-packages.
+if(NOT LOWBIT_TORCH_DIR)
+  find_package(Python REQUIRED COMPONENTS Interpreter)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c "
+import importlib.util, pathlib, sysconfig
+spec = importlib.util.find_spec('torch')
+places = [pathlib.Path(spec.origin).parent] if spec and spec.origin else []
+places += [pathlib.Path(sysconfig.get_paths()[key]) / 'torch' for key in ('purelib', 'platlib')]
+print(next((p.as_posix() for p in places if (p / 'include/torch/csrc/stable/ops.h').exists()), ''))"
+    OUTPUT_VARIABLE LOWBIT_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+endif()
+if(NOT EXISTS "${LOWBIT_TORCH_DIR}/include/torch/csrc/stable/ops.h")
+  message(FATAL_ERROR
+    "torch >= 2.10 was not found for ${Python_EXECUTABLE} (looked at '${LOWBIT_TORCH_DIR}').\n"
+    "Install it first (pip install torch==2.13.0), or pass -DLOWBIT_TORCH_DIR=<site-packages>/torch.")
+endif()
+message(STATUS "torch: ${LOWBIT_TORCH_DIR}")

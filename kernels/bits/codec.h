@@ -1,0 +1,97 @@
+// The bit layout of format v1, per width: where the bits of each code lie. This table is the definition; every
+// unpacking routine is tested against it.
+//
+// A block holds 16 rows x 32 inputs as 8 unpacked lines of 64 bytes (line j, byte 4 r + i: the code of row r and
+// input 4 j + i), stored as b packed lines of 64 bytes. Packing is vertical: byte p of the b packed lines holds the
+// codes of byte p of the 8 unpacked lines, and nothing else. So one position can be described alone, and the same
+// holds for each of the 64 positions.
+//
+// The placement lets SIMD code take most fields with a single AND (a field at bit position p counts 2^p times, which
+// the accumulator undoes) and rebuild the scattered ones with shift-and-insert: docs/format.md draws it.
+#pragma once
+
+#include <cstdint>
+
+namespace lowbit {
+
+inline constexpr int kPanelRows = 16;
+inline constexpr int kBlockInputs = 32;
+inline constexpr int kBlockLines = 8;   // unpacked
+inline constexpr int kHalfInputs = 16;  // the granularity of group sizes: half a block, 4 unpacked lines
+inline constexpr int kLineBytes = 64;
+
+namespace {
+
+// `length` bits of a code, from bit `code_bit` of the code up, lie in packed line `line` from bit `line_bit` up.
+struct BitRun {
+  uint8_t line, line_bit, length, code_bit;
+};
+
+struct CodePlacement {
+  int count;
+  BitRun run[7];
+};
+
+// Where the code of unpacked line `j` (0-7) lies among the `bits` packed lines.
+constexpr CodePlacement placement(int bits, int j) {
+  const auto u8 = [](int value) { return static_cast<uint8_t>(value); };
+  switch (bits) {
+    case 1:
+      return {1, {{0, u8(j), 1, 0}}};
+    case 2:
+      return {1, {{u8(j / 4), u8(2 * (j % 4)), 2, 0}}};
+    case 3:
+      if (j < 6) return {1, {{u8(j % 3), u8(3 * (j / 3)), 3, 0}}};
+      if (j == 6) return {2, {{0, 6, 2, 1}, {1, 7, 1, 0}}};
+      return {2, {{2, 6, 2, 1}, {1, 6, 1, 0}}};
+    case 4:
+      return {1, {{u8(j % 4), u8(4 * (j / 4)), 4, 0}}};
+    case 5:
+      if (j < 4) return {1, {{u8(j), 0, 5, 0}}};
+      return {2, {{u8(j - 4), 5, 3, 2}, {4, u8(2 * (j - 4)), 2, 0}}};
+    case 6: {
+      const int first = 3 * (j / 4);
+      if (j % 4 < 3) return {1, {{u8(first + j % 4), 0, 6, 0}}};
+      return {3, {{u8(first), 6, 2, 4}, {u8(first + 1), 6, 2, 2}, {u8(first + 2), 6, 2, 0}}};
+    }
+    case 7:
+      if (j < 7) return {1, {{u8(j), 0, 7, 0}}};
+      return {7, {{0, 7, 1, 6}, {1, 7, 1, 5}, {2, 7, 1, 4}, {3, 7, 1, 3}, {4, 7, 1, 2}, {5, 7, 1, 1}, {6, 7, 1, 0}}};
+    default:
+      return {1, {{u8(j), 0, 8, 0}}};
+  }
+}
+
+// At 8 bits the byte is stored as code - 128: signed dot products read it as it is, unsigned ones flip the top bit.
+constexpr uint8_t stored_flip(int bits) { return bits == 8 ? 0x80 : 0; }
+
+// A symmetric weight is scale x level(code): code - 2^(bits - 1), or +-1 at 1 bit.
+constexpr int level_factor(int bits) { return bits == 1 ? 2 : 1; }
+constexpr int level_offset(int bits) { return bits == 1 ? 1 : 1 << (bits - 1); }
+
+// The code of unpacked line J at one position; `packed` is the byte of packed line 0 there, lines are kLineBytes apart.
+template <int Bits, int J>
+[[gnu::always_inline]] inline uint8_t read_code(const uint8_t* packed) {
+  constexpr CodePlacement where = placement(Bits, J);
+  unsigned code = 0;
+  for (int i = 0; i < where.count; ++i) {
+    const BitRun run = where.run[i];
+    code |= ((unsigned{packed[run.line * kLineBytes]} >> run.line_bit) & ((1u << run.length) - 1u)) << run.code_bit;
+  }
+  return static_cast<uint8_t>(code ^ stored_flip(Bits));
+}
+
+// The inverse: ORs the code into the packed bytes of one position, which start as zero.
+template <int Bits, int J>
+[[gnu::always_inline]] inline void write_code(uint8_t* packed, uint8_t code) {
+  constexpr CodePlacement where = placement(Bits, J);
+  const unsigned value = unsigned{code} ^ stored_flip(Bits);
+  for (int i = 0; i < where.count; ++i) {
+    const BitRun run = where.run[i];
+    const unsigned field = (value >> run.code_bit) & ((1u << run.length) - 1u);
+    packed[run.line * kLineBytes] |= static_cast<uint8_t>(field << run.line_bit);
+  }
+}
+
+}  // namespace
+}  // namespace lowbit

@@ -1,0 +1,53 @@
+// embedding_w<b>_portable: dequantises one row of a packed matrix in plain C++; the definition that the vector kernels
+// are compared with. Formula: ukernel.h; layout: format.h. A row has 4 bytes in every packed line of its panel.
+
+#include <cmath>
+#include <utility>
+
+#include "../ukernel.h"
+
+namespace lowbit {
+namespace {
+
+template <int Bits>
+void run(const EmbeddingArgs& args) {
+  const Layout& layout = args.layout;
+  const bool affine = layout.mapping == Mapping::affine;
+  const uint8_t* panel = args.panels + (args.row / kPanelRows) * layout.panel_bytes;
+  const int64_t r = args.row % kPanelRows;
+  const float row_scale = load_as_f32(panel, DType::f32, r);
+  const int64_t group_inputs = layout.group_inputs();
+
+  for (int64_t b = 0; b < layout.blocks; ++b) {
+    const uint8_t* bytes = panel + layout.codes_offset + b * Bits * kLineBytes + 4 * r;
+    uint8_t codes[kBlockInputs];
+    [&]<int... J>(std::integer_sequence<int, J...>) {
+      for (int i = 0; i < 4; ++i) ((codes[4 * J + i] = read_code<Bits, J>(bytes + i)), ...);
+    }(std::make_integer_sequence<int, kBlockLines>());
+
+    const int64_t first = b * kBlockInputs;
+    const int64_t count = layout.k - first < kBlockInputs ? layout.k - first : kBlockInputs;
+    float scale = 0.0f, min = 0.0f;
+    for (int64_t i = 0; i < count; ++i) {
+      if (i % kHalfInputs == 0) {
+        const uint8_t* scales = panel + kHeadBytes + (first + i) / group_inputs * layout.group_bytes;
+        scale = row_scale * load_as_f32(scales, DType::f16, r);
+        if (affine) min = row_scale * load_as_f32(scales, DType::f16, kPanelRows + r);
+      }
+      const int level = level_factor(Bits) * codes[i] - level_offset(Bits);
+      const float value = affine ? std::fma(scale, static_cast<float>(codes[i]), min) : scale * static_cast<float>(level);
+      store_from_f32(args.out, args.out_dtype, first + i, value);
+    }
+  }
+}
+
+#define ROW(bits) {"embedding_w" #bits "_portable", kPortable, Format::panel16, bits, run<bits>}
+constexpr EmbeddingKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+#undef ROW
+
+}  // namespace
+
+extern const Table<EmbeddingKernel> kEmbeddingPortable;
+const Table<EmbeddingKernel> kEmbeddingPortable{kRows, sizeof kRows / sizeof kRows[0]};
+
+}  // namespace lowbit

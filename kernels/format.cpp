@@ -1,0 +1,179 @@
+#include "format.h"
+
+#include <bit>
+#include <cinttypes>
+#include <cstring>
+
+namespace lowbit {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the packed format is little endian");
+
+constexpr char kMagic[8] = {'\x89', 'L', 'O', 'W', 'B', 'I', 'T', '\n'};
+
+struct Header {
+  char magic[8];
+  uint16_t version;
+  uint8_t format;
+  uint8_t bits;
+  uint8_t mapping;
+  uint8_t has_bias;
+  uint16_t reserved0;
+  int64_t n, k;
+  uint32_t group_size;
+  uint32_t reserved1;
+  int64_t total_bytes;
+  uint64_t payload_checksum;
+  uint64_t header_checksum;  // over the 56 bytes before it
+};
+static_assert(sizeof(Header) == kHeaderBytes);
+static_assert(offsetof(Header, header_checksum) == 56);
+
+constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+constexpr uint64_t kOffsetBasis = 0xcbf29ce484222325u, kPrime = 0x100000001b3u;  // FNV-1a, 64 bit
+
+uint64_t mix(uint64_t hash, uint64_t word) { return (hash ^ word) * kPrime; }
+
+}  // namespace
+
+// FNV-1a over 64-bit words (Fowler, Noll, Vo), in eight lanes so that the multiplications overlap. Each step is a
+// bijection of its lane, so a change of any single word always changes the result.
+uint64_t checksum(const void* data, int64_t size) {
+  const char* bytes = static_cast<const char*>(data);
+  uint64_t lane[8];
+  for (int i = 0; i < 8; ++i) lane[i] = kOffsetBasis + static_cast<uint64_t>(i);
+  int64_t at = 0;
+  for (; at + 64 <= size; at += 64) {
+    uint64_t word[8];
+    std::memcpy(word, bytes + at, 64);
+    for (int i = 0; i < 8; ++i) lane[i] = mix(lane[i], word[i]);
+  }
+  for (int i = 0; at < size; at += 8, ++i) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes + at, static_cast<size_t>(size - at < 8 ? size - at : 8));
+    lane[i] = mix(lane[i], word);
+  }
+  uint64_t hash = kOffsetBasis;
+  for (uint64_t value : lane) hash = mix(hash, value ^ (value >> 32));
+  return hash;
+}
+
+uint64_t fold_checksum(uint64_t folded, uint64_t panel_checksum) { return mix(folded, panel_checksum); }
+
+Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias,
+                   Layout* layout) {
+  if (bits < 1 || bits > 8) return Status::error("bits is %d; expected 1 to 8", bits);
+  if (n < 1 || n > kMaxDimension) {
+    return Status::error("the number of output rows is %" PRId64 "; expected 1 to %" PRId64, n, kMaxDimension);
+  }
+  if (k < 1 || k > kMaxDimension) {
+    return Status::error("the number of inputs is %" PRId64 "; expected 1 to %" PRId64, k, kMaxDimension);
+  }
+  if (group_size < 0 || group_size % kHalfInputs != 0 || group_size > kMaxGroupInputs) {
+    return Status::error("group size is %" PRId64 "; expected a multiple of %d up to %" PRId64
+                         ", or 0 for one group per row",
+                         group_size, kHalfInputs, kMaxGroupInputs);
+  }
+  if (group_size == 0 && k > kMaxGroupInputs) {
+    return Status::error("one group per row spans %" PRId64 " inputs; expected at most %" PRId64
+                         ": choose a group size",
+                         k, kMaxGroupInputs);
+  }
+  Layout l{};
+  l.format = Format::panel16;
+  l.bits = bits;
+  l.mapping = mapping;
+  l.has_bias = has_bias;
+  l.n = n;
+  l.k = k;
+  l.group_size = group_size;
+  l.blocks = (k + kBlockInputs - 1) / kBlockInputs;
+  l.groups = group_size == 0 ? 1 : (k + group_size - 1) / group_size;
+  l.panels = (n + kPanelRows - 1) / kPanelRows;
+  l.group_bytes = kPanelRows * (mapping == Mapping::affine ? 4 : 2);
+  l.codes_offset = kHeadBytes + round_up(l.groups * l.group_bytes, 64);
+  l.panel_bytes = l.codes_offset + l.blocks * bits * kLineBytes;
+  // No overflow: both factors are below 2^28 panels x 2^36 bytes only in theory; check all the same.
+  int64_t panels_bytes;
+  if (__builtin_mul_overflow(l.panels, l.panel_bytes, &panels_bytes) ||
+      __builtin_add_overflow(panels_bytes, kHeaderBytes, &l.total_bytes)) {
+    return Status::error("a matrix of %" PRId64 " x %" PRId64 " weights does not fit the address space", n, k);
+  }
+  *layout = l;
+  return {};
+}
+
+void write_header(const Layout& layout, uint64_t payload_checksum, void* data) {
+  Header header{};
+  std::memcpy(header.magic, kMagic, sizeof kMagic);
+  header.version = kFormatVersion;
+  header.format = static_cast<uint8_t>(layout.format);
+  header.bits = static_cast<uint8_t>(layout.bits);
+  header.mapping = static_cast<uint8_t>(layout.mapping);
+  header.has_bias = layout.has_bias;
+  header.n = layout.n;
+  header.k = layout.k;
+  header.group_size = static_cast<uint32_t>(layout.group_size);
+  header.total_bytes = layout.total_bytes;
+  header.payload_checksum = payload_checksum;
+  header.header_checksum = checksum(&header, offsetof(Header, header_checksum));
+  std::memcpy(data, &header, sizeof header);
+}
+
+Status read_header(const void* data, int64_t size, Layout* layout) {
+  if (size < kHeaderBytes) {
+    return Status::error("packed weight has %" PRId64 " bytes; expected a header of %" PRId64 " bytes and more", size,
+                         kHeaderBytes);
+  }
+  Header header;
+  std::memcpy(&header, data, sizeof header);
+  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) {
+    return Status::error("not a packed weight: its first eight bytes are %02x%02x%02x%02x%02x%02x%02x%02x; "
+                         "expected 894c4f574249540a",
+                         header.magic[0] & 255, header.magic[1] & 255, header.magic[2] & 255, header.magic[3] & 255,
+                         header.magic[4] & 255, header.magic[5] & 255, header.magic[6] & 255, header.magic[7] & 255);
+  }
+  if (header.version != kFormatVersion) {
+    return Status::error("packed weight is of format version %d; this library reads version %d", header.version,
+                         kFormatVersion);
+  }
+  if (header.header_checksum != checksum(&header, offsetof(Header, header_checksum))) {
+    return Status::error("packed weight has an altered header: its checksum does not match");
+  }
+  if (header.format != static_cast<uint8_t>(Format::panel16) || header.mapping > 1 || header.has_bias > 1 ||
+      header.reserved0 != 0 || header.reserved1 != 0) {
+    return Status::error("packed weight has format %d, mapping %d, bias flag %d; expected 0, 0 to 1, 0 to 1",
+                         header.format, header.mapping, header.has_bias);
+  }
+  Layout expected;
+  if (Status status = make_layout(header.n, header.k, header.bits, header.group_size,
+                                  static_cast<Mapping>(header.mapping), header.has_bias != 0, &expected);
+      !status.ok()) {
+    return status;
+  }
+  if (header.total_bytes != expected.total_bytes || size != expected.total_bytes) {
+    return Status::error("packed weight has %" PRId64 " bytes, its header says %" PRId64 "; expected %" PRId64
+                         " for %" PRId64 " x %" PRId64 " weights of %d bits",
+                         size, header.total_bytes, expected.total_bytes, header.n, header.k, header.bits);
+  }
+  *layout = expected;
+  return {};
+}
+
+Status verify_payload(const void* data, const Layout& layout) {
+  Header header;
+  std::memcpy(&header, data, sizeof header);
+  const char* panel = static_cast<const char*>(data) + kHeaderBytes;
+  uint64_t folded = 0;
+  for (int64_t p = 0; p < layout.panels; ++p, panel += layout.panel_bytes) {
+    folded = fold_checksum(folded, checksum(panel, layout.panel_bytes));
+  }
+  if (folded != header.payload_checksum) {
+    return Status::error("packed weight has altered bytes: their checksum is %016" PRIx64 "; the header says %016" PRIx64,
+                         folded, header.payload_checksum);
+  }
+  return {};
+}
+
+}  // namespace lowbit

@@ -1,0 +1,71 @@
+// Packed format v1: what the bytes mean. One layout for every ISA; docs/format.md draws it.
+//
+//   header   64 bytes, little endian, verified before anything else is read
+//   panel 0  16 output rows: heads, then the scales of all groups, then the codes of all blocks
+//   panel 1  ...
+//
+//   heads    3 x 16 float32: row scale, row sum, bias
+//   scales   per group 16 float16 scales, and when affine 16 float16 mins; padded to 64 bytes
+//   codes    per block of 32 inputs `bits` lines of 64 bytes (bits/codec.h)
+//
+// A weight is  row_scale * scale * level(code)           (symmetric; codec.h has level())
+//          or  row_scale * (scale * code + min)          (affine).
+// The row sum is the sum of a row's weights divided by its row scale; a kernel subtracts the activations' zero point
+// with it. Rows and inputs beyond n and k are padding: their scales and heads are zero, their codes anything.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "bits/codec.h"
+#include "export.h"
+#include "status.h"
+
+namespace lowbit {
+
+enum class Mapping : uint8_t { symmetric, affine };
+enum class Format : uint8_t { panel16 };  // a vendor's own layout would be another id
+
+inline constexpr int kFormatVersion = 1;
+inline constexpr int64_t kHeaderBytes = 64;
+inline constexpr int64_t kHeadBytes = 3 * kPanelRows * 4;
+inline constexpr int64_t kMaxDimension = int64_t{1} << 31;
+// The largest group whose integer sum fits int32 for every width: 65536 * 128 * 255 < 2^31.
+inline constexpr int64_t kMaxGroupInputs = 65536;
+
+// A packed weight matrix: what its header says, and the sizes that follow from it.
+struct Layout {
+  Format format;
+  int bits;            // 1-8
+  Mapping mapping;
+  bool has_bias;
+  int64_t n, k;        // output rows, inputs
+  int64_t group_size;  // inputs per group, a multiple of 16; 0: one group per row (per channel)
+
+  int64_t groups;        // per row
+  int64_t blocks;        // of 32 inputs, per row
+  int64_t panels;        // of 16 rows
+  int64_t group_bytes;   // scales (and mins) of one group of a panel
+  int64_t codes_offset;  // in a panel
+  int64_t panel_bytes;
+  int64_t total_bytes;   // header included
+
+  int64_t group_inputs() const { return group_size == 0 ? blocks * kBlockInputs : group_size; }
+};
+
+// Checks the parameters and fills in the sizes.
+LOWBIT_API Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias,
+                              Layout* layout);
+
+// Verifies the header of `size` bytes at `data` (any alignment) against the buffer. Costs some 30 cycles.
+LOWBIT_API Status read_header(const void* data, int64_t size, Layout* layout);
+
+// Verifies the checksum over everything behind a header that read_header() accepted.
+LOWBIT_API Status verify_payload(const void* data, const Layout& layout);
+
+// For the packer: the checksum of a panel, their fold, and the header that carries it.
+uint64_t checksum(const void* data, int64_t size);
+uint64_t fold_checksum(uint64_t folded, uint64_t panel_checksum);
+void write_header(const Layout& layout, uint64_t payload_checksum, void* data);
+
+}  // namespace lowbit

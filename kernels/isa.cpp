@@ -1,0 +1,150 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace lowbit {
+namespace {
+
+#if defined(__aarch64__)
+
+constexpr IsaName kNames[] = {
+    {"portable", kPortable, kPortable},
+    {"neon", kNeon, kNeon},
+    {"neondot", kNeonDot, kNeon | kNeonDot},
+    {"i8mm", kI8mm, kNeon | kNeonDot | kI8mm},
+};
+
+#if defined(__APPLE__)
+bool sysctl_flag(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+IsaBits detect() {
+  IsaBits bits = kNeon;
+  if (sysctl_flag("hw.optional.arm.FEAT_DotProd")) bits |= kNeonDot;
+  if (sysctl_flag("hw.optional.arm.FEAT_I8MM")) bits |= kI8mm;
+  return bits;
+}
+#else
+// Bit numbers of the Linux ABI; older C libraries lack the second name.
+constexpr unsigned long kHwcapAsimd = 1ul << 1;
+constexpr unsigned long kHwcapAsimdDp = 1ul << 20;
+constexpr unsigned long kHwcap2I8mm = 1ul << 13;
+
+IsaBits detect() {
+  const unsigned long hwcap = getauxval(AT_HWCAP);
+  const unsigned long hwcap2 = getauxval(AT_HWCAP2);
+  IsaBits bits = kPortable;
+  if (hwcap & kHwcapAsimd) bits |= kNeon;
+  if (hwcap & kHwcapAsimdDp) bits |= kNeonDot;
+  if (hwcap2 & kHwcap2I8mm) bits |= kI8mm;
+  return bits;
+}
+#endif
+
+#elif defined(__x86_64__)
+
+constexpr IsaName kNames[] = {
+    {"portable", kPortable, kPortable},
+    {"avx2", kAvx2, kAvx2},
+    {"avxvnni", kAvxVnni, kAvx2 | kAvxVnni},
+    {"avx512vnni", kAvx512Vnni, kAvx2 | kAvxVnni | kAvx512Vnni},
+    {"amx", kAmx, kAvx2 | kAvxVnni | kAvx512Vnni | kAmx},
+};
+
+// XCR0 says which registers the operating system saves: without it a feature bit is only a promise.
+uint64_t enabled_state() {
+  uint32_t eax, edx;
+  __asm__ volatile("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+  return (uint64_t{edx} << 32) | eax;
+}
+
+IsaBits detect() {
+  struct { unsigned a, b, c, d; } leaf1{}, leaf7{}, leaf71{};
+  if (!__get_cpuid(1, &leaf1.a, &leaf1.b, &leaf1.c, &leaf1.d)) return kPortable;
+  const auto has = [](unsigned reg, int bit) { return (reg >> bit) & 1u; };
+  if (!has(leaf1.c, 27)) return kPortable;  // OSXSAVE
+  __get_cpuid_count(7, 0, &leaf7.a, &leaf7.b, &leaf7.c, &leaf7.d);
+  if (leaf7.a >= 1) __get_cpuid_count(7, 1, &leaf71.a, &leaf71.b, &leaf71.c, &leaf71.d);
+
+  constexpr uint64_t kYmm = 0x6, kZmm = 0xe6, kTile = 0x60000;
+  const uint64_t state = enabled_state();
+  IsaBits bits = kPortable;
+  const bool avx2 = (state & kYmm) == kYmm && has(leaf7.b, 5) && has(leaf1.c, 12) && has(leaf1.c, 29);
+  if (avx2) bits |= kAvx2;
+  if (avx2 && has(leaf71.a, 4)) bits |= kAvxVnni;
+  const bool avx512 = avx2 && (state & kZmm) == kZmm && has(leaf7.b, 16) && has(leaf7.b, 17) &&
+                      has(leaf7.b, 30) && has(leaf7.b, 31) && has(leaf7.c, 11);
+  if (avx512) bits |= kAvx512Vnni;
+  if (avx512 && (state & kTile) == kTile && has(leaf7.d, 24) && has(leaf7.d, 25)) bits |= kAmx;
+  return bits;
+}
+
+#else
+
+constexpr IsaName kNames[] = {{"portable", kPortable, kPortable}};
+IsaBits detect() { return kPortable; }
+
+#endif
+
+struct Cap {
+  const IsaName* entry = nullptr;
+  Status status;
+};
+
+const Cap& cap() {
+  static const Cap cap = [] {
+    Cap result;
+    const char* name = isa_cap();
+    if (name == nullptr) return result;
+    char known[128] = "";
+    for (const IsaName& entry : kNames) {
+      if (std::strcmp(entry.name, name) == 0) result.entry = &entry;
+      std::strncat(known, known[0] ? ", " : "", sizeof known - std::strlen(known) - 1);
+      std::strncat(known, entry.name, sizeof known - std::strlen(known) - 1);
+    }
+    if (result.entry == nullptr) {
+      result.entry = &kNames[0];
+      result.status = Status::error("LOWBIT_ISA is '%.32s'; expected one of: %s", name, known);
+    }
+    return result;
+  }();
+  return cap;
+}
+
+}  // namespace
+
+const IsaName* isa_names(size_t* count) {
+  *count = sizeof kNames / sizeof kNames[0];
+  return kNames;
+}
+
+IsaBits cpu_isa() {
+  static const IsaBits bits = detect();
+  return bits;
+}
+
+const char* isa_cap() {
+  const char* name = std::getenv("LOWBIT_ISA");
+  return name != nullptr && name[0] != '\0' ? name : nullptr;
+}
+
+Status isa_cap_status() { return cap().status; }
+
+IsaBits active_isa() {
+  static const IsaBits bits = cap().entry == nullptr ? cpu_isa() : cpu_isa() & cap().entry->allows;
+  return bits;
+}
+
+}  // namespace lowbit

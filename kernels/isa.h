@@ -1,0 +1,49 @@
+// Instruction sets: what this CPU has, what the user allows, and the names both are called by.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "export.h"
+#include "status.h"
+
+namespace lowbit {
+
+using IsaBits = uint32_t;
+
+// One bit per feature set that a kernel can require. A kernel needs all of the bits that it names.
+enum Isa : IsaBits {
+  kPortable = 0,
+  kNeon = 1u << 0,
+  kNeonDot = 1u << 1,  // sdot, udot (Armv8.2 dotprod)
+  kI8mm = 1u << 2,     // smmla, usmmla
+  kAvx2 = 1u << 8,     // with FMA and F16C
+  kAvxVnni = 1u << 9,
+  kAvx512Vnni = 1u << 10,  // with F, BW, DQ, VL
+  kAmx = 1u << 11,         // AMX-TILE and AMX-INT8
+};
+
+// A name of LOWBIT_ISA. `allows` holds every bit that stays on when the ISA is capped at this name.
+struct IsaName {
+  const char* name;
+  IsaBits bit;
+  IsaBits allows;
+};
+
+// The names of this processor's family, weakest first; the first is always "portable".
+LOWBIT_API const IsaName* isa_names(size_t* count);
+
+// The bits that the CPU and the operating system offer, without any cap. Read once.
+LOWBIT_API IsaBits cpu_isa();
+
+// cpu_isa() reduced by the environment variable LOWBIT_ISA. Read once.
+LOWBIT_API IsaBits active_isa();
+
+// An error when LOWBIT_ISA holds something that is not a name of this processor's family. active_isa() is
+// then kPortable; the host is expected to refuse to start.
+LOWBIT_API Status isa_cap_status();
+
+// The value of LOWBIT_ISA, or nullptr when it is not set or empty.
+LOWBIT_API const char* isa_cap();
+
+}  // namespace lowbit

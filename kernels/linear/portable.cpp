@@ -1,0 +1,96 @@
+// linear_a8w<b>_1x16_portable: int8 activations times b-bit weights in plain C++, for every CPU and every case; the
+// definition that the vector kernels are compared with. Formula: ukernel.h; layout: format.h.
+//
+// Works half a block (16 inputs) at a time, because that is the granularity of group sizes. The integer sums are kept
+// modulo 2^32: partial sums may wrap, the sum of a group never exceeds 65536 * 128 * 255 < 2^31.
+
+#include <cmath>
+#include <utility>
+
+#include "../ukernel.h"
+
+namespace lowbit {
+namespace {
+
+// Adds the products of one unpacked line: 16 rows x 4 inputs.
+template <int Bits, int J>
+[[gnu::always_inline]] inline void add_line(const uint8_t* block, const int8_t* a, uint32_t (&sums)[kPanelRows]) {
+  uint8_t codes[kLineBytes];
+  for (int p = 0; p < kLineBytes; ++p) codes[p] = read_code<Bits, J>(block + p);
+  for (int r = 0; r < kPanelRows; ++r) {
+    int32_t sum = 0;
+    for (int i = 0; i < 4; ++i) sum += int32_t{codes[4 * r + i]} * a[4 * (J % 4) + i];
+    sums[r] += static_cast<uint32_t>(sum);
+  }
+}
+
+template <int Bits, int First>
+void add_half(const uint8_t* block, const int8_t* a, uint32_t (&sums)[kPanelRows]) {
+  [&]<int... I>(std::integer_sequence<int, I...>) {
+    (add_line<Bits, First + I>(block, a, sums), ...);
+  }(std::make_integer_sequence<int, 4>());
+}
+
+template <int Bits>
+void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, float (&acc)[kPanelRows]) {
+  const Layout& layout = args.layout;
+  const bool affine = layout.mapping == Mapping::affine;
+  const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
+  const int32_t* group_sums = args.group_sums + row * layout.groups;
+  const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
+  const int64_t group_halves = layout.group_inputs() / kHalfInputs;
+
+  int64_t half = 0;
+  for (int64_t group = 0; group < layout.groups; ++group) {
+    const int32_t group_sum = group_sums[group];
+    const int64_t end = half + group_halves < halves ? half + group_halves : halves;
+    uint32_t sums[kPanelRows] = {};
+    for (; half < end; ++half) {
+      const uint8_t* block = panel + layout.codes_offset + (half / 2) * Bits * kLineBytes;
+      if (half % 2 == 0) {
+        add_half<Bits, 0>(block, a + half * kHalfInputs, sums);
+      } else {
+        add_half<Bits, 4>(block, a + half * kHalfInputs, sums);
+      }
+    }
+    const uint8_t* scales = panel + kHeadBytes + group * layout.group_bytes;
+    for (int r = 0; r < kPanelRows; ++r) {
+      uint32_t sum = sums[r];
+      if (!affine) sum = level_factor(Bits) * sum - level_offset(Bits) * static_cast<uint32_t>(group_sum);
+      acc[r] = std::fma(load_as_f32(scales, DType::f16, r), static_cast<float>(static_cast<int32_t>(sum)), acc[r]);
+      if (affine) acc[r] = std::fma(load_as_f32(scales, DType::f16, kPanelRows + r), static_cast<float>(group_sum), acc[r]);
+    }
+  }
+}
+
+template <int Bits>
+void run(const LinearArgs& args) {
+  const Layout& layout = args.layout;
+  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
+    const uint8_t* panel = args.panels + p * layout.panel_bytes;
+    const int64_t columns = layout.n - p * kPanelRows < kPanelRows ? layout.n - p * kPanelRows : kPanelRows;
+    for (int64_t row = 0; row < args.m; ++row) {
+      float acc[kPanelRows] = {};
+      row_times_panel<Bits>(args, panel, row, acc);
+      for (int64_t r = 0; r < columns; ++r) {
+        const float row_scale = load_as_f32(panel, DType::f32, r);
+        const float row_sum = load_as_f32(panel, DType::f32, kPanelRows + r);
+        const float bias = load_as_f32(panel, DType::f32, 2 * kPanelRows + r);
+        const float corrected = std::fma(-args.zeros[row], row_sum, acc[r]);
+        const float y = std::fma(args.scales[row] * row_scale, corrected, bias);
+        store_from_f32(args.out, args.out_dtype, row * args.out_stride + p * kPanelRows + r, y);
+      }
+    }
+  }
+}
+
+#define ROW(bits) {"linear_a8w" #bits "_1x16_portable", kPortable, Format::panel16, bits, 1, 16, run<bits>}
+constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+#undef ROW
+
+}  // namespace
+
+extern const Table<LinearKernel> kLinearPortable;
+const Table<LinearKernel> kLinearPortable{kRows, sizeof kRows / sizeof kRows[0]};
+
+}  // namespace lowbit

@@ -1,0 +1,42 @@
+// Packing codes and scales into format v1, and back. Portable C++ only: the compiler vectorises the line loops.
+#pragma once
+
+#include "format.h"
+
+namespace lowbit {
+
+// Row-major inputs (pack) or outputs (unpack) of a whole matrix, contiguous; any alignment the type needs.
+struct PackArgs {
+  const uint8_t* codes;  // n x k, below 2^bits
+  const float* scales;   // n x groups, finite
+  const float* mins;     // n x groups, finite; nullptr when symmetric
+  const float* bias;     // n, finite; nullptr without bias
+};
+
+struct UnpackArgs {
+  uint8_t* codes;
+  float* scales;
+  float* mins;  // nullptr when symmetric
+  float* bias;  // nullptr without bias
+};
+
+// Packs panels [begin, end) into `packed`, the start of a buffer of layout.total_bytes, and writes the checksum of
+// panel p to panel_checksums[p]. The header is written last, with seal().
+// Different panels can be packed by different threads.
+//
+// A scale is stored as row scale (float32) x float16. If a power of two makes all scales and mins of a row exact in
+// float16, that is the row scale, so that float16 scales (of a GGUF file, say) survive unchanged; otherwise it is 2^-15
+// times the largest of them, which is then exact, and the others are rounded to 11 significant bits.
+// Unpacking and packing again changes no value.
+//
+// Returns an error when a code does not fit the width or a value is not finite.
+LOWBIT_API Status pack_panels(const Layout& layout, const PackArgs& args, int64_t begin, int64_t end, void* packed,
+                              uint64_t* panel_checksums);
+
+LOWBIT_API void seal(const Layout& layout, const uint64_t* panel_checksums, void* packed);
+
+// Unpacks panels [begin, end).
+LOWBIT_API void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int64_t end,
+                              const UnpackArgs& args);
+
+}  // namespace lowbit

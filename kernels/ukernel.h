@@ -1,0 +1,100 @@
+// The ukernel table: what a kernel row promises, and the arguments that it takes. This header is the whole contract
+// between the operators and the kernels; neither knows anything else of the other.
+//
+// Arithmetic (every kernel returns the same bits; the order of float operations is part of the contract):
+//
+//   activation row   range [lo, hi] = [min(0, min x), max(0, max x)],  s = hi/255 - lo/255,  inv = 1/s,
+//                    z = rint(-lo * inv) - 128 (at most 127),  a = clamp(rint(fma(x, inv, z)), -128, 127);
+//                    s < 2^-126: s = 0, z = 0, a = 0;  a value that is not finite: s = NaN, z = 0, a = 0
+//   integer part     I[g] = sum of a * level(code) over group g (symmetric) or of a * code (affine), exact in int32;
+//                    A[g] = sum of a over group g
+//   linear           acc = 0;  for g in order: acc = fma(scale[g], float(I[g]), acc),
+//                                   and affine: acc = fma(min[g], float(A[g]), acc)
+//                    y = fma(s * row_scale, fma(-z, row_sum, acc), bias)
+//   embedding        symmetric: (row_scale * scale) * level;  affine: fma(row_scale * scale, code, row_scale * min)
+//   16-bit outputs   rounded from the float32 result, to nearest, ties to even
+//
+// Preconditions are the operators' to check: kernels only assert them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "export.h"
+#include "format.h"
+#include "isa.h"
+#include "numeric.h"
+
+namespace lowbit {
+
+// One row of activations to int8, with the sums of its groups. Only x may be unaligned.
+struct QuantizeArgs {
+  const void* x;         // k values of x_dtype
+  DType x_dtype;
+  int64_t k;
+  int64_t k_padded;      // a multiple of 32, less than k + 32
+  int64_t group_inputs;  // a multiple of 16; the last group may be short
+  int8_t* a;             // out: k_padded values, zero from k on
+  int32_t* group_sums;   // out: one per group, ceil(k / group_inputs)
+  float* scale;          // out: one
+  float* zero;           // out: one, an integer in [-128, 127]
+};
+
+// Some rows of activations times some panels of a packed matrix.
+struct LinearArgs {
+  const uint8_t* panels;     // panel 0 of the matrix (behind the header)
+  Layout layout;
+  int64_t panel_begin, panel_end;
+  const int8_t* a;           // m rows of layout.blocks * 32 values
+  const int32_t* group_sums; // m rows of layout.groups values
+  const float* scales;       // m
+  const float* zeros;        // m
+  int64_t m;
+  void* out;                 // row 0, column 0 of the whole output, in out_dtype
+  DType out_dtype;
+  int64_t out_stride;        // elements from one row of the output to the next, at least layout.n
+};
+
+// One row of a packed matrix, dequantised.
+struct EmbeddingArgs {
+  const uint8_t* panels;
+  Layout layout;
+  int64_t row;               // in [0, layout.n)
+  void* out;                 // layout.k values of out_dtype
+  DType out_dtype;
+};
+
+struct QuantizeKernel {
+  const char* name;  // quantize_<isa>
+  IsaBits isa;
+  void (*run)(const QuantizeArgs&);
+};
+
+struct LinearKernel {
+  const char* name;  // linear_a8w<bits>_<m_step>x<n_step>_<isa>
+  IsaBits isa;
+  Format format;
+  uint8_t bits;
+  uint8_t m_step, n_step;  // the tile it computes at once; it takes any m and all rows of its panels
+  void (*run)(const LinearArgs&);
+};
+
+struct EmbeddingKernel {
+  const char* name;  // embedding_w<bits>_<isa>
+  IsaBits isa;
+  Format format;
+  uint8_t bits;
+  void (*run)(const EmbeddingArgs&);
+};
+
+// What an ISA file exports.
+template <class Kernel>
+struct Table {
+  const Kernel* rows;
+  size_t count;
+
+  const Kernel* begin() const { return rows; }
+  const Kernel* end() const { return rows + count; }
+};
+
+}  // namespace lowbit

@@ -1,0 +1,83 @@
+#include "../kernels/registry.h"
+#include "check.h"
+#include "operators.h"
+
+namespace lowbit {
+namespace {
+
+// Below this many values a second thread costs more than it saves.
+constexpr int64_t kParallelValues = 1 << 15;
+
+int64_t index_at(const TensorView& indices, int64_t flat) {
+  const char* at = static_cast<const char*>(indices.data) +
+                   element_bytes(indices.type) * offset_of(indices, indices.shape.ndim, flat);
+  if (indices.type == ElementType::i64) {
+    int64_t index;
+    std::memcpy(&index, at, sizeof index);
+    return index;
+  }
+  int32_t index;
+  std::memcpy(&index, at, sizeof index);
+  return index;
+}
+
+}  // namespace
+
+Status embedding_shape(const TensorView& indices, int64_t embedding_dim, Shape* out) {
+  if (embedding_dim < 1) return Status::error("embedding_dim is %" PRId64 "; expected 1 or more", embedding_dim);
+  if (indices.shape.ndim >= kMaxDims) {
+    return Status::error("indices have %d dimensions; expected at most %d", indices.shape.ndim, kMaxDims - 1);
+  }
+  *out = indices.shape;
+  out->size[out->ndim++] = embedding_dim;
+  return {};
+}
+
+Status embedding(const TensorView& indices, const TensorView& packed, int64_t embedding_dim, const TensorView& out,
+                 const Parallel& parallel) {
+  Layout layout;
+  if (Status status = read_packed(packed, &layout); !status.ok()) return status;
+  Shape out_shape;
+  if (Status status = embedding_shape(indices, embedding_dim, &out_shape); !status.ok()) return status;
+  if (Status status = check_on_cpu("indices", indices); !status.ok()) return status;
+  if (indices.type != ElementType::i32 && indices.type != ElementType::i64) {
+    return Status::error("indices have dtype %s; expected int32 or int64", name_of(indices.type));
+  }
+  if (embedding_dim != layout.k) {
+    return Status::error("embedding_dim is %" PRId64 "; expected %" PRId64 ", the inputs of the packed weight",
+                         embedding_dim, layout.k);
+  }
+  if (!is_activation_type(out.type)) {
+    return Status::error("the output dtype is %s; expected float32, bfloat16 or float16", name_of(out.type));
+  }
+  if (Status status = check_tensor("out", out, out.type, out_shape); !status.ok()) return status;
+
+  const int64_t count = indices.shape.numel();
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t index = index_at(indices, i);
+    if (index < 0 || index >= layout.n) {
+      return Status::out_of_range("index %" PRId64 " (number %" PRId64 " of %" PRId64 ") is out of range; expected 0 to %"
+                                  PRId64, index, i, count, layout.n - 1);
+    }
+  }
+
+  const EmbeddingKernel& kernel = choose_embedding(layout.format, layout.bits, active_isa());
+  EmbeddingArgs args{};
+  args.panels = static_cast<const uint8_t*>(packed.data) + kHeaderBytes;
+  args.layout = layout;
+  args.out_dtype = dtype_of(out.type);
+  const int64_t row_bytes = layout.k * element_bytes(out.type);
+  const Parallel alone;
+  parallel_1d(count * layout.k < kParallelValues ? alone : parallel, count, 1 + kParallelValues / 4 / layout.k,
+              [&](int64_t begin, int64_t end) {
+                EmbeddingArgs row = args;
+                for (int64_t i = begin; i < end; ++i) {
+                  row.row = index_at(indices, i);
+                  row.out = static_cast<char*>(out.data) + i * row_bytes;
+                  kernel.run(row);
+                }
+              });
+  return {};
+}
+
+}  // namespace lowbit

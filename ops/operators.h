@@ -1,0 +1,40 @@
+// The operators, for any host framework: they check their arguments, choose a kernel, cut the work into tiles and run it on
+// the host's threads. Each returns an error instead of reading or writing anything out of bounds.
+//
+// Outputs are contiguous tensors that the caller allocated with the shape that the *_shape function gave.
+#pragma once
+
+#include "../kernels/export.h"
+#include "../kernels/format.h"
+#include "../kernels/status.h"
+#include "parallel.h"
+#include "tensor_view.h"
+
+namespace lowbit {
+
+// x [..., k] float32, bfloat16 or float16, any strides;  packed: uint8, contiguous;  out [..., out_features] of x's type.
+LOWBIT_API Status linear_shape(const TensorView& x, int64_t out_features, Shape* out);
+LOWBIT_API Status linear(const TensorView& x, const TensorView& packed, int64_t out_features, const TensorView& out,
+                         const Parallel& parallel);
+
+// indices [...] int32 or int64, any strides;  out [..., embedding_dim] float32, bfloat16 or float16.
+LOWBIT_API Status embedding_shape(const TensorView& indices, int64_t embedding_dim, Shape* out);
+LOWBIT_API Status embedding(const TensorView& indices, const TensorView& packed, int64_t embedding_dim,
+                            const TensorView& out, const Parallel& parallel);
+
+// codes [n, k] uint8, scales and mins [n, groups] float32, bias [n] float32, all contiguous; mins and bias may be null.
+// group_size 0: one group per row. out: uint8 [packed_bytes].
+LOWBIT_API Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias,
+                             Layout* layout);
+LOWBIT_API Status pack(const TensorView& codes, const TensorView& scales, const TensorView* mins, const TensorView* bias,
+                       int bits, int64_t group_size, const TensorView& out, const Parallel& parallel);
+
+// The inverse; verifies the checksum first. The outputs have the shapes of pack's inputs; mins and bias are empty where the
+// matrix has none.
+LOWBIT_API Status unpack(const TensorView& packed, const TensorView& codes, const TensorView& scales,
+                         const TensorView& mins, const TensorView& bias, const Parallel& parallel);
+
+// Reads the header of a packed tensor: what every operator does first.
+LOWBIT_API Status read_packed(const TensorView& packed, Layout* layout);
+
+}  // namespace lowbit

@@ -1,0 +1,98 @@
+#include "../kernels/pack.h"
+
+#include <memory>
+#include <new>
+
+#include "check.h"
+#include "operators.h"
+
+namespace lowbit {
+namespace {
+
+// A claim of panels is about this many weights.
+constexpr int64_t kTileWeights = 1 << 18;
+
+Shape shape_of(int64_t first) { return {1, {first}}; }
+Shape shape_of(int64_t first, int64_t second) { return {2, {first, second}}; }
+
+int64_t panels_per_claim(const Layout& layout) { return 1 + kTileWeights / (layout.k * kPanelRows); }
+
+}  // namespace
+
+Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias, Layout* layout) {
+  if (codes.shape.ndim != 2) {
+    return Status::error("codes have shape %s; expected two dimensions [n, k]", describe(codes.shape).text);
+  }
+  return make_layout(codes.shape.size[0], codes.shape.size[1], bits, group_size,
+                     affine ? Mapping::affine : Mapping::symmetric, has_bias, layout);
+}
+
+Status pack(const TensorView& codes, const TensorView& scales, const TensorView* mins, const TensorView* bias, int bits,
+            int64_t group_size, const TensorView& out, const Parallel& parallel) {
+  Layout layout;
+  if (Status status = pack_shape(codes, bits, group_size, mins != nullptr, bias != nullptr, &layout); !status.ok()) {
+    return status;
+  }
+  const Shape per_group = shape_of(layout.n, layout.groups);
+  if (Status s = check_tensor("codes", codes, ElementType::u8, codes.shape); !s.ok()) return s;
+  if (Status s = check_tensor("scales", scales, ElementType::f32, per_group); !s.ok()) return s;
+  if (mins != nullptr) {
+    if (Status s = check_tensor("mins", *mins, ElementType::f32, per_group); !s.ok()) return s;
+  }
+  if (bias != nullptr) {
+    if (Status s = check_tensor("bias", *bias, ElementType::f32, shape_of(layout.n)); !s.ok()) return s;
+  }
+  if (Status s = check_tensor("out", out, ElementType::u8, shape_of(layout.total_bytes)); !s.ok()) return s;
+
+  PackArgs args{};
+  args.codes = static_cast<const uint8_t*>(codes.data);
+  args.scales = static_cast<const float*>(scales.data);
+  args.mins = mins == nullptr ? nullptr : static_cast<const float*>(mins->data);
+  args.bias = bias == nullptr ? nullptr : static_cast<const float*>(bias->data);
+
+  const std::unique_ptr<uint64_t[]> checksums(new (std::nothrow) uint64_t[static_cast<size_t>(layout.panels)]);
+  if (checksums == nullptr) return Status::no_memory("no memory for %" PRId64 " checksums", layout.panels);
+
+  // The error of the first bad panel, whichever thread finds one first.
+  std::atomic<int64_t> bad_panel{layout.panels};
+  parallel_1d(parallel, layout.panels, panels_per_claim(layout), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      if (pack_panels(layout, args, p, p + 1, out.data, checksums.get()).ok()) continue;
+      int64_t seen = bad_panel.load();
+      while (p < seen && !bad_panel.compare_exchange_weak(seen, p)) {
+      }
+      return;
+    }
+  });
+  if (const int64_t p = bad_panel.load(); p < layout.panels) {
+    return pack_panels(layout, args, p, p + 1, out.data, checksums.get());
+  }
+  seal(layout, checksums.get(), out.data);
+  return {};
+}
+
+Status unpack(const TensorView& packed, const TensorView& codes, const TensorView& scales, const TensorView& mins,
+              const TensorView& bias, const Parallel& parallel) {
+  Layout layout;
+  if (Status s = read_packed(packed, &layout); !s.ok()) return s;
+  if (Status s = verify_payload(packed.data, layout); !s.ok()) return s;
+  const bool affine = layout.mapping == Mapping::affine;
+  const Shape none = shape_of(0);
+  const Shape per_group = shape_of(layout.n, layout.groups);
+  if (Status s = check_tensor("codes", codes, ElementType::u8, shape_of(layout.n, layout.k)); !s.ok()) return s;
+  if (Status s = check_tensor("scales", scales, ElementType::f32, per_group); !s.ok()) return s;
+  if (Status s = check_tensor("mins", mins, ElementType::f32, affine ? per_group : none); !s.ok()) return s;
+  if (Status s = check_tensor("bias", bias, ElementType::f32, layout.has_bias ? shape_of(layout.n) : none); !s.ok()) {
+    return s;
+  }
+  UnpackArgs args{};
+  args.codes = static_cast<uint8_t*>(codes.data);
+  args.scales = static_cast<float*>(scales.data);
+  args.mins = affine ? static_cast<float*>(mins.data) : nullptr;
+  args.bias = layout.has_bias ? static_cast<float*>(bias.data) : nullptr;
+  parallel_1d(parallel, layout.panels, panels_per_claim(layout),
+              [&](int64_t begin, int64_t end) { unpack_panels(layout, packed.data, begin, end, args); });
+  return {};
+}
+
+}  // namespace lowbit

@@ -1,0 +1,76 @@
+// A tensor of any host framework, as the operator bodies see it. A framework's registration file fills it in; nothing
+// behind this header knows which framework that is.
+#pragma once
+
+#include <cstdint>
+
+#include "../kernels/numeric.h"
+
+namespace lowbit {
+
+enum class ElementType : uint8_t { f32, bf16, f16, u8, i32, i64, other };
+
+inline constexpr int kMaxDims = 16;
+
+struct Shape {
+  int ndim = 0;
+  int64_t size[kMaxDims] = {};
+
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int d = 0; d < ndim; ++d) count *= size[d];
+    return count;
+  }
+};
+
+struct TensorView {
+  void* data = nullptr;
+  ElementType type = ElementType::other;
+  bool on_cpu = true;
+  Shape shape;
+  int64_t stride[kMaxDims] = {};  // in elements
+
+  bool is_contiguous() const {
+    int64_t expected = 1;
+    for (int d = shape.ndim - 1; d >= 0; --d) {
+      if (shape.size[d] != 1 && stride[d] != expected) return false;
+      expected *= shape.size[d];
+    }
+    return true;
+  }
+};
+
+inline int64_t element_bytes(ElementType type) {
+  switch (type) {
+    case ElementType::f32:
+    case ElementType::i32: return 4;
+    case ElementType::bf16:
+    case ElementType::f16: return 2;
+    case ElementType::i64: return 8;
+    default: return 1;
+  }
+}
+
+inline const char* name_of(ElementType type) {
+  switch (type) {
+    case ElementType::f32: return "float32";
+    case ElementType::bf16: return "bfloat16";
+    case ElementType::f16: return "float16";
+    case ElementType::u8: return "uint8";
+    case ElementType::i32: return "int32";
+    case ElementType::i64: return "int64";
+    case ElementType::other: break;
+  }
+  return "another type";
+}
+
+inline bool is_activation_type(ElementType type) {
+  return type == ElementType::f32 || type == ElementType::bf16 || type == ElementType::f16;
+}
+
+// Of a type for which is_activation_type() holds.
+inline DType dtype_of(ElementType type) {
+  return type == ElementType::f32 ? DType::f32 : type == ElementType::bf16 ? DType::bf16 : DType::f16;
+}
+
+}  // namespace lowbit
