@@ -77,12 +77,11 @@ Status unpack(const TensorView& packed, const TensorView& codes, const TensorVie
   if (Status s = read_packed(packed, &layout); !s.ok()) return s;
   if (Status s = verify_payload(packed.data, layout); !s.ok()) return s;
   const bool affine = layout.mapping == Mapping::affine;
-  const Shape none = shape_of(0);
   const Shape per_group = shape_of(layout.n, layout.groups);
   if (Status s = check_tensor("codes", codes, ElementType::u8, shape_of(layout.n, layout.k)); !s.ok()) return s;
   if (Status s = check_tensor("scales", scales, ElementType::f32, per_group); !s.ok()) return s;
-  if (Status s = check_tensor("mins", mins, ElementType::f32, affine ? per_group : none); !s.ok()) return s;
-  if (Status s = check_tensor("bias", bias, ElementType::f32, layout.has_bias ? shape_of(layout.n) : none); !s.ok()) {
+  if (Status s = check_tensor("mins", mins, ElementType::f32, affine ? per_group : shape_of(0, 0)); !s.ok()) return s;
+  if (Status s = check_tensor("bias", bias, ElementType::f32, layout.has_bias ? shape_of(layout.n) : shape_of(0)); !s.ok()) {
     return s;
   }
   UnpackArgs args{};

@@ -137,11 +137,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpack(const Tensor& packed_weight) {
   Layout layout;
   raise_unless_ok(read_packed(packed, &layout));
   const bool affine = layout.mapping == lowbit::Mapping::affine;
-  const Shape per_group{2, {layout.n, layout.groups}}, none{1, {0}};
+  const Shape per_group{2, {layout.n, layout.groups}};
   const Tensor codes = allocate({2, {layout.n, layout.k}}, ScalarType::Byte);
   const Tensor scales = allocate(per_group, ScalarType::Float);
-  const Tensor mins = allocate(affine ? per_group : none, ScalarType::Float);
-  const Tensor bias = allocate(layout.has_bias ? Shape{1, {layout.n}} : none, ScalarType::Float);
+  const Tensor mins = allocate(affine ? per_group : Shape{2, {0, 0}}, ScalarType::Float);
+  const Tensor bias = allocate(layout.has_bias ? Shape{1, {layout.n}} : Shape{1, {0}}, ScalarType::Float);
   raise_unless_ok(lowbit::unpack(packed, view_of("codes", codes), view_of("scales", scales), view_of("mins", mins),
                                  view_of("bias", bias), torch_threads()));
   return {codes, scales, mins, bias};

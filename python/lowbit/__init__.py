@@ -1,1 +1,37 @@
-"""PyTorch models with 1- to 8-bit weights, fast on Arm and x86 CPUs."""
+"""PyTorch models with 1- to 8-bit weights, fast on Arm and x86 CPUs.
+
+>>> import torch, lowbit
+>>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+>>> _ = lowbit.quantize_(model, lowbit.LinearConfig(bits=4, group_size=32))
+>>> model(torch.randn(1, 64)).shape
+torch.Size([1, 64])
+"""
+
+from . import _library
+
+_library.load()
+
+from . import nn  # noqa: E402  (needs the operators)
+from ._library import isa, kernels  # noqa: E402
+from .ops import PackedInfo, Unpacked, embedding, info, linear, pack, unpack, verify  # noqa: E402
+from .quantize import EmbeddingConfig, LinearConfig, quantize_, quantize_tensor  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EmbeddingConfig",
+    "LinearConfig",
+    "PackedInfo",
+    "Unpacked",
+    "embedding",
+    "info",
+    "isa",
+    "kernels",
+    "linear",
+    "nn",
+    "pack",
+    "quantize_",
+    "quantize_tensor",
+    "unpack",
+    "verify",
+]

@@ -1,0 +1,51 @@
+"""Loads the compiled part of the package and asks it about itself."""
+
+from pathlib import Path
+
+import torch
+
+OLDEST_TORCH = (2, 10)
+
+
+def load() -> None:
+    """Registers the operators ``torch.ops.lowbit.*``.
+
+    Raises:
+        ImportError: the compiled part is missing, torch is too old, or ``LOWBIT_ISA`` is not a known name.
+    """
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        raise ImportError(f"lowbit needs torch >= {'.'.join(map(str, OLDEST_TORCH))}; found {torch.__version__}")
+    try:
+        from . import _C
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "lowbit's compiled part is missing. Build it with `pip install .` in a checkout of lowbit "
+            "(torch must be installed first)."
+        ) from error
+    library = Path(_C.__file__).parent / "lowbit_torch.so"
+    if not library.exists():
+        raise ImportError(f"lowbit's operator library is missing: {library}. Build it again with `pip install .`.")
+    torch.ops.load_library(library)
+
+
+def kernels() -> list[dict]:
+    """The ukernel table: one dict per row, best ISA first in each family.
+
+    Keys: ``name``, ``family`` ("linear", "embedding" or "quantize"), ``isa``, ``bits`` and ``tile`` (where they apply),
+    ``supported`` (by this CPU), ``enabled`` (under ``LOWBIT_ISA``), ``active`` (some call runs it).
+    """
+    from . import _C
+
+    return _C.kernels()
+
+
+def isa() -> dict:
+    """The instruction sets: ``cpu`` (what this CPU has), ``cap`` (``LOWBIT_ISA`` or None), ``active`` (what is used).
+
+    ``LOWBIT_ISA`` is read once, when the package is imported, and caps the ISA: on Arm at ``portable``, ``neon``,
+    ``neondot`` or ``i8mm``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avx512vnni`` or ``amx``.
+    """
+    from . import _C
+
+    return _C.isa()

@@ -1,0 +1,233 @@
+"""The operators as functions, and their shapes for tracing (fake kernels)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _C
+
+
+@dataclass(frozen=True)
+class PackedInfo:
+    """What the header of a packed weight says."""
+
+    bits: int
+    mapping: str  # "symmetric" or "affine"
+    group_size: int | None  # None: one group per row
+    out_features: int
+    in_features: int
+    groups: int  # per row
+    has_bias: bool
+    total_bytes: int
+    version: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """All stored bits (codes, scales, sums, bias, padding, header) divided by the number of weights."""
+        return 8 * self.total_bytes / (self.out_features * self.in_features)
+
+
+class Unpacked(NamedTuple):
+    """What :func:`pack` took: ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n]."""
+
+    codes: Tensor
+    scales: Tensor
+    mins: Tensor | None
+    bias: Tensor | None
+    bits: int
+    group_size: int | None
+    mapping: str
+
+
+def _check_packed(packed: Tensor) -> None:
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"packed is a {type(packed).__name__}; expected a uint8 tensor")
+    if packed.dtype != torch.uint8 or packed.dim() != 1:
+        raise ValueError(
+            f"packed has dtype {packed.dtype} and shape {list(packed.shape)}; expected torch.uint8 and one dimension"
+        )
+    if packed.device.type != "cpu":
+        raise ValueError(f"packed is on {packed.device}; expected the CPU")
+    if not packed.is_contiguous():
+        raise ValueError("packed is not contiguous")
+
+
+def info(packed: Tensor) -> PackedInfo:
+    """Describes a packed weight after verifying its header.
+
+    Raises:
+        ValueError: not a packed weight, of another version, truncated, or with an altered header.
+    """
+    _check_packed(packed)
+    return PackedInfo(**_C.info(packed.data_ptr(), packed.numel(), False))
+
+
+def verify(packed: Tensor) -> PackedInfo:
+    """Like :func:`info`, after checking every byte against the checksum in the header.
+
+    Raises:
+        ValueError: as :func:`info`, or altered bytes behind the header.
+    """
+    _check_packed(packed)
+    return PackedInfo(**_C.info(packed.data_ptr(), packed.numel(), True))
+
+
+def _group_size_argument(group_size: int | None) -> int:
+    if group_size is None:
+        return 0
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise TypeError(f"group_size is {group_size!r}; expected an int or None")
+    if group_size <= 0:
+        raise ValueError(f"group_size is {group_size}; expected a positive multiple of 16, or None for one group per row")
+    return group_size
+
+
+def pack(
+    codes: Tensor,
+    scales: Tensor,
+    mins: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    bits: int,
+    group_size: int | None,
+    mapping: str = "symmetric",
+) -> Tensor:
+    """Packs quantised weights into format v1 (docs/format.md).
+
+    A weight is ``scale * (code - 2**(bits - 1))`` when symmetric (``+-scale`` at 1 bit) and ``scale * code + min`` when affine.
+    Scales and mins are stored as float16 with a float32 factor per row: float16 values survive exactly (if a power of two
+    brings the row into float16's range), others are rounded to 11 significant bits.
+
+    Args:
+        codes: uint8 [n, k], each below ``2**bits``.
+        scales: float32 [n, groups], finite, any sign; ``groups = ceil(k / group_size)``, or 1.
+        mins: float32 [n, groups], finite; only and always with ``mapping="affine"``.
+        bias: float32 [n], finite, or None.
+        bits: 1 to 8.
+        group_size: inputs per group, a multiple of 16; None for one group per row.
+        mapping: "symmetric" or "affine".
+
+    Returns:
+        uint8 [bytes]: header, scales and codes; the same on every CPU.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
+    """
+    for name, tensor, dtype, optional in (
+        ("codes", codes, torch.uint8, False),
+        ("scales", scales, torch.float32, False),
+        ("mins", mins, torch.float32, True),
+        ("bias", bias, torch.float32, True),
+    ):
+        if tensor is None and optional:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; expected a tensor")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; expected the CPU")
+    if mapping not in ("symmetric", "affine"):
+        raise ValueError(f"mapping is {mapping!r}; expected 'symmetric' or 'affine'")
+    if (mapping == "affine") != (mins is not None):
+        raise ValueError(f"mapping is {mapping!r} {'without' if mins is None else 'with'} mins; affine weights have mins")
+    if isinstance(bits, bool) or not isinstance(bits, int):
+        raise TypeError(f"bits is {bits!r}; expected an int")
+    return torch.ops.lowbit.pack(
+        codes.detach().contiguous(),
+        scales.detach().contiguous(),
+        None if mins is None else mins.detach().contiguous(),
+        None if bias is None else bias.detach().contiguous(),
+        bits,
+        _group_size_argument(group_size),
+    )
+
+
+def unpack(packed: Tensor) -> Unpacked:
+    """The inverse of :func:`pack`; verifies every byte first.
+
+    Raises:
+        ValueError: as :func:`verify`.
+    """
+    described = info(packed)
+    codes, scales, mins, bias = torch.ops.lowbit.unpack(packed)
+    return Unpacked(
+        codes,
+        scales,
+        mins if described.mapping == "affine" else None,
+        bias if described.has_bias else None,
+        described.bits,
+        described.group_size,
+        described.mapping,
+    )
+
+
+def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
+    """``x @ weight.T + bias`` with a packed weight; the activations are quantised to int8 per row on the fly.
+
+    Args:
+        x: [..., in_features] float32, bfloat16 or float16, any strides.
+        packed_weight: from :func:`pack`.
+        out_features: the rows of the packed weight.
+
+    Returns:
+        [..., out_features] of x's dtype. A row with a NaN or an infinity gives a row of NaN.
+
+    Raises:
+        ValueError: a wrong dtype, shape or device, or an invalid packed weight.
+    """
+    return torch.ops.lowbit.linear(x, packed_weight, out_features)
+
+
+def embedding(
+    indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Rows of a packed table, dequantised.
+
+    Args:
+        indices: [...] int32 or int64, any strides.
+        packed_weight: from :func:`pack`; [num_embeddings, embedding_dim] weights.
+        embedding_dim: the inputs of the packed weight.
+        dtype: of the result: float32, bfloat16 or float16.
+
+    Returns:
+        [..., embedding_dim] of ``dtype``.
+
+    Raises:
+        IndexError: an index is out of range.
+        ValueError: a wrong dtype, shape or device, or an invalid packed weight.
+    """
+    return torch.ops.lowbit.embedding(indices, packed_weight, embedding_dim, dtype=dtype)
+
+
+@torch.library.register_fake("lowbit::linear")
+def _(x, packed_weight, out_features):
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.register_fake("lowbit::embedding")
+def _(indices, packed_weight, embedding_dim, *, dtype=None):
+    return indices.new_empty((*indices.shape, embedding_dim), dtype=dtype or torch.float32)
+
+
+@torch.library.register_fake("lowbit::pack")
+def _(codes, scales, mins, bias, bits, group_size):
+    n, k = codes.shape
+    size = _C.packed_bytes(int(n), int(k), bits, group_size, mins is not None, bias is not None)
+    return codes.new_empty((size,))
+
+
+@torch.library.register_fake("lowbit::unpack")
+def _(packed_weight):
+    # The sizes are in the header's bytes, which tracing cannot read.
+    context = torch.library.get_ctx()
+    n, k, groups, mins_n, mins_groups, bias_n = (context.new_dynamic_size(min=0) for _ in range(6))
+    new = packed_weight.new_empty
+    return (
+        new((n, k)),
+        new((n, groups), dtype=torch.float32),
+        new((mins_n, mins_groups), dtype=torch.float32),
+        new((bias_n,), dtype=torch.float32),
+    )
