@@ -92,9 +92,9 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
   l.groups = group_size == 0 ? 1 : (k + group_size - 1) / group_size;
   l.panels = (n + kPanelRows - 1) / kPanelRows;
   l.group_bytes = kPanelRows * (mapping == Mapping::affine ? 4 : 2);
-  l.codes_offset = kHeadBytes + round_up(l.groups * l.group_bytes, 64);
-  l.panel_bytes = l.codes_offset + l.blocks * bits * kLineBytes;
-  // No overflow: both factors are below 2^28 panels x 2^36 bytes only in theory; check all the same.
+  l.block_bytes = int64_t{bits} * kLineBytes;
+  l.head_offset = l.blocks * l.block_bytes + l.groups * l.group_bytes;
+  l.panel_bytes = round_up(l.head_offset + kHeadBytes, 64);
   int64_t panels_bytes;
   if (__builtin_mul_overflow(l.panels, l.panel_bytes, &panels_bytes) ||
       __builtin_add_overflow(panels_bytes, kHeaderBytes, &l.total_bytes)) {

@@ -1,12 +1,13 @@
 // Packed format v1: what the bytes mean. One layout for every ISA; docs/format.md draws it.
 //
 //   header   64 bytes, little endian, verified before anything else is read
-//   panel 0  16 output rows: heads, then the scales of all groups, then the codes of all blocks
+//   panel 0  16 output rows, in the order in which a kernel needs them, so that a matrix is read as one stream:
+//            the blocks, each followed by the scales of the groups that end in it; then the head; padded to 64 bytes
 //   panel 1  ...
 //
-//   heads    3 x 16 float32: row scale, row sum, bias
-//   scales   per group 16 float16 scales, and when affine 16 float16 mins; padded to 64 bytes
-//   codes    per block of 32 inputs `bits` lines of 64 bytes (bits/codec.h)
+//   block    32 inputs: `bits` lines of 64 bytes (bits/codec.h)
+//   scales   of a group: 16 float16 scales, and when affine 16 float16 mins
+//   head     3 x 16 float32: row scale, row sum, bias
 //
 // A weight is  row_scale * scale * level(code)           (symmetric; codec.h has level())
 //          or  row_scale * (scale * code + min)          (affine).
@@ -45,12 +46,22 @@ struct Layout {
   int64_t groups;        // per row
   int64_t blocks;        // of 32 inputs, per row
   int64_t panels;        // of 16 rows
+  int64_t block_bytes;   // codes of one block of a panel
   int64_t group_bytes;   // scales (and mins) of one group of a panel
-  int64_t codes_offset;  // in a panel
+  int64_t head_offset;   // in a panel
   int64_t panel_bytes;
   int64_t total_bytes;   // header included
 
   int64_t group_inputs() const { return group_size == 0 ? blocks * kBlockInputs : group_size; }
+
+  // Offsets in a panel. A group ends in the block that holds its last input; a short last group ends in the last block.
+  int64_t block_offset(int64_t block) const {
+    return block * block_bytes + block * kBlockInputs / group_inputs() * group_bytes;
+  }
+  int64_t scales_offset(int64_t group) const {
+    const int64_t end = ((group + 1) * group_inputs() + kBlockInputs - 1) / kBlockInputs;  // in blocks
+    return (end < blocks ? end : blocks) * block_bytes + group * group_bytes;
+  }
 };
 
 // Checks the parameters and fills in the sizes.

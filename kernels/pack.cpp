@@ -109,7 +109,7 @@ Status pack_codes(const Layout& layout, const uint8_t* codes, int64_t panel, uin
         }
       }
     }
-    kEncode[layout.bits - 1](lines, out + b * layout.bits * kLineBytes);
+    kEncode[layout.bits - 1](lines, out + layout.block_offset(b));
   }
   return {};
 }
@@ -147,7 +147,7 @@ Status pack_scales(const Layout& layout, const PackArgs& args, int64_t panel, ui
       for (int64_t i = begin; i < end; ++i) sum += codes[i];
       if (mins == nullptr) sum = level_factor(layout.bits) * sum - level_offset(layout.bits) * (end - begin);
 
-      uint8_t* group = out + kHeadBytes + g * layout.group_bytes;
+      uint8_t* group = out + layout.scales_offset(g);
       const uint16_t scale = f16_from_f32(scales[g] / row_scale);
       put(group, r, scale);
       row_sum += static_cast<double>(f32_from_f16(scale)) * static_cast<double>(sum);
@@ -157,9 +157,10 @@ Status pack_scales(const Layout& layout, const PackArgs& args, int64_t panel, ui
         row_sum += static_cast<double>(f32_from_f16(min)) * static_cast<double>(end - begin);
       }
     }
-    put(out, r, row_scale);
-    put(out, kPanelRows + r, static_cast<float>(row_sum));
-    put(out, 2 * kPanelRows + r, bias);
+    uint8_t* head = out + layout.head_offset;
+    put(head, r, row_scale);
+    put(head, kPanelRows + r, static_cast<float>(row_sum));
+    put(head, 2 * kPanelRows + r, bias);
   }
   return {};
 }
@@ -170,8 +171,8 @@ Status pack_panels(const Layout& layout, const PackArgs& args, int64_t begin, in
                    uint64_t* panel_checksums) {
   for (int64_t p = begin; p < end; ++p) {
     uint8_t* panel = static_cast<uint8_t*>(packed) + kHeaderBytes + p * layout.panel_bytes;
-    std::memset(panel, 0, static_cast<size_t>(layout.codes_offset));
-    if (Status status = pack_codes(layout, args.codes, p, panel + layout.codes_offset); !status.ok()) return status;
+    std::memset(panel, 0, static_cast<size_t>(layout.panel_bytes));
+    if (Status status = pack_codes(layout, args.codes, p, panel); !status.ok()) return status;
     if (Status status = pack_scales(layout, args, p, panel); !status.ok()) return status;
     panel_checksums[p] = checksum(panel, layout.panel_bytes);
   }
@@ -190,7 +191,7 @@ void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int6
     const int64_t rows = rows_in_panel(layout, p);
     for (int64_t b = 0; b < layout.blocks; ++b) {
       Lines lines;
-      kDecode[layout.bits - 1](panel + layout.codes_offset + b * layout.bits * kLineBytes, lines);
+      kDecode[layout.bits - 1](panel + layout.block_offset(b), lines);
       const int64_t inputs = layout.k - b * kBlockInputs < kBlockInputs ? layout.k - b * kBlockInputs : kBlockInputs;
       for (int64_t r = 0; r < rows; ++r) {
         uint8_t row[kBlockInputs];
@@ -200,15 +201,16 @@ void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int6
     }
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = p * kPanelRows + r;
-      const float row_scale = load_as_f32(panel, DType::f32, r);
+      const uint8_t* head = panel + layout.head_offset;
+      const float row_scale = load_as_f32(head, DType::f32, r);
       for (int64_t g = 0; g < layout.groups; ++g) {
-        const uint8_t* group = panel + kHeadBytes + g * layout.group_bytes;
+        const uint8_t* group = panel + layout.scales_offset(g);
         args.scales[row * layout.groups + g] = row_scale * load_as_f32(group, DType::f16, r);
         if (args.mins != nullptr) {
           args.mins[row * layout.groups + g] = row_scale * load_as_f32(group, DType::f16, kPanelRows + r);
         }
       }
-      if (args.bias != nullptr) args.bias[row] = load_as_f32(panel, DType::f32, 2 * kPanelRows + r);
+      if (args.bias != nullptr) args.bias[row] = load_as_f32(head, DType::f32, 2 * kPanelRows + r);
     }
   }
 }

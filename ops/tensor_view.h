@@ -31,6 +31,7 @@ struct TensorView {
   int64_t stride[kMaxDims] = {};  // in elements
 
   bool is_contiguous() const {
+    if (shape.numel() == 0) return true;
     int64_t expected = 1;
     for (int d = shape.ndim - 1; d >= 0; --d) {
       if (shape.size[d] != 1 && stride[d] != expected) return false;

@@ -15,11 +15,11 @@ void run(const EmbeddingArgs& args) {
   const bool affine = layout.mapping == Mapping::affine;
   const uint8_t* panel = args.panels + (args.row / kPanelRows) * layout.panel_bytes;
   const int64_t r = args.row % kPanelRows;
-  const float row_scale = load_as_f32(panel, DType::f32, r);
+  const float row_scale = load_as_f32(panel + layout.head_offset, DType::f32, r);
   const int64_t group_inputs = layout.group_inputs();
 
   for (int64_t b = 0; b < layout.blocks; ++b) {
-    const uint8_t* bytes = panel + layout.codes_offset + b * Bits * kLineBytes + 4 * r;
+    const uint8_t* bytes = panel + layout.block_offset(b) + 4 * r;
     uint8_t codes[kBlockInputs];
     [&]<int... J>(std::integer_sequence<int, J...>) {
       for (int i = 0; i < 4; ++i) ((codes[4 * J + i] = read_code<Bits, J>(bytes + i)), ...);
@@ -30,7 +30,7 @@ void run(const EmbeddingArgs& args) {
     float scale = 0.0f, min = 0.0f;
     for (int64_t i = 0; i < count; ++i) {
       if (i % kHalfInputs == 0) {
-        const uint8_t* scales = panel + kHeadBytes + (first + i) / group_inputs * layout.group_bytes;
+        const uint8_t* scales = panel + layout.scales_offset((first + i) / group_inputs);
         scale = row_scale * load_as_f32(scales, DType::f16, r);
         if (affine) min = row_scale * load_as_f32(scales, DType::f16, kPanelRows + r);
       }

@@ -116,15 +116,15 @@ template <int Bits, bool Affine, bool Halves, int Rows>
   const int64_t groups = layout.groups;
   const int8_t* a = args.a + row * stride;
   const int32_t* group_sums = args.group_sums + row * groups;
-  const uint8_t* scales = panel + kHeadBytes;
-  const uint8_t* block = panel + layout.codes_offset;
+  const uint8_t* at = panel;  // walks the panel from front to back
 
   __m512 acc[Rows];
   for (int i = 0; i < Rows; ++i) acc[i] = _mm512_setzero_ps();
   Sums<Bits, Rows> sums;
   __m512i line[8];
 
-  const auto finish_group = [&](int64_t group) __attribute__((always_inline)) {
+  constexpr int64_t kBlockBytes = Bits * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  const auto finish_group = [&](int64_t group, const uint8_t* scales) __attribute__((always_inline)) {
     const __m512 scale = load_scales(scales);
     for (int i = 0; i < Rows; ++i) {
       const int32_t group_sum = group_sums[i * groups + group];
@@ -134,7 +134,6 @@ template <int Bits, bool Affine, bool Halves, int Rows>
         acc[i] = _mm512_fmadd_ps(min, _mm512_set1_ps(static_cast<float>(group_sum)), acc[i]);
       }
     }
-    scales += Affine ? 4 * kPanelRows : 2 * kPanelRows;
   };
 
   if constexpr (!Halves) {
@@ -144,36 +143,41 @@ template <int Bits, bool Affine, bool Halves, int Rows>
       sums.template start<Affine>(group_sums + group, groups);
       const int64_t count = left < group_blocks ? left : group_blocks;
       left -= count;
-      for (int64_t b = 0; b < count; ++b, block += Bits * kLineBytes, a += kBlockInputs) {
-        unpack_block<Bits>(block, line);
+      for (int64_t b = 0; b < count; ++b, at += kBlockBytes, a += kBlockInputs) {
+        unpack_block<Bits>(at, line);
         sums.template add<0, 8>(line, a, stride);
       }
-      finish_group(group);
+      finish_group(group, at);
+      at += kGroupBytes;
     }
   } else {
     const int64_t group_halves = layout.group_size / kHalfInputs;
     int64_t left = group_halves, group = 0;
     sums.template start<Affine>(group_sums, groups);
+    const uint8_t* scales;
     const auto end_of_half = [&]() __attribute__((always_inline)) {
       if (--left > 0) return;
-      finish_group(group);
+      finish_group(group, scales);
+      scales += kGroupBytes;
       left = group_halves;
       if (++group < groups) sums.template start<Affine>(group_sums + group, groups);
     };
-    for (int64_t b = 0; b < layout.blocks; ++b, block += Bits * kLineBytes, a += kBlockInputs) {
-      unpack_block<Bits>(block, line);
+    for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
+      unpack_block<Bits>(at, line);
+      scales = at + kBlockBytes;
       sums.template add<0, 4>(line, a, stride);
       end_of_half();
       if (group == groups) break;  // k ends in the first half of the last block
       sums.template add<4, 4>(line, a, stride);
       end_of_half();
     }
-    if (group < groups) finish_group(group);
+    if (group < groups) finish_group(group, scales);
   }
 
-  const __m512 row_scale = _mm512_loadu_ps(panel);
-  const __m512 row_sum = _mm512_loadu_ps(panel + 4 * kPanelRows);
-  const __m512 bias = _mm512_loadu_ps(panel + 8 * kPanelRows);
+  const uint8_t* head = panel + layout.head_offset;
+  const __m512 row_scale = _mm512_loadu_ps(head);
+  const __m512 row_sum = _mm512_loadu_ps(head + 4 * kPanelRows);
+  const __m512 bias = _mm512_loadu_ps(head + 8 * kPanelRows);
   for (int i = 0; i < Rows; ++i) {
     const __m512 corrected = _mm512_fnmadd_ps(_mm512_set1_ps(args.zeros[row + i]), row_sum, acc[i]);
     const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(args.scales[row + i]), row_scale);

@@ -46,14 +46,14 @@ void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, 
     const int64_t end = half + group_halves < halves ? half + group_halves : halves;
     uint32_t sums[kPanelRows] = {};
     for (; half < end; ++half) {
-      const uint8_t* block = panel + layout.codes_offset + (half / 2) * Bits * kLineBytes;
+      const uint8_t* block = panel + layout.block_offset(half / 2);
       if (half % 2 == 0) {
         add_half<Bits, 0>(block, a + half * kHalfInputs, sums);
       } else {
         add_half<Bits, 4>(block, a + half * kHalfInputs, sums);
       }
     }
-    const uint8_t* scales = panel + kHeadBytes + group * layout.group_bytes;
+    const uint8_t* scales = panel + layout.scales_offset(group);
     for (int r = 0; r < kPanelRows; ++r) {
       uint32_t sum = sums[r];
       if (!affine) sum = level_factor(Bits) * sum - level_offset(Bits) * static_cast<uint32_t>(group_sum);
@@ -68,14 +68,15 @@ void run(const LinearArgs& args) {
   const Layout& layout = args.layout;
   for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
     const uint8_t* panel = args.panels + p * layout.panel_bytes;
+    const uint8_t* head = panel + layout.head_offset;
     const int64_t columns = layout.n - p * kPanelRows < kPanelRows ? layout.n - p * kPanelRows : kPanelRows;
     for (int64_t row = 0; row < args.m; ++row) {
       float acc[kPanelRows] = {};
       row_times_panel<Bits>(args, panel, row, acc);
       for (int64_t r = 0; r < columns; ++r) {
-        const float row_scale = load_as_f32(panel, DType::f32, r);
-        const float row_sum = load_as_f32(panel, DType::f32, kPanelRows + r);
-        const float bias = load_as_f32(panel, DType::f32, 2 * kPanelRows + r);
+        const float row_scale = load_as_f32(head, DType::f32, r);
+        const float row_sum = load_as_f32(head, DType::f32, kPanelRows + r);
+        const float bias = load_as_f32(head, DType::f32, 2 * kPanelRows + r);
         const float corrected = std::fma(-args.zeros[row], row_sum, acc[r]);
         const float y = std::fma(args.scales[row] * row_scale, corrected, bias);
         store_from_f32(args.out, args.out_dtype, row * args.out_stride + p * kPanelRows + r, y);
