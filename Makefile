@@ -1,0 +1,51 @@
+# Everything a newcomer needs: `make demo`, `make test`. All of it stays in this directory (.venv, build, demo-out).
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+VENV := .venv
+BIN := $(abspath $(VENV))/bin
+CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
+SOURCES := $(shell find kernels ops cmake -type f) CMakeLists.txt pyproject.toml
+
+# The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
+ARM_CPUS := cortex-a53:neon cortex-a76:neon,neondot max,sve=off:neon,neondot
+
+.PHONY: demo test test-x86 test-arm test-python bench clean
+
+demo: $(VENV)/installed
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
+
+test: test-x86 test-arm test-python
+
+$(VENV)/requirements: requirements.txt
+	PYTHON=$(PYTHON) scripts/need.sh build
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -r requirements.txt
+	touch $@
+
+$(VENV)/installed: $(VENV)/requirements $(SOURCES)
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+test-x86: $(VENV)/requirements
+	scripts/need.sh test
+	$(CMAKE) -S . -B build/test-host -DLOWBIT_BUILD_TESTS=ON
+	$(BIN)/cmake --build build/test-host -j $(JOBS)
+	$(BIN)/ctest --test-dir build/test-host -j $(JOBS) --output-on-failure --no-tests=error
+
+test-arm: $(VENV)/requirements
+	scripts/need.sh test
+	$(CMAKE) -S . -B build/test-arm -DLOWBIT_BUILD_TESTS=ON \
+	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake)
+	$(BIN)/cmake --build build/test-arm -j $(JOBS)
+	set -e; for cpu in $(ARM_CPUS); do \
+	  echo "== aarch64, emulated $${cpu%%:*}, must cover $${cpu##*:}"; \
+	  QEMU_CPU=$${cpu%%:*} LOWBIT_REQUIRE_ISA=$${cpu##*:} \
+	    $(BIN)/ctest --test-dir build/test-arm -j $(JOBS) --output-on-failure --no-tests=error; \
+	done
+
+test-python: $(VENV)/installed
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/python
+
+clean:
+	rm -rf $(VENV) build dist demo-out

@@ -1,0 +1,36 @@
+#!/bin/sh
+# Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
+#   scripts/need.sh build|test
+# Says which packages are missing, and fails, where it cannot install them.
+set -u
+
+missing=""
+need() { # need PACKAGE CHECK...
+  package=$1
+  shift
+  "$@" >/dev/null 2>&1 || missing="$missing $package"
+}
+has() { command -v "$1"; }
+
+need g++ has g++
+# A venv needs ensurepip, which Debian ships apart from Python.
+need python3-venv "${PYTHON:-python3}" -c 'import venv, ensurepip'
+if [ "${1:-build}" = test ]; then
+  need qemu-user has qemu-aarch64
+  need g++-aarch64-linux-gnu has aarch64-linux-gnu-g++
+  need googletest test -f /usr/src/googletest/CMakeLists.txt
+fi
+[ -z "$missing" ] && exit 0
+
+as_root=""
+[ "$(id -u)" = 0 ] || as_root="sudo -n"
+if command -v apt-get >/dev/null && $as_root true 2>/dev/null; then
+  echo "Installing system packages:$missing"
+  # shellcheck disable=SC2086 (the list is meant to split)
+  $as_root apt-get update -q >/dev/null &&
+    $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $missing >/dev/null &&
+    exit 0
+fi
+echo "Missing system packages:$missing" >&2
+echo "Install them (Debian or Ubuntu: sudo apt-get install --no-install-recommends$missing) and run this again." >&2
+exit 1
