@@ -34,8 +34,8 @@ ScaleRange scan(const float* values, int64_t count) {
 float choose_row_scale(const float* scales, const float* mins, int64_t groups, float largest) {
   if (largest == 0.0f) return 1.0f;
   int exponent;
-  std::frexp(largest, &exponent);  // largest = f * 2^exponent, f in [0.5, 1)
-  const float power = std::fmax(std::ldexp(1.0f, exponent - 15), kSmallestRowScale);
+  std::frexp(largest, &exponent);  // largest = f * 2^exponent, f in [0.5, 1): it becomes at least 2^15
+  const float power = std::fmax(std::ldexp(1.0f, exponent - 16), kSmallestRowScale);
   bool exact = true;
   for (int64_t g = 0; g < groups && exact; ++g) {
     exact = exact_in_f16(scales[g] / power) && (mins == nullptr || exact_in_f16(mins[g] / power));
@@ -177,6 +177,15 @@ Status pack_panels(const Layout& layout, const PackArgs& args, int64_t begin, in
     panel_checksums[p] = checksum(panel, layout.panel_bytes);
   }
   return {};
+}
+
+void round_to_stored(float* scales, float* mins, int64_t groups) {
+  const float largest = std::fmax(scan(scales, groups).largest, mins == nullptr ? 0.0f : scan(mins, groups).largest);
+  const float row_scale = choose_row_scale(scales, mins, groups, largest);
+  for (int64_t g = 0; g < groups; ++g) {
+    scales[g] = row_scale * f32_from_f16(f16_from_f32(scales[g] / row_scale));
+    if (mins != nullptr) mins[g] = row_scale * f32_from_f16(f16_from_f32(mins[g] / row_scale));
+  }
 }
 
 void seal(const Layout& layout, const uint64_t* panel_checksums, void* packed) {

@@ -35,6 +35,9 @@ LOWBIT_API Status pack_panels(const Layout& layout, const PackArgs& args, int64_
 
 LOWBIT_API void seal(const Layout& layout, const uint64_t* panel_checksums, void* packed);
 
+// Replaces the scales and mins (or nullptr) of a row by the values that packing stores for them.
+void round_to_stored(float* scales, float* mins, int64_t groups);
+
 // Unpacks panels [begin, end).
 LOWBIT_API void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int64_t end,
                               const UnpackArgs& args);

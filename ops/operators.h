@@ -34,6 +34,13 @@ LOWBIT_API Status pack(const TensorView& codes, const TensorView& scales, const 
 LOWBIT_API Status unpack(const TensorView& packed, const TensorView& codes, const TensorView& scales,
                          const TensorView& mins, const TensorView& bias, const Parallel& parallel);
 
+// weight [n, k] float32, bfloat16 or float16, inputs contiguous;  codes [n, k] uint8, scales and mins [n, groups] float32
+// (mins [0, 0] when symmetric): pack's inputs.
+LOWBIT_API Status quantize_shape(const TensorView& weight, int bits, int64_t group_size, bool affine, Layout* layout);
+LOWBIT_API Status quantize(const TensorView& weight, int bits, int64_t group_size, bool affine, bool search,
+                           const TensorView& codes, const TensorView& scales, const TensorView& mins,
+                           const Parallel& parallel);
+
 // Reads the header of a packed tensor: what every operator does first.
 LOWBIT_API Status read_packed(const TensorView& packed, Layout* layout);
 

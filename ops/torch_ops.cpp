@@ -115,19 +115,20 @@ Tensor embedding(const Tensor& indices, const Tensor& packed_weight, int64_t emb
   return out;
 }
 
+// A width beyond int is as wrong as 0.
+int width_of(int64_t bits) { return bits < 0 || bits > 64 ? 0 : static_cast<int>(bits); }
+
 Tensor pack(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& mins,
             const std::optional<Tensor>& bias, int64_t bits, int64_t group_size) {
   const TensorView codes_view = view_of("codes", codes);
   std::optional<TensorView> mins_view, bias_view;
   if (mins.has_value()) mins_view = view_of("mins", *mins);
   if (bias.has_value()) bias_view = view_of("bias", *bias);
-  // A width beyond int is as wrong as one beyond 8.
-  const int width = bits < 0 || bits > 64 ? 0 : static_cast<int>(bits);
   Layout layout;
-  raise_unless_ok(pack_shape(codes_view, width, group_size, mins.has_value(), bias.has_value(), &layout));
+  raise_unless_ok(pack_shape(codes_view, width_of(bits), group_size, mins.has_value(), bias.has_value(), &layout));
   const Tensor out = allocate({1, {layout.total_bytes}}, ScalarType::Byte);
   raise_unless_ok(lowbit::pack(codes_view, view_of("scales", scales), mins_view ? &*mins_view : nullptr,
-                               bias_view ? &*bias_view : nullptr, width, group_size, view_of("out", out),
+                               bias_view ? &*bias_view : nullptr, layout.bits, group_size, view_of("out", out),
                                torch_threads()));
   return out;
 }
@@ -147,6 +148,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpack(const Tensor& packed_weight) {
   return {codes, scales, mins, bias};
 }
 
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& weight, int64_t bits, int64_t group_size, bool affine,
+                                            bool search) {
+  const TensorView weight_view = view_of("weight", weight);
+  Layout layout;
+  raise_unless_ok(quantize_shape(weight_view, width_of(bits), group_size, affine, &layout));
+  const Shape per_group{2, {layout.n, layout.groups}};
+  const Tensor codes = allocate({2, {layout.n, layout.k}}, ScalarType::Byte);
+  const Tensor scales = allocate(per_group, ScalarType::Float);
+  const Tensor mins = allocate(affine ? per_group : Shape{2, {0, 0}}, ScalarType::Float);
+  raise_unless_ok(lowbit::quantize(weight_view, layout.bits, group_size, affine, search, view_of("codes", codes),
+                                   view_of("scales", scales), view_of("mins", mins), torch_threads()));
+  return {codes, scales, mins};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
@@ -158,6 +173,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
       "Tensor(a!) out) -> Tensor(a!)");
   library.def(
       "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size) -> Tensor");
+  library.def(
+      "quantize(Tensor weight, int bits, int group_size, bool affine, bool search) -> "
+      "(Tensor codes, Tensor scales, Tensor mins)");
   library.def("unpack(Tensor packed_weight) -> (Tensor codes, Tensor scales, Tensor mins, Tensor bias)");
 }
 
@@ -165,5 +183,6 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("embedding", TORCH_BOX(&embedding));
   library.impl("pack", TORCH_BOX(&pack));
+  library.impl("quantize", TORCH_BOX(&quantize));
   library.impl("unpack", TORCH_BOX(&unpack));
 }

@@ -1,5 +1,6 @@
 """Loads the compiled part of the package and asks it about itself."""
 
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -17,16 +18,29 @@ def load() -> None:
     if version < OLDEST_TORCH:
         raise ImportError(f"lowbit needs torch >= {'.'.join(map(str, OLDEST_TORCH))}; found {torch.__version__}")
     try:
-        from . import _C
+        # Not `from . import _C`: that raises a plain ImportError when the file is missing.
+        _C = import_module("._C", __package__)
     except ModuleNotFoundError as error:
         raise ImportError(
             "lowbit's compiled part is missing. Build it with `pip install .` in a checkout of lowbit "
             "(torch must be installed first)."
         ) from error
+    except ImportError as error:
+        if error.path is None:  # not the dynamic loader's: LOWBIT_ISA is wrong
+            raise
+        raise ImportError(
+            f"lowbit's compiled part does not load: {error}. Build it again with `pip install .`."
+        ) from error
     library = Path(_C.__file__).parent / "lowbit_torch.so"
     if not library.exists():
         raise ImportError(f"lowbit's operator library is missing: {library}. Build it again with `pip install .`.")
-    torch.ops.load_library(library)
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        reason = error.__cause__ or error
+        raise ImportError(
+            f"lowbit's operator library does not load: {reason}. Build it again with `pip install .`."
+        ) from error
 
 
 def kernels() -> list[dict]:

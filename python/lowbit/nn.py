@@ -54,10 +54,13 @@ class _Packed(torch.nn.Module):
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"{key}: {error}")
                 return
-            if loaded.numel() != self.packed_weight.numel() and not local_metadata.get("assign_to_params_buffers"):
-                # In place, so that a module that shares this buffer (a tied head) sees the change.
-                with torch.no_grad():
-                    self.packed_weight.set_(torch.empty_like(loaded))
+            if loaded.numel() != self.packed_weight.numel():
+                if local_metadata.get("assign_to_params_buffers"):
+                    self.packed_weight = loaded
+                else:
+                    # In place, so that a module that shares this buffer (a tied head) sees the change.
+                    with torch.no_grad():
+                        self.packed_weight.set_(torch.empty_like(loaded))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -135,6 +135,8 @@ def pack(
         raise ValueError(f"mapping is {mapping!r} {'without' if mins is None else 'with'} mins; affine weights have mins")
     if isinstance(bits, bool) or not isinstance(bits, int):
         raise TypeError(f"bits is {bits!r}; expected an int")
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits is {bits}; expected 1 to 8")
     return torch.ops.lowbit.pack(
         codes.detach().contiguous(),
         scales.detach().contiguous(),
@@ -217,6 +219,18 @@ def _(codes, scales, mins, bias, bits, group_size):
     n, k = codes.shape
     size = _C.packed_bytes(int(n), int(k), bits, group_size, mins is not None, bias is not None)
     return codes.new_empty((size,))
+
+
+@torch.library.register_fake("lowbit::quantize")
+def _(weight, bits, group_size, affine, search):
+    n, k = weight.shape
+    groups = -(-k // group_size) if group_size else 1
+    new = weight.new_empty
+    return (
+        new((n, k), dtype=torch.uint8),
+        new((n, groups), dtype=torch.float32),
+        new((n, groups) if affine else (0, 0), dtype=torch.float32),
+    )
 
 
 @torch.library.register_fake("lowbit::unpack")

@@ -10,10 +10,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from . import ops
+from . import _C, ops
 
-# Rows are quantised in pieces of about this many weights, to bound the temporaries.
-_CHUNK_WEIGHTS = 1 << 21
+# Beyond this, the range of a group or its scale could overflow float32.
+_LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
 
 
 @dataclass(frozen=True)
@@ -59,67 +59,32 @@ class EmbeddingConfig(_Config):
     """How to quantise an embedding table; the arguments are those of :class:`LinearConfig`."""
 
 
-def _shrink_factors(config: _Config) -> list[float]:
-    # Fewer bits gain from cutting off more of a group's tail.
-    if config.scale == "absmax":
-        return [1.0]
-    lowest = {1: 0.3, 2: 0.35, 3: 0.55, 4: 0.7}.get(config.bits, 0.85)
-    steps = round((1.0 - lowest) / 0.05)
-    return [1.0 - 0.05 * i for i in range(steps + 1)]
-
-
-def _quantize_groups(weight: Tensor, config: _Config) -> tuple[Tensor, Tensor, Tensor | None]:
-    """weight float32 [rows, groups, group] -> codes (same shape, uint8), scales [rows, groups], mins or None."""
-    bits, top = config.bits, 2**config.bits - 1
-    if config.mapping == "symmetric" and bits == 1:
-        # The scale of least squared error for +-s is the mean magnitude (Rastegari et al., XNOR-Net, 2016).
-        magnitude = weight.abs()
-        scale = magnitude.mean(-1) if config.scale == "mse" else magnitude.amax(-1)
-        return (weight >= 0).to(torch.uint8), scale, None
-
-    low, high = weight.amin(-1), weight.amax(-1)
-    half = 2 ** (bits - 1)
-    if config.mapping == "symmetric":
-        # Levels reach from -half to half - 1. The longer tail goes to the longer side, by the sign of the scale.
-        upright = torch.maximum(-low / half, high / (half - 1))
-        flipped = torch.maximum(high / half, -low / (half - 1))
-        full_scale = torch.where(upright <= flipped, upright, -flipped)
-        full_min = full_scale * -half
-    else:
-        full_scale = (high - low) / top
-        full_min = low
-
-    best_error = best_codes = best_scale = best_min = None
-    for factor in _shrink_factors(config):
-        scale = full_scale * factor
-        if config.mapping == "symmetric":
-            minimum = scale * -half
-        else:
-            minimum = full_min + full_scale * (top * (1.0 - factor) / 2)
-        usable = torch.where(scale == 0, torch.ones_like(scale), scale)
-        codes = ((weight - minimum.unsqueeze(-1)) / usable.unsqueeze(-1)).round_().clamp_(0, top)
-        if config.mapping == "symmetric":
-            codes = torch.where((scale == 0).unsqueeze(-1), torch.full_like(codes, half), codes)
-        error = (codes * scale.unsqueeze(-1) + minimum.unsqueeze(-1) - weight).square_().sum(-1)
-        if best_error is None:
-            best_error, best_codes, best_scale, best_min = error, codes.to(torch.uint8), scale, minimum
-            continue
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_codes = torch.where(better.unsqueeze(-1), codes.to(torch.uint8), best_codes)
-        best_scale = torch.where(better, scale, best_scale)
-        best_min = torch.where(better, minimum, best_min)
-    return best_codes, best_scale, best_min if config.mapping == "affine" else None
-
-
-def _check_weight(weight: Tensor, name: str) -> None:
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise TypeError(f"{name} has dtype {weight.dtype}; expected a floating-point type")
-    if weight.device.type != "cpu":
-        raise ValueError(f"{name} is on {weight.device}; expected the CPU")
-    bad = weight.numel() - int(torch.isfinite(weight).sum())
+def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} is a {type(values).__name__}; expected a tensor")
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(f"{name} has dtype {values.dtype}; expected a floating-point type")
+    if values.device.type != "cpu":
+        raise ValueError(f"{name} is on {values.device}; expected the CPU")
+    if values.shape != shape:
+        raise ValueError(f"{name} has shape {list(values.shape)}; expected {list(shape)}")
+    bad = values.numel() - int(torch.isfinite(values).sum())
     if bad:
         raise ValueError(f"{name} has {bad} NaN or infinite values; expected finite values")
+    low, high = (float(end) for end in torch.aminmax(values.detach()))
+    if max(-low, high) > _LARGEST_WEIGHT:
+        raise ValueError(f"{name} reaches from {low:g} to {high:g}; expected magnitudes up to {_LARGEST_WEIGHT:g}")
+
+
+def _check_layer(weight: Tensor, bias: Tensor | None, config: _Config, prefix: str = "") -> None:
+    """Refuses whatever the quantiser or the packer would refuse, before either starts."""
+    if isinstance(weight, Tensor) and (weight.dim() != 2 or weight.numel() == 0):
+        raise ValueError(f"{prefix}weight has shape {list(weight.shape)}; expected [n, k] with n and k at least 1")
+    _check_values(weight, f"{prefix}weight", weight.shape if isinstance(weight, Tensor) else ())
+    n, k = weight.shape
+    if bias is not None:
+        _check_values(bias, f"{prefix}bias", (n,))
+    _C.packed_bytes(n, k, config.bits, config.group_size or 0, config.mapping == "affine", bias is not None)
 
 
 def quantize_tensor(weight: Tensor, config: LinearConfig | EmbeddingConfig, bias: Tensor | None = None) -> Tensor:
@@ -138,38 +103,19 @@ def quantize_tensor(weight: Tensor, config: LinearConfig | EmbeddingConfig, bias
     """
     if not isinstance(config, _Config):
         raise TypeError(f"config is a {type(config).__name__}; expected a LinearConfig or an EmbeddingConfig")
-    if weight.dim() != 2 or weight.numel() == 0:
-        raise ValueError(f"weight has shape {list(weight.shape)}; expected [n, k] with n and k at least 1")
-    _check_weight(weight, "weight")
-    if bias is not None:
-        _check_weight(bias, "bias")
-    n, k = weight.shape
-    group = k if config.group_size is None else min(config.group_size, k)
-    groups = -(-k // group)
-
-    codes = torch.empty((n, k), dtype=torch.uint8)
-    scales = torch.empty((n, groups), dtype=torch.float32)
-    mins = torch.empty_like(scales) if config.mapping == "affine" else None
-    rows = max(1, _CHUNK_WEIGHTS // k)
-    whole = k // group  # groups of full length; a short last one is quantised by itself
-    with torch.no_grad():
-        for begin in range(0, n, rows):
-            part = weight[begin : begin + rows].float()
-            piece = slice(begin, begin + part.shape[0])
-            for columns, first in ((part[:, : whole * group], 0), (part[:, whole * group :], whole)):
-                if columns.shape[1] == 0:
-                    continue
-                shaped = columns.reshape(columns.shape[0], -1, group if first == 0 else columns.shape[1])
-                found, scale, minimum = _quantize_groups(shaped, config)
-                start = first * group
-                codes[piece, start : start + columns.shape[1]] = found.reshape(columns.shape)
-                scales[piece, first : first + scale.shape[1]] = scale
-                if mins is not None:
-                    mins[piece, first : first + scale.shape[1]] = minimum
+    _check_layer(weight, bias, config)
+    if weight.dtype == torch.float64:
+        weight = weight.float()
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    affine = config.mapping == "affine"
+    codes, scales, mins = torch.ops.lowbit.quantize(
+        weight.detach(), config.bits, config.group_size or 0, affine, config.scale == "mse"
+    )
     return ops.pack(
         codes,
         scales,
-        mins,
+        mins if affine else None,
         None if bias is None else bias.detach().float(),
         bits=config.bits,
         group_size=config.group_size,
@@ -218,6 +164,21 @@ def _select(
     return selected
 
 
+def _leave_fused_paths(model: torch.nn.Module) -> None:
+    # In evaluation torch's encoder layers hand the float weights of their linear layers to one fused operator. These
+    # two attributes are what they themselves set to call the linear layers instead.
+    def is_quantised(layer: torch.nn.Module) -> bool:
+        return isinstance(layer, torch.nn.TransformerEncoderLayer) and not all(
+            isinstance(linear, torch.nn.Linear) for linear in (layer.linear1, layer.linear2)
+        )
+
+    for module in model.modules():
+        if is_quantised(module):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, torch.nn.TransformerEncoder) and any(map(is_quantised, module.layers)):
+            module.use_nested_tensor = False
+
+
 def quantize_(
     model: torch.nn.Module,
     config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
@@ -256,11 +217,8 @@ def quantize_(
         by_weight.setdefault(id(module.weight), []).append(name)
     for names in by_weight.values():
         first = names[0]
-        _check_weight(modules[first].weight, f"{first}.weight")
         for name in names:
-            bias = getattr(modules[name], "bias", None)
-            if bias is not None:
-                _check_weight(bias, f"{name}.bias")
+            _check_layer(modules[name].weight, getattr(modules[name], "bias", None), selected[name], f"{name}.")
             if getattr(modules[name], "max_norm", None) is not None:
                 raise ValueError(f"{name} has max_norm={modules[name].max_norm}; expected None: it changes the weights")
             if vars(selected[name]) != vars(selected[first]):
@@ -270,8 +228,10 @@ def quantize_(
                 )
 
     for names in by_weight.values():
-        biases = {id(b): b for name in names if (b := getattr(modules[name], "bias", None)) is not None}
-        # One buffer holds one bias: layers that share a weight but not a bias are packed one by one.
+        # One buffer holds one bias: linear layers that share a weight but not a bias are packed one by one.
+        # An embedding reads no bias.
+        linears = [modules[name] for name in names if isinstance(modules[name], torch.nn.Linear)]
+        biases = {id(linear.bias): linear.bias for linear in linears}
         shared = None
         replaced: dict[int, torch.nn.Module] = {}
         for name in names:
@@ -290,4 +250,5 @@ def quantize_(
                 replaced[id(module)] = replacement.train(module.training)
             model.set_submodule(name, replaced[id(module)])
             modules[name] = None  # lets go of the float weight as soon as it is packed
+    _leave_fused_paths(model)
     return model

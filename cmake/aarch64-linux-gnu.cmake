@@ -1,0 +1,23 @@
+# Cross-compiles for 64-bit Arm Linux with Debian's GCC; tests then run under QEMU's user-mode emulation.
+#   cmake -B build/arm -G Ninja -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake [-DLOWBIT_QEMU_CPU=cortex-a76]
+# The emulated CPU decides which kernels can run: cortex-a53 has no dot products, cortex-a76 has, max has everything.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+
+set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+
+# Programs are the host's; libraries, headers and packages are the target's.
+set(CMAKE_FIND_ROOT_PATH /usr/aarch64-linux-gnu)
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
+
+set(LOWBIT_QEMU_CPU "" CACHE STRING "The CPU that QEMU models when it runs tests (its default when empty)")
+set(CMAKE_CROSSCOMPILING_EMULATOR qemu-aarch64 -L /usr/aarch64-linux-gnu)
+if(LOWBIT_QEMU_CPU)
+  list(APPEND CMAKE_CROSSCOMPILING_EMULATOR -cpu "${LOWBIT_QEMU_CPU}")
+endif()
+# CMake's own compiler checks read this file again, in a project without our cache.
+list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES LOWBIT_QEMU_CPU)

@@ -1,0 +1,247 @@
+// What the NEON kernels share: unpacking a quarter of a block, and storing float32 results in any output type. Armv8-A
+// baseline instructions only, so that every Arm kernel can include it.
+//
+// A quarter is 4 rows: 16 bytes of each of the `Bits` packed lines (codec.h), unpacked to 16 bytes of each of the 8
+// lines. Line j comes out as code times 2^shift[j]: a field is taken where it lies, with one AND, and the kernel
+// divides its sum by 2^shift once per group. The dot products read signed bytes, so such a field must stay below 128; the
+// topmost field of a byte takes a shift instead, which needs no mask. Scattered codes are joined under the top field by
+// shift-and-insert (sri). At 1 bit the bytes are 0 or -1, which is what cmtst leaves.
+// Instructions per quarter (128 weights) beside the loads:
+//   bits   1    2    3    4    5    6    7    8
+//          8    8   11    8   14   12   14    0
+#pragma once
+
+#include <arm_neon.h>
+
+#include <utility>
+
+#include "../numeric.h"
+#include "codec.h"
+
+namespace lowbit {
+namespace {
+
+// An index that is a constant in every function it is passed to. An array of registers indexed by nothing else does not
+// become memory.
+template <int I>
+struct Index {
+  constexpr operator int() const { return I; }
+};
+
+template <int Count, class Body>
+[[gnu::always_inline]] inline void unroll(Body body) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (body(Index<I>{}), ...);
+  }(std::make_integer_sequence<int, Count>());
+}
+
+// Two adjacent quarters of a line: one ldp loads both.
+struct Pair {
+  uint8x16_t q0, q1;
+};
+
+[[gnu::always_inline]] inline Pair and_mask(const Pair& v, int mask) {
+  const uint8x16_t masks = vdupq_n_u8(static_cast<uint8_t>(mask));
+  return {vandq_u8(v.q0, masks), vandq_u8(v.q1, masks)};
+}
+
+[[gnu::always_inline]] inline Pair test(const Pair& v, int mask) {
+  uint8x16_t masks = vdupq_n_u8(static_cast<uint8_t>(mask));
+  if (mask == 1) __asm__("" : "+w"(masks));  // hidden from Clang, which would take an AND and a negation
+  return {vtstq_u8(v.q0, masks), vtstq_u8(v.q1, masks)};
+}
+
+template <int Count>
+[[gnu::always_inline]] inline Pair shift_left(const Pair& v) {
+  return {vshlq_n_u8(v.q0, Count), vshlq_n_u8(v.q1, Count)};
+}
+
+template <int Count>
+[[gnu::always_inline]] inline Pair shift_right(const Pair& v) {
+  return {vshrq_n_u8(v.q0, Count), vshrq_n_u8(v.q1, Count)};
+}
+
+// The top `Count` bits of `upper`, and below them the top bits of `lower`.
+template <int Count>
+[[gnu::always_inline]] inline Pair insert_below(const Pair& upper, const Pair& lower) {
+  return {vsriq_n_u8(upper.q0, lower.q0, Count), vsriq_n_u8(upper.q1, lower.q1, Count)};
+}
+
+// The lowest `Count` bits of `lower`, and above them the lowest bits of `upper`.
+template <int Count>
+[[gnu::always_inline]] inline Pair insert_above(const Pair& lower, const Pair& upper) {
+  return {vsliq_n_u8(lower.q0, upper.q0, Count), vsliq_n_u8(lower.q1, upper.q1, Count)};
+}
+
+// lines() asks for every packed line once, by block.load(i), and hands over each unpacked line j as soon as it can, by
+// block.use(Index<j>, line), so that few registers are busy at any time.
+template <int Bits>
+struct Unpack;
+
+template <>
+struct Unpack<1> {
+  static constexpr int shift[8] = {};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    const Pair p = block.load(0);
+    unroll<8>([&](auto j) __attribute__((always_inline)) { block.use(j, test(p, 1 << j)); });
+  }
+};
+
+template <>
+struct Unpack<2> {
+  static constexpr int shift[8] = {0, 2, 4, 0, 0, 2, 4, 0};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    unroll<2>([&](auto h) __attribute__((always_inline)) {
+      const Pair p = block.load(h);
+      block.use(Index<4 * h>{}, and_mask(p, 0x03));
+      block.use(Index<4 * h + 1>{}, and_mask(p, 0x0c));
+      block.use(Index<4 * h + 2>{}, and_mask(p, 0x30));
+      block.use(Index<4 * h + 3>{}, shift_right<6>(p));
+    });
+  }
+};
+
+template <>
+struct Unpack<3> {
+  static constexpr int shift[8] = {0, 0, 0, 3, 3, 3, 0, 0};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    const auto next = [&](auto j) __attribute__((always_inline)) {
+      const Pair p = block.load(j);
+      block.use(j, and_mask(p, 0x07));
+      block.use(Index<3 + j>{}, and_mask(p, 0x38));
+      return p;
+    };
+    const Pair p0 = next(Index<0>{}), p1 = next(Index<1>{});
+    block.use(Index<6>{}, shift_right<5>(insert_below<2>(p0, p1)));
+    const Pair p2 = next(Index<2>{});
+    block.use(Index<7>{}, shift_right<5>(insert_below<2>(p2, shift_left<1>(p1))));
+  }
+};
+
+template <>
+struct Unpack<4> {
+  static constexpr int shift[8] = {};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    unroll<4>([&](auto j) __attribute__((always_inline)) {
+      const Pair p = block.load(j);
+      block.use(j, and_mask(p, 0x0f));
+      block.use(Index<4 + j>{}, shift_right<4>(p));
+    });
+  }
+};
+
+template <>
+struct Unpack<5> {
+  static constexpr int shift[8] = {};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    const auto next = [&](auto j) __attribute__((always_inline)) {
+      const Pair p = block.load(j);
+      block.use(j, and_mask(p, 0x1f));
+      return p;
+    };
+    const Pair low = block.load(4);
+    const Pair p3 = next(Index<3>{});
+    block.use(Index<7>{}, shift_right<3>(insert_below<3>(p3, low)));
+    const Pair p2 = next(Index<2>{});
+    block.use(Index<6>{}, shift_right<3>(insert_below<3>(p2, shift_left<2>(low))));
+    const Pair p1 = next(Index<1>{});
+    block.use(Index<5>{}, shift_right<3>(insert_below<3>(p1, shift_left<4>(low))));
+    const Pair p0 = next(Index<0>{});
+    block.use(Index<4>{}, insert_above<2>(low, shift_right<5>(p0)));  // its two bits lie lowest already
+  }
+};
+
+template <>
+struct Unpack<6> {
+  static constexpr int shift[8] = {};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    unroll<2>([&](auto h) __attribute__((always_inline)) {
+      const auto next = [&](auto j) __attribute__((always_inline)) {
+        const Pair p = block.load(3 * h + j);
+        block.use(Index<4 * h + j>{}, and_mask(p, 0x3f));
+        return p;
+      };
+      const Pair p0 = next(Index<0>{}), p1 = next(Index<1>{}), p2 = next(Index<2>{});
+      block.use(Index<4 * h + 3>{}, shift_right<2>(insert_below<2>(p0, insert_below<2>(p1, p2))));
+    });
+  }
+};
+
+template <>
+struct Unpack<7> {
+  static constexpr int shift[8] = {};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    const auto next = [&](auto j) __attribute__((always_inline)) {
+      const Pair p = block.load(j);
+      block.use(j, and_mask(p, 0x7f));
+      return p;
+    };
+    // The top bits, from line 0 down. A tree would have less latency, but keep more lines waiting in registers.
+    Pair top = next(Index<0>{});
+    top = insert_below<1>(top, next(Index<1>{}));
+    top = insert_below<2>(top, next(Index<2>{}));
+    top = insert_below<3>(top, next(Index<3>{}));
+    top = insert_below<4>(top, next(Index<4>{}));
+    top = insert_below<5>(top, next(Index<5>{}));
+    top = insert_below<6>(top, next(Index<6>{}));
+    block.use(Index<7>{}, shift_right<1>(top));
+  }
+};
+
+// The bytes are code - 128 (stored_flip): signed already.
+template <>
+struct Unpack<8> {
+  static constexpr int shift[8] = {};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    unroll<8>([&](auto j) __attribute__((always_inline)) { block.use(j, block.load(j)); });
+  }
+};
+
+// Four float16 values, as they lie in memory.
+[[gnu::always_inline]] inline float32x4_t f32_from_f16x4(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
+
+[[gnu::always_inline]] inline uint16x4_t bf16_from_f32x4(float32x4_t value) {
+  // Not bfcvtn: it is no baseline instruction.
+  const uint32x4_t bits = vreinterpretq_u32_f32(value);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
+  const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+  return vshrn_n_u32(vbslq_u32(vceqq_f32(value, value), rounded, quiet), 16);
+}
+
+// 16 values, adjacent in memory.
+template <DType T>
+[[gnu::always_inline]] inline void store16(void* at, const float32x4_t (&value)[4]) {
+  unroll<4>([&](auto q) __attribute__((always_inline)) {
+    auto* to = static_cast<uint8_t*>(at) + 4 * size_of(T) * q;
+    if constexpr (T == DType::f32) {
+      vst1q_u8(to, vreinterpretq_u8_f32(value[q]));
+    } else {
+      const uint16x4_t half =
+          T == DType::bf16 ? bf16_from_f32x4(value[q]) : vreinterpret_u16_f16(vcvt_f16_f32(value[q]));
+      vst1_u8(to, vreinterpret_u8_u16(half));
+    }
+  });
+}
+
+// The first `count` of 16 values, from element `index` of `base` on; nothing is written behind them.
+template <DType T>
+[[gnu::always_inline]] inline void store_first(void* base, int64_t index, const float32x4_t (&value)[4],
+                                               int64_t count) {
+  char* at = static_cast<char*>(base) + size_of(T) * index;
+  if (count >= 16) return store16<T>(at, value);
+  uint32_t buffer[16];
+  store16<T>(buffer, value);
+  std::memcpy(at, buffer, static_cast<size_t>(size_of(T) * count));
+}
+
+}  // namespace
+}  // namespace lowbit

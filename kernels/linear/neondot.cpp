@@ -1,0 +1,289 @@
+// linear_a8w<b>_1x16_neondot: int8 activations times b-bit weights, the 16 output rows of a panel in four registers.
+//
+//   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       quarter q: rows 4q to 4q + 3
+//   sdot sums[q], quarter of line j, a[j]      a[j]: the activations 4j to 4j + 3, one 32-bit lane of two registers
+//
+// One int32 lane is one output row: no horizontal adds, and the 32 activations of a block are loaded once for all 16
+// rows. Integer part of a group, with S the sum of a * code and A the sum of a (ukernel.h):
+//   symmetric   S - 2^(b-1) A: the sums start there, so no weight pays for its zero point; affine   S
+//   1 bit       2 S - A. cmtst leaves -1 for a set bit, so the sums start at floor(A/2) and end at h = floor(A/2) - S;
+//               sli (shift left and insert) puts h over the lowest bit of A, which gives 2 h + A mod 2 = A - 2 S
+//   8 bit       the bytes are code - 128: symmetric needs no start, affine starts at 128 A
+// Sums of fields at different bit positions p (bits/unpack_neon.h) stay apart and are joined by ssra once per group.
+// Every sum is an int32 that may wrap on its way; what leaves a group is at most 65536 * 128 * 255 < 2^31
+// (kMaxGroupInputs), and a sum at position p at most 65536 * 128 * 56.
+//
+// 1x16 because four quarters are four independent chains, enough for the latency of sdot on cores that forward its
+// accumulator, and leave registers for two quarters of a packed block: adjacent, so that one ldp loads both.
+
+#include <arm_neon.h>
+
+#include "../bits/unpack_neon.h"
+#include "../ukernel.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int kQuarters = 4;
+
+// The distinct shifts of a width: one sum each.
+template <int Bits>
+struct Chains {
+  int shift[8] = {};
+  int of_line[8] = {};
+  int count = 0;
+
+  constexpr Chains() {
+    for (int j = 0; j < 8; ++j) {
+      int found = count;
+      for (int c = 0; c < count; ++c) {
+        if (shift[c] == Unpack<Bits>::shift[j]) found = c;
+      }
+      if (found == count) shift[count++] = Unpack<Bits>::shift[j];
+      of_line[j] = found;
+    }
+  }
+};
+
+template <int Bits>
+constexpr Chains<Bits> kChains{};
+
+// The sums of one group, for four rows.
+template <int Bits>
+struct Sums {
+  int32x4_t chain[kChains<Bits>.count];
+};
+
+// What a group's activation sum counts at the start of its sums. Hidden from the compiler, which would take a shift and
+// a negation for the one multiplication.
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline int32x4_t start_factor() {
+  constexpr int kCodeOffset = stored_flip(Bits);  // the bytes are the codes minus this
+  int32x4_t factor = vdupq_n_s32(Affine ? kCodeOffset : kCodeOffset - level_offset(Bits));
+  __asm__("" : "+w"(factor));
+  return factor;
+}
+
+// `group_sum` holds the sum of the group's activations in every lane.
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline int32x4_t start_value(int32x4_t group_sum, int32x4_t factor) {
+  if constexpr (Affine ? Bits != 8 : Bits == 8) return vdupq_n_s32(0);
+  if constexpr (Bits == 1) return vshrq_n_s32(group_sum, 1);
+  return vmulq_s32(group_sum, factor);
+}
+
+template <int Bits>
+[[gnu::always_inline]] inline void start(Sums<Bits> (&sums)[kQuarters], int32x4_t value) {
+  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+    sums[q].chain[0] = value;
+    unroll<kChains<Bits>.count - 1>([&](auto c) __attribute__((always_inline)) {
+      sums[q].chain[c + 1] = vdupq_n_s32(0);
+    });
+  });
+}
+
+enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
+
+// Quarters First and First + 1 of a block, for Unpack::lines(). Lines of a half that is not wanted are dead code.
+template <int Bits, int First, Halves Wanted>
+struct QuarterPair {
+  const uint8_t* block;
+  Sums<Bits>& sums0;
+  Sums<Bits>& sums1;
+  int8x16_t a0, a1;  // of the first and the second half
+
+  [[gnu::always_inline]] Pair load(int i) const {
+    const uint8_t* at = block + i * kLineBytes + 16 * First;
+    uint8x16_t q0 = vld1q_u8(at), q1 = vld1q_u8(at + 16);
+    // Keeps the two loads together, for ldp. Volatile, so that GCC does not move all loads to the front and run out of
+    // registers.
+    __asm__ volatile("" : "+w"(q0), "+w"(q1));
+    return {q0, q1};
+  }
+
+  template <int J>
+  [[gnu::always_inline]] void use(Index<J>, const Pair& line) const {
+    if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
+      constexpr int kChain = kChains<Bits>.of_line[J];
+      const int8x16_t a = J < 4 ? a0 : a1;
+      sums0.chain[kChain] = vdotq_laneq_s32(sums0.chain[kChain], vreinterpretq_s8_u8(line.q0), a, J % 4);
+      sums1.chain[kChain] = vdotq_laneq_s32(sums1.chain[kChain], vreinterpretq_s8_u8(line.q1), a, J % 4);
+    }
+  }
+};
+
+template <Halves Wanted, int Bits>
+[[gnu::always_inline]] inline void add_block(Sums<Bits> (&sums)[kQuarters], const uint8_t* block, int8x16_t a0,
+                                             int8x16_t a1) {
+  Unpack<Bits>::lines(QuarterPair<Bits, 0, Wanted>{block, sums[0], sums[1], a0, a1});
+  Unpack<Bits>::lines(QuarterPair<Bits, 2, Wanted>{block, sums[2], sums[3], a0, a1});
+}
+
+// Adds one quarter of a finished group to the float sums. `parity` is the register that sli shifts into at 1 bit: its
+// lowest bit is that of the group's activation sum, before and after.
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline float32x4_t finish(float32x4_t acc, const Sums<Bits>& sums, float32x4_t scale,
+                                                 int32x4_t& parity) {
+  constexpr auto& kShift = kChains<Bits>.shift;
+  int32x4_t total = sums.chain[0];
+  if constexpr (kChains<Bits>.count > 1) total = vsraq_n_s32(total, sums.chain[1], kShift[1]);
+  if constexpr (kChains<Bits>.count > 2) total = vsraq_n_s32(total, sums.chain[2], kShift[2]);
+  if constexpr (Bits != 1) return vfmaq_f32(acc, scale, vcvtq_f32_s32(total));
+  if constexpr (Affine) return vfmsq_f32(acc, scale, vcvtq_f32_s32(total));
+  parity = vsliq_n_s32(parity, total, 1);
+  return vfmsq_f32(acc, scale, vcvtq_f32_s32(parity));
+}
+
+// The 16 float16 values at `scales`.
+struct Scales {
+  float32x4_t q[kQuarters];
+};
+
+[[gnu::always_inline]] inline Scales load_scales(const uint8_t* scales) {
+  const float16x8_t half0 = vreinterpretq_f16_u8(vld1q_u8(scales));
+  const float16x8_t half1 = vreinterpretq_f16_u8(vld1q_u8(scales + 16));
+  return {{vcvt_f32_f16(vget_low_f16(half0)), vcvt_high_f32_f16(half0), vcvt_f32_f16(vget_low_f16(half1)),
+           vcvt_high_f32_f16(half1)}};
+}
+
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline void finish_group(float32x4_t (&acc)[kQuarters], const Sums<Bits> (&sums)[kQuarters],
+                                                const uint8_t* scales, int32x4_t group_sum) {
+  const Scales scale = load_scales(scales);
+  int32x4_t parity = group_sum;
+  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+    acc[q] = finish<Bits, Affine>(acc[q], sums[q], scale.q[q], parity);
+  });
+  if constexpr (Affine) {
+    const Scales min = load_scales(scales + 2 * kPanelRows);
+    const float32x4_t value = vcvtq_f32_s32(group_sum);
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vfmaq_f32(acc[q], min.q[q], value); });
+  }
+}
+
+enum class Groups { one_block, blocks, halves };
+
+template <int Bits, bool Affine, Groups Kind>
+[[gnu::always_inline]] inline void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row,
+                                                   float32x4_t (&acc)[kQuarters]) {
+  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  constexpr int64_t kBlockBytes = Bits * kLineBytes;
+  const Layout& layout = args.layout;
+  const int64_t groups = layout.groups;
+  const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
+  const int32_t* group_sums = args.group_sums + row * groups;
+  const uint8_t* block = panel;
+  const int32x4_t factor = start_factor<Bits, Affine>();
+  Sums<Bits> sums[kQuarters];
+  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vdupq_n_f32(0.0f); });
+
+  if constexpr (Kind == Groups::one_block) {
+    const auto next_group = [&]() __attribute__((always_inline)) {
+      const int32x4_t group_sum = vld1q_dup_s32(group_sums++);
+      start(sums, start_value<Bits, Affine>(group_sum, factor));
+      add_block<kWholeBlock>(sums, block, vld1q_s8(a), vld1q_s8(a + 16));
+      finish_group<Bits, Affine>(acc, sums, block + kBlockBytes, group_sum);
+      block += kBlockBytes + kGroupBytes;
+      a += kBlockInputs;
+      // One group after the other: interleaved, they need too many registers.
+      __asm__ volatile("" : "+w"(acc[0]), "+w"(acc[1]), "+w"(acc[2]), "+w"(acc[3]));
+      __asm__ volatile("" : "+r"(block), "+r"(a), "+r"(group_sums));
+    };
+    // Two in a turn, which saves half of the loop's own instructions.
+    for (int64_t pairs = groups / 2; pairs > 0; --pairs) {
+      next_group();
+      next_group();
+    }
+    if (groups % 2 != 0) next_group();
+  } else if constexpr (Kind == Groups::blocks) {
+    const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
+    int64_t left = layout.blocks;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int32x4_t group_sum = vld1q_dup_s32(group_sums + group);
+      start(sums, start_value<Bits, Affine>(group_sum, factor));
+      const int64_t count = left < group_blocks ? left : group_blocks;
+      left -= count;
+      for (const uint8_t* end = block + count * kBlockBytes; block != end; block += kBlockBytes, a += kBlockInputs) {
+        add_block<kWholeBlock>(sums, block, vld1q_s8(a), vld1q_s8(a + 16));
+      }
+      finish_group<Bits, Affine>(acc, sums, block, group_sum);
+      block += kGroupBytes;
+    }
+  } else {
+    // A block is read twice, once for each half: the unused half of the unpacking is dead code.
+    const int64_t group_halves = layout.group_inputs() / kHalfInputs;
+    const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
+    const uint8_t* scales = block + kBlockBytes;  // of the next group to end in this block
+    int64_t half = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int32x4_t group_sum = vld1q_dup_s32(group_sums + group);
+      start(sums, start_value<Bits, Affine>(group_sum, factor));
+      const int64_t end = half + group_halves < halves ? half + group_halves : halves;
+      for (; half < end; ++half, a += kHalfInputs) {
+        if (half % 2 != 0) {
+          add_block<kSecondHalf>(sums, block, vld1q_s8(a), vld1q_s8(a));
+        } else {
+          if (half != 0) {
+            block = scales;
+            scales += kBlockBytes;
+          }
+          add_block<kFirstHalf>(sums, block, vld1q_s8(a), vld1q_s8(a));
+        }
+      }
+      finish_group<Bits, Affine>(acc, sums, scales, group_sum);
+      scales += kGroupBytes;
+    }
+  }
+}
+
+[[gnu::always_inline]] inline float32x4_t load_head(const uint8_t* heads, int head, int q) {
+  return vreinterpretq_f32_u8(vld1q_u8(heads + 4 * (head * kPanelRows + 4 * q)));
+}
+
+template <int Bits, bool Affine, Groups Kind>
+[[gnu::noinline]] void run_panels(const LinearArgs& args) {
+  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
+    const uint8_t* panel = args.panels + p * args.layout.panel_bytes;
+    const uint8_t* heads = panel + args.layout.head_offset;
+    const int64_t column = p * kPanelRows;
+    for (int64_t row = 0; row < args.m; ++row) {
+      float32x4_t y[kQuarters];
+      row_times_panel<Bits, Affine, Kind>(args, panel, row, y);
+      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+        const float32x4_t corrected = vfmsq_n_f32(y[q], load_head(heads, 1, q), args.zeros[row]);
+        const float32x4_t scale = vmulq_n_f32(load_head(heads, 0, q), args.scales[row]);
+        y[q] = vfmaq_f32(load_head(heads, 2, q), scale, corrected);
+      });
+      const int64_t index = row * args.out_stride + column, columns = args.layout.n - column;
+      switch (args.out_dtype) {
+        case DType::f32: store_first<DType::f32>(args.out, index, y, columns); break;
+        case DType::bf16: store_first<DType::bf16>(args.out, index, y, columns); break;
+        case DType::f16: store_first<DType::f16>(args.out, index, y, columns); break;
+      }
+    }
+  }
+}
+
+template <int Bits, bool Affine>
+void run_groups(const LinearArgs& args) {
+  const int64_t group_inputs = args.layout.group_inputs();
+  if (group_inputs == kBlockInputs) return run_panels<Bits, Affine, Groups::one_block>(args);
+  if (group_inputs % kBlockInputs == 0) return run_panels<Bits, Affine, Groups::blocks>(args);
+  run_panels<Bits, Affine, Groups::halves>(args);
+}
+
+template <int Bits>
+void run(const LinearArgs& args) {
+  args.layout.mapping == Mapping::affine ? run_groups<Bits, true>(args) : run_groups<Bits, false>(args);
+}
+
+#define ROW(bits) {"linear_a8w" #bits "_1x16_neondot", kNeonDot, Format::panel16, bits, 1, 16, run<bits>}
+constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+#undef ROW
+
+}  // namespace
+
+extern const Table<LinearKernel> kLinearNeonDot;
+const Table<LinearKernel> kLinearNeonDot{kRows, sizeof kRows / sizeof kRows[0]};
+
+}  // namespace lowbit

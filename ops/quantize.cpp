@@ -1,0 +1,63 @@
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "../kernels/round_to_nearest.h"
+#include "check.h"
+#include "operators.h"
+
+namespace lowbit {
+
+Status quantize_shape(const TensorView& weight, int bits, int64_t group_size, bool affine, Layout* layout) {
+  if (weight.shape.ndim != 2) {
+    return Status::error("weight has shape %s; expected two dimensions [n, k]", describe(weight.shape).text);
+  }
+  return make_layout(weight.shape.size[0], weight.shape.size[1], bits, group_size,
+                     affine ? Mapping::affine : Mapping::symmetric, false, layout);
+}
+
+Status quantize(const TensorView& weight, int bits, int64_t group_size, bool affine, bool search,
+                const TensorView& codes, const TensorView& scales, const TensorView& mins, const Parallel& parallel) {
+  Layout layout;
+  if (Status s = quantize_shape(weight, bits, group_size, affine, &layout); !s.ok()) return s;
+  if (Status s = check_on_cpu("weight", weight); !s.ok()) return s;
+  if (!is_activation_type(weight.type)) {
+    return Status::error("weight has dtype %s; expected float32, bfloat16 or float16", name_of(weight.type));
+  }
+  if (layout.k > 1 && weight.stride[1] != 1) {
+    return Status::error("weight has stride %" PRId64 " between inputs; expected 1", weight.stride[1]);
+  }
+  const Shape per_group{2, {layout.n, layout.groups}};
+  if (Status s = check_tensor("codes", codes, ElementType::u8, weight.shape); !s.ok()) return s;
+  if (Status s = check_tensor("scales", scales, ElementType::f32, per_group); !s.ok()) return s;
+  if (Status s = check_tensor("mins", mins, ElementType::f32, affine ? per_group : Shape{2, {0, 0}}); !s.ok()) return s;
+
+  RoundToNearestArgs args{};
+  args.weight = weight.data;
+  args.dtype = dtype_of(weight.type);
+  args.row_stride = weight.stride[0];
+  args.search = search;
+  args.codes = static_cast<uint8_t*>(codes.data);
+  args.scales = static_cast<float*>(scales.data);
+  args.mins = affine ? static_cast<float*>(mins.data) : nullptr;
+
+  // The error of the first bad row, whichever thread finds one first.
+  std::mutex mutex;
+  Status error;
+  int64_t error_begin = layout.n;
+  constexpr int64_t kClaimWeights = 1 << 16;
+  parallel_1d(parallel, layout.n, 1 + kClaimWeights / layout.k, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> row(new (std::nothrow) float[static_cast<size_t>(layout.k)]);
+    const Status status = row == nullptr ? Status::no_memory("no memory for a row of %" PRId64 " weights", layout.k)
+                                         : round_to_nearest(layout, args, begin, end, row.get());
+    if (status.ok()) return;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (begin < error_begin) {
+      error_begin = begin;
+      error = status;
+    }
+  });
+  return error;
+}
+
+}  // namespace lowbit
