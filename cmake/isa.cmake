@@ -1,4 +1,4 @@
-# GCC also schedules before it allocates registers, and then copies or spills in kernels that keep nearly all of them busy
+# GCC also schedules before it allocates registers, which costs copies in kernels that keep nearly all registers busy
 # (GCC 12: up to 14 % more instructions). Scheduling afterwards is enough.
 set(no_early_scheduling "$<$<CXX_COMPILER_ID:GNU>:-fno-schedule-insns>")
 

@@ -8,7 +8,8 @@
 
 namespace lowbit {
 
-enum class ElementType : uint8_t { f32, bf16, f16, u8, i32, i64, other };
+// The types that operators take come first; the rest are there to be named in messages.
+enum class ElementType : uint8_t { f32, bf16, f16, u8, i32, i64, f64, i8, i16, boolean, other };
 
 inline constexpr int kMaxDims = 16;
 
@@ -41,6 +42,7 @@ struct TensorView {
   }
 };
 
+// Of a type that operators take.
 inline int64_t element_bytes(ElementType type) {
   switch (type) {
     case ElementType::f32:
@@ -60,6 +62,10 @@ inline const char* name_of(ElementType type) {
     case ElementType::u8: return "uint8";
     case ElementType::i32: return "int32";
     case ElementType::i64: return "int64";
+    case ElementType::f64: return "float64";
+    case ElementType::i8: return "int8";
+    case ElementType::i16: return "int16";
+    case ElementType::boolean: return "bool";
     case ElementType::other: break;
   }
   return "another type";

@@ -40,6 +40,10 @@ ElementType element_type(ScalarType type) {
     case ScalarType::Byte: return ElementType::u8;
     case ScalarType::Int: return ElementType::i32;
     case ScalarType::Long: return ElementType::i64;
+    case ScalarType::Double: return ElementType::f64;
+    case ScalarType::Char: return ElementType::i8;
+    case ScalarType::Short: return ElementType::i16;
+    case ScalarType::Bool: return ElementType::boolean;
     default: return ElementType::other;
   }
 }

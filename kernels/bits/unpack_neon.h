@@ -3,9 +3,9 @@
 //
 // A quarter is 4 rows: 16 bytes of each of the `Bits` packed lines (codec.h), unpacked to 16 bytes of each of the 8
 // lines. Line j comes out as code times 2^shift[j]: a field is taken where it lies, with one AND, and the kernel
-// divides its sum by 2^shift once per group. The dot products read signed bytes, so such a field must stay below 128; the
-// topmost field of a byte takes a shift instead, which needs no mask. Scattered codes are joined under the top field by
-// shift-and-insert (sri). At 1 bit the bytes are 0 or -1, which is what cmtst leaves.
+// divides its sum by 2^shift once per group. The dot products read signed bytes, so such a field must stay below 128;
+// the topmost field of a byte takes a shift instead, which needs no mask. Scattered codes are joined under the top
+// field by shift-and-insert (sri). At 1 bit the bytes are 0 or -1, which is what cmtst leaves.
 // Instructions per quarter (128 weights) beside the loads:
 //   bits   1    2    3    4    5    6    7    8
 //          8    8   11    8   14   12   14    0

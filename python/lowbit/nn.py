@@ -128,8 +128,10 @@ class Embedding(_Packed):
             padding_idx: kept for information; the row is stored like any other.
 
         Raises:
-            ValueError: not a valid packed weight.
+            ValueError: not a valid packed weight, or another dtype.
         """
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
         super().__init__(packed_weight)
         self.padding_idx = padding_idx
         # Empty: it only carries the dtype, so that model.to(torch.bfloat16) changes it as it would a float table's.

@@ -219,6 +219,11 @@ def quantize_(
         first = names[0]
         for name in names:
             _check_layer(modules[name].weight, getattr(modules[name], "bias", None), selected[name], f"{name}.")
+            if modules[name].weight.dtype == torch.float64:
+                raise TypeError(
+                    f"{name}.weight has dtype torch.float64; expected torch.float32, torch.bfloat16 or torch.float16, "
+                    "in which the layer then computes (model.float())"
+                )
             if getattr(modules[name], "max_norm", None) is not None:
                 raise ValueError(f"{name} has max_norm={modules[name].max_norm}; expected None: it changes the weights")
             if vars(selected[name]) != vars(selected[first]):

@@ -1,0 +1,40 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+# The same examples in every run: a failure can be repeated, and a pass means the same everywhere.
+hypothesis.settings.register_profile("lowbit", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("lowbit")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed_and_threads():
+    # One thread: the reference's many small operations wait for each other on a busy machine. Some tests set more.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run_python():
+    """Runs a script in a new Python and returns the finished process; `isa` sets LOWBIT_ISA, None unsets it."""
+
+    def run(script: str, *arguments: str, isa: str | None = None) -> subprocess.CompletedProcess:
+        environment = {name: value for name, value in os.environ.items() if name != "LOWBIT_ISA"}
+        if isa is not None:
+            environment["LOWBIT_ISA"] = isa
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return subprocess.run(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            capture_output=True, text=True, timeout=300, env=environment,
+        )
+
+    return run

@@ -1,0 +1,167 @@
+"""What lowbit computes, in plain torch: the contract of kernels/ukernel.h and the byte layout of kernels/format.h.
+
+Every float32 operation is done as float64 and rounded once, so results are compared with ==. Sums and products of two
+float32 values round correctly that way; `fma32` adds the rounding to odd that makes it right for three.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import lowbit
+
+HEADER_BYTES = 64
+WIDTHS = range(1, 9)
+MAPPINGS = ("symmetric", "affine")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fma32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32 values, rounded once, as float32.
+
+    The product is exact in float64. The sum is rounded to odd (Boldo and Melquiond, 2008): where it is inexact and its
+    last bit even, it moves to the neighbour on the side of the error, after which rounding to float32 is right.
+    """
+    product = a.double() * b.double()
+    c = c.double()
+    total = product + c
+    rest = total - product
+    error = (product - (total - rest)) + (c - rest)  # exact (Knuth's two-sum)
+    even = total.view(torch.int64) & 1 == 0
+    neighbour = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).double())
+    inexact = torch.isfinite(total) & (error != 0)
+    return torch.where(inexact & even, neighbour, total).float()
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [m, k] -> int8 values as int64 [m, k], scales and zeros float32 [m]."""
+    x = x.float()
+    zero_column = torch.zeros(x.shape[0], 1)
+    lo = torch.cat([x, zero_column], 1).amin(1)
+    hi = torch.cat([x, zero_column], 1).amax(1)
+    scale = hi / 255.0 - lo / 255.0
+    finite = torch.isfinite(x).all(1)
+    usable = finite & (scale >= 2.0**-126)
+    inverse = torch.where(usable, 1.0 / scale, 0.0)
+    zero = torch.where(usable, torch.clamp((-lo * inverse).round() - 128.0, max=127.0), 0.0)
+    values = fma32(torch.where(usable[:, None], x, 0.0), inverse[:, None], zero[:, None]).round().clamp(-128, 127)
+    scale = torch.where(usable, scale, torch.where(finite, 0.0, torch.nan))
+    return values.long(), scale, zero
+
+
+@dataclass
+class Parts:
+    """A packed weight, taken apart: codes by lowbit.unpack(), everything else from the bytes."""
+
+    info: lowbit.PackedInfo
+    codes: Tensor  # int64 [n, k]
+    scales: Tensor  # float32 [n, groups], the stored float16 values
+    mins: Tensor | None
+    row_scale: Tensor  # float32 [n]
+    row_sum: Tensor
+    bias: Tensor
+
+    @property
+    def group(self) -> int:
+        return self.info.group_size or self.info.in_features
+
+    @property
+    def levels(self) -> Tensor:
+        """What the integer part of a product multiplies: int64 [n, k]."""
+        if self.info.mapping == "affine":
+            return self.codes
+        return 2 * self.codes - 1 if self.info.bits == 1 else self.codes - 2 ** (self.info.bits - 1)
+
+    def per_input(self, values: Tensor) -> Tensor:
+        """[n, groups] -> [n, k]"""
+        return values.repeat_interleave(self.group, 1)[:, : self.info.in_features]
+
+    def weight(self) -> Tensor:
+        """The exact weights, float64 [n, k]."""
+        weight = self.per_input(self.scales).double() * self.levels
+        if self.mins is not None:
+            weight = weight + self.per_input(self.mins).double()
+        return weight * self.row_scale.double()[:, None]
+
+
+def take_apart(packed: Tensor) -> Parts:
+    info = lowbit.info(packed)
+    panels, blocks = -(-info.out_features // 16), -(-info.in_features // 32)
+    group = info.group_size or blocks * 32
+    block_bytes, group_bytes = 64 * info.bits, 64 if info.mapping == "affine" else 32
+    body = packed[HEADER_BYTES:].view(panels, -1)
+
+    def by_row(offset: int, size: int, dtype: torch.dtype) -> Tensor:
+        """The values at [offset, offset + size) of every panel, as float32 [values per row, n]."""
+        values = body[:, offset : offset + size].contiguous().view(dtype).view(panels, -1, 16)
+        return values.permute(1, 0, 2).reshape(values.shape[1], -1)[:, : info.out_features].float()
+
+    def of_group(g: int) -> Tensor:  # behind the block in which the group ends
+        end = min(-(-(g + 1) * group // 32), blocks)
+        return by_row(end * block_bytes + g * group_bytes, group_bytes, torch.float16)
+
+    stored = torch.stack([of_group(g) for g in range(info.groups)], -1)  # [1 or 2, n, groups]
+    head = by_row(blocks * block_bytes + info.groups * group_bytes, 192, torch.float32)
+    return Parts(info, lowbit.unpack(packed).codes.long(), stored[0], stored[1] if len(stored) == 2 else None, *head)
+
+
+def linear(x: Tensor, packed: Tensor) -> Tensor:
+    parts = take_apart(packed)
+    n, k, group = parts.info.out_features, parts.info.in_features, parts.group
+    a, scale, zero = quantize_rows(x.reshape(-1, k))
+    acc = torch.zeros(a.shape[0], n)
+    for g in range(parts.info.groups):
+        part = slice(g * group, (g + 1) * group)
+        # Sums below 2^53: float64 holds them exactly in any order.
+        products = (a[:, part].double() @ parts.levels[:, part].double().T).float()
+        acc = fma32(parts.scales[:, g], products, acc)
+        if parts.mins is not None:
+            acc = fma32(parts.mins[:, g], a[:, part].sum(1, keepdim=True).float(), acc)
+    corrected = fma32(-zero[:, None], parts.row_sum, acc)
+    y = fma32(scale[:, None] * parts.row_scale, corrected, parts.bias)
+    return y.to(x.dtype).reshape(*x.shape[:-1], n)
+
+
+def embedding(indices: Tensor, packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    parts = take_apart(packed)
+    scale = parts.per_input(parts.row_scale[:, None] * parts.scales)
+    if parts.mins is None:
+        table = scale * parts.levels.float()
+    else:
+        table = fma32(scale, parts.codes.float(), parts.per_input(parts.row_scale[:, None] * parts.mins))
+    return table.to(dtype)[indices.long()]
+
+
+def random_packed(
+    n: int, k: int, bits: int, group_size: int | None, mapping: str, *, bias: bool = False, seed: int = 0
+) -> Tensor:
+    """Random codes, scales (both signs), mins and bias; every code value is likely to occur."""
+    generator = torch.Generator().manual_seed(seed + 1000003 * n + 10007 * k + 101 * bits + (group_size or 0))
+    groups = 1 if group_size is None else -(-k // group_size)
+    return lowbit.pack(
+        torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=generator),
+        torch.randn(n, groups, generator=generator) * 0.1,
+        torch.randn(n, groups, generator=generator) if mapping == "affine" else None,
+        torch.randn(n, generator=generator) if bias else None,
+        bits=bits,
+        group_size=group_size,
+        mapping=mapping,
+    )
+
+
+def random_rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal dtype, shape and bits; any NaN equals any other."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    integers = {2: torch.int16, 4: torch.int32}[actual.element_size()]
+    different = actual.contiguous().view(integers) != expected.contiguous().view(integers)
+    different &= ~(torch.isnan(actual) & torch.isnan(expected))
+    if different.any():
+        at = tuple(different.nonzero()[0].tolist())
+        count = int(different.sum())
+        raise AssertionError(f"{count} values differ, first at {list(at)}: {actual[at]!r} and {expected[at]!r}")

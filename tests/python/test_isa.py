@@ -1,0 +1,130 @@
+"""LOWBIT_ISA: the cap is obeyed, told truthfully, and changes no bit of any result."""
+
+import json
+import re
+
+import torch
+
+import lowbit
+from reference import assert_same_bits
+
+# Saves what the capped package says of itself, and results of every width, mapping and dtype.
+SCRIPT = """
+import json, sys
+import torch, lowbit, reference
+tensors = {}
+for bits in reference.WIDTHS:
+    for mapping in reference.MAPPINGS:
+        for n, k, group_size in ((33, 100, 48), (64, 256, 32), (5, 17, None), (40, 130, 16)):
+            packed = reference.random_packed(n, k, bits, group_size, mapping, bias=True)
+            tensors[f"packed {bits} {mapping} {n}"] = packed
+            for dtype in reference.DTYPES:
+                for m in (1, 4, 9):
+                    x = 3 * reference.random_rows(m, k, seed=m)
+                    x[0] = x[0].abs()
+                    y = lowbit.linear(x.to(dtype), packed, n)
+                    tensors[f"linear {bits} {mapping} {n} {m} {dtype}"] = y
+                rows = lowbit.embedding(torch.arange(n), packed, k, dtype=dtype)
+                tensors[f"embedding {bits} {mapping} {n} {dtype}"] = rows
+        for scale in ("absmax", "mse"):
+            config = lowbit.LinearConfig(bits, 32, mapping, scale)
+            packed = lowbit.quantize_tensor(reference.random_rows(40, 70), config)
+            tensors[f"quantised {bits} {mapping} {scale}"] = packed
+torch.save(tensors, sys.argv[1])
+print(json.dumps([lowbit.isa(), lowbit.kernels()]))
+"""
+IMPORT = "import lowbit"
+FAMILIES = {"x86": ["avx2", "avxvnni", "avx512vnni", "amx"], "arm": ["neon", "neondot", "i8mm"]}
+
+
+
+
+def test_a_wrong_name_is_refused_and_the_right_ones_are_told(run_python):
+    for name in ("nonsense", "Portable", "x" * 200):
+        process = run_python(IMPORT, isa=name)
+        assert process.returncode != 0
+        last = process.stderr.strip().splitlines()[-1]
+        assert re.fullmatch(rf"ImportError: LOWBIT_ISA is '{name[:32]}'; expected one of: portable(, \w+)*", last), last
+
+
+def names_of_this_processor(run_python) -> list[str]:
+    """All names that LOWBIT_ISA takes here, weakest first, also of instruction sets that this CPU lacks."""
+    return run_python(IMPORT, isa="?").stderr.strip().rsplit("expected one of: ", 1)[1].split(", ")
+
+
+def test_names_of_another_processor_are_refused(run_python):
+    here = names_of_this_processor(run_python)
+    assert here[0] == "portable" and set(lowbit.isa()["cpu"]) <= set(here)
+    family = [name for name, isas in FAMILIES.items() if here[1:] == isas]
+    assert len(family) == 1
+    for other in set(FAMILIES) - set(family):
+        for name in FAMILIES[other]:
+            process = run_python(IMPORT, isa=name)
+            assert process.returncode != 0
+            assert f"ImportError: LOWBIT_ISA is '{name}'; expected one of: portable, " in process.stderr
+
+
+def test_no_cap(run_python):
+    script = "import lowbit; print(lowbit.isa()); print(lowbit.kernels())"
+    without, empty = run_python(script), run_python(script, isa="")
+    assert without.returncode == 0 and without.stdout == empty.stdout
+    assert "'cap': None" in without.stdout
+
+
+def test_every_cap_takes_effect_and_gives_the_same_bits(run_python, tmp_path):
+    names = names_of_this_processor(run_python)
+    described, results = {}, {}
+    for name in (None, *names):
+        process = run_python(SCRIPT, tmp_path / f"{name}.pt", isa=name)
+        assert process.returncode == 0, process.stderr
+        described[name] = json.loads(process.stdout)
+        results[name] = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+
+    cpu = described[None][0]["cpu"]
+    assert described[None][0] == {"cpu": cpu, "cap": None, "active": cpu}
+    for name in names:
+        isa, kernels = described[name]
+        allowed = names[: names.index(name) + 1]
+        assert isa == {"cpu": cpu, "cap": name, "active": [each for each in allowed if each in cpu]}
+        for kernel in kernels:
+            assert kernel["supported"] == (kernel["isa"] in cpu)
+            assert kernel["enabled"] == (kernel["isa"] in isa["active"])
+            assert kernel["enabled"] or not kernel["active"]
+            assert kernel["name"].endswith(kernel["isa"])
+        active = [kernel for kernel in kernels if kernel["active"]]
+        assert {kernel["family"] for kernel in active} == {"linear", "embedding", "quantize"}
+        for family in ("linear", "embedding"):
+            assert {kernel["bits"] for kernel in active if kernel["family"] == family} == set(range(1, 9))
+        if name == "portable":
+            assert {kernel["isa"] for kernel in active} == {"portable"}
+    # The best instruction set that has kernels is used when it may be.
+    best = described[None][1][0]["isa"]
+    if best in cpu:
+        assert any(kernel["active"] for kernel in described[None][1] if kernel["isa"] == best)
+
+    for name in names:
+        assert list(results[name]) == list(results[None])
+        for key, expected in results[None].items():
+            if expected.dtype == torch.uint8:
+                assert torch.equal(results[name][key], expected), (name, key)
+            else:
+                assert_same_bits(results[name][key], expected)
+
+
+def test_the_table_of_kernels():
+    kernels = lowbit.kernels()
+    assert len({kernel["name"] for kernel in kernels}) == len(kernels)
+    for kernel in kernels:
+        keys = {"name", "family", "isa", "supported", "enabled", "active"}
+        keys |= {"linear": {"bits", "tile"}, "embedding": {"bits"}, "quantize": set()}[kernel["family"]]
+        assert set(kernel) == keys
+        if kernel["family"] == "linear":
+            m, n = kernel["tile"]
+            assert kernel["name"] == f"linear_a8w{kernel['bits']}_{m}x{n}_{kernel['isa']}"
+        elif kernel["family"] == "embedding":
+            assert kernel["name"] == f"embedding_w{kernel['bits']}_{kernel['isa']}"
+        else:
+            assert kernel["name"] == f"quantize_{kernel['isa']}"
+    for family, widths in (("linear", range(1, 9)), ("embedding", range(1, 9))):
+        portable = {kernel["bits"] for kernel in kernels if kernel["family"] == family and kernel["isa"] == "portable"}
+        assert portable == set(widths)

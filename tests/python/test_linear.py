@@ -1,0 +1,161 @@
+"""lowbit.linear against the reference: every width, mapping, dtype and kind of shape, bit for bit."""
+
+import pytest
+import torch
+
+import lowbit
+import reference
+from reference import DTYPES, MAPPINGS, WIDTHS, assert_same_bits, random_packed, random_rows
+
+# n, k, group size: one row, odd inputs, less than a block, short last groups, rows beyond a panel, several panels.
+MATRICES = [
+    (1, 1, 16),
+    (1, 17, None),
+    (5, 16, 16),
+    (16, 32, 32),
+    (17, 17, 16),
+    (33, 100, 48),
+    (40, 130, 128),
+    (64, 256, 32),
+    (3, 300, None),
+    (96, 288, 144),
+]
+every_weight = pytest.mark.parametrize("bits", WIDTHS)
+both_mappings = pytest.mark.parametrize("mapping", MAPPINGS)
+
+
+@every_weight
+@both_mappings
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matrices(bits, mapping, dtype):
+    for n, k, group_size in MATRICES:
+        for bias in (False, True):
+            packed = random_packed(n, k, bits, group_size, mapping, bias=bias)
+            for m in (1, 2, 3, 4, 5, 13):
+                x = (3 * random_rows(m, k, seed=m)).to(dtype)
+                assert_same_bits(lowbit.linear(x, packed, n), reference.linear(x, packed))
+
+
+@every_weight
+@both_mappings
+def test_large_enough_for_all_threads_and_tiles(bits, mapping):
+    packed = random_packed(530, 544, bits, 32, mapping, bias=True)
+    x = random_rows(37, 544)
+    torch.set_num_threads(2)
+    assert_same_bits(lowbit.linear(x, packed, 530), reference.linear(x, packed))
+
+
+@both_mappings
+def test_more_rows_than_one_chunk_of_scratch_memory(mapping):
+    # 4 MiB of quantised activations at a time: some 1000 rows of 4096 inputs.
+    packed = random_packed(3, 4096, 4, 128, mapping)
+    x = random_rows(1100, 4096)
+    torch.set_num_threads(2)
+    assert_same_bits(lowbit.linear(x, packed, 3), reference.linear(x, packed))
+
+
+@every_weight
+def test_largest_sums_of_a_group(bits):
+    # 65536 inputs in one group, all products at their largest: 65536 * 128 * 255 is just below 2^31.
+    k = 65536
+    codes = torch.full((2, k), 2**bits - 1, dtype=torch.uint8)
+    x = torch.full((1, k), -1.0)
+    symmetric = lowbit.pack(codes, torch.ones(2, 1), bits=bits, group_size=None)
+    assert_same_bits(lowbit.linear(x, symmetric, 2), reference.linear(x, symmetric))
+    affine = lowbit.pack(codes, torch.ones(2, 1), torch.ones(2, 1), bits=bits, group_size=None, mapping="affine")
+    assert_same_bits(lowbit.linear(x, affine, 2), reference.linear(x, affine))
+    assert_same_bits(lowbit.linear(-x, affine, 2), reference.linear(-x, affine))
+
+
+@every_weight
+@both_mappings
+@pytest.mark.parametrize(
+    "shape", [(40,), (0, 40), (3, 0, 40), (2, 3, 40), (2, 1, 3, 2, 40), (1,) * 15 + (40,)], ids=str
+)
+def test_leading_dimensions(bits, mapping, shape):
+    packed = random_packed(18, 40, bits, 16, mapping, bias=True)
+    x = random_rows(*shape)
+    y = lowbit.linear(x, packed, 18)
+    assert_same_bits(y, reference.linear(x, packed))
+    assert y.is_contiguous()
+
+
+STRIDED = {
+    "transposed": lambda dtype: random_rows(40, 6).to(dtype).t(),
+    "column slice": lambda dtype: random_rows(6, 50).to(dtype)[:, 3:43],
+    "every other column": lambda dtype: random_rows(6, 80).to(dtype)[:, 1::2],
+    "every other row": lambda dtype: random_rows(12, 40).to(dtype)[::2],
+    "one row for all": lambda dtype: random_rows(1, 40).to(dtype).expand(5, 40),
+    "one value for all": lambda dtype: random_rows(1, 1).to(dtype).expand(5, 40),
+    "permuted": lambda dtype: random_rows(3, 40, 4).to(dtype).permute(2, 0, 1),
+    "unaligned": lambda dtype: random_rows(241).to(dtype)[1:].view(6, 40),
+    "negated view": lambda dtype: torch.complex(random_rows(6, 40), random_rows(6, 40, seed=1)).conj().imag.to(dtype),
+    "large and transposed": lambda dtype: random_rows(40, 1000).to(dtype).t(),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", STRIDED)
+def test_strides_do_not_matter(name, dtype):
+    x = STRIDED[name](dtype)
+    for mapping in MAPPINGS:
+        packed = random_packed(21, 40, 4, 16, mapping)
+        y = lowbit.linear(x, packed, 21)
+        assert_same_bits(y, lowbit.linear(x.clone(memory_format=torch.contiguous_format), packed, 21))
+        assert_same_bits(y, reference.linear(x, packed))
+
+
+def test_packed_bytes_may_be_unaligned():
+    packed = random_packed(33, 100, 5, 48, "affine")
+    x = random_rows(3, 100)
+    for offset in (1, 2, 4, 63):
+        room = torch.zeros(packed.numel() + offset, dtype=torch.uint8)
+        room[offset:] = packed
+        assert_same_bits(lowbit.linear(x, room[offset:], 33), lowbit.linear(x, packed, 33))
+
+
+@every_weight
+@both_mappings
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_as_good_as_int8_activations_can_be(bits, mapping, dtype):
+    """Against the exact product: each activation is off by at most half a step, plus the rounding of the sums."""
+    for n, k, group_size in MATRICES:
+        packed = random_packed(n, k, bits, group_size, mapping, bias=True)
+        parts = reference.take_apart(packed)
+        x = (random_rows(7, k) + 0.5).to(dtype)
+        weight = parts.weight()
+        exact = x.double() @ weight.T + parts.bias.double()
+
+        # Half a step, and what float32 adds to it: fma(x, inverse, zero) is at most 256 and rounded to 2^-17; the
+        # inverse, the step and hi/255 - lo/255 are each off by at most 2^-22 of 255 steps.
+        step = (torch.clamp(x.double().amax(1), min=0) - torch.clamp(x.double().amin(1), max=0)) / 255
+        per_input = step * (0.5 + 2**-17 + 3 * 255 * 2**-22)
+        quantisation = per_input[:, None] * weight.abs().sum(1)
+        # Each of the at most 2 groups + 4 roundings is of a value no larger than all products together with a in
+        # [-128, 127] and the zero point in the same range: 256 steps times the sum of the terms of the weights.
+        scale = parts.per_input(parts.scales).double().abs() * parts.levels.abs()
+        terms = scale if parts.mins is None else scale + parts.per_input(parts.mins).double().abs()
+        largest = 256 * step[:, None] * (terms.sum(1) * parts.row_scale.abs()) + parts.bias.double().abs()
+        roundings = (2 * parts.info.groups + 4) * 2**-24 * largest
+        # The output's own rounding.
+        output = torch.finfo(dtype).eps / 2 * (exact.abs() + quantisation) + torch.finfo(dtype).smallest_normal
+
+        error = (lowbit.linear(x, packed, n).double() - exact).abs()
+        assert (error <= quantisation + roundings + output).all()
+
+
+def test_module_and_function_agree():
+    weight, bias = random_rows(19, 48), random_rows(19, seed=1)
+    packed = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=3, group_size=16), bias=bias)
+    module = lowbit.nn.Linear(packed)
+    x = random_rows(2, 5, 48)
+    assert torch.equal(module(x), lowbit.linear(x, packed, 19))
+    assert torch.equal(lowbit.unpack(packed).bias, bias)
+    without = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=3, group_size=16))
+    torch.testing.assert_close(lowbit.linear(x, packed, 19) - bias, lowbit.linear(x, without, 19), rtol=0, atol=1e-5)
+
+
+def test_no_gradient_flows():
+    x = random_rows(2, 40).requires_grad_()
+    with torch.no_grad():
+        assert not lowbit.linear(x, random_packed(3, 40, 4, 16, "symmetric"), 3).requires_grad

@@ -1,0 +1,111 @@
+"""lowbit.nn: what modules say of themselves, and how they are made."""
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit import EmbeddingConfig, LinearConfig
+from reference import MAPPINGS, WIDTHS, random_packed, random_rows
+
+
+def test_repr_of_linear():
+    layer = lowbit.nn.Linear(random_packed(512, 1024, 4, 32, "symmetric", bias=True))
+    assert repr(layer) == (
+        "Linear(in_features=1024, out_features=512, bias=True, bits=4, group_size=32, mapping=symmetric, "
+        "4.59 bits per weight)"
+    )
+    layer = lowbit.nn.Linear(random_packed(512, 1024, 3, None, "affine"))
+    assert repr(layer) == (
+        "Linear(in_features=1024, out_features=512, bias=False, bits=3, group_size=per channel, mapping=affine, "
+        "3.13 bits per weight)"
+    )
+
+
+def test_repr_of_embedding():
+    table = random_packed(512, 1024, 8, 128, "affine")
+    assert repr(lowbit.nn.Embedding(table)) == (
+        "Embedding(512, 1024, bits=8, group_size=128, mapping=affine, 8.34 bits per weight)"
+    )
+    padded = lowbit.nn.Embedding(table, torch.bfloat16, 7)
+    assert repr(padded).startswith("Embedding(512, 1024, padding_idx=7, bits=8, ")
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_from_float(bits, mapping):
+    for group_size in (16, 48, None):
+        linear = nn.Linear(100, 9, bias=group_size != 48).eval()
+        config = LinearConfig(bits, group_size, mapping)
+        layer = lowbit.nn.Linear.from_float(linear, config)
+        assert torch.equal(layer.packed_weight, lowbit.quantize_tensor(linear.weight, config, linear.bias))
+        assert (layer.in_features, layer.out_features, layer.training) == (100, 9, False)
+        assert (layer.info.bits, layer.info.group_size, layer.info.mapping) == (bits, group_size, mapping)
+        assert layer.info == lowbit.info(layer.packed_weight)
+        assert layer.info.has_bias == (linear.bias is not None)
+        assert layer(random_rows(2, 100)).shape == (2, 9)
+
+        table = nn.Embedding(20, 100, padding_idx=3).bfloat16()
+        config = EmbeddingConfig(bits, group_size, mapping)
+        found = lowbit.nn.Embedding.from_float(table, config)
+        assert torch.equal(found.packed_weight, lowbit.quantize_tensor(table.weight, config))
+        assert (found.num_embeddings, found.embedding_dim, found.padding_idx, found.training) == (20, 100, 3, True)
+        assert found(torch.tensor([3])).dtype == torch.bfloat16
+
+
+def test_from_float_refuses_other_things():
+    with pytest.raises(TypeError, match="expected a torch.nn.Linear; found Embedding"):
+        lowbit.nn.Linear.from_float(nn.Embedding(3, 16), LinearConfig())
+    with pytest.raises(TypeError, match="expected a LinearConfig; found EmbeddingConfig"):
+        lowbit.nn.Linear.from_float(nn.Linear(16, 3), EmbeddingConfig())
+    with pytest.raises(TypeError, match="expected a torch.nn.Embedding; found Linear"):
+        lowbit.nn.Embedding.from_float(nn.Linear(16, 3), EmbeddingConfig())
+    with pytest.raises(TypeError, match="expected an EmbeddingConfig; found dict"):
+        lowbit.nn.Embedding.from_float(nn.Embedding(3, 16), {})
+
+
+def test_modules_of_something_else():
+    for module in (lowbit.nn.Linear, lowbit.nn.Embedding):
+        with pytest.raises(ValueError, match="packed has dtype torch.float32 .* expected torch.uint8"):
+            module(torch.zeros(100))
+        with pytest.raises(ValueError, match="not a packed weight"):
+            module(torch.zeros(100, dtype=torch.uint8))
+        with pytest.raises(ValueError, match="packed is on meta; expected the CPU"):
+            module(random_packed(3, 16, 4, 16, "symmetric").to("meta"))
+        with pytest.raises(TypeError):
+            module([1, 2, 3])
+
+
+def test_dequantize_refuses_altered_bytes():
+    layer = lowbit.nn.Linear(random_packed(20, 40, 4, 16, "symmetric"))
+    layer.packed_weight[100] ^= 1
+    with pytest.raises(ValueError, match="altered bytes"):
+        layer.dequantize()
+
+
+def test_configs_check_themselves():
+    for config in (LinearConfig, EmbeddingConfig):
+        assert config() == config(bits=4, group_size=32, mapping="symmetric", scale="mse")
+        for arguments, error, message in (
+            (dict(bits=0), ValueError, "bits is 0; expected 1 to 8"),
+            (dict(bits=9), ValueError, "bits is 9; expected 1 to 8"),
+            (dict(bits="4"), TypeError, "bits is '4'; expected an int"),
+            (dict(bits=True), TypeError, "bits is True; expected an int"),
+            (dict(bits=4.0), TypeError, "bits is 4.0; expected an int"),
+            (dict(group_size=0), ValueError, "group_size is 0; expected a positive multiple of 16, or None"),
+            (dict(group_size=-16), ValueError, "group_size is -16"),
+            (dict(group_size=24), ValueError, "group_size is 24; expected a positive multiple of 16"),
+            (dict(group_size=32.0), TypeError, "group_size is 32.0; expected an int or None"),
+            (dict(group_size=True), TypeError, "group_size is True"),
+            (dict(mapping="asymmetric"), ValueError, "mapping is 'asymmetric'; expected 'symmetric' or 'affine'"),
+            (dict(mapping=None), ValueError, "mapping is None"),
+            (dict(scale="max"), ValueError, "scale is 'max'; expected 'absmax' or 'mse'"),
+        ):
+            with pytest.raises(error, match=message):
+                config(**arguments)
+
+
+def test_public_names():
+    for name in lowbit.__all__:
+        assert getattr(lowbit, name) is not None
+        assert name in ("nn",) or getattr(lowbit, name).__doc__, name

@@ -1,0 +1,163 @@
+"""quantize_: modules of torch that use their linear layers in their own way, and models that are refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit import EmbeddingConfig, LinearConfig
+from reference import random_rows
+from test_quantize import Model, quantised, refused
+
+
+def test_multihead_attention_is_left_alone():
+    attention = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    model = nn.ModuleDict({"attention": attention, "linear": nn.Linear(32, 32)})
+    x = random_rows(2, 5, 32)
+    expected = attention(x, x, x)[0]
+    lowbit.quantize_(model, LinearConfig(4))
+    assert set(quantised(model)) == {"linear"}
+    assert torch.equal(attention(x, x, x)[0], expected)
+
+
+def test_subclasses_are_left_alone():
+    class Special(nn.Linear):
+        pass
+
+    class Table(nn.Embedding):
+        pass
+
+    model = nn.Sequential(Special(32, 32), nn.Linear(32, 32), Table(9, 32))
+    lowbit.quantize_(model, {"*": LinearConfig(4), "1": LinearConfig(2)})
+    assert quantised(model) == {"1": 2} and type(model[0]) is Special
+
+
+def test_a_parametrized_layer_is_left_alone():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
+    assert set(quantised(lowbit.quantize_(model, LinearConfig(4)))) == {"1"}
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_transformer_encoder(gradients, masked):
+    # In evaluation torch's own encoder hands the weights of its linear layers to a fused operator.
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
+    x = random_rows(2, 5, 32)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if masked else None
+    with torch.set_grad_enabled(gradients):
+        expected = model(x, src_key_padding_mask=mask)
+        lowbit.quantize_(model, LinearConfig(8))
+        found = model(x, src_key_padding_mask=mask)
+        alone = model.layers[1](model.layers[0](x, src_key_padding_mask=mask), src_key_padding_mask=mask)
+    assert len(quantised(model)) == 4
+    assert torch.equal(found, alone)
+    real = torch.ones(2, 5, dtype=torch.bool) if mask is None else ~mask
+    assert torch.cosine_similarity(found[real].flatten(), expected[real].flatten(), dim=0) > 0.999
+
+
+def test_an_encoder_that_keeps_its_linear_layers_keeps_its_fused_path():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.ModuleDict({"encoder": nn.TransformerEncoder(layer, 1), "head": nn.Linear(32, 8)}).eval()
+    lowbit.quantize_(model, {"head": LinearConfig()})
+    assert model["encoder"].use_nested_tensor and model["encoder"].layers[0].activation_relu_or_gelu == 1
+
+
+def test_decoder():
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 64, batch_first=True), 1).eval()
+    lowbit.quantize_(model, LinearConfig(4))
+    assert model(random_rows(2, 3, 32), random_rows(2, 4, 32)).shape == (2, 3, 32)
+
+
+def test_a_model_that_is_one_layer_itself():
+    message = "model is itself a torch.nn.Linear; use lowbit.nn.Linear.from_float"
+    refused(nn.Linear(32, 4), TypeError, message, LinearConfig())
+    refused(nn.Embedding(9, 32), TypeError, "use lowbit.nn.Embedding.from_float", EmbeddingConfig())
+
+
+def test_nothing_selected():
+    message = "selects no torch.nn.Linear or torch.nn.Embedding"
+    refused(nn.Sequential(nn.LayerNorm(4), nn.ReLU()), ValueError, message, LinearConfig())
+    refused(Model(tied=False), ValueError, message, LinearConfig(), lambda module, name: False)
+    refused(Model(tied=False), ValueError, message, {"*": None})
+    refused(Model(tied=False), ValueError, message, {})
+    refused(nn.Sequential(nn.Linear(4, 4)), ValueError, message, EmbeddingConfig())
+
+
+def test_max_norm():
+    model = nn.ModuleDict({"linear": nn.Linear(32, 9), "table": nn.Embedding(9, 32, max_norm=1.0)})
+    configs = {"*": LinearConfig(4), "table": EmbeddingConfig(4)}
+    refused(model, ValueError, "table has max_norm=1.0; expected None", configs)
+    with pytest.raises(ValueError, match="max_norm=1.0"):
+        lowbit.nn.Embedding.from_float(model["table"], EmbeddingConfig())
+
+
+@pytest.mark.parametrize(
+    "value, dtype, message",
+    [
+        (torch.nan, torch.float32, "last.weight has 1 NaN or infinite values; expected finite values"),
+        (-torch.inf, torch.float32, "last.weight has 1 NaN or infinite values"),
+        (torch.inf, torch.float16, "last.weight has 1 NaN or infinite values"),
+        (3e38, torch.float32, r"last.weight reaches from .* to 3e\+38; expected magnitudes up to 8.5"),
+    ],
+)
+def test_bad_values_leave_the_model_unchanged(value, dtype, message):
+    model = nn.ModuleDict({"first": nn.Linear(32, 9), "last": nn.Linear(32, 9)}).to(dtype)
+    model["last"].weight.data[3, 4] = value
+    refused(model, ValueError, message, LinearConfig(mapping="affine"))
+
+
+def test_float64_models_are_refused():
+    model = nn.ModuleDict({"first": nn.Linear(32, 9), "last": nn.Linear(32, 9).double()})
+    refused(model, TypeError, "last.weight has dtype torch.float64; expected torch.float32", LinearConfig())
+
+
+def test_bad_biases_leave_the_model_unchanged():
+    model = nn.ModuleDict({"first": nn.Linear(32, 9), "last": nn.Linear(32, 9)})
+    model["last"].bias.data[3] = torch.nan
+    refused(model, ValueError, "last.bias has 1 NaN or infinite values", LinearConfig())
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_that_cannot_be_packed_leave_the_model_unchanged():
+    first = nn.Linear(32, 9)
+    per_channel = LinearConfig(4, None)
+    message = "70000 inputs; expected at most 65536"
+    refused(nn.Sequential(first, nn.Linear(70000, 2)), ValueError, message, per_channel)
+    refused(nn.Sequential(first, nn.Linear(32, 0)), ValueError, r"1.weight has shape \[0, 32\]", LinearConfig())
+    configs = {"0": LinearConfig(), "1": LinearConfig(4, 65552)}
+    refused(nn.Sequential(first, nn.Linear(8, 8)), ValueError, "group size is 65552", configs)
+
+
+def test_a_model_on_another_device():
+    model = nn.Sequential(nn.Linear(32, 9), nn.Linear(32, 9, device="meta"))
+    with pytest.raises(ValueError, match="1.weight is on meta; expected the CPU"):
+        lowbit.quantize_(model, LinearConfig())
+    assert not quantised(model)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (4, "config is a int; expected a LinearConfig, an EmbeddingConfig or a dict"),
+        (None, "config is a NoneType"),
+        ({"*": 4}, r"config has the entry '\*': 4; expected a name pattern and a LinearConfig"),
+        ({3: LinearConfig()}, "config has the entry 3"),
+        ([("*", LinearConfig())], "config is a list"),
+    ],
+)
+def test_wrong_configs(config, message):
+    refused(Model(), TypeError, message, config)
+
+
+def test_not_a_module():
+    with pytest.raises(TypeError, match="model is a list; expected a torch.nn.Module"):
+        lowbit.quantize_([nn.Linear(4, 4)], LinearConfig())
+
+
+def test_quantising_twice_does_nothing_more():
+    model = lowbit.quantize_(nn.Sequential(nn.Linear(32, 9)), LinearConfig(4))
+    layer = model[0]
+    with pytest.warns(UserWarning, match="matches no layer"), pytest.raises(ValueError, match="selects no"):
+        lowbit.quantize_(model, LinearConfig(2))
+    assert model[0] is layer

@@ -1,0 +1,53 @@
+"""The reference itself, against exact rational arithmetic."""
+
+from fractions import Fraction
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import lowbit
+import reference
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)
+
+
+def nearest_float32(value: Fraction) -> float:
+    """To nearest, ties to even, from float64 neighbours: every candidate is compared exactly."""
+    guess = torch.tensor(float(value), dtype=torch.float64).float()
+    around = [torch.nextafter(guess, torch.tensor(end)) for end in (-torch.inf, torch.inf)]
+    candidates = [guess, *around]
+    return min(candidates, key=lambda c: (abs(Fraction(c.item()) - value), c.view(torch.int32).item() & 1)).item()
+
+
+@given(floats, floats, floats)
+@example(1.0 + 2.0**-23, 1.0 + 2.0**-23, 2.0**-60)  # above
+@example(1.0 + 2.0**-12, 1.0 + 2.0**-12, 2.0**-59)  # a midpoint of float32 and a little more
+@example(1.0 + 2.0**-12, 1.0 + 2.0**-12, -(2.0**-59))  # a little less
+def test_fma32_rounds_once(a, b, c):
+    found = reference.fma32(torch.tensor(a), torch.tensor(b), torch.tensor(c)).item()
+    assert found == nearest_float32(Fraction(a) * Fraction(b) + Fraction(c))
+
+
+def test_fma32_is_not_the_doubly_rounded_sum():
+    # The product lies on a midpoint of float32 and c breaks the tie, but is lost in float64.
+    a, c = torch.tensor(1.0 + 2.0**-12), torch.tensor(2.0**-59)
+    assert reference.fma32(a, a, c) == 1.0 + 2.0**-11 + 2.0**-23
+    assert (a.double() * a.double() + c.double()).float() == 1.0 + 2.0**-11
+
+
+def test_quantized_row():
+    a, scale, zero = reference.quantize_rows(torch.tensor([[-1.0, 0.0, 1.0, 254.0]]))
+    assert (scale.item(), zero.item(), a.tolist()) == (1.0, -127.0, [[-128, -127, -126, 127]])
+
+
+def test_weights_by_hand():
+    codes = torch.zeros(1, 17, dtype=torch.uint8)
+    codes[0, 0], codes[0, 16] = 3, 1
+
+    packed = lowbit.pack(codes, torch.tensor([[0.5, 2.0]]), bits=2, group_size=16)
+    assert reference.take_apart(packed).weight().tolist() == [[0.5] + [-1.0] * 15 + [-2.0]]
+    packed = lowbit.pack(
+        codes, torch.tensor([[0.5, 2.0]]), torch.tensor([[1.0, -1.0]]), bits=2, group_size=16, mapping="affine"
+    )
+    assert reference.take_apart(packed).weight().tolist() == [[2.5] + [1.0] * 15 + [1.0]]

@@ -1,0 +1,137 @@
+"""torch.library.opcheck, torch.compile and torch.export."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import lowbit
+from reference import DTYPES, MAPPINGS, random_packed, random_rows
+
+OPS = torch.ops.lowbit
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("shape", [(40,), (3, 40), (2, 3, 40), (0, 40)], ids=str)
+def test_opcheck_linear(mapping, shape):
+    packed = random_packed(20, 40, 4, 16, mapping, bias=True)
+    for dtype in DTYPES:
+        opcheck(OPS.linear.default, (random_rows(*shape).to(dtype), packed, 20))
+
+
+def test_opcheck_linear_with_strides():
+    packed = random_packed(20, 40, 4, 16, "symmetric")
+    opcheck(OPS.linear.default, (random_rows(40, 3).t(), packed, 20))
+    opcheck(OPS.linear.default, (random_rows(3, 80)[:, ::2], packed, 20))
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [None, *DTYPES], ids=str)
+def test_opcheck_embedding(integers, dtype):
+    packed = random_packed(20, 40, 4, 16, "affine")
+    for indices in (torch.tensor(3), torch.tensor([1, 19]), torch.arange(6).view(2, 3).t(), torch.empty(0)):
+        opcheck(OPS.embedding.default, (indices.to(integers), packed, 40), {"dtype": dtype})
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_opcheck_pack_and_unpack(bits, mapping):
+    packed = random_packed(18, 40, bits, 16, mapping, bias=bits % 2 == 0)
+    found = lowbit.unpack(packed)
+    opcheck(OPS.pack.default, (found.codes, found.scales, found.mins, found.bias, bits, 16))
+    opcheck(OPS.unpack.default, (packed,))
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("group_size", [0, 16])
+def test_opcheck_quantize(mapping, group_size):
+    for dtype in DTYPES:
+        opcheck(OPS.quantize.default, (random_rows(18, 40).to(dtype), 4, group_size, mapping == "affine", True))
+
+
+def test_fake_kernels_give_the_real_shapes_and_types():
+    packed = random_packed(18, 40, 4, 16, "symmetric")
+    for dtype in DTYPES:
+        x = torch.empty(2, 0, 40, dtype=dtype, device="meta")
+        y = lowbit.linear(x, packed.to("meta"), 18)
+        assert (y.shape, y.dtype, y.device.type) == ((2, 0, 18), dtype, "meta")
+        rows = lowbit.embedding(torch.empty(5, dtype=torch.int64, device="meta"), packed.to("meta"), 40, dtype=dtype)
+        assert (rows.shape, rows.dtype, rows.device.type) == ((5, 40), dtype, "meta")
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 48)
+        self.norm = torch.nn.LayerNorm(48)
+        self.up = torch.nn.Linear(48, 80)
+        self.down = torch.nn.Linear(80, 48, bias=False)
+
+    def forward(self, indices):
+        x = self.norm(self.table(indices))
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+@pytest.fixture
+def small():
+    return lowbit.quantize_(
+        Small().eval(), {"*": lowbit.LinearConfig(bits=4, group_size=16), "table": lowbit.EmbeddingConfig(bits=3)}
+    )
+
+
+class Bare(torch.nn.Module):
+    """Nothing but lowbit's operators and views: nothing whose float operations a compiler may reorder."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 48)
+        self.up = torch.nn.Linear(48, 80)
+        self.down = torch.nn.Linear(80, 48, bias=False)
+
+    def forward(self, indices):
+        return self.down(self.up(self.table(indices)).relu()).transpose(0, 1)
+
+
+def test_compiled_is_eager_bit_for_bit():
+    model = lowbit.quantize_(
+        Bare().eval(), {"*": lowbit.LinearConfig(bits=4, group_size=16), "table": lowbit.EmbeddingConfig(bits=3)}
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        for shape in ((2, 3), (4, 7), (1, 5)):  # the second shape makes the sizes dynamic
+            indices = torch.arange(shape[0] * shape[1]).view(shape)
+            assert torch.equal(compiled(indices), model(indices))
+
+
+def test_compiled_follows_a_loaded_state_dict():
+    a, b = (lowbit.quantize_(Bare().eval(), {"*": lowbit.LinearConfig(bits=bits, group_size=16)}) for bits in (4, 2))
+    torch._dynamo.reset()
+    compiled = torch.compile(a, fullgraph=True, backend="eager")
+    indices = torch.arange(6).view(2, 3)
+    with torch.no_grad():
+        assert torch.equal(compiled(indices), a(indices))
+        b.table.load_state_dict(a.table.state_dict())
+        a.load_state_dict(b.state_dict())
+        assert torch.equal(compiled(indices), b(indices))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(small, strict):
+    indices = torch.arange(6).view(2, 3)
+    batch, length = torch.export.Dim("batch", max=8), torch.export.Dim("length", max=32)
+    program = torch.export.export(small, (indices,), dynamic_shapes=({0: batch, 1: length},), strict=strict)
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count(OPS.linear.default) == 2 and targets.count(OPS.embedding.default) == 1
+    buffers = {name for name, _ in program.named_buffers()}
+    assert buffers >= {"up.packed_weight", "down.packed_weight", "table.packed_weight"}
+    for other in (indices, torch.arange(35).view(5, 7)):
+        with torch.no_grad():
+            assert torch.equal(program.module()(other), small(other))
+
+
+def test_exported_program_survives_a_file(small, tmp_path):
+    indices = torch.arange(6).view(2, 3)
+    torch.export.save(torch.export.export(small, (indices,)), tmp_path / "small.pt2")
+    loaded = torch.export.load(tmp_path / "small.pt2")
+    with torch.no_grad():
+        assert torch.equal(loaded.module()(indices), small(indices))
