@@ -1,0 +1,239 @@
+// How fast the rows of the kernel tables are on this machine, on one thread: every row that its CPU can run, and
+// packing.
+//
+//   kernels_bench                                   all of it, shortly, with weights that stay in the caches
+//   kernels_bench --lowbit_memory                   weights larger than the caches: what a model's layers see
+//   kernels_bench --benchmark_filter=a8w4           one width; all of Google Benchmark's options work
+//
+// items_per_second counts weights (linear, packing) or values (quantisation, embedding), bytes_per_second packed bytes
+// that were read. The header prints the read bandwidth of one thread for scale: a GEMV from memory cannot be faster.
+
+#include <benchmark/benchmark.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../kernels/pack.h"
+#include "../kernels/registry.h"
+
+namespace lowbit::bench {
+namespace {
+
+constexpr int64_t kGroupSize = 32;
+constexpr int64_t kGemmRows = 64;  // activations of a GEMM; a GEMV has one
+
+struct Shape {
+  int64_t n, k;
+};
+Shape shape{1024, 2048};  // 1 MiB of weights at 4 bits
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+template <class T>
+using Aligned = std::unique_ptr<T[], Free>;
+
+template <class T>
+Aligned<T> allocate(int64_t count) {
+  const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+  T* memory = static_cast<T*>(std::aligned_alloc(64, bytes));
+  if (memory == nullptr) std::abort();
+  std::memset(static_cast<void*>(memory), 1, bytes);
+  return Aligned<T>(memory);
+}
+
+void require(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.message());
+  std::abort();
+}
+
+struct Weights {
+  Layout layout;
+  std::vector<uint8_t> codes;
+  std::vector<float> scales, mins;
+  Aligned<uint8_t> packed;
+  std::vector<uint64_t> checksums;
+
+  Weights(int bits, Mapping mapping) {
+    require(make_layout(shape.n, shape.k, bits, kGroupSize, mapping, false, &layout));
+    codes.resize(static_cast<size_t>(shape.n * shape.k));
+    uint32_t state = 1;
+    for (uint8_t& code : codes) code = static_cast<uint8_t>((state = state * 1664525u + 1013904223u) >> (32 - bits));
+    scales.assign(static_cast<size_t>(shape.n * layout.groups), 0.01f);
+    if (mapping == Mapping::affine) mins.assign(scales.size(), -0.08f);
+    packed = allocate<uint8_t>(layout.total_bytes);
+    checksums.resize(static_cast<size_t>(layout.panels));
+    pack();
+  }
+  void pack() {
+    const PackArgs args{codes.data(), scales.data(), mins.empty() ? nullptr : mins.data(), nullptr};
+    require(pack_panels(layout, args, 0, layout.panels, packed.get(), checksums.data()));
+    seal(layout, checksums.data(), packed.get());
+  }
+};
+
+// One matrix at a time is kept: the benchmarks of a width run one after another.
+const Weights& weights_of(int bits, Mapping mapping) {
+  static std::unique_ptr<Weights> kept;
+  if (kept == nullptr || kept->layout.bits != bits || kept->layout.mapping != mapping) {
+    kept.reset();
+    kept = std::make_unique<Weights>(bits, mapping);
+  }
+  return *kept;
+}
+
+void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapping mapping) {
+  const Weights& w = weights_of(kernel->bits, mapping);
+  const auto a = allocate<int8_t>(m * w.layout.blocks * kBlockInputs);
+  const auto group_sums = allocate<int32_t>(m * w.layout.groups);
+  const auto scales = allocate<float>(m), zeros = allocate<float>(m), out = allocate<float>(m * w.layout.n);
+  LinearArgs args{};
+  args.panels = w.packed.get() + kHeaderBytes;
+  args.layout = w.layout;
+  args.panel_end = w.layout.panels;
+  args.a = a.get();
+  args.group_sums = group_sums.get();
+  args.scales = scales.get();
+  args.zeros = zeros.get();
+  args.m = m;
+  args.out = out.get();
+  args.out_dtype = DType::f32;
+  args.out_stride = w.layout.n;
+  for (auto unused : state) {
+    kernel->run(args);
+    benchmark::ClobberMemory();
+  }
+  state.SetItemsProcessed(state.iterations() * w.layout.n * w.layout.k);
+  state.SetBytesProcessed(state.iterations() * w.layout.total_bytes);
+  state.counters["GMAC/s"] = benchmark::Counter(static_cast<double>(m * w.layout.n * w.layout.k) * 1e-9,
+                                                benchmark::Counter::kIsIterationInvariantRate);
+}
+
+void embedding(benchmark::State& state, const EmbeddingKernel* kernel) {
+  const Weights& w = weights_of(kernel->bits, Mapping::symmetric);
+  const auto out = allocate<float>(w.layout.k);
+  EmbeddingArgs args{w.packed.get() + kHeaderBytes, w.layout, 0, out.get(), DType::f32};
+  for (auto unused : state) {
+    args.row = (args.row + 389) % w.layout.n;
+    kernel->run(args);
+    benchmark::ClobberMemory();
+  }
+  state.SetItemsProcessed(state.iterations() * w.layout.k);
+}
+
+void quantize(benchmark::State& state, const QuantizeKernel* kernel, DType dtype) {
+  const int64_t k = shape.k / kBlockInputs * kBlockInputs, groups = k / kGroupSize;
+  const auto x = allocate<uint8_t>(k * size_of(dtype));
+  for (int64_t i = 0; i < k; ++i) store_from_f32(x.get(), dtype, i, static_cast<float>(i % 201 - 100) * 0.01f);
+  const auto a = allocate<int8_t>(k);
+  const auto group_sums = allocate<int32_t>(groups);
+  float scale, zero;
+  const QuantizeArgs args{.x = x.get(),
+                          .x_dtype = dtype,
+                          .k = k,
+                          .k_padded = k,
+                          .group_inputs = kGroupSize,
+                          .a = a.get(),
+                          .group_sums = group_sums.get(),
+                          .scale = &scale,
+                          .zero = &zero};
+  for (auto unused : state) {
+    kernel->run(args);
+    benchmark::ClobberMemory();
+  }
+  state.SetItemsProcessed(state.iterations() * k);
+}
+
+void pack(benchmark::State& state, int bits, Mapping mapping) {
+  Weights w(bits, mapping);
+  for (auto unused : state) {
+    w.pack();
+    benchmark::ClobberMemory();
+  }
+  state.SetItemsProcessed(state.iterations() * w.layout.n * w.layout.k);
+}
+
+// The best of a few passes over 256 MiB, in GB/s.
+double read_bandwidth() {
+  constexpr int64_t kWords = int64_t{1} << 25;
+  const auto memory = allocate<uint64_t>(kWords);
+  double best = 0.0;
+  for (int pass = 0; pass < 5; ++pass) {
+    const auto begin = std::chrono::steady_clock::now();
+    uint64_t sums[16] = {};
+    for (int64_t i = 0; i < kWords; i += 16) {
+      for (int j = 0; j < 16; ++j) sums[j] += memory[static_cast<size_t>(i + j)];
+    }
+    benchmark::DoNotOptimize(sums);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    best = std::max(best, static_cast<double>(kWords) * 8e-9 / seconds.count());
+  }
+  return best;
+}
+
+bool runs_here(IsaBits isa) { return (isa & ~cpu_isa()) == 0; }
+
+void register_all() {
+  for (size_t i = 0; i < quantize_kernel_count(); ++i) {
+    const QuantizeKernel* row = &quantize_kernel(i);
+    if (!runs_here(row->isa)) continue;
+    for (const auto& [dtype, name] : {std::pair{DType::f32, "f32"}, {DType::bf16, "bf16"}, {DType::f16, "f16"}}) {
+      benchmark::RegisterBenchmark((std::string(row->name) + "/" + name).c_str(), quantize, row, dtype);
+    }
+  }
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (size_t i = 0; i < linear_kernel_count(); ++i) {
+      const LinearKernel* row = &linear_kernel(i);
+      if (row->bits != bits || !runs_here(row->isa)) continue;
+      const std::string name = row->name;
+      const int64_t m = row->m_step == 1 ? 1 : kGemmRows;
+      const std::string shape_name = row->m_step == 1 ? "/gemv" : "/gemm" + std::to_string(kGemmRows);
+      benchmark::RegisterBenchmark((name + shape_name).c_str(), linear, row, m, Mapping::symmetric);
+      if (row->m_step == 1) {
+        benchmark::RegisterBenchmark((name + shape_name + "/affine").c_str(), linear, row, m, Mapping::affine);
+      }
+    }
+    for (size_t i = 0; i < embedding_kernel_count(); ++i) {
+      const EmbeddingKernel* row = &embedding_kernel(i);
+      if (row->bits == bits && runs_here(row->isa)) benchmark::RegisterBenchmark(row->name, embedding, row);
+    }
+  }
+  for (int bits = 1; bits <= 8; ++bits) {
+    const std::string name = "pack_w" + std::to_string(bits);
+    benchmark::RegisterBenchmark(name.c_str(), pack, bits, Mapping::symmetric);
+    benchmark::RegisterBenchmark((name + "/affine").c_str(), pack, bits, Mapping::affine);
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::bench
+
+int main(int argc, char** argv) {
+  using namespace lowbit::bench;
+  // Short by default; an option given by hand comes later and wins.
+  char min_time[] = "--benchmark_min_time=0.03";
+  std::vector<char*> args = {argv[0], min_time};
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--lowbit_memory") == 0) {
+      shape = {16384, 8192};  // 64 MiB of weights at 4 bits
+    } else {
+      args.push_back(argv[i]);
+    }
+  }
+  int count = static_cast<int>(args.size());
+  benchmark::Initialize(&count, args.data());
+  if (benchmark::ReportUnrecognizedArguments(count, args.data())) return 1;
+  char bandwidth[32];
+  std::snprintf(bandwidth, sizeof bandwidth, "%.1f GB/s", read_bandwidth());
+  benchmark::AddCustomContext("read bandwidth of one thread", bandwidth);
+  benchmark::AddCustomContext("weights", std::to_string(shape.n) + " x " + std::to_string(shape.k) + ", groups of 32");
+  register_all();
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+}

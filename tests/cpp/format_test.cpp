@@ -1,0 +1,261 @@
+// The header and the checksum: what is written, and that nothing else is accepted.
+
+#include "../../kernels/format.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "support/guarded.h"
+#include "support/matrix.h"
+
+namespace lowbit::test {
+namespace {
+
+constexpr int64_t kNoOverride = -1;
+
+// The header's fields at their offsets, restated; the checksum is always right for what the fields say.
+struct Fields {
+  uint16_t version = 1;
+  uint8_t format = 0, bits = 4, mapping = 0, has_bias = 0;
+  uint16_t reserved0 = 0;
+  int64_t n = 3, k = 40;
+  uint32_t group_size = 32, reserved1 = 0;
+  int64_t total_bytes = kNoOverride;  // computed from the others
+  uint64_t payload_checksum = 0;
+
+  std::vector<uint8_t> bytes() const {
+    std::vector<uint8_t> header = {0x89, 'L', 'O', 'W', 'B', 'I', 'T', '\n'};
+    const auto add = [&](auto value) {
+      const uint8_t* raw = reinterpret_cast<const uint8_t*>(&value);
+      header.insert(header.end(), raw, raw + sizeof value);
+    };
+    add(version), add(format), add(bits), add(mapping), add(has_bias), add(reserved0), add(n), add(k), add(group_size);
+    add(reserved1), add(total_bytes == kNoOverride ? expected_bytes() : total_bytes), add(payload_checksum);
+    add(checksum_of(header.data(), 56));
+    return header;
+  }
+  int64_t expected_bytes() const {
+    const int64_t group = group_size == 0 ? k : group_size;
+    const int64_t groups = group > 0 ? (k + group - 1) / group : 0;
+    return 64 + (n + 15) / 16 * ((((k + 31) / 32 * bits * 64 + groups * (mapping ? 64 : 32) + 192) + 63) / 64 * 64);
+  }
+};
+
+// Reads a header of a buffer that ends at an inaccessible page: `size` bytes, of which only the header is filled in.
+Status read(const std::vector<uint8_t>& header, int64_t size, Layout* layout) {
+  Guarded buffer(size);
+  std::memset(buffer.data(), 0, static_cast<size_t>(size));
+  std::copy_n(header.begin(), std::min<int64_t>(static_cast<int64_t>(header.size()), size), buffer.data());
+  buffer.freeze();
+  const Status status = read_header(buffer.data(), size, layout);
+  EXPECT_TRUE(buffer.intact());
+  return status;
+}
+
+testing::AssertionResult refused(const Fields& fields, const char* says, int64_t size = 4096) {
+  Layout layout;
+  const Status status = read(fields.bytes(), size, &layout);
+  if (status.ok()) return testing::AssertionFailure() << "accepted";
+  if (std::strstr(status.message(), says) != nullptr) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "the message is '" << status.message() << "', without '" << says << "'";
+}
+
+std::vector<uint8_t> small_packed(int bits, Mapping mapping) {
+  Random random(5);
+  return packed(random_weights(layout_of(3, 40, bits, 32, mapping, true), random));
+}
+
+TEST(Format, RoundTripOfEveryField) {
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      for (const bool has_bias : {false, true}) {
+        for (const int64_t group_size : {0, 16, 48, 64}) {
+          const Layout written = layout_of(21, 70, bits, group_size, mapping, has_bias);
+          Random random(1);
+          const std::vector<uint8_t> bytes = packed(random_weights(written, random));
+          for (const int64_t gap : {0, 1, 3}) {
+            Guarded buffer(written.total_bytes, Wall::after, gap);
+            std::memcpy(buffer.data(), bytes.data(), bytes.size());
+            Layout read{};
+            const Status status = read_header(buffer.data(), buffer.size(), &read);
+            ASSERT_TRUE(status.ok()) << status.message();
+            EXPECT_EQ(read.bits, bits);
+            EXPECT_EQ(read.mapping, mapping);
+            EXPECT_EQ(read.has_bias, has_bias);
+            EXPECT_EQ(read.n, 21);
+            EXPECT_EQ(read.k, 70);
+            EXPECT_EQ(read.group_size, group_size);
+            EXPECT_EQ(read.groups, group_size == 0 ? 1 : (70 + group_size - 1) / group_size);
+            EXPECT_EQ(read.blocks, 3);
+            EXPECT_EQ(read.panels, 2);
+            EXPECT_EQ(read.total_bytes, written.total_bytes);
+            EXPECT_TRUE(verify_payload(buffer.data(), read).ok());
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Format, HeaderIsTheOneWrittenHere) {
+  const std::vector<uint8_t> bytes = small_packed(4, Mapping::affine);
+  Fields fields{.mapping = 1, .has_bias = 1};
+  const int64_t panel = static_cast<int64_t>(bytes.size()) - 64;
+  fields.payload_checksum = checksum_of(bytes.data() + 64, panel) * 1099511628211u;  // the fold of one panel
+  EXPECT_EQ(std::vector<uint8_t>(bytes.begin(), bytes.begin() + 64), fields.bytes());
+  Layout layout;
+  EXPECT_TRUE(read(Fields().bytes(), Fields().expected_bytes(), &layout).ok()) << "the base of the refusals below";
+}
+
+TEST(Format, SizesAreMultiplesOf64) {
+  for (int64_t n : {1, 15, 16, 17, 40}) {
+    for (int64_t k : {1, 16, 17, 33, 100}) {
+      for (int64_t group_size : {0, 16, 48, 128}) {
+        for (int bits = 1; bits <= 8; ++bits) {
+          EXPECT_EQ(layout_of(n, k, bits, group_size, Mapping::symmetric, false).total_bytes % 64, 0);
+        }
+      }
+    }
+  }
+}
+
+TEST(Format, EveryAlterationOfTheHeaderIsRefused) {
+  std::vector<uint8_t> bytes = small_packed(3, Mapping::symmetric);
+  const int64_t size = static_cast<int64_t>(bytes.size());
+  Layout layout;
+  ASSERT_TRUE(read_header(bytes.data(), size, &layout).ok());
+  for (int at = 0; at < 64; ++at) {
+    const uint8_t original = bytes[static_cast<size_t>(at)];
+    for (int value = 0; value < 256; ++value) {
+      if (value == original) continue;
+      bytes[static_cast<size_t>(at)] = static_cast<uint8_t>(value);
+      const Status status = read_header(bytes.data(), size, &layout);
+      ASSERT_FALSE(status.ok()) << "byte " << at << " = " << value;
+      ASSERT_GT(std::strlen(status.message()), 20u);
+    }
+    bytes[static_cast<size_t>(at)] = original;
+  }
+}
+
+TEST(Format, OtherLengthsAreRefused) {
+  const std::vector<uint8_t> bytes = small_packed(3, Mapping::symmetric);
+  const int64_t size = static_cast<int64_t>(bytes.size());
+  Layout layout;
+  for (int64_t shorter = 0; shorter < size; ++shorter) {
+    ASSERT_FALSE(read({bytes.begin(), bytes.begin() + shorter}, shorter, &layout).ok()) << shorter;
+  }
+  for (const int64_t more : {1, 63, 64, 1000}) EXPECT_FALSE(read(bytes, size + more, &layout).ok());
+  EXPECT_TRUE(read(bytes, size, &layout).ok());
+}
+
+TEST(Format, OtherVersionsAreRefused) {
+  EXPECT_TRUE(refused({.version = 0}, "version 0; this library reads version 1"));
+  EXPECT_TRUE(refused({.version = 2}, "version 2; this library reads version 1"));
+  EXPECT_TRUE(refused({.version = 0xffff}, "version 65535"));
+}
+
+// Headers with a right checksum that lie.
+TEST(Format, HostileHeadersAreRefused) {
+  EXPECT_TRUE(refused({.format = 1}, "format 1"));
+  EXPECT_TRUE(refused({.bits = 0}, "bits is 0; expected 1 to 8"));
+  EXPECT_TRUE(refused({.bits = 9}, "bits is 9; expected 1 to 8"));
+  EXPECT_TRUE(refused({.bits = 255}, "bits is 255"));
+  EXPECT_TRUE(refused({.mapping = 2}, "mapping 2"));
+  EXPECT_TRUE(refused({.has_bias = 2}, "bias flag 2"));
+  EXPECT_TRUE(refused({.reserved0 = 1}, "format 0"));
+  EXPECT_TRUE(refused({.reserved1 = 1}, "format 0"));
+  EXPECT_TRUE(refused({.n = 0}, "output rows is 0; expected 1 to"));
+  EXPECT_TRUE(refused({.n = -1}, "output rows is -1"));
+  EXPECT_TRUE(refused({.n = INT64_MIN, .total_bytes = 4096}, "output rows is -9223372036854775808"));
+  EXPECT_TRUE(refused({.n = INT64_MAX, .total_bytes = 4096}, "output rows is 9223372036854775807"));
+  EXPECT_TRUE(refused({.k = 0, .total_bytes = 4096}, "inputs is 0"));
+  EXPECT_TRUE(refused({.k = -40, .total_bytes = 4096}, "inputs is -40"));
+  EXPECT_TRUE(refused({.k = INT64_MAX, .total_bytes = 4096}, "inputs is 9223372036854775807"));
+  EXPECT_TRUE(refused({.group_size = 8}, "group size is 8; expected a multiple of 16"));
+  EXPECT_TRUE(refused({.group_size = 33}, "group size is 33"));
+  EXPECT_TRUE(refused({.group_size = 0xfffffff0u}, "group size is 4294967280"));
+  EXPECT_TRUE(refused({.k = 65537, .group_size = 0}, "spans 65537 inputs"));
+  EXPECT_TRUE(refused({.total_bytes = 0}, "its header says 0"));
+  EXPECT_TRUE(refused({.total_bytes = -64}, "its header says -64"));
+  EXPECT_TRUE(refused({.total_bytes = 4096}, "its header says 4096"));
+  EXPECT_TRUE(refused({.total_bytes = INT64_MAX}, "its header says 9223372036854775807"));
+  // The largest matrix there is: 2^62 bytes of weights, in a buffer of 4096.
+  const int64_t most = kMaxDimension;
+  EXPECT_TRUE(
+      refused({.bits = 8, .mapping = 1, .n = most, .k = most, .group_size = 16, .total_bytes = 4096}, "4096 bytes"));
+  // Right about itself, in a buffer of another size.
+  EXPECT_TRUE(refused({.n = 64}, "packed weight has 4096 bytes"));
+  EXPECT_TRUE(refused({}, "packed weight has 4096 bytes"));
+}
+
+TEST(Format, LayoutParametersAreChecked) {
+  Layout layout;
+  const auto make = [&](int64_t n, int64_t k, int bits, int64_t group_size) {
+    return make_layout(n, k, bits, group_size, Mapping::affine, false, &layout).ok();
+  };
+  EXPECT_TRUE(make(1, 1, 1, 0));
+  EXPECT_TRUE(make(kMaxDimension, kMaxDimension, 8, 16));
+  EXPECT_GT(layout.total_bytes, int64_t{1} << 62);
+  EXPECT_TRUE(make(1, kMaxGroupInputs, 8, 0));
+  EXPECT_TRUE(make(1, kMaxDimension, 8, kMaxGroupInputs));
+  EXPECT_FALSE(make(kMaxDimension + 1, 1, 8, 16));
+  EXPECT_FALSE(make(1, kMaxDimension + 1, 8, 16));
+  EXPECT_FALSE(make(1, kMaxGroupInputs + 1, 8, 0));
+  EXPECT_FALSE(make(1, 1, 8, kMaxGroupInputs + 16));
+  EXPECT_FALSE(make(1, 1, 8, -16));
+  EXPECT_FALSE(make(1, 1, 8, 24));
+  EXPECT_FALSE(make(1, 1, 0, 16));
+  EXPECT_FALSE(make(1, 1, 9, 16));
+  EXPECT_FALSE(make(1, 1, -1, 16));
+}
+
+TEST(Format, AnyAlteredByteOfThePayloadIsNoticed) {
+  Random random(2);
+  const Layout layout = layout_of(17, 1, 1, 0, Mapping::symmetric, false);  // two panels
+  std::vector<uint8_t> bytes = packed(random_weights(layout, random));
+  ASSERT_TRUE(verify_payload(bytes.data(), layout).ok());
+  for (size_t at = 64; at < bytes.size(); ++at) {
+    const uint8_t original = bytes[at];
+    for (int flip = 1; flip < 256; ++flip) {
+      bytes[at] = static_cast<uint8_t>(original ^ flip);
+      const Status status = verify_payload(bytes.data(), layout);
+      ASSERT_FALSE(status.ok()) << "byte " << at;
+      ASSERT_NE(std::strstr(status.message(), "the header says"), nullptr);
+    }
+    bytes[at] = original;
+  }
+  std::swap_ranges(bytes.begin() + 64, bytes.begin() + 64 + layout.panel_bytes,
+                   bytes.begin() + 64 + layout.panel_bytes);
+  EXPECT_FALSE(verify_payload(bytes.data(), layout).ok()) << "two panels changed places";
+}
+
+// A whole packed matrix, header included. These numbers change only with the format's version.
+TEST(Format, GoldenMatrices) {
+  constexpr uint64_t kSymmetric[8] = {0x38f5acdcd728c4b4u, 0x440eaa3d6e459f67u, 0x1b72945036e95bf7u,
+                                      0x1bf0a5de9504e3eau, 0xc7348c2eac00716du, 0x173b72df364b2964u,
+                                      0x574c4e572cd3dd8au, 0x84cff0612beeb866u};
+  constexpr uint64_t kAffine[8] = {0xf7f9bd295a06a6b2u, 0x00e56a4268122abau, 0x802b6f0f85cadd9bu, 0x26133e8ac33dee39u,
+                                   0xa44190643b5920ecu, 0x3fd09317c9816c6bu, 0x2b9ab90e25f02f38u, 0x9a2af80c216391e5u};
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      Weights w{layout_of(18, 75, bits, 48, mapping, true), {}, {}, {}, {}};
+      for (int i = 0; i < 18 * 75; ++i)
+        w.codes.push_back(static_cast<uint8_t>((i * i + 7 * i) >> 2 & ((1 << bits) - 1)));
+      for (int i = 0; i < 18 * 2; ++i) {  // rows of one power of two, and rows with another row scale
+        w.scales.push_back(i % 4 < 2 ? 0.0078125f * static_cast<float>(i + 1) : 0.1f / static_cast<float>(i + 1));
+        if (mapping == Mapping::affine) w.mins.push_back((i % 4 < 2 ? -0.03125f : -0.03f) * static_cast<float>(i % 7));
+      }
+      for (int i = 0; i < 18; ++i) w.bias.push_back(0.25f * static_cast<float>(i - 9));
+      const std::vector<uint8_t> bytes = packed(w);
+      const uint64_t expected = (mapping == Mapping::affine ? kAffine : kSymmetric)[bits - 1];
+      const uint64_t found = checksum_of(bytes.data(), static_cast<int64_t>(bytes.size()));
+      EXPECT_EQ(found, expected) << "bits " << bits << (mapping == Mapping::affine ? " affine" : " symmetric")
+                                 << std::hex << " 0x" << found;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::test

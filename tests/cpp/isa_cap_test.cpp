@@ -1,0 +1,158 @@
+// Run once per value of LOWBIT_ISA: that the cap holds, and that the operators run the capped rows.
+//
+// All rows return the same bits, so the result of an operator cannot tell which one ran. On Linux this program
+// therefore defines choose_linear() and its siblings itself: the dynamic linker gives liblowbit.so these instead of its
+// own. They ask the library's, and hand the operator a copy of the row whose function takes a note before it calls the
+// real one.
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+
+#include "../../kernels/registry.h"
+#include "support/coverage.h"
+#include "support/tensors.h"
+
+#if defined(__linux__)
+#include <dlfcn.h>
+#endif
+
+namespace lowbit {
+namespace {
+
+// What the operators asked for and ran.
+struct Seen {
+  IsaBits isa = ~IsaBits{0};
+  std::string ran;
+};
+Seen seen_quantize, seen_linear, seen_embedding;
+
+#if defined(__linux__)
+const QuantizeKernel* real_quantize;
+const LinearKernel* real_linear;
+const EmbeddingKernel* real_embedding;
+
+void run_quantize(const QuantizeArgs& args) { seen_quantize.ran = real_quantize->name, real_quantize->run(args); }
+void run_linear(const LinearArgs& args) { seen_linear.ran = real_linear->name, real_linear->run(args); }
+void run_embedding(const EmbeddingArgs& args) { seen_embedding.ran = real_embedding->name, real_embedding->run(args); }
+
+// The library's own definition of the function whose (C++) symbol is given.
+template <class Function>
+Function* next(const char* symbol) {
+  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, symbol));
+}
+#endif
+
+}  // namespace
+
+#if defined(__linux__)
+const QuantizeKernel& choose_quantize(IsaBits isa) {
+  static auto* const real = next<const QuantizeKernel&(IsaBits)>("_ZN6lowbit15choose_quantizeEj");
+  real_quantize = &real(isa);
+  static QuantizeKernel copy;
+  copy = *real_quantize;
+  copy.run = run_quantize;
+  seen_quantize.isa = isa;
+  return copy;
+}
+
+const LinearKernel& choose_linear(Format format, int bits, int64_t m, IsaBits isa) {
+  static auto* const real =
+      next<const LinearKernel&(Format, int, int64_t, IsaBits)>("_ZN6lowbit13choose_linearENS_6FormatEilj");
+  real_linear = &real(format, bits, m, isa);
+  static LinearKernel copy;
+  copy = *real_linear;
+  copy.run = run_linear;
+  seen_linear.isa = isa;
+  return copy;
+}
+
+const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa) {
+  static auto* const real =
+      next<const EmbeddingKernel&(Format, int, IsaBits)>("_ZN6lowbit16choose_embeddingENS_6FormatEij");
+  real_embedding = &real(format, bits, isa);
+  static EmbeddingKernel copy;
+  copy = *real_embedding;
+  copy.run = run_embedding;
+  seen_embedding.isa = isa;
+  return copy;
+}
+#endif
+
+namespace test {
+namespace {
+
+const IsaName* entry_of(const char* name) {
+  size_t count;
+  const IsaName* names = isa_names(&count);
+  for (size_t i = 0; name != nullptr && i < count; ++i) {
+    if (std::strcmp(names[i].name, name) == 0) return names + i;
+  }
+  return nullptr;
+}
+
+TEST(IsaCap, HoldsForActiveIsa) {
+  const char* cap = std::getenv("LOWBIT_ISA");
+  if (cap == nullptr || cap[0] == '\0') {
+    EXPECT_EQ(isa_cap(), nullptr);
+    EXPECT_TRUE(isa_cap_status().ok());
+    EXPECT_EQ(active_isa(), cpu_isa());
+  } else if (const IsaName* entry = entry_of(cap)) {
+    EXPECT_STREQ(isa_cap(), cap);
+    EXPECT_TRUE(isa_cap_status().ok());
+    EXPECT_EQ(active_isa(), cpu_isa() & entry->allows);
+  } else {
+    EXPECT_STREQ(isa_cap(), cap);
+    EXPECT_EQ(active_isa(), kPortable);
+    const Status status = isa_cap_status();
+    EXPECT_FALSE(status.ok());
+    EXPECT_NE(std::strstr(status.message(), cap), nullptr) << status.message();
+    size_t count;
+    const IsaName* names = isa_names(&count);
+    for (size_t i = 0; i < count; ++i)
+      EXPECT_NE(std::strstr(status.message(), names[i].name), nullptr) << names[i].name;
+  }
+}
+
+#if defined(__linux__)
+// The first row of the tables (best first) that fits: worked out here from the rows alone.
+const LinearKernel* best_linear(int bits, int64_t m, IsaBits isa) {
+  for (size_t i = 0; i < linear_kernel_count(); ++i) {
+    const LinearKernel& row = linear_kernel(i);
+    if (row.bits == bits && row.m_step <= m && (row.isa & ~isa) == 0) return &row;
+  }
+  return nullptr;
+}
+
+TEST(IsaCap, HoldsForTheOperators) {
+  const IsaName* entry = entry_of(std::getenv("LOWBIT_ISA"));
+  const bool is_set = isa_cap() != nullptr;
+  const IsaBits expected = !is_set ? cpu_isa() : entry != nullptr ? cpu_isa() & entry->allows : IsaBits{kPortable};
+  Random random(1);
+  for (int bits = 1; bits <= 8; ++bits) {
+    const Layout layout = layout_of(20, 64, bits, 32, Mapping::symmetric, false);
+    Tensor packed_weight = bytes_tensor(packed(random_weights(layout, random)));
+    for (const int64_t m : {1, 4, 9}) {
+      seen_quantize = {}, seen_linear = {};
+      Tensor x = random_tensor(ElementType::f32, {m, 64}, random), out(ElementType::f32, {m, 20});
+      const Status status = linear(x.view, packed_weight.view, 20, out.view, {});
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(seen_linear.isa, expected);
+      EXPECT_EQ(seen_quantize.isa, expected);
+      EXPECT_EQ(seen_linear.ran, best_linear(bits, m, expected)->name);
+      EXPECT_FALSE(seen_quantize.ran.empty());
+    }
+    seen_embedding = {};
+    Tensor indices = index_tensor<int64_t>({3, 19}), rows(ElementType::f32, {2, 64});
+    const Status status = embedding(indices.view, packed_weight.view, 64, rows.view, {});
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(seen_embedding.isa, expected);
+    EXPECT_FALSE(seen_embedding.ran.empty());
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace test
+}  // namespace lowbit

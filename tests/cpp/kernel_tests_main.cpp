@@ -1,0 +1,10 @@
+#include <gtest/gtest.h>
+
+#include "support/coverage.h"
+#include "support/guarded.h"
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  lowbit::test::install_crash_handler();
+  return lowbit::test::finish(RUN_ALL_TESTS());
+}

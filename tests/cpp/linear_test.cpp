@@ -1,0 +1,246 @@
+// Every row of the linear table against plain loops over the same packed bytes: the portable rows against the contract
+// in float32 (equal bits) and float64 (a derived bound), all other rows against the portable row of their width (equal
+// bits).
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "support/coverage.h"
+#include "support/guarded.h"
+#include "support/reference.h"
+
+namespace lowbit::test {
+namespace {
+
+enum class Values { random, lowest, highest };  // of the activations
+enum class RowScale { ordinary, huge, tiny, subnormal, zero, not_a_number };
+
+struct Case {
+  const char* name;
+  int64_t m, n, k, group_size;
+  int64_t panel_begin = 0, panel_end = -1;  // -1: all
+  int64_t extra_stride = 0;
+  int64_t misaligned = 0;  // packed bytes end this far from the wall
+  Wall wall = Wall::after;
+  Values values = Values::random;
+  RowScale scale = RowScale::ordinary;
+  bool padding_is_garbage = false;
+};
+
+std::vector<Case> cases_for(const LinearKernel& row) {
+  const int64_t m = row.m_step, n = row.n_step;
+  return {
+      {.name = "exact_tile", .m = m, .n = n, .k = 64, .group_size = 32},
+      {.name = "tile_plus_one", .m = m + 1, .n = n + 1, .k = 96, .group_size = 32},
+      {.name = "two_tiles_less_one", .m = 2 * m - 1, .n = 2 * n - 1, .k = 96, .group_size = 96},
+      {.name = "two_tiles_and_three", .m = 2 * m + 3, .n = 2 * n + 3, .k = 64, .group_size = 64},
+      {.name = "m_1", .m = 1, .n = 32, .k = 128, .group_size = 32},
+      {.name = "m_2", .m = 2, .n = 16, .k = 64, .group_size = 32},
+      {.name = "m_3", .m = 3, .n = 16, .k = 64, .group_size = 32},
+      {.name = "m_4", .m = 4, .n = 16, .k = 64, .group_size = 32},
+      {.name = "m_5", .m = 5, .n = 16, .k = 64, .group_size = 32},
+      {.name = "m_6", .m = 6, .n = 16, .k = 64, .group_size = 16},
+      {.name = "m_7", .m = 7, .n = 16, .k = 64, .group_size = 0},
+      {.name = "odd_n", .m = 2, .n = 37, .k = 64, .group_size = 32},
+      {.name = "n_1", .m = 3, .n = 1, .k = 64, .group_size = 32},
+      {.name = "n_15", .m = 1, .n = 15, .k = 64, .group_size = 32},
+      {.name = "k_1", .m = 2, .n = 17, .k = 1, .group_size = 0},
+      {.name = "k_1_group_16", .m = 5, .n = 3, .k = 1, .group_size = 16},
+      {.name = "k_16", .m = 2, .n = 16, .k = 16, .group_size = 16},
+      {.name = "k_17", .m = 2, .n = 16, .k = 17, .group_size = 0},
+      {.name = "k_17_group_16", .m = 4, .n = 16, .k = 17, .group_size = 16},
+      {.name = "k_31", .m = 1, .n = 16, .k = 31, .group_size = 32},
+      {.name = "k_33", .m = 4, .n = 16, .k = 33, .group_size = 32},
+      {.name = "one_group", .m = 4, .n = 16, .k = 64, .group_size = 64},
+      {.name = "group_beyond_k", .m = 4, .n = 16, .k = 40, .group_size = 256},
+      {.name = "half_group_beyond_k", .m = 4, .n = 16, .k = 40, .group_size = 272},
+      {.name = "short_last_group_32", .m = 4, .n = 16, .k = 50, .group_size = 32},
+      {.name = "short_last_group_64", .m = 1, .n = 16, .k = 100, .group_size = 64},
+      {.name = "groups_16", .m = 4, .n = 20, .k = 96, .group_size = 16},
+      {.name = "groups_16_ending_in_half", .m = 5, .n = 20, .k = 81, .group_size = 16},
+      {.name = "groups_48", .m = 4, .n = 20, .k = 149, .group_size = 48},
+      {.name = "groups_48_whole", .m = 1, .n = 20, .k = 144, .group_size = 48},
+      {.name = "groups_80", .m = 4, .n = 20, .k = 200, .group_size = 80},
+      {.name = "groups_128", .m = 4, .n = 20, .k = 300, .group_size = 128},
+      {.name = "per_channel", .m = 4, .n = 20, .k = 100, .group_size = 0},
+      {.name = "per_channel_long", .m = 1, .n = 16, .k = 1000, .group_size = 0},
+      {.name = "unaligned_1", .m = 4, .n = 33, .k = 80, .group_size = 32, .misaligned = 1},
+      {.name = "unaligned_2", .m = 1, .n = 33, .k = 80, .group_size = 16, .misaligned = 2},
+      {.name = "unaligned_7", .m = 5, .n = 33, .k = 80, .group_size = 0, .misaligned = 7},
+      {.name = "wall_before", .m = 4, .n = 33, .k = 80, .group_size = 32, .wall = Wall::before},
+      {.name = "wall_before_small", .m = 1, .n = 1, .k = 1, .group_size = 16, .wall = Wall::before},
+      {.name = "some_panels", .m = 4, .n = 75, .k = 64, .group_size = 32, .panel_begin = 1, .panel_end = 3},
+      {.name = "last_panel", .m = 5, .n = 75, .k = 64, .group_size = 32, .panel_begin = 4, .panel_end = 5},
+      {.name = "no_panels", .m = 4, .n = 75, .k = 64, .group_size = 32, .panel_begin = 2, .panel_end = 2},
+      {.name = "stride_plus_1", .m = 5, .n = 37, .k = 64, .group_size = 32, .extra_stride = 1},
+      {.name = "stride_plus_50", .m = 3, .n = 16, .k = 64, .group_size = 32, .extra_stride = 50},
+      {.name = "lowest_activations", .m = m, .n = 16, .k = 256, .group_size = 128, .values = Values::lowest},
+      {.name = "highest_activations", .m = m, .n = 16, .k = 256, .group_size = 48, .values = Values::highest},
+      {.name = "huge_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::huge},
+      {.name = "tiny_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::tiny},
+      {.name = "subnormal_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::subnormal},
+      {.name = "zero_row_scale", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::zero},
+      {.name = "nan_row_scale", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::not_a_number},
+      {.name = "garbage_padding", .m = 4, .n = 21, .k = 53, .group_size = 32, .padding_is_garbage = true},
+      {.name = "garbage_padding_16", .m = 1, .n = 5, .k = 21, .group_size = 16, .padding_is_garbage = true},
+  };
+}
+
+// Everything that one call reads.
+struct Input {
+  Decoded weights;
+  Guarded packed, a, group_sums, scales, zeros;
+  LinearArgs args{};
+
+  Input(const Case& c, const Layout& layout, const std::vector<uint8_t>& bytes, Random& random)
+      : packed(layout.total_bytes, c.wall, c.misaligned),
+        a(c.m * layout.blocks * 32, c.wall),
+        group_sums(c.m * layout.groups * 4, c.wall),
+        scales(c.m * 4, c.wall),
+        zeros(c.m * 4, c.wall) {
+    std::memcpy(packed.data(), bytes.data(), bytes.size());
+    if (c.padding_is_garbage) scramble_padding(packed.data(), layout, random);
+    weights = decode(packed.data(), layout);
+    std::memset(a.data(), 0, static_cast<size_t>(a.size()));
+    for (int64_t row = 0; row < c.m; ++row) {
+      int8_t* values = a.as<int8_t>() + row * layout.blocks * 32;
+      for (int64_t g = 0; g < layout.groups; ++g) group_sums.as<int32_t>()[row * layout.groups + g] = 0;
+      for (int64_t i = 0; i < layout.k; ++i) {
+        values[i] = static_cast<int8_t>(c.values == Values::lowest    ? -128
+                                        : c.values == Values::highest ? 127
+                                                                      : random.between(int64_t{-128}, 127));
+        group_sums.as<int32_t>()[row * layout.groups + i / weights.group_inputs] += values[i];
+      }
+      scales.as<float>()[row] = row_scale(c.scale, random);
+      zeros.as<float>()[row] = static_cast<float>(random.between(int64_t{-128}, 127));
+    }
+    for (Guarded* buffer : all()) buffer->freeze();
+
+    args.panels = packed.data() + kHeaderBytes;
+    args.layout = layout;
+    args.panel_begin = c.panel_begin;
+    args.panel_end = c.panel_end < 0 ? layout.panels : c.panel_end;
+    args.a = a.as<int8_t>();
+    args.group_sums = group_sums.as<int32_t>();
+    args.scales = scales.as<float>();
+    args.zeros = zeros.as<float>();
+    args.m = c.m;
+    args.out_stride = layout.n + c.extra_stride;
+  }
+
+  std::vector<Guarded*> all() { return {&packed, &a, &group_sums, &scales, &zeros}; }
+
+  static float row_scale(RowScale kind, Random& random) {
+    switch (kind) {
+      case RowScale::ordinary: return random.between(0x1p-8f, 0x1p-4f);
+      case RowScale::huge: return random.between(1e3f, 1e6f);     // float16 outputs overflow
+      case RowScale::tiny: return random.between(1e-10f, 1e-8f);  // float16 outputs are subnormal or zero
+      case RowScale::subnormal: return random.between(0x1p-126f, 0x1p-124f);
+      case RowScale::zero: return 0.0f;
+      case RowScale::not_a_number: break;
+    }
+    return float_from_bits(0x7fc00000u);
+  }
+};
+
+int64_t out_elements(const LinearArgs& args) { return (args.m - 1) * args.out_stride + args.layout.n; }
+
+// Runs a kernel and returns the whole output, gaps between the rows and untouched columns included.
+std::vector<uint8_t> run(const LinearKernel& kernel, const Case& c, LinearArgs args, DType dtype) {
+  Guarded out(out_elements(args) * size_of(dtype), c.wall);
+  std::memset(out.data(), 0x5c, static_cast<size_t>(out.size()));
+  args.out = out.data();
+  args.out_dtype = dtype;
+  kernel.run(args);
+  EXPECT_TRUE(out.intact()) << "wrote outside of the output";
+  return out.bytes();
+}
+
+std::vector<uint8_t> run_contract(const Input& in, DType dtype, bool check_bound) {
+  const LinearArgs& args = in.args;
+  std::vector<uint8_t> out(static_cast<size_t>(out_elements(args) * size_of(dtype)), 0x5c);
+  const int64_t end = std::min(args.layout.n, args.panel_end * 16);
+  for (int64_t i = 0; i < args.m; ++i) {
+    const int8_t* a = args.a + i * args.layout.blocks * 32;
+    for (int64_t row = args.panel_begin * 16; row < end; ++row) {
+      const float y = contract_linear(in.weights, row, a, args.scales[i], args.zeros[i]);
+      store_from_f32(out.data(), dtype, i * args.out_stride + row, y);
+      if (!check_bound) continue;
+      const Bounded exact = exact_linear(in.weights, row, a, args.scales[i], args.zeros[i]);
+      EXPECT_LE(std::fabs(y - exact.value), exact.bound) << "output [" << i << ", " << row << "]";
+    }
+  }
+  return out;
+}
+
+class LinearRow : public testing::TestWithParam<RowRef> {
+ protected:
+  // Runs one case with every mapping, bias and output type; false after the first difference.
+  bool case_is_right(const LinearKernel& kernel, const Case& c) {
+    const LinearKernel& portable = choose_linear(kernel.format, kernel.bits, c.m, kPortable);
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      for (const bool has_bias : {false, true}) {
+        const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, mapping, has_bias);
+        Random random(static_cast<uint64_t>(kernel.bits * 1000 + c.m * 100 + c.n + c.k));
+        Weights weights = random_weights(layout, random);
+        if (c.values != Values::random) std::fill(weights.codes.begin(), weights.codes.end(), (1 << kernel.bits) - 1);
+        Input in(c, layout, packed(weights), random);
+        for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+          const std::string what = std::string(kernel.name) + " " + c.name + (has_bias ? " bias " : " ") +
+                                   (mapping == Mapping::affine ? "affine " : "symmetric ") + name_of(dtype);
+          SCOPED_TRACE(what);
+          set_current_case(what.c_str());
+          const std::vector<uint8_t> out = run(kernel, c, in.args, dtype);
+          const bool is_number = c.scale != RowScale::not_a_number;
+          const std::vector<uint8_t> expected = kernel.isa == kPortable
+                                                    ? run_contract(in, dtype, is_number && dtype == DType::f32)
+                                                    : run(portable, c, in.args, dtype);
+          EXPECT_TRUE(test::same_bits(out, expected, dtype));
+          for (const Guarded* buffer : in.all()) EXPECT_TRUE(buffer->intact()) << "wrote to an input";
+          if (HasFailure()) return false;
+        }
+      }
+    }
+    return true;
+  }
+};
+
+TEST_P(LinearRow, SameBits) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const LinearKernel& kernel = linear_kernel(GetParam().index);
+  for (const Case& c : cases_for(kernel)) {
+    if (!case_is_right(kernel, c)) break;
+  }
+  note_exercised(kernel.name);
+}
+
+// The integer sums of the largest group are within 1 % of 2^31 at 8 bits.
+TEST_P(LinearRow, LargestGroup) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const LinearKernel& kernel = linear_kernel(GetParam().index);
+  for (const Values values : {Values::lowest, Values::highest}) {
+    const Case c{
+        .name = "largest_group", .m = kernel.m_step, .n = 2, .k = kMaxGroupInputs, .group_size = 0, .values = values};
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, mapping, false);
+      Random random(kernel.bits);
+      Weights weights = random_weights(layout, random);
+      for (int64_t i = 0; i < c.k; ++i) {  // row 0: the highest code, row 1: the lowest
+        weights.codes[static_cast<size_t>(i)] = static_cast<uint8_t>((1 << kernel.bits) - 1);
+        weights.codes[static_cast<size_t>(c.k + i)] = 0;
+      }
+      Input in(c, layout, packed(weights), random);
+      set_current_case((std::string(kernel.name) + " largest_group").c_str());
+      EXPECT_TRUE(test::same_bits(run(kernel, c, in.args, DType::f32), run_contract(in, DType::f32, true), DType::f32));
+      if (HasFailure()) return;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Rows, LinearRow, testing::ValuesIn(linear_rows()), test_name);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(LinearRow);
+
+}  // namespace
+}  // namespace lowbit::test

@@ -1,0 +1,132 @@
+// The pack and unpack operators: the bytes of pack_panels() on any number of threads, and what they refuse.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "support/tensors.h"
+
+namespace lowbit::test {
+namespace {
+
+template <class T>
+Tensor tensor_of(const std::vector<T>& values, const std::vector<int64_t>& sizes) {
+  Tensor tensor(sizeof(T) == 1 ? ElementType::u8 : ElementType::f32, sizes);
+  std::copy(values.begin(), values.end(), tensor.memory->as<T>());
+  tensor.memory->freeze();
+  return tensor;
+}
+
+struct Inputs {
+  Layout layout;
+  Weights weights;
+  Tensor codes, scales, mins, bias;
+
+  explicit Inputs(const Layout& l, Random random = Random(3))
+      : layout(l),
+        weights(random_weights(l, random)),
+        codes(tensor_of(weights.codes, {l.n, l.k})),
+        scales(tensor_of(weights.scales, {l.n, l.groups})),
+        mins(tensor_of(weights.mins, l.mapping == Mapping::affine ? std::vector<int64_t>{l.n, l.groups}
+                                                                  : std::vector<int64_t>{0, 0})),
+        bias(tensor_of(weights.bias, {l.has_bias ? l.n : 0})) {}
+
+  Status pack_into(const Tensor& out, const Parallel& parallel) const {
+    return pack(codes.view, scales.view, layout.mapping == Mapping::affine ? &mins.view : nullptr,
+                layout.has_bias ? &bias.view : nullptr, layout.bits, layout.group_size, out.view, parallel);
+  }
+};
+
+TEST(PackOperator, SameBytesOnAnyNumberOfThreads) {
+  for (const auto& [bits, mapping, has_bias] :
+       {std::tuple{1, Mapping::symmetric, true}, {3, Mapping::affine, false}, {8, Mapping::affine, true}}) {
+    const Inputs in(layout_of(300, 1100, bits, 48, mapping, has_bias));  // 18 panels to a claim
+    const std::vector<uint8_t> expected = packed(in.weights);
+    for (const int count : {1, 2, 7}) {
+      Tensor out(ElementType::u8, {in.layout.total_bytes});
+      const Status status = in.pack_into(out, threads(count));
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(out.bytes(), expected) << count << " threads";
+      EXPECT_TRUE(out.memory->intact());
+
+      Tensor codes(ElementType::u8, {300, 1100}), scales(ElementType::f32, {300, in.layout.groups});
+      Tensor mins(ElementType::f32, {in.mins.view.shape.size, in.mins.view.shape.size + in.mins.view.shape.ndim});
+      Tensor bias(ElementType::f32, {has_bias ? 300 : 0});
+      const Status back = unpack(out.view, codes.view, scales.view, mins.view, bias.view, threads(count));
+      ASSERT_TRUE(back.ok()) << back.message();
+      EXPECT_EQ(codes.bytes(), in.codes.bytes());
+      const Weights direct = unpacked(in.layout, expected);
+      EXPECT_EQ(scales.bytes(), tensor_of(direct.scales, {300, in.layout.groups}).bytes());
+      EXPECT_EQ(bias.bytes(), in.bias.bytes());
+      for (const Tensor* tensor : {&codes, &scales, &mins, &bias}) EXPECT_TRUE(tensor->memory->intact());
+    }
+  }
+}
+
+// The error is that of the first bad panel, on any number of threads.
+TEST(PackOperator, TheFirstErrorIsReported) {
+  const Layout layout = layout_of(600, 1100, 4, 0, Mapping::symmetric, false);
+  Random random(1);
+  Weights weights = random_weights(layout, random);
+  for (const int64_t row : {599, 333, 200}) weights.codes[static_cast<size_t>(row * 1100 + 7)] = 16;
+  const Tensor codes = tensor_of(weights.codes, {600, 1100}), scales = tensor_of(weights.scales, {600, 1});
+  for (const int count : {1, 2, 7}) {
+    Tensor out(ElementType::u8, {layout.total_bytes});
+    const Status status = pack(codes.view, scales.view, nullptr, nullptr, 4, 0, out.view, threads(count));
+    EXPECT_TRUE(refused(status, "code [200, 7] is 16; expected less than 16 at 4 bits")) << count << " threads";
+  }
+}
+
+TEST(PackOperator, Refusals) {
+  const Inputs in(layout_of(20, 70, 4, 32, Mapping::affine, true));
+  Tensor out(ElementType::u8, {in.layout.total_bytes});
+  ASSERT_TRUE(in.pack_into(out, {}).ok());
+  const auto changed = [](TensorView view, auto change) {
+    change(view);
+    return view;
+  };
+  const auto run = [&](const TensorView& codes, const TensorView& scales, const TensorView& mins,
+                       const TensorView& bias, int bits, int64_t group_size,
+                       const TensorView& to) { return pack(codes, scales, &mins, &bias, bits, group_size, to, {}); };
+  const TensorView &c = in.codes.view, &s = in.scales.view, &m = in.mins.view, &b = in.bias.view, &o = out.view;
+  EXPECT_TRUE(refused(run(c, s, m, b, 9, 32, o), "bits is 9"));
+  EXPECT_TRUE(refused(run(c, s, m, b, 4, 8, o), "group size is 8"));
+  EXPECT_TRUE(
+      refused(run(changed(c, [](auto& v) { v.shape.ndim = 1; }), s, m, b, 4, 32, o), "expected two dimensions"));
+  EXPECT_TRUE(
+      refused(run(changed(c, [](auto& v) { v.type = ElementType::i32; }), s, m, b, 4, 32, o), "codes has dtype int32"));
+  EXPECT_TRUE(refused(run(changed(c, [](auto& v) { std::swap(v.stride[0], v.stride[1]); }), s, m, b, 4, 32, o),
+                      "codes is not contiguous"));
+  EXPECT_TRUE(refused(run(changed(c, [](auto& v) { v.shape.size[0] = 0; }), s, m, b, 4, 32, o), "output rows is 0"));
+  EXPECT_TRUE(refused(run(c, changed(s, [](auto& v) { v.shape.size[1] = 2; }), m, b, 4, 32, o),
+                      "scales has shape [20, 2]; expected [20, 3]"));
+  EXPECT_TRUE(refused(run(c, changed(s, [](auto& v) { v.type = ElementType::f16; }), m, b, 4, 32, o),
+                      "scales has dtype float16"));
+  EXPECT_TRUE(
+      refused(run(c, s, changed(m, [](auto& v) { v.shape.size[0] = 19; }), b, 4, 32, o), "mins has shape [19, 3]"));
+  EXPECT_TRUE(
+      refused(run(c, s, m, changed(b, [](auto& v) { v.shape.size[0] = 21; }), 4, 32, o), "bias has shape [21]"));
+  EXPECT_TRUE(refused(run(c, s, m, b, 4, 32, changed(o, [](auto& v) { v.shape.size[0] -= 64; })), "out has shape"));
+  EXPECT_TRUE(refused(run(c, s, m, b, 4, 32, changed(o, [](auto& v) { v.on_cpu = false; })), "out is not on the CPU"));
+}
+
+TEST(PackOperator, UnpackVerifies) {
+  const Inputs in(layout_of(20, 70, 4, 32, Mapping::symmetric, true));
+  const std::vector<uint8_t> good = packed(in.weights);
+  Tensor codes(ElementType::u8, {20, 70}), scales(ElementType::f32, {20, 3}), no_mins(ElementType::f32, {0, 0});
+  Tensor bias(ElementType::f32, {20}), no_bias(ElementType::f32, {0});
+  const auto run = [&](const std::vector<uint8_t>& bytes, const Tensor& mins, const Tensor& to_bias) {
+    return unpack(bytes_tensor(bytes).view, codes.view, scales.view, mins.view, to_bias.view, {});
+  };
+  EXPECT_TRUE(run(good, no_mins, bias).ok());
+  EXPECT_TRUE(refused(run(good, scales, bias), "mins has shape [20, 3]; expected [0, 0]"));
+  EXPECT_TRUE(refused(run(good, no_mins, no_bias), "bias has shape [0]; expected [20]"));
+  for (const size_t at : {size_t{64}, size_t{500}, good.size() - 1}) {
+    std::vector<uint8_t> altered = good;
+    altered[at] ^= 0x10;
+    EXPECT_TRUE(refused(run(altered, no_mins, bias), "altered bytes"));
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::test

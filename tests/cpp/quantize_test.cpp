@@ -1,0 +1,196 @@
+// Every row of the quantisation table: the portable row against the contract in float32 (equal bits) and against the
+// real numbers (a derived bound), all other rows against the portable row (equal bits).
+
+#include <gtest/gtest.h>
+
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "support/coverage.h"
+#include "support/guarded.h"
+#include "support/random.h"
+#include "support/reference.h"
+
+namespace lowbit::test {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+struct Pattern {
+  const char* name;
+  float (*value)(int64_t i, int64_t k, Random& random);
+};
+
+constexpr Pattern kPatterns[] = {
+    {"normal", [](int64_t, int64_t, Random& r) { return r.normal(); }},
+    {"positive", [](int64_t, int64_t, Random& r) { return r.between(0.5f, 2.0f); }},
+    {"negative", [](int64_t, int64_t, Random& r) { return r.between(-2.0f, -0.5f); }},
+    {"constant_positive", [](int64_t, int64_t, Random&) { return 3.0f; }},
+    {"constant_negative", [](int64_t, int64_t, Random&) { return -0.7f; }},
+    {"all_zero", [](int64_t, int64_t, Random&) { return 0.0f; }},
+    {"all_minus_zero", [](int64_t, int64_t, Random&) { return -0.0f; }},
+    {"zeros_of_both_signs",
+     [](int64_t i, int64_t, Random& r) { return i % 3 == 0   ? r.normal()
+                                                : i % 3 == 1 ? -0.0f
+                                                             : 0.0f; }},
+    {"ties",
+     [](int64_t i, int64_t, Random& r) { return i % 8 == 0 ? 127.5f : static_cast<float>(r.below(256)) * 0.5f; }},
+    {"one_outlier", [](int64_t i, int64_t k, Random& r) { return i == k / 2 ? 1e6f : r.normal(); }},
+    {"negative_outlier", [](int64_t i, int64_t k, Random& r) { return i == k - 1 ? -3e4f : r.normal(); }},
+    {"extremes_1e38", [](int64_t i, int64_t, Random& r) { return (i % 2 ? 1e38f : -1e38f) * r.unit(); }},
+    {"largest_floats", [](int64_t i, int64_t, Random&) { return i % 2 ? FLT_MAX : -FLT_MAX; }},
+    {"just_quantisable", [](int64_t i, int64_t, Random& r) { return i ? 0x1p-118f * r.normal() : 0x1.8p-118f; }},
+    {"smallest_range",
+     [](int64_t i, int64_t, Random& r) { return i ? 0x1p-119f * r.unit() : 0x1.fep-119f; }},  // 255 * 2^-126
+    {"range_just_too_small", [](int64_t i, int64_t, Random& r) { return i ? 0x1p-119f * r.unit() : 0x1.fcp-119f; }},
+    {"range_too_small", [](int64_t, int64_t, Random& r) { return 0x1p-122f * r.normal(); }},
+    {"subnormal", [](int64_t, int64_t, Random& r) { return 0x1p-140f * r.normal(); }},
+    {"half_subnormal", [](int64_t, int64_t, Random& r) { return 0x1p-22f * r.normal(); }},
+    {"nan_first", [](int64_t i, int64_t, Random& r) { return i == 0 ? kNan : r.normal(); }},
+    {"nan_last", [](int64_t i, int64_t k, Random& r) { return i == k - 1 ? -kNan : r.normal(); }},
+    {"infinity", [](int64_t i, int64_t k, Random& r) { return i == k / 2 ? kInfinity : r.normal(); }},
+    {"minus_infinity_last", [](int64_t i, int64_t k, Random& r) { return i == k - 1 ? -kInfinity : r.normal(); }},
+};
+
+constexpr int64_t kLengths[] = {1,  2,  3,  7,  8,  15, 16,  17,  31,  32,  33,
+                                47, 48, 49, 63, 64, 65, 100, 127, 130, 257, 1000};
+constexpr int64_t kGroups[] = {16, 32, 48, 128, 0};
+
+struct Result {
+  std::vector<uint8_t> a, group_sums, scale, zero;
+  bool operator==(const Result&) const = default;
+};
+
+Result run(const QuantizeKernel& kernel, const std::vector<uint8_t>& x_bytes, DType dtype, int64_t k, int64_t group,
+           Wall wall, int64_t misaligned) {
+  const int64_t padded = (k + 31) / 32 * 32;
+  const int64_t group_inputs = group == 0 ? padded : group;
+  Guarded x(static_cast<int64_t>(x_bytes.size()), wall, misaligned);
+  std::memcpy(x.data(), x_bytes.data(), x_bytes.size());
+  x.freeze();
+  Guarded a(padded, wall), group_sums((k + group_inputs - 1) / group_inputs * 4, wall), scale(4), zero(4);
+  std::vector<Guarded*> outputs = {&a, &group_sums, &scale, &zero};
+  for (Guarded* out : outputs) std::memset(out->data(), 0x5c, static_cast<size_t>(out->size()));
+  kernel.run({.x = x.data(),
+              .x_dtype = dtype,
+              .k = k,
+              .k_padded = padded,
+              .group_inputs = group_inputs,
+              .a = a.as<int8_t>(),
+              .group_sums = group_sums.as<int32_t>(),
+              .scale = scale.as<float>(),
+              .zero = zero.as<float>()});
+  EXPECT_TRUE(x.intact()) << "wrote to x";
+  for (const Guarded* out : outputs) EXPECT_TRUE(out->intact()) << "wrote outside of an output";
+  return {a.bytes(), group_sums.bytes(), scale.bytes(), zero.bytes()};
+}
+
+Result contract(const std::vector<float>& x, int64_t group) {
+  const QuantizedRow q = contract_quantize(x);
+  const size_t padded = (x.size() + 31) / 32 * 32;
+  const size_t group_inputs = group == 0 ? padded : static_cast<size_t>(group);
+  std::vector<int32_t> sums((x.size() + group_inputs - 1) / group_inputs);
+  for (size_t i = 0; i < x.size(); ++i) sums[i / group_inputs] += q.a[i];
+  Result result;
+  result.a.assign(padded, 0);
+  std::memcpy(result.a.data(), q.a.data(), q.a.size());
+  const auto raw = [](const void* data, size_t size) {
+    const uint8_t* bytes = static_cast<const uint8_t*>(data);
+    return std::vector<uint8_t>(bytes, bytes + size);
+  };
+  result.group_sums = raw(sums.data(), sums.size() * 4);
+  result.scale = raw(&q.scale, 4);
+  result.zero = raw(&q.zero, 4);
+  return result;
+}
+
+// |x - s (a - z)| <= s (0.5 + e). Before rounding a is x/s + z: at most 0.5 from the rounded one, and by the choice
+// of z within [-128.5, 127.5], so that clamping costs no more. The rest is rounding, u = 2^-24 relative each of at most
+// 256: s itself (its two quotients and their difference, 3 u, moves the upper end), 1/s, -lo * inv, the fma: e <= 6 *
+// 256 u < 2^-13. (A quotient that is subnormal is off by 2^-150, no more than u s.)
+void check_against_real_numbers(const std::vector<float>& x, const Result& result) {
+  float scale, zero;
+  std::memcpy(&scale, result.scale.data(), 4);
+  std::memcpy(&zero, result.zero.data(), 4);
+  EXPECT_EQ(zero, std::rint(zero));
+  EXPECT_GE(zero, -128.0f);
+  EXPECT_LE(zero, 127.0f);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double restored = double{scale} * (static_cast<int8_t>(result.a[i]) - double{zero});
+    // A row whose range is below 255 * 2^-126 becomes zero.
+    const double bound = scale == 0.0f ? 0x1p-118 : scale * (0.5 + 0x1p-13);
+    EXPECT_LE(std::fabs(x[i] - restored), bound) << "x[" << i << "] = " << x[i];
+  }
+}
+
+class QuantizeRow : public testing::TestWithParam<RowRef> {
+ protected:
+  bool case_is_right(const QuantizeKernel& kernel, const Pattern& pattern, DType dtype, int64_t k) {
+    Random random(static_cast<uint64_t>(k));
+    std::vector<float> x;
+    for (int64_t i = 0; i < k; ++i) x.push_back(pattern.value(i, k, random));
+    const std::vector<uint8_t> bytes = to_bytes(x, dtype);
+    x = from_bytes(bytes, dtype);
+    bool finite = true;
+    for (const float value : x) finite = finite && std::isfinite(value);
+    for (const int64_t group : kGroups) {
+      for (const auto& [wall, misaligned] : {std::pair{Wall::after, 0}, {Wall::after, 1}, {Wall::before, 0}}) {
+        const std::string what = std::string(kernel.name) + " " + pattern.name + " " + name_of(dtype) +
+                                 " k=" + std::to_string(k) + " group=" + std::to_string(group);
+        SCOPED_TRACE(what);
+        set_current_case(what.c_str());
+        const Result result = run(kernel, bytes, dtype, k, group, wall, misaligned);
+        const bool is_portable = kernel.isa == kPortable;
+        const Result expected =
+            is_portable ? contract(x, group) : run(choose_quantize(kPortable), bytes, dtype, k, group, Wall::after, 0);
+        EXPECT_EQ(result.a, expected.a) << "values";
+        EXPECT_EQ(result.group_sums, expected.group_sums) << "group sums";
+        EXPECT_EQ(result.scale, expected.scale) << "scale";
+        EXPECT_EQ(result.zero, expected.zero) << "zero point";
+        if (is_portable && finite) check_against_real_numbers(x, result);
+        if (HasFailure()) return false;
+      }
+    }
+    return true;
+  }
+};
+
+TEST_P(QuantizeRow, SameBits) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const QuantizeKernel& kernel = quantize_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  for (const Pattern& pattern : kPatterns) {
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      for (const int64_t k : kLengths) {
+        if (!case_is_right(kernel, pattern, dtype, k)) return;
+      }
+    }
+  }
+}
+
+// Many random ranges, where the zero point and the ends of the range round in every possible way.
+TEST_P(QuantizeRow, RandomRanges) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const QuantizeKernel& kernel = quantize_kernel(GetParam().index);
+  Random random(7);
+  for (int repeat = 0; repeat < 3000; ++repeat) {
+    std::vector<float> x(static_cast<size_t>(random.between(int64_t{2}, 40)));
+    const float low = random.normal(), high = random.normal();
+    const float size = std::ldexp(1.0f, static_cast<int>(random.between(int64_t{-100}, 100)));
+    for (float& value : x) value = size * random.between(low, high);
+    const int64_t k = static_cast<int64_t>(x.size());
+    const Result result = run(kernel, to_bytes(x, DType::f32), DType::f32, k, 16, Wall::after, 0);
+    EXPECT_TRUE(result == contract(x, 16)) << "repeat " << repeat;
+    check_against_real_numbers(x, result);
+    if (HasFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Rows, QuantizeRow, testing::ValuesIn(quantize_rows()), test_name);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(QuantizeRow);
+
+}  // namespace
+}  // namespace lowbit::test

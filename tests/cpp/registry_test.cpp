@@ -1,0 +1,197 @@
+// The tables and the choice: asked about made-up CPUs, on any machine.
+
+#include "../../kernels/registry.h"
+
+#include <gtest/gtest.h>
+
+#include <cctype>
+#include <cstdio>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace lowbit::test {
+namespace {
+
+std::vector<IsaName> names() {
+  size_t count;
+  const IsaName* all = isa_names(&count);
+  return {all, all + count};
+}
+
+std::string name_of(IsaBits bit) {
+  for (const IsaName& isa : names()) {
+    if (isa.bit == bit) return isa.name;
+  }
+  return "?";
+}
+
+// Every subset of the bits that this processor's family has names for.
+std::vector<IsaBits> isa_subsets() {
+  std::vector<IsaBits> subsets = {kPortable};
+  for (const IsaName& isa : names()) {
+    if (isa.bit == kPortable) continue;
+    const size_t count = subsets.size();
+    for (size_t i = 0; i < count; ++i) subsets.push_back(subsets[i] | isa.bit);
+  }
+  return subsets;
+}
+
+TEST(Isa, NamesAreThoseOfTheBuild) {
+  std::stringstream list(LOWBIT_TEST_ISA_NAMES);  // from cmake/isa.cmake
+  std::vector<std::string> expected, found;
+  for (std::string name; std::getline(list, name, ',');) expected.push_back(name);
+  for (const IsaName& isa : names()) found.push_back(isa.name);
+  EXPECT_EQ(found, expected);
+}
+
+TEST(Isa, NamesAreOrderedAndIncludeThemselves) {
+  const std::vector<IsaName> all = names();
+  EXPECT_STREQ(all[0].name, "portable");
+  EXPECT_EQ(all[0].bit, kPortable);
+  for (size_t i = 0; i < all.size(); ++i) {
+    EXPECT_EQ(all[i].bit & ~all[i].allows, 0u) << all[i].name;
+    const IsaBits before = i > 0 ? all[i - 1].allows : kPortable;
+    EXPECT_EQ(before & ~all[i].allows, 0u) << all[i].name << " allows less than the name before it";
+  }
+}
+
+TEST(Isa, ActiveIsWithinTheCpu) { EXPECT_EQ(active_isa() & ~cpu_isa(), 0u); }
+
+// Names are a grammar: linear_a8w<bits>_<m>x<n>_<isa>, embedding_w<bits>_<isa>, quantize_<isa>.
+TEST(Tables, NamesSayWhatTheRowsAre) {
+  std::set<std::string> seen;
+  for (size_t i = 0; i < linear_kernel_count(); ++i) {
+    const LinearKernel& row = linear_kernel(i);
+    char expected[96];
+    std::snprintf(expected, sizeof expected, "linear_a8w%d_%dx%d_%s", row.bits, row.m_step, row.n_step,
+                  name_of(row.isa).c_str());
+    EXPECT_STREQ(row.name, expected);
+    EXPECT_GE(row.m_step, 1);
+    EXPECT_GE(row.n_step, 1);
+    EXPECT_NE(row.run, nullptr);
+    EXPECT_TRUE(row.bits >= 1 && row.bits <= 8) << row.name;
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+  }
+  for (size_t i = 0; i < embedding_kernel_count(); ++i) {
+    const EmbeddingKernel& row = embedding_kernel(i);
+    EXPECT_EQ(row.name, "embedding_w" + std::to_string(row.bits) + "_" + name_of(row.isa));
+    EXPECT_NE(row.run, nullptr);
+    EXPECT_TRUE(row.bits >= 1 && row.bits <= 8) << row.name;
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+  }
+  for (size_t i = 0; i < quantize_kernel_count(); ++i) {
+    const QuantizeKernel& row = quantize_kernel(i);
+    EXPECT_EQ(row.name, "quantize_" + name_of(row.isa));
+    EXPECT_NE(row.run, nullptr);
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+  }
+  EXPECT_FALSE(seen.contains("")) << "a row without a name";
+}
+
+// Portable rows are complete: every other row is compared with one.
+TEST(Tables, PortableRowsCoverEverything) {
+  for (int bits = 1; bits <= 8; ++bits) {
+    const LinearKernel& linear = choose_linear(Format::panel16, bits, 1, kPortable);
+    EXPECT_EQ(linear.isa, kPortable);
+    EXPECT_EQ(linear.bits, bits);
+    EXPECT_EQ(linear.m_step, 1);
+    const EmbeddingKernel& embedding = choose_embedding(Format::panel16, bits, kPortable);
+    EXPECT_EQ(embedding.isa, kPortable);
+    EXPECT_EQ(embedding.bits, bits);
+  }
+  EXPECT_EQ(choose_quantize(kPortable).isa, kPortable);
+}
+
+constexpr int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 100};
+
+TEST(Choice, StaysWithinTheIsaAndTheTask) {
+  for (const IsaBits isa : isa_subsets()) {
+    EXPECT_EQ(choose_quantize(isa).isa & ~isa, 0u);
+    for (int bits = 1; bits <= 8; ++bits) {
+      const EmbeddingKernel& embedding = choose_embedding(Format::panel16, bits, isa);
+      EXPECT_EQ(embedding.isa & ~isa, 0u) << embedding.name;
+      EXPECT_EQ(embedding.bits, bits);
+      EXPECT_EQ(embedding.format, Format::panel16);
+      for (const int64_t m : kRows) {
+        const LinearKernel& linear = choose_linear(Format::panel16, bits, m, isa);
+        EXPECT_EQ(linear.isa & ~isa, 0u) << linear.name;
+        EXPECT_EQ(linear.bits, bits);
+        EXPECT_EQ(linear.format, Format::panel16);
+        EXPECT_LE(linear.m_step, m) << linear.name;
+      }
+    }
+  }
+}
+
+TEST(Choice, NeverPortableWhereAnotherRowFits) {
+  for (const IsaBits isa : isa_subsets()) {
+    for (int bits = 1; bits <= 8; ++bits) {
+      for (const int64_t m : kRows) {
+        bool fits = false;
+        for (size_t i = 0; i < linear_kernel_count(); ++i) {
+          const LinearKernel& row = linear_kernel(i);
+          fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0 && row.bits == bits && row.m_step <= m);
+        }
+        const LinearKernel& chosen = choose_linear(Format::panel16, bits, m, isa);
+        EXPECT_EQ(chosen.isa != kPortable, fits) << chosen.name << " for m = " << m << " on ISA bits " << isa;
+      }
+      bool fits = false;
+      for (size_t i = 0; i < embedding_kernel_count(); ++i) {
+        const EmbeddingKernel& row = embedding_kernel(i);
+        fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0 && row.bits == bits);
+      }
+      EXPECT_EQ(choose_embedding(Format::panel16, bits, isa).isa != kPortable, fits);
+    }
+    bool fits = false;
+    for (size_t i = 0; i < quantize_kernel_count(); ++i) {
+      const QuantizeKernel& row = quantize_kernel(i);
+      fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0);
+    }
+    EXPECT_EQ(choose_quantize(isa).isa != kPortable, fits);
+  }
+}
+
+// The tables are in the order of preference, so more ISA bits or more rows of m never lead to a later row.
+TEST(Choice, MoreIsaIsNeverWorse) {
+  const auto index = [](const LinearKernel& kernel) {
+    size_t i = 0;
+    while (&linear_kernel(i) != &kernel) ++i;
+    return i;
+  };
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (const IsaBits less : isa_subsets()) {
+      for (const IsaBits more : isa_subsets()) {
+        if ((less & ~more) != 0) continue;
+        for (const int64_t m : kRows) {
+          EXPECT_LE(index(choose_linear(Format::panel16, bits, m, more)),
+                    index(choose_linear(Format::panel16, bits, m, less)));
+        }
+      }
+      for (const int64_t m : {1, 2, 3, 4, 5}) {
+        EXPECT_LE(index(choose_linear(Format::panel16, bits, m + 1, less)),
+                  index(choose_linear(Format::panel16, bits, m, less)));
+      }
+    }
+  }
+}
+
+// Each row is the best choice for something; a row that nothing can reach is dead code.
+TEST(Choice, EveryRowIsReachable) {
+  std::set<std::string> reached;
+  for (const IsaBits isa : isa_subsets()) {
+    reached.insert(choose_quantize(isa).name);
+    for (int bits = 1; bits <= 8; ++bits) {
+      reached.insert(choose_embedding(Format::panel16, bits, isa).name);
+      for (const int64_t m : kRows) reached.insert(choose_linear(Format::panel16, bits, m, isa).name);
+    }
+  }
+  for (size_t i = 0; i < linear_kernel_count(); ++i)
+    EXPECT_TRUE(reached.contains(linear_kernel(i).name)) << linear_kernel(i).name;
+  for (size_t i = 0; i < embedding_kernel_count(); ++i) EXPECT_TRUE(reached.contains(embedding_kernel(i).name));
+  for (size_t i = 0; i < quantize_kernel_count(); ++i) EXPECT_TRUE(reached.contains(quantize_kernel(i).name));
+}
+
+}  // namespace
+}  // namespace lowbit::test

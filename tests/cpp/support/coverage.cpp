@@ -1,0 +1,106 @@
+#include "coverage.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <sstream>
+
+namespace lowbit::test {
+namespace {
+
+std::set<std::string>& exercised() {
+  static std::set<std::string> names;
+  return names;
+}
+
+const char* setting(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr ? value : "";
+}
+
+const IsaName* find_isa(const std::string& name) {
+  size_t count;
+  const IsaName* names = isa_names(&count);
+  for (size_t i = 0; i < count; ++i) {
+    if (name == names[i].name) return names + i;
+  }
+  return nullptr;
+}
+
+bool selected(IsaBits isa) {
+  const std::string wanted = setting("LOWBIT_TEST_ISA");
+  return wanted.empty() || isa_name(isa) == wanted;
+}
+
+template <class Row>
+std::vector<RowRef> rows_of(size_t count, const Row& row) {
+  std::vector<RowRef> rows;
+  for (size_t i = 0; i < count; ++i) {
+    if (selected(row(i).isa)) rows.push_back({row(i).name, row(i).isa, i});
+  }
+  return rows;
+}
+
+bool fail(const std::string& text) {
+  std::fprintf(stderr, "coverage FAILED: %s\n", text.c_str());
+  return false;
+}
+
+}  // namespace
+
+std::string isa_name(IsaBits bits) {
+  size_t count;
+  const IsaName* names = isa_names(&count);
+  for (size_t i = 0; i < count; ++i) {
+    if (names[i].bit == bits) return names[i].name;
+  }
+  return "an ISA without a name";
+}
+
+std::vector<RowRef> quantize_rows() { return rows_of(quantize_kernel_count(), quantize_kernel); }
+std::vector<RowRef> linear_rows() { return rows_of(linear_kernel_count(), linear_kernel); }
+std::vector<RowRef> embedding_rows() { return rows_of(embedding_kernel_count(), embedding_kernel); }
+
+void note_exercised(const std::string& name) { exercised().insert(name); }
+
+int finish(int test_result) {
+  bool good = test_result == 0;
+  const std::string only = setting("LOWBIT_TEST_ISA");
+  if (!only.empty() && find_isa(only) == nullptr) good = fail("LOWBIT_TEST_ISA is '" + only + "', not an ISA's name");
+
+  std::vector<RowRef> rows = quantize_rows();
+  for (const auto& more : {linear_rows(), embedding_rows()}) rows.insert(rows.end(), more.begin(), more.end());
+  // A filter on the command line is somebody looking at one test.
+  if (testing::GTEST_FLAG(filter) == "*") {
+    std::set<std::string> expected;
+    for (const RowRef& row : rows) {
+      if (row.supported()) expected.insert(row.name);
+    }
+    for (const std::string& name : expected) {
+      if (!exercised().contains(name)) good = fail(name + " runs on this CPU but no test exercised it");
+    }
+    for (const std::string& name : exercised()) {
+      if (!expected.contains(name)) good = fail(name + " was exercised but is not a supported row");
+    }
+    std::fprintf(stderr, "exercised %zu of %zu rows\n", exercised().size(), rows.size());
+  }
+
+  std::stringstream required(setting("LOWBIT_REQUIRE_ISA"));
+  for (std::string name; std::getline(required, name, ',');) {
+    const IsaName* isa = find_isa(name);
+    if (isa == nullptr) {
+      good = fail("LOWBIT_REQUIRE_ISA names '" + name + "', which is no ISA of this processor");
+    } else if ((isa->bit & ~cpu_isa()) != 0) {
+      good = fail("LOWBIT_REQUIRE_ISA names '" + name + "', which this CPU lacks");
+    } else if (only.empty() || only == name) {
+      bool any = false;
+      for (const RowRef& row : rows) any = any || (row.isa == isa->bit && exercised().contains(row.name));
+      if (!any) good = fail("LOWBIT_REQUIRE_ISA names '" + name + "', of which no row was exercised");
+    }
+  }
+
+  if (!good) return 1;
+  return exercised().empty() && !only.empty() ? 77 : 0;
+}
+
+}  // namespace lowbit::test

@@ -1,0 +1,45 @@
+// Which rows of the kernel tables a run must exercise, and whether it did.
+//
+// LOWBIT_TEST_ISA=<name>         only the rows of this ISA (one ctest entry per ISA)
+// LOWBIT_REQUIRE_ISA=<name>,...  these must run: a CPU that lacks one, or a build without rows of it, is a failure
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "../../../kernels/registry.h"
+
+namespace lowbit::test {
+
+// One row of any of the three tables.
+struct RowRef {
+  std::string name;
+  IsaBits isa;
+  size_t index;  // in its table
+
+  bool supported() const { return (isa & ~cpu_isa()) == 0; }
+};
+
+std::vector<RowRef> quantize_rows();
+std::vector<RowRef> linear_rows();
+std::vector<RowRef> embedding_rows();
+
+// To be called by the tests that run a row.
+void note_exercised(const std::string& name);
+
+inline std::string test_name(const testing::TestParamInfo<RowRef>& info) { return info.param.name; }
+inline void PrintTo(const RowRef& row, std::ostream* out) { *out << row.name; }
+
+std::string isa_name(IsaBits bits);
+
+// After RUN_ALL_TESTS(): the process's exit code. 77 (ctest: skipped) when this CPU or build has none of the rows asked
+// for.
+int finish(int test_result);
+
+}  // namespace lowbit::test
+
+// The first line of every test of a row.
+#define LOWBIT_SKIP_UNLESS_SUPPORTED(row) \
+  if (!(row).supported()) GTEST_SKIP() << (row).name << ": this CPU lacks " << ::lowbit::test::isa_name((row).isa)

@@ -1,0 +1,49 @@
+// Buffers that notice who reads or writes outside of them. On Linux a buffer lies against an inaccessible page, so that
+// even a read beyond it stops the test (also under QEMU); the bytes around it hold a pattern that is checked
+// afterwards.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace lowbit::test {
+
+// Which side of the buffer touches an inaccessible page.
+enum class Wall { after, before };
+
+class Guarded {
+ public:
+  // `gap`: bytes between the buffer and the wall, to misalign the buffer.
+  explicit Guarded(int64_t bytes, Wall wall = Wall::after, int64_t gap = 0);
+  ~Guarded();
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+
+  uint8_t* data() { return data_; }
+  const uint8_t* data() const { return data_; }
+  int64_t size() const { return size_; }
+  template <class T>
+  T* as() {
+    return reinterpret_cast<T*>(data_);
+  }
+  std::vector<uint8_t> bytes() const { return {data_, data_ + size_}; }
+
+  // Remembers the content: from now on intact() also checks that it did not change. For inputs.
+  void freeze() { frozen_ = bytes(); }
+
+  // Whether the pattern around the buffer, and a frozen content, are as they were.
+  bool intact() const;
+
+ private:
+  uint8_t* pages_;  // between the inaccessible pages
+  int64_t page_bytes_;
+  uint8_t* data_;
+  int64_t size_;
+  std::vector<uint8_t> frozen_;
+};
+
+// What a crash handler prints, because a wild access ends the process before GoogleTest can say which case it was.
+void set_current_case(const char* text);
+void install_crash_handler();
+
+}  // namespace lowbit::test

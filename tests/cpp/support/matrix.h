@@ -1,0 +1,60 @@
+// Weight matrices for the tests: made up, packed, and read back by a decoder that shares nothing with the library.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../../../kernels/pack.h"
+#include "random.h"
+
+namespace lowbit::test {
+
+// Where each bit of a code lies in format v1, written out by hand from its drawing (not computed from bits/codec.h):
+// of_line[j] has two digits per code bit, lowest bit first: the packed line and the bit of its byte.
+struct BitMap {
+  const char* of_line[8];
+};
+extern const BitMap kBitMaps[9];  // by width; [0] is unused
+
+// The unpacked matrix that pack_panels() takes.
+struct Weights {
+  Layout layout;
+  std::vector<uint8_t> codes;  // n x k
+  std::vector<float> scales;   // n x groups
+  std::vector<float> mins;     // n x groups, empty when symmetric
+  std::vector<float> bias;     // n, or empty
+};
+
+Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias);
+
+// Random codes; scales of mixed sign and magnitude around `magnitude`.
+Weights random_weights(const Layout& layout, Random& random, float magnitude = 0.02f);
+
+PackArgs pack_args(const Weights& weights);
+std::vector<uint8_t> packed(const Weights& weights);  // fails the test when packing does
+Weights unpacked(const Layout& layout, const std::vector<uint8_t>& packed);
+
+// What the packed bytes say, by this file's own reading of the layout.
+struct Decoded {
+  int64_t n, k, groups, group_inputs;
+  int bits;
+  bool affine;
+  std::vector<uint8_t> codes;                   // n x k
+  std::vector<double> scales, mins;             // n x groups, as stored: without the row scale
+  std::vector<float> row_scale, row_sum, bias;  // n
+
+  double level(int64_t row, int64_t input) const;  // the integer that multiplies the scale
+  double weight(int64_t row, int64_t input) const;
+};
+Decoded decode(const uint8_t* packed, const Layout& layout);
+
+// Overwrites the codes of the rows and inputs beyond n and k, which may be anything.
+void scramble_padding(uint8_t* packed, const Layout& layout, Random& random);
+
+// The bits as a number, computed from its fields; for 16-bit floats with 5 exponent bits.
+double value_of_half(uint16_t half);
+
+// The checksum of the format, restated: FNV-1a over 64-bit words in eight lanes (docs/format.md).
+uint64_t checksum_of(const uint8_t* data, int64_t size);
+
+}  // namespace lowbit::test

@@ -1,0 +1,146 @@
+#include "reference.h"
+
+#include <cmath>
+
+namespace lowbit::test {
+namespace {
+
+constexpr double kUnit = 0x1p-24;       // half the distance from 1 to the next float32
+constexpr double kSmallest = 0x1p-149;  // the smallest positive float32
+
+struct GroupSums {
+  int64_t products;  // of a * level
+  int64_t values;    // of a
+};
+
+GroupSums group_sums(const Decoded& w, int64_t row, int64_t group, const int8_t* a) {
+  GroupSums sums{0, 0};
+  const int64_t end = (group + 1) * w.group_inputs < w.k ? (group + 1) * w.group_inputs : w.k;
+  for (int64_t i = group * w.group_inputs; i < end; ++i) {
+    sums.products += a[i] * static_cast<int64_t>(w.level(row, i));
+    sums.values += a[i];
+  }
+  return sums;
+}
+
+}  // namespace
+
+float contract_linear(const Decoded& w, int64_t row, const int8_t* a, float scale, float zero) {
+  float acc = 0.0f;
+  for (int64_t g = 0; g < w.groups; ++g) {
+    const GroupSums sums = group_sums(w, row, g, a);
+    const size_t at = static_cast<size_t>(row * w.groups + g);
+    acc = std::fma(static_cast<float>(w.scales[at]), static_cast<float>(sums.products), acc);
+    if (w.affine) acc = std::fma(static_cast<float>(w.mins[at]), static_cast<float>(sums.values), acc);
+  }
+  const size_t r = static_cast<size_t>(row);
+  const float corrected = std::fma(-zero, w.row_sum[r], acc);
+  return std::fma(scale * w.row_scale[r], corrected, w.bias[r]);
+}
+
+// The bound. Let u = 2^-24. A term p = scale * float(I) is off by a factor 1 + d, |d| <= u, because float(I) is
+// rounded; the sum of T terms by T fmas multiplies each term by at most T more such factors. The stored row sum R is
+// the exact one rounded (one factor), the zero point's fma adds one to everything, and the product s * row_scale one.
+// So before the last fma the error is at most |s row_scale| * P * ((1 + u)^(T + 3) - 1) with P = sum |p| + |z R|, and
+// with n = T + 3 and n u < 0.01 that is below |s row_scale| P * 1.01 n u. The last fma rounds once: u |y| more, and u
+// times the error, which the 1.01 covers. Where s * row_scale underflows its error is half of 2^-149 instead (times P),
+// and so is that of a result that underflows. The float64 sums here and in the packer are off by less than T * 2^-52 P
+// (below u P, hence the n + 1), and those of the row sum by k * 2^-51 times the sum of the row's magnitudes.
+Bounded exact_linear(const Decoded& w, int64_t row, const int8_t* a, float scale, float zero) {
+  double sum = 0.0, magnitude = 0.0, row_sum = 0.0, row_magnitude = 0.0;
+  for (int64_t g = 0; g < w.groups; ++g) {
+    const GroupSums sums = group_sums(w, row, g, a);
+    const size_t at = static_cast<size_t>(row * w.groups + g);
+    const double product = w.scales[at] * static_cast<double>(sums.products);
+    const double shift = w.affine ? w.mins[at] * static_cast<double>(sums.values) : 0.0;
+    sum += product + shift;
+    magnitude += std::fabs(product) + std::fabs(shift);
+  }
+  for (int64_t i = 0; i < w.k; ++i) {
+    const size_t at = static_cast<size_t>(row * w.groups + i / w.group_inputs);
+    const double term = w.scales[at] * w.level(row, i) + (w.affine ? w.mins[at] : 0.0);
+    row_sum += term;
+    row_magnitude += std::fabs(w.scales[at] * w.level(row, i)) + (w.affine ? std::fabs(w.mins[at]) : 0.0);
+  }
+  const size_t r = static_cast<size_t>(row);
+  const double factor = double{scale} * w.row_scale[r];
+  const double value = factor * (sum - double{zero} * row_sum) + w.bias[r];
+  const double p = magnitude + std::fabs(zero * row_sum);
+  const double n = static_cast<double>((w.affine ? 2 : 1) * w.groups + 3 + 1);
+  const double row_noise = std::fabs(zero) * row_magnitude * static_cast<double>(w.k) * 0x1p-51;
+  const double bound =
+      std::fabs(factor) * (p * 1.01 * n * kUnit + row_noise) + std::fabs(value) * kUnit + (p + 1) * kSmallest;
+  return {value, bound};
+}
+
+float contract_embedding(const Decoded& w, int64_t row, int64_t input) {
+  const size_t at = static_cast<size_t>(row * w.groups + input / w.group_inputs);
+  const float row_scale = w.row_scale[static_cast<size_t>(row)];
+  const float scale = row_scale * static_cast<float>(w.scales[at]);
+  const float level = static_cast<float>(w.level(row, input));
+  return w.affine ? std::fma(scale, level, row_scale * static_cast<float>(w.mins[at])) : scale * level;
+}
+
+// The bound: scale and min are products rounded once, the result is rounded once; where one underflows, by at most half
+// of 2^-149 each, times the level.
+Bounded exact_embedding(const Decoded& w, int64_t row, int64_t input) {
+  const size_t at = static_cast<size_t>(row * w.groups + input / w.group_inputs);
+  const double row_scale = w.row_scale[static_cast<size_t>(row)];
+  const double product = row_scale * w.scales[at] * w.level(row, input);
+  const double min = w.affine ? row_scale * w.mins[at] : 0.0;
+  const double magnitude = std::fabs(product) + std::fabs(min);
+  return {product + min, 2.01 * kUnit * magnitude + (std::fabs(w.level(row, input)) + 2) * kSmallest};
+}
+
+QuantizedRow contract_quantize(const std::vector<float>& x) {
+  float lo = 0.0f, hi = 0.0f;
+  bool finite = true;
+  for (const float value : x) {
+    finite = finite && std::isfinite(value);
+    lo = std::fmin(lo, value);
+    hi = std::fmax(hi, value);
+  }
+  QuantizedRow q{std::vector<int8_t>(x.size(), 0), 0.0f, 0.0f};
+  if (!finite) {
+    q.scale = float_from_bits(0x7fc00000u);
+    return q;
+  }
+  const float scale = hi / 255.0f - lo / 255.0f;
+  if (scale < 0x1p-126f) return q;
+  q.scale = scale;
+  const float inverse = 1.0f / scale;
+  q.zero = std::fmin(std::rint(-lo * inverse) - 128.0f, 127.0f);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const float level = std::rint(std::fma(x[i], inverse, q.zero));
+    q.a[i] = static_cast<int8_t>(std::fmax(-128.0f, std::fmin(127.0f, level)));
+  }
+  return q;
+}
+
+std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype) {
+  std::vector<uint8_t> bytes(values.size() * static_cast<size_t>(size_of(dtype)));
+  for (size_t i = 0; i < values.size(); ++i) store_from_f32(bytes.data(), dtype, static_cast<int64_t>(i), values[i]);
+  return bytes;
+}
+
+std::vector<float> from_bytes(const std::vector<uint8_t>& bytes, DType dtype) {
+  std::vector<float> values(bytes.size() / static_cast<size_t>(size_of(dtype)));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = load_as_f32(bytes.data(), dtype, static_cast<int64_t>(i));
+  return values;
+}
+
+const char* name_of(DType dtype) { return dtype == DType::f32 ? "f32" : dtype == DType::bf16 ? "bf16" : "f16"; }
+
+testing::AssertionResult same_bits(const std::vector<uint8_t>& found, const std::vector<uint8_t>& expected,
+                                   DType dtype) {
+  if (found == expected) return testing::AssertionSuccess();
+  if (found.size() != expected.size())
+    return testing::AssertionFailure() << found.size() << " bytes, not " << expected.size();
+  size_t at = 0;
+  while (found[at] == expected[at]) ++at;
+  const int64_t index = static_cast<int64_t>(at) / size_of(dtype);
+  return testing::AssertionFailure() << "element " << index << " is " << load_as_f32(found.data(), dtype, index)
+                                     << "; expected " << load_as_f32(expected.data(), dtype, index);
+}
+
+}  // namespace lowbit::test

@@ -1,0 +1,44 @@
+// What the kernels must compute: the contract of kernels/ukernel.h stated once more in plain float32 loops, and the
+// same quantities in float64 with a bound on how far float32 arithmetic may be from them.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "../../../kernels/numeric.h"
+#include "matrix.h"
+
+namespace lowbit::test {
+
+struct Bounded {
+  double value, bound;  // |float32 result - value| <= bound
+};
+
+// y of one activation row (k values, zero point and scale) and one weight row. The group sums of the activations
+// are computed from the values.
+float contract_linear(const Decoded& w, int64_t row, const int8_t* a, float scale, float zero);
+Bounded exact_linear(const Decoded& w, int64_t row, const int8_t* a, float scale, float zero);
+
+float contract_embedding(const Decoded& w, int64_t row, int64_t input);
+Bounded exact_embedding(const Decoded& w, int64_t row, int64_t input);
+
+// One quantised row of activations.
+struct QuantizedRow {
+  std::vector<int8_t> a;  // k
+  float scale, zero;
+};
+QuantizedRow contract_quantize(const std::vector<float>& x);
+
+// Values to float32, and back to the type, as numeric.h does it (numeric_test.cpp has its own opinion of that).
+std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype);
+std::vector<float> from_bytes(const std::vector<uint8_t>& bytes, DType dtype);
+
+const char* name_of(DType dtype);
+
+// Equal bits; otherwise names the first element that differs.
+testing::AssertionResult same_bits(const std::vector<uint8_t>& found, const std::vector<uint8_t>& expected,
+                                   DType dtype);
+
+}  // namespace lowbit::test

@@ -1,0 +1,52 @@
+#include "tensors.h"
+
+#include "../../../kernels/registry.h"
+
+namespace lowbit::test {
+
+std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed, const Layout& layout) {
+  const DType dtype = dtype_of(x.type);
+  const int64_t rows = x.shape.numel() / layout.k;
+  std::vector<uint8_t> row(static_cast<size_t>(layout.k * size_of(dtype)));
+  std::vector<uint8_t> out(static_cast<size_t>(rows * layout.n * size_of(dtype)));
+  std::vector<int8_t> a(static_cast<size_t>(layout.blocks * 32));
+  std::vector<int32_t> group_sums(static_cast<size_t>(layout.groups));
+  float scale, zero;
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < layout.k; ++j) {
+      std::memcpy(row.data() + j * size_of(dtype), element(x, i * layout.k + j), static_cast<size_t>(size_of(dtype)));
+    }
+    choose_quantize(kPortable).run({.x = row.data(),
+                                    .x_dtype = dtype,
+                                    .k = layout.k,
+                                    .k_padded = layout.blocks * 32,
+                                    .group_inputs = layout.group_inputs(),
+                                    .a = a.data(),
+                                    .group_sums = group_sums.data(),
+                                    .scale = &scale,
+                                    .zero = &zero});
+    choose_linear(layout.format, layout.bits, 1, kPortable)
+        .run({.panels = packed + kHeaderBytes,
+              .layout = layout,
+              .panel_begin = 0,
+              .panel_end = layout.panels,
+              .a = a.data(),
+              .group_sums = group_sums.data(),
+              .scales = &scale,
+              .zeros = &zero,
+              .m = 1,
+              .out = out.data() + i * layout.n * size_of(dtype),
+              .out_dtype = dtype,
+              .out_stride = layout.n});
+  }
+  return out;
+}
+
+testing::AssertionResult refused(const Status& status, const char* says, Status::Kind kind) {
+  if (status.ok()) return testing::AssertionFailure() << "accepted";
+  if (status.kind() != kind) return testing::AssertionFailure() << "of another kind: '" << status.message() << "'";
+  if (std::strstr(status.message(), says) != nullptr) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "the message is '" << status.message() << "', without '" << says << "'";
+}
+
+}  // namespace lowbit::test
