@@ -6,7 +6,8 @@
 //   kernels_bench --benchmark_filter=a8w4           one width; all of Google Benchmark's options work
 //
 // items_per_second counts weights (linear, packing) or values (quantisation, embedding), bytes_per_second packed bytes
-// that were read. The header prints the read bandwidth of one thread for scale: a GEMV from memory cannot be faster.
+// that were read; both per second of CPU time, so that other work on the machine disturbs less. The header prints the
+// read bandwidth of one thread for scale: a GEMV from memory cannot be faster.
 
 #include <benchmark/benchmark.h>
 

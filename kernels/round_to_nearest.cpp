@@ -13,6 +13,7 @@ constexpr float kLargestWeight = FLT_MAX / 4;
 // A group whose scale would be smaller counts as constant: the inverse of the scale must be finite.
 constexpr float kSmallestScale = 0x1p-120f;
 constexpr float kShrinkStep = 0.05f;
+constexpr int kFits = 2;
 
 // How many ranges are tried, each kShrinkStep smaller than the one before: fewer bits gain from cutting off more.
 int candidates(int bits, bool search) {
@@ -111,6 +112,31 @@ float squared_error(const float* weight, int64_t count, Grid grid, float top) {
   return add_lanes(sums);
 }
 
+// The grid of least squared error for the codes that `grid` gives: linear regression of the weights on the codes, through
+// level 0 when symmetric. Weights are nearest to another code then, so it is no more than a candidate.
+Grid fit_to_codes(const float* weight, int64_t count, Grid grid, float half, bool affine, float top) {
+  const float inverse = 1.0f / grid.scale;
+  // Sums of code, code squared, weight and their product; codes count from the middle, which keeps the sums small.
+  float c[8] = {}, cc[8] = {}, w[8] = {}, cw[8] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const float code = nearest_code(weight[i], grid, inverse, top) - half;
+    c[i % 8] += code;
+    cc[i % 8] += code * code;
+    w[i % 8] += weight[i];
+    cw[i % 8] += code * weight[i];
+  }
+  const float n = static_cast<float>(count);
+  const float sum_c = add_lanes(c), sum_cc = add_lanes(cc), sum_w = add_lanes(w), sum_cw = add_lanes(cw);
+  if (!affine) {
+    const float scale = sum_cc == 0.0f ? 0.0f : sum_cw / sum_cc;
+    return {scale, -half * scale};
+  }
+  const float variance = n * sum_cc - sum_c * sum_c;
+  const float scale = variance <= 0.0f ? 0.0f : (n * sum_cw - sum_c * sum_w) / variance;
+  const float middle = (sum_w - scale * sum_c) / n;
+  return {scale, middle - half * scale};
+}
+
 Grid choose_grid(const float* weight, int64_t count, int bits, bool affine, bool search) {
   const auto [low, high] = range(weight, count);
   const float top = static_cast<float>((1 << bits) - 1);
@@ -143,6 +169,14 @@ Grid choose_grid(const float* weight, int64_t count, int bits, bool affine, bool
       least = error;
       best = grid;
     }
+  }
+  for (int fits = 0; search && fits < kFits; ++fits) {
+    const Grid grid = fit_to_codes(weight, count, best, half, affine, top);
+    if (!(std::fabs(grid.scale) >= kSmallestScale)) break;
+    const float error = squared_error(weight, count, grid, top);
+    if (!(error < least)) break;
+    least = error;
+    best = grid;
   }
   return best;
 }

@@ -10,7 +10,7 @@ struct RoundToNearestArgs {
   const void* weight;  // layout.n rows of layout.k values
   DType dtype;
   int64_t row_stride;  // elements from one row to the next
-  bool search;         // also try smaller ranges, and keep the one with the least squared error
+  bool search;         // also try smaller ranges, keep the one with the least squared error, and fit it to its codes
   uint8_t* codes;      // out: n x k
   float* scales;       // out: n x groups
   float* mins;         // out: n x groups; nullptr when symmetric
