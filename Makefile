@@ -47,5 +47,12 @@ test-arm: $(VENV)/requirements
 test-python: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/python
 
+# Every kernel that this CPU runs, beside the read bandwidth of this machine.
+bench: $(VENV)/requirements
+	scripts/need.sh bench
+	$(CMAKE) -S . -B build/bench -DLOWBIT_BUILD_BENCH=ON
+	$(BIN)/cmake --build build/bench -j $(JOBS)
+	build/bench/bench/kernels_bench $(BENCH)
+
 clean:
 	rm -rf $(VENV) build dist demo-out

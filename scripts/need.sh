@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
-#   scripts/need.sh build|test
+#   scripts/need.sh build|test|bench
 # Says which packages are missing, and fails, where it cannot install them.
 set -u
 
@@ -19,6 +19,9 @@ if [ "${1:-build}" = test ]; then
   need qemu-user has qemu-aarch64
   need g++-aarch64-linux-gnu has aarch64-linux-gnu-g++
   need googletest test -f /usr/src/googletest/CMakeLists.txt
+fi
+if [ "${1:-build}" = bench ]; then
+  need libbenchmark-dev test -f /usr/include/benchmark/benchmark.h
 fi
 [ -z "$missing" ] && exit 0
 
