@@ -1,12 +1,12 @@
 // Unpacking a line with AVX2: the 32 codes of half a line of 64 bytes, at bit 0, from the packed lines (codec.h).
 //
-// Nothing is written out by hand: each bit run of the placement table is a shift and an AND, and the runs of a scattered
-// code are joined by OR. Codes go down to bit 0, because vpmaddubsw multiplies unsigned bytes above 128 with saturation,
-// and because lower products leave room for more of them in 16 bits. Lines are unpacked one at a time and used at
-// once: eight of them, two registers each, would fill the register file. Packed lines are read again for each of their
-// fields, as memory operands of the ANDs where no shift is needed. Instructions per 512 weights beside the loads:
+// Nothing is written out by hand: each bit run of the placement table is a shift and an AND, and the runs of a
+// scattered code are joined by OR. Codes go down to bit 0, because vpmaddubsw saturates for higher fields, and because
+// small products leave room for more of them in 16 bits. Lines are unpacked one at a time and used at once: eight of
+// them, two registers each, would fill the register file. Packed lines are read again for each of their fields, as
+// memory operands of the ANDs where no shift is needed. Instructions per 512 weights beside the loads:
 //   bits   1    2    3    4    5    6    7    8
-//         30   28   32   24   46   44   52   16
+//         30   28   38   24   46   44   54   16
 #pragma once
 
 #include <immintrin.h>

@@ -1,7 +1,7 @@
 // embedding_w<b>_avx2: dequantises one row of a packed matrix, a block of 32 inputs at a time. Formula: ukernel.h.
 //
-// bits/read_row_avx2.h gives the 32 codes of a block in order. They become floats 16 at a time, because 16 inputs share a
-// group; codes and levels are small integers, exact in float32.
+// bits/read_row_avx2.h gives the 32 codes of a block in order. They become floats 16 at a time, because 16 inputs share
+// a group; codes and levels are small integers, exact in float32.
 
 #include "../bits/read_row_avx2.h"
 #include "../bits/simd_avx2.h"
@@ -43,7 +43,10 @@ void read_row(const EmbeddingArgs& args) {
   };
 
   for (int64_t b = 0; b < layout.blocks; ++b) {
-    const __m256i codes = read_block<Bits>(panel + layout.block_offset(b), r);
+    // As layout.block_offset(b), without its division.
+    const int64_t ended = group_end <= b * kBlockInputs ? group : group - 1;
+    const uint8_t* block = panel + b * layout.block_bytes + ended * layout.group_bytes;
+    const __m256i codes = read_block<Bits>(block, r);
     half(b * kBlockInputs, _mm256_castsi256_si128(codes));
     half(b * kBlockInputs + kHalfInputs, _mm256_extracti128_si256(codes, 1));
   }

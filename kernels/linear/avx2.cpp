@@ -11,9 +11,9 @@
 //   lines        128   42   18    8    4    2    1    8
 //   blocks        16    5    2    1                   1
 //
-// 4 rows of activations: 8 sums in int16 stay in registers, with a line of weights (2) and what unpacking needs; a line is
-// unpacked once for all rows and never stored. The int32 totals and float accumulators are touched once per run or
-// group, and may lie on the stack.
+// 4 rows of activations: 8 sums in int16 stay in registers, with a line of weights (2) and what unpacking needs; a line
+// is unpacked once for all rows and never stored. The int32 totals and the float accumulators are touched once per run
+// or group, and may lie on the stack. 5 or 6 rows would leave no registers for products and masks.
 
 #include "linear_avx2.h"
 
@@ -85,8 +85,9 @@ struct Sums : Totals<Bits, Rows, 1> {
 };
 
 #define ROW(bits, m) {"linear_a8w" #bits "_" #m "x16_avx2", kAvx2, Format::panel16, bits, m, 16, run<Sums, bits, m>}
-constexpr LinearKernel kRows[] = {ROW(1, 4), ROW(2, 4), ROW(3, 4), ROW(4, 4), ROW(5, 4), ROW(6, 4), ROW(7, 4), ROW(8, 4),
-                                  ROW(1, 1), ROW(2, 1), ROW(3, 1), ROW(4, 1), ROW(5, 1), ROW(6, 1), ROW(7, 1), ROW(8, 1)};
+constexpr LinearKernel kRows[] = {
+    ROW(1, 4), ROW(2, 4), ROW(3, 4), ROW(4, 4), ROW(5, 4), ROW(6, 4), ROW(7, 4), ROW(8, 4),
+    ROW(1, 1), ROW(2, 1), ROW(3, 1), ROW(4, 1), ROW(5, 1), ROW(6, 1), ROW(7, 1), ROW(8, 1)};
 #undef ROW
 
 }  // namespace

@@ -44,8 +44,9 @@ struct Sums : Totals<Bits, Rows, split_for(Rows)> {
 
 #define ROW(bits, m) \
   {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<Sums, bits, m>}
-constexpr LinearKernel kRows[] = {ROW(1, 4), ROW(2, 4), ROW(3, 4), ROW(4, 4), ROW(5, 4), ROW(6, 4), ROW(7, 4), ROW(8, 4),
-                                  ROW(1, 1), ROW(2, 1), ROW(3, 1), ROW(4, 1), ROW(5, 1), ROW(6, 1), ROW(7, 1), ROW(8, 1)};
+constexpr LinearKernel kRows[] = {
+    ROW(1, 4), ROW(2, 4), ROW(3, 4), ROW(4, 4), ROW(5, 4), ROW(6, 4), ROW(7, 4), ROW(8, 4),
+    ROW(1, 1), ROW(2, 1), ROW(3, 1), ROW(4, 1), ROW(5, 1), ROW(6, 1), ROW(7, 1), ROW(8, 1)};
 #undef ROW
 
 }  // namespace
