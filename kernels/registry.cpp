@@ -5,9 +5,11 @@
 namespace lowbit {
 
 // The tables, one per ISA file.
-extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx512Vnni;
-extern const Table<LinearKernel> kLinearPortable, kLinearNeonDot, kLinearAvx512Vnni;
-extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx512Vnni;
+extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx2, kQuantizeAvx512Vnni;
+extern const Table<LinearKernel> kLinearPortable, kLinearNeonDot, kLinearAvx2, kLinearAvxVnni,
+    kLinearAvx512Vnni;
+extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2,
+    kEmbeddingAvx512Vnni;
 
 namespace {
 
@@ -17,9 +19,11 @@ constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantize
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearNeonDot, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 #elif defined(__x86_64__)
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAvx512Vnni, &kLinearPortable};
-constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingPortable};
+constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
+constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2,
+                                                  &kLinearPortable};
+constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
+                                                        &kEmbeddingPortable};
 #else
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};

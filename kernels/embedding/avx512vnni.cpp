@@ -1,59 +1,13 @@
 // embedding_w<b>_avx512vnni: dequantises one row of a packed matrix, a block of 32 inputs at a time. Formula: ukernel.h.
 //
-// A row has one 32-bit word (4 codes) in every packed line. Lane j of a 256-bit register collects the word of unpacked line j, so
-// that the 32 codes of the block come out in order. Where each lane finds its bits is read off the table of bits/codec.h,
-// one gather per bit run (1 for most widths, 2 for 3 and 5 bits, 3 for 6, 7 for 7).
+// bits/read_row_avx2.h gives the 32 codes of a block in order; they become floats 16 at a time.
 
-#include <immintrin.h>
-
+#include "../bits/read_row_avx2.h"
 #include "../bits/simd_avx512.h"
 #include "../ukernel.h"
 
 namespace lowbit {
 namespace {
-
-// Run i of all eight lines. A lane whose line has fewer runs gets an empty mask and reads line 0.
-struct LaneRun {
-  alignas(32) uint32_t word[8] = {};  // index of the 32-bit word, from the block's start
-  alignas(32) uint32_t right[8] = {}, mask[8] = {}, left[8] = {};
-};
-
-template <int Bits>
-struct LaneRuns {
-  int count = 0;
-  LaneRun run[7] = {};
-
-  constexpr LaneRuns() {
-    for (int j = 0; j < 8; ++j) {
-      const CodePlacement where = placement(Bits, j);
-      if (where.count > count) count = where.count;
-      for (int i = 0; i < where.count; ++i) {
-        const BitRun bits = where.run[i];
-        run[i].word[j] = bits.line * kLineBytes / 4u;
-        run[i].right[j] = bits.line_bit;
-        run[i].mask[j] = ((1u << bits.length) - 1u) * 0x01010101u;
-        run[i].left[j] = bits.code_bit;
-      }
-    }
-  }
-};
-
-[[gnu::always_inline]] inline __m256i load8(const uint32_t* values) {
-  return _mm256_load_si256(reinterpret_cast<const __m256i*>(values));
-}
-
-template <int Bits>
-[[gnu::always_inline]] inline __m256i read_block(const uint8_t* block, int64_t r) {
-  static constexpr LaneRuns<Bits> kRuns{};
-  __m256i codes = _mm256_setzero_si256();
-  for (int i = 0; i < kRuns.count; ++i) {
-    const LaneRun& run = kRuns.run[i];
-    __m256i words = _mm256_i32gather_epi32(reinterpret_cast<const int*>(block + 4 * r), load8(run.word), 4);
-    words = _mm256_and_si256(_mm256_srlv_epi32(words, load8(run.right)), load8(run.mask));
-    codes = _mm256_or_si256(codes, _mm256_sllv_epi32(words, load8(run.left)));
-  }
-  return _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(stored_flip(Bits))));
-}
 
 template <int Bits, bool Affine>
 void read_row(const EmbeddingArgs& args) {

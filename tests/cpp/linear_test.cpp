@@ -78,6 +78,8 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "stride_plus_50", .m = 3, .n = 16, .k = 64, .group_size = 32, .extra_stride = 50},
       {.name = "lowest_activations", .m = m, .n = 16, .k = 256, .group_size = 128, .values = Values::lowest},
       {.name = "highest_activations", .m = m, .n = 16, .k = 256, .group_size = 48, .values = Values::highest},
+      {.name = "lowest_activations_16", .m = m, .n = 16, .k = 80, .group_size = 16, .values = Values::lowest},
+      {.name = "highest_activations_64", .m = m, .n = 16, .k = 160, .group_size = 64, .values = Values::highest},
       {.name = "huge_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::huge},
       {.name = "tiny_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::tiny},
       {.name = "subnormal_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::subnormal},

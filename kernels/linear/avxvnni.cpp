@@ -1,0 +1,57 @@
+// linear_a8w<b>_{1,4}x16_avxvnni: int8 activations times b-bit weights, 16 output rows to two registers.
+//
+//   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
+//   vpdpbusd sums, codes, broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
+//
+// Nothing saturates and every width goes the same way. One row of activations has 8 accumulators, to hide the
+// latency of vpdpbusd (5 cycles, up to 2 per cycle); 4 rows have as many without splitting.
+
+#include "linear_avx2.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int split_for(int rows) { return rows == 1 ? 4 : 1; }
+
+template <int Bits, int Rows, bool Halves>
+struct Sums : Totals<Bits, Rows, split_for(Rows)> {
+  static constexpr bool kHalves = Halves;
+  static constexpr int kRunBlocks = 1;
+
+  [[gnu::always_inline]] void begin_run() {}
+  [[gnu::always_inline]] void end_run() {}
+
+  template <int First, int Lines>
+  [[gnu::always_inline]] void add(const uint8_t* block, const int8_t* a, int64_t stride) {
+    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+      (add_line<First + I>(block, a, stride), ...);
+    }(std::make_integer_sequence<int, Lines>());
+  }
+
+ private:
+  template <int J>
+  [[gnu::always_inline]] void add_line(const uint8_t* block, const int8_t* a, int64_t stride) {
+    const __m256i codes[2] = {unpack_line<Bits, J>(block), unpack_line<Bits, J>(block + kLineBytes / 2)};
+    for (int i = 0; i < Rows; ++i) {
+      const __m256i a4 = broadcast4(a + i * stride + 4 * J);
+      for (int h = 0; h < 2; ++h) {
+        __m256i& total = this->total[i][h][J % split_for(Rows)];
+        total = _mm256_dpbusd_avx_epi32(total, codes[h], a4);
+      }
+    }
+  }
+};
+
+#define ROW(bits, m) \
+  {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<Sums, bits, m>}
+constexpr LinearKernel kRows[] = {
+    ROW(1, 4), ROW(2, 4), ROW(3, 4), ROW(4, 4), ROW(5, 4), ROW(6, 4), ROW(7, 4), ROW(8, 4),
+    ROW(1, 1), ROW(2, 1), ROW(3, 1), ROW(4, 1), ROW(5, 1), ROW(6, 1), ROW(7, 1), ROW(8, 1)};
+#undef ROW
+
+}  // namespace
+
+extern const Table<LinearKernel> kLinearAvxVnni;
+const Table<LinearKernel> kLinearAvxVnni{kRows, sizeof kRows / sizeof kRows[0]};
+
+}  // namespace lowbit
