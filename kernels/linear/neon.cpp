@@ -77,6 +77,7 @@ template <int Bits, Halves Wanted>
     products[q][0].template join<Bits == 2 ? 2 : 3>(products[q][1]);
     products[q][0].template join<4>(products[q][2]);
     if (products[q][0].lines != 0) sums[q].take(products[q][0]);
+    sums[q].settle();
   });
 }
 

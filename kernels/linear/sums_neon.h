@@ -69,6 +69,12 @@ struct Sums {
     products.lines = 0;
   }
 
+  // Compilers do not move volatile assembly behind this to the front of it.
+  [[gnu::always_inline]] void settle() {
+    __asm__ volatile("" : "+w"(part[0]));
+    if constexpr (Wide) __asm__ volatile("" : "+w"(part[1]));
+  }
+
   [[gnu::always_inline]] int32x4_t total() const { return Wide ? vpaddq_s32(part[0], part[1]) : part[0]; }
 };
 

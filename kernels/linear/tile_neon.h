@@ -99,29 +99,41 @@ template <int Bits, int StepLines, int Rows>
 [[gnu::always_inline]] inline void add_step(Sums<Bits == 8> (&sums)[Rows][kQuarters], const int8_t* weights,
                                             const int8_t* a, int64_t stride) {
   constexpr int kMost = most_tile_lines(Bits), kLines = kMost < StepLines ? kMost : StepLines;
+  int8x16_t fours[Rows][2];  // activations of 4 lines each
   unroll<StepLines / kLines>([&](auto part) __attribute__((always_inline)) {
     constexpr int kFirst = part * kLines;
     int8x16_t broadcasts[Rows][kLines];
     unroll<Rows>([&](auto r) __attribute__((always_inline)) {
       unroll<kLines>([&](auto i) __attribute__((always_inline)) {
-        int8x16_t four = vld1q_s8(a + r * stride + (kFirst + i) / 4 * 16);
-        if constexpr (Bits == 8) four = veorq_s8(four, vreinterpretq_s8_s64(vdupq_n_s64(int64_t{-1} << 32)));
-        broadcasts[r][i] = broadcast(four, (kFirst + i) % 4);
+        constexpr int kLine = kFirst + i;
+        int8x16_t& four = fours[r][kLine / 4];
+        if constexpr (kLine % 4 == 0) {
+          four = vld1q_s8(a + r * stride + 4 * kLine);
+          if constexpr (Bits == 8) four = veorq_s8(four, vreinterpretq_s8_s64(vdupq_n_s64(int64_t{-1} << 32)));
+          __asm__ volatile("" : "+w"(four));  // or GCC loads each lane by itself
+        }
+        broadcasts[r][i] = broadcast(four, kLine % 4);
       });
     });
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
       Products products[Rows];
-      unroll<kLines>([&](auto i) __attribute__((always_inline)) {
-        const int8x16_t w = vld1q_s8(weights + (q * StepLines + kFirst + i) * 16);
+      unroll<kLines / 2>([&](auto i) __attribute__((always_inline)) {
+        const int8_t* at = weights + (q * StepLines + kFirst + 2 * i) * 16;
+        int8x16_t w0 = vld1q_s8(at), w1 = vld1q_s8(at + 16);
+        __asm__ volatile("" : "+w"(w0), "+w"(w1));  // one ldp
         unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-          if constexpr (Bits == 8 && i % 2 != 0) {
-            products[r].subtract(w, broadcasts[r][i]);
+          products[r].add(w0, broadcasts[r][2 * i]);
+          if constexpr (Bits == 8) {
+            products[r].subtract(w1, broadcasts[r][2 * i + 1]);
           } else {
-            products[r].add(w, broadcasts[r][i]);
+            products[r].add(w1, broadcasts[r][2 * i + 1]);
           }
         });
       });
-      unroll<Rows>([&](auto r) __attribute__((always_inline)) { sums[r][q].take(products[r]); });
+      unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+        sums[r][q].take(products[r]);
+        sums[r][q].settle();  // one quarter after the other: together, they need too many registers
+      });
     });
   });
 }
