@@ -7,9 +7,9 @@
 //   addp, sadalp        pairs of lo and hi in int16, then in int32: one int32 lane is one output row ("folded"); or
 //   2 sadalp            int32 pairs, and one addp in int32 at the end of a group ("wide"), when addp would overflow
 //
-// An int16 sum of `lines` products holds while lines * c <= 256, where c is the largest weight: the lowest value is
-// -128 c each, and the highest is below that in magnitude because activations reach only 127 and weights below zero do
-// not reach -c. addp adds two, so folding needs lines * c <= 128.
+// An int16 sum of `lines` products holds while lines * c <= 256, where c is the largest weight: its lowest value is
+// lines * c * -128, and its highest is below that in magnitude because activations reach only 127 and no weight is -c.
+// (Weights that do reach -c need less than 256, and have it.) addp adds two sums, so folding needs lines * c <= 128.
 //
 //   1x16   Weights are codes, or -1 for a set bit at 1 bit. Fields in place (bits/unpack_neon.h) have their own int16
 //          sums, joined by ssra once per block: 2 lines of 48 at 2 bits, 3 lines of 56 at 3.
@@ -19,7 +19,7 @@
 //                            folded        | wide
 //   4x16   A piece of a group is unpacked once for up to 32 rows of activations, as offset - code, or -level at 1 bit:
 //          c is halved, and the largest weight is on the side where c * -128 still fits.
-//            c               1   2   4   8  16  32  64             Affine up to 4 bits: -code, as good.
+//            c               1   2   4   8  16  32  64             Affine up to 4 bits: -code, 8 * 15 < 128.
 //            lines           8   8   8   8   8   4   2             Folded.
 //          8 bits: w0 * a0 - w1 * ~a1 = w0 * a0 + w1 * a1 + w1 is at most 128 * 128 + 128 * 127 < 2^15, so two lines
 //          are one smull and one smlsl; the sum of the odd lines' weights is known from unpacking and taken off again.
