@@ -14,7 +14,8 @@
 namespace lowbit::test {
 namespace {
 
-enum class Values { random, lowest, highest };  // of the activations
+// Of the activations. With other than random ones every code is the highest, or zero.
+enum class Values { random, lowest, highest, lowest_by_zero };
 enum class RowScale { ordinary, huge, tiny, subnormal, zero, not_a_number };
 
 struct Case {
@@ -66,6 +67,10 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "groups_128", .m = 4, .n = 20, .k = 300, .group_size = 128},
       {.name = "per_channel", .m = 4, .n = 20, .k = 100, .group_size = 0},
       {.name = "per_channel_long", .m = 1, .n = 16, .k = 1000, .group_size = 0},
+      {.name = "many_rows", .m = 67, .n = 16, .k = 80, .group_size = 32},
+      {.name = "many_rows_16", .m = 35, .n = 16, .k = 80, .group_size = 16},
+      {.name = "long_groups", .m = m + 1, .n = 16, .k = 700, .group_size = 320},
+      {.name = "long_groups_ending_in_half", .m = m + 1, .n = 16, .k = 1100, .group_size = 528},
       {.name = "unaligned_1", .m = 4, .n = 33, .k = 80, .group_size = 32, .misaligned = 1},
       {.name = "unaligned_2", .m = 1, .n = 33, .k = 80, .group_size = 16, .misaligned = 2},
       {.name = "unaligned_7", .m = 5, .n = 33, .k = 80, .group_size = 0, .misaligned = 7},
@@ -80,6 +85,9 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "highest_activations", .m = m, .n = 16, .k = 256, .group_size = 48, .values = Values::highest},
       {.name = "lowest_activations_16", .m = m, .n = 16, .k = 80, .group_size = 16, .values = Values::lowest},
       {.name = "highest_activations_64", .m = m, .n = 16, .k = 160, .group_size = 64, .values = Values::highest},
+      {.name = "lowest_by_zero", .m = m, .n = 16, .k = 256, .group_size = 128, .values = Values::lowest_by_zero},
+      {.name = "highest_32", .m = m, .n = 16, .k = 64, .group_size = 32, .values = Values::highest},
+      {.name = "lowest_by_zero_32", .m = m, .n = 16, .k = 64, .group_size = 32, .values = Values::lowest_by_zero},
       {.name = "huge_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::huge},
       {.name = "tiny_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::tiny},
       {.name = "subnormal_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::subnormal},
@@ -110,9 +118,9 @@ struct Input {
       int8_t* values = a.as<int8_t>() + row * layout.blocks * 32;
       for (int64_t g = 0; g < layout.groups; ++g) group_sums.as<int32_t>()[row * layout.groups + g] = 0;
       for (int64_t i = 0; i < layout.k; ++i) {
-        values[i] = static_cast<int8_t>(c.values == Values::lowest    ? -128
+        values[i] = static_cast<int8_t>(c.values == Values::random    ? random.between(int64_t{-128}, 127)
                                         : c.values == Values::highest ? 127
-                                                                      : random.between(int64_t{-128}, 127));
+                                                                      : -128);
         group_sums.as<int32_t>()[row * layout.groups + i / weights.group_inputs] += values[i];
       }
       scales.as<float>()[row] = row_scale(c.scale, random);
@@ -187,7 +195,8 @@ class LinearRow : public testing::TestWithParam<RowRef> {
         const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, mapping, has_bias);
         Random random(static_cast<uint64_t>(kernel.bits * 1000 + c.m * 100 + c.n + c.k));
         Weights weights = random_weights(layout, random);
-        if (c.values != Values::random) std::fill(weights.codes.begin(), weights.codes.end(), (1 << kernel.bits) - 1);
+        const int code = c.values == Values::lowest_by_zero ? 0 : (1 << kernel.bits) - 1;
+        if (c.values != Values::random) std::fill(weights.codes.begin(), weights.codes.end(), code);
         Input in(c, layout, packed(weights), random);
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
           const std::string what = std::string(kernel.name) + " " + c.name + (has_bias ? " bias " : " ") +

@@ -1,0 +1,162 @@
+// The guest of arm_cost.py: calls kernel rows between two markers that the QEMU plugin (icount.c) counts from and to,
+// and prints one line per call, in that order: name, task, number of units. The markers are unallocated hints, which do
+// nothing on a real core.
+//
+//   arm_cost [PART...] [^ISA...]     rows that this CPU runs, whose name contains a PART, if there is any, but no rows
+//                                    of an ISA
+//
+//   linear_*     task "symmetric|affine g<group size> m<rows>"   unit: 128 weights, for one row of activations
+//   quantize_*   task "f32|bf16|f16 g<group size>"               unit: one activation
+//   embedding_*  task "symmetric|affine f32|bf16|f16"            unit: one value
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "../kernels/pack.h"
+#include "../kernels/registry.h"
+
+namespace lowbit::bench {
+namespace {
+
+constexpr int64_t kOutputs = 64, kInputs = 1024;
+constexpr int64_t kGroupSizes[] = {32, 128};
+constexpr int64_t kMostRows = 16;
+constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
+
+const char* name_of(DType dtype) { return dtype == DType::f32 ? "f32" : dtype == DType::bf16 ? "bf16" : "f16"; }
+const char* name_of(Mapping mapping) { return mapping == Mapping::affine ? "affine" : "symmetric"; }
+
+struct Random {
+  uint32_t state = 1;
+  int below(int limit) {
+    state = state * 1664525u + 1013904223u;
+    return static_cast<int>((state >> 8) % static_cast<uint32_t>(limit));
+  }
+};
+
+template <class Call>
+void count(const char* name, const std::string& task, int64_t units, Call call) {
+  call();  // what happens once (lazy binding) is not counted
+  __asm__ volatile("hint #97" ::: "memory");
+  call();
+  __asm__ volatile("hint #98" ::: "memory");
+  std::printf("%s\t%s\t%lld\n", name, task.c_str(), static_cast<long long>(units));
+}
+
+struct Weights {
+  Layout layout;
+  std::vector<uint8_t> packed;
+
+  Weights(int bits, Mapping mapping, int64_t group_size) {
+    require(make_layout(kOutputs, kInputs, bits, group_size, mapping, false, &layout));
+    Random random;
+    std::vector<uint8_t> codes(static_cast<size_t>(kOutputs * kInputs));
+    for (uint8_t& code : codes) code = static_cast<uint8_t>(random.below(1 << bits));
+    const std::vector<float> scales(static_cast<size_t>(kOutputs * layout.groups), 0.01f);
+    packed.resize(static_cast<size_t>(layout.total_bytes));
+    std::vector<uint64_t> checksums(static_cast<size_t>(layout.panels));
+    const PackArgs args{codes.data(), scales.data(), mapping == Mapping::affine ? scales.data() : nullptr, nullptr};
+    require(pack_panels(layout, args, 0, layout.panels, packed.data(), checksums.data()));
+    seal(layout, checksums.data(), packed.data());
+  }
+
+  static void require(const Status& status) {
+    if (status.ok()) return;
+    std::fprintf(stderr, "%s\n", status.message());
+    std::exit(1);
+  }
+};
+
+void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_size) {
+  const Weights weights(kernel.bits, mapping, group_size);
+  const int64_t groups = weights.layout.groups;
+  Random random;
+  std::vector<int8_t> a(static_cast<size_t>(kMostRows * kInputs));
+  std::vector<int32_t> group_sums(static_cast<size_t>(kMostRows * groups));
+  for (size_t i = 0; i < a.size(); ++i) {
+    a[i] = static_cast<int8_t>(random.below(256) - 128);
+    group_sums[i / static_cast<size_t>(group_size)] += a[i];
+  }
+  const std::vector<float> scales(kMostRows, 0.01f), zeros(kMostRows, 3.0f);
+  std::vector<float> out(static_cast<size_t>(kMostRows * kOutputs));
+  LinearArgs args{weights.packed.data() + kHeaderBytes, weights.layout, 0, weights.layout.panels, a.data(),
+                  group_sums.data(), scales.data(), zeros.data(), 0, out.data(), DType::f32, kOutputs};
+  for (const int64_t m : {int64_t{1}, kMostRows}) {
+    if (m < kernel.m_step) continue;
+    args.m = m;
+    const std::string task =
+        std::string(name_of(mapping)) + " g" + std::to_string(group_size) + " m" + std::to_string(m);
+    count(kernel.name, task, m * kOutputs * kInputs / 128, [&] { kernel.run(args); });
+  }
+}
+
+void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_size) {
+  Random random;
+  std::vector<float> x(static_cast<size_t>(kInputs));  // the first half of it as 16-bit values
+  for (int64_t i = 0; i < kInputs; ++i) {
+    store_from_f32(x.data(), dtype, i, static_cast<float>(random.below(2001) - 1000) / 256.0f);
+  }
+  std::vector<int8_t> a(static_cast<size_t>(kInputs));
+  std::vector<int32_t> group_sums(static_cast<size_t>(kInputs / group_size));
+  float scale, zero;
+  const QuantizeArgs args{x.data(), dtype, kInputs, kInputs, group_size, a.data(), group_sums.data(), &scale, &zero};
+  count(kernel.name, std::string(name_of(dtype)) + " g" + std::to_string(group_size), kInputs,
+        [&] { kernel.run(args); });
+}
+
+void count_embedding(const EmbeddingKernel& kernel, Mapping mapping, DType dtype) {
+  const Weights weights(kernel.bits, mapping, kGroupSizes[0]);
+  std::vector<float> out(static_cast<size_t>(kInputs));
+  const EmbeddingArgs args{weights.packed.data() + kHeaderBytes, weights.layout, 5, out.data(), dtype};
+  count(kernel.name, std::string(name_of(mapping)) + " " + name_of(dtype), kInputs, [&] { kernel.run(args); });
+}
+
+std::vector<std::string> parts;
+
+bool wanted(const std::string& name, IsaBits isa) {
+  bool any = false, found = false;
+  for (const std::string& part : parts) {
+    if (part[0] == '^') {
+      if (name.substr(name.rfind('_') + 1) == part.substr(1)) return false;
+    } else {
+      any = true;
+      found = found || name.find(part) != std::string::npos;
+    }
+  }
+  return (isa & ~cpu_isa()) == 0 && (found || !any);
+}
+
+void count_all() {
+  for (size_t i = 0; i < linear_kernel_count(); ++i) {
+    const LinearKernel& kernel = linear_kernel(i);
+    if (!wanted(kernel.name, kernel.isa)) continue;
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      for (const int64_t group_size : kGroupSizes) count_linear(kernel, mapping, group_size);
+    }
+  }
+  for (size_t i = 0; i < quantize_kernel_count(); ++i) {
+    const QuantizeKernel& kernel = quantize_kernel(i);
+    if (!wanted(kernel.name, kernel.isa)) continue;
+    for (const DType dtype : kDTypes) {
+      for (const int64_t group_size : kGroupSizes) count_quantize(kernel, dtype, group_size);
+    }
+  }
+  for (size_t i = 0; i < embedding_kernel_count(); ++i) {
+    const EmbeddingKernel& kernel = embedding_kernel(i);
+    if (!wanted(kernel.name, kernel.isa)) continue;
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      for (const DType dtype : kDTypes) count_embedding(kernel, mapping, dtype);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::bench
+
+int main(int argc, char** argv) {
+  lowbit::bench::parts.assign(argv + 1, argv + argc);
+  lowbit::bench::count_all();
+  return 0;
+}

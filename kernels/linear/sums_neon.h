@@ -1,0 +1,122 @@
+// What the linear kernels for plain NEON share: integer sums of products (neon.cpp explains them), and what comes
+// behind them: scales, heads, outputs. The 16 rows of a panel are four quarters.
+#pragma once
+
+#include "../bits/unpack_neon.h"
+#include "../ukernel.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int kQuarters = 4;
+
+enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
+
+[[gnu::always_inline]] inline int8x16_t broadcast(int8x16_t a, int lane) {
+  switch (lane) {
+    case 0: return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(a), 0));
+    case 1: return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(a), 1));
+    case 2: return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(a), 2));
+    default: return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(a), 3));
+  }
+}
+
+// The int16 sums of a quarter. `lines` counts what they hold; the compiler knows it everywhere, so it costs nothing.
+struct Products {
+  int16x8_t lo, hi;
+  int lines = 0;
+
+  [[gnu::always_inline]] void add(int8x16_t w, int8x16_t a) {
+    if (lines++ == 0) {
+      lo = vmull_s8(vget_low_s8(w), vget_low_s8(a));
+      hi = vmull_high_s8(w, a);
+    } else {
+      lo = vmlal_s8(lo, vget_low_s8(w), vget_low_s8(a));
+      hi = vmlal_high_s8(hi, w, a);
+    }
+  }
+
+  [[gnu::always_inline]] void subtract(int8x16_t w, int8x16_t a) {
+    lo = vmlsl_s8(lo, vget_low_s8(w), vget_low_s8(a));
+    hi = vmlsl_high_s8(hi, w, a);
+    ++lines;
+  }
+
+  // Adds sums of fields 2^Shift times as large.
+  template <int Shift>
+  [[gnu::always_inline]] void join(const Products& other) {
+    if (other.lines == 0) return;
+    lo = vsraq_n_s16(lo, other.lo, Shift);
+    hi = vsraq_n_s16(hi, other.hi, Shift);
+  }
+};
+
+// The int32 sums of a quarter; `empty` is as known to the compiler as `lines` above.
+template <bool Wide>
+struct Sums {
+  int32x4_t part[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
+  bool empty = true;
+
+  [[gnu::always_inline]] void take(Products& products) {
+    if constexpr (Wide) {
+      part[0] = empty ? vpaddlq_s16(products.lo) : vpadalq_s16(part[0], products.lo);
+      part[1] = empty ? vpaddlq_s16(products.hi) : vpadalq_s16(part[1], products.hi);
+    } else {
+      const int16x8_t folded = vpaddq_s16(products.lo, products.hi);
+      part[0] = empty ? vpaddlq_s16(folded) : vpadalq_s16(part[0], folded);
+    }
+    empty = false;
+    products.lines = 0;
+  }
+
+  // Compilers do not move volatile assembly behind this to the front of it.
+  [[gnu::always_inline]] void settle() {
+    __asm__ volatile("" : "+w"(part[0]));
+    if constexpr (Wide) __asm__ volatile("" : "+w"(part[1]));
+  }
+
+  [[gnu::always_inline]] int32x4_t total() const { return Wide ? vpaddq_s32(part[0], part[1]) : part[0]; }
+};
+
+struct Quarters {
+  float32x4_t q[kQuarters];
+};
+
+// The 16 float16 values at `at`, scales or mins of a group.
+[[gnu::always_inline]] inline Quarters load_f16x16(const uint8_t* at) {
+  const float16x8_t half0 = vreinterpretq_f16_u8(vld1q_u8(at));
+  const float16x8_t half1 = vreinterpretq_f16_u8(vld1q_u8(at + 16));
+  return {{vcvt_f32_f16(vget_low_f16(half0)), vcvt_high_f32_f16(half0), vcvt_f32_f16(vget_low_f16(half1)),
+           vcvt_high_f32_f16(half1)}};
+}
+
+// acc + scale * the integer part of a group, for one quarter; `sum` is that, or its negative.
+template <bool Negative>
+[[gnu::always_inline]] inline float32x4_t add_scaled(float32x4_t acc, float32x4_t scale, int32x4_t sum) {
+  return Negative ? vfmsq_f32(acc, scale, vcvtq_f32_s32(sum)) : vfmaq_f32(acc, scale, vcvtq_f32_s32(sum));
+}
+
+// From the finished sums of the groups to the outputs of panel `p` in row `row`.
+[[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t p, int64_t row,
+                                                 const float32x4_t (&acc)[kQuarters]) {
+  const uint8_t* heads = args.panels + p * args.layout.panel_bytes + args.layout.head_offset;
+  const auto head = [&](int which, int q) __attribute__((always_inline)) {
+    return vreinterpretq_f32_u8(vld1q_u8(heads + 4 * (which * kPanelRows + 4 * q)));
+  };
+  float32x4_t y[kQuarters];
+  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+    const float32x4_t corrected = vfmsq_n_f32(acc[q], head(1, q), args.zeros[row]);
+    const float32x4_t scale = vmulq_n_f32(head(0, q), args.scales[row]);
+    y[q] = vfmaq_f32(head(2, q), scale, corrected);
+  });
+  const int64_t column = p * kPanelRows;
+  const int64_t index = row * args.out_stride + column, columns = args.layout.n - column;
+  switch (args.out_dtype) {
+    case DType::f32: store_first<DType::f32>(args.out, index, y, columns); break;
+    case DType::bf16: store_first<DType::bf16>(args.out, index, y, columns); break;
+    case DType::f16: store_first<DType::f16>(args.out, index, y, columns); break;
+  }
+}
+
+}  // namespace
+}  // namespace lowbit
