@@ -6,7 +6,7 @@ namespace lowbit {
 
 // The tables, one per ISA file.
 extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx512Vnni;
-extern const Table<LinearKernel> kLinearPortable, kLinearNeonDot, kLinearAvx512Vnni;
+extern const Table<LinearKernel> kLinearPortable, kLinearNeonDot, kLinearI8mm, kLinearAvx512Vnni;
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx512Vnni;
 
 namespace {
@@ -14,7 +14,7 @@ namespace {
 // Best first: the first row that fits the task and the ISA is chosen.
 #if defined(__aarch64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearNeonDot, &kLinearPortable};
+constexpr const Table<LinearKernel>* kLinear[] = {&kLinearI8mm, &kLinearNeonDot, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizePortable};
