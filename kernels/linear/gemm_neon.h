@@ -1,5 +1,5 @@
-// Many rows of m on Arm: what the dot-product and the i8mm kernel share. A `Tile` (tile_neondot.h, i8mm.cpp) has the inner
-// loop; this header feeds it.
+// Many rows of m on Arm: what the dot-product and the i8mm kernel share. A `Tile` (tile_neondot.h, i8mm.cpp) has the
+// inner loop; this header feeds it.
 //
 //   up to 8 panels x up to 32 rows of m, their float sums in a scratch on the stack:
 //     for each piece of k, at most 256 inputs (whole groups, or a part of a long group):
@@ -8,58 +8,23 @@
 //                       tiles of 4 rows (fewer at the end): exact int32 sums, then one fma per group
 //   then the panels' heads
 //
-// The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric: the level), so a group's integer part is
-// the sum of a * byte + factor * A (A the group's activation sum), and sums start at the second term. For many rows a byte
-// is cheaper than fields in place: resolving costs an instruction once, joining sums one for each row.
+// The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric: the level). A group's integer part is
+// the sum of a * byte + factor * A (A the group's activation sum): sums start at the second term. For many rows a byte is
+// cheaper than fields in place: resolving costs an instruction once, joining sums one for each row.
 // Sums are int32 and may wrap on their way; what leaves a group is below 2^31 (kMaxGroupInputs).
-// The scratch (about 32 KB) has the size of a first-level cache; a group longer than a piece keeps its int32 sums there.
+// The scratch takes 48 KB of the stack, of which a panel and a piece use 15 KB at a time: they stay in a first-level
+// cache. A group that is longer than a piece keeps its int32 sums there.
 #pragma once
 
-#include "../bits/unpack_neon.h"
-#include "../ukernel.h"
+#include "panel_neon.h"
 
 namespace lowbit {
 namespace {
 
-constexpr int kQuarters = 4;
 constexpr int kPieceBlocks = 8;
 constexpr int kChunkRows = 32;
 constexpr int kChunkPanels = 8;
 constexpr int kTileRows = 4;
-
-// The 16 float16 values at `scales`.
-struct Scales {
-  float32x4_t q[kQuarters];
-};
-
-[[gnu::always_inline]] inline Scales load_scales(const uint8_t* scales) {
-  const float16x8_t half0 = vreinterpretq_f16_u8(vld1q_u8(scales));
-  const float16x8_t half1 = vreinterpretq_f16_u8(vld1q_u8(scales + 16));
-  return {{vcvt_f32_f16(vget_low_f16(half0)), vcvt_high_f32_f16(half0), vcvt_f32_f16(vget_low_f16(half1)),
-           vcvt_high_f32_f16(half1)}};
-}
-
-[[gnu::always_inline]] inline float32x4_t load_head(const uint8_t* heads, int head, int q) {
-  return vreinterpretq_f32_u8(vld1q_u8(heads + 4 * (head * kPanelRows + 4 * q)));
-}
-
-// The outputs of a row of m and a panel, from their sums over all groups.
-[[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
-                                                 float32x4_t (&y)[kQuarters]) {
-  const uint8_t* heads = args.panels + panel * args.layout.panel_bytes + args.layout.head_offset;
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-    const float32x4_t corrected = vfmsq_n_f32(y[q], load_head(heads, 1, q), args.zeros[row]);
-    const float32x4_t scale = vmulq_n_f32(load_head(heads, 0, q), args.scales[row]);
-    y[q] = vfmaq_f32(load_head(heads, 2, q), scale, corrected);
-  });
-  const int64_t column = panel * kPanelRows, columns = args.layout.n - column;
-  const int64_t index = row * args.out_stride + column;
-  switch (args.out_dtype) {
-    case DType::f32: store_first<DType::f32>(args.out, index, y, columns); break;
-    case DType::bf16: store_first<DType::bf16>(args.out, index, y, columns); break;
-    case DType::f16: store_first<DType::f16>(args.out, index, y, columns); break;
-  }
-}
 
 // 64 adjacent bytes by one instruction, which also moves the pointer on. The barrier keeps compilers from folding the
 // steps into offsets, which this instruction does not have.
@@ -70,8 +35,29 @@ struct Scales {
   return loaded;
 }
 
-// What tiles read and write: some rows of m, one panel, one piece of k. All but the weights and the scales is adjacent from
-// one tile to the next.
+// Keeps four vectors, and the next accesses through the pointer, in the order of the source. Compilers would load ahead
+// or keep float sums in registers, of which there are too few, and miss pairs of loads and stores.
+template <class Pointer, class Vector>
+[[gnu::always_inline]] inline void in_order(Pointer& at, Vector* v) {
+  __asm__ volatile("" : "+r"(at), "+w"(v[0]), "+w"(v[1]), "+w"(v[2]), "+w"(v[3]));
+}
+
+// Adds four vectors of products to float sums in memory, by `add(y, index)`.
+template <class Add>
+[[gnu::always_inline]] inline void add_to(float* at, Add add) {
+  float32x4_t y[4];
+  unroll<4>([&](auto v) __attribute__((always_inline)) { y[v] = vld1q_f32(at + 4 * v); });
+  in_order(at, y);
+  unroll<4>([&](auto v) __attribute__((always_inline)) { y[v] = add(y[v], v); });
+  in_order(at, y);
+  unroll<4>([&](auto v) __attribute__((always_inline)) { vst1q_f32(at + 4 * v, y[v]); });
+}
+
+// How the groups lie in a piece.
+enum class Span { one_block, blocks, part };  // whole groups of one block or of several; a part of a group
+
+// What tiles read and write: some rows of m, one panel, one piece of k. All but the weights and the scales is adjacent
+// from one tile to the next.
 struct TileArgs {
   int64_t tiles;              // of the same number of rows
   const uint8_t* weights;     // as Tile::store_block() leaves them
@@ -84,6 +70,8 @@ struct TileArgs {
   int64_t groups, group_blocks, blocks;
   int32_t factor;             // of the group sum in the integer part
   bool begins, ends;          // whether the piece begins and ends its groups
+
+  Span span() const { return !begins || !ends ? Span::part : group_blocks == 1 ? Span::one_block : Span::blocks; }
 };
 
 struct Scratch {
@@ -194,7 +182,8 @@ struct Gemm {
     }
   }
 
-  [[gnu::always_inline]] void run_tiles(TileArgs& piece, int64_t panel, int64_t first_row, int64_t tiles, int64_t rows) {
+  [[gnu::always_inline]] void run_tiles(TileArgs& piece, int64_t panel, int64_t first_row, int64_t tiles,
+                                        int64_t rows) {
     piece.tiles = tiles;
     piece.a = scratch.a + first_row * piece.blocks * kBlockInputs;
     piece.group_sums = scratch.group_sums + first_row * piece.groups;
@@ -206,7 +195,8 @@ struct Gemm {
   [[gnu::always_inline]] void chunk(int64_t panel, int64_t panels, int64_t row, int64_t rows) {
     const Layout& layout = args.layout;
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
-    const int64_t piece_blocks = group_blocks > kPieceBlocks ? kPieceBlocks : kPieceBlocks / group_blocks * group_blocks;
+    const bool long_groups = group_blocks > kPieceBlocks;
+    const int64_t piece_blocks = long_groups ? kPieceBlocks : kPieceBlocks / group_blocks * group_blocks;
     TileArgs piece{};
     piece.factor = kFactor;
     piece.group_blocks = group_blocks;
@@ -217,10 +207,10 @@ struct Gemm {
       const int64_t in_group = block - group * group_blocks;
       const int64_t left = layout.blocks - block;
       piece.blocks = left < piece_blocks ? left : piece_blocks;
-      if (group_blocks > kPieceBlocks && group_blocks - in_group < piece.blocks) piece.blocks = group_blocks - in_group;
+      if (long_groups && group_blocks - in_group < piece.blocks) piece.blocks = group_blocks - in_group;
       piece.groups = (piece.blocks + group_blocks - 1) / group_blocks;
       piece.begins = in_group == 0;
-      piece.ends = group_blocks <= kPieceBlocks || in_group + piece.blocks == group_blocks || piece.blocks == left;
+      piece.ends = !long_groups || in_group + piece.blocks == group_blocks || piece.blocks == left;
       copy_rows(row, rows, block, group, piece);
 
       for (int64_t p = 0; p < panels; ++p) {
@@ -233,13 +223,16 @@ struct Gemm {
         if (rows % kTileRows != 0) run_tiles(piece, p, rows - rows % kTileRows, 1, rows % kTileRows);
       }
     }
-    for (int64_t p = 0; p < panels; ++p) {
-      for (int64_t i = 0; i < rows; ++i) {
-        float32x4_t y[kQuarters];
-        Tile::load_row(scratch.acc[p], i, y);
-        store_outputs(args, panel + p, row + i, y);
+    with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
+      for (int64_t p = 0; p < panels; ++p) {
+        const Heads heads = load_heads(args, panel + p);
+        for (int64_t i = 0; i < rows; ++i) {
+          float32x4_t y[kQuarters];
+          Tile::load_row(scratch.acc[p], i, y);
+          store_outputs<dtype()>(args, panel + p, row + i, heads, y);
+        }
       }
-    }
+    });
   }
 
   void run() {

@@ -1,16 +1,16 @@
-// linear_a8w<b>_2x16_i8mm: int8 activations times b-bit weights for many rows of m (gemm_neon.h), by smmla.
+// linear_a8w<b>_4x16_i8mm: int8 activations times b-bit weights for many rows of m (gemm_neon.h), by smmla.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes
 //   two lines, zipped by 32-bit lanes: row 0: 8 codes | row 1: 8 codes ... row 15: a 2x8 operand per pair of rows
 //   activations: two rows of m, zipped by 64-bit lanes: row 0: 8 inputs | row 1: 8 inputs
 //   smmla sums[i][r], activations of pair i, weights of pair r: 2 rows of m x 2 rows of weights, 8 inputs
 //
-// All float sums stay in this 2x2 order, with every pair of scales in both halves of a register, until the last group: so
-// the zipping is done once for all rows of m (weights, by st2) and for 4 panels (activations, by st2), and the sums none.
-// 4x16: 2 x 8 pairs are 16 sums, and 4 + 8 registers hold operands. m is taken by pairs; a single last row gets a row of
-// zeros. Instructions per 128 weights and row of m, in a tile of 4 rows:
-//   4 smmla + 10/16 loads + per group 3 (start, convert, fma), 1/2 to 1 for the float sums
-// Sums are exact for the same reasons as everywhere (gemm_neon.h).
+// The float sums stay in this 2x2 order until the last group, with every pair of scales in both halves of a register:
+// weights are zipped (once for all rows of m), activations (once for 8 panels), but never the sums.
+// 4x16: 2 x 8 pairs are 16 sums; 8 registers hold the activations of a block, 4 to 8 its weights. A last single row is
+// paired with zeros. Instructions per 128 weights and row of m, in a tile of 4 rows:
+//   4 smmla + 10/16 loads + per group 3 (start, convert, fma), 1 to 1 1/2 for the float sums, 1/2 for everything else
+// Below 4 rows the dot-product kernels take fewer. Bounds of the sums: gemm_neon.h.
 
 #include <arm_neon.h>
 
@@ -86,11 +86,6 @@ struct MatrixTile {
     });
   }
 
-  // The next load waits for these sums: Clang would load 8 registers of weights at once, for which there is no room.
-  [[gnu::always_inline]] static void in_order(const uint8_t*& weights, int32x4_t* sums) {
-    __asm__ volatile("" : "+r"(weights), "+w"(sums[0]), "+w"(sums[1]), "+w"(sums[2]), "+w"(sums[3]));
-  }
-
   template <int Pairs>
   [[gnu::always_inline]] static void add_block(int32x4_t (&sums)[Pairs][kRowPairs], const uint8_t*& weights,
                                                const uint8_t*& activations) {
@@ -110,8 +105,7 @@ struct MatrixTile {
     });
   }
 
-  // With `Parts` the piece is a part of one group.
-  template <int Pairs, bool Affine, bool Parts>
+  template <int Pairs, bool Affine, Span Kind>
   [[gnu::noinline]] static void run_pairs(const TileArgs& args) {
     constexpr int kSums = Pairs * 2 * kPanelRows;
     const uint8_t* a = args.a;
@@ -134,16 +128,21 @@ struct MatrixTile {
         unroll<Pairs>([&](auto i) __attribute__((always_inline)) {
           unroll<kRowPairs>([&](auto r) __attribute__((always_inline)) {
             sums[i][r] = i == 0 ? vzip1q_s32(start, start) : vzip2q_s32(start, start);
-            if (Parts && !begins) sums[i][r] = vld1q_s32(parts + 4 * (kRowPairs * i + r));
+            if (Kind == Span::part && !begins) sums[i][r] = vld1q_s32(parts + 4 * (kRowPairs * i + r));
           });
         });
-        int64_t count = left < group_blocks ? left : group_blocks;
-        left -= count;
-        do {
+        if constexpr (Kind == Span::one_block) {
+          left -= 1;
           add_block(sums, weights, a);
-        } while (--count > 0);
+        } else {
+          int64_t count = left < group_blocks ? left : group_blocks;
+          left -= count;
+          do {
+            add_block(sums, weights, a);
+          } while (--count > 0);
+        }
 
-        if (Parts && !ends) {
+        if (Kind == Span::part && !ends) {
           unroll<Pairs>([&](auto i) __attribute__((always_inline)) {
             unroll<kRowPairs>([&](auto r) __attribute__((always_inline)) {
               vst1q_s32(parts + 4 * (kRowPairs * i + r), sums[i][r]);
@@ -157,12 +156,12 @@ struct MatrixTile {
           float32x4x4_t min{};
           if constexpr (Affine) min = vld1q_f32_x4(scales + kScales + 16 * h);
           unroll<Pairs>([&](auto i) __attribute__((always_inline)) {
-            const float32x4_t factors = i == 0 ? vzip1q_f32(min_factor, min_factor) : vzip2q_f32(min_factor, min_factor);
-            float* at = acc + 4 * kRowPairs * i + 16 * h;
-            unroll<4>([&](auto r) __attribute__((always_inline)) {
-              float32x4_t y = vfmaq_f32(vld1q_f32(at + 4 * r), scale.val[r], vcvtq_f32_s32(sums[i][4 * h + r]));
+            const float32x4_t factors =
+                i == 0 ? vzip1q_f32(min_factor, min_factor) : vzip2q_f32(min_factor, min_factor);
+            add_to(acc + 4 * kRowPairs * i + 16 * h, [&](float32x4_t y, auto r) __attribute__((always_inline)) {
+              y = vfmaq_f32(y, scale.val[r], vcvtq_f32_s32(sums[i][4 * h + r]));
               if constexpr (Affine) y = vfmaq_f32(y, min.val[r], factors);
-              vst1q_f32(at + 4 * r, y);
+              return y;
             });
           });
         });
@@ -171,13 +170,18 @@ struct MatrixTile {
     }
   }
 
+  template <int Pairs, bool Affine>
+  [[gnu::always_inline]] static void run_span(const TileArgs& args) {
+    switch (args.span()) {
+      case Span::one_block: return run_pairs<Pairs, Affine, Span::one_block>(args);
+      case Span::blocks: return run_pairs<Pairs, Affine, Span::blocks>(args);
+      case Span::part: return run_pairs<Pairs, Affine, Span::part>(args);
+    }
+  }
+
   template <bool Affine>
   [[gnu::always_inline]] static void run(const TileArgs& args, int64_t rows) {
-    if (args.begins && args.ends) {
-      rows > 2 ? run_pairs<2, Affine, false>(args) : run_pairs<1, Affine, false>(args);
-    } else {
-      rows > 2 ? run_pairs<2, Affine, true>(args) : run_pairs<1, Affine, true>(args);
-    }
+    rows > 2 ? run_span<2, Affine>(args) : run_span<1, Affine>(args);
   }
 };
 
@@ -192,10 +196,11 @@ void run_rows(const LinearArgs& args) {
 template <int Bits>
 void run(const LinearArgs& args) {
   if (args.layout.group_inputs() % kBlockInputs != 0) return run_rows<Bits>(args);
-  args.layout.mapping == Mapping::affine ? run_gemm<MatrixTile, Bits, true>(args) : run_gemm<MatrixTile, Bits, false>(args);
+  const bool affine = args.layout.mapping == Mapping::affine;
+  affine ? run_gemm<MatrixTile, Bits, true>(args) : run_gemm<MatrixTile, Bits, false>(args);
 }
 
-#define ROW(bits) {"linear_a8w" #bits "_2x16_i8mm", kI8mm, Format::panel16, bits, 2, 16, run<bits>}
+#define ROW(bits) {"linear_a8w" #bits "_4x16_i8mm", kI8mm, Format::panel16, bits, 4, 16, run<bits>}
 constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
 #undef ROW
 

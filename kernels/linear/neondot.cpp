@@ -1,4 +1,5 @@
 // linear_a8w<b>_1x16_neondot: int8 activations times b-bit weights, the 16 output rows of a panel in four registers.
+// linear_a8w<b>_3x16_neondot, for many rows of m: tile_neondot.h.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       quarter q: rows 4q to 4q + 3
 //   sdot sums[q], quarter of line j, a[j]      a[j]: the activations 4j to 4j + 3, one 32-bit lane of two registers
@@ -20,6 +21,7 @@
 
 #include "../bits/unpack_neon.h"
 #include "../ukernel.h"
+#include "panel_neon.h"
 #include "tile_neondot.h"
 
 namespace lowbit {
@@ -230,7 +232,9 @@ template <int Bits, bool Affine, Groups Kind>
     for (int64_t row = 0; row < args.m; ++row) {
       float32x4_t y[kQuarters];
       row_times_panel<Bits, Affine, Kind>(args, panel, row, y);
-      store_outputs(args, p, row, y);
+      with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
+        store_outputs<dtype()>(args, p, row, load_heads(args, p), y);
+      });
     }
   }
 }
@@ -248,6 +252,7 @@ void run(const LinearArgs& args) {
   args.layout.mapping == Mapping::affine ? run_groups<Bits, true>(args) : run_groups<Bits, false>(args);
 }
 
+// From three rows of m on, unpacking to memory pays (two rows: 10 to 20 % more instructions at g = 32, fewer at 128).
 template <int Bits>
 void run_many(const LinearArgs& args) {
   if (args.layout.group_inputs() % kBlockInputs != 0) return run<Bits>(args);  // row by row: half blocks are rare
@@ -258,7 +263,7 @@ void run_many(const LinearArgs& args) {
 #define ROWS(m, run) \
   ROW(1, m, run), ROW(2, m, run), ROW(3, m, run), ROW(4, m, run), ROW(5, m, run), ROW(6, m, run), ROW(7, m, run), \
   ROW(8, m, run)
-constexpr LinearKernel kRows[] = {ROWS(2, run_many), ROWS(1, run)};
+constexpr LinearKernel kRows[] = {ROWS(3, run_many), ROWS(1, run)};
 #undef ROWS
 #undef ROW
 

@@ -1,12 +1,12 @@
-// The tile of linear_a8w<b>_2x16_neondot (gemm_neon.h): up to 4 rows of m times a panel, by sdot.
+// The tile of linear_a8w<b>_3x16_neondot (gemm_neon.h): up to 4 rows of m times a panel, by sdot.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       quarter q: rows 4q to 4q + 3
 //   sdot sums[i][q], quarter q of line j, a[i][j]      a[i][j]: 4 activations of row i of m, one 32-bit lane
 //
-// 4x16 because its 16 sums, 4 quarters of a line and 8 registers of activations are what 32 registers hold: a block takes 8
-// loads of weights (64 bytes each), 2 of activations and 128 sdot. The float sums do not fit and stay in the scratch: they
-// are loaded and stored once per group. Instructions per 128 weights and row of m, in a tile of 4 rows:
-//   8 sdot + 10/16 loads + per group 3 (start, convert, fma), 1/2 to 1 for the float sums
+// 4 rows because their 16 sums, 4 quarters of a line and 8 registers of activations are what 32 registers hold: a block
+// takes 8 loads of weights (64 bytes each), 2 of activations and 128 sdot. The float sums do not fit and stay in the
+// scratch: they are loaded and stored once per group. Instructions per 128 weights and row of m, in a tile of 4 rows:
+//   8 sdot + 10/16 loads + per group 3 (start, convert, fma), 1 to 1 1/2 for the float sums, 1/2 for everything else
 #pragma once
 
 #include "gemm_neon.h"
@@ -59,8 +59,7 @@ struct DotTile {
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { y[q] = vld1q_f32(acc + kPanelRows * row + 4 * q); });
   }
 
-  // With `Parts` the piece is a part of one group.
-  template <int Rows, bool Affine, bool Parts>
+  template <int Rows, bool Affine, Span Kind>
   [[gnu::noinline]] static void run_rows(const TileArgs& args) {
     const uint8_t* a = args.a;
     const int32_t* group_sums = args.group_sums;
@@ -82,17 +81,22 @@ struct DotTile {
         unroll<Rows>([&](auto i) __attribute__((always_inline)) {
           unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
             sums[i][q] = vdupq_laneq_s32(start, i);
-            if (Parts && !begins) sums[i][q] = vld1q_s32(parts + kPanelRows * i + 4 * q);
+            if (Kind == Span::part && !begins) sums[i][q] = vld1q_s32(parts + kPanelRows * i + 4 * q);
           });
         });
-        int64_t count = left < group_blocks ? left : group_blocks;
-        left -= count;
-        do {
+        if constexpr (Kind == Span::one_block) {
+          left -= 1;
           add_block(sums, weights, a);
-        } while (--count > 0);
+        } else {
+          int64_t count = left < group_blocks ? left : group_blocks;
+          left -= count;
+          do {
+            add_block(sums, weights, a);
+          } while (--count > 0);
+        }
         weights += gap;
 
-        if (Parts && !ends) {
+        if (Kind == Span::part && !ends) {
           unroll<Rows>([&](auto i) __attribute__((always_inline)) {
             unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
               vst1q_s32(parts + kPanelRows * i + 4 * q, sums[i][q]);
@@ -106,11 +110,10 @@ struct DotTile {
         scales += 2 * kScales;
         const float32x4_t min_factor = vcvtq_f32_s32(group_sum);
         unroll<Rows>([&](auto i) __attribute__((always_inline)) {
-          unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-            float* at = acc + kPanelRows * i + 4 * q;
-            float32x4_t y = vfmaq_f32(vld1q_f32(at), scale.val[q], vcvtq_f32_s32(sums[i][q]));
+          add_to(acc + kPanelRows * i, [&](float32x4_t y, auto q) __attribute__((always_inline)) {
+            y = vfmaq_f32(y, scale.val[q], vcvtq_f32_s32(sums[i][q]));
             if constexpr (Affine) y = vfmaq_laneq_f32(y, min.val[q], min_factor, i);
-            vst1q_f32(at, y);
+            return y;
           });
         });
       } while (left > 0);
@@ -136,22 +139,27 @@ struct DotTile {
         unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
           sums[i][q] = vdotq_laneq_s32(sums[i][q], vreinterpretq_s8_u8(line.val[q]), a[2 * i + j / 4], j % 4);
         });
+        in_order(weights, sums[i]);
       });
     });
   }
 
   template <int Rows, bool Affine>
-  [[gnu::always_inline]] static void run_parts(const TileArgs& args) {
-    args.begins && args.ends ? run_rows<Rows, Affine, false>(args) : run_rows<Rows, Affine, true>(args);
+  [[gnu::always_inline]] static void run_span(const TileArgs& args) {
+    switch (args.span()) {
+      case Span::one_block: return run_rows<Rows, Affine, Span::one_block>(args);
+      case Span::blocks: return run_rows<Rows, Affine, Span::blocks>(args);
+      case Span::part: return run_rows<Rows, Affine, Span::part>(args);
+    }
   }
 
   template <bool Affine>
   [[gnu::always_inline]] static void run(const TileArgs& args, int64_t rows) {
     switch (rows) {
-      case 1: return run_parts<1, Affine>(args);
-      case 2: return run_parts<2, Affine>(args);
-      case 3: return run_parts<3, Affine>(args);
-      default: return run_parts<4, Affine>(args);
+      case 1: return run_span<1, Affine>(args);
+      case 2: return run_span<2, Affine>(args);
+      case 3: return run_span<3, Affine>(args);
+      default: return run_span<4, Affine>(args);
     }
   }
 };
