@@ -13,7 +13,7 @@ set(LOWBIT_ISAS
   "portable|any|"
   "neon|aarch64|"
   "neondot|aarch64|-march=armv8.2-a+dotprod ${no_early_scheduling}"
-  "i8mm|aarch64|-march=armv8.2-a+dotprod+i8mm"
+  "i8mm|aarch64|-march=armv8.2-a+dotprod+i8mm ${no_early_scheduling}"
   "avx2|x86_64|-mavx2 -mfma -mf16c ${additions_in_order}"
   "avxvnni|x86_64|-mavx2 -mfma -mf16c -mavxvnni"
   "avx512vnni|x86_64|-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mf16c"

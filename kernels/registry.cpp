@@ -6,7 +6,7 @@ namespace lowbit {
 
 // The tables, one per ISA file.
 extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx2, kQuantizeAvx512Vnni;
-extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot;
+extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, kLinearI8mm;
 extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvx512Vnni;
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
 
@@ -15,7 +15,7 @@ namespace {
 // Best first: the first row that fits the task and the ISA is chosen.
 #if defined(__aarch64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearNeonDot, &kLinearNeon, &kLinearPortable};
+constexpr const Table<LinearKernel>* kLinear[] = {&kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};

@@ -14,6 +14,9 @@ constexpr int64_t kParallelProducts = 1 << 17;
 constexpr int64_t kParallelValues = 1 << 15;
 // A claim of panels is about this many products: short enough to balance, long enough to amortise the claim.
 constexpr int64_t kTileProducts = 1 << 16;
+// A kernel for many rows prepares the activations once for so many panels: a claim has as many, as long as every thread
+// has 8 claims to balance.
+constexpr int64_t kSharedPanels = 8;
 // Rows of m that are quantised at once take about this much memory.
 constexpr int64_t kScratchBytes = 4 << 20;
 
@@ -172,8 +175,11 @@ Status linear(const TensorView& x, const TensorView& packed, int64_t out_feature
     args.m = m;
     args.out = static_cast<char*>(out.data) + begin * layout.n * element_bytes(out.type);
     const int64_t panel_products = m * layout.k * kPanelRows;
+    const int64_t balanced = layout.panels / (int64_t{8} * parallel.threads);
+    const int64_t shared = balanced < kSharedPanels ? balanced : kSharedPanels;
+    const int64_t step = 1 + kTileProducts / panel_products;
     parallel_1d(panel_products * layout.panels < kParallelProducts ? alone : parallel, layout.panels,
-                1 + kTileProducts / panel_products, [&](int64_t first, int64_t end) {
+                step < shared ? shared : step, [&](int64_t first, int64_t end) {
                   LinearArgs tile = args;
                   tile.panel_begin = first;
                   tile.panel_end = end;

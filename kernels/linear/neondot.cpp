@@ -1,4 +1,5 @@
 // linear_a8w<b>_1x16_neondot: int8 activations times b-bit weights, the 16 output rows of a panel in four registers.
+// linear_a8w<b>_3x16_neondot, for many rows of m: tile_neondot.h.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       quarter q: rows 4q to 4q + 3
 //   sdot sums[q], quarter of line j, a[j]      a[j]: the activations 4j to 4j + 3, one 32-bit lane of two registers
@@ -20,11 +21,11 @@
 
 #include "../bits/unpack_neon.h"
 #include "../ukernel.h"
+#include "panel_neon.h"
+#include "tile_neondot.h"
 
 namespace lowbit {
 namespace {
-
-constexpr int kQuarters = 4;
 
 // The distinct shifts of a width: one sum each.
 template <int Bits>
@@ -134,18 +135,6 @@ template <int Bits, bool Affine>
   return vfmsq_f32(acc, scale, vcvtq_f32_s32(parity));
 }
 
-// The 16 float16 values at `scales`.
-struct Scales {
-  float32x4_t q[kQuarters];
-};
-
-[[gnu::always_inline]] inline Scales load_scales(const uint8_t* scales) {
-  const float16x8_t half0 = vreinterpretq_f16_u8(vld1q_u8(scales));
-  const float16x8_t half1 = vreinterpretq_f16_u8(vld1q_u8(scales + 16));
-  return {{vcvt_f32_f16(vget_low_f16(half0)), vcvt_high_f32_f16(half0), vcvt_f32_f16(vget_low_f16(half1)),
-           vcvt_high_f32_f16(half1)}};
-}
-
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline void finish_group(float32x4_t (&acc)[kQuarters], const Sums<Bits> (&sums)[kQuarters],
                                                 const uint8_t* scales, int32x4_t group_sum) {
@@ -236,30 +225,16 @@ template <int Bits, bool Affine, Groups Kind>
   }
 }
 
-[[gnu::always_inline]] inline float32x4_t load_head(const uint8_t* heads, int head, int q) {
-  return vreinterpretq_f32_u8(vld1q_u8(heads + 4 * (head * kPanelRows + 4 * q)));
-}
-
 template <int Bits, bool Affine, Groups Kind>
 [[gnu::noinline]] void run_panels(const LinearArgs& args) {
   for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
     const uint8_t* panel = args.panels + p * args.layout.panel_bytes;
-    const uint8_t* heads = panel + args.layout.head_offset;
-    const int64_t column = p * kPanelRows;
     for (int64_t row = 0; row < args.m; ++row) {
       float32x4_t y[kQuarters];
       row_times_panel<Bits, Affine, Kind>(args, panel, row, y);
-      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-        const float32x4_t corrected = vfmsq_n_f32(y[q], load_head(heads, 1, q), args.zeros[row]);
-        const float32x4_t scale = vmulq_n_f32(load_head(heads, 0, q), args.scales[row]);
-        y[q] = vfmaq_f32(load_head(heads, 2, q), scale, corrected);
+      with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
+        store_outputs<dtype()>(args, p, row, load_heads(args, p), y);
       });
-      const int64_t index = row * args.out_stride + column, columns = args.layout.n - column;
-      switch (args.out_dtype) {
-        case DType::f32: store_first<DType::f32>(args.out, index, y, columns); break;
-        case DType::bf16: store_first<DType::bf16>(args.out, index, y, columns); break;
-        case DType::f16: store_first<DType::f16>(args.out, index, y, columns); break;
-      }
     }
   }
 }
@@ -277,8 +252,19 @@ void run(const LinearArgs& args) {
   args.layout.mapping == Mapping::affine ? run_groups<Bits, true>(args) : run_groups<Bits, false>(args);
 }
 
-#define ROW(bits) {"linear_a8w" #bits "_1x16_neondot", kNeonDot, Format::panel16, bits, 1, 16, run<bits>}
-constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+// From three rows of m on, unpacking to memory pays (two rows: 10 to 20 % more instructions at g = 32, fewer at 128).
+template <int Bits>
+void run_many(const LinearArgs& args) {
+  if (args.layout.group_inputs() % kBlockInputs != 0) return run<Bits>(args);  // row by row: half blocks are rare
+  args.layout.mapping == Mapping::affine ? run_gemm<DotTile, Bits, true>(args) : run_gemm<DotTile, Bits, false>(args);
+}
+
+#define ROW(bits, m, run) {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>}
+#define ROWS(m, run) \
+  ROW(1, m, run), ROW(2, m, run), ROW(3, m, run), ROW(4, m, run), ROW(5, m, run), ROW(6, m, run), ROW(7, m, run), \
+  ROW(8, m, run)
+constexpr LinearKernel kRows[] = {ROWS(3, run_many), ROWS(1, run)};
+#undef ROWS
 #undef ROW
 
 }  // namespace

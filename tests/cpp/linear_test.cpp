@@ -65,6 +65,8 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "groups_48_whole", .m = 1, .n = 20, .k = 144, .group_size = 48},
       {.name = "groups_80", .m = 4, .n = 20, .k = 200, .group_size = 80},
       {.name = "groups_128", .m = 4, .n = 20, .k = 300, .group_size = 128},
+      {.name = "many_rows_and_panels", .m = 37, .n = 150, .k = 330, .group_size = 32},
+      {.name = "groups_512", .m = 6, .n = 20, .k = 1300, .group_size = 512},
       {.name = "per_channel", .m = 4, .n = 20, .k = 100, .group_size = 0},
       {.name = "per_channel_long", .m = 1, .n = 16, .k = 1000, .group_size = 0},
       {.name = "many_rows", .m = 67, .n = 16, .k = 80, .group_size = 32},

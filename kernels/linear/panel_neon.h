@@ -1,0 +1,67 @@
+// What the linear kernels for Arm share: a panel's scales and heads, and its outputs. Formulas: ukernel.h.
+#pragma once
+
+#include <type_traits>
+
+#include "../bits/unpack_neon.h"
+#include "../ukernel.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int kQuarters = 4;  // of a line: 4 rows each
+
+// The 16 float16 values at `scales`.
+struct Scales {
+  float32x4_t q[kQuarters];
+};
+
+[[gnu::always_inline]] inline Scales load_scales(const uint8_t* scales) {
+  const float16x8_t half0 = vreinterpretq_f16_u8(vld1q_u8(scales));
+  const float16x8_t half1 = vreinterpretq_f16_u8(vld1q_u8(scales + 16));
+  return {{vcvt_f32_f16(vget_low_f16(half0)), vcvt_high_f32_f16(half0), vcvt_f32_f16(vget_low_f16(half1)),
+           vcvt_high_f32_f16(half1)}};
+}
+
+struct Heads {
+  float32x4_t row_scale[kQuarters], row_sum[kQuarters], bias[kQuarters];
+};
+
+[[gnu::always_inline]] inline Heads load_heads(const LinearArgs& args, int64_t panel) {
+  const uint8_t* at = args.panels + panel * args.layout.panel_bytes + args.layout.head_offset;
+  const auto load = [&](int head, int q) __attribute__((always_inline)) {
+    return vreinterpretq_f32_u8(vld1q_u8(at + 4 * (head * kPanelRows + 4 * q)));
+  };
+  Heads heads;
+  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+    heads.row_scale[q] = load(0, q);
+    heads.row_sum[q] = load(1, q);
+    heads.bias[q] = load(2, q);
+  });
+  return heads;
+}
+
+// The outputs of a row of m and a panel, from their sums over all groups.
+template <DType T>
+[[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
+                                                 const Heads& heads, float32x4_t (&y)[kQuarters]) {
+  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+    const float32x4_t corrected = vfmsq_n_f32(y[q], heads.row_sum[q], args.zeros[row]);
+    const float32x4_t scale = vmulq_n_f32(heads.row_scale[q], args.scales[row]);
+    y[q] = vfmaq_f32(heads.bias[q], scale, corrected);
+  });
+  const int64_t column = panel * kPanelRows;
+  store_first<T>(args.out, row * args.out_stride + column, y, args.layout.n - column);
+}
+
+template <class Body>
+[[gnu::always_inline]] inline void with_dtype(DType dtype, Body body) {
+  switch (dtype) {
+    case DType::f32: return body(std::integral_constant<DType, DType::f32>());
+    case DType::bf16: return body(std::integral_constant<DType, DType::bf16>());
+    case DType::f16: return body(std::integral_constant<DType, DType::f16>());
+  }
+}
+
+}  // namespace
+}  // namespace lowbit
