@@ -1,8 +1,8 @@
-# Finds the installed executorch package: defines the target executorch::runtime and LOWBIT_EXECUTORCH_FOUND.
+# Finds the installed executorch package and defines the target executorch::runtime. Without it: an error, or, with
+# LOWBIT_BUILD_EXECUTORCH=AUTO, a message; the package then works, but for lowbit.executorch.
 #
 # Like torch (cmake/torch.cmake) it is no build requirement, and is looked for next to torch too: an isolated build does
-# not see it on its own path. Without it the package works, but for lowbit.executorch.
-set(LOWBIT_EXECUTORCH_FOUND OFF)
+# not see it on its own path.
 set(reason "not found beside torch")
 if(NOT LOWBIT_EXECUTORCH_DIR)
   find_package(Python REQUIRED COMPONENTS Interpreter)
@@ -21,9 +21,9 @@ else()
 endif()
 
 if(found_executorch)
+  unset(executorch_DIR CACHE)  # where an earlier build found it
   find_package(executorch CONFIG QUIET NO_DEFAULT_PATH PATHS "${found_executorch}/lib/cmake/executorch")
   if(TARGET executorch::runtime)
-    set(LOWBIT_EXECUTORCH_FOUND ON)
     message(STATUS "executorch: ${found_executorch}")
     # The targets ask the linker for the path of this very installation; what is built here must find any other.
     foreach(target executorch::runtime executorch::threadpool)
@@ -36,7 +36,7 @@ if(found_executorch)
   endif()
 endif()
 
-if(NOT LOWBIT_EXECUTORCH_FOUND)
+if(NOT TARGET executorch::runtime)
   if(LOWBIT_BUILD_EXECUTORCH STREQUAL "AUTO")
     message(STATUS "executorch: ${reason}; building without lowbit.executorch")
   else()

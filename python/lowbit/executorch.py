@@ -24,7 +24,7 @@ def register() -> None:
     call or by anyone else.
 
     Raises:
-        ImportError: executorch is not installed, lowbit was built without it, or the two do not fit together.
+        ImportError: executorch is not installed, lowbit was built without it or with another version of it.
     """
     try:
         # First: it brings the runtime's own libraries into the process, which the operator library then uses.
@@ -39,8 +39,15 @@ def register() -> None:
     if present:
         raise ImportError(f"another library has registered {', '.join(present)}, but not all of lowbit's operators")
     library = Path(_C.__file__).parent / "lowbit_executorch.so"
-    if not library.exists():
-        raise ImportError(f"lowbit was built without executorch: {library} is missing. {_INSTALL}")
+    if not _C.executorch_version or not library.exists():
+        raise ImportError(f"lowbit was built without executorch: there is no {library}. {_INSTALL}")
+    # ExecuTorch's C++ classes may change between minor versions; a library built for others would not say so.
+    found = import_module("executorch.version").__version__
+    if found.split(".")[:2] != _C.executorch_version.split(".")[:2]:
+        raise ImportError(
+            f"lowbit was built with executorch {_C.executorch_version}; found {found}. "
+            "Build lowbit again with `pip install .`."
+        )
     try:
         ctypes.CDLL(str(library))
     except OSError as error:
@@ -48,7 +55,4 @@ def register() -> None:
             f"lowbit's ExecuTorch library does not load: {error}. Build lowbit again with `pip install .`."
         ) from error
     if not _OPERATORS <= registered.operator_names:
-        raise ImportError(
-            f"{library} was built for another ExecuTorch runtime than the one in this process. "
-            "Build lowbit again with `pip install .`."
-        )
+        raise ImportError(f"{library} has registered its operators with another ExecuTorch runtime than Python's")

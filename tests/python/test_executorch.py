@@ -269,9 +269,14 @@ def message():
         return str(error)
     return "nothing was raised"
 
+version = lowbit._C.executorch_version
 with tempfile.TemporaryDirectory() as directory:
-    lowbit.executorch._C = types.SimpleNamespace(__file__=directory + "/_C.so")
-    print("without:", message())
+    lowbit.executorch._C = types.SimpleNamespace(__file__=lowbit._C.__file__, executorch_version="")
+    print("built without:", message())
+    lowbit.executorch._C = types.SimpleNamespace(__file__=lowbit._C.__file__, executorch_version="1.4.0")
+    print("other version:", message())
+    lowbit.executorch._C = types.SimpleNamespace(__file__=directory + "/_C.so", executorch_version=version)
+    print("deleted:", message())
     pathlib.Path(directory, "lowbit_executorch.so").write_bytes(b"not a library")
     print("broken:", message())
 for name in [name for name in sys.modules if name.split(".")[0] == "executorch"]:
@@ -286,7 +291,9 @@ except ImportError as error:
     )
     lines = dict(line.split(": ", 1) for line in output.splitlines() if ": " in line)
     remedy = "`pip install executorch==1.5.1`"
-    assert lines["without"].startswith("lowbit was built without executorch: ") and remedy in lines["without"]
+    for case in ("built without", "deleted"):
+        assert lines[case].startswith("lowbit was built without executorch: ") and remedy in lines[case]
+    assert lines["other version"].startswith("lowbit was built with executorch 1.4.0; found 1.")
     assert lines["broken"].startswith("lowbit's ExecuTorch library does not load: ")
     assert lines["uninstalled"].startswith("executorch is not installed, or does not load: ")
     assert remedy in lines["uninstalled"] and remedy in lines["export"]
