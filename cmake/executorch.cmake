@@ -11,8 +11,8 @@ if(NOT LOWBIT_EXECUTORCH_DIR)
 import importlib.util, pathlib, sys, sysconfig
 spec = importlib.util.find_spec('executorch')
 places = [pathlib.Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
-places += [pathlib.Path(place) / 'executorch' for place in (
-    *map(sysconfig.get_paths().get, ('purelib', 'platlib')), *([pathlib.Path(sys.argv[1]).parent] if sys.argv[1] else []))]
+places += [pathlib.Path(sysconfig.get_paths()[key]) / 'executorch' for key in ('purelib', 'platlib')]
+places += [pathlib.Path(torch).parent / 'executorch' for torch in sys.argv[1:] if torch]
 print(next((p.as_posix() for p in places if (p / 'lib/cmake/executorch/executorch-config.cmake').exists()), ''))"
       "${LOWBIT_TORCH_DIR}"
     OUTPUT_VARIABLE found_executorch OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
@@ -32,7 +32,7 @@ if(found_executorch)
       endif()
     endforeach()
   else()
-    set(reason "'${found_executorch}' has no C++ runtime for CMake ${CMAKE_VERSION} (needs executorch >= 1.5, CMake >= 3.28)")
+    set(reason "'${found_executorch}' has no C++ runtime (needs executorch >= 1.5 and CMake >= 3.28)")
   endif()
 endif()
 

@@ -1,10 +1,11 @@
-// ExecuTorch registration, of the same operator bodies as PyTorch's. It converts tensors, resizes outputs, turns a Status
-// into a failed call, and nothing else.
+// ExecuTorch registration of the operator bodies that PyTorch's also uses. It converts tensors, resizes outputs, turns
+// a Status into a failed call, and nothing else.
 
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/kernel/kernel_includes.h>
 #include <executorch/runtime/kernel/thread_parallel_interface.h>
 
+#include <initializer_list>
 #include <optional>
 
 #include "operators.h"

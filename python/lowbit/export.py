@@ -34,9 +34,9 @@ def export_pte(
 ) -> None:
     """Writes an ExecuTorch program with one method, "forward".
 
-    Linear layers and embeddings of this package keep their packed weights and run on the same kernels as in PyTorch, with
-    the same bits. Where it runs, lowbit's operators must be registered: in Python by
-    :func:`lowbit.executorch.register`, in C++ by linking or loading ``lowbit_executorch``.
+    Linear layers and embeddings of this package keep their packed weights and run on the same kernels as in PyTorch,
+    with the same bits. Where it runs, lowbit's operators must be registered: in Python by
+    :func:`lowbit.executorch.register`, in C++ by loading ``lowbit_executorch.so``.
 
     Args:
         model: quantised, in eval mode.
@@ -44,11 +44,11 @@ def export_pte(
         path: a name that ends in .pte; replaced in one step, and untouched when the export fails.
         dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
             one input of shape [batch, ...]. The program reserves memory for the largest shape, so give a ``max``.
-        xnnpack: leave what XNNPACK supports to it; otherwise everything but lowbit's operators runs on ExecuTorch's own.
+        xnnpack: leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own kernels.
 
     Raises:
         ImportError: executorch is not installed.
-        ValueError: path does not end in .pte.
+        ValueError, OSError: path does not end in .pte, or cannot be written.
         Exception: whatever torch.export and ExecuTorch raise on models they cannot export.
     """
     try:
@@ -88,7 +88,7 @@ def export_pt2(
             one input of shape [batch, ...].
 
     Raises:
-        ValueError: path does not end in .pt2.
+        ValueError, OSError: path does not end in .pt2, or cannot be written.
         Exception: whatever torch.export and AOTInductor raise on models they cannot compile.
     """
     inductor = import_module("torch._inductor")

@@ -25,7 +25,7 @@ def _fixed_seed_and_threads():
 
 @pytest.fixture(scope="session")
 def executorch():
-    """ExecuTorch's runtime with lowbit's operators. Skips where executorch is not installed; on CI that is a failure."""
+    """ExecuTorch's runtime with lowbit's operators. Where it is not installed: a skip, but on CI a failure."""
     if importlib.util.find_spec("executorch") is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("executorch is not installed")
     import lowbit.executorch
