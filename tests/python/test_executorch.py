@@ -9,6 +9,12 @@ import torch
 import lowbit
 from reference import DTYPES, HEADER_BYTES, MAPPINGS, WIDTHS, assert_same_bits, random_packed, random_rows
 
+# executorch and torch.export warn of their own and each other's old calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:" + what)
+    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+]
+
 MAGIC = bytes.fromhex("894c4f574249540a")
 N, K, GROUP = 21, 80, 32  # odd n, a short last group
 

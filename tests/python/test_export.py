@@ -6,6 +6,12 @@ import torch
 import lowbit
 from reference import DTYPES, MAPPINGS, assert_same_bits, random_packed, random_rows
 
+# executorch and torch.export warn of their own and each other's old calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:" + what)
+    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+]
+
 
 class Small(torch.nn.Module):
     def __init__(self):
