@@ -238,35 +238,19 @@ except RuntimeError as error:
     assert re.search(r"Missing operator: \[\d\] lowbit::(linear|embedding)\.out", output)
 
 
-def test_register_is_harmless_again(executorch, run_python):
+def test_register_is_harmless_again(executorch):
     lowbit.executorch.register()
     lowbit.executorch.register()
+
+
+def test_register_in_a_new_process(executorch, run_python):
+    """One process for all that must not be registered yet: importing ExecuTorch takes seconds."""
     output = run_script(
         run_python,
         """
-import ctypes, importlib, pathlib, sys
-import lowbit
-assert not any(name.split(".")[0] == "executorch" for name in sys.modules), "import lowbit imports executorch"
-import lowbit.executorch
-assert "executorch" not in sys.modules
-
-# Someone else has loaded the library.
-import executorch.runtime
-ctypes.CDLL(str(pathlib.Path(lowbit._C.__file__).parent / "lowbit_executorch.so"))
-lowbit.executorch.register()
-importlib.reload(lowbit.executorch).register()
-print("fine")
-""",
-    )
-    assert "fine" in output.splitlines()
-
-
-def test_register_says_what_is_missing(executorch, run_python):
-    output = run_script(
-        run_python,
-        """
-import sys, tempfile, pathlib, types
-import lowbit.executorch
+import ctypes, importlib, pathlib, sys, tempfile, types
+import lowbit, lowbit.executorch
+assert not any(name.split(".")[0] == "executorch" for name in sys.modules), "importing lowbit imports executorch"
 
 def message():
     try:
@@ -275,16 +259,23 @@ def message():
         return str(error)
     return "nothing was raised"
 
-version = lowbit._C.executorch_version
+path, version = lowbit._C.__file__, lowbit._C.executorch_version
 with tempfile.TemporaryDirectory() as directory:
-    lowbit.executorch._C = types.SimpleNamespace(__file__=lowbit._C.__file__, executorch_version="")
+    lowbit.executorch._C = types.SimpleNamespace(__file__=path, executorch_version="")
     print("built without:", message())
-    lowbit.executorch._C = types.SimpleNamespace(__file__=lowbit._C.__file__, executorch_version="1.4.0")
+    lowbit.executorch._C = types.SimpleNamespace(__file__=path, executorch_version="1.4.0")
     print("other version:", message())
     lowbit.executorch._C = types.SimpleNamespace(__file__=directory + "/_C.so", executorch_version=version)
     print("deleted:", message())
     pathlib.Path(directory, "lowbit_executorch.so").write_bytes(b"not a library")
     print("broken:", message())
+
+# Someone else loads the library.
+ctypes.CDLL(str(pathlib.Path(path).parent / "lowbit_executorch.so"))
+print("by others:", message())
+importlib.reload(lowbit.executorch)
+print("again:", message())
+
 for name in [name for name in sys.modules if name.split(".")[0] == "executorch"]:
     del sys.modules[name]
 sys.modules["executorch"] = None
@@ -301,5 +292,6 @@ except ImportError as error:
         assert lines[case].startswith("lowbit was built without executorch: ") and remedy in lines[case]
     assert lines["other version"].startswith("lowbit was built with executorch 1.4.0; found 1.")
     assert lines["broken"].startswith("lowbit's ExecuTorch library does not load: ")
+    assert lines["by others"] == lines["again"] == "nothing was raised"
     assert lines["uninstalled"].startswith("executorch is not installed, or does not load: ")
     assert remedy in lines["uninstalled"] and remedy in lines["export"]
