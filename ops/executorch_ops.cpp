@@ -17,7 +17,6 @@ using executorch::aten::ScalarType;
 using executorch::aten::Tensor;
 using executorch::runtime::Error;
 using executorch::runtime::KernelRuntimeContext;
-using lowbit::ElementType;
 using lowbit::Parallel;
 using lowbit::Shape;
 using lowbit::Status;
@@ -31,22 +30,6 @@ void fail(KernelRuntimeContext& context, const char* name, const Status& status)
   context.fail(status.kind() == Status::Kind::no_memory ? Error::MemoryAllocationFailed : Error::InvalidArgument);
 }
 
-ElementType element_type(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float: return ElementType::f32;
-    case ScalarType::BFloat16: return ElementType::bf16;
-    case ScalarType::Half: return ElementType::f16;
-    case ScalarType::Byte: return ElementType::u8;
-    case ScalarType::Int: return ElementType::i32;
-    case ScalarType::Long: return ElementType::i64;
-    case ScalarType::Double: return ElementType::f64;
-    case ScalarType::Char: return ElementType::i8;
-    case ScalarType::Short: return ElementType::i16;
-    case ScalarType::Bool: return ElementType::boolean;
-    default: return ElementType::other;
-  }
-}
-
 TensorView view_of(const Tensor& tensor) {
   TensorView view;
   view.shape.ndim = static_cast<int>(tensor.dim());
@@ -54,7 +37,7 @@ TensorView view_of(const Tensor& tensor) {
     view.shape.size[d] = tensor.sizes()[static_cast<size_t>(d)];
     view.stride[d] = tensor.strides()[static_cast<size_t>(d)];
   }
-  view.type = element_type(tensor.scalar_type());
+  view.type = lowbit::element_type_of(tensor.scalar_type());
   // Only read through, except for outputs.
   view.data = const_cast<void*>(tensor.const_data_ptr());
   return view;
