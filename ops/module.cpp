@@ -129,4 +129,5 @@ PYBIND11_MODULE(_C, module) {
   module.def("info", &info, py::arg("address"), py::arg("size"), py::arg("verify"));
   module.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
              py::arg("affine"), py::arg("has_bias"));
+  module.attr("executorch_version") = LOWBIT_EXECUTORCH_VERSION;  // that lowbit_executorch was built with, or empty
 }

@@ -11,6 +11,24 @@ namespace lowbit {
 // The types that operators take come first; the rest are there to be named in messages.
 enum class ElementType : uint8_t { f32, bf16, f16, u8, i32, i64, f64, i8, i16, boolean, other };
 
+// From the host's enumeration: PyTorch's and ExecuTorch's are two types with the same names.
+template <class ScalarType>
+ElementType element_type_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return ElementType::f32;
+    case ScalarType::BFloat16: return ElementType::bf16;
+    case ScalarType::Half: return ElementType::f16;
+    case ScalarType::Byte: return ElementType::u8;
+    case ScalarType::Int: return ElementType::i32;
+    case ScalarType::Long: return ElementType::i64;
+    case ScalarType::Double: return ElementType::f64;
+    case ScalarType::Char: return ElementType::i8;
+    case ScalarType::Short: return ElementType::i16;
+    case ScalarType::Bool: return ElementType::boolean;
+    default: return ElementType::other;
+  }
+}
+
 inline constexpr int kMaxDims = 16;
 
 struct Shape {

@@ -13,7 +13,6 @@
 
 namespace {
 
-using lowbit::ElementType;
 using lowbit::Layout;
 using lowbit::Parallel;
 using lowbit::Shape;
@@ -32,22 +31,6 @@ void raise_unless_ok(const Status& status) {
   }
 }
 
-ElementType element_type(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float: return ElementType::f32;
-    case ScalarType::BFloat16: return ElementType::bf16;
-    case ScalarType::Half: return ElementType::f16;
-    case ScalarType::Byte: return ElementType::u8;
-    case ScalarType::Int: return ElementType::i32;
-    case ScalarType::Long: return ElementType::i64;
-    case ScalarType::Double: return ElementType::f64;
-    case ScalarType::Char: return ElementType::i8;
-    case ScalarType::Short: return ElementType::i16;
-    case ScalarType::Bool: return ElementType::boolean;
-    default: return ElementType::other;
-  }
-}
-
 TensorView view_of(const char* name, const Tensor& tensor) {
   TensorView view;
   const int64_t ndim = tensor.dim();
@@ -62,7 +45,7 @@ TensorView view_of(const char* name, const Tensor& tensor) {
     view.shape.size[d] = sizes[d];
     view.stride[d] = strides[d];
   }
-  view.type = element_type(tensor.scalar_type());
+  view.type = lowbit::element_type_of(tensor.scalar_type());
   view.on_cpu = tensor.is_cpu();
   // Only read through, except for outputs that this file allocated.
   view.data = const_cast<void*>(tensor.const_data_ptr());

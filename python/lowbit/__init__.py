@@ -13,6 +13,7 @@ _library.load()
 
 from . import nn  # noqa: E402  (needs the operators)
 from ._library import isa, kernels  # noqa: E402
+from .export import export_pt2, export_pte  # noqa: E402
 from .ops import PackedInfo, Unpacked, embedding, info, linear, pack, unpack, verify  # noqa: E402
 from .quantize import EmbeddingConfig, LinearConfig, quantize_, quantize_tensor  # noqa: E402
 
@@ -24,6 +25,8 @@ __all__ = [
     "PackedInfo",
     "Unpacked",
     "embedding",
+    "export_pt2",
+    "export_pte",
     "info",
     "isa",
     "kernels",

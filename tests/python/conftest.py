@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import subprocess
 import sys
@@ -20,6 +21,19 @@ def _fixed_seed_and_threads():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def executorch():
+    """ExecuTorch's runtime with lowbit's operators. Where it is not installed: a skip, but on CI a failure."""
+    if importlib.util.find_spec("executorch") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("executorch is not installed")
+    import lowbit.executorch
+
+    lowbit.executorch.register()
+    from executorch.runtime import Runtime
+
+    return Runtime.get()
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ def check_that_it_can_fail() -> None:
         "kernels/b.cpp": "#include <torch/library.h>",
         "kernels/c.cpp": '#include "../tests/t.h"',
         "kernels/d.cpp": "  #  include <pybind11/pybind11.h>",
+        "kernels/e.cpp": "#include <executorch/runtime/kernel/kernel_includes.h>",
         "ops/linear.cpp": "#include <executorch/runtime.h>",
         "ops/module.cpp": "#include <torch/library.h>",
         "ops/pack.cpp": '#include "../bench/b.h"',

@@ -1,0 +1,58 @@
+"""ExecuTorch in this process: :func:`register` gives its runtime lowbit's operators.
+
+>>> import lowbit.executorch
+>>> lowbit.executorch.register()
+>>> from executorch.runtime import Runtime
+>>> method = Runtime.get().load_program("model.pte").load_method("forward")  # doctest: +SKIP
+>>> y, = method.execute([x])  # doctest: +SKIP
+"""
+
+import ctypes
+from importlib import import_module
+from pathlib import Path
+
+from . import _C
+
+_OPERATORS = {"lowbit::linear.out", "lowbit::embedding.out"}
+_INSTALL = "Install it with `pip install executorch==1.5.1`, then build lowbit again with `pip install .`."
+
+
+def register() -> None:
+    """Registers ``lowbit::linear.out`` and ``lowbit::embedding.out`` with the ExecuTorch runtime of this process.
+
+    Needed before a program with these operators is loaded. Does nothing when they are registered already, by an earlier
+    call or by anyone else.
+
+    Raises:
+        ImportError: executorch is not installed, lowbit was built without it or with another version of it.
+    """
+    try:
+        # First: it brings the runtime's own libraries into the process, which the operator library then uses.
+        runtime = import_module("executorch.runtime")
+    except ImportError as error:
+        raise ImportError(f"executorch is not installed, or does not load: {error}. {_INSTALL}") from error
+    registered = runtime.Runtime.get().operator_registry
+    # The runtime ends the process when an operator is registered twice.
+    present = _OPERATORS & registered.operator_names
+    if present == _OPERATORS:
+        return
+    if present:
+        raise ImportError(f"another library has registered {', '.join(present)}, but not all of lowbit's operators")
+    library = Path(_C.__file__).parent / "lowbit_executorch.so"
+    if not _C.executorch_version or not library.exists():
+        raise ImportError(f"lowbit was built without executorch: there is no {library}. {_INSTALL}")
+    # ExecuTorch's C++ classes may change between minor versions; a library built for others would not say so.
+    found = import_module("executorch.version").__version__
+    if found.split(".")[:2] != _C.executorch_version.split(".")[:2]:
+        raise ImportError(
+            f"lowbit was built with executorch {_C.executorch_version}; found {found}. "
+            "Build lowbit again with `pip install .`."
+        )
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        raise ImportError(
+            f"lowbit's ExecuTorch library does not load: {error}. Build lowbit again with `pip install .`."
+        ) from error
+    if not _OPERATORS <= registered.operator_names:
+        raise ImportError(f"{library} has registered its operators with another ExecuTorch runtime than Python's")

@@ -1,0 +1,97 @@
+"""Models to files that run without Python: ExecuTorch's .pte and AOTInductor's .pt2."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def _replacing(path: str | os.PathLike, suffix: str) -> Iterator[Path]:
+    """A path to write to, beside `path`; it becomes `path` when all went well. So no reader sees half a file."""
+    target = Path(path)
+    if target.suffix != suffix:
+        raise ValueError(f"path is {str(path)!r}; expected a name that ends in {suffix}")
+    with tempfile.TemporaryDirectory(prefix=f".{target.stem}-", dir=target.parent) as directory:
+        written = Path(directory) / target.name
+        yield written
+        os.replace(written, target)
+
+
+def export_pte(
+    model: torch.nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | os.PathLike,
+    dynamic_shapes: Any = None,
+    xnnpack: bool = True,
+) -> None:
+    """Writes an ExecuTorch program with one method, "forward".
+
+    Linear layers and embeddings of this package keep their packed weights and run on the same kernels as in PyTorch,
+    with the same bits. Where it runs, lowbit's operators must be registered: in Python by
+    :func:`lowbit.executorch.register`, in C++ by loading ``lowbit_executorch.so``.
+
+    Args:
+        model: quantised, in eval mode.
+        example_inputs: the positional arguments of one call. Their shapes are fixed but for ``dynamic_shapes``.
+        path: a name that ends in .pte; replaced in one step, and untouched when the export fails.
+        dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
+            one input of shape [batch, ...]. The program reserves memory for the largest shape, so give a ``max``.
+        xnnpack: leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own kernels.
+
+    Raises:
+        ImportError: executorch is not installed.
+        ValueError, OSError: path does not end in .pte, or cannot be written.
+        Exception: whatever torch.export and ExecuTorch raise on models they cannot export.
+    """
+    try:
+        exir = import_module("executorch.exir")
+        partitioners = []
+        if xnnpack:
+            partitioners.append(
+                import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
+            )
+    except ImportError as error:
+        raise ImportError(
+            f"executorch is not installed, or does not load: {error}. Install it with `pip install executorch==1.5.1`."
+        ) from error
+    with _replacing(path, ".pte") as written:
+        exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
+        program = exir.to_edge_transform_and_lower(exported, partitioner=partitioners).to_executorch()
+        with open(written, "wb") as file:
+            program.write_to_file(file)
+
+
+def export_pt2(
+    model: torch.nn.Module,
+    example_inputs: tuple[Any, ...],
+    path: str | os.PathLike,
+    dynamic_shapes: Any = None,
+) -> None:
+    """Compiles a model ahead of time with AOTInductor; needs a C++ compiler here.
+
+    Load it with ``torch._inductor.aoti_load_package(path)`` after ``import lowbit``, or from C++ with
+    ``AOTIModelPackageLoader`` after loading ``lowbit_torch.so``.
+
+    Args:
+        model: quantised, in eval mode.
+        example_inputs: the positional arguments of one call. Their shapes are fixed but for ``dynamic_shapes``.
+        path: a name that ends in .pt2; replaced in one step, and untouched when the export fails.
+        dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
+            one input of shape [batch, ...].
+
+    Raises:
+        ValueError, OSError: path does not end in .pt2, or cannot be written.
+        Exception: whatever torch.export and AOTInductor raise on models they cannot compile.
+    """
+    inductor = import_module("torch._inductor")
+    with _replacing(path, ".pt2") as written:
+        exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
+        inductor.aoti_compile_and_package(exported, package_path=str(written))

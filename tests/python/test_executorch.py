@@ -1,0 +1,297 @@
+"""The operators in ExecuTorch: the bits of eager, and failed calls, never a lost process, on bad input."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+import lowbit
+from reference import DTYPES, HEADER_BYTES, MAPPINGS, WIDTHS, assert_same_bits, random_packed, random_rows
+
+# executorch and torch.export warn of their own and each other's old calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:" + what)
+    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+]
+
+MAGIC = bytes.fromhex("894c4f574249540a")
+N, K, GROUP = 21, 80, 32  # odd n, a short last group
+
+
+class Every(torch.nn.Module):
+    """Every width and mapping, linear and embedding, in one program; the inputs' dtypes are the outputs'."""
+
+    def __init__(self):
+        super().__init__()
+        packed = [
+            (bits, mapping, random_packed(N, K, bits, GROUP, mapping, bias=bits % 2 == 0))
+            for bits in WIDTHS
+            for mapping in MAPPINGS
+        ]
+        self.names = [
+            f"{family} {bits} {mapping} {dtype}"
+            for bits, mapping, _ in packed
+            for dtype in DTYPES
+            for family in ("linear", "embedding")
+        ]
+        self.linears = torch.nn.ModuleList(lowbit.nn.Linear(weight) for _, _, weight in packed)
+        self.tables = torch.nn.ModuleList(
+            lowbit.nn.Embedding(weight, dtype) for _, _, weight in packed for dtype in DTYPES
+        )
+
+    def forward(self, indices, *rows):
+        results, tables = [], iter(self.tables)
+        for linear in self.linears:
+            for x in rows:
+                results += [linear(x), next(tables)(indices)]
+        return tuple(results)
+
+
+def inputs(m: int, integers: torch.dtype = torch.int64) -> tuple:
+    indices = (torch.arange(m) * 13 % N).to(integers)
+    return indices, *(random_rows(m, K, seed=m).to(dtype) for dtype in DTYPES)
+
+
+def check_every(method, model: Every, arguments: tuple) -> None:
+    outputs = method.execute(arguments)
+    with torch.no_grad():
+        expected = model(*arguments)
+    assert len(outputs) == len(expected) == len(model.names) == 2 * len(DTYPES) * len(MAPPINGS) * len(WIDTHS)
+    for name, output, value in zip(model.names, outputs, expected):
+        try:
+            assert_same_bits(output, value)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+@pytest.fixture(scope="module")
+def every():
+    return Every().eval()
+
+
+@pytest.mark.parametrize("m, integers", [(1, torch.int64), (7, torch.int32)])
+def test_static_shapes_bit_for_bit(executorch, tmp_path, every, m, integers):
+    lowbit.export_pte(every, inputs(m, integers), tmp_path / "every.pte")
+    method = executorch.load_program(tmp_path / "every.pte").load_method("forward")
+    check_every(method, every, inputs(m, integers))
+
+
+def test_dynamic_shapes_bit_for_bit(executorch, tmp_path, every):
+    m = torch.export.Dim("m", max=40)
+    shapes = {"indices": {0: m}, "rows": tuple({0: m} for _ in DTYPES)}
+    lowbit.export_pte(every, inputs(5), tmp_path / "every.pte", dynamic_shapes=shapes)
+    method = executorch.load_program(tmp_path / "every.pte").load_method("forward")
+    for m in (7, 1, 40, 2):
+        check_every(method, every, inputs(m))
+
+
+class Flat(torch.nn.Module):
+    """Leading dimensions: embedding of [b, t] and linear of [b, t, k]."""
+
+    def __init__(self, n: int, k: int, bits: int = 4):
+        super().__init__()
+        self.table = lowbit.nn.Embedding(random_packed(n, k, bits, 64, "affine"))
+        self.linear = lowbit.nn.Linear(random_packed(n, k, bits, 64, "symmetric", bias=True))
+
+    def forward(self, indices):
+        return self.linear(self.table(indices))
+
+
+@pytest.fixture(scope="module")
+def flat(executorch, tmp_path_factory):
+    """A model of [b, t] indices with b <= 2 and t <= 40, as a module and as a file."""
+    model = Flat(520, 256).eval()
+    path = tmp_path_factory.mktemp("flat") / "flat.pte"
+    shapes = ({0: torch.export.Dim("b", max=2), 1: torch.export.Dim("t", max=40)},)
+    lowbit.export_pte(model, (torch.zeros(2, 3, dtype=torch.int64),), path, dynamic_shapes=shapes)
+    return model, path
+
+
+def indices_of(b: int, t: int) -> torch.Tensor:
+    return torch.arange(b * t).view(b, t) * 37 % 520
+
+
+def test_any_number_of_threads(executorch, flat):
+    from executorch.extension.pybindings import portable_lib
+
+    model, path = flat
+    method = executorch.load_program(path).load_method("forward")
+    before = portable_lib._threadpool_get_thread_count()
+    try:
+        for threads in (1, 2, 3, 5):
+            portable_lib._unsafe_reset_threadpool(threads)
+            assert portable_lib._threadpool_get_thread_count() == threads
+            for b, t in ((1, 1), (2, 7), (1, 40)):
+                (output,) = method.execute((indices_of(b, t),))
+                assert_same_bits(output, model(indices_of(b, t)))
+    finally:
+        portable_lib._unsafe_reset_threadpool(before)
+
+
+def test_an_index_out_of_range_fails_the_call(executorch, flat, capfd):
+    model, path = flat
+    method = executorch.load_program(path).load_method("forward")
+    for index in (520, -1, 2**62):
+        with pytest.raises(RuntimeError, match="0x12"):  # InvalidArgument
+            method.execute((torch.tensor([[3, index]]),))
+        assert f"lowbit::embedding.out: index {index} (number 1 of 2) is out of range; expected 0 to 519" in (
+            capfd.readouterr().err
+        )
+    (output,) = method.execute((indices_of(1, 2),))
+    assert_same_bits(output, model(indices_of(1, 2)))
+
+
+def test_a_wrong_input_fails_the_call(executorch, flat):
+    model, path = flat
+    method = executorch.load_program(path).load_method("forward")
+    # Too large for the planned memory, another rank, another dtype.
+    for wrong in (indices_of(3, 40), indices_of(1, 4)[0], indices_of(1, 4).float()):
+        with pytest.raises(RuntimeError):
+            method.execute((wrong,))
+    (output,) = method.execute((indices_of(2, 40),))
+    assert_same_bits(output, model(indices_of(2, 40)))
+
+
+class One(torch.nn.Module):
+    def __init__(self, linear: bool, packed: torch.Tensor):
+        super().__init__()
+        self.layer = lowbit.nn.Linear(packed) if linear else lowbit.nn.Embedding(packed)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "embedding"])
+def test_altered_packed_bytes_fail_the_call(executorch, tmp_path, capfd, linear):
+    packed = random_packed(20, K, 3, GROUP, "affine", bias=True)
+    model = One(linear, packed)
+    x = random_rows(2, K) if linear else torch.tensor([4, 19])
+    lowbit.export_pte(model, (x,), tmp_path / "one.pte")
+    data = (tmp_path / "one.pte").read_bytes()
+    at = data.find(bytes(packed.tolist()))
+    assert data.count(MAGIC) == 1 and at == data.find(MAGIC)
+
+    def run(changed: bytes):
+        return executorch.load_program(changed).load_method("forward").execute((x,))
+
+    (output,) = run(data)
+    assert_same_bits(output, model(x))
+    name = "lowbit::linear.out: " if linear else "lowbit::embedding.out: "
+    for offset in range(HEADER_BYTES):
+        for flip in (0x01, 0xFF):
+            changed = bytearray(data)
+            changed[at + offset] ^= flip
+            with pytest.raises(RuntimeError):
+                run(bytes(changed))
+            assert name in capfd.readouterr().err, f"byte {offset} of the header"
+
+    # A valid weight of the same size, but not of the shape that the program was made for.
+    other = random_packed(18, K, 3, GROUP, "affine", bias=True)
+    assert other.numel() == packed.numel()
+    changed = data[:at] + bytes(other.tolist()) + data[at + other.numel() :]
+    with pytest.raises(RuntimeError, match="0x12"):
+        run(changed)
+    expected = "out_features is 20; expected 18" if linear else "index 19 (number 1 of 2) is out of range"
+    assert name + expected in capfd.readouterr().err
+
+    # Codes and scales are in bounds whatever they are; so is the file's end.
+    for offset in range(HEADER_BYTES, packed.numel(), 7):
+        changed = bytearray(data)
+        changed[at + offset] ^= 0xFF
+        assert run(bytes(changed))[0].shape == output.shape
+    with pytest.raises(RuntimeError):
+        run(data[: at + packed.numel() // 2])
+
+
+def test_one_core_for_both_frameworks(executorch):
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reads /proc/self/maps")
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = {line.split()[-1] for line in maps if "liblowbit" in line or "libexecutorch.so" in line}
+    assert len([path for path in paths if "liblowbit" in path]) == 1
+    assert len([path for path in paths if "libexecutorch.so" in path]) == 1
+
+
+def run_script(run_python, script: str, *arguments) -> str:
+    process = run_python(script, *arguments)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout + process.stderr
+
+
+def test_without_register_the_operators_are_missing(run_python, flat):
+    output = run_script(
+        run_python,
+        """
+import sys
+import lowbit
+from executorch.runtime import Runtime
+program = Runtime.get().load_program(sys.argv[1])
+try:
+    program.load_method("forward")
+except RuntimeError as error:
+    print("refused:", error)
+""",
+        flat[1],
+    )
+    assert re.search("^refused: .*0x:?14", output, re.M)  # OperatorMissing
+    assert re.search(r"Missing operator: \[\d\] lowbit::(linear|embedding)\.out", output)
+
+
+def test_register_is_harmless_again(executorch):
+    lowbit.executorch.register()
+    lowbit.executorch.register()
+
+
+def test_register_in_a_new_process(executorch, run_python):
+    """One process for all that must not be registered yet: importing ExecuTorch takes seconds."""
+    output = run_script(
+        run_python,
+        """
+import ctypes, importlib, pathlib, sys, tempfile, types
+import lowbit, lowbit.executorch
+assert not any(name.split(".")[0] == "executorch" for name in sys.modules), "importing lowbit imports executorch"
+
+def message():
+    try:
+        lowbit.executorch.register()
+    except ImportError as error:
+        return str(error)
+    return "nothing was raised"
+
+path, version = lowbit._C.__file__, lowbit._C.executorch_version
+with tempfile.TemporaryDirectory() as directory:
+    lowbit.executorch._C = types.SimpleNamespace(__file__=path, executorch_version="")
+    print("built without:", message())
+    lowbit.executorch._C = types.SimpleNamespace(__file__=path, executorch_version="1.4.0")
+    print("other version:", message())
+    lowbit.executorch._C = types.SimpleNamespace(__file__=directory + "/_C.so", executorch_version=version)
+    print("deleted:", message())
+    pathlib.Path(directory, "lowbit_executorch.so").write_bytes(b"not a library")
+    print("broken:", message())
+
+# Someone else loads the library.
+ctypes.CDLL(str(pathlib.Path(path).parent / "lowbit_executorch.so"))
+print("by others:", message())
+importlib.reload(lowbit.executorch)
+print("again:", message())
+
+for name in [name for name in sys.modules if name.split(".")[0] == "executorch"]:
+    del sys.modules[name]
+sys.modules["executorch"] = None
+print("uninstalled:", message())
+try:
+    lowbit.export_pte(None, (), "x.pte")
+except ImportError as error:
+    print("export:", error)
+""",
+    )
+    lines = dict(line.split(": ", 1) for line in output.splitlines() if ": " in line)
+    remedy = "`pip install executorch==1.5.1`"
+    for case in ("built without", "deleted"):
+        assert lines[case].startswith("lowbit was built without executorch: ") and remedy in lines[case]
+    assert lines["other version"].startswith("lowbit was built with executorch 1.4.0; found 1.")
+    assert lines["broken"].startswith("lowbit's ExecuTorch library does not load: ")
+    assert lines["by others"] == lines["again"] == "nothing was raised"
+    assert lines["uninstalled"].startswith("executorch is not installed, or does not load: ")
+    assert remedy in lines["uninstalled"] and remedy in lines["export"]
