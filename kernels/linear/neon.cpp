@@ -106,7 +106,7 @@ template <int Bits, bool Affine>
 [[gnu::always_inline]] inline void finish_group(float32x4_t (&acc)[kQuarters],
                                                 const Sums<is_wide(Bits)> (&sums)[kQuarters], const uint8_t* scales,
                                                 int32_t group_sum) {
-  const Quarters scale = load_f16x16(scales);
+  const Scales scale = load_scales(scales);
   // At 1 bit minus the integer part: the sum of the activations, minus twice those with a set bit.
   const int32x4_t start = vdupq_n_s32(Bits == 1 ? group_sum : kStart<Bits, Affine> * group_sum);
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
@@ -116,7 +116,7 @@ template <int Bits, bool Affine>
     acc[q] = add_scaled<Bits == 1>(acc[q], scale.q[q], total);
   });
   if constexpr (Affine) {
-    const Quarters min = load_f16x16(scales + 2 * kPanelRows);
+    const Scales min = load_scales(scales + 2 * kPanelRows);
     const float32x4_t sum = vdupq_n_f32(static_cast<float>(group_sum));
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vfmaq_f32(acc[q], min.q[q], sum); });
   }

@@ -1,14 +1,10 @@
-// What the linear kernels for plain NEON share: integer sums of products (neon.cpp explains them), and what comes
-// behind them: scales, heads, outputs. The 16 rows of a panel are four quarters.
+// What the linear kernels for plain NEON share: integer sums of products (neon.cpp explains them).
 #pragma once
 
-#include "../bits/unpack_neon.h"
-#include "../ukernel.h"
+#include "panel_neon.h"
 
 namespace lowbit {
 namespace {
-
-constexpr int kQuarters = 4;
 
 enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 
@@ -78,18 +74,6 @@ struct Sums {
   [[gnu::always_inline]] int32x4_t total() const { return Wide ? vpaddq_s32(part[0], part[1]) : part[0]; }
 };
 
-struct Quarters {
-  float32x4_t q[kQuarters];
-};
-
-// The 16 float16 values at `at`, scales or mins of a group.
-[[gnu::always_inline]] inline Quarters load_f16x16(const uint8_t* at) {
-  const float16x8_t half0 = vreinterpretq_f16_u8(vld1q_u8(at));
-  const float16x8_t half1 = vreinterpretq_f16_u8(vld1q_u8(at + 16));
-  return {{vcvt_f32_f16(vget_low_f16(half0)), vcvt_high_f32_f16(half0), vcvt_f32_f16(vget_low_f16(half1)),
-           vcvt_high_f32_f16(half1)}};
-}
-
 // acc + scale * the integer part of a group, for one quarter; `sum` is that, or its negative.
 template <bool Negative>
 [[gnu::always_inline]] inline float32x4_t add_scaled(float32x4_t acc, float32x4_t scale, int32x4_t sum) {
@@ -98,24 +82,11 @@ template <bool Negative>
 
 // From the finished sums of the groups to the outputs of panel `p` in row `row`.
 [[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t p, int64_t row,
-                                                 const float32x4_t (&acc)[kQuarters]) {
-  const uint8_t* heads = args.panels + p * args.layout.panel_bytes + args.layout.head_offset;
-  const auto head = [&](int which, int q) __attribute__((always_inline)) {
-    return vreinterpretq_f32_u8(vld1q_u8(heads + 4 * (which * kPanelRows + 4 * q)));
-  };
-  float32x4_t y[kQuarters];
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-    const float32x4_t corrected = vfmsq_n_f32(acc[q], head(1, q), args.zeros[row]);
-    const float32x4_t scale = vmulq_n_f32(head(0, q), args.scales[row]);
-    y[q] = vfmaq_f32(head(2, q), scale, corrected);
+                                                 float32x4_t (&acc)[kQuarters]) {
+  const Heads heads = load_heads(args, p);
+  with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
+    store_outputs<decltype(dtype)::value>(args, p, row, heads, acc);
   });
-  const int64_t column = p * kPanelRows;
-  const int64_t index = row * args.out_stride + column, columns = args.layout.n - column;
-  switch (args.out_dtype) {
-    case DType::f32: store_first<DType::f32>(args.out, index, y, columns); break;
-    case DType::bf16: store_first<DType::bf16>(args.out, index, y, columns); break;
-    case DType::f16: store_first<DType::f16>(args.out, index, y, columns); break;
-  }
 }
 
 }  // namespace

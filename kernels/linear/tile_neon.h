@@ -191,7 +191,7 @@ template <int Bits, bool Affine, int StepLines, bool OneStep>
       for (int64_t group = 0, half = 0; group < layout.groups; ++group) {
         const int64_t begin = half, end = half + group_halves < halves ? half + group_halves : halves;
         const uint8_t* scales = panel + layout.scales_offset(group);
-        const Quarters scale = load_f16x16(scales), min = Affine ? load_f16x16(scales + 2 * kPanelRows) : scale;
+        const Scales scale = load_scales(scales), min = Affine ? load_scales(scales + 2 * kPanelRows) : scale;
         unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
           vst1q_f32(scratch.scale + 4 * q, scale.q[q]);
           if constexpr (Affine) vst1q_f32(scratch.min + 4 * q, min.q[q]);
