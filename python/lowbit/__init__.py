@@ -16,6 +16,7 @@ from ._library import isa, kernels  # noqa: E402
 from .export import export_pt2, export_pte  # noqa: E402
 from .ops import PackedInfo, Unpacked, embedding, info, linear, pack, unpack, verify  # noqa: E402
 from .quantize import EmbeddingConfig, LinearConfig, quantize_, quantize_tensor  # noqa: E402
+from .threads import ThreadTuning, tune_threads  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "EmbeddingConfig",
     "LinearConfig",
     "PackedInfo",
+    "ThreadTuning",
     "Unpacked",
     "embedding",
     "export_pt2",
@@ -35,6 +37,7 @@ __all__ = [
     "pack",
     "quantize_",
     "quantize_tensor",
+    "tune_threads",
     "unpack",
     "verify",
 ]
