@@ -75,7 +75,7 @@ struct LinearKernel {
   IsaBits isa;
   Format format;
   uint8_t bits;
-  uint8_t m_step, n_step;  // the tile it computes at once; it takes any m and all rows of its panels
+  uint8_t m_step, n_step;  // chosen from so many rows of m on; rows of weights at once. It takes any m, and all of n
   void (*run)(const LinearArgs&);
 };
 

@@ -1,4 +1,4 @@
-// linear_a8w<b>_{1,4}x16_avx2: int8 activations times b-bit weights, 16 output rows to two registers, without VNNI.
+// linear_a8w<b>_{1,2}x16_avx2: int8 activations times b-bit weights, 16 output rows to two registers, without VNNI.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
 //   vpmaddubsw codes, broadcast of 4 activations: 16 rows x 2 sums of 2 products, in int16
@@ -84,10 +84,11 @@ struct Sums : Totals<Bits, Rows, 1> {
   }
 };
 
-#define ROW(bits, m) {"linear_a8w" #bits "_" #m "x16_avx2", kAvx2, Format::panel16, bits, m, 16, run<Sums, bits, m>}
+#define ROW(bits, m, most_rows) \
+  {"linear_a8w" #bits "_" #m "x16_avx2", kAvx2, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>}
 constexpr LinearKernel kRows[] = {
-    ROW(1, 4), ROW(2, 4), ROW(3, 4), ROW(4, 4), ROW(5, 4), ROW(6, 4), ROW(7, 4), ROW(8, 4),
-    ROW(1, 1), ROW(2, 1), ROW(3, 1), ROW(4, 1), ROW(5, 1), ROW(6, 1), ROW(7, 1), ROW(8, 1)};
+    ROW(1, 2, 4), ROW(2, 2, 4), ROW(3, 2, 4), ROW(4, 2, 4), ROW(5, 2, 4), ROW(6, 2, 4), ROW(7, 2, 4), ROW(8, 2, 4),
+    ROW(1, 1, 1), ROW(2, 1, 1), ROW(3, 1, 1), ROW(4, 1, 1), ROW(5, 1, 1), ROW(6, 1, 1), ROW(7, 1, 1), ROW(8, 1, 1)};
 #undef ROW
 
 }  // namespace

@@ -1,9 +1,9 @@
-// linear_a8w<b>_{1,4}x16_avx512vnni: int8 activations times b-bit weights, 16 output rows to a register.
+// linear_a8w<b>_{1,2}x16_avx512vnni: int8 activations times b-bit weights, 16 output rows to a register.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       one zmm register
 //   vpdpbusd sums, line, broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
 //
-// A block is unpacked once (bits/unpack_avx512.h) for 1 or 4 rows of activations. Fields stay at their bit position p; sums of
+// A block is unpacked once (bits/unpack_avx512.h) for up to 4 rows of activations. Fields stay at their bit position p; sums of
 // different p have their own accumulators, joined by a shift once per group. Each accumulator holds at most
 // 65536 * 128 * 255 < 2^31 (kMaxGroupInputs); the symmetric start value may wrap it, which the final sum undoes.
 // Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
@@ -15,6 +15,7 @@
 #include "../bits/simd_avx512.h"
 #include "../bits/unpack_avx512.h"
 #include "../ukernel.h"
+#include "tiles_of_rows.h"
 
 namespace lowbit {
 namespace {
@@ -186,32 +187,32 @@ template <int Bits, bool Affine, bool Halves, int Rows>
   }
 }
 
-template <int Bits, bool Affine, bool Halves, int Rows>
+template <int Bits, bool Affine, bool Halves, int MostRows>
 void run_panels(const LinearArgs& args) {
   for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
     const uint8_t* panel = args.panels + p * args.layout.panel_bytes;
     const int64_t column = p * kPanelRows;
     const __mmask16 columns = first_lanes(args.layout.n - column);
-    int64_t row = 0;
-    for (; row + Rows <= args.m; row += Rows) tile<Bits, Affine, Halves, Rows>(args, panel, row, columns, column);
-    if constexpr (Rows > 1) {
-      for (; row < args.m; ++row) tile<Bits, Affine, Halves, 1>(args, panel, row, columns, column);
-    }
+    for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows) __attribute__((always_inline)) {
+      tile<Bits, Affine, Halves, rows()>(args, panel, row, columns, column);
+    });
   }
 }
 
-template <int Bits, int Rows>
+template <int Bits, int MostRows>
 void run(const LinearArgs& args) {
   const bool affine = args.layout.mapping == Mapping::affine;
-  if (args.layout.group_inputs() % kBlockInputs != 0) {  // half blocks are rare: not worth a 4-row tile
+  if (args.layout.group_inputs() % kBlockInputs != 0) {  // half blocks are rare: not worth a tile of several rows
     return affine ? run_panels<Bits, true, true, 1>(args) : run_panels<Bits, false, true, 1>(args);
   }
-  affine ? run_panels<Bits, true, false, Rows>(args) : run_panels<Bits, false, false, Rows>(args);
+  affine ? run_panels<Bits, true, false, MostRows>(args) : run_panels<Bits, false, false, MostRows>(args);
 }
 
-#define ROW(bits, m) {"linear_a8w" #bits "_" #m "x16_avx512vnni", kAvx512Vnni, Format::panel16, bits, m, 16, run<bits, m>}
-constexpr LinearKernel kRows[] = {ROW(1, 4), ROW(2, 4), ROW(3, 4), ROW(4, 4), ROW(5, 4), ROW(6, 4), ROW(7, 4), ROW(8, 4),
-                                  ROW(1, 1), ROW(2, 1), ROW(3, 1), ROW(4, 1), ROW(5, 1), ROW(6, 1), ROW(7, 1), ROW(8, 1)};
+#define ROW(bits, m, most_rows) \
+  {"linear_a8w" #bits "_" #m "x16_avx512vnni", kAvx512Vnni, Format::panel16, bits, m, 16, run<bits, most_rows>}
+constexpr LinearKernel kRows[] = {
+    ROW(1, 2, 4), ROW(2, 2, 4), ROW(3, 2, 4), ROW(4, 2, 4), ROW(5, 2, 4), ROW(6, 2, 4), ROW(7, 2, 4), ROW(8, 2, 4),
+    ROW(1, 1, 1), ROW(2, 1, 1), ROW(3, 1, 1), ROW(4, 1, 1), ROW(5, 1, 1), ROW(6, 1, 1), ROW(7, 1, 1), ROW(8, 1, 1)};
 #undef ROW
 
 }  // namespace

@@ -1,17 +1,17 @@
-// linear_a8w<b>_{1,4}x16_avxvnni: int8 activations times b-bit weights, 16 output rows to two registers.
+// linear_a8w<b>_{1,2}x16_avxvnni: int8 activations times b-bit weights, 16 output rows to two registers.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
 //   vpdpbusd sums, codes, broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
 //
 // Nothing saturates and every width goes the same way. One row of activations has 8 accumulators, to hide the
-// latency of vpdpbusd (5 cycles, up to 2 per cycle); 4 rows have as many without splitting.
+// latency of vpdpbusd (5 cycles, up to 2 per cycle), and so have 2; 4 rows have as many without splitting.
 
 #include "linear_avx2.h"
 
 namespace lowbit {
 namespace {
 
-constexpr int split_for(int rows) { return rows == 1 ? 4 : 1; }
+constexpr int split_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
 template <int Bits, int Rows, bool Halves>
 struct Sums : Totals<Bits, Rows, split_for(Rows)> {
@@ -42,11 +42,11 @@ struct Sums : Totals<Bits, Rows, split_for(Rows)> {
   }
 };
 
-#define ROW(bits, m) \
-  {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<Sums, bits, m>}
+#define ROW(bits, m, most_rows) \
+  {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>}
 constexpr LinearKernel kRows[] = {
-    ROW(1, 4), ROW(2, 4), ROW(3, 4), ROW(4, 4), ROW(5, 4), ROW(6, 4), ROW(7, 4), ROW(8, 4),
-    ROW(1, 1), ROW(2, 1), ROW(3, 1), ROW(4, 1), ROW(5, 1), ROW(6, 1), ROW(7, 1), ROW(8, 1)};
+    ROW(1, 2, 4), ROW(2, 2, 4), ROW(3, 2, 4), ROW(4, 2, 4), ROW(5, 2, 4), ROW(6, 2, 4), ROW(7, 2, 4), ROW(8, 2, 4),
+    ROW(1, 1, 1), ROW(2, 1, 1), ROW(3, 1, 1), ROW(4, 1, 1), ROW(5, 1, 1), ROW(6, 1, 1), ROW(7, 1, 1), ROW(8, 1, 1)};
 #undef ROW
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "../bits/simd_avx2.h"
 #include "../bits/unpack_avx2.h"
 #include "../ukernel.h"
+#include "tiles_of_rows.h"
 
 namespace lowbit {
 namespace {
@@ -154,26 +155,23 @@ template <class Sums, bool Affine>
   }
 }
 
-template <template <int Bits, int Rows, bool Halves> class Sums, int Bits, bool Affine, bool Halves, int Rows>
+template <template <int Bits, int Rows, bool Halves> class Sums, int Bits, bool Affine, bool Halves, int MostRows>
 void run_panels(const LinearArgs& args) {
   for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
     const uint8_t* panel = args.panels + p * args.layout.panel_bytes;
-    const int64_t column = p * kPanelRows;
-    int64_t row = 0;
-    for (; row + Rows <= args.m; row += Rows) tile<Sums<Bits, Rows, Halves>, Affine>(args, panel, row, column);
-    if constexpr (Rows > 1) {
-      for (; row < args.m; ++row) tile<Sums<Bits, 1, Halves>, Affine>(args, panel, row, column);
-    }
+    for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows) __attribute__((always_inline)) {
+      tile<Sums<Bits, rows(), Halves>, Affine>(args, panel, row, p * kPanelRows);
+    });
   }
 }
 
-template <template <int Bits, int Rows, bool Halves> class Sums, int Bits, int Rows>
+template <template <int Bits, int Rows, bool Halves> class Sums, int Bits, int MostRows>
 void run(const LinearArgs& args) {
   const bool affine = args.layout.mapping == Mapping::affine;
   if (args.layout.group_inputs() % kBlockInputs != 0) {  // half blocks are rare: not worth a tile of several rows
     return affine ? run_panels<Sums, Bits, true, true, 1>(args) : run_panels<Sums, Bits, false, true, 1>(args);
   }
-  affine ? run_panels<Sums, Bits, true, false, Rows>(args) : run_panels<Sums, Bits, false, false, Rows>(args);
+  affine ? run_panels<Sums, Bits, true, false, MostRows>(args) : run_panels<Sums, Bits, false, false, MostRows>(args);
 }
 
 }  // namespace
