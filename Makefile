@@ -5,6 +5,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 VENV := .venv
 BIN := $(abspath $(VENV))/bin
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
+ARM_PYTHON := build/arm-python/bin/python
 SOURCES := $(shell find kernels ops cmake -type f) CMakeLists.txt pyproject.toml
 
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
@@ -43,6 +44,11 @@ test-arm: $(VENV)/requirements
 	  QEMU_CPU=$${cpu%%:*} LOWBIT_REQUIRE_ISA=$${cpu##*:} \
 	    $(BIN)/ctest --test-dir build/test-arm -j $(JOBS) --output-on-failure --no-tests=error; \
 	done
+
+# Python 3.11 with torch for 64-bit Arm, to run under QEMU: $(ARM_PYTHON) is used as any python.
+$(ARM_PYTHON): scripts/arm_python.sh scripts/arm_python.txt $(VENV)/requirements
+	scripts/need.sh test
+	PYTHON=$(BIN)/python scripts/arm_python.sh build/arm-python
 
 test-python: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/python
