@@ -2,8 +2,8 @@
 # Sets up a 64-bit Arm Python with torch that runs under QEMU's user-mode emulation: no root, no chroot, no binfmt_misc.
 #   scripts/arm_python.sh DIRECTORY
 #   DIRECTORY/bin/python ...      as any python; QEMU_CPU=cortex-a76 chooses the CPU model, QEMU_PLUGIN=... a plugin
-# DIRECTORY/root is Debian 12 with Python 3.11 and its headers, the packages are in its dist-packages. About 200 MB are
-# downloaded and 800 MB stay. DEBIAN_MIRROR names the mirror; without it, that of this machine's apt or debootstrap's.
+# DIRECTORY/root is Debian 12 with Python 3.11 and its headers, the packages are in its dist-packages. About 220 MB are
+# downloaded and 830 MB stay. DEBIAN_MIRROR names the mirror; without it, that of this machine's apt or debootstrap's.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -43,6 +43,9 @@ done
 rm -rf "$new/debian" "$new/debootstrap.log"
 # What the emulated process shall see of this machine, and a link that leaves the directory.
 rm -rf "$new"/root/{boot,dev,home,media,mnt,opt,proc,root,run,srv,sys,tmp,usr/lib/python3.11/sitecustomize.py}
+
+# Debian's Python.h asks for this one in the compiler's own directories, which is not where it is here.
+cp "$new"/root/usr/include/{aarch64-linux-gnu/,}python3.11/pyconfig.h
 
 # No dependencies: pip would choose those of this machine.
 echo "Arm Python: fetching torch and what it needs"
