@@ -50,7 +50,7 @@ cp "$new"/root/usr/include/{aarch64-linux-gnu/,}python3.11/pyconfig.h
 # No dependencies: pip would choose those of this machine.
 echo "Arm Python: fetching torch and what it needs"
 "$python" -m pip install -q --root-user-action=ignore --no-deps --no-compile --only-binary=:all: \
-  --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 --platform any \
+  --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 \
   --python-version 311 --implementation cp --abi cp311 --abi abi3 --abi none \
   --target "$new/root/usr/lib/python3/dist-packages" -r "$here/arm_python.txt"
 
