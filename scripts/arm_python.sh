@@ -9,8 +9,9 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 target=${1:?usage: scripts/arm_python.sh DIRECTORY}
+PATH=$PATH:/usr/sbin  # debootstrap's place, also on the path of others than root
 for tool in debootstrap dpkg-deb qemu-aarch64 "$python"; do
-  PATH=$PATH:/usr/sbin command -v "$tool" >/dev/null || {
+  command -v "$tool" >/dev/null || {
     echo "$tool is missing; \`scripts/need.sh test\` installs what is needed on Debian and Ubuntu" >&2
     exit 1
   }
@@ -30,10 +31,11 @@ fi
 
 # Only downloads, with the packages' checksums verified; unpacking them is all that a Python needs.
 echo "Arm Python: fetching Debian packages"
-PATH=$PATH:/usr/sbin debootstrap --download-only --arch=arm64 --variant=minbase \
-  --include=python3.11,libpython3.11-dev,libstdc++6 bookworm "$new/debian" ${mirror:+"$mirror"} >"$new/debootstrap.log" 2>&1 || {
+debootstrap --download-only --arch=arm64 --variant=minbase \
+  --include=python3.11,libpython3.11-dev,libstdc++6 bookworm "$new/debian" ${mirror:+"$mirror"} \
+  >"$new/debootstrap.log" 2>&1 || {
   tail -n 20 "$new/debootstrap.log" >&2
-  echo "debootstrap failed; DEBIAN_MIRROR=<URL of a Debian mirror> chooses another mirror than ${mirror:-its default}" >&2
+  echo "debootstrap failed; DEBIAN_MIRROR=<URL> chooses another Debian mirror than ${mirror:-its default}" >&2
   exit 1
 }
 for package in "$new"/debian/var/cache/apt/archives/*.deb; do
@@ -43,6 +45,16 @@ done
 rm -rf "$new/debian" "$new/debootstrap.log"
 # What the emulated process shall see of this machine, and a link that leaves the directory.
 rm -rf "$new"/root/{boot,dev,home,media,mnt,opt,proc,root,run,srv,sys,tmp,usr/lib/python3.11/sitecustomize.py}
+
+# What a newer cross compiler than Debian 12's makes asks for its C and C++ libraries, which serve older programs too.
+cross=/usr/aarch64-linux-gnu/lib
+own=$new/root/lib/aarch64-linux-gnu
+release() { grep -aom 1 'stable release version [0-9.]*[0-9]' "$1/libc.so.6"; }
+if [ -f "$cross/libc.so.6" ] &&
+  [ "$({ release "$cross"; release "$own"; } | sort -V | tail -n 1)" != "$(release "$own")" ]; then
+  echo "Arm Python: with the cross compiler's C and C++ libraries"
+  cp -a "$cross"/*.so.[0-9]* "$own"
+fi
 
 # Debian's Python.h asks for this one in the compiler's own directories, which is not where it is here.
 cp "$new"/root/usr/include/{aarch64-linux-gnu/,}python3.11/pyconfig.h
@@ -66,7 +78,7 @@ WRAPPER
 chmod +x "$new/bin/python"
 
 echo "Arm Python: first start"
-"$new/bin/python" -c '
+"$new/bin/python" -W ignore -c '
 import platform, sys, sysconfig, torch
 found = (platform.machine(), sys.version_info[:2], sysconfig.get_config_var("EXT_SUFFIX"), torch.version.cuda)
 expected = ("aarch64", (3, 11), ".cpython-311-aarch64-linux-gnu.so", None)

@@ -3,8 +3,8 @@
     python same_bits.py write FILE                          on this machine: inputs and what lowbit makes of them
     python same_bits.py check FILE --isa neon,neondot       there (emulated): the same again, compared with ==
 
-`make test-arm-python` does both. Only lowbit's own operators and those of torch that do not round are compared; the random
-inputs are in the file, since torch's generators may differ from one processor to another.
+`make test-arm-python` does both. Only lowbit's own operators and those of torch that do not round are compared; the
+random inputs are in the file, since torch's generators may differ from one processor to another.
 """
 
 import argparse
@@ -22,8 +22,9 @@ import lowbit
 WIDTHS = range(1, 9)
 MAPPINGS = ("symmetric", "affine")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARTS = ("codes", "scales", "mins", "bias")
 ROWS = (1, 7, 40)  # one row, less than a tile's multiple, and more than a chunk of rows
-# Odd sizes with a short last group; per channel; large enough for two threads at 40 rows (and at 7, but for per channel).
+# Odd sizes with a short last group, and per channel; "grouped" is large enough for two threads at 7 rows and at 40.
 SHAPES = {"grouped": (150, 232, 48), "per channel": (37, 129, None)}
 
 
@@ -62,7 +63,7 @@ def compute(inputs: dict) -> dict:
                     packed = lowbit.quantize_tensor(inputs[f"{name} weight"], config, bias=inputs[f"{name} bias"])
                     results[f"{name} {bits} {mapping} {scale} packed"] = packed
                 # `packed` is that of "mse" from here on.
-                for part, tensor in zip(("codes", "scales", "mins", "bias"), torch.ops.lowbit.unpack(packed)):
+                for part, tensor in zip(PARTS, torch.ops.lowbit.unpack(packed), strict=True):
                     results[f"{name} {bits} {mapping} {part}"] = tensor
                 for dtype in DTYPES:
                     for m in ROWS:
@@ -124,7 +125,7 @@ def check_errors(expected: dict) -> list[str]:
         try:
             call()
             failures.append(f"{name}: no error; expected {kind.__name__}")
-        except Exception as error:
+        except (ValueError, IndexError, RuntimeError, TypeError) as error:
             if type(error) is not kind:
                 failures.append(f"{name}: {type(error).__name__}: {error}; expected {kind.__name__}")
     return failures
