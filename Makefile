@@ -51,13 +51,14 @@ test-arm: $(VENV)/requirements
 	done
 
 # Python 3.11 with torch for 64-bit Arm, to run under QEMU: $(ARM_PYTHON) is used as any python.
-$(ARM_PYTHON): scripts/arm_python.sh scripts/arm_python.txt $(VENV)/requirements
+$(ARM_PYTHON): scripts/arm_python.sh scripts/arm_python.txt | $(VENV)/requirements
 	scripts/need.sh test
 	PYTHON=$(BIN)/python scripts/arm_python.sh build/arm-python
 
 # Cross-built: the headers of this machine's torch, the libraries of the oldest torch that there is for Arm. The backend
 # tags wheels for the Python that runs it; the last step gives it the tags of what it was made for.
-wheel-aarch64: $(ARM_PYTHON)
+wheel-aarch64: $(VENV)/requirements $(ARM_PYTHON)
+	scripts/need.sh test
 	rm -rf build/wheel-aarch64
 	SETUPTOOLS_EXT_SUFFIX=.cpython-311-aarch64-linux-gnu.so \
 	  $(BIN)/python -m pip wheel -q . -w build/wheel-aarch64 --no-build-isolation --no-deps --no-cache-dir \
