@@ -10,12 +10,18 @@ SOURCES := $(shell find kernels ops cmake -type f) CMakeLists.txt pyproject.toml
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
 ARM_CPUS := cortex-a53:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
 
-.PHONY: demo test test-x86 test-arm test-python bench arm-cost clean
+# The same for Python on Arm; torch's own kernels need more than a cortex-a53.
+ARM_PYTHON := build/arm-python/bin/python
+ARM_PYTHON_CPUS := a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
+ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
+ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
+
+.PHONY: demo test test-x86 test-arm test-python test-arm-python wheel-aarch64 bench arm-cost clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
-test: test-x86 test-arm test-python
+test: test-x86 test-arm test-python test-arm-python
 
 $(VENV)/requirements: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
@@ -42,6 +48,42 @@ test-arm: $(VENV)/requirements
 	  echo "== aarch64, emulated $${cpu%%:*}, must cover $${cpu##*:}"; \
 	  QEMU_CPU=$${cpu%%:*} LOWBIT_REQUIRE_ISA=$${cpu##*:} \
 	    $(BIN)/ctest --test-dir build/test-arm -j $(JOBS) --output-on-failure --no-tests=error; \
+	done
+
+# Python 3.11 with torch for 64-bit Arm, to run under QEMU: $(ARM_PYTHON) is used as any python.
+$(ARM_PYTHON): scripts/arm_python.sh scripts/arm_python.txt | $(VENV)/requirements
+	scripts/need.sh test
+	PYTHON=$(BIN)/python scripts/arm_python.sh build/arm-python
+
+# Cross-built: the headers of this machine's torch, the libraries of the oldest torch that there is for Arm. The backend
+# tags wheels for the Python that runs it; the last step gives it the tags of what it was made for.
+wheel-aarch64: $(VENV)/requirements $(ARM_PYTHON)
+	scripts/need.sh test
+	rm -rf build/wheel-aarch64
+	SETUPTOOLS_EXT_SUFFIX=.cpython-311-aarch64-linux-gnu.so \
+	  $(BIN)/python -m pip wheel -q . -w build/wheel-aarch64 --no-build-isolation --no-deps --no-cache-dir \
+	  -C build-dir=build/wheel-aarch64-objects \
+	  -C cmake.define.CMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) \
+	  -C cmake.define.PYBIND11_USE_CROSSCOMPILING=ON \
+	  -C cmake.define.Python_INCLUDE_DIR=$(ARM_PYTHON_USR)/include/python3.11 \
+	  -C cmake.define.LOWBIT_TORCH_LIBRARY_DIR=$(ARM_PYTHON_PACKAGES)/torch/lib \
+	  -C cmake.define.LOWBIT_BUILD_EXECUTORCH=ON \
+	  -C cmake.define.LOWBIT_EXECUTORCH_DIR=$(ARM_PYTHON_PACKAGES)/executorch
+	$(BIN)/python -m wheel tags --remove --python-tag cp311 --abi-tag cp311 --platform-tag linux_aarch64 \
+	  build/wheel-aarch64/*.whl
+	mkdir -p dist
+	cp build/wheel-aarch64/*.whl dist/
+
+# The wheel that users get, installed where torch is; its results are compared with those of this machine.
+test-arm-python: $(VENV)/installed wheel-aarch64
+	$(BIN)/python -m pip install -q --root-user-action=ignore --no-deps --no-compile --no-index --upgrade \
+	  --platform linux_aarch64 --python-version 311 --implementation cp --abi cp311 --only-binary=:all: \
+	  --target $(ARM_PYTHON_PACKAGES) build/wheel-aarch64/*.whl
+	$(BIN)/python tests/arm_python/same_bits.py write build/arm-python-results.pt
+	set -e; for cpu in $(ARM_PYTHON_CPUS); do \
+	  echo "== Python on aarch64, emulated $${cpu%%:*}, must use $${cpu##*:}"; \
+	  QEMU_CPU=$${cpu%%:*} $(ARM_PYTHON) -W ignore tests/arm_python/same_bits.py \
+	    check build/arm-python-results.pt --isa $${cpu##*:}; \
 	done
 
 test-python: $(VENV)/installed

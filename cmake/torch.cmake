@@ -19,4 +19,8 @@ if(NOT EXISTS "${LOWBIT_TORCH_DIR}/include/torch/csrc/stable/ops.h")
     "torch >= 2.10 was not found for ${Python_EXECUTABLE} (looked at '${LOWBIT_TORCH_DIR}').\n"
     "Install it first (pip install torch==2.13.0), or pass -DLOWBIT_TORCH_DIR=<site-packages>/torch.")
 endif()
-message(STATUS "torch: ${LOWBIT_TORCH_DIR}")
+# A cross build has the headers from this machine's torch, and the libraries from the target's.
+if(NOT LOWBIT_TORCH_LIBRARY_DIR)
+  set(LOWBIT_TORCH_LIBRARY_DIR "${LOWBIT_TORCH_DIR}/lib")
+endif()
+message(STATUS "torch: ${LOWBIT_TORCH_DIR}, libraries: ${LOWBIT_TORCH_LIBRARY_DIR}")

@@ -19,6 +19,10 @@ if [ "${1:-build}" = test ]; then
   need qemu-user has qemu-aarch64
   need g++-aarch64-linux-gnu has aarch64-linux-gnu-g++
   need googletest test -f /usr/src/googletest/CMakeLists.txt
+  # The emulated Arm Python: scripts/arm_python.sh
+  need debootstrap test -x /usr/sbin/debootstrap
+  need debian-archive-keyring test -f /usr/share/keyrings/debian-archive-keyring.gpg
+  need gpgv has gpgv
 fi
 if [ "${1:-build}" = bench ]; then
   need libbenchmark-dev test -f /usr/include/benchmark/benchmark.h
