@@ -207,8 +207,10 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
     # An autograd kernel would do the same, but in Python it would cost every call several microseconds.
-    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_exporting():
-        return _StraightThrough.apply(x, packed_weight, out_features)
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        # Programs for other places hold the operator.
+        if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
+            return _StraightThrough.apply(x, packed_weight, out_features)
     return _linear(x, packed_weight, out_features)
 
 
