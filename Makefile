@@ -10,7 +10,7 @@ SOURCES := $(shell find kernels ops cmake -type f) CMakeLists.txt pyproject.toml
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
 ARM_CPUS := cortex-a53:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
 
-.PHONY: demo test test-x86 test-arm test-python bench arm-cost clean
+.PHONY: demo test test-x86 test-arm test-python bench bench-overhead arm-cost clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -53,6 +53,10 @@ bench: $(VENV)/requirements
 	$(CMAKE) -S . -B build/bench -DLOWBIT_BUILD_BENCH=ON
 	$(BIN)/cmake --build build/bench -j $(JOBS)
 	build/bench/bench/kernels_bench $(BENCH)
+
+# What a call costs on every surface, beside torch's own layer: docs/overhead.md.
+bench-overhead: $(VENV)/installed
+	$(BIN)/python bench/overhead.py
 
 # Counts the instructions of the Arm kernels: docs/arm_cost.md.
 arm-cost: $(VENV)/requirements

@@ -42,7 +42,7 @@ def test_a_model_as_pte(executorch, tmp_path, small, xnnpack):
             torch.testing.assert_close(output, small(indices), rtol=1e-2, atol=1e-2)
 
 
-def test_a_model_as_pt2(tmp_path, small):
+def test_a_model_as_pt2(tmp_path, run_python, small):
     path = tmp_path / "small.pt2"
     lowbit.export_pt2(small, (INDICES,), path, dynamic_shapes=shapes())
     assert list(tmp_path.iterdir()) == [path]
@@ -50,6 +50,11 @@ def test_a_model_as_pt2(tmp_path, small):
     for indices in OTHERS:
         with torch.no_grad():
             torch.testing.assert_close(loaded(indices), small(indices), rtol=1e-2, atol=1e-2)
+    # A program that does not name lowbit.
+    script = "import sys, torch; run = torch._inductor.aoti_load_package(sys.argv[1]); torch.save("
+    process = run_python(script + "run(torch.arange(6).view(2, 3)), sys.argv[2])", path, tmp_path / "output.pt")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert torch.equal(torch.load(tmp_path / "output.pt"), loaded(INDICES))
 
 
 class Refuses(torch.nn.Module):
