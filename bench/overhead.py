@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/overhead.md", ROOT / "docs/overhead.json"
 SIZE, DEPTHS, THREADS = 64, (1, 9), (1, 2)
 OURS, THEIRS = "lowbit", "torch"
-SECONDS = 3e-3  # of one measurement
+SECONDS = 5e-4  # of one measurement: mostly shorter than until another process takes the CPU
 RUNNER_CALLS, RUNNER_ROUNDS = 3000, 7
 IMPORTS = 15
 SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -99,10 +99,11 @@ def measure(threads: int, rounds: int, directory: pathlib.Path) -> dict:
         counts = {}
         for key, timer in timers.items():
             timer.timeit(100)
-            counts[key] = max(1, int(SECONDS * 100 / timer.timeit(100)))
+            counts[key] = max(1, int(SECONDS / min(timer.repeat(20, 20)) * 20))
         for _ in range(rounds):
             for (surface, case), timer in timers.items():
                 count = counts[surface, case]
+                timer.timeit(3)  # brings the surface's own code and data back into the caches
                 found[surface].setdefault(case, []).append(timer.timeit(count) / count * 1e6)
     return found
 
@@ -217,7 +218,7 @@ says. "absent": not built.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runners", type=pathlib.Path, default=ROOT / "build/runners")
-    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--rounds", type=int, default=501)
     parser.add_argument("--measure", nargs=2, metavar=("THREADS", "DIRECTORY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:  # a process per number of threads
