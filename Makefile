@@ -16,7 +16,7 @@ ARM_PYTHON_CPUS := a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i
 ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
-.PHONY: demo test test-x86 test-arm test-python test-arm-python wheel-aarch64 bench arm-cost clean
+.PHONY: demo test test-x86 test-arm test-python test-arm-python wheel-aarch64 bench bench-overhead arm-cost clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -95,6 +95,10 @@ bench: $(VENV)/requirements
 	$(CMAKE) -S . -B build/bench -DLOWBIT_BUILD_BENCH=ON
 	$(BIN)/cmake --build build/bench -j $(JOBS)
 	build/bench/bench/kernels_bench $(BENCH)
+
+# What a call costs on every surface, beside torch's own layer: docs/overhead.md.
+bench-overhead: $(VENV)/installed
+	$(BIN)/python bench/overhead.py
 
 # Counts the instructions of the Arm kernels: docs/arm_cost.md.
 arm-cost: $(VENV)/requirements

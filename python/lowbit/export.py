@@ -77,7 +77,7 @@ def export_pt2(
 ) -> None:
     """Compiles a model ahead of time with AOTInductor; needs a C++ compiler here.
 
-    Load it with ``torch._inductor.aoti_load_package(path)`` after ``import lowbit``, or from C++ with
+    Load it with ``torch._inductor.aoti_load_package(path)`` where lowbit is installed, or from C++ with
     ``AOTIModelPackageLoader`` after loading ``lowbit_torch.so``.
 
     Args:

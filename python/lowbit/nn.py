@@ -72,7 +72,7 @@ class Linear(_Packed):
     """A linear layer with 1- to 8-bit weights: int8 activations per row, quantised on the fly.
 
     Input [..., in_features] float32, bfloat16 or float16; output [..., out_features] of the same dtype.
-    For inference: no gradient flows through it.
+    The weight is fixed; the input's gradient is that of a float layer with the dequantised weight.
     """
 
     def __init__(self, packed_weight: Tensor):
@@ -106,7 +106,7 @@ class Linear(_Packed):
         return self.info.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.lowbit.linear(x, self.packed_weight, self.info.out_features)
+        return ops.linear(x, self.packed_weight, self.info.out_features)
 
     def extra_repr(self) -> str:
         return (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -144,6 +143,8 @@ def tune_threads(
         for weight, info in layers:
             torch.ops.lowbit.linear(inputs[info.in_features], weight, info.out_features)
         return time.perf_counter() - begin
+
+    import statistics  # not above: it imports much that torch does not, and every import of torch imports lowbit
 
     before = torch.get_num_threads()
     counts = _candidates(available_cpus())

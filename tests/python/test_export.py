@@ -4,26 +4,13 @@ import pytest
 import torch
 
 import lowbit
-from reference import DTYPES, MAPPINGS, assert_same_bits, random_packed, random_rows
+from models import Small
 
 # executorch and torch.export warn of their own and each other's old calls.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:" + what)
     for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
 ]
-
-
-class Small(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(50, 48)
-        self.norm = torch.nn.LayerNorm(48)
-        self.up = torch.nn.Linear(48, 80)
-        self.down = torch.nn.Linear(80, 48, bias=False)
-
-    def forward(self, indices):
-        x = self.norm(self.table(indices))
-        return x + self.down(torch.relu(self.up(x)))
 
 
 @pytest.fixture(scope="module")
@@ -55,57 +42,19 @@ def test_a_model_as_pte(executorch, tmp_path, small, xnnpack):
             torch.testing.assert_close(output, small(indices), rtol=1e-2, atol=1e-2)
 
 
-class Several(torch.nn.Module):
-    """Nothing but lowbit's operators."""
-
-    def __init__(self):
-        super().__init__()
-        weights = [random_packed(21, 80, bits, 32, mapping, bias=True) for bits in (1, 4, 5) for mapping in MAPPINGS]
-        self.linears = torch.nn.ModuleList(map(lowbit.nn.Linear, weights))
-        self.tables = torch.nn.ModuleList(
-            lowbit.nn.Embedding(weight, dtype) for weight, dtype in zip(weights, DTYPES * len(MAPPINGS))
-        )
-
-    def forward(self, indices, *rows):
-        results = [linear(x) for linear in self.linears for x in rows]
-        return tuple(results + [table(indices) for table in self.tables])
-
-
-@pytest.fixture(scope="module")
-def pt2(tmp_path_factory, small):
-    """One compilation for all tests: it takes long."""
-
-    class Both(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.several, self.small = Several(), small
-
-        def forward(self, indices, *rows):
-            return self.several(indices, *rows), self.small(indices.unsqueeze(0))
-
-    model = Both().eval()
-    m = torch.export.Dim("m", max=32)
-    path = tmp_path_factory.mktemp("pt2") / "both.pt2"
-    dynamic = {"indices": {0: m}, "rows": tuple({0: m} for _ in DTYPES)}
-    lowbit.export_pt2(model, inputs(5), path, dynamic_shapes=dynamic)
-    return model, path
-
-
-def inputs(m: int) -> tuple:
-    return torch.arange(m) * 13 % 21, *(random_rows(m, 80, seed=m).to(dtype) for dtype in DTYPES)
-
-
-def test_a_model_as_pt2(pt2):
-    model, path = pt2
-    assert [entry.name for entry in path.parent.iterdir()] == ["both.pt2"]
+def test_a_model_as_pt2(tmp_path, run_python, small):
+    path = tmp_path / "small.pt2"
+    lowbit.export_pt2(small, (INDICES,), path, dynamic_shapes=shapes())
+    assert list(tmp_path.iterdir()) == [path]
     loaded = torch._inductor.aoti_load_package(path)
-    for m in (1, 7, 32):
-        outputs, small = loaded(*inputs(m))
+    for indices in OTHERS:
         with torch.no_grad():
-            expected, expected_small = model(*inputs(m))
-        for output, value in zip(outputs, expected, strict=True):
-            assert_same_bits(output, value)
-        torch.testing.assert_close(small, expected_small, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(loaded(indices), small(indices), rtol=1e-2, atol=1e-2)
+    # A program that does not name lowbit.
+    script = "import sys, torch; run = torch._inductor.aoti_load_package(sys.argv[1]); torch.save("
+    process = run_python(script + "run(torch.arange(6).view(2, 3)), sys.argv[2])", path, tmp_path / "output.pt")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert torch.equal(torch.load(tmp_path / "output.pt"), loaded(INDICES))
 
 
 class Refuses(torch.nn.Module):

@@ -68,9 +68,28 @@ def test_a_broken_library(run_python, copied, broken):
 
 
 def test_an_old_torch(run_python, copied):
-    line = last_line(run_python, copied, "import torch; torch.__version__ = '2.9.1+cpu'")
+    before = "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; torch.__version__ = "
+    line = last_line(run_python, copied, before + "'2.9.1+cpu'")
     assert line == "ImportError: lowbit needs torch >= 2.10; found 2.9.1+cpu"
-    assert last_line(run_python, copied, "import torch; torch.__version__ = '3.0.0a0+git1234'") == "imported"
+    assert last_line(run_python, copied, before + "'3.0.0a0+git1234'") == "imported"
+
+
+def test_a_broken_library_leaves_torch_alone(run_python, copied):
+    compiled(copied, "lowbit_torch").write_bytes(b"not a library")
+    before = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+print("sum:", torch.ones(3).sum().item())
+print(*("warned: " + str(warning.message) for warning in caught if warning.category is RuntimeWarning), sep="\\n")
+"""
+    process = run_python(SCRIPT.format(before=before), copied.parent)
+    summed, warned = process.stdout.splitlines()
+    assert summed == "sum: 3.0"
+    assert warned.startswith("warned: lowbit's operators are not registered: lowbit's operator library does not load: ")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in warned
+    assert process.stderr.splitlines()[-1].startswith("ImportError: lowbit's operator library does not load: ")
 
 
 def test_the_operators_are_registered():

@@ -155,7 +155,36 @@ def test_module_and_function_agree():
     torch.testing.assert_close(lowbit.linear(x, packed, 19) - bias, lowbit.linear(x, without, 19), rtol=0, atol=1e-5)
 
 
-def test_no_gradient_flows():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_the_gradient_of_the_input(dtype, mapping):
+    layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, mapping, bias=True))
+    x = random_rows(2, 3, 40).to(dtype).requires_grad_()
+    grad = random_rows(2, 3, 21, seed=1).to(dtype)
+    y = layer(x)
+    assert_same_bits(y.detach(), layer(x.detach()))
+    y.backward(grad)
+    assert_same_bits(x.grad, grad @ layer.dequantize(dtype))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    again = x.detach().requires_grad_()
+    compiled(again).backward(grad)
+    assert_same_bits(again.grad, x.grad)
+
+
+def test_adapters_train_before_and_beside_a_packed_layer():
+    layer = lowbit.nn.Linear(random_packed(8, 16, 4, 16, "symmetric"))
+    down, up, before = torch.nn.Linear(16, 2), torch.nn.Linear(2, 8), torch.nn.Linear(16, 16)
+    hidden = before(random_rows(5, 16))
+    (layer(hidden) + up(down(hidden))).square().sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for part in (down, up, before) for parameter in part.parameters())
+    assert list(layer.parameters()) == []
+
+
+def test_no_gradient_where_none_is_asked_for():
+    packed = random_packed(3, 40, 4, 16, "symmetric")
+    assert not lowbit.linear(random_rows(2, 40), packed, 3).requires_grad
     x = random_rows(2, 40).requires_grad_()
     with torch.no_grad():
-        assert not lowbit.linear(x, random_packed(3, 40, 4, 16, "symmetric"), 3).requires_grad
+        assert not lowbit.linear(x, packed, 3).requires_grad
+    with torch.inference_mode():
+        assert lowbit.linear(x, packed, 3).is_inference()

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
@@ -76,3 +77,21 @@ def test_embeddings_stay_close(encoder, bits, group_size, least):
     with torch.no_grad():
         alone = encoder.encode(SENTENCES[:1], convert_to_tensor=True, show_progress_bar=False)
     assert cosines(alone, found[:1]).min() > 0.9999
+
+
+def test_compiled_whole(encoder):
+    model = encoder[0].auto_model
+    lowbit.quantize_(model, {"*": LinearConfig(4), "*pooler*": None, "*word_embeddings": EmbeddingConfig(4)})
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for length in (1, 2, 7, 64, 5):
+            ids = 1000 + torch.arange(2 * length).view(2, length)
+            mask = torch.ones_like(ids)
+            mask[0, length // 2 + 1 :] = 0
+            found, expected = (
+                run(input_ids=ids, attention_mask=mask).last_hidden_state for run in (compiled, model)
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert counter.frame_count == 2  # a length of 1, and any other

@@ -1,10 +1,11 @@
-"""torch.library.opcheck, torch.compile and torch.export."""
+"""torch.library.opcheck, fake kernels and torch.export."""
 
 import pytest
 import torch
 from torch.library import opcheck
 
 import lowbit
+from models import Small
 from reference import DTYPES, MAPPINGS, random_packed, random_rows
 
 OPS = torch.ops.lowbit
@@ -58,61 +59,11 @@ def test_fake_kernels_give_the_real_shapes_and_types():
         assert (rows.shape, rows.dtype, rows.device.type) == ((5, 40), dtype, "meta")
 
 
-class Small(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(50, 48)
-        self.norm = torch.nn.LayerNorm(48)
-        self.up = torch.nn.Linear(48, 80)
-        self.down = torch.nn.Linear(80, 48, bias=False)
-
-    def forward(self, indices):
-        x = self.norm(self.table(indices))
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-
 @pytest.fixture
 def small():
     return lowbit.quantize_(
         Small().eval(), {"*": lowbit.LinearConfig(bits=4, group_size=16), "table": lowbit.EmbeddingConfig(bits=3)}
     )
-
-
-class Bare(torch.nn.Module):
-    """Nothing but lowbit's operators and views: nothing whose float operations a compiler may reorder."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(50, 48)
-        self.up = torch.nn.Linear(48, 80)
-        self.down = torch.nn.Linear(80, 48, bias=False)
-
-    def forward(self, indices):
-        return self.down(self.up(self.table(indices)).relu()).transpose(0, 1)
-
-
-def test_compiled_is_eager_bit_for_bit():
-    model = lowbit.quantize_(
-        Bare().eval(), {"*": lowbit.LinearConfig(bits=4, group_size=16), "table": lowbit.EmbeddingConfig(bits=3)}
-    )
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
-    with torch.no_grad():
-        for shape in ((2, 3), (4, 7), (1, 5)):  # the second shape makes the sizes dynamic
-            indices = torch.arange(shape[0] * shape[1]).view(shape)
-            assert torch.equal(compiled(indices), model(indices))
-
-
-def test_compiled_follows_a_loaded_state_dict():
-    a, b = (lowbit.quantize_(Bare().eval(), {"*": lowbit.LinearConfig(bits=bits, group_size=16)}) for bits in (4, 2))
-    torch._dynamo.reset()
-    compiled = torch.compile(a, fullgraph=True, backend="eager")
-    indices = torch.arange(6).view(2, 3)
-    with torch.no_grad():
-        assert torch.equal(compiled(indices), a(indices))
-        b.table.load_state_dict(a.table.state_dict())
-        a.load_state_dict(b.state_dict())
-        assert torch.equal(compiled(indices), b(indices))
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -1,0 +1,23 @@
+"""Registers lowbit's operators while torch is imported, so that files that use them load without naming lowbit.
+
+torch calls :func:`register` (an entry point of the group "torch.backends") at the end of ``import torch``, unless
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0``. It is not part of the package ``lowbit`` because that raises where it cannot work,
+and torch makes of any error here a failed ``import torch``.
+"""
+
+import sys
+import warnings
+
+
+def register() -> None:
+    """Imports lowbit. Where that fails, a warning says why."""
+    if "lowbit" in sys.modules:
+        return  # it is what imports torch, and registers its operators next
+    try:
+        import lowbit  # noqa: F401
+    except Exception as error:
+        warnings.warn(
+            f"lowbit's operators are not registered: {error} (TORCH_DEVICE_BACKEND_AUTOLOAD=0 stops the attempt.)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
