@@ -8,7 +8,7 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
 SOURCES := $(shell find kernels ops cmake -type f) CMakeLists.txt pyproject.toml
 
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
-ARM_CPUS := cortex-a53:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
+ARM_CPUS := cortex-a53:neon a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
 
 .PHONY: demo test test-x86 test-arm test-python bench arm-cost clean
 
