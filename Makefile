@@ -54,9 +54,9 @@ bench: $(VENV)/requirements
 	$(BIN)/cmake --build build/bench -j $(JOBS)
 	build/bench/bench/kernels_bench $(BENCH)
 
-# Counts the instructions of the Arm kernels: docs/arm_cost.md.
+# What the Arm kernels cost, in instructions, in modelled cycles and in projected tokens per second: docs/arm_cost.md.
 arm-cost: $(VENV)/requirements
-	scripts/need.sh test
+	scripts/need.sh arm-cost
 	$(BIN)/python bench/arm_cost.py
 
 clean:

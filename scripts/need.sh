@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
-#   scripts/need.sh build|test|bench
+#   scripts/need.sh build|test|bench|arm-cost
 # Says which packages are missing, and fails, where it cannot install them.
 set -u
 
@@ -15,13 +15,24 @@ has() { command -v "$1"; }
 need g++ has g++
 # A venv needs ensurepip, which Debian ships apart from Python.
 need python3-venv "${PYTHON:-python3}" -c 'import venv, ensurepip'
-if [ "${1:-build}" = test ]; then
+if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need qemu-user has qemu-aarch64
   need g++-aarch64-linux-gnu has aarch64-linux-gnu-g++
   need googletest test -f /usr/src/googletest/CMakeLists.txt
 fi
 if [ "${1:-build}" = bench ]; then
   need libbenchmark-dev test -f /usr/include/benchmark/benchmark.h
+fi
+if [ "${1:-build}" = arm-cost ]; then
+  # Models of the cores came with LLVM 17; distributions have several versions, each a package of its own.
+  llvm_major() { sed -n 's/^llvm-\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1; }
+  # shellcheck disable=SC2046 (one word per directory)
+  present=$(ls $(echo "$PATH" | tr : ' ') 2>/dev/null | sed -n 's/^llvm-mca-/llvm-/p' | llvm_major)
+  if [ "${present:-0}" -lt 17 ] && ! llvm-mca --version 2>/dev/null | grep -Eq 'version (1[7-9]|[2-9][0-9])\.'; then
+    newest=$(apt-cache pkgnames llvm- 2>/dev/null | llvm_major)
+    [ "${newest:-0}" -ge 17 ] || newest=19
+    missing="$missing llvm-$newest"
+  fi
 fi
 [ -z "$missing" ] && exit 0
 
