@@ -1,5 +1,5 @@
 """What the Arm kernels cost: counts the instructions of every kernel row under QEMU, models their cycles with llvm-mca,
-projects tokens per second, and writes docs/arm_cost.md and docs/arm_cost.json.
+counts KleidiAI's 4-bit layer beside ours, projects tokens per second, and writes docs/arm_cost.md and .json.
 
     python3 bench/arm_cost.py                            cross-builds, does all of it, writes both files
     python3 bench/arm_cost.py --check [--program P] [PART...]
@@ -7,7 +7,7 @@ projects tokens per second, and writes docs/arm_cost.md and docs/arm_cost.json.
                                                          that ISA); fails when one needs over 3 % more than in the JSON
 
 Needs cmake, ninja, a C compiler, aarch64-linux-gnu-g++ and a qemu-aarch64 that takes plugins; without --check also
-llvm-mc and llvm-mca.
+llvm-mc and llvm-mca, and for KleidiAI the emulated Arm Python of scripts/arm_python.sh in build/arm-python.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 import tempfile
 
 import arm_cycles
+import arm_peer
 import arm_project
 from arm_cycles import CORES
 from arm_tools import run, tool, version
@@ -130,9 +131,9 @@ def document(data: dict) -> str:
     counts = data["counts"]
     lines = [
         "# What the Arm kernels cost", "",
-        "No Arm hardware was used. Instructions are counted under QEMU: exact and repeatable, but a count is not a time.",
-        "Cycles, and what follows from them, are a model's. Written by `make arm-cost`; `docs/arm_cost.json` has the same",
-        "numbers, and more of the cycles. A test holds the instructions against it.", "",
+        "No Arm hardware was used. Instructions are counted under QEMU: exact and repeatable, but a count is no time.",
+        "Cycles, and what follows from them, are a model's. Written by `make arm-cost`; `docs/arm_cost.json` has the",
+        "same numbers, and more of the cycles. A test holds the instructions against it.", "",
         f"Compiler: {data['compiler']}. Emulator: {data['emulator']}. Cycles: llvm-mca {data['cycles']['llvm']}.", "",
         "## Linear", "",
         "Instructions per 128 weights and row of activations, everything included that one call of the kernel does:",
@@ -146,7 +147,9 @@ def document(data: dict) -> str:
     lines += ["## Embedding", "", "Instructions per value of a row of 1024, groups of 32. Columns: bits.", ""]
     lines += table(["", *WIDTHS], embedding_rows(counts))
     lines += document_bytes(data["bytes per weight"]) + document_cycles(data["cycles"])
-    lines += arm_project.document(data["tokens per second"], {core: name for core, (name, _) in CORES.items()})
+    core_names = {core: name for core, (name, _) in CORES.items()}
+    lines += arm_peer.document(data["KleidiAI"], core_names)
+    lines += arm_project.document(data["tokens per second"], core_names)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -162,11 +165,11 @@ def document_bytes(sizes: dict) -> list[str]:
 def document_cycles(cycles: dict) -> list[str]:
     lines = [
         "## Cycles, by a model", "",
-        "The QEMU plugin records which basic blocks a call executed, and how often; llvm-mca says how many cycles a block",
-        "needs when it repeats, by LLVM's scheduling model of a core; a call is the sum of times x cycles. So every load",
-        "hits the L1 cache, every branch is predicted, and blocks neither overlap nor wait for one another. LLVM's models",
-        "leave out details of the cores, and Cortex-A55, the one core in order, does best with code made for it. Symmetric",
-        "weights; the JSON file has the affine ones too. Cycles per 128 weights and row of activations. Columns: bits.", ""]
+        "The QEMU plugin records which basic blocks a call executed, and how often; llvm-mca says how many cycles a",
+        "block needs when it repeats, by LLVM's scheduling model of a core; a call is the sum of times x cycles. So",
+        "every load hits the L1 cache, every branch is predicted, and blocks neither overlap nor wait for one another.",
+        "Symmetric weights; the JSON file has the affine ones too. Cycles per 128 weights and row of activations.",
+        "Columns: bits.", ""]
     by_core = {name: cycles[core] for core, (name, _) in CORES.items()}
 
     def over_cores(rows_of, wanted=lambda task: True) -> dict:
@@ -247,7 +250,8 @@ def main() -> int:
         cycles = arm_cycles.model(traced)
         data = {"compiler": compiler, "emulator": emulator, "counts": per_unit(traced), "cycles": cycles,
                 "bytes per weight": bytes_per_weight(counter),
-                "tokens per second": arm_project.project(cycles, counter.packed_bytes)}
+                "tokens per second": arm_project.project(cycles, counter.packed_bytes),
+                "KleidiAI": arm_peer.count(counter.plugin, pathlib.Path(scratch)) if arm_peer.available() else None}
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     DOCUMENT.write_text(document(data), encoding="utf-8")
     print(f"{len(data['counts'])} kernel rows: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")

@@ -82,12 +82,15 @@ def hot(blocks: dict[Block, int]) -> tuple[dict[Block, int], float]:
     return found, covered / total
 
 
-def without_calls(word: int) -> int:
-    """Calls and returns as plain jumps: llvm-mca would take a call to last 100 cycles."""
+def plain(word: int) -> int:
+    """Without what the models do not know: calls and returns as jumps (llvm-mca would take a call to last 100 cycles),
+    and no atomic updates, of which PyTorch's dispatch has some."""
     if word & 0xfc000000 == 0x94000000:  # bl
         return word & 0x7fffffff
     if word & 0xff9ffc1f == 0xd61f0000:  # br, blr, ret
         return word & 0xff9fffff
+    if word & 0x3b200c00 == 0x38200000:  # ldadd, swp, ...
+        return 0xd503201f  # nop
     return word
 
 
@@ -98,7 +101,7 @@ class Model:
         self.cycles: dict[tuple[str, Block], float] = {}
 
     def disassemble(self, blocks: list[Block]) -> None:
-        words = sorted({without_calls(word) for block in blocks for word in block})
+        words = sorted({plain(word) for block in blocks for word in block})
         # A word at a time is how llvm-mc keeps its place when it meets one that it does not know.
         lines = [" ".join(f"0x{byte:02x}" for byte in word.to_bytes(4, "little")) for word in words]
         output = run([self.mc, "--disassemble", "--mattr=+all", f"--triple={TRIPLE}"], "llvm-mc", "\n".join(lines))
@@ -106,14 +109,15 @@ class Model:
         if len(text) != len(words):
             raise ValueError(f"llvm-mc read {len(text)} of {len(words)} instructions")
         known = dict(zip(words, text))
-        self.text = {block: [known[without_calls(word)] for word in block] for block in blocks}
+        self.text = {block: [known[plain(word)] for word in block] for block in blocks}
 
     def measure(self, core: str, blocks: list[Block]) -> None:
         lines = []
         for number, block in enumerate(blocks):
             lines += [f"# LLVM-MCA-BEGIN {number}", *self.text[block], f"# LLVM-MCA-END {number}"]
-        output = run([self.mca, f"--mtriple={TRIPLE}", f"--mcpu={core}", f"--iterations={ITERATIONS}", "--instruction-info=0",
-                      "--resource-pressure=0", "--json"], f"llvm-mca for {core}", "\n".join(lines) + "\n")
+        options = f"--mtriple={TRIPLE} --mcpu={core} --iterations={ITERATIONS} --json --instruction-info=0"
+        output = run([self.mca, *options.split(), "--resource-pressure=0"], f"llvm-mca for {core}",
+                     "\n".join(lines) + "\n")
         regions = json.loads(output)["CodeRegions"]
         if len(regions) != len(blocks):
             raise ValueError(f"llvm-mca returned {len(regions)} of {len(blocks)} blocks")
@@ -121,22 +125,22 @@ class Model:
             self.cycles[core, blocks[int(region["Name"])]] = region["SummaryView"]["TotalCycles"] / ITERATIONS
 
 
-def model(traced: dict) -> dict:
+def model(traced: dict, cores: tuple = tuple(CORES)) -> dict:
     """{row: {task: (units, instructions, blocks)}} to {"llvm": version, core: {row: {task: cycles per unit}}}."""
     mca = Model()
     calls = {(row, task): (units, *hot(blocks)) for row, tasks in traced.items()
              for task, (units, _, blocks) in tasks.items()}
     mca.disassemble(list({block: None for _, blocks, _ in calls.values() for block in blocks}))
-    wanted: dict[str, dict] = {core: {} for core in CORES}
+    wanted: dict[str, dict] = {core: {} for core in cores}
     for (row, _), (_, blocks, _) in calls.items():
-        for core, (_, isas) in CORES.items():
-            if row.rsplit("_", 1)[1] in isas:
+        for core in cores:
+            if row.rsplit("_", 1)[1] in CORES[core][1]:
                 wanted[core] |= dict.fromkeys(blocks)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda core: mca.measure(core, list(wanted[core])), CORES))
-    found: dict = {"llvm": mca.version} | {core: {} for core in CORES}
+        list(pool.map(lambda core: mca.measure(core, list(wanted[core])), cores))
+    found: dict = {"llvm": mca.version} | {core: {} for core in cores}
     for (row, task), (units, blocks, share) in calls.items():
-        for core in CORES:
+        for core in cores:
             if row.rsplit("_", 1)[1] in CORES[core][1]:
                 cycles = sum(times * mca.cycles[core, block] for block, times in blocks.items()) / share
                 found[core].setdefault(row, {})[task] = round(cycles / units, 2)

@@ -19,8 +19,9 @@ def tool(name: str) -> str:
     return path
 
 
-def run(command: list, what: str, text: str | None = None) -> str:
-    done = subprocess.run([str(part) for part in command], check=False, capture_output=True, text=True, input=text)
+def run(command: list, what: str, text: str | None = None, environment: dict | None = None) -> str:
+    done = subprocess.run([str(part) for part in command], check=False, capture_output=True, text=True, input=text,
+                          env=environment)
     if done.returncode != 0:
         sys.exit(f"arm_cost: {what} failed:\n{(done.stdout + done.stderr)[-4000:]}")
     return done.stdout
