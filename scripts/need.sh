@@ -25,13 +25,12 @@ if [ "${1:-build}" = bench ]; then
 fi
 if [ "${1:-build}" = arm-cost ]; then
   # Models of the cores came with LLVM 17; distributions have several versions, each a package of its own.
-  llvm_major() { sed -n 's/^llvm-\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1; }
+  majors() { sed -n 's/^llvm-\(mca-\)\{0,1\}\([0-9][0-9]*\)$/\2/p' | sort -n | awk '$1 >= 17'; }
   # shellcheck disable=SC2046 (one word per directory)
-  present=$(ls $(echo "$PATH" | tr : ' ') 2>/dev/null | sed -n 's/^llvm-mca-/llvm-/p' | llvm_major)
-  if [ "${present:-0}" -lt 17 ] && ! llvm-mca --version 2>/dev/null | grep -Eq 'version (1[7-9]|[2-9][0-9])\.'; then
-    newest=$(apt-cache pkgnames llvm- 2>/dev/null | llvm_major)
-    [ "${newest:-0}" -ge 17 ] || newest=19
-    missing="$missing llvm-$newest"
+  if [ -z "$(ls $(echo "$PATH" | tr : ' ') 2>/dev/null | grep mca | majors)" ] &&
+    ! llvm-mca --version 2>/dev/null | grep -Eq 'version (1[7-9]|[2-9][0-9])\.'; then
+    package=$(apt-cache pkgnames llvm- 2>/dev/null | majors | head -n 1)
+    missing="$missing llvm-${package:-19}"
   fi
 fi
 [ -z "$missing" ] && exit 0
