@@ -11,7 +11,7 @@ command -v apt-get >/dev/null || {
   exit 1
 }
 rm -rf "$directory"
-mkdir -p "$directory/apt/lists/partial" "$directory/apt/cache/archives/partial" "$directory/source"
+mkdir -p "$directory/apt/lists/partial" "$directory/apt/cache/archives/partial" "$directory/unpacked"
 cd "$directory"
 apt-get indextargets --format 'deb-src $(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
   grep -E ' (main|universe)$' | sort -u >apt/sources.list
@@ -21,5 +21,6 @@ private_apt() {
 }
 private_apt update
 private_apt source --download-only benchmark
-tar -x -f benchmark_*.orig.tar.* -C source --strip-components=1
+tar -x -f benchmark_*.orig.tar.* -C unpacked --strip-components=1
 rm -rf apt
+mv unpacked source  # what has the right name is whole
