@@ -16,7 +16,7 @@ cd "$directory"
 apt-get indextargets --format 'deb-src $(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
   grep -E ' (main|universe)$' | sort -u >apt/sources.list
 private_apt() {
-  apt-get -qq -o Dir::State::Lists="$PWD/apt/lists" -o Dir::Cache="$PWD/apt/cache" \
+  apt-get -qq -o APT::Sandbox::User=root -o Dir::State::Lists="$PWD/apt/lists" -o Dir::Cache="$PWD/apt/cache" \
     -o Dir::Etc::SourceList="$PWD/apt/sources.list" -o Dir::Etc::SourceParts=- "$@"
 }
 private_apt update
