@@ -8,7 +8,7 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
 SOURCES := $(shell find kernels ops cmake -type f) CMakeLists.txt pyproject.toml
 
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
-ARM_CPUS := cortex-a53:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
+ARM_CPUS := cortex-a53:neon a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
 
 # The same for Python on Arm; torch's own kernels need more than a cortex-a53.
 ARM_PYTHON := build/arm-python/bin/python
@@ -16,12 +16,13 @@ ARM_PYTHON_CPUS := a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i
 ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
-.PHONY: demo test test-x86 test-arm test-python test-arm-python wheel-aarch64 bench bench-overhead arm-cost clean
+.PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python wheel-aarch64 bench bench-overhead bench-arm \
+  arm-cost clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
-test: test-x86 test-arm test-python test-arm-python
+test: test-x86 test-arm test-sanitize test-python test-arm-python
 
 $(VENV)/requirements: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
@@ -86,6 +87,13 @@ test-arm-python: $(VENV)/installed wheel-aarch64
 	    check build/arm-python-results.pt --isa $${cpu##*:}; \
 	done
 
+# The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer.
+test-sanitize: $(VENV)/requirements
+	scripts/need.sh test
+	$(CMAKE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
+	$(BIN)/ctest --test-dir build/test-sanitize -j $(JOBS) --output-on-failure --no-tests=error
+
 test-python: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/python
 
@@ -100,9 +108,21 @@ bench: $(VENV)/requirements
 bench-overhead: $(VENV)/installed
 	$(BIN)/python bench/overhead.py
 
-# Counts the instructions of the Arm kernels: docs/arm_cost.md.
-arm-cost: $(VENV)/requirements
+# The kernel benchmarks as one file for a 64-bit Arm Linux machine: copy it there and run it. QEMU shows that it runs.
+bench-arm: build/benchmark/source $(VENV)/requirements
 	scripts/need.sh test
+	$(CMAKE) -S . -B build/bench-arm -DLOWBIT_BUILD_BENCH=ON -DLOWBIT_BENCHMARK_DIR=$(abspath build/benchmark/source) \
+	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake)
+	$(BIN)/cmake --build build/bench-arm -j $(JOBS) --target kernels_bench
+	qemu-aarch64 build/bench-arm/bench/kernels_bench --benchmark_filter=quantize_neon/f32 --benchmark_min_time=0.001
+	@echo "Emulated: the time above means nothing. For Arm hardware: build/bench-arm/bench/kernels_bench"
+
+build/benchmark/source:
+	scripts/benchmark_sources.sh build/benchmark
+
+# What the Arm kernels cost, in instructions, in modelled cycles and in projected tokens per second: docs/arm_cost.md.
+arm-cost: $(VENV)/requirements $(ARM_PYTHON)
+	scripts/need.sh arm-cost
 	$(BIN)/python bench/arm_cost.py
 
 clean:

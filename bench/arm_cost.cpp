@@ -5,12 +5,15 @@
 //   arm_cost [PART...] [^ISA...]     rows that this CPU runs, whose name contains a PART, if there is any, but no rows
 //                                    of an ISA
 //
+//   arm_cost --bytes N K             instead: how large an N x K matrix is packed; bits, mapping, group size, bytes
+//
 //   linear_*     task "symmetric|affine g<group size> m<rows>"   unit: 128 weights, for one row of activations
 //   quantize_*   task "f32|bf16|f16 g<group size>"               unit: one activation
 //   embedding_*  task "symmetric|affine f32|bf16|f16"            unit: one value
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -152,10 +155,27 @@ void count_all() {
   }
 }
 
+void print_bytes(int64_t n, int64_t k) {
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      for (const int64_t group_size : kGroupSizes) {
+        Layout layout;
+        Weights::require(make_layout(n, k, bits, group_size, mapping, false, &layout));
+        std::printf("%d\t%s\t%lld\t%lld\n", bits, name_of(mapping), static_cast<long long>(group_size),
+                    static_cast<long long>(layout.total_bytes));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lowbit::bench
 
 int main(int argc, char** argv) {
+  if (argc == 4 && std::strcmp(argv[1], "--bytes") == 0) {
+    lowbit::bench::print_bytes(std::atoll(argv[2]), std::atoll(argv[3]));
+    return 0;
+  }
   lowbit::bench::parts.assign(argv + 1, argv + argc);
   lowbit::bench::count_all();
   return 0;

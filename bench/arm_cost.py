@@ -1,11 +1,13 @@
-"""Counts the instructions of every Arm kernel row under QEMU, and writes docs/arm_cost.md and docs/arm_cost.json.
+"""What the Arm kernels cost: counts the instructions of every kernel row under QEMU, models their cycles with llvm-mca,
+counts KleidiAI's 4-bit layer beside ours, projects tokens per second, and writes docs/arm_cost.md and .json.
 
-    python3 bench/arm_cost.py                            cross-builds, counts everything, writes both files
+    python3 bench/arm_cost.py                            cross-builds, does all of it, writes both files
     python3 bench/arm_cost.py --check [--program P] [PART...]
                                                          counts the rows whose names contain PART (^ISA: but no rows of
                                                          that ISA); fails when one needs over 3 % more than in the JSON
 
-Needs cmake, ninja, a C compiler, aarch64-linux-gnu-g++ and a qemu-aarch64 that takes plugins.
+Needs cmake, ninja, a C compiler, aarch64-linux-gnu-g++ and a qemu-aarch64 that takes plugins; without --check also
+llvm-mc and llvm-mca, and for KleidiAI the emulated Arm Python of scripts/arm_python.sh in build/arm-python.
 """
 
 import argparse
@@ -13,10 +15,14 @@ import json
 import os
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
+
+import arm_cycles
+import arm_peer
+import arm_project
+from arm_cycles import CORES
+from arm_tools import run, tool, version
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/arm_cost.md", ROOT / "docs/arm_cost.json"
@@ -24,27 +30,6 @@ CPUS = ("cortex-a53", "cortex-a76", "max,sve=off")  # a row is counted on the fi
 CHECK_CPU = "cortex-a76"
 GROWTH = 1.03
 SKIPPED = 77
-PACKAGES = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "cc": "gcc",
-            "cmake": "cmake", "ninja": "ninja-build"}
-
-
-def tool(name: str) -> str:
-    beside = pathlib.Path(sys.executable).parent / name  # a virtual environment has its own cmake and ninja
-    path = str(beside) if beside.exists() else shutil.which(name)
-    if path is None:
-        sys.exit(f"arm_cost: {name} is missing (Debian: apt-get install {PACKAGES[name]})")
-    return path
-
-
-def run(command: list, what: str) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"arm_cost: {what} failed:\n{(done.stdout + done.stderr)[-4000:]}")
-    return done.stdout
-
-
-def version(name: str) -> str:
-    return run([tool(name), "--version"], name).splitlines()[0]
 
 
 def build(directory: pathlib.Path) -> pathlib.Path:
@@ -60,30 +45,52 @@ class Counter:
 
     def __init__(self, program: pathlib.Path, scratch: str):
         self.program, self.counts = program, pathlib.Path(scratch) / "counts"
+        self.emulator = [tool("qemu-aarch64"), "-L", "/usr/aarch64-linux-gnu"]
         self.plugin = pathlib.Path(scratch) / "libicount.so"
         run([tool("cc"), "-O2", "-shared", "-fPIC", ROOT / "bench/icount.c", "-o", self.plugin], "building the plugin")
 
     def count(self, cpu: str, arguments: list[str]) -> dict:
         """{row: {task: instructions per unit}}"""
+        return per_unit(self.trace(cpu, arguments, blocks=False))
+
+    def trace(self, cpu: str, arguments: list[str], blocks: bool) -> dict:
+        """{row: {task: (units, instructions, {block: times})}}; without `blocks` the last is empty."""
         self.counts.write_text("")
-        text = run([tool("qemu-aarch64"), "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, "-plugin",
-                    f"{self.plugin},out={self.counts}", self.program, *arguments],
+        text = run([*self.emulator, "-cpu", cpu, "-plugin",
+                    f"{self.plugin},out={self.counts}{',blocks=on' if blocks else ''}", self.program, *arguments],
                    f"counting on {cpu} (a statically linked qemu-aarch64 takes no plugins)")
-        calls, counts = text.splitlines(), self.counts.read_text().split()
+        calls, counts = text.splitlines(), arm_cycles.Trace(self.counts.read_text()).calls
         if len(calls) != len(counts):
             sys.exit(f"arm_cost: {len(calls)} calls but {len(counts)} counts on {cpu}")
         found: dict = {}
         for call, count in zip(calls, counts):
             name, task, units = call.split("\t")
-            found.setdefault(name, {})[task] = round(int(count) / int(units), 2)
+            found.setdefault(name, {})[task] = int(units), *count
         return found
 
+    def packed_bytes(self, n: int, k: int) -> dict:
+        """{(bits, mapping, group size): bytes of an n x k matrix}"""
+        rows = map(str.split, run([*self.emulator, self.program, "--bytes", n, k], "asking for sizes").splitlines())
+        return {(int(bits), mapping, int(group_size)): int(size) for bits, mapping, group_size, size in rows}
 
-def count_all(counter: Counter) -> dict:
+
+def per_unit(traced: dict) -> dict:
+    return {name: {task: round(instructions / units, 2) for task, (units, instructions, _) in tasks.items()}
+            for name, tasks in traced.items()}
+
+
+def trace_all(counter: Counter) -> dict:
     found: dict = {}
     for cpu in CPUS:
         known = sorted({name.rsplit("_", 1)[1] for name in found})
-        found |= counter.count(cpu, [f"^{isa}" for isa in known])
+        found |= counter.trace(cpu, [f"^{isa}" for isa in known], blocks=True)
+    return found
+
+
+def bytes_per_weight(counter: Counter, n: int = 1024, k: int = 1024) -> dict:
+    found: dict = {}
+    for (bits, mapping, group_size), size in counter.packed_bytes(n, k).items():
+        found.setdefault(f"{mapping} g{group_size}", {})[str(bits)] = size / (n * k)
     return found
 
 
@@ -94,36 +101,100 @@ def table(header: list[str], rows: dict) -> list[str]:
     return lines + [""]
 
 
+WIDTHS = [str(bits) for bits in range(1, 9)]
+
+
+def linear_rows(numbers: dict) -> dict:
+    """{kernel without its width: {task: {width: number}}}"""
+    found: dict = {}
+    for name, tasks in numbers.items():
+        if match := re.fullmatch(r"linear_a8w(\d)_(\w+)", name):
+            for task, value in tasks.items():
+                found.setdefault(match[2], {}).setdefault(task, {})[match[1]] = value
+    return found
+
+
+def embedding_rows(numbers: dict) -> dict:
+    found: dict = {}
+    for name, tasks in numbers.items():
+        if match := re.fullmatch(r"embedding_w(\d)_(\w+)", name):
+            for task, value in tasks.items():
+                found.setdefault(f"{match[2]}, {task}", {})[match[1]] = value
+    return found
+
+
+def quantize_rows(numbers: dict) -> dict:
+    return {name: tasks for name, tasks in numbers.items() if name.startswith("quantize_")}
+
+
 def document(data: dict) -> str:
     counts = data["counts"]
     lines = [
-        "# Instructions of the Arm kernels", "",
-        "Counted under QEMU: exact and repeatable. No Arm hardware was used, and a count is not a time.",
-        f"Compiler: {data['compiler']}. Emulator: {data['emulator']}.",
-        "Written by `python3 bench/arm_cost.py`; `docs/arm_cost.json` has the same numbers for the test that no kernel",
-        "grows.",
-        "", "## Linear", "",
+        "# What the Arm kernels cost", "",
+        "No Arm hardware was used. Instructions are counted under QEMU: exact and repeatable, but a count is no time.",
+        "Cycles, and what follows from them, are a model's. Written by `make arm-cost`; `docs/arm_cost.json` has the",
+        "same numbers, and more of the cycles. A test holds the instructions against it.", "",
+        f"Compiler: {data['compiler']}. Emulator: {data['emulator']}. Cycles: llvm-mca {data['cycles']['llvm']}.", "",
+        "## Linear", "",
         "Instructions per 128 weights and row of activations, everything included that one call of the kernel does:",
         "64 outputs, 1024 inputs, float32 output. g: inputs per group. m: rows of activations. Columns: bits.", "",
     ]
-    widths = [str(bits) for bits in range(1, 9)]
-    linear: dict = {}
-    for name, tasks in counts.items():
-        if match := re.fullmatch(r"linear_a8w(\d)_(\w+)", name):
-            for task, value in tasks.items():
-                linear.setdefault(match[2], {}).setdefault(task, {})[match[1]] = value
-    for kernel, rows in linear.items():
-        lines += [f"### {kernel}", ""] + table(["", *widths], rows)
+    for kernel, rows in linear_rows(counts).items():
+        lines += [f"### {kernel}", ""] + table(["", *WIDTHS], rows)
     lines += ["## Activations to int8", "", "Instructions per value, group sums included; 1024 values.", ""]
-    quantize = {name: tasks for name, tasks in counts.items() if name.startswith("quantize_")}
+    quantize = quantize_rows(counts)
     lines += table(["", *dict.fromkeys(task for tasks in quantize.values() for task in tasks)], quantize)
     lines += ["## Embedding", "", "Instructions per value of a row of 1024, groups of 32. Columns: bits.", ""]
-    embedding: dict = {}
-    for name, tasks in counts.items():
-        if match := re.fullmatch(r"embedding_w(\d)_(\w+)", name):
-            for task, value in tasks.items():
-                embedding.setdefault(f"{match[2]}, {task}", {})[match[1]] = value
-    return "\n".join(lines + table(["", *widths], embedding)).rstrip() + "\n"
+    lines += table(["", *WIDTHS], embedding_rows(counts))
+    lines += document_bytes(data["bytes per weight"]) + document_cycles(data["cycles"])
+    core_names = {core: name for core, (name, _) in CORES.items()}
+    lines += arm_peer.document(data["KleidiAI"], core_names)
+    lines += arm_project.document(data["tokens per second"], core_names)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def document_bytes(sizes: dict) -> list[str]:
+    lines = ["## Bytes per weight", "",
+             "Of a packed matrix of 1024 x 1024, scales and heads included. Columns: bits.", "",
+             "| | " + " | ".join(WIDTHS) + " |", "|---|" + "---|" * len(WIDTHS)]
+    for task, cells in sizes.items():
+        lines.append(f"| {task} | " + " | ".join(f"{cells[bits]:.3f}" for bits in WIDTHS) + " |")
+    return lines + [""]
+
+
+def document_cycles(cycles: dict) -> list[str]:
+    lines = [
+        "## Cycles, by a model", "",
+        "The QEMU plugin records which basic blocks a call executed, and how often; llvm-mca says how many cycles a",
+        "block needs when it repeats, by LLVM's scheduling model of a core; a call is the sum of times x cycles. So",
+        "every load hits the L1 cache, every branch is predicted, and blocks neither overlap nor wait for one another.",
+        "Symmetric weights; the JSON file has the affine ones too. Cycles per 128 weights and row of activations.",
+        "Columns: bits.", ""]
+    by_core = {name: cycles[core] for core, (name, _) in CORES.items()}
+
+    def over_cores(rows_of, wanted=lambda task: True) -> dict:
+        found: dict = {}
+        for name, numbers in by_core.items():
+            for kernel, tasks in rows_of(numbers).items():
+                for task in filter(wanted, tasks):
+                    found.setdefault(kernel, {}).setdefault(task, {})[name] = tasks[task]
+        return found
+
+    for kernel, tasks in over_cores(linear_rows, lambda task: task.startswith("symmetric ")).items():
+        if kernel.startswith("1x"):
+            tasks = {task: cores for task, cores in tasks.items() if task.endswith(" m1")}
+        rows = {f"{task.removeprefix('symmetric ')}, {core}": cells for task, cores in tasks.items()
+                for core, cells in cores.items()}
+        lines += [f"### {kernel}", ""] + table(["", *WIDTHS], rows)
+    lines += ["### Activations to int8", "", "Cycles per value.", ""]
+    quantize = over_cores(lambda numbers: {"": quantize_rows(numbers)})[""]
+    tasks = list(dict.fromkeys(task for cores in quantize.values() for cells in cores.values() for task in cells))
+    lines += table(["", *tasks], {f"{kernel}, {core}": cells for kernel, cores in quantize.items()
+                                  for core, cells in cores.items()})
+    lines += ["### Embedding", "", "Cycles per value, symmetric. Columns: bits.", ""]
+    embedding = over_cores(lambda numbers: {"": embedding_rows(numbers)}, lambda task: ", symmetric " in task)[""]
+    return lines + table(["", *WIDTHS], {f"{task}, {core}": cells for task, cores in embedding.items()
+                                         for core, cells in cores.items()})
 
 
 def growth(committed: dict, found: dict) -> list[str]:
@@ -175,7 +246,12 @@ def main() -> int:
         counter = Counter(program, scratch)
         if args.check:
             return check(counter, args.parts)
-        data = {"compiler": compiler, "emulator": emulator, "counts": count_all(counter)}
+        traced = trace_all(counter)
+        cycles = arm_cycles.model(traced)
+        data = {"compiler": compiler, "emulator": emulator, "counts": per_unit(traced), "cycles": cycles,
+                "bytes per weight": bytes_per_weight(counter),
+                "tokens per second": arm_project.project(cycles, counter.packed_bytes),
+                "KleidiAI": arm_peer.count(counter.plugin, pathlib.Path(scratch)) if arm_peer.available() else None}
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     DOCUMENT.write_text(document(data), encoding="utf-8")
     print(f"{len(data['counts'])} kernel rows: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")

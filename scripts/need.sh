@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
-#   scripts/need.sh build|test|bench
+#   scripts/need.sh build|test|bench|arm-cost
 # Says which packages are missing, and fails, where it cannot install them.
 set -u
 
@@ -15,7 +15,7 @@ has() { command -v "$1"; }
 need g++ has g++
 # A venv needs ensurepip, which Debian ships apart from Python.
 need python3-venv "${PYTHON:-python3}" -c 'import venv, ensurepip'
-if [ "${1:-build}" = test ]; then
+if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need qemu-user has qemu-aarch64
   need g++-aarch64-linux-gnu has aarch64-linux-gnu-g++
   need googletest test -f /usr/src/googletest/CMakeLists.txt
@@ -26,6 +26,16 @@ if [ "${1:-build}" = test ]; then
 fi
 if [ "${1:-build}" = bench ]; then
   need libbenchmark-dev test -f /usr/include/benchmark/benchmark.h
+fi
+if [ "${1:-build}" = arm-cost ]; then
+  # Models of the cores came with LLVM 17; distributions have several versions, each a package of its own.
+  majors() { sed -n 's/^llvm-\(mca-\)\{0,1\}\([0-9][0-9]*\)$/\2/p' | sort -n | awk '$1 >= 17'; }
+  # shellcheck disable=SC2046 (one word per directory)
+  if [ -z "$(ls $(echo "$PATH" | tr : ' ') 2>/dev/null | grep mca | majors)" ] &&
+    ! llvm-mca --version 2>/dev/null | grep -Eq 'version (1[7-9]|[2-9][0-9])\.'; then
+    package=$(apt-cache pkgnames llvm- 2>/dev/null | majors | head -n 1)
+    missing="$missing llvm-${package:-19}"
+  fi
 fi
 [ -z "$missing" ] && exit 0
 
