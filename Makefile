@@ -10,12 +10,15 @@ SOURCES := $(shell find kernels ops cmake -type f) CMakeLists.txt pyproject.toml
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
 ARM_CPUS := cortex-a53:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
 
-.PHONY: demo test test-x86 test-arm test-python bench arm-cost clean
+# Where executorch and lowbit for Arm lie as in an Arm machine's site-packages.
+ARM_SITE := build/arm-site
+
+.PHONY: demo test test-x86 test-arm test-arm-runner test-python bench arm-cost clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
-test: test-x86 test-arm test-python
+test: test-x86 test-arm test-arm-runner test-python
 
 $(VENV)/requirements: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
@@ -43,6 +46,28 @@ test-arm: $(VENV)/requirements
 	  QEMU_CPU=$${cpu%%:*} LOWBIT_REQUIRE_ISA=$${cpu##*:} \
 	    $(BIN)/ctest --test-dir build/test-arm -j $(JOBS) --output-on-failure --no-tests=error; \
 	done
+
+# examples/cpp for Arm: what a .pte computes there, under QEMU, beside PyTorch here.
+test-arm-runner: $(VENV)/installed $(ARM_SITE)/executorch.stamp
+	scripts/need.sh test
+	$(CMAKE) -S . -B build/test-arm -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) \
+	  -DLOWBIT_BUILD_EXECUTORCH=ON -DLOWBIT_EXECUTORCH_DIR=$(abspath $(ARM_SITE)/executorch)
+	$(BIN)/cmake --build build/test-arm -j $(JOBS) --target lowbit lowbit_executorch
+	$(BIN)/cmake --install build/test-arm --prefix $(ARM_SITE)/lowbit
+	$(CMAKE) -S examples/cpp -B build/arm-runner -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) \
+	  -DPT2_RUNNER=OFF -Dlowbit_DIR=$(abspath $(ARM_SITE)/lowbit/lib/cmake/lowbit) \
+	  -Dexecutorch_DIR=$(abspath $(ARM_SITE)/executorch/lib/cmake/executorch)
+	$(BIN)/cmake --build build/arm-runner -j $(JOBS)
+	HF_HUB_OFFLINE=1 LOWBIT_TEST_ARM_RUNNER=$(abspath build/arm-runner/pte_runner) \
+	  $(BIN)/python -m pytest tests/python/test_cpp_runners.py
+
+# The wheel for Arm has ExecuTorch's C++ runtime, which is the same for every version of Python.
+$(ARM_SITE)/executorch.stamp: requirements.txt | $(VENV)/requirements
+	rm -rf $(ARM_SITE) build/arm-wheel
+	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: -d build/arm-wheel --platform manylinux_2_28_aarch64 \
+	  --implementation cp --python-version 311 --abi cp311 $$(sed -n 's/^\(executorch==[0-9.]*\).*/\1/p' requirements.txt)
+	$(BIN)/python -m zipfile -e build/arm-wheel/executorch-*.whl $(ARM_SITE)
+	touch $@
 
 test-python: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/python

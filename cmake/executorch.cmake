@@ -22,7 +22,8 @@ endif()
 
 if(found_executorch)
   unset(executorch_DIR CACHE)  # where an earlier build found it
-  find_package(executorch CONFIG QUIET NO_DEFAULT_PATH PATHS "${found_executorch}/lib/cmake/executorch")
+  find_package(executorch CONFIG QUIET NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH
+    PATHS "${found_executorch}/lib/cmake/executorch")
   if(TARGET executorch::runtime)
     message(STATUS "executorch: ${found_executorch}")
     # The targets ask the linker for the path of this very installation; what is built here must find any other.

@@ -67,8 +67,9 @@ def export(options: argparse.Namespace) -> None:
     sentences, length = inputs[0].shape
     dims = {0: torch.export.Dim("sentences", max=max(sentences, 2)), 1: torch.export.Dim("tokens", max=length)}
     example = tuple(tensor[:3, : length - 1].contiguous() for tensor in inputs)
-    lowbit.export_pt2(encoder, example, options.directory / "minilm.pt2", dynamic_shapes=(dims, dims))
-    lowbit.export_pte(encoder, example, options.directory / "minilm.pte", dynamic_shapes=(dims, dims))
+    exporters = {"pt2": lowbit.export_pt2, "pte": lowbit.export_pte}
+    for kind in (options.only,) if options.only else exporters:
+        exporters[kind](encoder, example, options.directory / f"minilm.{kind}", dynamic_shapes=(dims, dims))
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -89,6 +90,7 @@ def main() -> None:
     command = commands.add_parser("export", help="write the model in both formats, and inputs")
     command.add_argument("--bits", type=int, default=4, choices=range(1, 9), metavar="B", help="1 to 8 (default: 4)")
     command.add_argument("--sentences", type=int, metavar="N", help="only the first N sentences (default: all)")
+    command.add_argument("--only", choices=("pt2", "pte"), help="one format (default: both)")
     command.add_argument("directory", type=Path, metavar="DIR")
     command.set_defaults(run=export)
     command = commands.add_parser("compare", help="compare a runner's output with PyTorch's")
