@@ -1,8 +1,9 @@
 // ExecuTorch registration of the operator bodies that PyTorch's also uses. It unpacks arguments, resizes outputs, turns
 // a Status into a failed call, and nothing else.
 //
-// The arguments are unpacked by hand: which value of a program is which argument is input from a file, and the code that
-// EXECUTORCH_LIBRARY generates ends the process over a value of the wrong kind, and reads on where there are too few.
+// The arguments are unpacked by hand: which value of a program is which argument is input from a file, and the code
+// that EXECUTORCH_LIBRARY generates ends the process over a value of the wrong kind, and reads on where there are too
+// few.
 
 #include <executorch/runtime/core/event_tracer_hooks.h>
 #include <executorch/runtime/kernel/kernel_includes.h>
@@ -58,8 +59,8 @@ TensorView resized(Tensor& out, const Shape& shape) {
   return view_of(out);
 }
 
-// A program's tensor has no memory until the caller provides it, and where the planned ones lie is what the file says. An
-// output over the indices, say, would change them behind their check.
+// A program's tensor has no memory until the caller provides it, and where the planned ones lie is what the file says.
+// An output over the indices, say, would change them behind their check.
 Status check_memory(const Tensor& input, const Tensor& packed_weight, const Tensor& out) {
   for (const Tensor* tensor : {&input, &packed_weight, &out}) {
     if (tensor->const_data_ptr() == nullptr && tensor->numel() != 0) return Status::error("a tensor has no memory");

@@ -80,7 +80,9 @@ inline void show(const Options& options, size_t index, const Type* type, const s
   int64_t count = 1;
   for (const int64_t size : shape) count *= size;
   std::printf("output %zu: %s", index, describe(type, shape).c_str());
-  for (int64_t i = 0; i < std::min<int64_t>(count, 6); ++i) std::printf("%s %.6g", i ? "" : ":", value_at(*type, data, i));
+  for (int64_t i = 0; i < std::min<int64_t>(count, 6); ++i) {
+    std::printf("%s %.6g", i ? "" : ":", value_at(*type, data, i));
+  }
   std::printf("%s\n", count > 6 ? " ..." : "");
   if (!options.output.empty()) write_npy(options.output + std::to_string(index) + ".npy", *type, shape, data);
 }

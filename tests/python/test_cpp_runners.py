@@ -1,6 +1,6 @@
 """examples/cpp, built from the installed package as a user would: exported models in C++ give the bits of eager.
 
-With LOWBIT_TEST_ARM_RUNNER, a pte_runner for Arm, the same tests run that one under QEMU instead: `make test-arm-runner`.
+With LOWBIT_TEST_ARM_RUNNER, a pte_runner for Arm, the tests run that one under QEMU instead: `make test-arm-runner`.
 """
 
 import os
@@ -75,7 +75,8 @@ def built(executorch, tmp_path_factory) -> Callable[[str, str], Runner]:
         return lambda kind, cpu: Runner(kind, [*QEMU, cpu, ARM_RUNNER])
     directory = tmp_path_factory.mktemp("runners")
     prefixes = f"{lowbit.cmake_prefix_path};{torch.utils.cmake_prefix_path}"  # executorch is found beside lowbit
-    build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={prefixes}")
+    # As many distributions link: what only registers operators must stay all the same.
+    build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={prefixes}", "CMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed")
     return lambda kind, cpu: Runner(kind, [str(directory / f"{kind}_runner")])
 
 
@@ -154,7 +155,7 @@ def test_wrong_inputs_are_refused(runner, every, tmp_path):
     # Files that are no tensors.
     whole = files[1].read_bytes()
     broken = tmp_path / "broken.npy"
-    for data, expected in (
+    cases = (
         (b"", "it is no .npy file"),
         (b"PK\x03\x04" + whole[4:], "it is no .npy file"),
         (whole[:40], "it ends in its header"),
@@ -168,11 +169,12 @@ def test_wrong_inputs_are_refused(runner, every, tmp_path):
         (whole.replace(b"(2, 80)", b"(-, 80)"), "its shape is no tuple"),
         (whole.replace(b"(2, 80), }" + b" " * 12, b"(99999999999999999999),"), "a dimension beyond 2^40"),
         (whole.replace(b"(2, 80), }" + b" " * 12, b"(9999999999,9999999999)"), "larger than 2^40 bytes"),
-    ):
+    )
+    for data, expected in cases if kind == "pte" else cases[-1:]:  # one reader for both, and libtorch starts slowly
         assert data != whole
         broken.write_bytes(data)
-        assert f"{broken} cannot be used: " in message(files[0], broken, *files[2:])
-        assert expected in message(files[0], broken, *files[2:])
+        found = message(files[0], broken, *files[2:])
+        assert f"{broken} cannot be used: " in found and expected in found
     assert "No such file" in message(files[0], tmp_path / "none.npy", *files[2:])
 
 
@@ -279,8 +281,8 @@ def test_a_pte_without_the_operator_library_is_refused(executorch, every, tmp_pa
     [
         ("executorch", ["CMAKE_DISABLE_FIND_PACKAGE_executorch=ON"],
          "lowbit's component executorch: ExecuTorch's C\\+\\+ runtime was not found .*pip install executorch==1.5"),
-        ("executorch", ["EXECUTORCH_BUILD_VERSION=1.4.0"], "was built with executorch 1.5.*, and .* is 1.4.0"),
-        ("nonsense", [], "lowbit's component nonsense: there is no such component; expected kernels, executorch or torch"),
+        ("executorch", ["EXECUTORCH_BUILD_VERSION=1.4.0"], "was built with executorch 1.5.*; found 1.4.0"),
+        ("nonsense", [], "component nonsense: there is no such component; expected kernels, executorch or torch"),
     ],
 )
 def test_a_missing_component_is_named(executorch, tmp_path, component, definitions, expected):
@@ -290,8 +292,9 @@ def test_a_missing_component_is_named(executorch, tmp_path, component, definitio
         f"find_package(lowbit REQUIRED COMPONENTS {component})\n"
     )
     process = subprocess.run(
-        [tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", tmp_path, "-B", tmp_path / "build",
-         f"-DCMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}", *(f"-D{definition}" for definition in definitions)],
+        [tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+         "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}",
+         *(f"-D{definition}" for definition in definitions)],
         capture_output=True, text=True, timeout=300,
     )
     assert process.returncode != 0

