@@ -16,13 +16,13 @@ ARM_PYTHON_CPUS := a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i
 ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
-.PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python wheel-aarch64 bench bench-overhead bench-arm \
-  arm-cost clean
+.PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner wheel-aarch64 bench bench-overhead bench-arm \
+  arm-cost arm-python-lowbit clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
-test: test-x86 test-arm test-sanitize test-python test-arm-python
+test: test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner
 
 $(VENV)/requirements: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
@@ -75,17 +75,29 @@ wheel-aarch64: $(VENV)/requirements $(ARM_PYTHON)
 	mkdir -p dist
 	cp build/wheel-aarch64/*.whl dist/
 
-# The wheel that users get, installed where torch is; its results are compared with those of this machine.
-test-arm-python: $(VENV)/installed wheel-aarch64
+# The wheel that users get, installed where torch and executorch are.
+arm-python-lowbit: wheel-aarch64
 	$(BIN)/python -m pip install -q --root-user-action=ignore --no-deps --no-compile --no-index --upgrade \
 	  --platform linux_aarch64 --python-version 311 --implementation cp --abi cp311 --only-binary=:all: \
 	  --target $(ARM_PYTHON_PACKAGES) build/wheel-aarch64/*.whl
+
+# Its results in Python, compared with those of this machine.
+test-arm-python: $(VENV)/installed arm-python-lowbit
 	$(BIN)/python tests/arm_python/same_bits.py write build/arm-python-results.pt
 	set -e; for cpu in $(ARM_PYTHON_CPUS); do \
 	  echo "== Python on aarch64, emulated $${cpu%%:*}, must use $${cpu##*:}"; \
 	  QEMU_CPU=$${cpu%%:*} $(ARM_PYTHON) -W ignore tests/arm_python/same_bits.py \
 	    check build/arm-python-results.pt --isa $${cpu##*:}; \
 	done
+
+# examples/cpp for Arm, built with that wheel: what a .pte computes there, under QEMU, beside PyTorch here.
+test-arm-runner: $(VENV)/installed arm-python-lowbit
+	$(CMAKE) -S examples/cpp -B build/arm-runner -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) \
+	  -DPT2_RUNNER=OFF -Dlowbit_DIR=$(ARM_PYTHON_PACKAGES)/lowbit/lib/cmake/lowbit \
+	  -Dexecutorch_DIR=$(ARM_PYTHON_PACKAGES)/executorch/lib/cmake/executorch
+	$(BIN)/cmake --build build/arm-runner -j $(JOBS)
+	HF_HUB_OFFLINE=1 LOWBIT_TEST_ARM_RUNNER=$(abspath build/arm-runner/pte_runner) \
+	  $(BIN)/python -m pytest tests/python/test_cpp_runners.py
 
 # The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer.
 test-sanitize: $(VENV)/requirements

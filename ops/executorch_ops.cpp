@@ -1,22 +1,29 @@
-// ExecuTorch registration of the operator bodies that PyTorch's also uses. It converts tensors, resizes outputs, turns
+// ExecuTorch registration of the operator bodies that PyTorch's also uses. It unpacks arguments, resizes outputs, turns
 // a Status into a failed call, and nothing else.
+//
+// The arguments are unpacked by hand: which value of a program is which argument is input from a file, and the code
+// that EXECUTORCH_LIBRARY generates ends the process over a value of the wrong kind, and reads on where there are too
+// few.
 
-#include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
+#include <executorch/runtime/core/event_tracer_hooks.h>
 #include <executorch/runtime/kernel/kernel_includes.h>
+#include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/kernel/thread_parallel_interface.h>
 
 #include <initializer_list>
-#include <optional>
 
 #include "operators.h"
 
 namespace {
 
 using executorch::aten::ArrayRef;
-using executorch::aten::ScalarType;
 using executorch::aten::Tensor;
 using executorch::runtime::Error;
+using executorch::runtime::EValue;
+using executorch::runtime::Kernel;
 using executorch::runtime::KernelRuntimeContext;
+using executorch::runtime::Span;
+using executorch::runtime::Tag;
 using lowbit::Parallel;
 using lowbit::Shape;
 using lowbit::Status;
@@ -52,10 +59,17 @@ TensorView resized(Tensor& out, const Shape& shape) {
   return view_of(out);
 }
 
-// A program's tensor has no memory until the caller provides it.
-Status check_memory(std::initializer_list<const TensorView*> tensors) {
-  for (const TensorView* tensor : tensors) {
-    if (tensor->data == nullptr && tensor->shape.numel() != 0) return Status::error("a tensor has no memory");
+// A program's tensor has no memory until the caller provides it, and where the planned ones lie is what the file says.
+// An output over the indices, say, would change them behind their check.
+Status check_memory(const Tensor& input, const Tensor& packed_weight, const Tensor& out) {
+  for (const Tensor* tensor : {&input, &packed_weight, &out}) {
+    if (tensor->const_data_ptr() == nullptr && tensor->numel() != 0) return Status::error("a tensor has no memory");
+  }
+  const auto begin_of = [](const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()); };
+  for (const Tensor* tensor : {&input, &packed_weight}) {
+    if (begin_of(*tensor) < begin_of(out) + out.nbytes() && begin_of(out) < begin_of(*tensor) + tensor->nbytes()) {
+      return Status::error("the output lies over an input; expected memory of its own");
+    }
   }
   return {};
 }
@@ -71,42 +85,82 @@ Parallel executorch_threads() {
   return parallel;
 }
 
-Status run_linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features, Tensor& out) {
-  const TensorView x_view = view_of(x), packed_view = view_of(packed_weight);
+struct Argument {
+  const char* name;
+  Tag kind;
+  bool may_be_none = false;
+};
+
+// The runtime hands over the arguments, and behind them the results, which are the output again.
+template <size_t count>
+Status check_arguments(Span<EValue*> values, const Argument (&arguments)[count]) {
+  if (values.size() < count) return Status::error("the call has %zu values; expected %zu", values.size(), count);
+  for (size_t i = 0; i < count; ++i) {
+    const Argument& argument = arguments[i];
+    const Tag found = values[i]->tag;
+    if (found == argument.kind || (found == Tag::None && argument.may_be_none)) continue;
+    char found_name[executorch::runtime::kTagNameBufferSize], expected_name[executorch::runtime::kTagNameBufferSize];
+    executorch::runtime::tag_to_string(found, found_name, sizeof found_name);
+    executorch::runtime::tag_to_string(argument.kind, expected_name, sizeof expected_name);
+    return Status::error("argument %s is of kind %s; expected %s", argument.name, found_name, expected_name);
+  }
+  return {};
+}
+
+Status run_linear(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
+                                               {"packed_weight", Tag::Tensor},
+                                               {"out_features", Tag::Int},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const Tensor &x = values[0]->toTensor(), &packed_weight = values[1]->toTensor();
+  const int64_t out_features = values[2]->toInt();
+  Tensor& out = values[3]->toTensor();
+
+  const TensorView x_view = view_of(x);
   Shape shape;
   if (Status status = lowbit::linear_shape(x_view, out_features, &shape); !status.ok()) return status;
   const TensorView out_view = resized(out, shape);
-  if (Status status = check_memory({&x_view, &packed_view, &out_view}); !status.ok()) return status;
-  return lowbit::linear(x_view, packed_view, out_features, out_view, executorch_threads());
-}
-
-Tensor& linear_out(KernelRuntimeContext& context, const Tensor& x, const Tensor& packed_weight, int64_t out_features,
-                   Tensor& out) {
-  if (Status status = run_linear(x, packed_weight, out_features, out); !status.ok()) {
-    fail(context, "lowbit::linear.out", status);
-  }
-  return out;
-}
-
-Status run_embedding(const Tensor& indices, const Tensor& packed_weight, int64_t embedding_dim, Tensor& out) {
-  const TensorView indices_view = view_of(indices), packed_view = view_of(packed_weight);
-  Shape shape;
-  if (Status status = lowbit::embedding_shape(indices_view, embedding_dim, &shape); !status.ok()) return status;
-  const TensorView out_view = resized(out, shape);
-  if (Status status = check_memory({&indices_view, &packed_view, &out_view}); !status.ok()) return status;
-  return lowbit::embedding(indices_view, packed_view, embedding_dim, out_view, executorch_threads());
+  if (Status status = check_memory(x, packed_weight, out); !status.ok()) return status;
+  return lowbit::linear(x_view, view_of(packed_weight), out_features, out_view, executorch_threads());
 }
 
 // The dtype is the output's, which export gave the type that `dtype` asks for.
-Tensor& embedding_out(KernelRuntimeContext& context, const Tensor& indices, const Tensor& packed_weight,
-                      int64_t embedding_dim, std::optional<ScalarType> /*dtype*/, Tensor& out) {
-  if (Status status = run_embedding(indices, packed_weight, embedding_dim, out); !status.ok()) {
-    fail(context, "lowbit::embedding.out", status);
+Status run_embedding(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"indices", Tag::Tensor},
+                                               {"packed_weight", Tag::Tensor},
+                                               {"embedding_dim", Tag::Int},
+                                               {"dtype", Tag::Int, true},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
   }
-  return out;
+  const Tensor &indices = values[0]->toTensor(), &packed_weight = values[1]->toTensor();
+  const int64_t embedding_dim = values[2]->toInt();
+  Tensor& out = values[4]->toTensor();
+
+  const TensorView indices_view = view_of(indices);
+  Shape shape;
+  if (Status status = lowbit::embedding_shape(indices_view, embedding_dim, &shape); !status.ok()) return status;
+  const TensorView out_view = resized(out, shape);
+  if (Status status = check_memory(indices, packed_weight, out); !status.ok()) return status;
+  return lowbit::embedding(indices_view, view_of(packed_weight), embedding_dim, out_view, executorch_threads());
 }
 
-}  // namespace
+constexpr char kLinear[] = "lowbit::linear.out", kEmbedding[] = "lowbit::embedding.out";
 
-EXECUTORCH_LIBRARY(lowbit, "linear.out", linear_out);
-EXECUTORCH_LIBRARY(lowbit, "embedding.out", embedding_out);
+template <const char* name, Status (*run)(Span<EValue*>), size_t out>
+void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
+  namespace internal = executorch::runtime::internal;  // what generated code calls, for ExecuTorch's profiler
+  const internal::EventTracerProfileOpScope profiled(context.internal_event_tracer(), name);
+  if (Status status = run(values); !status.ok()) return fail(context, name, status);
+  internal::event_tracer_log_evalue(context.internal_event_tracer(), *values[out]);
+}
+
+const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
+                           Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>)};
+[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 2));
+
+}  // namespace

@@ -9,7 +9,8 @@ torch.Size([1, 64])
 
 from . import _library
 
-_library.load()
+# For CMAKE_PREFIX_PATH: where find_package(lowbit) finds what C++ needs of this installation.
+cmake_prefix_path = _library.load()
 
 from . import nn  # noqa: E402  (needs the operators)
 from ._library import isa, kernels  # noqa: E402
@@ -26,6 +27,7 @@ __all__ = [
     "PackedInfo",
     "ThreadTuning",
     "Unpacked",
+    "cmake_prefix_path",
     "embedding",
     "export_pt2",
     "export_pte",

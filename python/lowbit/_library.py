@@ -8,8 +8,8 @@ import torch
 OLDEST_TORCH = (2, 10)
 
 
-def load() -> None:
-    """Registers the operators ``torch.ops.lowbit.*``.
+def load() -> str:
+    """Registers the operators ``torch.ops.lowbit.*``; returns the directory of the compiled part.
 
     Raises:
         ImportError: the compiled part is missing, torch is too old, or ``LOWBIT_ISA`` is not a known name.
@@ -41,6 +41,7 @@ def load() -> None:
         raise ImportError(
             f"lowbit's operator library does not load: {reason}. Build it again with `pip install .`."
         ) from error
+    return str(library.parent)
 
 
 def kernels() -> list[dict]:

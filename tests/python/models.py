@@ -2,6 +2,12 @@
 
 import torch
 
+import lowbit
+from reference import DTYPES, MAPPINGS, WIDTHS, assert_same_bits, random_packed, random_rows
+
+MAGIC = bytes.fromhex("894c4f574249540a")  # a packed weight begins with it
+N, K, GROUP = 21, 80, 32  # of Every: odd n, a short last group
+
 
 class Small(torch.nn.Module):
     """Both kinds of layers between float ones. Input [...] indices below 50; output [..., 48]."""
@@ -16,3 +22,53 @@ class Small(torch.nn.Module):
     def forward(self, indices):
         x = self.norm(self.table(indices))
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Every(torch.nn.Module):
+    """Every width, mapping and dtype, linear and embedding: nothing but lowbit's operators, so any surface that runs it
+    must give the bits of eager."""
+
+    def __init__(self):
+        super().__init__()
+        packed = {
+            (bits, mapping): random_packed(N, K, bits, GROUP, mapping, bias=bits % 2 == 0)
+            for bits in WIDTHS
+            for mapping in MAPPINGS
+        }
+        self.names = [
+            f"{family} {bits} {mapping} {dtype}"
+            for family in ("linear", "embedding")
+            for bits, mapping in packed
+            for dtype in DTYPES
+        ]
+        self.linears = torch.nn.ModuleList(map(lowbit.nn.Linear, packed.values()))
+        self.tables = torch.nn.ModuleList(
+            lowbit.nn.Embedding(weight, dtype) for weight in packed.values() for dtype in DTYPES
+        )
+
+    def forward(self, int64s, f32, bf16, f16, int32s):
+        """Indices [m] of both types, and [m, K] of each of DTYPES; outputs in the order of `names`."""
+        results = [linear(x) for linear in self.linears for x in (f32, bf16, f16)]
+        return tuple(results + [table((int64s, int32s)[i % 2]) for i, table in enumerate(self.tables)])
+
+
+def inputs(m: int) -> tuple:
+    """Of Every."""
+    indices = torch.arange(m) * 13 % N
+    return indices, *(random_rows(m, K, seed=m).to(dtype) for dtype in DTYPES), indices.int()
+
+
+_M = torch.export.Dim("m", max=128)
+DYNAMIC_SHAPES = tuple({0: _M} for _ in inputs(2))
+
+
+def check_every(outputs, model: Every, arguments: tuple) -> None:
+    """Fails unless `outputs` are the bits of `model(*arguments)`."""
+    with torch.no_grad():
+        expected = model(*arguments)
+    assert len(outputs) == len(expected) == len(model.names) == 2 * len(DTYPES) * len(MAPPINGS) * len(WIDTHS)
+    for name, output, value in zip(model.names, outputs, expected):
+        try:
+            assert_same_bits(output, value)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None

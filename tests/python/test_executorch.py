@@ -1,5 +1,6 @@
 """The operators in ExecuTorch: registration, threads, and failed calls, never a lost process, on bad input."""
 
+import json
 import re
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import lowbit
+from models import Every, GROUP, K, MAGIC, check_every, inputs
 from reference import HEADER_BYTES, assert_same_bits, random_packed, random_rows
 
 # executorch and torch.export warn of their own and each other's old calls.
@@ -15,7 +17,13 @@ pytestmark = [
     for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
 ]
 
-MAGIC = bytes.fromhex("894c4f574249540a")
+
+@pytest.mark.parametrize("m", [1, 7])
+def test_static_shapes_bit_for_bit(executorch, tmp_path, m):
+    every = Every().eval()
+    lowbit.export_pte(every, inputs(m), tmp_path / "every.pte")
+    method = executorch.load_program(tmp_path / "every.pte").load_method("forward")
+    check_every(method.execute(inputs(m)), every, inputs(m))
 
 
 class Flat(torch.nn.Module):
@@ -134,6 +142,88 @@ def test_altered_packed_bytes_fail_the_call(executorch, tmp_path, capfd, linear)
         assert run(bytes(changed))[0].shape == output.shape
     with pytest.raises(RuntimeError):
         run(data[: at + packed.numel() // 2])
+
+
+# What a file can say of a call that no export writes: values of the wrong kind, too few of them, memory used twice.
+WRONG_CALLS = {
+    "linear": {
+        "too few": ("call.args = call.args[:3]", "the call has 3 values; expected 4"),
+        "none at all": ("call.args = []", "the call has 0 values; expected 4"),
+        "x is an int": ("change(0, schema.Int(3))", "argument x is of kind Int; expected Tensor"),
+        "weight is none": ("change(1, schema.Null())", "argument packed_weight is of kind None; expected Tensor"),
+        "size is none": ("change(2, schema.Null())", "argument out_features is of kind None; expected Int"),
+        "size is a float": ("change(2, schema.Double(20.0))", "argument out_features is of kind Double; expected Int"),
+        "size is a tensor": ("call.args[2] = call.args[0]", "argument out_features is of kind Tensor; expected Int"),
+        "size is a list": ("change(2, schema.BoolList([True]))", "argument out_features is of kind ListBool; expected"),
+        "out is a string": ("change(3, schema.String('y'))", "argument out is of kind String; expected Tensor"),
+        "out is x": ("call.args[3] = call.args[0]", "the output lies over an input"),
+        "out lies over x": ("move(3, 0)", "the output lies over an input"),
+        "out is the weight": ("call.args[3] = call.args[1]", "the output lies over an input"),
+    },
+    "embedding": {
+        "too few": ("call.args = call.args[:4]", "the call has 4 values; expected 5"),
+        "indices are a bool": ("change(0, schema.Bool(True))", "argument indices is of kind Bool; expected Tensor"),
+        "dtype is a float": ("change(3, schema.Double(6.0))", "argument dtype is of kind Double; expected Int"),
+        "out is an int": ("change(4, schema.Int(0))", "argument out is of kind Int; expected Tensor"),
+        "indices lie over out": ("move(0, 4)", "the output lies over an input"),
+    },
+}
+
+WRONG_CALL_SCRIPT = """
+import copy, json, os, sys
+import torch
+import lowbit, lowbit.executorch
+from executorch.exir import schema
+from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
+from executorch.runtime import Runtime
+
+lowbit.executorch.register()
+os.dup2(1, 2)  # the runtime's log among the results
+x = torch.load(sys.argv[2])
+with open(sys.argv[1], "rb") as file:
+    whole = deserialize_pte_binary(file.read())
+for name, code in {"as it was": "", **json.loads(sys.argv[3])}.items():
+    program = copy.deepcopy(whole)
+    plan = program.program.execution_plan[0]
+    (instruction,) = plan.chains[0].instructions
+    call = instruction.instr_args
+
+    def change(argument, value):
+        # A new value: the program's input and output stay what they are.
+        plan.values.append(schema.EValue(value))
+        call.args[argument] = len(plan.values) - 1
+
+    def move(argument, over):
+        tensor = copy.deepcopy(plan.values[call.args[argument]].val)
+        tensor.allocation_info = plan.values[call.args[over]].val.allocation_info
+        change(argument, tensor)
+
+    exec(code)
+    print("==", name, flush=True)
+    try:
+        result, = Runtime.get().load_program(bytes(serialize_pte_binary(program))).load_method("forward").execute((x,))
+        print("returned", tuple(result.shape), flush=True)
+    except RuntimeError as error:
+        print("refused", error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("family", WRONG_CALLS)
+def test_wrong_calls_in_a_program_fail(executorch, run_python, tmp_path, family):
+    model = One(family == "linear", random_packed(20, K, 3, GROUP, "affine", bias=True))
+    x = random_rows(2, K) if family == "linear" else torch.tensor([4, 19])
+    lowbit.export_pte(model, (x,), tmp_path / "one.pte")
+    torch.save(x, tmp_path / "x.pt")
+    cases = WRONG_CALLS[family]
+    codes = json.dumps({name: code for name, (code, _) in cases.items()})
+    process = run_python(WRONG_CALL_SCRIPT, tmp_path / "one.pte", tmp_path / "x.pt", codes)
+    assert process.returncode == 0, process.stdout + process.stderr
+    found = dict(part.split("\n", 1) for part in process.stdout.split("== ")[1:])
+    assert f"returned {tuple(model(x).shape)}" in found["as it was"]
+    assert len(found) == len(cases) + 1
+    for name, (_, message) in cases.items():
+        log = found[name]
+        assert f"lowbit::{family}.out: {message}" in log and "\nrefused " in log, f"{name}: {log}"
 
 
 def test_one_core_for_both_frameworks(executorch):

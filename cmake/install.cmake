@@ -1,0 +1,43 @@
+# What is installed, and where: libraries, public headers and the CMake package that find_package(lowbit) reads.
+# In the Python package all of it lies in the package's directory, elsewhere in the places that CMAKE_INSTALL_PREFIX
+# and GNUInstallDirs name. Nothing installed holds an absolute path.
+include(CMakePackageConfigHelpers)
+if(LOWBIT_BUILD_PYTHON)
+  set(library_dir lowbit)
+  set(header_dir lowbit/include)
+  set(package_dir lowbit/lib/cmake/lowbit)
+  set(executorch_beside "../../../../executorch")  # seen from package_dir: site-packages/executorch
+  install(TARGETS _C LIBRARY DESTINATION ${library_dir})
+else()
+  include(GNUInstallDirs)
+  set(library_dir ${CMAKE_INSTALL_LIBDIR})
+  set(header_dir ${CMAKE_INSTALL_INCLUDEDIR})
+  set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/lowbit)
+  set(executorch_beside "")
+endif()
+
+# The public headers are those below, and each of them compiles alone. They need less than the sources do.
+foreach(directory kernels kernels/bits ops)
+  set(headers_kernels status.h export.h isa.h numeric.h format.h ukernel.h registry.h pack.h)
+  set(headers_kernels/bits codec.h)
+  set(headers_ops operators.h tensor_view.h parallel.h)
+  list(TRANSFORM headers_${directory} PREPEND "${PROJECT_SOURCE_DIR}/${directory}/" OUTPUT_VARIABLE headers)
+  install(FILES ${headers} DESTINATION ${header_dir}/lowbit/${directory})
+endforeach()
+target_include_directories(lowbit INTERFACE $<INSTALL_INTERFACE:${header_dir}>)
+target_compile_features(lowbit INTERFACE cxx_std_17)
+
+# One file of targets per component, so that a component is there when its file is.
+foreach(component kernels:lowbit executorch:lowbit_executorch torch:lowbit_torch)
+  string(REGEX MATCH "^(.*):(.*)$" match ${component})
+  if(TARGET ${CMAKE_MATCH_2})
+    install(TARGETS ${CMAKE_MATCH_2} EXPORT lowbit-${CMAKE_MATCH_1} LIBRARY DESTINATION ${library_dir})
+    install(EXPORT lowbit-${CMAKE_MATCH_1} NAMESPACE lowbit:: DESTINATION ${package_dir})
+  endif()
+endforeach()
+
+set(package_files "${PROJECT_BINARY_DIR}/package")
+configure_file(cmake/lowbit-config.cmake.in "${package_files}/lowbit-config.cmake" @ONLY)
+write_basic_package_version_file("${package_files}/lowbit-config-version.cmake" COMPATIBILITY SameMinorVersion)
+install(FILES "${package_files}/lowbit-config.cmake" "${package_files}/lowbit-config-version.cmake"
+  DESTINATION ${package_dir})

