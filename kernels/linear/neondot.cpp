@@ -256,14 +256,14 @@ void run(const LinearArgs& args) {
 template <int Bits>
 void run_many(const LinearArgs& args) {
   if (args.layout.group_inputs() % kBlockInputs != 0) return run<Bits>(args);  // row by row: half blocks are rare
-  args.layout.mapping == Mapping::affine ? run_gemm<DotTile, Bits, true>(args) : run_gemm<DotTile, Bits, false>(args);
+  run_gemm<DotTile, Bits>(args);
 }
 
 #define ROW(bits, m, run) {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>}
 #define ROWS(m, run) \
   ROW(1, m, run), ROW(2, m, run), ROW(3, m, run), ROW(4, m, run), ROW(5, m, run), ROW(6, m, run), ROW(7, m, run), \
   ROW(8, m, run)
-constexpr LinearKernel kRows[] = {ROWS(3, run_many), ROWS(1, run)};
+constexpr LinearKernel kRows[] = {ROWS(2, run_many), ROWS(1, run)};
 #undef ROWS
 #undef ROW
 
