@@ -35,13 +35,11 @@ namespace {
 
 constexpr int kPieceBlocks = 16;
 constexpr int kTileRows = 8;
-constexpr int kChunkRows = 64;
+constexpr int kChunkRows = 32;
 constexpr int kChunkPanels = 8;
-constexpr int kChunkBlocks = 512;                     // rows times blocks of a piece
-constexpr int kChunkCells = 256;                      // rows times panels
-constexpr int kQuarterBytes = kBlockInputs * 4;       // of an unpacked block
+constexpr int kQuarterBytes = kBlockInputs * 4;  // of an unpacked block
 constexpr int kUnpackedBytes = kQuarters * kQuarterBytes;
-constexpr int kScalesGap = kPieceBlocks * 8;          // floats from the scales of a quarter to those of the next
+constexpr int kScalesGap = kPieceBlocks * 8;  // floats from the scales of a quarter to those of the next
 
 // Four adjacent registers and 64 bytes, by one instruction that also moves the pointer on. The registers are named: of a
 // choice of its own GCC makes copies, because it plans such neighbours apart from what they are computed from or into.
@@ -151,11 +149,11 @@ struct TileArgs {
 
 struct Scratch {
   alignas(64) uint8_t weights[kPieceBlocks * kUnpackedBytes];
-  alignas(64) uint8_t a[kChunkBlocks * kBlockInputs];
-  alignas(64) int32_t starts[kChunkBlocks * 8];
+  alignas(64) uint8_t a[kChunkRows * kPieceBlocks * kBlockInputs];
+  alignas(64) int32_t starts[kChunkRows * kPieceBlocks * 8];
   alignas(64) float scales[kQuarters * kScalesGap];
-  alignas(64) float acc[kChunkCells * kPanelRows];
-  alignas(64) int32_t parts[kChunkCells * kPanelRows + kTileRows * 4];  // registers_of() may read on
+  alignas(64) float acc[kChunkPanels * kChunkRows * kPanelRows];
+  alignas(64) int32_t parts[kChunkPanels * kChunkRows * kPanelRows + kTileRows * 4];  // registers_of() may read on
 };
 
 // Two quarters of a block, for Unpack::lines(): the eight lines as bytes.
@@ -262,7 +260,8 @@ template <class Tile, int Rows, bool Affine, bool OneBlock, int Pass>
 }
 
 template <class Tile, int Rows, bool Affine, bool OneBlock>
-[[gnu::noinline]] void run_tiles(TileArgs args) {
+void run_tiles(const TileArgs& all) {
+  TileArgs args = all;
   constexpr int kPass = Tile::template kPass<Rows>;
   for (; args.tiles > 0; --args.tiles) {
     for (int quarter = 0; quarter < kQuarters; quarter += kPass) {
@@ -347,7 +346,7 @@ struct Width {
 
 template <class Tile, bool Affine>
 struct Gemm {
-  static constexpr int kStartRegisters = Affine ? 2 : 1;  // of a group and a row
+  static constexpr int kStartLanes = Affine ? 8 : 4;  // of a group and a row
 
   const LinearArgs& args;
   const Width width;
@@ -380,51 +379,54 @@ struct Gemm {
     return (rows + Tile::kRowStep - 1) / Tile::kRowStep * Tile::kRowStep;
   }
 
-  // Calls body(first row, its place in registers, tiles, rows of each): tiles of nearly the same height, the higher ones
-  // first. There are no more registers than rows, rounded up to whole tiles of 8.
-  template <class Body>
-  [[gnu::always_inline]] static void split(int64_t rows, Body body) {
-    constexpr int kStep = Tile::kRowStep, kMost = kTileRows / kStep;
-    const int64_t steps = padded(rows) / kStep, tiles = (steps + kMost - 1) / kMost;
-    const int64_t low = steps / tiles, higher = steps % tiles;
-    if (higher > 0) body(int64_t{0}, int64_t{0}, higher, (low + 1) * kStep);
-    body(higher * (low + 1) * kStep, higher * registers_of(static_cast<int>(low + 1) * kStep), tiles - higher,
-         low * kStep);
+  // Adjacent tiles of the same number of rows.
+  struct Band {
+    int64_t first, at;  // its first row, and that row's place in registers
+    int64_t tiles, height;
+    void (*run)(const TileArgs&);
+    TileArgs piece;
+  };
+
+  // Cuts rows into tiles: of 8, but a last one of 1 or 2 rows is two of 4 or 5, together with the 8 before it.
+  static int cut(int64_t rows, Band (&bands)[3]) {
+    int64_t full = padded(rows) / kTileRows, rest = padded(rows) % kTileRows;
+    if (full > 0 && (rest == 1 || rest == 2)) {
+      full -= 1;
+      rest += kTileRows;
+    }
+    const int64_t half = rest > kTileRows ? padded((rest + 1) / 2) : rest;
+    int64_t first = 0, at = 0;
+    int count = 0;
+    const auto add = [&](int64_t tiles, int64_t height) {
+      if (tiles == 0 || height == 0) return;
+      bands[count++] = {first, at, tiles, height, nullptr, {}};
+      first += tiles * height;
+      at += tiles * registers_of(static_cast<int>(height));
+    };
+    add(full, kTileRows);
+    add(1, half);
+    add(1, rest - half);
+    return count;
   }
 
-  [[gnu::always_inline]] uint8_t* a_of(int64_t at, const TileArgs& piece) {
-    return scratch.a + at * piece.groups * piece.group_blocks * kBlockInputs;
-  }
-
-  [[gnu::always_inline]] int32_t* starts_of(int64_t at, const TileArgs& piece) {
-    return scratch.starts + at * piece.groups * 4 * kStartRegisters;
-  }
-
-  void copy_rows(int64_t row, int64_t rows, int64_t block, int64_t group, const TileArgs& piece) {
-    split(rows, [&](int64_t first, int64_t at, int64_t tiles, int64_t height) __attribute__((always_inline)) {
-      with_rows(height, [&](auto count) __attribute__((always_inline)) {
-        for (; tiles > 0; --tiles, first += count, at += registers_of(count)) {
-          copy_tile<Tile, count, Affine>(args, piece, row + first, row + rows - 1, block, group, width.factor,
-                                         a_of(at, piece), starts_of(at, piece));
-        }
-      });
-    });
-  }
-
-  void run_panel(TileArgs piece, int64_t panel, int64_t rows) {
-    piece.weights = scratch.weights;
-    piece.scales = scratch.scales;
-    piece.rows = padded(rows);
-    split(rows, [&](int64_t first, int64_t at, int64_t tiles, int64_t height) __attribute__((always_inline)) {
-      piece.tiles = tiles;
-      piece.a = a_of(at, piece);
-      piece.starts = starts_of(at, piece);
-      piece.acc = scratch.acc + panel * piece.rows * kPanelRows + 4 * first;
-      piece.parts = scratch.parts + panel * piece.rows * kPanelRows + 4 * first;
-      with_rows(height, [&](auto count) __attribute__((always_inline)) {
-        if (piece.group_blocks == 1 && piece.begins && piece.ends) return run_tiles<Tile, count, Affine, true>(piece);
-        run_tiles<Tile, count, Affine, false>(piece);
-      });
+  // Copies the rows of a band, and prepares its tiles.
+  void start(Band& band, int64_t row, int64_t rows, int64_t block, int64_t group, const TileArgs& piece) {
+    const int64_t blocks = piece.groups * piece.group_blocks;
+    uint8_t* a = scratch.a + band.at * blocks * kBlockInputs;
+    int32_t* starts = scratch.starts + band.at * piece.groups * kStartLanes;
+    band.piece = piece;
+    band.piece.tiles = band.tiles;
+    band.piece.a = a;
+    band.piece.starts = starts;
+    with_rows(band.height, [&](auto height) __attribute__((always_inline)) {
+      for (int64_t tile = 0; tile < band.tiles; ++tile) {
+        copy_tile<Tile, height, Affine>(args, piece, row + band.first + tile * height, row + rows - 1, block, group,
+                                        width.factor, a, starts);
+        a += registers_of(height) * blocks * kBlockInputs;
+        starts += registers_of(height) * piece.groups * kStartLanes;
+      }
+      const bool one_block = piece.group_blocks == 1 && piece.begins && piece.ends;
+      band.run = one_block ? run_tiles<Tile, height, Affine, true> : run_tiles<Tile, height, Affine, false>;
     });
   }
 
@@ -432,27 +434,35 @@ struct Gemm {
     const Layout& layout = args.layout;
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
     const int64_t panel_floats = padded(rows) * kPanelRows;
-    const int64_t piece_blocks = rows <= kChunkBlocks / kPieceBlocks ? kPieceBlocks : kChunkBlocks / kChunkRows;
     std::memset(scratch.acc, 0, static_cast<size_t>(panels * panel_floats) * sizeof(float));
+    Band bands[3];
+    const int count = cut(rows, bands);
 
     TileArgs piece{};
+    piece.weights = scratch.weights;
+    piece.scales = scratch.scales;
+    piece.rows = padded(rows);
     for (int64_t block = 0; block < layout.blocks; block += piece.groups * piece.group_blocks) {
       const int64_t group = block / group_blocks;
       const int64_t in_group = block - group * group_blocks;
       const int64_t left = layout.blocks - block;
       const int64_t group_left = group_blocks - in_group < left ? group_blocks - in_group : left;
       piece.begins = in_group == 0;
-      piece.ends = group_left <= piece_blocks;
-      piece.group_blocks = piece.ends ? group_left : piece_blocks;
+      piece.ends = group_left <= kPieceBlocks;
+      piece.group_blocks = piece.ends ? group_left : kPieceBlocks;
       piece.groups = 1;
       if (group_left == group_blocks && piece.ends) {  // as many whole groups as fit
-        const int64_t most = left < piece_blocks ? left : piece_blocks;
-        piece.groups = most / group_blocks;
+        piece.groups = (left < kPieceBlocks ? left : kPieceBlocks) / group_blocks;
       }
-      copy_rows(row, rows, block, group, piece);
-      for (int64_t p = 0; p < panels; ++p) {
-        width.unpack(args.panels + (panel + p) * layout.panel_bytes + layout.block_offset(block), piece, scratch);
-        run_panel(piece, p, rows);
+      for (int b = 0; b < count; ++b) start(bands[b], row, rows, block, group, piece);
+      const uint8_t* packed = args.panels + panel * layout.panel_bytes + layout.block_offset(block);
+      for (int64_t p = 0; p < panels; ++p, packed += layout.panel_bytes) {
+        width.unpack(packed, piece, scratch);
+        for (int b = 0; b < count; ++b) {
+          bands[b].piece.acc = scratch.acc + p * panel_floats + 4 * bands[b].first;
+          bands[b].piece.parts = scratch.parts + p * panel_floats + 4 * bands[b].first;
+          bands[b].run(bands[b].piece);
+        }
       }
     }
     with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
@@ -474,9 +484,8 @@ struct Gemm {
     // Equal chunks of whole tiles: no chunk of a row or two that pays for all of the unpacking.
     const int64_t chunks = (args.m + kChunkRows - 1) / kChunkRows;
     const int64_t step = ((args.m + chunks - 1) / chunks + kTileRows - 1) / kTileRows * kTileRows;
-    const int64_t most_panels = kChunkCells / step < kChunkPanels ? kChunkCells / step : kChunkPanels;
-    for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += most_panels) {
-      const int64_t panels = args.panel_end - panel < most_panels ? args.panel_end - panel : most_panels;
+    for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += kChunkPanels) {
+      const int64_t panels = args.panel_end - panel < kChunkPanels ? args.panel_end - panel : kChunkPanels;
       for (int64_t row = 0; row < args.m; row += step) {
         chunk(panel, panels, row, args.m - row < step ? args.m - row : step);
       }
