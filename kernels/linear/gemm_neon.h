@@ -1,31 +1,38 @@
 // Many rows of m on Arm: what the dot-product and the i8mm kernel share. A `Tile` (tile_neondot.h, i8mm.cpp) has the
 // instructions that multiply, and the order of rows that they need; this header has everything around them.
 //
-//   up to 64 rows of m x up to 8 panels, their float sums in a scratch on the stack:
-//     for each piece of k, at most 256 inputs (whole groups, or a part of a long group):
+//   up to 32 rows of m x up to 8 panels, their float sums in a scratch on the stack:
+//     for each piece of k, at most 512 inputs (whole groups, or a part of a long group):
 //       the rows' activations and group sums are copied in the order in which tiles read them     once for all panels
 //       for each panel: codes are unpacked to bytes, scales to float32                            once for all rows
-//                       tiles of 2 to 8 rows: exact int32 sums, then one fma per group
+//                       tiles of up to 8 rows: exact int32 sums, then one fma per group
 //   then the panels' heads
 //
-// The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric: the level). A group's integer part is
-// the sum of a * byte + factor * A (A the group's activation sum): sums start at the second term. For many rows a byte is
-// cheaper than fields in place: resolving costs an instruction once, joining sums one for each row.
+// The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric: the level). A group's integer part
+// is the sum of a * byte + factor * A (A the group's activation sum): sums start at the second term. For many rows a
+// byte is cheaper than fields in place: resolving costs an instruction once, joining sums one for each row.
 // Sums are int32 and may wrap on their way; what leaves a group is below 2^31 (kMaxGroupInputs).
 //
 // A tile is 8 rows times a quarter of a panel (4 outputs): 8 int32 and 8 float sums, 8 registers of activations (16
-// inputs of every row) and 4 of weights, with room to spare. More outputs are one load less per 8 units (a unit: 128
-// weights and one row), but with the float sums of 16 outputs in registers no more than 3 rows remain, and without them
-// they are loaded and stored for every group. Fewer rows take more quarters at once (Tile::kPass): chains that do not
-// depend on each other, and loads of activations shared. Everything a tile reads lies in the order in which it is read,
-// in streams that ld1 steps through, 64 bytes each. Starts are stored for every lane of their register: four of them are
-// one load then, not four dup, which would take the pipes of the products.
-// Instructions per unit in a tile of 8 rows, beside the products (8 sdot or 4 smmla):
-//   6/8 loads of weights and activations, per group 2/8 loads of starts, 2 (convert, fma), 3/8 for scale and loop
-// The rest is unpacking, which is divided by m: at 4 bits 13 a unit.
+// inputs of every row) and 4 of weights. The float sums stay in registers for a whole piece. Fewer rows take 2 or 4
+// quarters at once (Tile::kPass), so that enough sums do not depend on each other. Everything a tile reads lies in the
+// order in which it is read, and ld1 takes 64 bytes and moves the pointer on. Starts are stored for every lane: four of
+// them are one load then instead of four dup, which would take the pipes of the products.
+// Instructions per 128 weights and row (a unit) of a tile of 8 rows, GCC 12; docs/arm_cost.md has what comes out:
+//   the products (8 sdot or 4 smmla), 6/8 loads of weights and activations
+//   per group: 2/8 loads of starts, 2 (convert, fma), 1/8 load of scales, 2/8 loop, with sdot 2/8 moves that GCC adds;
+//   groups of several blocks: 2/8 loop per block instead of the moves
+//   about 1/4 per piece of 16 groups, and once per call 1/2 for activations, heads and the driver
+//   unpacking, divided by m: 17 at 4 bits, 10 at 8, 23 to 26 at the others
+// 12 rows would save 0.2 of a unit, but most m are no multiple of that. 8 rows times two quarters, with the float sums
+// in memory, should save about 0.3 where a group has 4 blocks or more, and cost 0.4 where it has one. 6 rows times two
+// quarters, with all sums in registers, leave 8 for 6 of activations and 4 of weights. Convert and fma cannot go: the
+// order of float operations is the contract. So 16 rows stay a little above 13 (sdot) and 9.5 (smmla) instructions at
+// 4 bits and groups of 32, and above 10.5 and 6.5 at groups of 128.
 //
-// The scratch takes 72 KB of the stack, of which a tile, a panel and a piece use 12 KB at a time: they stay in a
-// first-level cache. A group that is longer than a piece keeps its int32 sums there.
+// The scratch takes 74 KB of the stack, of which a tile, a panel and a piece use 18 KB at a time (weights 8,
+// activations 4, starts 2 to 4, scales 1 to 2): they stay in a first-level cache. A group that is longer than a piece
+// keeps its int32 sums there.
 #pragma once
 
 #include "panel_neon.h"
@@ -41,8 +48,8 @@ constexpr int kQuarterBytes = kBlockInputs * 4;  // of an unpacked block
 constexpr int kUnpackedBytes = kQuarters * kQuarterBytes;
 constexpr int kScalesGap = kPieceBlocks * 8;  // floats from the scales of a quarter to those of the next
 
-// Four adjacent registers and 64 bytes, by one instruction that also moves the pointer on. The registers are named: of a
-// choice of its own GCC makes copies, because it plans such neighbours apart from what they are computed from or into.
+// Four adjacent registers and 64 bytes, by one instruction that also moves the pointer on. The registers are named: of
+// a choice of its own GCC makes copies, because it plans such neighbours apart from what they are computed from.
 template <int First>
 struct Four;
 
@@ -109,9 +116,13 @@ template <class Vector>
   __asm__ volatile("ldp %q0, %q1, [%2], #32" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");
 }
 
-template <class Vector>
+template <bool Both = true, class Vector>
 [[gnu::always_inline]] inline void store_pair(void* to, int bytes, Vector v0, Vector v1) {
-  __asm__ volatile("stp %q0, %q1, [%2, %3]" : : "w"(v0), "w"(v1), "r"(to), "i"(bytes) : "memory");
+  if constexpr (Both) {
+    __asm__ volatile("stp %q0, %q1, [%2, %3]" : : "w"(v0), "w"(v1), "r"(to), "i"(bytes) : "memory");
+  } else {
+    __asm__ volatile("str %q0, [%1, %2]" : : "w"(v0), "r"(to), "i"(bytes) : "memory");
+  }
 }
 
 // One value in all lanes.
@@ -130,7 +141,8 @@ template <int Count, class Vector>
   });
 }
 
-// Rows in memory: padded to whole fours where that saves a load.
+// What a tile's rows take in memory, in registers: padded to whole fours where that saves a load. What lies behind the
+// rows is never written, nor used when it has been loaded.
 constexpr int registers_of(int rows) { return rows == 3 ? 4 : rows == 6 || rows == 7 ? 8 : rows; }
 
 // What tiles read and write: some rows of m, one panel, one piece of k.
@@ -183,7 +195,7 @@ struct BytePairs {
   }
 };
 
-// `Pass` quarters of a tile, from the one that `args` point to. OneBlock: groups of one block.
+// `Pass` quarters of a tile, from number `quarter` on. OneBlock: groups of one block.
 template <class Tile, int Rows, bool Affine, bool OneBlock, int Pass>
 [[gnu::always_inline]] inline void run_pass(const TileArgs& args, int quarter) {
   constexpr int kRegisters = registers_of(Rows);
@@ -210,6 +222,9 @@ template <class Tile, int Rows, bool Affine, bool OneBlock, int Pass>
         uint8x16_t lines[4];
         half == 0 ? Four<0>::load(weights[q], lines) : Four<0>::load(weights[q], next_block, lines);
         Tile::template add_half<Rows>(sums[q], lines, inputs);
+#if defined(__clang__)
+        in_order(sums[q]);  // it would mix the halves, and spill; GCC does not, and would copy sums here
+#endif
       });
     });
   };
@@ -297,15 +312,11 @@ template <class Tile, int Rows, bool Affine>
       int32x4_t sum0 = next_dup(sums[kRow]), sum1 = sum0;
       if constexpr (kNext != kRow) sum1 = next_dup(sums[kNext]);
       Tile::arrange(sum0, sum1);
-      const auto store = [&](int bytes, auto v0, auto v1) __attribute__((always_inline)) {
-        if constexpr (kNext != kRow) {
-          store_pair(starts, bytes, v0, v1);
-        } else {
-          __asm__ volatile("str %q0, [%1, %2]" : : "w"(v0), "r"(starts), "i"(bytes) : "memory");
-        }
-      };
-      store(16 * kRow, vmulq_s32(sum0, factors), vmulq_s32(sum1, factors));
-      if constexpr (Affine) store(16 * (kRegisters + kRow), vcvtq_f32_s32(sum0), vcvtq_f32_s32(sum1));
+      constexpr bool kPair = kNext != kRow;
+      store_pair<kPair>(starts, 16 * kRow, vmulq_s32(sum0, factors), vmulq_s32(sum1, factors));
+      if constexpr (Affine) {
+        store_pair<kPair>(starts, 16 * (kRegisters + kRow), vcvtq_f32_s32(sum0), vcvtq_f32_s32(sum1));
+      }
     });
   }
 }

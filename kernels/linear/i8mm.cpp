@@ -1,16 +1,13 @@
-// linear_a8w<b>_4x16_i8mm: int8 activations times b-bit weights for many rows of m (gemm_neon.h), by smmla.
+// linear_a8w<b>_2x16_i8mm: int8 activations times b-bit weights for many rows of m (gemm_neon.h), by smmla.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes
 //   two lines, zipped by 32-bit lanes: row 0: 8 codes | row 1: 8 codes ... row 15: a 2x8 operand per pair of rows
 //   activations: two rows of m, zipped by 64-bit lanes: row 0: 8 inputs | row 1: 8 inputs
-//   smmla sums[i][r], activations of pair i, weights of pair r: 2 rows of m x 2 rows of weights, 8 inputs
+//   smmla sums[2 i + c], activations of pair i, weights of pair c: 2 rows of m x 2 rows of weights, 8 inputs
 //
-// The float sums stay in this 2x2 order until the last group, with every pair of scales in both halves of a register:
-// weights are zipped (once for all rows of m), activations (once for 8 panels), but never the sums.
-// 4x16: 2 x 8 pairs are 16 sums; 8 registers hold the activations of a block, 4 to 8 its weights. A last single row is
-// paired with zeros. Instructions per 128 weights and row of m, in a tile of 4 rows:
-//   4 smmla + 10/16 loads + per group 3 (start, convert, fma), 1 to 1 1/2 for the float sums, 1/2 for everything else
-// Below 4 rows the dot-product kernels take fewer. Bounds of the sums: gemm_neon.h.
+// The float sums stay in this 2x2 order while they are in registers, with every pair of scales in both halves of one:
+// weights are zipped when they are unpacked, by the store (st2), activations when they are copied, and sums only at the
+// ends of a piece. A last single row is paired with a copy of itself. Bounds of the sums: gemm_neon.h.
 
 #include <arm_neon.h>
 

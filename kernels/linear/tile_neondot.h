@@ -1,4 +1,5 @@
-// The tile of linear_a8w<b>_2x16_neondot (gemm_neon.h), by sdot. A register of sums is one row of m and a quarter.
+// The tile of the dot-product kernels for many rows of m (gemm_neon.h), by sdot. A register of sums is one
+// row of m and a quarter.
 //
 //   quarter of line j   row 0: 4 codes | row 1: 4 codes | row 2: 4 codes | row 3: 4 codes
 //   sdot sums[i], quarter of line j, a[i][j]      a[i][j]: 4 activations of row i of m, one 32-bit lane
