@@ -23,9 +23,11 @@
 namespace lowbit::bench {
 namespace {
 
-constexpr int64_t kOutputs = 64, kInputs = 1024;
+constexpr int64_t kOutputs = 128, kInputs = 1024;
 constexpr int64_t kGroupSizes[] = {32, 128};
-constexpr int64_t kMostRows = 16;
+constexpr int64_t kMostRows = 64;
+// At 4 bits, symmetric, the smallest groups: every m up to this for which the row is chosen.
+constexpr int64_t kEveryRows = 33;
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
 const char* name_of(DType dtype) { return dtype == DType::f32 ? "f32" : dtype == DType::bf16 ? "bf16" : "f16"; }
@@ -86,8 +88,19 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
   std::vector<float> out(static_cast<size_t>(kMostRows * kOutputs));
   LinearArgs args{weights.packed.data() + kHeaderBytes, weights.layout, 0, weights.layout.panels, a.data(),
                   group_sums.data(), scales.data(), zeros.data(), 0, out.data(), DType::f32, kOutputs};
-  for (const int64_t m : {int64_t{1}, kMostRows}) {
+  const auto is_chosen = [&](int64_t m) {
+    IsaBits isa = kernel.isa;
+    size_t count;
+    const IsaName* names = isa_names(&count);
+    for (size_t i = 0; i < count; ++i) {
+      if (names[i].bit == kernel.isa) isa = names[i].allows;
+    }
+    return &choose_linear(kernel.format, kernel.bits, m, isa) == &kernel;
+  };
+  const bool every = kernel.bits == 4 && mapping == Mapping::symmetric && group_size == kGroupSizes[0];
+  for (int64_t m = 1; m <= kMostRows; ++m) {
     if (m < kernel.m_step) continue;
+    if (m != 1 && m != 16 && m != kMostRows && !(every && m <= kEveryRows && is_chosen(m))) continue;
     args.m = m;
     const std::string task =
         std::string(name_of(mapping)) + " g" + std::to_string(group_size) + " m" + std::to_string(m);

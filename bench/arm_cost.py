@@ -30,6 +30,8 @@ CPUS = ("cortex-a53", "cortex-a76", "max,sve=off")  # a row is counted on the fi
 CHECK_CPU = "cortex-a76"
 GROWTH = 1.03
 SKIPPED = 77
+MAIN_ROWS = (" m1", " m16", " m64")  # of the tables by width
+EVERY_ROWS = 33
 
 
 def build(directory: pathlib.Path) -> pathlib.Path:
@@ -105,12 +107,15 @@ WIDTHS = [str(bits) for bits in range(1, 9)]
 
 
 def linear_rows(numbers: dict) -> dict:
-    """{kernel without its width: {task: {width: number}}}"""
+    """{kernel without its width: {task: {width: number}}}; kernels for several rows may begin at other m by width."""
     found: dict = {}
     for name, tasks in numbers.items():
-        if match := re.fullmatch(r"linear_a8w(\d)_(\w+)", name):
+        if match := re.fullmatch(r"linear_a8w(\d)_(\d+)(x\d+_)(\w+)", name):
+            kernel = f"1{match[3]}{match[4]}" if match[2] == "1" else f"Tiles of rows, {match[4]}"
             for task, value in tasks.items():
-                found.setdefault(match[2], {}).setdefault(task, {})[match[1]] = value
+                if not task.endswith(MAIN_ROWS):
+                    continue
+                found.setdefault(kernel, {}).setdefault(task, {})[match[1]] = value
     return found
 
 
@@ -127,6 +132,26 @@ def quantize_rows(numbers: dict) -> dict:
     return {name: tasks for name, tasks in numbers.items() if name.startswith("quantize_")}
 
 
+def small_m(counts: dict) -> list[str]:
+    """Every m: the row that is chosen there, and what it takes."""
+    lines = ["### Every number of rows", "",
+             "4 bits, symmetric, groups of 32: instructions per 128 weights and row, and which kernel row is chosen.", "",
+             "| m | neon | neondot | i8mm |", "|---|---|---|---|"]
+    found: dict = {}
+    for name, tasks in counts.items():
+        if match := re.fullmatch(r"linear_a8w4_((\d+)x\d+_(\w+))", name):
+            for task, value in tasks.items():
+                if at := re.fullmatch(r"symmetric g32 m(\d+)", task):
+                    found.setdefault((match[3], int(at[1])), []).append((int(match[2]), match[1], value))
+    for m in range(1, EVERY_ROWS + 1):
+        cells = []
+        for isa, less in (("neon", None), ("neondot", None), ("i8mm", "neondot")):
+            _, row, value = max(found.get((isa, m)) or found[less, m])
+            cells.append(f"{value:.1f} ({row})")
+        lines.append(f"| {m} | " + " | ".join(cells) + " |")
+    return lines + [""]
+
+
 def document(data: dict) -> str:
     counts = data["counts"]
     lines = [
@@ -137,10 +162,12 @@ def document(data: dict) -> str:
         f"Compiler: {data['compiler']}. Emulator: {data['emulator']}. Cycles: llvm-mca {data['cycles']['llvm']}.", "",
         "## Linear", "",
         "Instructions per 128 weights and row of activations, everything included that one call of the kernel does:",
-        "64 outputs, 1024 inputs, float32 output. g: inputs per group. m: rows of activations. Columns: bits.", "",
+        "128 outputs (a kernel for many rows copies the activations once for as many), 1024 inputs, float32 output.",
+        "g: inputs per group. m: rows of activations. Columns: bits.", "",
     ]
     for kernel, rows in linear_rows(counts).items():
         lines += [f"### {kernel}", ""] + table(["", *WIDTHS], rows)
+    lines += small_m(counts)
     lines += ["## Activations to int8", "", "Instructions per value, group sums included; 1024 values.", ""]
     quantize = quantize_rows(counts)
     lines += table(["", *dict.fromkeys(task for tasks in quantize.values() for task in tasks)], quantize)

@@ -1,5 +1,5 @@
 // linear_a8w<b>_1x16_neondot: int8 activations times b-bit weights, the 16 output rows of a panel in four registers.
-// linear_a8w<b>_3x16_neondot, for many rows of m: tile_neondot.h.
+// linear_a8w<b>_2x16_neondot (3x16 at 1 bit, 4x16 at 8), for many rows of m: tile_neondot.h.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       quarter q: rows 4q to 4q + 3
 //   sdot sums[q], quarter of line j, a[j]      a[j]: the activations 4j to 4j + 3, one 32-bit lane of two registers
@@ -252,19 +252,21 @@ void run(const LinearArgs& args) {
   args.layout.mapping == Mapping::affine ? run_groups<Bits, true>(args) : run_groups<Bits, false>(args);
 }
 
-// From three rows of m on, unpacking to memory pays (two rows: 10 to 20 % more instructions at g = 32, fewer at 128).
 template <int Bits>
 void run_many(const LinearArgs& args) {
   if (args.layout.group_inputs() % kBlockInputs != 0) return run<Bits>(args);  // row by row: half blocks are rare
-  args.layout.mapping == Mapping::affine ? run_gemm<DotTile, Bits, true>(args) : run_gemm<DotTile, Bits, false>(args);
+  run_gemm<DotTile, Bits>(args);
 }
 
+// The first m for which unpacking to memory takes fewer instructions at every group size: fields that need next to no
+// resolving where they lie (1 and 8 bits) leave it less to win.
 #define ROW(bits, m, run) {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>}
-#define ROWS(m, run) \
-  ROW(1, m, run), ROW(2, m, run), ROW(3, m, run), ROW(4, m, run), ROW(5, m, run), ROW(6, m, run), ROW(7, m, run), \
-  ROW(8, m, run)
-constexpr LinearKernel kRows[] = {ROWS(3, run_many), ROWS(1, run)};
-#undef ROWS
+constexpr LinearKernel kRows[] = {
+    ROW(1, 3, run_many), ROW(2, 2, run_many), ROW(3, 2, run_many), ROW(4, 2, run_many),
+    ROW(5, 2, run_many), ROW(6, 2, run_many), ROW(7, 2, run_many), ROW(8, 4, run_many),
+    ROW(1, 1, run),      ROW(2, 1, run),      ROW(3, 1, run),      ROW(4, 1, run),
+    ROW(5, 1, run),      ROW(6, 1, run),      ROW(7, 1, run),      ROW(8, 1, run),
+};
 #undef ROW
 
 }  // namespace

@@ -32,7 +32,7 @@ struct Case {
 
 std::vector<Case> cases_for(const LinearKernel& row) {
   const int64_t m = row.m_step, n = row.n_step;
-  return {
+  std::vector<Case> cases = {
       {.name = "exact_tile", .m = m, .n = n, .k = 64, .group_size = 32},
       {.name = "tile_plus_one", .m = m + 1, .n = n + 1, .k = 96, .group_size = 32},
       {.name = "two_tiles_less_one", .m = 2 * m - 1, .n = 2 * n - 1, .k = 96, .group_size = 96},
@@ -98,6 +98,19 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "garbage_padding", .m = 4, .n = 21, .k = 53, .group_size = 32, .padding_is_garbage = true},
       {.name = "garbage_padding_16", .m = 1, .n = 5, .k = 21, .group_size = 16, .padding_is_garbage = true},
   };
+  // Every split of the rows into tiles and chunks, with groups of one block, of several, and longer than a piece.
+  if (row.m_step > 1) {
+    for (int64_t rows = 2; rows <= 33; ++rows) {
+      cases.push_back({.name = "rows_32", .m = rows, .n = 16, .k = 64, .group_size = 32});
+      cases.push_back({.name = "rows_64", .m = rows, .n = 16, .k = 160, .group_size = 64});
+    }
+    for (int64_t rows = 2; rows <= 8; ++rows) {
+      cases.push_back({.name = "rows_per_channel", .m = rows, .n = 32, .k = 600, .group_size = 0});
+    }
+    cases.push_back({.name = "two_chunks", .m = 65, .n = 16, .k = 288, .group_size = 32});
+    cases.push_back({.name = "two_chunks_long_groups", .m = 69, .n = 80, .k = 320, .group_size = 0});
+  }
+  return cases;
 }
 
 // Everything that one call reads.
