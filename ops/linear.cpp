@@ -81,8 +81,10 @@ Grid make_grid(int64_t rows, const Layout& layout, int threads) {
   const int64_t cached = whole_chunks(kBandBytes / (layout.blocks * kBlockInputs));
   const int64_t balanced = whole_chunks(rows * layout.panels / (kTilesPerThread * threads));
   Grid grid{};
+  const int64_t most = cached < balanced ? cached : balanced;
+  const int64_t bands = (rows + most - 1) / most;
   grid.rows = rows;
-  grid.band_rows = cached < balanced ? cached : balanced;
+  grid.band_rows = (rows + bands - 1) / bands;  // equal bands: no last one of a row or two that pays for all unpacking
   grid.prepare_rows = at_least_1(kClaimValues / layout.k);
   grid.columns = layout.panels;
   const int64_t panel_products = grid.rows_of(0) * layout.k * kPanelRows;

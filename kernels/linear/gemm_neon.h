@@ -492,13 +492,14 @@ struct Gemm {
   }
 
   void run() {
-    // Equal chunks of whole tiles: no chunk of a row or two that pays for all of the unpacking.
+    // Chunks of about as many whole tiles: none of a row or two that pays for all of the unpacking.
+    const int64_t tiles = (args.m + kTileRows - 1) / kTileRows;
     const int64_t chunks = (args.m + kChunkRows - 1) / kChunkRows;
-    const int64_t step = ((args.m + chunks - 1) / chunks + kTileRows - 1) / kTileRows * kTileRows;
     for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += kChunkPanels) {
       const int64_t panels = args.panel_end - panel < kChunkPanels ? args.panel_end - panel : kChunkPanels;
-      for (int64_t row = 0; row < args.m; row += step) {
-        chunk(panel, panels, row, args.m - row < step ? args.m - row : step);
+      for (int64_t c = 0; c < chunks; ++c) {
+        const int64_t row = c * tiles / chunks * kTileRows, end = (c + 1) * tiles / chunks * kTileRows;
+        chunk(panel, panels, row, (end < args.m ? end : args.m) - row);
       }
     }
   }

@@ -107,6 +107,7 @@ std::vector<Case> cases_for(const LinearKernel& row) {
     for (int64_t rows = 2; rows <= 8; ++rows) {
       cases.push_back({.name = "rows_per_channel", .m = rows, .n = 32, .k = 600, .group_size = 0});
     }
+    cases.push_back({.name = "four_chunks", .m = 97, .n = 16, .k = 64, .group_size = 32});
     cases.push_back({.name = "two_chunks", .m = 65, .n = 16, .k = 288, .group_size = 32});
     cases.push_back({.name = "two_chunks_long_groups", .m = 69, .n = 80, .k = 320, .group_size = 0});
   }
