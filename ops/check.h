@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cinttypes>
+#include <mutex>
 
+#include "../kernels/format.h"
 #include "../kernels/status.h"
 #include "tensor_view.h"
 
@@ -42,6 +44,35 @@ inline Status check_tensor(const char* name, const TensorView& tensor, ElementTy
   if (!tensor.is_contiguous()) return Status::error("%s is not contiguous", name);
   return {};
 }
+
+// The layout of a packed [n, k] matrix of the shape of `tensor`.
+inline Status matrix_layout(const char* name, const TensorView& tensor, int bits, int64_t group_size, bool affine,
+                            bool has_bias, Layout* layout) {
+  if (tensor.shape.ndim != 2) {
+    return Status::error("%s has shape %s; expected two dimensions [n, k]", name, describe(tensor.shape).text);
+  }
+  return make_layout(tensor.shape.size[0], tensor.shape.size[1], bits, group_size,
+                     affine ? Mapping::affine : Mapping::symmetric, has_bias, layout);
+}
+
+// The error of the piece that comes first, whichever thread finds one first.
+class FirstError {
+ public:
+  void report(int64_t piece, const Status& status) {
+    if (status.ok()) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (status_.ok() || piece < piece_) {
+      piece_ = piece;
+      status_ = status;
+    }
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  std::mutex mutex_;
+  int64_t piece_ = 0;
+  Status status_;
+};
 
 // The offset in elements of position `flat` (row-major) over the first `dims` dimensions.
 inline int64_t offset_of(const TensorView& tensor, int dims, int64_t flat) {

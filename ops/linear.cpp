@@ -1,5 +1,6 @@
 #include <cstdlib>
 #include <memory>
+#include <new>
 
 #include "../kernels/registry.h"
 #include "check.h"
@@ -10,15 +11,22 @@ namespace {
 
 // Below this many products a second thread costs more than it saves (a parallel region is 0.7 to 0.9 us).
 constexpr int64_t kParallelProducts = 1 << 17;
-// Activations are quantised on the caller's thread up to this many values.
+// Up to this many activations are quantised before threads are asked for.
 constexpr int64_t kParallelValues = 1 << 15;
-// A claim of panels is about this many products: short enough to balance, long enough to amortise the claim.
-constexpr int64_t kTileProducts = 1 << 16;
-// A kernel for many rows prepares the activations once for so many panels: a claim has as many, as long as every thread
-// has 8 claims to balance.
-constexpr int64_t kSharedPanels = 8;
-// Rows of m that are quantised at once take about this much memory.
-constexpr int64_t kScratchBytes = 4 << 20;
+// Each claim of rows to quantise is about this many values.
+constexpr int64_t kClaimValues = 1 << 13;
+// A claim of panels is at least about this many products: fewer are not worth the claim.
+constexpr int64_t kClaimProducts = 1 << 14;
+// A kernel for many rows prepares the activations of a claim once, for up to so many panels.
+constexpr int64_t kClaimPanels = 8;
+// The activations of a band stay in a second-level cache while the weights stream past them; bands have whole chunks of
+// rows, for which kernels unpack a panel once.
+constexpr int64_t kBandBytes = 256 << 10;
+constexpr int64_t kBandRows = 32;
+// So many tiles per thread, if there can be: bands get shorter when there are few panels.
+constexpr int64_t kTilesPerThread = 8;
+// Rows of m that are quantised at once take up to about this much memory; more of them need another parallel region.
+constexpr int64_t kScratchBytes = 24 << 20;
 
 // One allocation for the quantised activations of a chunk of rows; small ones stay on the stack.
 class Scratch {
@@ -65,6 +73,23 @@ struct Quantized {
     zeros = reinterpret_cast<float*>(at + aligned(m * 4));
   }
 };
+
+// How the rows and panels of a call are cut, for `threads` threads.
+Grid make_grid(int64_t rows, const Layout& layout, int threads) {
+  const auto at_least_1 = [](int64_t value) { return value < 1 ? int64_t{1} : value; };
+  const auto whole_chunks = [&](int64_t value) { return at_least_1(value / kBandRows) * kBandRows; };
+  const int64_t cached = whole_chunks(kBandBytes / (layout.blocks * kBlockInputs));
+  const int64_t balanced = whole_chunks(rows * layout.panels / (kTilesPerThread * threads));
+  Grid grid{};
+  grid.rows = rows;
+  grid.band_rows = cached < balanced ? cached : balanced;
+  grid.prepare_rows = at_least_1(kClaimValues / layout.k);
+  grid.columns = layout.panels;
+  const int64_t panel_products = grid.rows_of(0) * layout.k * kPanelRows;
+  grid.least_columns = 1 + kClaimProducts / panel_products;
+  grid.most_columns = grid.least_columns < kClaimPanels ? kClaimPanels : grid.least_columns;
+  return grid;
+}
 
 void quantize_row(const QuantizeKernel& kernel, const TensorView& x, int64_t row, int64_t index, const Layout& layout,
                   const Quantized& q, char* gathered) {
@@ -137,52 +162,55 @@ Status linear(const TensorView& x, const TensorView& packed, int64_t out_feature
   const IsaBits isa = active_isa();
   const QuantizeKernel& quantize = choose_quantize(isa);
   const LinearKernel& kernel = choose_linear(layout.format, layout.bits, rows, isa);
-  const Parallel alone;
 
-  const int64_t row_bytes = Quantized::bytes(1, layout);
-  const int64_t chunk_limit = kScratchBytes / row_bytes < 64 ? 64 : kScratchBytes / row_bytes;
-  const int64_t chunk = rows < chunk_limit ? rows : chunk_limit;
-  Scratch scratch;
+  const int64_t limit = kScratchBytes / Quantized::bytes(1, layout);
+  const int64_t chunk = rows <= limit ? rows : limit < kBandRows ? kBandRows : limit / kBandRows * kBandRows;
+  const int64_t products = chunk * layout.k * layout.panels * kPanelRows;
+  const int threads = products < kParallelProducts ? 1 : parallel.threads;
+  const int64_t quantized_bytes = Quantized::bytes(chunk, layout);
+  Grid grid = make_grid(chunk, layout, threads);
+  const int64_t bands_bytes = grid.bands() * static_cast<int64_t>(sizeof(Band));
   const int64_t gather_bytes = x.stride[last] != 1 ? aligned(layout.k * element_bytes(x.type)) : 0;
-  const int64_t scratch_bytes = Quantized::bytes(chunk, layout);
-  const int64_t gathers = gather_bytes == 0 ? 0 : chunk;
-  if (!scratch.reserve(scratch_bytes + gathers * gather_bytes)) {
-    return Status::no_memory("no memory for %" PRId64 " bytes of quantised activations",
-                             scratch_bytes + gathers * gather_bytes);
+  const int64_t bytes = quantized_bytes + bands_bytes + chunk * gather_bytes;
+  Scratch scratch;
+  if (!scratch.reserve(bytes)) {
+    return Status::no_memory("no memory for %" PRId64 " bytes of quantised activations", bytes);
   }
   const Quantized quantized(scratch.data(), chunk, layout);
-  char* gathered = static_cast<char*>(scratch.data()) + scratch_bytes;
+  char* const band_memory = static_cast<char*>(scratch.data()) + quantized_bytes;
+  char* const gathered = band_memory + bands_bytes;
 
   LinearArgs args{};
   args.panels = static_cast<const uint8_t*>(packed.data) + kHeaderBytes;
   args.layout = layout;
-  args.a = quantized.a;
-  args.group_sums = quantized.group_sums;
-  args.scales = quantized.scales;
-  args.zeros = quantized.zeros;
   args.out_dtype = dtype_of(out.type);
   args.out_stride = layout.n;
 
   for (int64_t begin = 0; begin < rows; begin += chunk) {
-    const int64_t m = rows - begin < chunk ? rows - begin : chunk;
-    parallel_1d(m * layout.k < kParallelValues ? alone : parallel, m, 1 + kParallelValues / 4 / layout.k,
+    grid.rows = rows - begin < chunk ? rows - begin : chunk;
+    Band* const bands = new (band_memory) Band[static_cast<size_t>(grid.bands())];
+    const auto quantize_rows = [&](int64_t first, int64_t end) {
+      for (int64_t i = first; i < end; ++i) {
+        quantize_row(quantize, x, begin + i, i, layout, quantized, gathered + i * gather_bytes);
+      }
+    };
+    const bool few = grid.rows * layout.k < kParallelValues;
+    if (few) quantize_rows(0, grid.rows);
+    parallel_2d({threads, parallel.run}, grid, bands,
                 [&](int64_t first, int64_t end) {
-                  for (int64_t i = first; i < end; ++i) {
-                    quantize_row(quantize, x, begin + i, i, layout, quantized, gathered + i * gather_bytes);
-                  }
-                });
-
-    args.m = m;
-    args.out = static_cast<char*>(out.data) + begin * layout.n * element_bytes(out.type);
-    const int64_t panel_products = m * layout.k * kPanelRows;
-    const int64_t balanced = layout.panels / (int64_t{8} * parallel.threads);
-    const int64_t shared = balanced < kSharedPanels ? balanced : kSharedPanels;
-    const int64_t step = 1 + kTileProducts / panel_products;
-    parallel_1d(panel_products * layout.panels < kParallelProducts ? alone : parallel, layout.panels,
-                step < shared ? shared : step, [&](int64_t first, int64_t end) {
+                  if (!few) quantize_rows(first, end);
+                },
+                [&](int64_t band, int64_t first_panel, int64_t end_panel) {
+                  const int64_t first = band * grid.band_rows;
                   LinearArgs tile = args;
-                  tile.panel_begin = first;
-                  tile.panel_end = end;
+                  tile.m = grid.rows_of(band);
+                  tile.a = quantized.a + first * layout.blocks * kBlockInputs;
+                  tile.group_sums = quantized.group_sums + first * layout.groups;
+                  tile.scales = quantized.scales + first;
+                  tile.zeros = quantized.zeros + first;
+                  tile.out = static_cast<char*>(out.data) + (begin + first) * layout.n * element_bytes(out.type);
+                  tile.panel_begin = first_panel;
+                  tile.panel_end = end_panel;
                   kernel.run(tile);
                 });
   }

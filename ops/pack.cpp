@@ -20,11 +20,7 @@ int64_t panels_per_claim(const Layout& layout) { return 1 + kTileWeights / (layo
 }  // namespace
 
 Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias, Layout* layout) {
-  if (codes.shape.ndim != 2) {
-    return Status::error("codes have shape %s; expected two dimensions [n, k]", describe(codes.shape).text);
-  }
-  return make_layout(codes.shape.size[0], codes.shape.size[1], bits, group_size,
-                     affine ? Mapping::affine : Mapping::symmetric, has_bias, layout);
+  return matrix_layout("codes", codes, bits, group_size, affine, has_bias, layout);
 }
 
 Status pack(const TensorView& codes, const TensorView& scales, const TensorView* mins, const TensorView* bias, int bits,
@@ -53,20 +49,11 @@ Status pack(const TensorView& codes, const TensorView& scales, const TensorView*
   const std::unique_ptr<uint64_t[]> checksums(new (std::nothrow) uint64_t[static_cast<size_t>(layout.panels)]);
   if (checksums == nullptr) return Status::no_memory("no memory for %" PRId64 " checksums", layout.panels);
 
-  // The error of the first bad panel, whichever thread finds one first.
-  std::atomic<int64_t> bad_panel{layout.panels};
+  FirstError error;
   parallel_1d(parallel, layout.panels, panels_per_claim(layout), [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      if (pack_panels(layout, args, p, p + 1, out.data, checksums.get()).ok()) continue;
-      int64_t seen = bad_panel.load();
-      while (p < seen && !bad_panel.compare_exchange_weak(seen, p)) {
-      }
-      return;
-    }
+    error.report(begin, pack_panels(layout, args, begin, end, out.data, checksums.get()));
   });
-  if (const int64_t p = bad_panel.load(); p < layout.panels) {
-    return pack_panels(layout, args, p, p + 1, out.data, checksums.get());
-  }
+  if (!error.status().ok()) return error.status();
   seal(layout, checksums.get(), out.data);
   return {};
 }

@@ -1,5 +1,4 @@
 #include <memory>
-#include <mutex>
 #include <new>
 
 #include "../kernels/round_to_nearest.h"
@@ -9,11 +8,7 @@
 namespace lowbit {
 
 Status quantize_shape(const TensorView& weight, int bits, int64_t group_size, bool affine, Layout* layout) {
-  if (weight.shape.ndim != 2) {
-    return Status::error("weight has shape %s; expected two dimensions [n, k]", describe(weight.shape).text);
-  }
-  return make_layout(weight.shape.size[0], weight.shape.size[1], bits, group_size,
-                     affine ? Mapping::affine : Mapping::symmetric, false, layout);
+  return matrix_layout("weight", weight, bits, group_size, affine, false, layout);
 }
 
 Status quantize(const TensorView& weight, int bits, int64_t group_size, bool affine, bool search,
@@ -41,23 +36,14 @@ Status quantize(const TensorView& weight, int bits, int64_t group_size, bool aff
   args.scales = static_cast<float*>(scales.data);
   args.mins = affine ? static_cast<float*>(mins.data) : nullptr;
 
-  // The error of the first bad row, whichever thread finds one first.
-  std::mutex mutex;
-  Status error;
-  int64_t error_begin = layout.n;
+  FirstError error;
   constexpr int64_t kClaimWeights = 1 << 16;
   parallel_1d(parallel, layout.n, 1 + kClaimWeights / layout.k, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> row(new (std::nothrow) float[static_cast<size_t>(layout.k)]);
-    const Status status = row == nullptr ? Status::no_memory("no memory for a row of %" PRId64 " weights", layout.k)
-                                         : round_to_nearest(layout, args, begin, end, row.get());
-    if (status.ok()) return;
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (begin < error_begin) {
-      error_begin = begin;
-      error = status;
-    }
+    error.report(begin, row == nullptr ? Status::no_memory("no memory for a row of %" PRId64 " weights", layout.k)
+                                       : round_to_nearest(layout, args, begin, end, row.get()));
   });
-  return error;
+  return error.status();
 }
 
 }  // namespace lowbit

@@ -124,17 +124,16 @@ TEST(Linear, AnyNumberOfThreadsGivesTheSameBits) {
     for (const int count : {1, 2, 7}) {
       regions = 0;
       model.check(x.view, counted(count));
-      EXPECT_EQ(regions > 0, count > 1 && m > 1) << m << " rows, " << count << " threads";
-      EXPECT_EQ(regions > 1, count > 1 && m == 150) << m << " rows, " << count << " threads";
+      EXPECT_EQ(regions, count > 1 && m > 1 ? 1 : 0) << m << " rows, " << count << " threads";
     }
     model.check(view_of(x.memory->data(), ElementType::f32, {m, 256}, {0, m}), threads(3));  // gathered by threads
   }
 }
 
-// So many rows that their quantised values do not fit the operator's scratch memory (4 MiB) at once.
+// So many rows that their quantised values do not fit the operator's scratch memory (24 MiB) at once.
 TEST(Linear, ManyRowsInChunks) {
   Random random(5);
-  constexpr int64_t kRows = 40000;  // of 128 bytes of values and at most 192 of sums and scales
+  constexpr int64_t kRows = 150000;  // of 128 bytes of values and at most 192 of sums and scales
   const Model model(3, 100, 2, 0);
   const Tensor x = random_tensor(ElementType::bf16, {kRows, 100}, random);
   model.check(x.view);
@@ -143,12 +142,12 @@ TEST(Linear, ManyRowsInChunks) {
 
 TEST(Linear, LongRowsInChunks) {
   Random random(6);
-  constexpr int64_t kInputs = 70000;  // 64 rows make a chunk
+  constexpr int64_t kInputs = 800000;  // 32 rows make a chunk
   const Model model(1, kInputs, 1, 65536);
   const Tensor x = random_tensor(ElementType::f32, {1, kInputs}, random);
   const Tensor other = random_tensor(ElementType::f32, {1, 2 * kInputs}, random);
   model.check(x.view);
-  model.check(view_of(other.memory->data(), ElementType::f32, {66, kInputs}, {997, 1}), threads(2));
+  model.check(view_of(other.memory->data(), ElementType::f32, {34, kInputs}, {997, 1}), threads(2));
 }
 
 TEST(Linear, RowsThatAreNotFiniteStayAlone) {

@@ -98,5 +98,118 @@ TEST(Parallel, AStalledThreadHoldsUpNothing) {
   EXPECT_EQ(finished, kPieces);
 }
 
+// A grid of which every visit is recorded.
+struct Visits {
+  Grid grid;
+  std::vector<std::atomic<int>> prepared, tiles;
+  std::vector<Band> bands;
+
+  explicit Visits(const Grid& g)
+      : grid(g), prepared(static_cast<size_t>(g.rows)), tiles(static_cast<size_t>(g.bands() * g.columns)),
+        bands(static_cast<size_t>(g.bands())) {}
+
+  void prepare(int64_t begin, int64_t end) {
+    EXPECT_LT(begin, end);
+    EXPECT_LE(end, grid.rows);
+    for (int64_t i = begin; i < end; ++i) ++prepared[static_cast<size_t>(i)];
+  }
+  void tile(int64_t band, int64_t begin, int64_t end) {
+    EXPECT_LT(begin, end);
+    EXPECT_LE(end, grid.columns);
+    for (int64_t i = 0; i < grid.rows_of(band); ++i) {
+      EXPECT_EQ(prepared[static_cast<size_t>(band * grid.band_rows + i)], 1) << "a tile of rows that are not prepared";
+    }
+    for (int64_t i = begin; i < end; ++i) ++tiles[static_cast<size_t>(band * grid.columns + i)];
+  }
+  void run(const Parallel& parallel) {
+    parallel_2d(parallel, grid, bands.data(), [&](int64_t begin, int64_t end) { prepare(begin, end); },
+                [&](int64_t band, int64_t begin, int64_t end) { tile(band, begin, end); });
+    for (const auto& visit : prepared) ASSERT_EQ(visit, 1);
+    for (const auto& visit : tiles) ASSERT_EQ(visit, 1);
+  }
+};
+
+TEST(Parallel2d, EveryRowAndEveryTileOnce) {
+  const Parallel hosts[] = {{},         {1, nullptr}, {4, one_after_another}, {4, backwards}, threads(2),
+                            threads(7), threads(64)};
+  for (const Parallel& host : hosts) {
+    for (const int64_t rows : {1, 31, 32, 33, 200}) {
+      for (const int64_t columns : {1, 2, 17, 300}) {
+        for (const int64_t least : {1, 3, 400}) Visits({rows, 32, 5, columns, least, least + 4}).run(host);
+      }
+    }
+    Visits({0, 32, 5, 10, 1, 8}).run(host);
+  }
+}
+
+TEST(Parallel2d, ClaimsThatRace) {
+  for (int round = 0; round < 20; ++round) Visits({64, 1, 1, 1000, 1, 2}).run(threads(4));
+}
+
+// Claims are as large as allowed while much is left, and never smaller than allowed but for the last of a band.
+TEST(Parallel2d, ClaimsShrinkTowardsTheEnd) {
+  const Grid grid{40, 20, 20, 100, 2, 8};
+  std::vector<Band> bands(2);
+  std::vector<int64_t> sizes;
+  parallel_2d({4, one_after_another}, grid, bands.data(), [](int64_t, int64_t) {},
+              [&](int64_t, int64_t begin, int64_t end) { sizes.push_back(end - begin); });
+  EXPECT_EQ(sizes.front(), 8);
+  EXPECT_EQ(sizes[11], 8) << "of the first band, with all of the second still to do";
+  EXPECT_EQ(sizes[12], 4) << "what is left of the first band";
+  EXPECT_EQ(sizes[sizes.size() - 2], 2);
+  for (size_t i = 14; i < sizes.size(); ++i) EXPECT_LE(sizes[i], sizes[i - 1]);
+  EXPECT_GT(sizes.size(), 13u + 13u);
+}
+
+// The thread that prepares the first rows does not return from it before all tiles of the other bands are done, which the
+// other threads must be able to do. The wait has an end only so that a fault is a failure and no hang.
+TEST(Parallel2d, AStalledPreparationHoldsUpItsBandOnly) {
+  Visits visits({96, 32, 4, 50, 1, 8});
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t finished = 0, finished_before_the_first = -1;
+  parallel_2d(
+      threads(3), visits.grid, visits.bands.data(),
+      [&](int64_t begin, int64_t end) {
+        if (begin == 0) {
+          std::unique_lock lock(mutex);
+          changed.wait_for(lock, std::chrono::seconds(20), [&] { return finished == 2 * 50; });
+          finished_before_the_first = finished;
+        }
+        visits.prepare(begin, end);
+      },
+      [&](int64_t band, int64_t begin, int64_t end) {
+        visits.tile(band, begin, end);
+        const std::lock_guard lock(mutex);
+        finished += end - begin;
+        changed.notify_all();
+      });
+  EXPECT_EQ(finished_before_the_first, 2 * 50);
+  EXPECT_EQ(finished, 3 * 50);
+}
+
+// The same for the thread that takes the first tile: the others do all the rest.
+TEST(Parallel2d, AStalledTileHoldsUpNothing) {
+  Visits visits({96, 32, 4, 50, 1, 8});
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t finished = 0, size_of_the_first = -1, finished_before_the_first = -1;
+  parallel_2d(
+      threads(3), visits.grid, visits.bands.data(), [&](int64_t begin, int64_t end) { visits.prepare(begin, end); },
+      [&](int64_t band, int64_t begin, int64_t end) {
+        visits.tile(band, begin, end);
+        std::unique_lock lock(mutex);
+        if (size_of_the_first < 0) {
+          size_of_the_first = end - begin;
+          changed.wait_for(lock, std::chrono::seconds(20), [&] { return finished == 3 * 50 - size_of_the_first; });
+          finished_before_the_first = finished;
+        }
+        finished += end - begin;
+        changed.notify_all();
+      });
+  EXPECT_EQ(finished_before_the_first, 3 * 50 - size_of_the_first);
+  EXPECT_EQ(finished, 3 * 50);
+}
+
 }  // namespace
 }  // namespace lowbit::test
