@@ -22,6 +22,7 @@ class PackedInfo:
     has_bias: bool
     total_bytes: int
     version: int
+    format: str  # of the bytes behind the header: "panel16", or a vendor's
 
     @property
     def bits_per_weight(self) -> float:
@@ -164,6 +165,27 @@ def unpack(packed: Tensor) -> Unpacked:
         described.group_size,
         described.mapping,
     )
+
+
+def repack(packed: Tensor, format: str) -> Tensor:
+    """The same weights in another packed format, for kernels that read no other.
+
+    Args:
+        packed: from :func:`pack`, or of a vendor's format.
+        format: "panel16", or a format of a library that :func:`load_kernels` has loaded.
+
+    Returns:
+        uint8 [bytes]. What a vendor's format keeps of the weights, and how its kernels round, is the vendor's to say.
+
+    Raises:
+        TypeError, ValueError: not a packed weight, no such format, or a weight that the format does not hold.
+    """
+    _check_packed(packed)
+    if not isinstance(format, str):
+        raise TypeError(f"format is a {type(format).__name__}; expected a str")
+    out = torch.empty(_C.repacked_bytes(packed.data_ptr(), packed.numel(), format), dtype=torch.uint8)
+    _C.repack(packed.data_ptr(), packed.numel(), format, out.data_ptr(), out.numel())
+    return out
 
 
 def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
