@@ -145,15 +145,19 @@ Status check_format(const KernelLibrary& library, const PackedFormat& format) {
 
 Status check_sizes(const AbiSizes& found) {
   constexpr AbiSizes expected = KernelLibrary{}.sizes;
+  constexpr const char* kNames[] = {"KernelLibrary", "PackedFormat", "QuantizeKernel", "LinearKernel",
+                                    "EmbeddingKernel", "QuantizeArgs", "PrepareArgs", "LinearArgs",
+                                    "EmbeddingArgs", "PackArgs", "UnpackArgs"};
   constexpr size_t count = sizeof expected / sizeof(uint32_t);
+  static_assert(sizeof kNames / sizeof kNames[0] == count);
   uint32_t a[count], b[count];
   std::memcpy(a, &found, sizeof a);
   std::memcpy(b, &expected, sizeof b);
   for (size_t i = 0; i < count; ++i) {
     if (a[i] != b[i]) {
-      return Status::error("structure %zu of its kernel interface has %" PRIu32 " bytes; expected %" PRIu32
+      return Status::error("its structure %s has %" PRIu32 " bytes; expected %" PRIu32
                            ": build it with the headers of this version of lowbit",
-                           i, a[i], b[i]);
+                           kNames[i], a[i], b[i]);
     }
   }
   return {};

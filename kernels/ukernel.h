@@ -53,7 +53,8 @@ struct LinearArgs {
   void* out;                 // row 0, column 0 of the whole output, in out_dtype
   DType out_dtype;
   int64_t out_stride;        // elements from one row of the output to the next, at least layout.n
-  const void* activations;   // what the row's prepare() wrote, 64-byte aligned; then a to zeros are null
+  // What the row's own prepare() wrote, 64-byte aligned; then a, group_sums, scales and zeros are null.
+  const void* activations = nullptr;
 };
 
 // Some rows of activations into the form that a row of a vendor's packed format wants.
