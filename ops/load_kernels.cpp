@@ -15,10 +15,9 @@ namespace {
 constexpr char kFunction[] = "lowbit_kernels";
 
 // The end of a path: what fits a message and tells files apart.
-const char* tail(const char* path) {
-  constexpr size_t kLongest = 100;
+const char* tail(const char* path, size_t longest = 100) {
   const size_t length = std::strlen(path);
-  return length > kLongest ? path + length - kLongest : path;
+  return length > longest ? path + length - longest : path;
 }
 
 struct Close {
@@ -46,7 +45,7 @@ Status add_kernels(const KernelLibrary& library, const char* name) {
 Status load_kernels(const char* path) {
   if (path[0] == '\0') return Status::error("the path of the kernel library is empty");  // dlopen: the program itself
   std::unique_ptr<void, Close> handle(dlopen(path, RTLD_NOW | RTLD_LOCAL));
-  if (handle == nullptr) return Status::system("kernel library does not load: %s", tail(dlerror()));
+  if (handle == nullptr) return Status::system("kernel library does not load: %s", tail(dlerror(), 250));
   const auto kernels = reinterpret_cast<KernelLibraryFunction*>(dlsym(handle.get(), kFunction));
   if (kernels == nullptr) {
     return Status::error("'%s' is no kernel library: it has no function '%s'", tail(path), kFunction);

@@ -22,7 +22,7 @@ class PackedInfo:
     has_bias: bool
     total_bytes: int
     version: int
-    format: str  # of the bytes behind the header: "panel16", or a vendor's
+    format: str = "panel16"  # of the bytes behind the header; or a vendor's
 
     @property
     def bits_per_weight(self) -> float:

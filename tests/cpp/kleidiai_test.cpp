@@ -105,7 +105,9 @@ TEST_P(Results, AreWithinTheRounding) {
         }
       }
       // The bound adds up the worst; roundings of random sign come nowhere near it.
-      if (c.m * c.n >= 50) EXPECT_LE(std::sqrt(error / size), 0.02);
+      if (c.m * c.n >= 50) {
+        EXPECT_LE(std::sqrt(error / size), 0.02);
+      }
     }
   }
 }

@@ -177,6 +177,16 @@ def test_broken_libraries_are_refused(run_python, libraries):
         assert line.startswith("ValueError ") and f"fault_{fault}.so'" in line and message in line, (fault, line)
 
 
+def test_from_an_application_in_cpp(acme, libraries):
+    paths = [libraries / "fault_null_function.so", acme, libraries / "missing.so"]
+    done = subprocess.run([libraries / "load_kernels", *paths], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith("fault_null_function.so' cannot be used: row 'fault_linear' has no function")
+    assert lines[1].startswith("refused: kernel library does not load: ") and "missing.so" in lines[1]
+    assert lines[2] == "acme_linear_a8w4 of acme"
+
+
 def test_what_is_no_library_is_refused(run_python, libraries, tmp_path):
     text = tmp_path / "text.so"
     text.write_text("not a library")
