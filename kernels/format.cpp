@@ -136,8 +136,8 @@ Status make_vendor_layout(const Layout& layout, Format format, Layout* vendor_la
   l.block_bytes = l.group_bytes = l.head_offset = l.panel_bytes = l.total_bytes = 0;
   const int64_t bytes = found->bytes(l);
   if (bytes < 1 || bytes > kMaxVendorBytes) {
-    return Status::error("format '%s' does not hold %" PRId64 " x %" PRId64 " weights of %d bits, %s, group size %" PRId64,
-                         name_of(format).text, l.n, l.k, l.bits,
+    return Status::error("format '%s' does not hold %" PRId64 " x %" PRId64 " weights of %d bits, %s, group size %"
+                         PRId64, name_of(format).text, l.n, l.k, l.bits,
                          l.mapping == Mapping::affine ? "affine" : "symmetric", l.group_size);
   }
   l.total_bytes = kHeaderBytes + round_up(bytes, 64);

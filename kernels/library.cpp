@@ -101,18 +101,20 @@ Status check_linear(const KernelLibrary& library, const LinearKernel& row) {
   if (Status status = check_format_and_bits(library, row); !status.ok()) return status;
   const bool n_fits = row.n_step > 0 && (kPanelRows % row.n_step == 0 || row.n_step % kPanelRows == 0);
   if (row.m_step < 1 || !n_fits) {
-    return Status::error("row '%s' has the tile %d x %d; expected 1 row or more, and a divisor or multiple of %d columns",
+    return Status::error("row '%s' has the tile %d x %d; expected 1 row or more, and a divisor or multiple of %d "
+                         "columns",
                          row.name, row.m_step, row.n_step, kPanelRows);
   }
   if (row.m_most != 0 && row.m_most < row.m_step) {
-    return Status::error("row '%s' is for at most %d rows of m; expected 0 or at least its tile's %d", row.name, row.m_most,
-                         row.m_step);
+    return Status::error("row '%s' is for at most %d rows of m; expected 0 or at least its tile's %d", row.name,
+                         row.m_most, row.m_step);
   }
   if ((row.prepare == nullptr) != (row.activation_bytes == nullptr)) {
     return Status::error("row '%s' has only one of prepare and activation_bytes; expected both or none", row.name);
   }
   if (row.prepare != nullptr && row.format == Format::panel16) {
-    return Status::error("row '%s' prepares activations in its own way; with panel16 their form is part of the contract",
+    return Status::error("row '%s' prepares activations in its own way; with panel16 their form is part of the "
+                         "contract",
                          row.name);
   }
   return {};
@@ -127,8 +129,8 @@ Status check_format(const KernelLibrary& library, const PackedFormat& format) {
     ended = ended || c == '\0';
   }
   if (!is_name || (id & 0xff) == 0) {
-    return Status::error("a format has the id 0x%" PRIx32 "; expected vendor_format() of one to four letters, digits, '-' "
-                         "or '_'",
+    return Status::error("a format has the id 0x%" PRIx32 "; expected vendor_format() of one to four letters, digits, "
+                         "'-' or '_'",
                          id);
   }
   const FormatName name = name_of(format.format);

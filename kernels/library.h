@@ -34,7 +34,8 @@ struct PackedFormat {
   const char* (*unpack)(const Layout&, const void* bytes, const UnpackArgs&) = nullptr;
 };
 
-// Whether a library's rows are asked before or after those that are built in. Among libraries, the first loaded is first.
+// Whether a library's rows are asked before or after those that are built in. Among libraries, the first loaded comes
+// first.
 enum class Preference : uint32_t { before_built_in, after_built_in };
 
 struct AbiSizes {

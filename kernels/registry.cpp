@@ -155,7 +155,9 @@ bool is_loaded(const KernelLibrary& library) {
 
 Status add_library(const KernelLibrary& library, const char* path) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
-  if (libraries == kMostLibraries) return Status::error("%zu kernel libraries are loaded; there is room for no more", libraries);
+  if (libraries == kMostLibraries) {
+    return Status::error("%zu kernel libraries are loaded; there is room for no more", libraries);
+  }
   loaded[libraries] = {&library, path};
   loaded_count.store(libraries + 1, std::memory_order_release);
   return {};

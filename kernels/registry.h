@@ -16,9 +16,9 @@ LOWBIT_API const LinearKernel& linear_kernel(size_t index);
 LOWBIT_API size_t embedding_kernel_count();
 LOWBIT_API const EmbeddingKernel& embedding_kernel(size_t index);
 
-// The kernel for a task on a CPU with these ISA bits: functions of their arguments and of the loaded libraries alone, so
-// "what would be chosen on a Cortex-A76?" can be asked on any machine whose build has the rows. The portable rows cover
-// everything of format panel16; where no row fits another format, the result has no function: run is null.
+// The kernel for a task on a CPU with these ISA bits: functions of their arguments and of the loaded libraries alone,
+// so "what would be chosen on a Cortex-A76?" can be asked on any machine whose build has the rows. The portable rows
+// cover everything of format panel16; where no row fits another format, the result has no function: run is null.
 LOWBIT_API const QuantizeKernel& choose_quantize(IsaBits isa);
 LOWBIT_API const LinearKernel& choose_linear(Format format, int bits, int64_t m, IsaBits isa);
 LOWBIT_API const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa);

@@ -31,7 +31,7 @@ std::string name_of_isa(IsaBits bits) {
   const IsaName* all = isa_names(&count);
   std::string names;
   for (size_t i = 0; i < count; ++i) {
-    if (all[i].bit != kPortable && (all[i].bit & bits) != 0) names += (names.empty() ? "" : "+") + std::string(all[i].name);
+    if ((all[i].bit & bits) != 0) names += (names.empty() ? "" : "+") + std::string(all[i].name);
   }
   return names.empty() ? "portable" : names;
 }
@@ -46,7 +46,8 @@ py::dict describe(const char* family, const Kernel& kernel) {
   row["supported"] = (kernel.isa & ~cpu_isa()) == 0;
   row["enabled"] = (kernel.isa & ~active_isa()) == 0;
   row["vendor"] = loaded == nullptr ? py::object(py::none()) : py::object(py::str(loaded->library->vendor));
-  row["library"] = loaded == nullptr ? py::object(py::none()) : py::module_::import("os").attr("fsdecode")(py::bytes(loaded->path));
+  row["library"] = py::none();
+  if (loaded != nullptr) row["library"] = py::module_::import("os").attr("fsdecode")(py::bytes(loaded->path));
   return row;
 }
 
@@ -181,6 +182,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("repacked_bytes", &repacked_bytes, py::arg("address"), py::arg("size"), py::arg("format"));
   module.def("repack", &repack_into, py::arg("address"), py::arg("size"), py::arg("format"), py::arg("out_address"),
              py::arg("out_size"));
-  module.def("load_kernels", [](const std::string& path) { raise_unless_ok(load_kernels(path.c_str())); }, py::arg("path"));
+  module.def("load_kernels", [](const std::string& path) { raise_unless_ok(load_kernels(path.c_str())); },
+             py::arg("path"));
   module.attr("executorch_version") = LOWBIT_EXECUTORCH_VERSION;  // that lowbit_executorch was built with, or empty
 }

@@ -13,7 +13,8 @@ Status repack_shape(const TensorView& packed, const char* format, Layout* layout
   Layout source;
   if (Status s = read_packed(packed, &source); !s.ok()) return s;
   Layout panel16;
-  if (Status s = make_layout(source.n, source.k, source.bits, source.group_size, source.mapping, source.has_bias, &panel16);
+  if (Status s = make_layout(source.n, source.k, source.bits, source.group_size, source.mapping, source.has_bias,
+                             &panel16);
       !s.ok()) {
     return s;
   }
@@ -23,7 +24,8 @@ Status repack_shape(const TensorView& packed, const char* format, Layout* layout
   }
   const size_t length = std::strlen(format);
   if (length < 1 || length > 4 || find_format(vendor_format(format)) == nullptr) {
-    return Status::error("there is no format '%.32s'; expected panel16 or the format of a loaded kernel library", format);
+    return Status::error("there is no format '%.32s'; expected panel16 or the format of a loaded kernel library",
+                         format);
   }
   return make_vendor_layout(panel16, vendor_format(format), layout);
 }
@@ -68,7 +70,8 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
   args.mins = affine ? static_cast<const float*>(mins.data) : nullptr;
   args.bias = source.has_bias ? static_cast<const float*>(bias.data) : nullptr;
   std::memset(out.data, 0, static_cast<size_t>(target.total_bytes));
-  if (const char* reason = find_format(target.format)->pack(target, args, static_cast<char*>(out.data) + kHeaderBytes)) {
+  void* const bytes = static_cast<char*>(out.data) + kHeaderBytes;
+  if (const char* reason = find_format(target.format)->pack(target, args, bytes)) {
     return Status::error("format '%s' does not take this weight: %.200s", format, reason);
   }
   seal_vendor_format(target, out.data);

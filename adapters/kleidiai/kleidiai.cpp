@@ -37,24 +37,25 @@ constexpr Ukernel kMmla = UKERNEL(qai8dxp4x8_qsi4c32p8x8_4x8x32_neon_i8mm);
 
 constexpr Format kFormat = vendor_format("KAI4");
 
-// The inputs that share a scale. KleidiAI ends the process when a size does not suit it, so none that does not gets there.
+// The inputs that share a scale.
+int64_t group_of(const Layout& layout) { return layout.group_size == 0 ? layout.k : layout.group_size; }
+
+// KleidiAI ends the process when a size does not suit it, so none that does not gets there.
 bool is_held(const Layout& layout) {
-  const int64_t group = layout.group_size == 0 ? layout.k : layout.group_size;
+  const int64_t group = group_of(layout);
   return layout.bits == 4 && layout.mapping == Mapping::symmetric && group % 32 == 0 && layout.k % group == 0;
 }
-
-size_t group_of(const Layout& layout) { return static_cast<size_t>(layout.group_size == 0 ? layout.k : layout.group_size); }
 
 int64_t bytes(const Layout& layout) {
   if (!is_held(layout)) return 0;
   return static_cast<int64_t>(kai_get_rhs_packed_size_rhs_pack_nxk_qsi4c32p_qsu4c32s1s0(
       static_cast<size_t>(layout.n), static_cast<size_t>(layout.k), kDot.get_nr(), kDot.get_kr(), kDot.get_sr(),
-      group_of(layout), kai_dt_bf16));
+      static_cast<size_t>(group_of(layout)), kai_dt_bf16));
 }
 
 const char* pack(const Layout& layout, const PackArgs& args, void* out) {
   const size_t n = static_cast<size_t>(layout.n), k = static_cast<size_t>(layout.k);
-  const size_t groups = static_cast<size_t>(layout.groups);
+  const size_t groups = static_cast<size_t>(layout.groups), group = static_cast<size_t>(group_of(layout));
   const std::unique_ptr<uint8_t[]> codes(new (std::nothrow) uint8_t[n * k / 2]);
   const std::unique_ptr<uint16_t[]> scales(new (std::nothrow) uint16_t[n * groups]);
   const std::unique_ptr<float[]> bias(new (std::nothrow) float[n]());
@@ -71,9 +72,8 @@ const char* pack(const Layout& layout, const PackArgs& args, void* out) {
   params.lhs_zero_point = 1;
   params.rhs_zero_point = 8;
   params.scale_dt = kai_dt_bf16;
-  kai_run_rhs_pack_nxk_qsi4c32p_qsu4c32s1s0(1, n, k, kDot.get_nr(), kDot.get_kr(), kDot.get_sr(), group_of(layout),
-                                            codes.get(), k / 2, bias.get(), scales.get(), groups * sizeof(uint16_t), out,
-                                            0, &params);
+  kai_run_rhs_pack_nxk_qsi4c32p_qsu4c32s1s0(1, n, k, kDot.get_nr(), kDot.get_kr(), kDot.get_sr(), group, codes.get(),
+                                            k / 2, bias.get(), scales.get(), groups * sizeof(uint16_t), out, 0, &params);
   return nullptr;
 }
 
@@ -97,7 +97,7 @@ void prepare(const PrepareArgs& args) {
 template <const Ukernel& K>
 void multiply(const LinearArgs& args, int64_t row, int64_t m, int64_t column, int64_t n, float* out, int64_t stride) {
   constexpr float kLimit = std::numeric_limits<float>::infinity();
-  const size_t k = static_cast<size_t>(args.layout.k), group = group_of(args.layout);
+  const size_t k = static_cast<size_t>(args.layout.k), group = static_cast<size_t>(group_of(args.layout));
   K.run_matmul(static_cast<size_t>(m), static_cast<size_t>(n), k, group,
                static_cast<const char*>(args.activations) + K.get_lhs_packed_offset(static_cast<size_t>(row), k),
                args.panels + K.get_rhs_packed_offset(static_cast<size_t>(column), k, group), out,
@@ -139,7 +139,8 @@ bool is_as_expected() {
 constexpr PackedFormat kFormats[] = {{kFormat, bytes, pack}};
 constexpr IsaBits kDotBits = kNeon | kNeonDot;
 constexpr LinearKernel kRows[] = {
-    {"kleidiai_a8w4_4x8_i8mm", kDotBits | kI8mm, kFormat, 4, 4, 8, run<kMmla>, 0, activation_bytes<kMmla>, prepare<kMmla>},
+    {"kleidiai_a8w4_4x8_i8mm", kDotBits | kI8mm, kFormat, 4, 4, 8, run<kMmla>, 0, activation_bytes<kMmla>,
+     prepare<kMmla>},
     {"kleidiai_a8w4_1x8_neondot", kDotBits, kFormat, 4, 1, 8, run<kDot>, 0, activation_bytes<kDot>, prepare<kDot>},
 };
 

@@ -40,7 +40,8 @@ void times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, int6
     int32_t sums[kPanelRows] = {};
     for (; half < end; ++half) {
       const uint8_t* block = panel + layout.block_offset(half / 2);
-      half % 2 == 0 ? add_half<0>(block, a + half * kHalfInputs, sums) : add_half<4>(block, a + half * kHalfInputs, sums);
+      const int8_t* inputs = a + half * kHalfInputs;
+      half % 2 == 0 ? add_half<0>(block, inputs, sums) : add_half<4>(block, inputs, sums);
     }
     // The order and the rounding of these steps are the contract (ukernel.h): all kernels return the same bits.
     const uint8_t* scales = panel + layout.scales_offset(group);

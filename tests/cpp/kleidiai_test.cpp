@@ -95,11 +95,12 @@ TEST_P(Results, AreWithinTheRounding) {
             products += std::fabs(value * weight_value);
             weights += std::fabs(weight_value);
           }
-          const double bound = 0x1p-9 * products + (high - low) / 255 * weights + 1e-5 * products + rounding * std::fabs(y);
+          const double step = (high - low) / 255, stored = rounding * std::fabs(y);
+          const double bound = 0x1p-9 * products + step * weights + 1e-5 * products + stored;
           const double found = load_as_f32(out.view.data, dtype, i * c.n + row);
           ASSERT_LE(std::fabs(found - y), bound * 1.01 + 1e-7) << "[" << i << ", " << row << "] is " << found;
           const double near = load_as_f32(reference.view.data, dtype, i * c.n + row);
-          ASSERT_LE(std::fabs(found - near), bound + (high - low) / 255 * weights + rounding * std::fabs(y) + 1e-7);
+          ASSERT_LE(std::fabs(found - near), bound + step * weights + stored + 1e-7);
           error += (found - y) * (found - y);
           size += y * y;
         }

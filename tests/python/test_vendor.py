@@ -61,7 +61,8 @@ def rows(name=None):
 TRANSFORMER = """
 torch.manual_seed(0)
 layer = torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0)
-model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.TransformerEncoder(layer, 2), torch.nn.Linear(64, 100))
+encoder = torch.nn.TransformerEncoder(layer, 2)
+model = torch.nn.Sequential(torch.nn.Embedding(100, 64), encoder, torch.nn.Linear(64, 100))
 lowbit.quantize_(model.eval(), lowbit.LinearConfig(bits=4), lambda module, name: isinstance(module, torch.nn.Linear))
 
 def outputs():
@@ -286,12 +287,14 @@ def refused(call, *says):
 
 refused(lambda: lowbit.linear(x, own[3], 50) if x.numel() else lowbit.linear(torch.ones(1, 100), own[3], 50),
         "no linear kernel for weights of 3 bits in format 'ROWS'")
-refused(lambda: lowbit.embedding(torch.tensor([0]), own[8], 100), "no embedding kernel for weights of 8 bits in format 'ROWS'")
+refused(lambda: lowbit.embedding(torch.tensor([0]), own[8], 100),
+        "no embedding kernel for weights of 8 bits in format 'ROWS'")
 refused(lambda: lowbit.repack(packed[4], "ELSE"), "there is no format 'ELSE'", "panel16")
 refused(lambda: lowbit.repack(packed[4], "TOOLONG"), "there is no format 'TOOLONG'")
 refused(lambda: lowbit.repack(packed[4], ""), "there is no format ''")
 big = lowbit.quantize_tensor(torch.zeros(1, 5000), lowbit.LinearConfig())
-refused(lambda: lowbit.repack(big, "ROWS"), "format 'ROWS' does not hold 1 x 5000 weights of 4 bits, symmetric, group size 32")
+refused(lambda: lowbit.repack(big, "ROWS"),
+        "format 'ROWS' does not hold 1 x 5000 weights of 4 bits, symmetric, group size 32")
 picky = lowbit.pack(torch.zeros(1, 16, dtype=torch.uint8), torch.full((1, 1), 42.0), bits=4, group_size=16)
 refused(lambda: lowbit.repack(picky, "ROWS"), "format 'ROWS' does not take this weight: its first scale is 42")
 

@@ -1,4 +1,4 @@
-// A library with a packed format of its own, "ROWS": codes as bytes, row by row, then scales, mins and biases as float32.
+// A library with a packed format of its own, "ROWS": codes as bytes, row by row, then scales, mins, biases as float32.
 // Its activations stay float32 too, so its linear layers compute another thing than those of panel16.
 // There are kernels for widths 4 and 8 only.
 
@@ -52,7 +52,9 @@ float weight(const Layout& layout, const uint8_t* in, int64_t row, int64_t i) {
   const int64_t group = row * layout.groups + i / layout.group_inputs();
   const int code = in[row * layout.k + i];
   const float scale = load_as_f32(in + at.scales, DType::f32, group);
-  if (layout.mapping == Mapping::affine) return scale * static_cast<float>(code) + load_as_f32(in + at.mins, DType::f32, group);
+  if (layout.mapping == Mapping::affine) {
+    return scale * static_cast<float>(code) + load_as_f32(in + at.mins, DType::f32, group);
+  }
   return scale * static_cast<float>(level_factor(layout.bits) * code - level_offset(layout.bits));
 }
 
