@@ -5,7 +5,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 VENV := .venv
 BIN := $(abspath $(VENV))/bin
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
-SOURCES := $(shell find kernels ops cmake -type f) CMakeLists.txt pyproject.toml
+SOURCES := $(shell find kernels ops cmake adapters -type f) CMakeLists.txt pyproject.toml
 
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
 ARM_CPUS := cortex-a53:neon a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
@@ -16,13 +16,13 @@ ARM_PYTHON_CPUS := a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i
 ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
-.PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner wheel-aarch64 bench bench-overhead bench-arm \
-  arm-cost arm-python-lowbit clean
+.PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
+  test-kleidiai arm-python-lowbit wheel-aarch64 bench bench-overhead bench-arm arm-cost clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
-test: test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner
+test: test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner test-kleidiai
 
 $(VENV)/requirements: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
@@ -105,6 +105,18 @@ test-sanitize: $(VENV)/requirements
 	$(CMAKE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
 	$(BIN)/ctest --test-dir build/test-sanitize -j $(JOBS) --output-on-failure --no-tests=error
+
+# The KleidiAI adapter with the KleidiAI in torch's Arm wheel: one emulated CPU for each of its kernels.
+ARM_TORCH := $(ARM_PYTHON_PACKAGES)/torch
+test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
+	scripts/need.sh test
+	$(CMAKE) -S . -B build/test-kleidiai -DLOWBIT_BUILD_TESTS=ON \
+	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) -DLOWBIT_KLEIDIAI_DIR=$(ARM_TORCH)/include \
+	  -DLOWBIT_KLEIDIAI_LIBRARY=$(ARM_TORCH)/lib/libtorch_cpu.so -DLOWBIT_KLEIDIAI_SYSROOT=$(abspath build/arm-python/root)
+	$(BIN)/cmake --build build/test-kleidiai -j $(JOBS) --target kleidiai_tests lowbit_kleidiai
+	set -e; for cpu in cortex-a76 max,sve=off; do \
+	  QEMU_CPU=$$cpu $(BIN)/ctest --test-dir build/test-kleidiai -R kleidiai --output-on-failure --no-tests=error; \
+	done
 
 test-python: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/python

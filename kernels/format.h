@@ -25,7 +25,21 @@
 namespace lowbit {
 
 enum class Mapping : uint8_t { symmetric, affine };
-enum class Format : uint8_t { panel16 };  // a vendor's own layout would be another id
+
+// How the bytes behind the header are laid out: as above, or as a loaded library (library.h) says.
+enum class Format : uint32_t { panel16 = 0 };
+
+// The format with a name of one to four letters, digits, '-' or '_'.
+constexpr Format vendor_format(const char* name) {
+  uint32_t id = 0;
+  for (int i = 0; i < 4 && name[i] != '\0'; ++i) id |= uint32_t{static_cast<unsigned char>(name[i])} << (8 * i);
+  return static_cast<Format>(id);
+}
+
+struct FormatName {
+  char text[8];
+};
+LOWBIT_API FormatName name_of(Format format);
 
 inline constexpr int kFormatVersion = 1;
 inline constexpr int64_t kHeaderBytes = 64;
@@ -68,6 +82,9 @@ struct Layout {
 LOWBIT_API Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias,
                               Layout* layout);
 
+// The same matrix in a vendor's format: only its name and total_bytes, the sizes of a panel's parts are zero.
+LOWBIT_API Status make_vendor_layout(const Layout& layout, Format format, Layout* vendor_layout);
+
 // Verifies the header of `size` bytes at `data` (any alignment) against the buffer. Costs some 30 cycles.
 LOWBIT_API Status read_header(const void* data, int64_t size, Layout* layout);
 
@@ -78,5 +95,8 @@ LOWBIT_API Status verify_payload(const void* data, const Layout& layout);
 uint64_t checksum(const void* data, int64_t size);
 uint64_t fold_checksum(uint64_t folded, uint64_t panel_checksum);
 void write_header(const Layout& layout, uint64_t payload_checksum, void* data);
+
+// The header of a matrix in a vendor's format, whose bytes behind it are there.
+void seal_vendor_format(const Layout& layout, void* data);
 
 }  // namespace lowbit

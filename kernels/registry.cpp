@@ -1,5 +1,6 @@
 #include "registry.h"
 
+#include <atomic>
 #include <cassert>
 
 namespace lowbit {
@@ -29,57 +30,137 @@ constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingPortable};
 #endif
 
-template <class Tables>
-size_t count_rows(const Tables& tables) {
+// Libraries are only ever appended: an entry is written before the count that publishes it, and then stays.
+constexpr size_t kMostLibraries = 64;
+LoadedLibrary loaded[kMostLibraries];
+std::atomic<size_t> loaded_count{0};
+
+template <class Kernel>
+using Rows = Table<Kernel> KernelLibrary::*;
+
+template <class Tables, class Kernel>
+size_t count_rows(const Tables& tables, Rows<Kernel> rows) {
   size_t count = 0;
   for (const auto* table : tables) count += table->count;
+  const size_t libraries = loaded_count.load(std::memory_order_acquire);
+  for (size_t i = 0; i < libraries; ++i) count += (loaded[i].library->*rows).count;
   return count;
 }
 
-template <class Tables>
-const auto& row(const Tables& tables, size_t index) {
+template <class Tables, class Kernel>
+const Kernel& row(const Tables& tables, Rows<Kernel> rows, size_t index) {
   for (const auto* table : tables) {
     if (index < table->count) return table->rows[index];
     index -= table->count;
+  }
+  const size_t libraries = loaded_count.load(std::memory_order_acquire);
+  for (size_t i = 0; i < libraries; ++i) {
+    const Table<Kernel>& table = loaded[i].library->*rows;
+    if (index < table.count) return table.rows[index];
+    index -= table.count;
   }
   assert(!"kernel index out of range");
   __builtin_unreachable();
 }
 
-template <class Tables, class Fits>
-const auto& first(const Tables& tables, IsaBits isa, Fits fits) {
-  for (const auto* table : tables) {
-    for (const auto& kernel : *table) {
-      if ((kernel.isa & ~isa) == 0 && fits(kernel)) return kernel;
-    }
+template <class Kernel, class Fits>
+const Kernel* first_of(const Table<Kernel>& table, IsaBits isa, const Fits& fits) {
+  for (const Kernel& kernel : table) {
+    if ((kernel.isa & ~isa) == 0 && fits(kernel)) return &kernel;
   }
-  assert(!"no kernel fits: the portable rows must cover every task");
-  __builtin_unreachable();
+  return nullptr;
+}
+
+// Null when no row fits.
+template <class Tables, class Kernel, class Fits>
+const Kernel* first(const Tables& tables, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
+  const size_t libraries = loaded_count.load(std::memory_order_acquire);
+  const auto first_loaded = [&](Preference preference) {
+    const Kernel* found = nullptr;
+    for (size_t i = 0; found == nullptr && i < libraries; ++i) {
+      if (loaded[i].library->preference == preference) found = first_of(loaded[i].library->*rows, isa, fits);
+    }
+    return found;
+  };
+  if (const Kernel* found = first_loaded(Preference::before_built_in)) return found;
+  for (const auto* table : tables) {
+    if (const Kernel* found = first_of(*table, isa, fits)) return found;
+  }
+  return first_loaded(Preference::after_built_in);
 }
 
 }  // namespace
 
-size_t quantize_kernel_count() { return count_rows(kQuantize); }
-const QuantizeKernel& quantize_kernel(size_t index) { return row(kQuantize, index); }
-size_t linear_kernel_count() { return count_rows(kLinear); }
-const LinearKernel& linear_kernel(size_t index) { return row(kLinear, index); }
-size_t embedding_kernel_count() { return count_rows(kEmbedding); }
-const EmbeddingKernel& embedding_kernel(size_t index) { return row(kEmbedding, index); }
+size_t quantize_kernel_count() { return count_rows(kQuantize, &KernelLibrary::quantize); }
+const QuantizeKernel& quantize_kernel(size_t index) { return row(kQuantize, &KernelLibrary::quantize, index); }
+size_t linear_kernel_count() { return count_rows(kLinear, &KernelLibrary::linear); }
+const LinearKernel& linear_kernel(size_t index) { return row(kLinear, &KernelLibrary::linear, index); }
+size_t embedding_kernel_count() { return count_rows(kEmbedding, &KernelLibrary::embedding); }
+const EmbeddingKernel& embedding_kernel(size_t index) { return row(kEmbedding, &KernelLibrary::embedding, index); }
 
 const QuantizeKernel& choose_quantize(IsaBits isa) {
-  return first(kQuantize, isa, [](const QuantizeKernel&) { return true; });
+  return *first(kQuantize, &KernelLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
 }
 
 const LinearKernel& choose_linear(Format format, int bits, int64_t m, IsaBits isa) {
-  return first(kLinear, isa, [=](const LinearKernel& kernel) {
-    return kernel.format == format && kernel.bits == bits && kernel.m_step <= m;
-  });
+  const auto reads = [=](const LinearKernel& kernel) { return kernel.format == format && kernel.bits == bits; };
+  const auto suits = [=](const LinearKernel& kernel) {
+    return reads(kernel) && kernel.m_step <= m && (kernel.m_most == 0 || m <= kernel.m_most);
+  };
+  if (const LinearKernel* found = first(kLinear, &KernelLibrary::linear, isa, suits)) return *found;
+  // Every row takes any m; one that is not made for this one is better than none.
+  if (const LinearKernel* found = first(kLinear, &KernelLibrary::linear, isa, reads)) return *found;
+  static constexpr LinearKernel kNone{"none", kPortable, Format::panel16, 0, 0, 0, nullptr};
+  return kNone;
 }
 
 const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa) {
-  return first(kEmbedding, isa, [=](const EmbeddingKernel& kernel) {
-    return kernel.format == format && kernel.bits == bits;
-  });
+  const auto reads = [=](const EmbeddingKernel& kernel) { return kernel.format == format && kernel.bits == bits; };
+  if (const EmbeddingKernel* found = first(kEmbedding, &KernelLibrary::embedding, isa, reads)) return *found;
+  static constexpr EmbeddingKernel kNone{"none", kPortable, Format::panel16, 0, nullptr};
+  return kNone;
+}
+
+const LoadedLibrary* library_of(const void* row) {
+  const size_t libraries = loaded_count.load(std::memory_order_acquire);
+  for (size_t i = 0; i < libraries; ++i) {
+    const KernelLibrary& library = *loaded[i].library;
+    const auto holds = [row](const auto& table) {
+      bool found = false;
+      for (const auto& kernel : table) found = found || &kernel == row;
+      return found;
+    };
+    if (holds(library.linear) || holds(library.embedding) || holds(library.quantize)) return &loaded[i];
+  }
+  return nullptr;
+}
+
+const PackedFormat* find_format(Format format) {
+  const size_t libraries = loaded_count.load(std::memory_order_acquire);
+  for (size_t i = 0; i < libraries; ++i) {
+    for (const PackedFormat& found : loaded[i].library->formats) {
+      if (found.format == format) return &found;
+    }
+  }
+  return nullptr;
+}
+
+bool is_loaded(const KernelLibrary& library) {
+  const size_t libraries = loaded_count.load(std::memory_order_acquire);
+  for (size_t i = 0; i < libraries; ++i) {
+    if (loaded[i].library == &library) return true;
+  }
+  return false;
+}
+
+Status add_library(const KernelLibrary& library, const char* path) {
+  const size_t libraries = loaded_count.load(std::memory_order_acquire);
+  if (libraries == kMostLibraries) {
+    return Status::error("%zu kernel libraries are loaded; there is room for no more", libraries);
+  }
+  loaded[libraries] = {&library, path};
+  loaded_count.store(libraries + 1, std::memory_order_release);
+  return {};
 }
 
 }  // namespace lowbit

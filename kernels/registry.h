@@ -2,11 +2,13 @@
 #pragma once
 
 #include "export.h"
+#include "library.h"
 #include "ukernel.h"
 
 namespace lowbit {
 
-// Every row compiled into this build, best ISA first, whether or not this CPU can run it.
+// Every row, whether or not this CPU can run it: those compiled into this build, best ISA first, then those of loaded
+// libraries in the order of loading. Loading a library, on any thread, appends and moves nothing.
 LOWBIT_API size_t quantize_kernel_count();
 LOWBIT_API const QuantizeKernel& quantize_kernel(size_t index);
 LOWBIT_API size_t linear_kernel_count();
@@ -14,10 +16,28 @@ LOWBIT_API const LinearKernel& linear_kernel(size_t index);
 LOWBIT_API size_t embedding_kernel_count();
 LOWBIT_API const EmbeddingKernel& embedding_kernel(size_t index);
 
-// The kernel for a task on a CPU with these ISA bits: pure functions, so "what would be chosen on a Cortex-A76?" can be
-// asked on any machine whose build has the rows. Never null: the portable rows cover everything.
+// The kernel for a task on a CPU with these ISA bits: functions of their arguments and of the loaded libraries alone,
+// so "what would be chosen on a Cortex-A76?" can be asked on any machine whose build has the rows. The portable rows
+// cover everything of format panel16; where no row fits another format, the result has no function: run is null.
 LOWBIT_API const QuantizeKernel& choose_quantize(IsaBits isa);
 LOWBIT_API const LinearKernel& choose_linear(Format format, int bits, int64_t m, IsaBits isa);
 LOWBIT_API const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa);
+
+struct LoadedLibrary {
+  const KernelLibrary* library;
+  const char* path;
+};
+
+// Where a row of the table comes from; null: it is built in.
+LOWBIT_API const LoadedLibrary* library_of(const void* row);
+
+// A loaded library's format; null when there is none, and for panel16.
+LOWBIT_API const PackedFormat* find_format(Format format);
+
+// For ops/load_kernels.cpp. check_library() says whether a table can be taken; add_library() takes it. One thread at a
+// time; others may be choosing kernels meanwhile. Both pointers stay valid for the life of the process.
+Status check_library(const KernelLibrary& library);
+Status add_library(const KernelLibrary& library, const char* path);
+bool is_loaded(const KernelLibrary& library);
 
 }  // namespace lowbit

@@ -9,7 +9,7 @@ namespace lowbit {
 
 class [[nodiscard]] Status {
  public:
-  enum class Kind : unsigned char { ok, invalid, out_of_range, no_memory };
+  enum class Kind : unsigned char { ok, invalid, out_of_range, no_memory, system };
 
   Status() { message_[0] = '\0'; }
 
@@ -35,6 +35,15 @@ class [[nodiscard]] Status {
     va_list args;
     va_start(args, format);
     const Status status(Kind::no_memory, format, args);
+    va_end(args);
+    return status;
+  }
+
+  // Something that the operating system refused.
+  [[gnu::format(printf, 1, 2)]] static Status system(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    const Status status(Kind::system, format, args);
     va_end(args);
     return status;
   }

@@ -53,6 +53,18 @@ struct LinearArgs {
   void* out;                 // row 0, column 0 of the whole output, in out_dtype
   DType out_dtype;
   int64_t out_stride;        // elements from one row of the output to the next, at least layout.n
+  // What the row's own prepare() wrote, 64-byte aligned; then a, group_sums, scales and zeros are null.
+  const void* activations = nullptr;
+};
+
+// Some rows of activations into the form that a row of a vendor's packed format wants.
+struct PrepareArgs {
+  const float* x;      // row 0: k values
+  int64_t x_stride;    // elements from one row to the next
+  Layout layout;
+  int64_t m;           // rows in all
+  int64_t begin, end;  // those to prepare; begin is a multiple of m_step, and so is end unless it is m
+  void* activations;   // activation_bytes(layout, m) bytes for all rows
 };
 
 // One row of a packed matrix, dequantised.
@@ -77,6 +89,11 @@ struct LinearKernel {
   uint8_t bits;
   uint8_t m_step, n_step;  // chosen from so many rows of m on; rows of weights at once. It takes any m, and all of n
   void (*run)(const LinearArgs&);
+  // For libraries (library.h). Calls of more rows than this go to another row of the table if one fits; 0: no limit.
+  uint8_t m_most = 0;
+  // Both or none, and only for a vendor's packed format: activations in a form of its own instead of QuantizeArgs'.
+  int64_t (*activation_bytes)(const Layout&, int64_t m) = nullptr;
+  void (*prepare)(const PrepareArgs&) = nullptr;
 };
 
 struct EmbeddingKernel {

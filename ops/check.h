@@ -45,11 +45,17 @@ inline Status check_tensor(const char* name, const TensorView& tensor, ElementTy
   return {};
 }
 
+// No kernel reads such a weight: only weights in a vendor's format can meet this.
+inline Status no_kernel(const char* family, const Layout& layout) {
+  return Status::error("no %s kernel for weights of %d bits in format '%s' runs on this CPU under LOWBIT_ISA", family,
+                       layout.bits, name_of(layout.format).text);
+}
+
 // The layout of a packed [n, k] matrix of the shape of `tensor`.
-inline Status matrix_layout(const char* name, const TensorView& tensor, int bits, int64_t group_size, bool affine,
+inline Status matrix_layout(const char* name_has, const TensorView& tensor, int bits, int64_t group_size, bool affine,
                             bool has_bias, Layout* layout) {
   if (tensor.shape.ndim != 2) {
-    return Status::error("%s has shape %s; expected two dimensions [n, k]", name, describe(tensor.shape).text);
+    return Status::error("%s shape %s; expected two dimensions [n, k]", name_has, describe(tensor.shape).text);
   }
   return make_layout(tensor.shape.size[0], tensor.shape.size[1], bits, group_size,
                      affine ? Mapping::affine : Mapping::symmetric, has_bias, layout);

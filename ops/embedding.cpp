@@ -62,6 +62,7 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
   }
 
   const EmbeddingKernel& kernel = choose_embedding(layout.format, layout.bits, active_isa());
+  if (kernel.run == nullptr) return no_kernel("embedding", layout);
   EmbeddingArgs args{};
   args.panels = static_cast<const uint8_t*>(packed.data) + kHeaderBytes;
   args.layout = layout;

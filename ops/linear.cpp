@@ -74,6 +74,54 @@ struct Quantized {
   }
 };
 
+// linear() on a row that prepares activations in a form of its own. `rows` of x, all checked.
+Status linear_prepared(const LinearKernel& kernel, const TensorView& x, const uint8_t* panels, const Layout& layout,
+                       int64_t rows, const TensorView& out, const Parallel& parallel) {
+  const int last = x.shape.ndim - 1;
+  const DType dtype = dtype_of(x.type);
+  const int64_t row_bytes = layout.k * static_cast<int64_t>(sizeof(float));
+  int64_t chunk = kScratchBytes / row_bytes / kBandRows * kBandRows;
+  chunk = rows < kBandRows ? rows : chunk < kBandRows ? kBandRows : rows < chunk ? rows : chunk;
+  const int64_t activation_bytes = kernel.activation_bytes(layout, chunk);
+  if (activation_bytes < 1) {
+    return Status::error("kernel '%s' wants %" PRId64 " bytes for %" PRId64 " rows of activations; expected 1 or more",
+                         kernel.name, activation_bytes, chunk);
+  }
+  Scratch memory;
+  if (!memory.reserve(aligned(activation_bytes) + chunk * row_bytes)) {
+    return Status::no_memory("no memory for %" PRId64 " bytes of activations", activation_bytes + chunk * row_bytes);
+  }
+  float* const floats = reinterpret_cast<float*>(static_cast<char*>(memory.data()) + aligned(activation_bytes));
+  const Parallel threads = rows * layout.k * layout.n < kParallelProducts ? Parallel() : parallel;
+  const int64_t rows_per_claim = (1 + kClaimValues / layout.k / kernel.m_step) * kernel.m_step;
+  const int64_t panels_per_claim = 1 + kClaimProducts / (layout.k * kPanelRows);
+
+  for (int64_t first = 0; first < rows; first += chunk) {
+    LinearArgs args{};
+    args.panels = panels;
+    args.layout = layout;
+    args.m = rows - first < chunk ? rows - first : chunk;
+    args.out = static_cast<char*>(out.data) + first * layout.n * element_bytes(out.type);
+    args.out_dtype = dtype;
+    args.out_stride = layout.n;
+    args.activations = memory.data();
+    parallel_1d(threads, args.m, rows_per_claim, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const char* row = static_cast<const char*>(x.data) + element_bytes(x.type) * offset_of(x, last, first + i);
+        for (int64_t j = 0; j < layout.k; ++j) floats[i * layout.k + j] = load_as_f32(row, dtype, j * x.stride[last]);
+      }
+      kernel.prepare({floats, layout.k, layout, args.m, begin, end, memory.data()});
+    });
+    parallel_1d(threads, layout.panels, panels_per_claim, [&](int64_t begin, int64_t end) {
+      LinearArgs tile = args;
+      tile.panel_begin = begin;
+      tile.panel_end = end;
+      kernel.run(tile);
+    });
+  }
+  return {};
+}
+
 // How the rows and panels of a call are cut, for `threads` threads.
 Grid make_grid(int64_t rows, const Layout& layout, int threads) {
   const auto at_least_1 = [](int64_t value) { return value < 1 ? int64_t{1} : value; };
@@ -164,6 +212,9 @@ Status linear(const TensorView& x, const TensorView& packed, int64_t out_feature
   const IsaBits isa = active_isa();
   const QuantizeKernel& quantize = choose_quantize(isa);
   const LinearKernel& kernel = choose_linear(layout.format, layout.bits, rows, isa);
+  if (kernel.run == nullptr) return no_kernel("linear", layout);
+  const uint8_t* const panels = static_cast<const uint8_t*>(packed.data) + kHeaderBytes;
+  if (kernel.prepare != nullptr) return linear_prepared(kernel, x, panels, layout, rows, out, parallel);
 
   const int64_t limit = kScratchBytes / Quantized::bytes(1, layout);
   const int64_t chunk = rows <= limit ? rows : limit < kBandRows ? kBandRows : limit / kBandRows * kBandRows;
@@ -183,7 +234,7 @@ Status linear(const TensorView& x, const TensorView& packed, int64_t out_feature
   char* const gathered = band_memory + bands_bytes;
 
   LinearArgs args{};
-  args.panels = static_cast<const uint8_t*>(packed.data) + kHeaderBytes;
+  args.panels = panels;
   args.layout = layout;
   args.out_dtype = dtype_of(out.type);
   args.out_stride = layout.n;

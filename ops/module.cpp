@@ -7,6 +7,8 @@
 
 #include "../kernels/format.h"
 #include "../kernels/registry.h"
+#include "load_kernels.h"
+#include "operators.h"
 
 namespace py = pybind11;
 using namespace lowbit;
@@ -23,23 +25,38 @@ py::list names_of(IsaBits bits) {
   return names;
 }
 
-std::string name_of_isa(IsaBits bit) {
+// The bits of a row: one name, or several for a vendor's row that needs more than one extension.
+std::string name_of_isa(IsaBits bits) {
   size_t count;
   const IsaName* all = isa_names(&count);
+  std::string names;
   for (size_t i = 0; i < count; ++i) {
-    if (all[i].bit == bit) return all[i].name;
+    if ((all[i].bit & bits) != 0) names += (names.empty() ? "" : "+") + std::string(all[i].name);
   }
-  return "portable";
+  return names.empty() ? "portable" : names;
 }
 
-py::dict describe(const char* family, const char* name, IsaBits isa) {
+template <class Kernel>
+py::dict describe(const char* family, const Kernel& kernel) {
+  const LoadedLibrary* const loaded = library_of(&kernel);
   py::dict row;
-  row["name"] = name;
+  row["name"] = kernel.name;
   row["family"] = family;
-  row["isa"] = name_of_isa(isa);
-  row["supported"] = (isa & ~cpu_isa()) == 0;
-  row["enabled"] = (isa & ~active_isa()) == 0;
+  row["isa"] = name_of_isa(kernel.isa);
+  row["supported"] = (kernel.isa & ~cpu_isa()) == 0;
+  row["enabled"] = (kernel.isa & ~active_isa()) == 0;
+  row["vendor"] = loaded == nullptr ? py::object(py::none()) : py::object(py::str(loaded->library->vendor));
+  row["library"] = py::none();
+  if (loaded != nullptr) row["library"] = py::module_::import("os").attr("fsdecode")(py::bytes(loaded->path));
   return row;
+}
+
+// Limits on m are bytes, so that beyond all of them the choice does not change any more.
+bool is_active(const LinearKernel& kernel, IsaBits isa) {
+  for (int64_t m = 1; m <= 256; ++m) {
+    if (&choose_linear(kernel.format, kernel.bits, m, isa) == &kernel) return true;
+  }
+  return false;
 }
 
 // Every row of the table. `active`: some call would run it under the current ISA cap.
@@ -48,22 +65,24 @@ py::list kernels() {
   const IsaBits isa = active_isa();
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
     const LinearKernel& kernel = linear_kernel(i);
-    py::dict row = describe("linear", kernel.name, kernel.isa);
+    py::dict row = describe("linear", kernel);
+    row["format"] = name_of(kernel.format).text;
     row["bits"] = int{kernel.bits};
     row["tile"] = py::make_tuple(int{kernel.m_step}, int{kernel.n_step});
-    row["active"] = &choose_linear(kernel.format, kernel.bits, kernel.m_step, isa) == &kernel;
+    row["active"] = is_active(kernel, isa);
     rows.append(row);
   }
   for (size_t i = 0; i < embedding_kernel_count(); ++i) {
     const EmbeddingKernel& kernel = embedding_kernel(i);
-    py::dict row = describe("embedding", kernel.name, kernel.isa);
+    py::dict row = describe("embedding", kernel);
+    row["format"] = name_of(kernel.format).text;
     row["bits"] = int{kernel.bits};
     row["active"] = &choose_embedding(kernel.format, kernel.bits, isa) == &kernel;
     rows.append(row);
   }
   for (size_t i = 0; i < quantize_kernel_count(); ++i) {
     const QuantizeKernel& kernel = quantize_kernel(i);
-    py::dict row = describe("quantize", kernel.name, kernel.isa);
+    py::dict row = describe("quantize", kernel);
     row["active"] = &choose_quantize(isa) == &kernel;
     rows.append(row);
   }
@@ -79,12 +98,18 @@ py::dict isa() {
 }
 
 void raise_unless_ok(const Status& status) {
-  if (!status.ok()) throw py::value_error(status.message());
+  switch (status.kind()) {
+    case Status::Kind::ok: return;
+    case Status::Kind::no_memory: throw std::bad_alloc();
+    case Status::Kind::system: PyErr_SetString(PyExc_OSError, status.message()); throw py::error_already_set();
+    default: throw py::value_error(status.message());
+  }
 }
 
 py::dict as_dict(const Layout& layout) {
   py::dict result;
   result["version"] = kFormatVersion;
+  result["format"] = name_of(layout.format).text;
   result["bits"] = layout.bits;
   result["mapping"] = layout.mapping == Mapping::affine ? "affine" : "symmetric";
   result["out_features"] = layout.n;
@@ -120,6 +145,31 @@ int64_t packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size, bool af
   return layout.total_bytes;
 }
 
+TensorView bytes_view(uintptr_t address, int64_t size) {
+  TensorView view;
+  view.data = reinterpret_cast<void*>(address);
+  view.type = ElementType::u8;
+  view.shape = {1, {size}};
+  view.stride[0] = 1;
+  return view;
+}
+
+int64_t repacked_bytes(uintptr_t address, int64_t size, const std::string& format) {
+  Layout layout;
+  raise_unless_ok(repack_shape(bytes_view(address, size), format.c_str(), &layout));
+  return layout.total_bytes;
+}
+
+// Into `out_size` bytes at `out_address`; the caller keeps both memories alive.
+void repack_into(uintptr_t address, int64_t size, const std::string& format, uintptr_t out_address, int64_t out_size) {
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = repack(bytes_view(address, size), format.c_str(), bytes_view(out_address, out_size), {});
+  }
+  raise_unless_ok(status);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -129,5 +179,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("info", &info, py::arg("address"), py::arg("size"), py::arg("verify"));
   module.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
              py::arg("affine"), py::arg("has_bias"));
+  module.def("repacked_bytes", &repacked_bytes, py::arg("address"), py::arg("size"), py::arg("format"));
+  module.def("repack", &repack_into, py::arg("address"), py::arg("size"), py::arg("format"), py::arg("out_address"),
+             py::arg("out_size"));
+  module.def("load_kernels", [](const std::string& path) { raise_unless_ok(load_kernels(path.c_str())); },
+             py::arg("path"));
   module.attr("executorch_version") = LOWBIT_EXECUTORCH_VERSION;  // that lowbit_executorch was built with, or empty
 }

@@ -34,6 +34,10 @@ LOWBIT_API Status pack(const TensorView& codes, const TensorView& scales, const 
 LOWBIT_API Status unpack(const TensorView& packed, const TensorView& codes, const TensorView& scales,
                          const TensorView& mins, const TensorView& bias, const Parallel& parallel);
 
+// The same weights in another packed format: "panel16" or one of a loaded library. out: uint8 [total_bytes].
+LOWBIT_API Status repack_shape(const TensorView& packed, const char* format, Layout* layout);
+LOWBIT_API Status repack(const TensorView& packed, const char* format, const TensorView& out, const Parallel& parallel);
+
 // weight [n, k] float32, bfloat16 or float16, inputs contiguous;  codes [n, k] uint8, scales and mins [n, groups] float32
 // (mins [0, 0] when symmetric): pack's inputs.
 LOWBIT_API Status quantize_shape(const TensorView& weight, int bits, int64_t group_size, bool affine, Layout* layout);

@@ -3,6 +3,7 @@
 #include <memory>
 #include <new>
 
+#include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
 
@@ -20,7 +21,7 @@ int64_t panels_per_claim(const Layout& layout) { return 1 + kTileWeights / (layo
 }  // namespace
 
 Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias, Layout* layout) {
-  return matrix_layout("codes", codes, bits, group_size, affine, has_bias, layout);
+  return matrix_layout("codes have", codes, bits, group_size, affine, has_bias, layout);
 }
 
 Status pack(const TensorView& codes, const TensorView& scales, const TensorView* mins, const TensorView* bias, int bits,
@@ -76,6 +77,15 @@ Status unpack(const TensorView& packed, const TensorView& codes, const TensorVie
   args.scales = static_cast<float*>(scales.data);
   args.mins = affine ? static_cast<float*>(mins.data) : nullptr;
   args.bias = layout.has_bias ? static_cast<float*>(bias.data) : nullptr;
+  if (layout.format != Format::panel16) {
+    const PackedFormat& format = *find_format(layout.format);
+    const char* reason = "its library has no function for it";
+    if (format.unpack != nullptr) {
+      reason = format.unpack(layout, static_cast<const uint8_t*>(packed.data) + kHeaderBytes, args);
+    }
+    if (reason == nullptr) return {};
+    return Status::error("a weight in format '%s' cannot be unpacked: %.200s", name_of(layout.format).text, reason);
+  }
   parallel_1d(parallel, layout.panels, panels_per_claim(layout),
               [&](int64_t begin, int64_t end) { unpack_panels(layout, packed.data, begin, end, args); });
   return {};

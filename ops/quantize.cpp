@@ -8,7 +8,7 @@
 namespace lowbit {
 
 Status quantize_shape(const TensorView& weight, int bits, int64_t group_size, bool affine, Layout* layout) {
-  return matrix_layout("weight", weight, bits, group_size, affine, false, layout);
+  return matrix_layout("weight has", weight, bits, group_size, affine, false, layout);
 }
 
 Status quantize(const TensorView& weight, int bits, int64_t group_size, bool affine, bool search,

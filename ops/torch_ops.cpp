@@ -27,7 +27,8 @@ void raise_unless_ok(const Status& status) {
     case Status::Kind::ok: return;
     case Status::Kind::invalid: throw std::invalid_argument(status.message());
     case Status::Kind::out_of_range: throw std::out_of_range(status.message());
-    case Status::Kind::no_memory: throw std::runtime_error(status.message());
+    case Status::Kind::no_memory:
+    case Status::Kind::system: throw std::runtime_error(status.message());
   }
 }
 

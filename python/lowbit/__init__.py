@@ -13,9 +13,9 @@ from . import _library
 cmake_prefix_path = _library.load()
 
 from . import nn  # noqa: E402  (needs the operators)
-from ._library import isa, kernels  # noqa: E402
+from ._library import isa, kernels, load_kernels  # noqa: E402
 from .export import export_pt2, export_pte  # noqa: E402
-from .ops import PackedInfo, Unpacked, embedding, info, linear, pack, unpack, verify  # noqa: E402
+from .ops import PackedInfo, Unpacked, embedding, info, linear, pack, repack, unpack, verify  # noqa: E402
 from .quantize import EmbeddingConfig, LinearConfig, quantize_, quantize_tensor  # noqa: E402
 from .threads import ThreadTuning, tune_threads  # noqa: E402
 
@@ -35,10 +35,12 @@ __all__ = [
     "isa",
     "kernels",
     "linear",
+    "load_kernels",
     "nn",
     "pack",
     "quantize_",
     "quantize_tensor",
+    "repack",
     "tune_threads",
     "unpack",
     "verify",

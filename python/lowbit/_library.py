@@ -1,5 +1,6 @@
 """Loads the compiled part of the package and asks it about itself."""
 
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -45,14 +46,35 @@ def load() -> str:
 
 
 def kernels() -> list[dict]:
-    """The ukernel table: one dict per row, best ISA first in each family.
+    """The ukernel table: one dict per row; in each family the built-in rows, best ISA first, then those of
+    :func:`load_kernels`.
 
-    Keys: ``name``, ``family`` ("linear", "embedding" or "quantize"), ``isa``, ``bits`` and ``tile`` (where they apply),
-    ``supported`` (by this CPU), ``enabled`` (under ``LOWBIT_ISA``), ``active`` (some call runs it).
+    Keys: ``name``, ``family`` ("linear", "embedding" or "quantize"), ``isa``, ``format``, ``bits`` and ``tile`` (where they
+    apply), ``supported`` (by this CPU), ``enabled`` (under ``LOWBIT_ISA``), ``active`` (some call runs it), ``vendor`` and
+    ``library`` (whose it is and the path it came from; None when built in).
     """
     from . import _C
 
     return _C.kernels()
+
+
+def load_kernels(path: str | os.PathLike) -> None:
+    """Adds the kernels and packed formats of a vendor's shared library to the table, for the rest of the process.
+
+    Rows that claim preference are used from the next call on, wherever they fit and this CPU and ``LOWBIT_ISA`` allow
+    the instruction sets that they name. Loading a library again does nothing. How to write one: CONTRIBUTING.md.
+
+    Args:
+        path: the library; a bare name is looked for as the system looks for libraries.
+
+    Raises:
+        OSError: there is no such file, or the system cannot load it.
+        ValueError: it is no kernel library, or of another version of the interface, or a row is invalid. Nothing was
+            added then.
+    """
+    from . import _C
+
+    _C.load_kernels(os.fsencode(path))
 
 
 def isa() -> dict:

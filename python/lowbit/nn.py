@@ -30,10 +30,23 @@ class _Packed(torch.nn.Module):
         rows = torch.arange(self.info.out_features)
         return ops.embedding(rows, self.packed_weight, self.info.in_features, dtype=dtype)
 
+    def to_format(self, format: str) -> _Packed:
+        """Replaces the packed weight by the same weight in another format (:func:`lowbit.repack`); returns the module.
+
+        A buffer that was shared with another module is shared no more.
+
+        Raises:
+            TypeError, ValueError: as :func:`lowbit.repack`.
+        """
+        self.packed_weight = ops.repack(self.packed_weight, format)
+        self._describe(self.packed_weight)
+        return self
+
     def _format_repr(self) -> str:
         group = "per channel" if self.info.group_size is None else self.info.group_size
+        format = "" if self.info.format == "panel16" else f"format={self.info.format}, "
         return (
-            f"bits={self.info.bits}, group_size={group}, mapping={self.info.mapping}, "
+            f"{format}bits={self.info.bits}, group_size={group}, mapping={self.info.mapping}, "
             f"{self.info.bits_per_weight:.2f} bits per weight"
         )
 

@@ -24,6 +24,7 @@ class PackedInfo:
     has_bias: bool
     total_bytes: int
     version: int
+    format: str = "panel16"  # of the bytes behind the header; or a vendor's
 
     @property
     def bits_per_weight(self) -> float:
@@ -166,6 +167,27 @@ def unpack(packed: Tensor) -> Unpacked:
         described.group_size,
         described.mapping,
     )
+
+
+def repack(packed: Tensor, format: str) -> Tensor:
+    """The same weights in another packed format, for kernels that read no other.
+
+    Args:
+        packed: from :func:`pack`, or of a vendor's format.
+        format: "panel16", or a format of a library that :func:`load_kernels` has loaded.
+
+    Returns:
+        uint8 [bytes]. What a vendor's format keeps of the weights, and how its kernels round, is the vendor's to say.
+
+    Raises:
+        TypeError, ValueError: not a packed weight, no such format, or a weight that the format does not hold.
+    """
+    _check_packed(packed)
+    if not isinstance(format, str):
+        raise TypeError(f"format is a {type(format).__name__}; expected a str")
+    out = torch.empty(_C.repacked_bytes(packed.data_ptr(), packed.numel(), format), dtype=torch.uint8)
+    _C.repack(packed.data_ptr(), packed.numel(), format, out.data_ptr(), out.numel())
+    return out
 
 
 # Looked up once: torch.ops.lowbit.linear takes 0.4 us more to call.

@@ -78,7 +78,7 @@ def test_the_seal_is_the_librarys():
     [
         ("version", 0, "format version 0; this library reads version 1"),
         ("version", 65535, "format version 65535"),
-        ("format", 1, "has format 1, mapping 0, bias flag 1; expected 0, 0 to 1, 0 to 1"),
+        ("format", 1, "has format 1, mapping 0, bias flag 1; expected each to be 0 or 1"),
         ("bits", 0, "bits is 0; expected 1 to 8"),
         ("bits", 9, "bits is 9; expected 1 to 8"),
         ("bits", 255, "bits is 255; expected 1 to 8"),

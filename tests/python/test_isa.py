@@ -115,9 +115,11 @@ def test_the_table_of_kernels():
     kernels = lowbit.kernels()
     assert len({kernel["name"] for kernel in kernels}) == len(kernels)
     for kernel in kernels:
-        keys = {"name", "family", "isa", "supported", "enabled", "active"}
-        keys |= {"linear": {"bits", "tile"}, "embedding": {"bits"}, "quantize": set()}[kernel["family"]]
+        keys = {"name", "family", "isa", "supported", "enabled", "active", "vendor", "library"}
+        keys |= {"linear": {"format", "bits", "tile"}, "embedding": {"format", "bits"}, "quantize": set()}[kernel["family"]]
         assert set(kernel) == keys
+        assert kernel["vendor"] is None and kernel["library"] is None
+        assert kernel.get("format", "panel16") == "panel16"
         if kernel["family"] == "linear":
             m, n = kernel["tile"]
             assert kernel["name"] == f"linear_a8w{kernel['bits']}_{m}x{n}_{kernel['isa']}"

@@ -5,6 +5,8 @@
 #include <set>
 #include <sstream>
 
+#include "../../../ops/load_kernels.h"
+
 namespace lowbit::test {
 namespace {
 
@@ -32,10 +34,19 @@ bool selected(IsaBits isa) {
   return wanted.empty() || isa_name(isa) == wanted;
 }
 
+// A library's formats of its own are for its own tests.
+bool is_panel16(const QuantizeKernel&) { return true; }
+template <class Row>
+bool is_panel16(const Row& row) {
+  return row.format == Format::panel16;
+}
+
 template <class Row>
 std::vector<RowRef> rows_of(size_t count, const Row& row) {
   std::vector<RowRef> rows;
   for (size_t i = 0; i < count; ++i) {
+    const bool of_library = library_of(&row(i)) != nullptr;
+    if (of_library != (setting("LOWBIT_TEST_KERNELS")[0] != '\0') || !is_panel16(row(i))) continue;
     if (selected(row(i).isa)) rows.push_back({row(i).name, row(i).isa, i});
   }
   return rows;
@@ -62,6 +73,13 @@ std::vector<RowRef> linear_rows() { return rows_of(linear_kernel_count(), linear
 std::vector<RowRef> embedding_rows() { return rows_of(embedding_kernel_count(), embedding_kernel); }
 
 void note_exercised(const std::string& name) { exercised().insert(name); }
+
+bool load_test_kernels() {
+  const char* path = setting("LOWBIT_TEST_KERNELS");
+  if (path[0] == '\0') return true;
+  const Status status = load_kernels(path);
+  return status.ok() || fail(status.message());
+}
 
 int finish(int test_result) {
   bool good = test_result == 0;
@@ -97,6 +115,10 @@ int finish(int test_result) {
       for (const RowRef& row : rows) any = any || (row.isa == isa->bit && exercised().contains(row.name));
       if (!any) good = fail("LOWBIT_REQUIRE_ISA names '" + name + "', of which no row was exercised");
     }
+  }
+
+  if (setting("LOWBIT_TEST_KERNELS")[0] != '\0' && exercised().empty()) {
+    good = fail("no row of LOWBIT_TEST_KERNELS was exercised");
   }
 
   if (!good) return 1;

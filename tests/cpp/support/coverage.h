@@ -1,6 +1,7 @@
 // Which rows of the kernel tables a run must exercise, and whether it did.
 //
 // LOWBIT_TEST_ISA=<name>         only the rows of this ISA (one ctest entry per ISA)
+// LOWBIT_TEST_KERNELS=<path>     the panel16 rows of this kernel library, and no others
 // LOWBIT_REQUIRE_ISA=<name>,...  these must run: a CPU that lacks one, or a build without rows of it, is a failure
 #pragma once
 
@@ -33,6 +34,9 @@ inline std::string test_name(const testing::TestParamInfo<RowRef>& info) { retur
 inline void PrintTo(const RowRef& row, std::ostream* out) { *out << row.name; }
 
 std::string isa_name(IsaBits bits);
+
+// Before InitGoogleTest(), which asks for the rows; false, and said why, when there is a library that does not load.
+bool load_test_kernels();
 
 // After RUN_ALL_TESTS(): the process's exit code. 77 (ctest: skipped) when this CPU or build has none of the rows asked
 // for.

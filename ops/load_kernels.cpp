@@ -1,0 +1,63 @@
+#include "load_kernels.h"
+
+#include <dlfcn.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "../kernels/registry.h"
+
+namespace lowbit {
+namespace {
+
+constexpr char kFunction[] = "lowbit_kernels";
+
+// The end of a path: what fits a message and tells files apart.
+const char* tail(const char* path, size_t longest = 100) {
+  const size_t length = std::strlen(path);
+  return length > longest ? path + length - longest : path;
+}
+
+struct Close {
+  void operator()(void* library) const { dlclose(library); }
+};
+
+}  // namespace
+
+Status add_kernels(const KernelLibrary& library, const char* name) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (is_loaded(library)) return {};
+  if (const Status status = check_library(library); !status.ok()) {
+    return Status::error("'%s' cannot be used: %s", tail(name), status.message());
+  }
+  const size_t bytes = std::strlen(name) + 1;
+  std::unique_ptr<char[]> copy(new (std::nothrow) char[bytes]);
+  if (copy == nullptr) return Status::no_memory("no memory for a path of %zu bytes", bytes);
+  std::memcpy(copy.get(), name, bytes);
+  if (Status status = add_library(library, copy.get()); !status.ok()) return status;
+  copy.release();  // the registry's from now on
+  return {};
+}
+
+Status load_kernels(const char* path) {
+  if (path[0] == '\0') return Status::error("the path of the kernel library is empty");  // dlopen: the program itself
+  std::unique_ptr<void, Close> handle(dlopen(path, RTLD_NOW | RTLD_LOCAL));
+  if (handle == nullptr) return Status::system("kernel library does not load: %s", tail(dlerror(), 250));
+  const auto kernels = reinterpret_cast<KernelLibraryFunction*>(dlsym(handle.get(), kFunction));
+  if (kernels == nullptr) {
+    return Status::error("'%s' is no kernel library: it has no function '%s'", tail(path), kFunction);
+  }
+  const KernelLibrary* const library = kernels(kKernelAbi);
+  if (library == nullptr) {
+    return Status::error("'%s' has no kernels for version %d of lowbit's kernel interface on this CPU", tail(path),
+                         static_cast<int>(kKernelAbi));
+  }
+  if (Status status = add_kernels(*library, path); !status.ok()) return status;
+  handle.release();  // stays loaded
+  return {};
+}
+
+}  // namespace lowbit

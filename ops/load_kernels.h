@@ -1,0 +1,18 @@
+// Kernels from outside: a vendor's shared library, or a table that the program links.
+#pragma once
+
+#include "../kernels/export.h"
+#include "../kernels/library.h"
+#include "../kernels/status.h"
+
+namespace lowbit {
+
+// Adds the rows and formats of a shared library (kernels/library.h) to the kernel table, for the rest of the process.
+// `path` as for dlopen(). All of them are checked first: on an error nothing is added. Does nothing when the library is
+// loaded already. On any thread; operators that run meanwhile use the old rows or the new ones.
+LOWBIT_API Status load_kernels(const char* path);
+
+// The same for a table that is already in the process. `name` is shown as its origin.
+LOWBIT_API Status add_kernels(const KernelLibrary& library, const char* name);
+
+}  // namespace lowbit

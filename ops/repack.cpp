@@ -1,0 +1,81 @@
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "../kernels/pack.h"
+#include "../kernels/registry.h"
+#include "check.h"
+#include "operators.h"
+
+namespace lowbit {
+
+Status repack_shape(const TensorView& packed, const char* format, Layout* layout) {
+  Layout source;
+  if (Status s = read_packed(packed, &source); !s.ok()) return s;
+  Layout panel16;
+  if (Status s = make_layout(source.n, source.k, source.bits, source.group_size, source.mapping, source.has_bias,
+                             &panel16);
+      !s.ok()) {
+    return s;
+  }
+  if (std::strcmp(format, "panel16") == 0) {
+    *layout = panel16;
+    return {};
+  }
+  const size_t length = std::strlen(format);
+  if (length < 1 || length > 4 || find_format(vendor_format(format)) == nullptr) {
+    return Status::error("there is no format '%.32s'; expected panel16 or the format of a loaded kernel library",
+                         format);
+  }
+  return make_vendor_layout(panel16, vendor_format(format), layout);
+}
+
+Status repack(const TensorView& packed, const char* format, const TensorView& out, const Parallel& parallel) {
+  Layout source, target;
+  if (Status s = read_packed(packed, &source); !s.ok()) return s;
+  if (Status s = repack_shape(packed, format, &target); !s.ok()) return s;
+  if (Status s = check_tensor("out", out, ElementType::u8, {1, {target.total_bytes}}); !s.ok()) return s;
+
+  const bool affine = source.mapping == Mapping::affine;
+  const int64_t groups = source.n * source.groups;
+  const int64_t floats = groups + (affine ? groups : 0) + (source.has_bias ? source.n : 0);
+  const std::unique_ptr<uint8_t[]> codes(new (std::nothrow) uint8_t[static_cast<size_t>(source.n * source.k)]);
+  const std::unique_ptr<float[]> values(new (std::nothrow) float[static_cast<size_t>(floats)]);
+  if (codes == nullptr || values == nullptr) {
+    return Status::no_memory("no memory for %" PRId64 " unpacked weights", source.n * source.k);
+  }
+  const auto view = [](void* data, ElementType type, Shape shape) {
+    TensorView result;
+    result.data = data;
+    result.type = type;
+    result.shape = shape;
+    int64_t stride = 1;
+    for (int d = shape.ndim - 1; d >= 0; stride *= shape.size[d--]) result.stride[d] = stride;
+    return result;
+  };
+  const Shape per_group{2, {source.n, source.groups}};
+  const TensorView codes_view = view(codes.get(), ElementType::u8, {2, {source.n, source.k}});
+  const TensorView scales = view(values.get(), ElementType::f32, per_group);
+  const TensorView mins = view(values.get() + groups, ElementType::f32, affine ? per_group : Shape{2, {0, 0}});
+  const TensorView bias = view(values.get() + floats - (source.has_bias ? source.n : 0), ElementType::f32,
+                               source.has_bias ? Shape{1, {source.n}} : Shape{1, {0}});
+  if (Status s = unpack(packed, codes_view, scales, mins, bias, parallel); !s.ok()) return s;
+  if (target.format == Format::panel16) {
+    return pack(codes_view, scales, affine ? &mins : nullptr, source.has_bias ? &bias : nullptr, source.bits,
+                source.group_size, out, parallel);
+  }
+  PackArgs args{};
+  args.codes = codes.get();
+  args.scales = static_cast<const float*>(scales.data);
+  args.mins = affine ? static_cast<const float*>(mins.data) : nullptr;
+  args.bias = source.has_bias ? static_cast<const float*>(bias.data) : nullptr;
+  std::memset(out.data, 0, static_cast<size_t>(target.total_bytes));
+  void* const bytes = static_cast<char*>(out.data) + kHeaderBytes;
+  if (const char* reason = find_format(target.format)->pack(target, args, bytes)) {
+    return Status::error("format '%s' does not take this weight: %.200s", format, reason);
+  }
+  seal_vendor_format(target, out.data);
+  return {};
+}
+
+}  // namespace lowbit

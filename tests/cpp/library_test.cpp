@@ -1,0 +1,297 @@
+// Kernel libraries in C++: which rows are chosen, formats of their own, what is refused. Loading is for good, so these
+// tests run in a process of their own, in the order of this file: first what must leave no trace.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../kernels/registry.h"
+#include "../../ops/load_kernels.h"
+#include "support/tensors.h"
+
+namespace lowbit::test {
+namespace {
+
+std::string path_of(const char* library) { return std::string(LOWBIT_TEST_LIBRARIES) + library + ".so"; }
+
+size_t rows() { return linear_kernel_count() + embedding_kernel_count() + quantize_kernel_count(); }
+
+struct Fault {
+  const char* library;
+  const char* message;
+};
+
+TEST(A_Refused, BrokenLibraries) {
+  const Fault faults[] = {
+      {"no_function", "has no function 'lowbit_kernels'"},
+      {"null_library", "has no kernels for version 1"},
+      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 1"},
+      {"other_size", "its structure LinearKernel has 48 bytes; expected 56"},
+      {"no_vendor", "the vendor has no name"},
+      {"bad_preference", "its preference is 9; expected 0 or 1"},
+      {"no_rows", "no rows and no formats"},
+      {"null_rows", "2 linear rows at a null address"},
+      {"too_many_rows", "embedding rows; expected at most 1024"},
+      {"null_function", "row 'fault_linear' has no function"},
+      {"no_name", "linear row 0 has no name"},
+      {"empty_name", "linear row 0 has an empty name"},
+      {"long_name", "expected at most 63 characters"},
+      {"bad_character", "byte 0x20 in its name"},
+      {"foreign_format", "is of the format 'ELSE'"},
+      {"bad_bits", "has 9 bits; expected 1 to 8"},
+      {"bad_m_step", "has the tile 0 x 16"},
+      {"bad_n_step", "has the tile 1 x 24"},
+      {"bad_m_most", "at most 3 rows of m"},
+      {"half_prepare", "only one of prepare and activation_bytes"},
+      {"prepare_panel16", "prepares activations in its own way"},
+      {"unknown_isa", "requires the ISA bits 0x"},
+      {"built_in_name", "has the name of another row"},
+      {"twice_named", "has the name of another row"},
+      {"null_embedding", "row 'fault_embedding' has no function"},
+      {"bad_embedding_bits", "row 'fault_embedding' has 0 bits"},
+      {"null_quantize", "row 'fault_quantize' has no function"},
+      {"bad_format_id", "a format has the id 0x0"},
+      {"null_format_bytes", "has no function bytes"},
+      {"null_format_pack", "has no function pack"},
+      {"twice_formatted", "format 'FLT1' is there twice"},
+      {"second_row_bad", "row 'fault_linear_2' has 0 bits"},
+  };
+  const size_t before = rows();
+  for (const Fault& fault : faults) {
+    const std::string path = path_of((std::string("fault_") + fault.library).c_str());
+    EXPECT_TRUE(refused(load_kernels(path.c_str()), fault.message));
+    EXPECT_EQ(rows(), before);
+    EXPECT_EQ(find_format(vendor_format("FLT1")), nullptr);
+    EXPECT_EQ(find_format(vendor_format("FLT2")), nullptr);
+  }
+}
+
+TEST(A_Refused, WhatIsNoLibrary) {
+  EXPECT_TRUE(refused(load_kernels("/nowhere/missing.so"), "missing.so", Status::Kind::system));
+  EXPECT_TRUE(refused(load_kernels(LOWBIT_TEST_LIBRARIES), "does not load", Status::Kind::system));
+  EXPECT_TRUE(refused(load_kernels(""), "the path of the kernel library is empty"));
+}
+
+// Each single bit of an id, and ids with a gap, a foreign letter or none.
+TEST(A_Refused, FormatIds) {
+  for (const uint32_t id : {0x0u, 0x20u, 0x41004100u, 0x410041u, 0x4141ffu, 0x2e414141u, 0x41u << 8}) {
+    PackedFormat format{static_cast<Format>(id), [](const Layout&) { return int64_t{64}; },
+                        [](const Layout&, const PackArgs&, void*) { return static_cast<const char*>(nullptr); }};
+    KernelLibrary library;
+    library.vendor = "test";
+    library.formats = {&format, 1};
+    EXPECT_TRUE(refused(add_kernels(library, "ids"), "a format has the id 0x"));
+  }
+  EXPECT_STREQ(name_of(vendor_format("A")).text, "A");
+  EXPECT_STREQ(name_of(vendor_format("ab-9")).text, "ab-9");
+  EXPECT_STREQ(name_of(Format::panel16).text, "panel16");
+}
+
+// The structures that libraries are compiled with. A change here needs another kKernelAbi.
+TEST(A_Refused, TheInterfaceIsVersion1) {
+  EXPECT_EQ(kKernelAbi, 1u);
+  const AbiSizes sizes = KernelLibrary{}.sizes;
+  EXPECT_EQ(offsetof(KernelLibrary, abi), 0u);
+  EXPECT_EQ(offsetof(KernelLibrary, sizes), 4u);
+  EXPECT_EQ(sizes.library, 128u);
+  EXPECT_EQ(sizes.format, 32u);
+  EXPECT_EQ(sizes.quantize_row, 24u);
+  EXPECT_EQ(sizes.linear_row, 56u);
+  EXPECT_EQ(sizes.embedding_row, 32u);
+  EXPECT_EQ(sizes.quantize_args, 72u);
+  EXPECT_EQ(sizes.prepare_args, 152u);
+  EXPECT_EQ(sizes.linear_args, 200u);
+  EXPECT_EQ(sizes.embedding_args, 136u);
+  EXPECT_EQ(sizes.pack_args, 32u);
+  EXPECT_EQ(sizes.unpack_args, 32u);
+}
+
+const LinearKernel& named(const char* name) {
+  for (size_t i = 0; i < linear_kernel_count(); ++i) {
+    if (std::strcmp(linear_kernel(i).name, name) == 0) return linear_kernel(i);
+  }
+  ADD_FAILURE() << "there is no row " << name;
+  return linear_kernel(0);
+}
+
+TEST(B_Added, RowsAfterTheBuiltInOnesAreOnlyListed) {
+  const LinearKernel& before = choose_linear(Format::panel16, 4, 1, kPortable);
+  const size_t count = linear_kernel_count(), others = rows();
+  const Status status = load_kernels(path_of("fault_none").c_str());
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(linear_kernel_count(), count + 2);
+  EXPECT_EQ(rows(), others + 4);
+  EXPECT_STREQ(linear_kernel(count).name, "fault_linear");
+  EXPECT_EQ(&choose_linear(Format::panel16, 4, 1, kPortable), &before);
+  EXPECT_EQ(library_of(&before), nullptr);
+  const LoadedLibrary* const loaded = library_of(&linear_kernel(count + 1));
+  ASSERT_NE(loaded, nullptr);
+  EXPECT_STREQ(loaded->library->vendor, "fault");
+  EXPECT_EQ(loaded->path, path_of("fault_none"));
+  EXPECT_TRUE(load_kernels(path_of("fault_none").c_str()).ok());  // again: nothing changes
+  EXPECT_EQ(rows(), others + 4);
+}
+
+std::atomic<int> calls_of_one_row{0};
+
+// A preferred row with limits: only what fits them is its own.
+TEST(B_Added, LimitsAndIsaOfAPreferredRow) {
+#if defined(__aarch64__)
+  constexpr IsaBits kNeeded = kNeon | kNeonDot, kLess = kNeon;
+#else
+  constexpr IsaBits kNeeded = kAvx2 | kAvx512Vnni, kLess = kAvx2;
+#endif
+  static const LinearKernel kRows[] = {
+      {"test_2_to_3", kPortable, Format::panel16, 5, 2, 16, [](const LinearArgs&) { ++calls_of_one_row; }, 3},
+      {"test_isa", kNeeded, Format::panel16, 6, 1, 16, [](const LinearArgs&) { ++calls_of_one_row; }},
+  };
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.linear = {kRows, 2};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  for (const int64_t m : {1, 2, 3, 4, 100}) {
+    const bool own = m == 2 || m == 3;
+    EXPECT_EQ(&choose_linear(Format::panel16, 5, m, kPortable) == &kRows[0], own) << m;
+    EXPECT_EQ(&choose_linear(Format::panel16, 5, m, kNeeded) == &kRows[0], own) << m;
+    EXPECT_NE(&choose_linear(Format::panel16, 4, m, kNeeded), &kRows[0]);
+  }
+  EXPECT_EQ(&choose_linear(Format::panel16, 6, 1, kNeeded), &kRows[1]);
+  EXPECT_NE(&choose_linear(Format::panel16, 6, 1, kLess), &kRows[1]);
+  EXPECT_NE(&choose_linear(Format::panel16, 6, 1, kPortable), &kRows[1]);
+  EXPECT_EQ(library_of(&kRows[1])->path, std::string("linked"));
+
+  // The operator asks the same question, with LOWBIT_ISA's answer.
+  Random random(1);
+  const Layout layout = layout_of(16, 32, 6, 32, Mapping::symmetric, false);
+  Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  Tensor x = random_tensor(ElementType::f32, {1, 32}, random), out(ElementType::f32, {1, 16});
+  calls_of_one_row = 0;
+  ASSERT_TRUE(linear(x.view, weight.view, 16, out.view, {}).ok());
+  EXPECT_EQ(calls_of_one_row, (kNeeded & ~active_isa()) == 0 ? 1 : 0);
+}
+
+TEST(B_Added, TheExampleGivesTheSameBits) {
+  Random random(2);
+  const Layout layout = layout_of(50, 100, 4, 32, Mapping::affine, true);
+  Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  Tensor x = random_tensor(ElementType::f32, {9, 100}, random);
+  const std::vector<uint8_t> expected = expected_linear(x.view, weight.memory->data(), layout);
+  const Status status = load_kernels(path_of("acme_kernels").c_str());
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(&choose_linear(Format::panel16, 4, 9, active_isa()), &named("acme_linear_a8w4"));
+  Tensor out(ElementType::f32, {9, 50});
+  ASSERT_TRUE(linear(x.view, weight.view, 50, out.view, threads(3)).ok());
+  EXPECT_TRUE(same_bits(out.bytes(), expected, DType::f32));
+}
+
+// "ROWS" of tests/vendor/own_format.cpp: everything lies between walls, so that no length is taken on trust.
+TEST(C_OwnFormat, GoesThroughTheOperators) {
+  Random random(3);
+  const Layout layout = layout_of(50, 100, 8, 32, Mapping::affine, true);
+  const Weights weights = random_weights(layout, random);
+  Tensor weight = bytes_tensor(packed(weights));
+  Layout own;
+  EXPECT_TRUE(refused(repack_shape(weight.view, "ROWS", &own), "there is no format 'ROWS'"));
+  const Status status = load_kernels(path_of("own_format").c_str());
+  ASSERT_TRUE(status.ok()) << status.message();
+  ASSERT_TRUE(repack_shape(weight.view, "ROWS", &own).ok());
+  EXPECT_EQ(own.total_bytes, 64 + (50 * 100 + 2 * 50 * 4 * 4 + 50 * 4 + 63) / 64 * 64);
+  Tensor rows(ElementType::u8, {own.total_bytes});
+  ASSERT_TRUE(repack(weight.view, "ROWS", rows.view, {}).ok());
+  EXPECT_TRUE(rows.memory->intact());
+  rows.memory->freeze();
+
+  Layout read;
+  ASSERT_TRUE(read_packed(rows.view, &read).ok());
+  EXPECT_EQ(name_of(read.format).text, std::string("ROWS"));
+  EXPECT_TRUE(verify_payload(rows.view.data, read).ok());
+  Tensor back(ElementType::u8, {layout.total_bytes});
+  ASSERT_TRUE(repack(rows.view, "panel16", back.view, {}).ok());
+  EXPECT_EQ(back.bytes(), weight.bytes());
+
+  const Decoded decoded = decode(weight.memory->data(), layout);
+  for (const int64_t m : {1, 4, 70}) {  // m = 1 is below the tile of its only row
+    Tensor x = random_tensor(ElementType::f32, {m, 100}, random), out(ElementType::f32, {m, 50});
+    const Status result = linear(x.view, rows.view, 50, out.view, threads(3));
+    ASSERT_TRUE(result.ok()) << result.message();
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t row = 0; row < 50; ++row) {
+        double sum = decoded.bias[static_cast<size_t>(row)], magnitude = std::fabs(sum);
+        for (int64_t j = 0; j < 100; ++j) {
+          const double product = x.memory->as<float>()[i * 100 + j] * decoded.weight(row, j);
+          sum += product;
+          magnitude += std::fabs(product);
+        }
+        EXPECT_NEAR(out.memory->as<float>()[i * 50 + row], sum, 4e-7 * magnitude + 1e-6) << i << " " << row;
+      }
+    }
+  }
+  Tensor out(ElementType::f32, {1, 100});
+  Tensor index = index_tensor<int64_t>({7});
+  EXPECT_TRUE(refused(embedding(index.view, rows.view, 100, out.view, {}),
+                      "no embedding kernel for weights of 8 bits in format 'ROWS'"));
+}
+
+TEST(D_Threads, ChooseWhileRowsAreAdded) {
+  constexpr int kLibraries = 40;
+  static char names[kLibraries][32];
+  static LinearKernel rows_of[kLibraries];
+  static KernelLibrary libraries[kLibraries];
+  std::atomic<bool> stop{false};
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> readers;
+  for (int t = 0; t < 3; ++t) {
+    readers.emplace_back([&] {
+      while (!stop) {
+        const LinearKernel& chosen = choose_linear(Format::panel16, 2, 1, kPortable);
+        if (chosen.run == nullptr || chosen.bits != 2) ++wrong;
+        const size_t count = linear_kernel_count();
+        if (linear_kernel(count - 1).name == nullptr) ++wrong;
+      }
+    });
+  }
+  std::vector<std::thread> writers;
+  for (int t = 0; t < 2; ++t) {
+    writers.emplace_back([&, t] {
+      for (int i = t; i < kLibraries; i += 2) {
+        std::snprintf(names[i], sizeof names[i], "added_%d", i);
+        rows_of[i] = {names[i], kPortable, Format::panel16, 2, 1, 16, [](const LinearArgs&) {}};
+        libraries[i].vendor = "test";
+        libraries[i].linear = {&rows_of[i], 1};
+        if (!add_kernels(libraries[i], names[i]).ok()) ++wrong;
+      }
+    });
+  }
+  for (std::thread& writer : writers) writer.join();
+  stop = true;
+  for (std::thread& reader : readers) reader.join();
+  EXPECT_EQ(wrong, 0);
+  for (int i = 0; i < kLibraries; ++i) EXPECT_EQ(library_of(&named(names[i]))->library, &libraries[i]);
+}
+
+TEST(D_Threads, RoomForSixtyFour) {
+  static char names[64][32];
+  static QuantizeKernel rows_of[64];
+  static KernelLibrary libraries[64];
+  for (int i = 0; i < 64; ++i) {
+    std::snprintf(names[i], sizeof names[i], "more_%d", i);
+    rows_of[i] = {names[i], kPortable, [](const QuantizeArgs&) {}};
+    libraries[i].vendor = "test";
+    libraries[i].preference = Preference::after_built_in;
+    libraries[i].quantize = {&rows_of[i], 1};
+    const size_t before = rows();
+    const Status status = add_kernels(libraries[i], names[i]);
+    if (status.ok()) continue;
+    EXPECT_TRUE(refused(status, "64 kernel libraries are loaded"));
+    EXPECT_EQ(rows(), before);
+    return;
+  }
+  ADD_FAILURE() << "all were taken";
+}
+
+}  // namespace
+}  // namespace lowbit::test

@@ -1,0 +1,126 @@
+// A kernel library with one fault, named on the command line (FAULT_...), or none.
+
+#include <lowbit/kernels/library.h>
+
+using namespace lowbit;
+
+namespace {
+
+void run_linear(const LinearArgs&) {}
+void run_embedding(const EmbeddingArgs&) {}
+void run_quantize(const QuantizeArgs&) {}
+[[maybe_unused]] void prepare(const PrepareArgs&) {}
+[[maybe_unused]] int64_t activation_bytes(const Layout&, int64_t) { return 64; }
+int64_t format_bytes(const Layout&) { return 64; }
+const char* pack_format(const Layout&, const PackArgs&, void*) { return nullptr; }
+
+// ISA bits of another processor's family, and all of this one's: hardly any CPU has them all.
+#if defined(__aarch64__)
+[[maybe_unused]] constexpr IsaBits kForeignIsa = kAvx2, kMissingIsa = kNeon | kNeonDot | kI8mm;
+#else
+[[maybe_unused]] constexpr IsaBits kForeignIsa = kNeon, kMissingIsa = kAvx2 | kAvxVnni | kAvx512Vnni | kAmx;
+#endif
+
+// After the built-in rows, so that these rows, which do nothing, are never run.
+struct Rows {
+  LinearKernel linear[2] = {{"fault_linear", kPortable, Format::panel16, 4, 1, 16, run_linear},
+                            {"fault_linear_2", kPortable, Format::panel16, 4, 4, 16, run_linear}};
+  EmbeddingKernel embedding[1] = {{"fault_embedding", kPortable, Format::panel16, 4, run_embedding}};
+  QuantizeKernel quantize[1] = {{"fault_quantize", kPortable, run_quantize}};
+  PackedFormat formats[2] = {{vendor_format("FLT1"), format_bytes, pack_format},
+                             {vendor_format("FLT2"), format_bytes, pack_format}};
+  KernelLibrary library;
+
+  Rows() {
+    library.vendor = "fault";
+    library.preference = Preference::after_built_in;
+    library.linear = {linear, 2};
+    library.embedding = {embedding, 1};
+    library.quantize = {quantize, 1};
+    library.formats = {formats, 2};
+#if defined(FAULT_other_abi)
+    library.abi = 7;
+#elif defined(FAULT_other_size)
+    library.sizes.linear_row -= 8;
+#elif defined(FAULT_no_vendor)
+    library.vendor = nullptr;
+#elif defined(FAULT_bad_preference)
+    library.preference = static_cast<Preference>(9);
+#elif defined(FAULT_no_rows)
+    library.linear = {};
+    library.embedding = {};
+    library.quantize = {};
+    library.formats = {};
+#elif defined(FAULT_null_rows)
+    library.linear.rows = nullptr;
+#elif defined(FAULT_too_many_rows)
+    library.embedding.count = size_t{1} << 60;
+#elif defined(FAULT_null_function)
+    linear[0].run = nullptr;
+#elif defined(FAULT_no_name)
+    linear[0].name = nullptr;
+#elif defined(FAULT_empty_name)
+    linear[0].name = "";
+#elif defined(FAULT_long_name)
+    linear[0].name = "a_name_of_64_characters_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
+#elif defined(FAULT_bad_character)
+    linear[0].name = "a name";
+#elif defined(FAULT_foreign_format)
+    linear[0].format = vendor_format("ELSE");
+#elif defined(FAULT_bad_bits)
+    linear[0].bits = 9;
+#elif defined(FAULT_bad_m_step)
+    linear[0].m_step = 0;
+#elif defined(FAULT_bad_n_step)
+    linear[0].n_step = 24;
+#elif defined(FAULT_bad_m_most)
+    linear[1].m_most = 3;
+#elif defined(FAULT_half_prepare)
+    linear[0].format = vendor_format("FLT1");
+    linear[0].prepare = prepare;
+#elif defined(FAULT_prepare_panel16)
+    linear[0].prepare = prepare;
+    linear[0].activation_bytes = activation_bytes;
+#elif defined(FAULT_unknown_isa)
+    linear[0].isa = kForeignIsa;
+#elif defined(FAULT_missing_isa)
+    library.preference = Preference::before_built_in;
+    library.quantize = {};
+    library.embedding = {};
+    library.linear.count = 1;
+    linear[0].isa = kMissingIsa;
+#elif defined(FAULT_built_in_name)
+    linear[0].name = "linear_a8w4_1x16_portable";
+#elif defined(FAULT_twice_named)
+    embedding[0].name = "fault_linear";
+#elif defined(FAULT_null_embedding)
+    embedding[0].run = nullptr;
+#elif defined(FAULT_bad_embedding_bits)
+    embedding[0].bits = 0;
+#elif defined(FAULT_null_quantize)
+    quantize[0].run = nullptr;
+#elif defined(FAULT_bad_format_id)
+    formats[0].format = Format::panel16;
+#elif defined(FAULT_null_format_bytes)
+    formats[0].bytes = nullptr;
+#elif defined(FAULT_null_format_pack)
+    formats[1].pack = nullptr;
+#elif defined(FAULT_twice_formatted)
+    formats[1].format = formats[0].format;
+#elif defined(FAULT_second_row_bad)
+    linear[1].bits = 0;
+#endif
+  }
+};
+
+}  // namespace
+
+#if !defined(FAULT_no_function)
+extern "C" __attribute__((visibility("default"))) const KernelLibrary* lowbit_kernels(uint32_t) {
+  static const Rows rows;
+#if defined(FAULT_null_library)
+  return nullptr;
+#endif
+  return &rows.library;
+}
+#endif

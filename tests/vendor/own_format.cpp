@@ -1,0 +1,112 @@
+// A library with a packed format of its own, "ROWS": codes as bytes, row by row, then scales, mins, biases as float32.
+// Its activations stay float32 too, so its linear layers compute another thing than those of panel16.
+// There are kernels for widths 4 and 8 only.
+
+#include <lowbit/kernels/library.h>
+
+#include <cstring>
+
+using namespace lowbit;
+
+namespace {
+
+struct Parts {
+  int64_t codes, scales, mins, bias, end;  // offsets in bytes
+
+  explicit Parts(const Layout& layout) {
+    const int64_t per_group = layout.n * layout.groups * 4;
+    codes = 0;
+    scales = (layout.n * layout.k + 3) / 4 * 4;
+    mins = scales + per_group;
+    bias = mins + (layout.mapping == Mapping::affine ? per_group : 0);
+    end = bias + (layout.has_bias ? layout.n * 4 : 0);
+  }
+};
+
+// Not more than a test needs; it also shows what happens to others.
+int64_t bytes(const Layout& layout) { return layout.k > 4096 || layout.n > 4096 ? 0 : Parts(layout).end; }
+
+const char* pack(const Layout& layout, const PackArgs& args, void* out) {
+  const Parts at(layout);
+  uint8_t* to = static_cast<uint8_t*>(out);
+  if (args.scales[0] == 42.0f) return "its first scale is 42";  // a vendor may have reasons
+  std::memcpy(to, args.codes, static_cast<size_t>(layout.n * layout.k));
+  std::memcpy(to + at.scales, args.scales, static_cast<size_t>(at.mins - at.scales));
+  if (args.mins != nullptr) std::memcpy(to + at.mins, args.mins, static_cast<size_t>(at.bias - at.mins));
+  if (args.bias != nullptr) std::memcpy(to + at.bias, args.bias, static_cast<size_t>(at.end - at.bias));
+  return nullptr;
+}
+
+const char* unpack(const Layout& layout, const void* from, const UnpackArgs& args) {
+  const Parts at(layout);
+  const uint8_t* in = static_cast<const uint8_t*>(from);
+  std::memcpy(args.codes, in, static_cast<size_t>(layout.n * layout.k));
+  std::memcpy(args.scales, in + at.scales, static_cast<size_t>(at.mins - at.scales));
+  if (args.mins != nullptr) std::memcpy(args.mins, in + at.mins, static_cast<size_t>(at.bias - at.mins));
+  if (args.bias != nullptr) std::memcpy(args.bias, in + at.bias, static_cast<size_t>(at.end - at.bias));
+  return nullptr;
+}
+
+float weight(const Layout& layout, const uint8_t* in, int64_t row, int64_t i) {
+  const Parts at(layout);
+  const int64_t group = row * layout.groups + i / layout.group_inputs();
+  const int code = in[row * layout.k + i];
+  const float scale = load_as_f32(in + at.scales, DType::f32, group);
+  if (layout.mapping == Mapping::affine) {
+    return scale * static_cast<float>(code) + load_as_f32(in + at.mins, DType::f32, group);
+  }
+  return scale * static_cast<float>(level_factor(layout.bits) * code - level_offset(layout.bits));
+}
+
+int64_t activation_bytes(const Layout& layout, int64_t m) { return m * layout.k * 4; }
+
+void prepare(const PrepareArgs& args) {
+  for (int64_t i = args.begin; i < args.end; ++i) {
+    std::memcpy(static_cast<char*>(args.activations) + i * args.layout.k * 4, args.x + i * args.x_stride,
+                static_cast<size_t>(args.layout.k * 4));
+  }
+}
+
+void linear(const LinearArgs& args) {
+  const Layout& layout = args.layout;
+  const int64_t end = args.panel_end * kPanelRows < layout.n ? args.panel_end * kPanelRows : layout.n;
+  for (int64_t row = args.panel_begin * kPanelRows; row < end; ++row) {
+    const float bias = layout.has_bias ? load_as_f32(args.panels + Parts(layout).bias, DType::f32, row) : 0.0f;
+    for (int64_t i = 0; i < args.m; ++i) {
+      double sum = 0.0;
+      for (int64_t j = 0; j < layout.k; ++j) {
+        sum += double{load_as_f32(args.activations, DType::f32, i * layout.k + j)} * weight(layout, args.panels, row, j);
+      }
+      store_from_f32(args.out, args.out_dtype, i * args.out_stride + row, static_cast<float>(sum + bias));
+    }
+  }
+}
+
+void embedding(const EmbeddingArgs& args) {
+  for (int64_t i = 0; i < args.layout.k; ++i) {
+    store_from_f32(args.out, args.out_dtype, i, weight(args.layout, args.panels, args.row, i));
+  }
+}
+
+constexpr Format kRowsFormat = vendor_format("ROWS");
+const PackedFormat kFormats[] = {{kRowsFormat, bytes, pack, unpack}};
+// The tile of 4 rows is the only one at 8 bits: it must then take a single row too.
+const LinearKernel kLinear[] = {
+    {"rows_linear_w4", kPortable, kRowsFormat, 4, 1, 16, linear, 0, activation_bytes, prepare},
+    {"rows_linear_w8", kPortable, kRowsFormat, 8, 4, 16, linear, 0, activation_bytes, prepare},
+};
+const EmbeddingKernel kEmbedding[] = {{"rows_embedding_w4", kPortable, kRowsFormat, 4, embedding}};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) const KernelLibrary* lowbit_kernels(uint32_t) {
+  static const KernelLibrary library = [] {
+    KernelLibrary result;
+    result.vendor = "rows";
+    result.linear = {kLinear, 2};
+    result.embedding = {kEmbedding, 1};
+    result.formats = {kFormats, 1};
+    return result;
+  }();
+  return &library;
+}
