@@ -10,7 +10,7 @@ SOURCES := $(shell find kernels ops cmake -type f) CMakeLists.txt pyproject.toml
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
 ARM_CPUS := cortex-a53:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
 
-.PHONY: demo test test-x86 test-arm test-python bench arm-cost clean
+.PHONY: demo test test-x86 test-arm test-python bench bench-doc bench-peers bench-kernels arm-cost clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -47,12 +47,30 @@ test-arm: $(VENV)/requirements
 test-python: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/python
 
+# lowbit beside torch, and beside onnxruntime and llama.cpp's ggml after `make bench-peers`, with this machine's roofs.
+COMPARE = $(BIN)/python bench/compare.py --roofs build/bench/bench/roofs
+bench: $(VENV)/installed
+	$(call build-bench,roofs)
+	$(COMPARE) $(BENCH)
+
+# The same, written to docs/bench.md, docs/bench.json and docs/bench.png.
+bench-doc: $(VENV)/installed
+	$(call build-bench,roofs)
+	$(COMPARE) --output docs/bench $(BENCH)
+
+bench-peers: $(VENV)/requirements
+	scripts/bench_peers.sh $(BIN)
+
 # Every kernel that this CPU runs, beside the read bandwidth of this machine.
-bench: $(VENV)/requirements
+bench-kernels: $(VENV)/requirements
+	$(call build-bench,kernels_bench)
+	build/bench/bench/kernels_bench $(BENCH)
+
+define build-bench
 	scripts/need.sh bench
 	$(CMAKE) -S . -B build/bench -DLOWBIT_BUILD_BENCH=ON
-	$(BIN)/cmake --build build/bench -j $(JOBS)
-	build/bench/bench/kernels_bench $(BENCH)
+	$(BIN)/cmake --build build/bench -j $(JOBS) --target $(1)
+endef
 
 # Counts the instructions of the Arm kernels: docs/arm_cost.md.
 arm-cost: $(VENV)/requirements
