@@ -189,7 +189,7 @@ def markdown(results: dict) -> str:
     lines += [
         (
             f"Bandwidth: the best pass over {roofs['buffer_bytes'] / 2**20:.0f} MiB, in several streams with prefetch. "
-            "Peak: the ISA's int8 dot product on registers. Both measured before, between and after the rest."
+            "Peak: the ISA's int8 dot product on registers (not AMX, which some peers use where a CPU has it). Both measured before, between and after the rest."
         ),
         "",
         "## How it was measured", "",

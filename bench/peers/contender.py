@@ -120,16 +120,17 @@ class Library:
             return copies
 
         runner = self.contenders[name].make(problem, copies_for, self.threads)
-        errors = []
+        errors, seconds = [], []
         for threads in self.threads:
             for m, call in ((1, runner.all), (1, runner.one), (CHECKED_ROWS, runner.one)):
                 begin = time.perf_counter()
                 output = call(m, threads)
-                seconds = time.perf_counter() - begin
+                seconds_of_last = time.perf_counter() - begin
                 errors.append(problem.relative_error(m, output.astype(np.float64)))
+            seconds.append(seconds_of_last * threads)
         self.runners[name] = runner
         return {"bytes": runner.bytes, "copies": copies, "relative_error": float(np.max(errors)),
-                "seconds_per_row": seconds / CHECKED_ROWS * self.threads[-1]}
+                "seconds_per_row": min(seconds) / CHECKED_ROWS}
 
     def time(self, name: str, m: int, threads: int, from_memory: bool, least_seconds: float) -> float:
         """Seconds per call, or from memory: of one pass over the copies. A call that is not timed wakes the threads first."""
