@@ -39,7 +39,7 @@ CYCLED_BYTES = 1.1e9  # of weights, between two uses of the same ones
 LEAST_PASS_BYTES = 48e6  # a few milliseconds
 LEAST_SECONDS = 0.02  # of calls in a turn that is not from memory
 PAUSE = 0.01  # seconds in which the threads of the last contender stop spinning
-SLOW_SECONDS, MOST_SECONDS = 0.5, 4.0  # a call that takes longer is timed in one round only, or not at all
+SLOW_SECONDS, MOST_SECONDS = 1.0, 8.0  # a call that takes longer is timed in one round only, or not at all
 PREPARE_SECONDS, TIME_SECONDS = 300, 120  # a process that takes longer has failed
 
 

@@ -204,7 +204,7 @@ def markdown(results: dict) -> str:
         ),
         (
             f"* All contenders take turns; medians of {settings['rounds']} rounds with one row, {settings['rounds_of_several_rows']} "
-            "with more (one, where a call takes half a second). A call that is not timed wakes the threads before each turn."
+            "with more (one, where a call takes a second). A call that is not timed wakes the threads before each turn."
         ),
         (
             "* Each library runs in a process of its own, all but one waiting: lowbit and torch share torch's OpenMP pool, onnxruntime "

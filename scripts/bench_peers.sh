@@ -22,5 +22,5 @@ tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work" --strip-components=1
 nice "$bin/cmake" --build "$work/ggml" --target ggml
 rm -rf "$venv/ggml"
 mkdir "$venv/ggml"
-cp "$work"/ggml/bin/libggml-base.* "$work"/ggml/bin/libggml-cpu.* "$venv/ggml/"
+cp -P "$work"/ggml/bin/libggml-base.* "$work"/ggml/bin/libggml-cpu.* "$venv/ggml/"
 echo "$llama" >"$venv/ggml/version"
