@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -345,7 +346,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds-of-several-rows", type=int, default=5)
     parser.add_argument("--libraries", type=lambda text: text.split(","), default=list(MODULES),
                         help=f"of {','.join(MODULES)}; torch includes lowbit and must be there")
-    parser.add_argument("--quick", action="store_true", help="caches instead of memory, one round: tests this program only")
+    parser.add_argument("--quick", action="store_true", help="caches instead of memory: to try this program, not for figures")
     options = parser.parse_args()
     options.threads = sorted(set(options.threads or range(1, min(2, available_cpus()) + 1)))
     if unknown := set(options.libraries) - set(MODULES):
@@ -362,7 +363,6 @@ def parse() -> argparse.Namespace:
     options.mebibytes = max(1024, 8 * cache >> 20)
     if options.quick:
         options.cycled_bytes, options.least_pass_bytes, options.least_seconds, options.mebibytes = 0, 1, 0.0, 8
-        options.rounds = options.rounds_of_several_rows = 1
     options.sweep = tuple(options.sweep)
     return options
 
@@ -372,6 +372,7 @@ def main() -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     # For libraries that read it at their start; every call sets its number besides.
     os.environ["OMP_NUM_THREADS"] = str(max(options.threads))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     comparison = Comparison(options)
     print(compare_report.machine_lines(comparison.results), flush=True)
     try:

@@ -48,8 +48,9 @@ def run_compare(*arguments) -> subprocess.CompletedProcess:
 def finished(roofs, tmp_path_factory):
     """A run with torch only: its output path without suffix, what it printed and its JSON."""
     output = tmp_path_factory.mktemp("bench") / "made" / "compare"
-    process = run_compare("--quick", "--roofs", roofs, "--output", output, "--threads", 1, "--libraries", "torch",
-                          "--shapes", ",".join(f"{n}x{k}" for n, k in SHAPES), "--sweep", "1,2,64")
+    process = run_compare("--quick", "--rounds", 1, "--rounds-of-several-rows", 1, "--roofs", roofs, "--output", output,
+                          "--threads", 1, "--libraries", "torch", "--sweep", "1,2,64",
+                          "--shapes", ",".join(f"{n}x{k}" for n, k in SHAPES))
     assert process.returncode == 0, process.stderr
     return output, process.stdout, json.loads(output.with_suffix(".json").read_text())
 
@@ -191,6 +192,23 @@ def test_a_library_that_dies_is_reported(peers, monkeypatch, tmp_path):
         with pytest.raises(compare.Failed, match="ended by signal 9"):
             process.call(60, "prepare", "dies", 256, 256, 8, 1)
     process.end()
+
+
+def test_an_interrupted_run_keeps_its_results(roofs, tmp_path):
+    output = tmp_path / "compare"
+    command = [sys.executable, BENCH / "compare.py", "--quick", "--rounds", "1000000", "--roofs", roofs, "--output", output,
+               "--threads", "1", "--libraries", "torch", "--shapes", "256x256"]
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if "round 3 of" in line:
+                process.terminate()
+                break
+        printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 1 and "interrupted" in printed, errors
+    results = json.loads(output.with_suffix(".json").read_text())
+    assert not results["complete"] and "**Not complete" in output.with_suffix(".md").read_text()
+    found = {row["contender"]: row for row in results["results"] if row["m"] == 1}
+    assert len(found["lowbit 4 bits g32"]["samples"]) >= 2 and found["torch float32"]["seconds"] > 0
 
 
 @pytest.mark.parametrize("arguments, message", [
