@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from pathlib import Path
@@ -108,14 +109,14 @@ def width_tables(results: dict, times: Times) -> list[str]:
             for bits in range(8, 0, -1):
                 ours = {g: f"lowbit {bits} bit{'s' * (bits > 1)} g{g}" for g in (128, 32)}
                 speeds = {g: mean([row[unit] for row in times.all(name, m, threads)]) for g, name in ours.items()}
-                peers = {spec["name"]: times.ratio(counterpart(spec), spec["name"], m, threads)
-                         for spec in specs if spec["library"] != "lowbit" and spec["bits"] == bits}
-                peers = {name: ratio for name, ratio in peers.items() if ratio is not None}
-                best = min(peers, key=peers.get, default=None)
+                peers = {spec["name"]: counterpart(spec) for spec in specs
+                         if spec["library"] != "lowbit" and spec["bits"] == bits and times.all(spec["name"], m, threads)}
+                # All of them against the same one of ours, so that a shape that a peer lacks does not count.
+                best = min(peers, key=lambda name: times.ratio(ours[128], name, m, threads) or math.inf, default=None)
                 ratios = [number(times.ratio(ours[128], f"torch {name}", m, threads)) for name in ("bfloat16", "float32")]
                 rows.append([str(bits), number(speeds[128]), number(speeds[32]), best or "no peer",
                              number(mean([row[unit] for row in times.all(best, m, threads)])) if best else "",
-                             number(peers.get(best)), *ratios])
+                             number(times.ratio(peers[best], best, m, threads)) if best else "", *ratios])
             lines += [f"### {what}, {threads_text(threads)}", ""]
             lines += table(["bits", "lowbit g128", "lowbit g32", "fastest peer of the width", "its speed", "lowbit / it",
                             "lowbit g128 / bfloat16", "lowbit g128 / float32"], rows)
