@@ -232,8 +232,8 @@ def markdown(results: dict) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-MARKERS = {"lowbit": "o", "torch": "s", "onnxruntime": "^", "ggml": "D", "torchao": "v"}
-COLOURS = {"lowbit": "#1f6fb4", "torch": "#8a8a8a", "onnxruntime": "#d9772b", "ggml": "#3a8f4c", "torchao": "#8a4fbf"}
+MARKERS = {"lowbit": "o", "torch": "s", "onnxruntime": "^", "ggml": "D"}
+COLOURS = {"lowbit": "#1f6fb4", "torch": "#8a8a8a", "onnxruntime": "#d9772b", "ggml": "#3a8f4c"}
 
 
 def draw(results: dict, path: Path) -> None:

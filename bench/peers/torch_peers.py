@@ -134,29 +134,6 @@ def kleidi_contender(group_size: int) -> Contender:
         make)
 
 
-def da8w4_contender(group_size: int) -> Contender:
-    def make(problem: Problem, copies, threads) -> Runner:
-        codes, scales = rounded(problem.rows, 4, group_size)
-        codes, scales = problem.repeat((codes + 8).astype(np.uint8)), problem.repeat(scales)
-        zeros = np.full(scales.shape, 8, np.int8)
-        packed = torch.ops.torchao.da8w4_linear_prepack_cpu(*map(torch.from_numpy, (codes, scales, zeros)))
-        size = sum(part.numel() * part.element_size() for part in packed)
-        weights = [tuple(part.clone() for part in packed) for _ in range(1 + copies(size))]
-        linear = torch.ops.torchao.da8w4_linear_cpu
-
-        def call(x, weight):
-            scales = x.abs().amax(dim=1, keepdim=True) / 127
-            a = torch.round(x / scales).to(torch.int8)
-            zeros = torch.zeros(len(x), dtype=torch.int32)
-            return linear(a, scales[:, 0], zeros, *weight, None, torch.float32)
-
-        return TorchRunner(call, weights, size, torch.from_numpy(problem.x))
-
-    note = "torchao::da8w4_linear_cpu, its activations quantised with torch operators"
-    return Contender(
-        Spec(f"torchao da8w4 g{group_size}", "torchao", 4, group_size, "float32, quantised to int8 per row", note), make)
-
-
 def contenders() -> tuple[list[Contender], list[Absent], dict[str, str]]:
     found = [lowbit_contender(bits, group_size, torch.float32) for group_size in (128, 32) for bits in range(8, 0, -1)]
     found += [lowbit_contender(4, 128, torch.bfloat16), float_contender(torch.float32), float_contender(torch.bfloat16)]
@@ -178,19 +155,16 @@ def contenders() -> tuple[list[Contender], list[Absent], dict[str, str]]:
         absent.append(Absent("torch KleidiAI 4 bits", "aten::_dyn_quant_matmul_4bit has kernels for Arm only"))
 
     try:
-        versions["torchao"] = version("torchao")
         logging.disable(logging.WARNING)  # about its GPU libraries
-        try:
-            import torchao  # noqa: F401  (registers the operators)
-        finally:
-            logging.disable(logging.NOTSET)
+        import torchao  # noqa: F401  registers the operators
 
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        if has_kernel("torchao::da8w4_linear_cpu", "CPU"):
-            found += [da8w4_contender(128), da8w4_contender(32)]
-        else:
-            reason = "the installed torchao has no CPU kernel for torchao::da8w4_linear_cpu"
-            absent.append(Absent("torchao da8w4", reason))
+        versions["torchao"] = version("torchao")
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("torchao::da8w4_linear_cpu", "CPU")
+        reason = ("this torchao has a CPU kernel for torchao::da8w4_linear_cpu, but no contender was written for it" if has_kernel
+                  else "the installed torchao has no CPU kernel for torchao::da8w4_linear_cpu")
     except (PackageNotFoundError, ImportError, RuntimeError) as error:
-        absent.append(Absent("torchao da8w4", f"torchao cannot be used: {type(error).__name__}: {error}"))
+        reason = f"torchao cannot be used: {type(error).__name__}: {error}"
+    finally:
+        logging.disable(logging.NOTSET)
+    absent.append(Absent("torchao da8w4", reason))
     return found, absent, versions

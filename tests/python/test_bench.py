@@ -161,6 +161,15 @@ def test_installed_peers_compute_the_product(peers, module, packages):
         assert library.time(spec["name"], 2, 1, False, 0.0) > 0
 
 
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_kleidi_computes_the_product(peers, group_size):
+    # Timed on Arm only, but torch computes it everywhere.
+    problem = peers("peers.contender").Problem.make(256, 512, 8)
+    runner = peers("peers.torch_peers").kleidi_contender(group_size).make(problem, lambda size: 1, [1])
+    for m, output in ((1, runner.one(1, 1)), (8, runner.all(8, 1))):
+        assert 0.05 < problem.relative_error(m, output) < 0.2
+
+
 def test_wrong_results_are_reported(peers):
     report = peers("compare_report")
     specs = [{"name": str(error), "bits": 4, "error_limit": None, "relative_error": error}
