@@ -1,13 +1,13 @@
 """lowbit beside its peers on the same matrices, with this machine's roofs.
 
-    make bench                                      everything; prints the tables, writes build/bench/compare.{json,md,png}
-    make bench-doc                                  the same, written to docs/bench.{json,md,png}
+    make bench                                  everything; prints the tables, writes build/bench/compare.{json,md,png}
+    make bench-doc                              the same, written to docs/bench.{json,md,png}
     python3 bench/compare.py --roofs build/bench/bench/roofs [OPTION...]
 
-Each library runs in a process of its own, one at a time, so that no pool of threads spins while another library is timed. All
-contenders take turns in every round; a figure is the median over the rounds. With one row of activations (and up to 32) a
-turn is one pass over copies of the weights, and a round goes over more than 1 GB of them, so they come from memory. Nothing
-is pinned. Peers that cannot run are listed with the reason.
+Each library runs in a process of its own, one at a time, so that no pool of threads spins while another library is
+timed. All contenders take turns in every round; a figure is the median over the rounds. With one row of activations
+(and up to 32) a turn is one pass over copies of the weights, and a round goes over more than 1 GB of them, so they come
+from memory. Nothing is pinned. Peers that cannot run are listed with the reason.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class Process:
     def _died(self) -> str:
         self.process.join(5)
         code = self.process.exitcode
-        self.dead = f"its process ended by signal {-code}" if code is not None and code < 0 else f"its process ended ({code})"
+        self.dead = (
+            f"its process ended by signal {-code}" if code is not None and code < 0 else f"its process ended ({code})"
+        )
         return self.dead
 
     def end(self) -> None:
@@ -118,14 +120,23 @@ class Comparison:
         self.samples: dict[tuple, list[float]] = {}
         self.roofs: list[dict] = []
         self.results = {
-            "complete": False, "command": shlex.join(["python3", *sys.argv]),
+            "complete": False,
+            "command": shlex.join(["python3", *sys.argv]),
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
-            "machine": describe_machine(), "versions": {"python": platform.python_version()},
-            "settings": {"threads": options.threads, "shapes": [list(shape) for shape in options.shapes],
-                         "rounds": options.rounds, "rounds_of_several_rows": options.rounds_of_several_rows,
-                         "most_rows_from_memory": MOST_ROWS_FROM_MEMORY,
-                         "least_bytes_between_uses": int(options.cycled_bytes)},
-            "roofs": {}, "contenders": [], "absent": [], "results": [],
+            "machine": describe_machine(),
+            "versions": {"python": platform.python_version()},
+            "settings": {
+                "threads": options.threads,
+                "shapes": [list(shape) for shape in options.shapes],
+                "rounds": options.rounds,
+                "rounds_of_several_rows": options.rounds_of_several_rows,
+                "most_rows_from_memory": MOST_ROWS_FROM_MEMORY,
+                "least_bytes_between_uses": int(options.cycled_bytes),
+            },
+            "roofs": {},
+            "contenders": [],
+            "absent": [],
+            "results": [],
         }
 
     def say(self, text: str) -> None:
@@ -180,8 +191,15 @@ class Comparison:
                 continue
             process = self.processes[self.library_of[spec["name"]]]
             try:
-                made = process.call(PREPARE_SECONDS, "prepare", spec["name"], section.n, section.k, max(section.rows),
-                                    int(bytes_per_pass))
+                made = process.call(
+                    PREPARE_SECONDS,
+                    "prepare",
+                    spec["name"],
+                    section.n,
+                    section.k,
+                    max(section.rows),
+                    int(bytes_per_pass),
+                )
             except Failed as failure:
                 self.absent(f"{spec['name']}, {section.n} x {section.k}", str(failure))
                 continue
@@ -191,7 +209,9 @@ class Comparison:
             spec["bytes"][f"{section.n}x{section.k}"] = made["bytes"]
             ready.append(spec | {"copies": made["copies"], "seconds_per_row": made["seconds_per_row"]})
         cycled = sum(spec["copies"] * spec["bytes"][f"{section.n}x{section.k}"] for spec in ready)
-        self.say(f"{section.title}: {len(ready)} contenders packed and checked, {cycled / 1e9:.1f} GB of weights in a round")
+        self.say(
+            f"{section.title}: {len(ready)} contenders packed and checked, {cycled / 1e9:.1f} GB of weights in a round"
+        )
         return ready
 
     def turns(self, section: Section, ready: list[dict]) -> Iterator[tuple[int, int, int, dict]]:
@@ -199,7 +219,9 @@ class Comparison:
         for m in section.rows:
             for spec in ready:
                 if (seconds := m * spec["seconds_per_row"]) > MOST_SECONDS:
-                    self.absent(f"{spec['name']}, {section.n} x {section.k}, {m} rows", f"a call takes about {seconds:.0f} s")
+                    self.absent(
+                        f"{spec['name']}, {section.n} x {section.k}, {m} rows", f"a call takes about {seconds:.0f} s"
+                    )
         for number in range(max(section.rounds.values())):
             for m in section.rows:
                 if number < section.rounds[m]:
@@ -229,7 +251,8 @@ class Comparison:
                 self.absent(f"{name}, {section.n} x {section.k}, {m} rows", str(failure))
                 continue
             self.samples.setdefault((section.title, name, section.n, section.k, m, threads), []).append(
-                seconds / spec["copies"] if from_memory else seconds)
+                seconds / spec["copies"] if from_memory else seconds
+            )
         for process in self.processes.values():
             if not process.dead:
                 process.call(PREPARE_SECONDS, "release")
@@ -242,11 +265,21 @@ class Comparison:
             seconds = statistics.median(samples)
             moved = specs[name]["bytes"][f"{n}x{k}"]
             read = self.results["roofs"]["read_gbs"][str(threads)]
-            self.results["results"].append({
-                "section": title, "contender": name, "n": n, "k": k, "m": m, "threads": threads, "seconds": seconds,
-                "samples": samples, "weights_per_ns": n * k / seconds * 1e-9, "gops": 2 * m * n * k / seconds * 1e-9,
-                "share_of_bandwidth": moved / seconds * 1e-9 / read if m <= MOST_ROWS_FROM_MEMORY else None,
-            })
+            self.results["results"].append(
+                {
+                    "section": title,
+                    "contender": name,
+                    "n": n,
+                    "k": k,
+                    "m": m,
+                    "threads": threads,
+                    "seconds": seconds,
+                    "samples": samples,
+                    "weights_per_ns": n * k / seconds * 1e-9,
+                    "gops": 2 * m * n * k / seconds * 1e-9,
+                    "share_of_bandwidth": moved / seconds * 1e-9 / read if m <= MOST_ROWS_FROM_MEMORY else None,
+                }
+            )
         self.results["seconds"] = time.monotonic() - self.begin
         return self.results
 
@@ -256,15 +289,28 @@ class Comparison:
         names = [spec["name"] for spec in self.results["contenders"]]
         options = self.options
         sections = [
-            Section(f"{n} x {k}", n, k, (1, SEVERAL_ROWS), {1: options.rounds, SEVERAL_ROWS: options.rounds_of_several_rows},
-                    names)
+            Section(
+                f"{n} x {k}",
+                n,
+                k,
+                (1, SEVERAL_ROWS),
+                {1: options.rounds, SEVERAL_ROWS: options.rounds_of_several_rows},
+                names,
+            )
             for n, k in options.shapes
         ]
         if options.sweep:
             n, k = options.shapes[0]
-            sections.append(Section(f"{n} x {k}, by rows", n, k, options.sweep,
-                                    dict.fromkeys(options.sweep, options.rounds_of_several_rows),
-                                    [name for name in names if name in SWEEP_CONTENDERS]))
+            sections.append(
+                Section(
+                    f"{n} x {k}, by rows",
+                    n,
+                    k,
+                    options.sweep,
+                    dict.fromkeys(options.sweep, options.rounds_of_several_rows),
+                    [name for name in names if name in SWEEP_CONTENDERS],
+                )
+            )
         for section in sections:
             self.run(section)
             self.measure_roofs()
@@ -313,8 +359,12 @@ def describe_machine() -> dict:
     from lowbit.threads import available_cpus
 
     return {
-        "cpu": cpu_name(), "architecture": platform.machine(), "system": platform.platform(),
-        "cpus": available_cpus(), "isa": lowbit.isa(), "last_level_cache_bytes": last_level_cache(),
+        "cpu": cpu_name(),
+        "architecture": platform.machine(),
+        "system": platform.platform(),
+        "cpus": available_cpus(),
+        "isa": lowbit.isa(),
+        "last_level_cache_bytes": last_level_cache(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
 
@@ -344,9 +394,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sweep", type=numbers, default=list(SWEEP), metavar="M,...", help="rows of the table by rows")
     parser.add_argument("--rounds", type=int, default=11, help="with one row")
     parser.add_argument("--rounds-of-several-rows", type=int, default=5)
-    parser.add_argument("--libraries", type=lambda text: text.split(","), default=list(MODULES),
-                        help=f"of {','.join(MODULES)}; torch includes lowbit and must be there")
-    parser.add_argument("--quick", action="store_true", help="caches instead of memory: to try this program, not for figures")
+    parser.add_argument(
+        "--libraries",
+        type=lambda text: text.split(","),
+        default=list(MODULES),
+        help=f"of {','.join(MODULES)}; torch includes lowbit and must be there",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="caches instead of memory: to try this program, not for figures"
+    )
     options = parser.parse_args()
     options.threads = sorted(set(options.threads or range(1, min(2, available_cpus()) + 1)))
     if unknown := set(options.libraries) - set(MODULES):
@@ -357,7 +413,11 @@ def parse() -> argparse.Namespace:
         parser.error("--rounds and --rounds-of-several-rows must be 1 or more")
     if not options.roofs.exists():
         parser.error(f"{options.roofs} is not there; `make bench` builds it")
-    options.cycled_bytes, options.least_pass_bytes, options.least_seconds = CYCLED_BYTES, LEAST_PASS_BYTES, LEAST_SECONDS
+    options.cycled_bytes, options.least_pass_bytes, options.least_seconds = (
+        CYCLED_BYTES,
+        LEAST_PASS_BYTES,
+        LEAST_SECONDS,
+    )
     cache = last_level_cache() or 32 << 20
     options.cycled_bytes = max(CYCLED_BYTES, 8 * cache)
     options.mebibytes = max(1024, 8 * cache >> 20)

@@ -13,11 +13,33 @@ from peers.contender import ERROR_LIMITS
 FLOAT_COUNTERPART = "lowbit 4 bits g128"  # what float contenders are compared with
 
 
+METHOD = """\
+Bandwidth: the best pass over {mebibytes} MiB, in several streams with prefetch. Peak: the ISA's int8 dot product on
+registers (not AMX, which some peers use where a CPU has it). Both measured before, between and after the rest.
+
+## How it was measured
+
+* A time is that of the whole operator: from the activations as the model has them, which the operator quantises, to
+  the output. lowbit and torch are called from Python once per weight; onnxruntime and ggml run a graph.
+* Up to {most_rows_from_memory} rows: a turn is a pass over copies of the weights, and {cycled:.1f} GB or more pass
+  before they are used again, so they come from memory. More rows: one weight, again and again.
+* All contenders take turns; medians of {rounds} rounds with one row, {rounds_of_several_rows} with more (one, where
+  a call takes a second). A call that is not timed wakes the threads before each turn.
+* Each library runs in a process of its own, all but one waiting: lowbit and torch share torch's OpenMP pool,
+  onnxruntime and ggml have their own. All get the same number of threads; nothing is pinned; waiting and spinning are
+  as each library has them by default.
+* lowbit's weights are symmetric. g128: groups of 128. Means over shapes are geometric. A ratio above 1 says that lowbit
+  is faster; float contenders are compared with {counterpart}, others with the same width in groups of 32 or 128.
+* Share of the read bandwidth: packed bytes (codes, scales, sums) / time / bandwidth with as many threads.
+"""
+
+
 def wrong(results: dict) -> list[str]:
     """The contenders whose results are not near the float ones: their times say nothing."""
     return [
         f"{spec['name']}: relative error {spec['relative_error']:.3g}, expected {limit(spec):g} at most"
-        for spec in results["contenders"] if spec["relative_error"] is not None and not spec["relative_error"] <= limit(spec)
+        for spec in results["contenders"]
+        if spec["relative_error"] is not None and not spec["relative_error"] <= limit(spec)
     ]
 
 
@@ -41,8 +63,10 @@ class Times:
     def __init__(self, results: dict):
         self.shapes = [tuple(shape) for shape in results["settings"]["shapes"]]
         self.sections = {f"{n} x {k}" for n, k in self.shapes}
-        self.found = {(row["section"] in self.sections, row["contender"], row["n"], row["k"], row["m"], row["threads"]): row
-                      for row in results["results"]}
+        self.found = {
+            (row["section"] in self.sections, row["contender"], row["n"], row["k"], row["m"], row["threads"]): row
+            for row in results["results"]
+        }
 
     def get(self, name: str, shape: tuple[int, int], m: int, threads: int, by_rows: bool = False) -> dict | None:
         return self.found.get((not by_rows, name, *shape, m, threads))
@@ -83,7 +107,8 @@ def machine_lines(results: dict) -> str:
     cap = f", capped by LOWBIT_ISA={isa['cap']}" if isa["cap"] else ""
     cache = machine["last_level_cache_bytes"]
     return (
-        f"{machine['cpu']} ({machine['architecture']}, {machine['cpus']} CPUs usable, ISA: {', '.join(isa['cpu'])}{cap}; "
+        f"{machine['cpu']} ({machine['architecture']}, {machine['cpus']} CPUs usable, "
+        f"ISA: {', '.join(isa['cpu'])}{cap}; "
         f"last-level cache {'unknown' if cache is None else f'{cache / 2**20:.0f} MiB'}, "
         f"memory {machine['memory_bytes'] / 2**30:.0f} GiB), {machine['system']}"
     )
@@ -109,17 +134,41 @@ def width_tables(results: dict, times: Times) -> list[str]:
             for bits in range(8, 0, -1):
                 ours = {g: f"lowbit {bits} bit{'s' * (bits > 1)} g{g}" for g in (128, 32)}
                 speeds = {g: mean([row[unit] for row in times.all(name, m, threads)]) for g, name in ours.items()}
-                peers = {spec["name"]: counterpart(spec) for spec in specs
-                         if spec["library"] != "lowbit" and spec["bits"] == bits and times.all(spec["name"], m, threads)}
+                peers = {
+                    spec["name"]: counterpart(spec)
+                    for spec in specs
+                    if spec["library"] != "lowbit" and spec["bits"] == bits and times.all(spec["name"], m, threads)
+                }
                 # All of them against the same one of ours, so that a shape that a peer lacks does not count.
                 best = min(peers, key=lambda name: times.ratio(ours[128], name, m, threads) or math.inf, default=None)
-                ratios = [number(times.ratio(ours[128], f"torch {name}", m, threads)) for name in ("bfloat16", "float32")]
-                rows.append([str(bits), number(speeds[128]), number(speeds[32]), best or "no peer",
-                             number(mean([row[unit] for row in times.all(best, m, threads)])) if best else "",
-                             number(times.ratio(peers[best], best, m, threads)) if best else "", *ratios])
+                ratios = [
+                    number(times.ratio(ours[128], f"torch {name}", m, threads)) for name in ("bfloat16", "float32")
+                ]
+                rows.append(
+                    [
+                        str(bits),
+                        number(speeds[128]),
+                        number(speeds[32]),
+                        best or "no peer",
+                        number(mean([row[unit] for row in times.all(best, m, threads)])) if best else "",
+                        number(times.ratio(peers[best], best, m, threads)) if best else "",
+                        *ratios,
+                    ]
+                )
             lines += [f"### {what}, {threads_text(threads)}", ""]
-            lines += table(["bits", "lowbit g128", "lowbit g32", "fastest peer of the width", "its speed", "lowbit / it",
-                            "lowbit g128 / bfloat16", "lowbit g128 / float32"], rows)
+            lines += table(
+                [
+                    "bits",
+                    "lowbit g128",
+                    "lowbit g32",
+                    "fastest peer of the width",
+                    "its speed",
+                    "lowbit / it",
+                    "lowbit g128 / bfloat16",
+                    "lowbit g128 / float32",
+                ],
+                rows,
+            )
     return lines
 
 
@@ -138,15 +187,24 @@ def contender_tables(results: dict, times: Times) -> list[str]:
                 for shape in times.shapes:
                     row = times.get(spec["name"], shape, m, threads)
                     if m == 1:
-                        cells.append("" if row is None else
-                                     f"{number(row['weights_per_ns'])} ({percent(row['share_of_bandwidth'])})")
+                        cells.append(
+                            ""
+                            if row is None
+                            else f"{number(row['weights_per_ns'])} ({percent(row['share_of_bandwidth'])})"
+                        )
                     else:
                         share = "" if row is None or not peaks else f" ({percent(row['gops'] / peaks[str(threads)])})"
                         cells.append("" if row is None else f"{number(row['gops'])}{share}")
                 ours = counterpart(spec)
                 ratio = times.ratio(ours, spec["name"], m, threads) if ours else None
-                rows.append([spec["name"], bits_per_weight(spec), *cells,
-                             "" if ratio is None else f"{number(ratio)} ({ours.removeprefix('lowbit ')})"])
+                rows.append(
+                    [
+                        spec["name"],
+                        bits_per_weight(spec),
+                        *cells,
+                        "" if ratio is None else f"{number(ratio)} ({ours.removeprefix('lowbit ')})",
+                    ]
+                )
             unit = "weights per ns (share of the read bandwidth)" if m == 1 else "GOPS (share of the int8 peak)"
             lines += [f"### {'one row' if m == 1 else f'{m} rows'}, {threads_text(threads)}: {unit}", ""]
             lines += table(["", "bits per weight", *shapes, "lowbit is faster by"], rows)
@@ -166,10 +224,18 @@ def sweep_tables(results: dict, times: Times) -> list[str]:
         for m in dict.fromkeys(row["m"] for row in by_rows):
             found = {name: times.get(name, (n, k), m, threads, by_rows=True) for name in names}
             ours = [name for name in names if name != peer]
-            ratios = [number(found[peer]["seconds"] / found[name]["seconds"]) if found[peer] and found[name] else ""
-                      for name in ours] if peer in found else []
+            ratios = (
+                [
+                    number(found[peer]["seconds"] / found[name]["seconds"]) if found[peer] and found[name] else ""
+                    for name in ours
+                ]
+                if peer in found
+                else []
+            )
             rows.append([str(m), *(number(row and row["seconds"] * 1e6, 4) for row in found.values()), *ratios])
-        ratio_names = [f"{name.removeprefix('lowbit ')} / bfloat16" for name in names if name != peer] if peer in names else []
+        ratio_names = (
+            [f"{name.removeprefix('lowbit ')} / bfloat16" for name in names if name != peer] if peer in names else []
+        )
         lines += [f"### {threads_text(threads)}", ""] + table(["rows", *names, *ratio_names], rows)
     return lines
 
@@ -181,54 +247,56 @@ def markdown(results: dict) -> str:
     if not results["complete"]:
         lines += ["**Not complete: the run was interrupted.**", ""]
     lines += [
-        f"Written by `make bench-doc` (`{results['command']}`), {results['date']}.", "", f"Machine: {machine_lines(results)}.",
-        "", f"Versions: {versions}.", "", "## Roofs", "",
-    ]
-    rows = [[threads_text(count), number(roofs["read_gbs"][str(count)]),
-             number(roofs["int8_gops"] and roofs["int8_gops"][str(count)])] for count in settings["threads"]]
-    lines += table(["", "read bandwidth, GB/s", f"int8 peak, GOPS ({roofs['int8_isa'] or 'no dot product'})"], rows)
-    lines += [
-        (
-            f"Bandwidth: the best pass over {roofs['buffer_bytes'] / 2**20:.0f} MiB, in several streams with prefetch. "
-            "Peak: the ISA's int8 dot product on registers (not AMX, which some peers use where a CPU has it). Both measured before, between and after the rest."
-        ),
+        f"Written by `make bench-doc` (`{results['command']}`), {results['date']}.",
         "",
-        "## How it was measured", "",
-        (
-            "* A time is that of the whole operator: from the activations as the model has them, which the operator quantises, to the "
-            "output. lowbit and torch are called from Python once per weight; onnxruntime and ggml run a graph."
-        ),
-        (
-            f"* Up to {settings['most_rows_from_memory']} rows: a turn is a pass over copies of the weights, and "
-            f"{settings['least_bytes_between_uses'] / 1e9:.1f} GB or more of other weights pass before they are used again, so they come "
-            "from memory. More rows: one weight, again and again."
-        ),
-        (
-            f"* All contenders take turns; medians of {settings['rounds']} rounds with one row, {settings['rounds_of_several_rows']} "
-            "with more (one, where a call takes a second). A call that is not timed wakes the threads before each turn."
-        ),
-        (
-            "* Each library runs in a process of its own, all but one waiting: lowbit and torch share torch's OpenMP pool, onnxruntime "
-            "and ggml have their own. All get the same number of threads; nothing is pinned; waiting and spinning are as each "
-            "library has them by default."
-        ),
-        (
-            "* lowbit's weights are symmetric. g128: groups of 128. Means over shapes are geometric. A ratio above 1 says that lowbit is "
-            f"faster; float contenders are compared with {FLOAT_COUNTERPART}, others with the same width in groups of 32 or 128."
-        ),
-        "* Share of the read bandwidth: packed bytes (codes, scales, sums) / time / bandwidth with the same number of threads.", "",
-        "## Widths", "", "Means over the shapes.", "",
+        f"Machine: {machine_lines(results)}.",
+        "",
+        f"Versions: {versions}.",
+        "",
+        "## Roofs",
+        "",
     ]
+    rows = [
+        [
+            threads_text(count),
+            number(roofs["read_gbs"][str(count)]),
+            number(roofs["int8_gops"] and roofs["int8_gops"][str(count)]),
+        ]
+        for count in settings["threads"]
+    ]
+    lines += table(["", "read bandwidth, GB/s", f"int8 peak, GOPS ({roofs['int8_isa'] or 'no dot product'})"], rows)
+    lines += METHOD.format(
+        mebibytes=roofs["buffer_bytes"] >> 20,
+        cycled=settings["least_bytes_between_uses"] / 1e9,
+        counterpart=FLOAT_COUNTERPART,
+        **settings,
+    ).splitlines()
+    lines += ["", "## Widths", "", "Means over the shapes.", ""]
     lines += width_tables(results, times)
     lines += ["## Contenders", ""] + contender_tables(results, times)
     lines += sweep_tables(results, times)
-    lines += ["## Results against float", "", "Relative error (2-norm) of the output, for normally distributed weights.", ""]
+    lines += [
+        "## Results against float",
+        "",
+        "Relative error (2-norm) of the output, for normally distributed weights.",
+        "",
+    ]
     lines += table(
         ["", "relative error", "limit", "activations", ""],
-        [[spec["name"], "not run" if spec["relative_error"] is None else number(spec["relative_error"], 2), number(limit(spec)),
-          spec["activations"], spec["note"]] for spec in results["contenders"]],
+        [
+            [
+                spec["name"],
+                "not run" if spec["relative_error"] is None else number(spec["relative_error"], 2),
+                number(limit(spec)),
+                spec["activations"],
+                spec["note"],
+            ]
+            for spec in results["contenders"]
+        ],
     )
-    lines += ["## Absent", ""] + [f"* {entry['name']}: {' '.join(entry['reason'].split())}" for entry in results["absent"]]
+    lines += ["## Absent", ""] + [
+        f"* {entry['name']}: {' '.join(entry['reason'].split())}" for entry in results["absent"]
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -244,8 +312,9 @@ def draw(results: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     times, roofs, counts = Times(results), results["roofs"], results["settings"]["threads"]
-    figure, panels = plt.subplots(1, len(counts), figsize=(7.5 * len(counts), 6.5), dpi=110, squeeze=False, sharey=True,
-                                  layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(counts), figsize=(7.5 * len(counts), 6.5), dpi=110, squeeze=False, sharey=True, layout="constrained"
+    )
     figure.suptitle(f"{machine_lines(results)}\n{results['date']}; `make bench-doc`", fontsize=8)
     for axes, threads in zip(panels[0], counts):
         bandwidth, peak = roofs["read_gbs"][str(threads)], (roofs["int8_gops"] or {}).get(str(threads))
@@ -259,11 +328,20 @@ def draw(results: dict, path: Path) -> None:
                 x = mean([2 * m * row["n"] * row["k"] / size for row, size in zip(found, moved)])
                 y = mean([row["gops"] for row in found])
                 ours = spec["library"] == "lowbit"
-                axes.plot(x, y, MARKERS[spec["library"]], color=COLOURS[spec["library"]], markersize=7 if ours else 5,
-                          markerfacecolor=None if ours else "white", label=spec["library"])
+                axes.plot(
+                    x,
+                    y,
+                    MARKERS[spec["library"]],
+                    color=COLOURS[spec["library"]],
+                    markersize=7 if ours else 5,
+                    markerfacecolor=None if ours else "white",
+                    label=spec["library"],
+                )
                 if ours or spec["bits"] >= 16:
                     text = str(spec["bits"]) if ours else spec["name"].removeprefix("torch ")
-                    axes.annotate(text, (x, y), (0, 6 if ours else -11), textcoords="offset points", ha="center", fontsize=7)
+                    axes.annotate(
+                        text, (x, y), (0, 6 if ours else -11), textcoords="offset points", ha="center", fontsize=7
+                    )
                 xs.append(x)
                 ys.append(y)
         if not xs:
@@ -271,14 +349,27 @@ def draw(results: dict, path: Path) -> None:
         left, right = min(xs) / 2, max(xs) * 2
         knee = min(right, peak / bandwidth) if peak else right
         axes.plot([left, knee], [left * bandwidth, knee * bandwidth], "k-", linewidth=1)
-        axes.annotate(f"{bandwidth:.1f} GB/s", (left, left * bandwidth), (8, -4), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            f"{bandwidth:.1f} GB/s", (left, left * bandwidth), (8, -4), textcoords="offset points", fontsize=8
+        )
         if peak:
             axes.plot([knee, right], [peak, peak], "k-", linewidth=1)
-            axes.annotate(f"{peak:.0f} GOPS, {roofs['int8_isa']}", (right, peak), (0, 4), textcoords="offset points",
-                          ha="right", fontsize=8)
-        axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(min(ys) / 2, max(ys + [peak or 0]) * 2),
-                 xlabel="operations per byte of packed weights (left: 1 row, right: 128 rows)",
-                 title=f"{threads_text(threads)}; lowbit's points are labelled with their bits, g128 and g32")
+            axes.annotate(
+                f"{peak:.0f} GOPS, {roofs['int8_isa']}",
+                (right, peak),
+                (0, 4),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+            )
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlim=(left, right),
+            ylim=(min(ys) / 2, max(ys + [peak or 0]) * 2),
+            xlabel="operations per byte of packed weights (left: 1 row, right: 128 rows)",
+            title=f"{threads_text(threads)}; lowbit's points are labelled with their bits, g128 and g32",
+        )
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3, which="both")
         handles = dict(zip(*reversed(axes.get_legend_handles_labels())))

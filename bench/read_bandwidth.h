@@ -1,5 +1,5 @@
-// How fast this machine reads memory, in bytes per second: the roof of every GEMV from memory. A pass reads a buffer once: each
-// thread its own part, in several streams with prefetch, which keeps enough lines in flight.
+// How fast this machine reads memory, in bytes per second: the roof of every GEMV from memory. A pass reads a buffer
+// once: each thread its own part, in several streams with prefetch, which keeps enough lines in flight.
 #pragma once
 
 #include <algorithm>

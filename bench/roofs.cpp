@@ -5,7 +5,7 @@
 //   {"buffer_bytes": ..., "read_gbs": {"1": ...}, "int8_isa": "avx512vnni", "int8_gops": {"1": ...}}
 //
 // read_gbs: 1e9 bytes per second from a buffer of N MiB (bench/read_bandwidth.h). int8_gops: 1e9 multiplications and
-// additions per second of the widest int8 dot product that the kernels use, on registers only; null where there is none.
+// additions per second of the CPU's widest int8 dot product, on registers only; null where there is none.
 
 #include <sys/mman.h>
 
@@ -43,7 +43,9 @@ void vpdpbusd_512() {
   for (int64_t i = 0; i < kSteps; ++i) __asm__ volatile(LOWBIT_TWELVE("vpdpbusd ", "%%zmm") ::: LOWBIT_CLOBBERED);
 }
 void vpdpbusd_256() {
-  for (int64_t i = 0; i < kSteps; ++i) __asm__ volatile(LOWBIT_TWELVE("%{vex%} vpdpbusd ", "%%ymm") ::: LOWBIT_CLOBBERED);
+  for (int64_t i = 0; i < kSteps; ++i) {
+    __asm__ volatile(LOWBIT_TWELVE("%{vex%} vpdpbusd ", "%%ymm") ::: LOWBIT_CLOBBERED);
+  }
 }
 // Without VNNI a dot product takes three instructions: products in pairs, pairs to fours, the sum.
 #define LOWBIT_MADD(n)                     \

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Puts the peers of `make bench` into a virtual environment, from PyPI: onnxruntime as a wheel, and llama.cpp's ggml built
-# from the sources that llama-cpp-python ships, for this CPU. The rest of llama.cpp is not needed.
+# Puts the peers of `make bench` into a virtual environment, from PyPI: onnxruntime as a wheel, and llama.cpp's ggml
+# built from the sources that llama-cpp-python ships, for this CPU. The rest of llama.cpp is not needed.
 #   scripts/bench_peers.sh BIN      BIN: the bin directory of the virtual environment, with cmake and ninja
 set -eu
 

@@ -1,4 +1,4 @@
-"""What a contender is, the matrices that all of them multiply with, and the process that runs one library's contenders."""
+"""What a contender is, the matrices that all multiply with, and the process that runs one library's contenders."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 DIFFERENT_ROWS = 256  # quantising is slow and times do not depend on values: a matrix repeats this many rows
 CHECKED_ROWS = 8  # of activations, beside one alone
 
-# The relative error (2-norm) to the float result that a width may have on normally distributed weights: about twice what
-# rounding to the nearest in groups gives. At 1 bit a sign is all there is.
+# The relative error (2-norm) to the float result that a width may have on normally distributed weights: about twice
+# what rounding to the nearest in groups gives. At 1 bit a sign is all there is.
 ERROR_LIMITS = {32: 1e-5, 16: 0.01, 8: 0.025, 7: 0.04, 6: 0.06, 5: 0.1, 4: 0.2, 3: 0.35, 2: 0.7, 1: 0.9}
 
 
@@ -106,8 +106,11 @@ class Library:
         self.contenders = {contender.spec.name: contender for contender in found}
 
     def describe(self) -> dict:
-        return {"specs": [asdict(contender.spec) for contender in self.contenders.values()],
-                "absent": [asdict(absent) for absent in self.absent], "versions": self.versions}
+        return {
+            "specs": [asdict(contender.spec) for contender in self.contenders.values()],
+            "absent": [asdict(absent) for absent in self.absent],
+            "versions": self.versions,
+        }
 
     def prepare(self, name: str, n: int, k: int, most_rows: int, bytes_per_pass: int) -> dict:
         """Packs the weights and checks the results; seconds per row: on one thread, roughly."""
@@ -129,11 +132,15 @@ class Library:
                 errors.append(problem.relative_error(m, output.astype(np.float64)))
             seconds.append(seconds_of_last * threads)
         self.runners[name] = runner
-        return {"bytes": runner.bytes, "copies": copies, "relative_error": float(np.max(errors)),
-                "seconds_per_row": min(seconds) / CHECKED_ROWS}
+        return {
+            "bytes": runner.bytes,
+            "copies": copies,
+            "relative_error": float(np.max(errors)),
+            "seconds_per_row": min(seconds) / CHECKED_ROWS,
+        }
 
     def time(self, name: str, m: int, threads: int, from_memory: bool, least_seconds: float) -> float:
-        """Seconds per call, or from memory: of one pass over the copies. A call that is not timed wakes the threads first."""
+        """Seconds per call, or from memory: of one pass over the copies. An untimed call wakes the threads."""
         runner = self.runners[name]
         runner.one(1, threads)
         calls, begin = 0, time.perf_counter()
@@ -152,7 +159,7 @@ class Library:
 
 
 def serve(connection, module: str, threads: list[int]) -> None:
-    """The process: answers (method, arguments) with (True, result) or (False, reason) until there is no more to answer."""
+    """The process: answers (method, arguments) with (True, result) or (False, reason)."""
     try:
         library = Library(module, threads)
         connection.send((True, library.describe()))

@@ -1,7 +1,7 @@
 """ggml, llama.cpp's tensor library, called through ctypes: ggml_mul_mat on its CPU backend.
 
-The weights go into the buffer type that llama.cpp itself would choose: one that repacks them for this CPU where ggml has one for
-their type, else plain.
+The weights go into the buffer type that llama.cpp itself would choose: one that repacks them for this CPU where ggml
+has one for their type, else plain.
 """
 
 from __future__ import annotations
@@ -18,9 +18,19 @@ from .contender import Absent, Contender, Problem, Runner, Spec
 LIBRARIES = Path(sys.prefix) / "ggml"  # where `make bench-peers` puts them
 
 # name: number, bits, weights per scale. The numbers are those of the GGUF file format.
-TYPES = {"q8_0": (8, 8, 32), "q6_K": (14, 6, 16), "q5_K": (13, 5, 32), "q4_0": (2, 4, 32), "q4_K": (12, 4, 32),
-         "q3_K": (11, 3, 16), "q2_K": (10, 2, 16), "q2_0": (42, 2, 64), "tq2_0": (35, 2, 256), "tq1_0": (34, 2, 256),
-         "q1_0": (41, 1, 128)}
+TYPES = {
+    "q8_0": (8, 8, 32),
+    "q6_K": (14, 6, 16),
+    "q5_K": (13, 5, 32),
+    "q4_0": (2, 4, 32),
+    "q4_K": (12, 4, 32),
+    "q3_K": (11, 3, 16),
+    "q2_K": (10, 2, 16),
+    "q2_0": (42, 2, 64),
+    "tq2_0": (35, 2, 256),
+    "tq1_0": (34, 2, 256),
+    "q1_0": (41, 1, 128),
+}
 # Their quantisers take the largest magnitude for the scale, which leaves most of normally distributed weights at 0.
 LARGEST_MAGNITUDE = ("q2_0", "tq2_0", "tq1_0")
 NOTES = {"tq2_0": "ternary, 2.06 bits", "tq1_0": "ternary, 1.69 bits, beside 2 bits"}
@@ -69,8 +79,10 @@ class Ggml:
     def __init__(self, directory: Path):
         suffix = "dylib" if sys.platform == "darwin" else "so"
         # In the order of need, so that the loader does not search for the first when it loads the second.
-        libraries = [ctypes.CDLL(str(directory / f"lib{name}.{suffix}"), ctypes.RTLD_GLOBAL)
-                     for name in ("ggml-base", "ggml-cpu")]
+        libraries = [
+            ctypes.CDLL(str(directory / f"lib{name}.{suffix}"), ctypes.RTLD_GLOBAL)
+            for name in ("ggml-base", "ggml-cpu")
+        ]
         for name, (result, *arguments) in SIGNATURES.items():
             function = next((getattr(library, name) for library in libraries if hasattr(library, name)), None)
             if function is None:
@@ -186,8 +198,15 @@ def contender(ggml: Ggml, name: str) -> Contender:
     number, bits, group_size = TYPES[name]
     buffer = ggml.backend_buft_name(ggml.best_buffer_type(number, 256, 256)).decode()
     notes = [f"weights in ggml's buffer type {buffer}; one graph for all copies of a weight", NOTES.get(name, "")]
-    spec = Spec(f"ggml {name}", "ggml", bits, group_size, "float32, quantised to int8 per block",
-                "; ".join(filter(None, notes)), 0.9 if name in LARGEST_MAGNITUDE else None)
+    spec = Spec(
+        f"ggml {name}",
+        "ggml",
+        bits,
+        group_size,
+        "float32, quantised to int8 per block",
+        "; ".join(filter(None, notes)),
+        0.9 if name in LARGEST_MAGNITUDE else None,
+    )
     return Contender(spec, lambda problem, copies, threads: GgmlRunner(ggml, number, problem, copies))
 
 

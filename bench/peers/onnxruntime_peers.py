@@ -39,10 +39,19 @@ def model(n: int, k: int, bits: int, block: int, packed: np.ndarray, scales: np.
             helper.make_tensor(f"b{i}", TensorProto.UINT8, packed.shape, packed.tobytes(), raw=True),
             helper.make_tensor(f"s{i}", TensorProto.FLOAT, scales.shape, scales.tobytes(), raw=True),
         ]
-        nodes.append(helper.make_node(
-            "MatMulNBits", ["x", f"b{i}", f"s{i}"], [f"y{i}"], domain="com.microsoft",
-            K=k, N=n, bits=bits, block_size=block, accuracy_level=4,
-        ))
+        nodes.append(
+            helper.make_node(
+                "MatMulNBits",
+                ["x", f"b{i}", f"s{i}"],
+                [f"y{i}"],
+                domain="com.microsoft",
+                K=k,
+                N=n,
+                bits=bits,
+                block_size=block,
+                accuracy_level=4,
+            )
+        )
         outputs.append(helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, ["m", n]))
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["m", k])
     graph = helper.make_graph(nodes, "linears", [x], outputs, weights)
@@ -51,7 +60,7 @@ def model(n: int, k: int, bits: int, block: int, packed: np.ndarray, scales: np.
 
 
 class OnnxRunner(Runner):
-    """A session per number of threads and graph; the pool of a session spins during and shortly after its calls only."""
+    """A session per number of threads and graph; a pool spins during and shortly after its calls only."""
 
     def __init__(self, size: int, x: np.ndarray, single: bytes, several: bytes, threads: list[int]):
         self.bytes, self.x = size, x

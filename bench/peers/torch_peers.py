@@ -52,8 +52,10 @@ def lowbit_contender(bits: int, group_size: int, dtype: torch.dtype) -> Contende
         config = lowbit.LinearConfig(bits=bits, group_size=group_size)
         few = lowbit.unpack(lowbit.quantize_tensor(torch.from_numpy(problem.rows), config))
         packed = lowbit.pack(
-            torch.from_numpy(problem.repeat(few.codes.numpy())), torch.from_numpy(problem.repeat(few.scales.numpy())),
-            bits=bits, group_size=group_size,
+            torch.from_numpy(problem.repeat(few.codes.numpy())),
+            torch.from_numpy(problem.repeat(few.scales.numpy())),
+            bits=bits,
+            group_size=group_size,
         )
         weights = [packed] + [packed.clone() for _ in range(copies(packed.numel()))]
         linear, n = torch.ops.lowbit.linear, problem.n
@@ -106,11 +108,16 @@ def int4_contender(group_size: int) -> Contender:
         size = packed.numel() * packed.element_size() + scales.numel() * scales.element_size()
         weights = [(packed.clone(), scales.clone()) for _ in range(1 + copies(size))]
         linear = torch.ops.aten._weight_int4pack_mm_for_cpu
-        return TorchRunner(lambda x, weight: linear(x, weight[0], group_size, weight[1]), weights, size,
-                           torch.from_numpy(problem.x).to(torch.bfloat16))
+        return TorchRunner(
+            lambda x, weight: linear(x, weight[0], group_size, weight[1]),
+            weights,
+            size,
+            torch.from_numpy(problem.x).to(torch.bfloat16),
+        )
 
     return Contender(
-        Spec(f"torch int4 g{group_size}", "torch", 4, group_size, "bfloat16", "aten::_weight_int4pack_mm_for_cpu"), make)
+        Spec(f"torch int4 g{group_size}", "torch", 4, group_size, "bfloat16", "aten::_weight_int4pack_mm_for_cpu"), make
+    )
 
 
 def kleidi_contender(group_size: int) -> Contender:
@@ -125,13 +132,17 @@ def kleidi_contender(group_size: int) -> Contender:
         size = packed.numel() * packed.element_size()
         weights = [packed] + [packed.clone() for _ in range(copies(size))]
         linear = torch.ops.aten._dyn_quant_matmul_4bit
-        return TorchRunner(lambda x, weight: linear(x, weight, group_size, k, n), weights, size,
-                           torch.from_numpy(problem.x))
+        return TorchRunner(
+            lambda x, weight: linear(x, weight, group_size, k, n), weights, size, torch.from_numpy(problem.x)
+        )
 
     note = "aten::_dyn_quant_matmul_4bit (KleidiAI)"
     return Contender(
-        Spec(f"torch KleidiAI 4 bits g{group_size}", "torch", 4, group_size, "float32, quantised to int8 per row", note),
-        make)
+        Spec(
+            f"torch KleidiAI 4 bits g{group_size}", "torch", 4, group_size, "float32, quantised to int8 per row", note
+        ),
+        make,
+    )
 
 
 def contenders() -> tuple[list[Contender], list[Absent], dict[str, str]]:
@@ -140,8 +151,11 @@ def contenders() -> tuple[list[Contender], list[Absent], dict[str, str]]:
     absent: list[Absent] = []
     versions = {"lowbit": lowbit.__version__, "torch": torch.__version__}
 
-    engines = [engine for engine in ("onednn", "x86", "fbgemm", "qnnpack")
-               if engine in torch.backends.quantized.supported_engines]
+    engines = [
+        engine
+        for engine in ("onednn", "x86", "fbgemm", "qnnpack")
+        if engine in torch.backends.quantized.supported_engines
+    ]
     if engines:
         found.append(int8_contender(engines[0]))
     else:
@@ -160,8 +174,11 @@ def contenders() -> tuple[list[Contender], list[Absent], dict[str, str]]:
 
         versions["torchao"] = version("torchao")
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("torchao::da8w4_linear_cpu", "CPU")
-        reason = ("this torchao has a CPU kernel for torchao::da8w4_linear_cpu, but no contender was written for it" if has_kernel
-                  else "the installed torchao has no CPU kernel for torchao::da8w4_linear_cpu")
+        reason = (
+            "this torchao has a CPU kernel for torchao::da8w4_linear_cpu, but no contender was written for it"
+            if has_kernel
+            else "the installed torchao has no CPU kernel for torchao::da8w4_linear_cpu"
+        )
     except (PackageNotFoundError, ImportError, RuntimeError) as error:
         reason = f"torchao cannot be used: {type(error).__name__}: {error}"
     finally:

@@ -25,8 +25,18 @@ def roofs(tmp_path_factory):
     assert compiler, "a C++ compiler is needed"
     program = tmp_path_factory.mktemp("roofs") / "roofs"
     core = Path(lowbit._C.__file__).parent
-    command = [compiler, "-std=c++20", "-O2", "-pthread", BENCH / "roofs.cpp", "-o", program, f"-L{core}", "-llowbit",
-               f"-Wl,-rpath,{core}"]
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O2",
+        "-pthread",
+        BENCH / "roofs.cpp",
+        "-o",
+        program,
+        f"-L{core}",
+        "-llowbit",
+        f"-Wl,-rpath,{core}",
+    ]
     built = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
     return program
@@ -48,9 +58,25 @@ def run_compare(*arguments) -> subprocess.CompletedProcess:
 def finished(roofs, tmp_path_factory):
     """A run with torch only: its output path without suffix, what it printed and its JSON."""
     output = tmp_path_factory.mktemp("bench") / "made" / "compare"
-    process = run_compare("--quick", "--rounds", 1, "--rounds-of-several-rows", 1, "--roofs", roofs, "--output", output,
-                          "--threads", 1, "--libraries", "torch", "--sweep", "1,2,64",
-                          "--shapes", ",".join(f"{n}x{k}" for n, k in SHAPES))
+    process = run_compare(
+        "--quick",
+        "--rounds",
+        1,
+        "--rounds-of-several-rows",
+        1,
+        "--roofs",
+        roofs,
+        "--output",
+        output,
+        "--threads",
+        1,
+        "--libraries",
+        "torch",
+        "--sweep",
+        "1,2,64",
+        "--shapes",
+        ",".join(f"{n}x{k}" for n, k in SHAPES),
+    )
     assert process.returncode == 0, process.stderr
     return output, process.stdout, json.loads(output.with_suffix(".json").read_text())
 
@@ -59,7 +85,9 @@ def test_results_describe_the_run(finished):
     _, printed, results = finished
     assert results["complete"]
     machine = results["machine"]
-    assert machine["cpu"] in printed and machine["isa"]["cpu"] and machine["cpus"] >= 1 and machine["memory_bytes"] > 1e8
+    assert (
+        machine["cpu"] in printed and machine["isa"]["cpu"] and machine["cpus"] >= 1 and machine["memory_bytes"] > 1e8
+    )
     assert results["versions"]["torch"] and results["versions"]["lowbit"] == lowbit.__version__
     assert "compare.py" in results["command"] and results["date"].startswith("20")
     assert results["settings"]["threads"] == [1]
@@ -80,13 +108,16 @@ def test_every_contender_has_every_result(finished):
     assert {f"lowbit {bits} bits g{g}" for bits in range(2, 9) for g in (32, 128)} <= set(names)
     assert {"lowbit 1 bit g32", "lowbit 1 bit g128", "torch float32", "torch bfloat16"} <= set(names)
     missing = {entry["name"].split(",")[0] for entry in results["absent"]}
-    found = {(row["contender"], row["n"], row["k"], row["m"]) for row in results["results"] if "rows" not in row["section"]}
+    found = {
+        (row["contender"], row["n"], row["k"], row["m"]) for row in results["results"] if "rows" not in row["section"]
+    }
     expected = {(name, n, k, m) for name in names if name not in missing for n, k in SHAPES for m in (1, 128)}
     assert not {name for name in missing if name.startswith(("lowbit", "torch float32", "torch bfloat16"))}
     assert expected <= found
     by_rows = {(row["contender"], row["m"]) for row in results["results"] if "rows" in row["section"]}
-    assert by_rows == {(name, m) for name in ("lowbit 4 bits g128", "lowbit 4 bits g128 bf16", "torch bfloat16")
-                       for m in (1, 2, 64)}
+    assert by_rows == {
+        (name, m) for name in ("lowbit 4 bits g128", "lowbit 4 bits g128 bf16", "torch bfloat16") for m in (1, 2, 64)
+    }
 
 
 def test_figures_follow_from_the_times(finished):
@@ -146,7 +177,9 @@ def test_missing_libraries_are_absent(peers, monkeypatch, tmp_path):
     assert not found and "make bench-peers" in absent[0].reason
 
 
-@pytest.mark.parametrize("module, packages", [("peers.onnxruntime_peers", ("onnx", "onnxruntime")), ("peers.ggml_peers", ())])
+@pytest.mark.parametrize(
+    "module, packages", [("peers.onnxruntime_peers", ("onnx", "onnxruntime")), ("peers.ggml_peers", ())]
+)
 def test_installed_peers_compute_the_product(peers, module, packages):
     contender = peers("peers.contender")
     library = contender.Library(module, [1])
@@ -157,7 +190,11 @@ def test_installed_peers_compute_the_product(peers, module, packages):
     for spec in library.describe()["specs"]:
         made = library.prepare(spec["name"], 256, 512, 8, 1)
         assert 0 < made["relative_error"] <= limit(spec), spec["name"]
-        assert (spec["bits"] * 256 * 512 / 8 if spec["bits"] != 2 else 1.6 * 256 * 512 / 8) < made["bytes"] < 256 * 512 * 1.2
+        assert (
+            (spec["bits"] * 256 * 512 / 8 if spec["bits"] != 2 else 1.6 * 256 * 512 / 8)
+            < made["bytes"]
+            < 256 * 512 * 1.2
+        )
         assert library.time(spec["name"], 2, 1, False, 0.0) > 0
 
 
@@ -172,8 +209,10 @@ def test_kleidi_computes_the_product(peers, group_size):
 
 def test_wrong_results_are_reported(peers):
     report = peers("compare_report")
-    specs = [{"name": str(error), "bits": 4, "error_limit": None, "relative_error": error}
-             for error in (0.1, 0.5, math.nan, None)]
+    specs = [
+        {"name": str(error), "bits": 4, "error_limit": None, "relative_error": error}
+        for error in (0.1, 0.5, math.nan, None)
+    ]
     assert [line.split(":")[0] for line in report.wrong({"contenders": specs})] == ["0.5", "nan"]
     problem = peers("peers.contender").Problem.make(512, 256, 4)
     right = problem.x[:4] @ np.tile(problem.rows, (2, 1)).T
@@ -205,9 +244,26 @@ def test_a_library_that_dies_is_reported(peers, monkeypatch, tmp_path):
 
 def test_an_interrupted_run_keeps_its_results(roofs, tmp_path):
     output = tmp_path / "compare"
-    command = [sys.executable, BENCH / "compare.py", "--quick", "--rounds", "1000000", "--roofs", roofs, "--output", output,
-               "--threads", "1", "--libraries", "torch", "--shapes", "256x256"]
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        BENCH / "compare.py",
+        "--quick",
+        "--rounds",
+        "1000000",
+        "--roofs",
+        roofs,
+        "--output",
+        output,
+        "--threads",
+        "1",
+        "--libraries",
+        "torch",
+        "--shapes",
+        "256x256",
+    ]
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         for line in process.stdout:
             if "round 3 of" in line:
                 process.terminate()
@@ -220,13 +276,16 @@ def test_an_interrupted_run_keeps_its_results(roofs, tmp_path):
     assert len(found["lowbit 4 bits g32"]["samples"]) >= 2 and found["torch float32"]["seconds"] > 0
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("--libraries", "torch,nothing"), "unknown libraries: nothing"),
-    (("--libraries", "ggml"), "must include torch"),
-    (("--shapes", "100x256"), "--shapes"),
-    (("--rounds", "0"), "must be 1 or more"),
-    (("--roofs", "nowhere/roofs"), "nowhere/roofs is not there"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--libraries", "torch,nothing"), "unknown libraries: nothing"),
+        (("--libraries", "ggml"), "must include torch"),
+        (("--shapes", "100x256"), "--shapes"),
+        (("--rounds", "0"), "must be 1 or more"),
+        (("--roofs", "nowhere/roofs"), "nowhere/roofs is not there"),
+    ],
+)
 def test_wrong_options(roofs, arguments, message):
     process = run_compare("--roofs", roofs, *arguments)
     assert process.returncode == 2 and message in process.stderr
