@@ -17,7 +17,8 @@ ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
 .PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
-  test-kleidiai arm-python-lowbit wheel-aarch64 bench bench-overhead bench-arm arm-cost clean
+  test-kleidiai arm-python-lowbit wheel-aarch64 \
+  bench bench-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -121,12 +122,30 @@ test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
 test-python: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/python
 
+# lowbit beside torch, and beside onnxruntime and llama.cpp's ggml after `make bench-peers`, with this machine's roofs.
+COMPARE = $(BIN)/python bench/compare.py --roofs build/bench/bench/roofs
+bench: $(VENV)/installed
+	$(call build-bench,roofs)
+	$(COMPARE) $(BENCH)
+
+# The same, written to docs/bench.md, docs/bench.json and docs/bench.png.
+bench-doc: $(VENV)/installed
+	$(call build-bench,roofs)
+	$(COMPARE) --output docs/bench $(BENCH)
+
+bench-peers: $(VENV)/requirements
+	scripts/bench_peers.sh $(BIN)
+
 # Every kernel that this CPU runs, beside the read bandwidth of this machine.
-bench: $(VENV)/requirements
+bench-kernels: $(VENV)/requirements
+	$(call build-bench,kernels_bench)
+	build/bench/bench/kernels_bench $(BENCH)
+
+define build-bench
 	scripts/need.sh bench
 	$(CMAKE) -S . -B build/bench -DLOWBIT_BUILD_BENCH=ON
-	$(BIN)/cmake --build build/bench -j $(JOBS)
-	build/bench/bench/kernels_bench $(BENCH)
+	$(BIN)/cmake --build build/bench -j $(JOBS) --target $(1)
+endef
 
 # What a call costs on every surface, beside torch's own layer: docs/overhead.md.
 bench-overhead: $(VENV)/installed

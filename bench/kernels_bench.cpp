@@ -11,7 +11,6 @@
 
 #include <benchmark/benchmark.h>
 
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -21,6 +20,7 @@
 
 #include "../kernels/pack.h"
 #include "../kernels/registry.h"
+#include "read_bandwidth.h"
 
 namespace lowbit::bench {
 namespace {
@@ -160,22 +160,11 @@ void pack(benchmark::State& state, int bits, Mapping mapping) {
   state.SetItemsProcessed(state.iterations() * w.layout.n * w.layout.k);
 }
 
-// The best of a few passes over 256 MiB, in GB/s.
-double read_bandwidth() {
-  constexpr int64_t kWords = int64_t{1} << 25;
-  const auto memory = allocate<uint64_t>(kWords);
-  double best = 0.0;
-  for (int pass = 0; pass < 5; ++pass) {
-    const auto begin = std::chrono::steady_clock::now();
-    uint64_t sums[16] = {};
-    for (int64_t i = 0; i < kWords; i += 16) {
-      for (int j = 0; j < 16; ++j) sums[j] += memory[static_cast<size_t>(i + j)];
-    }
-    benchmark::DoNotOptimize(sums);
-    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-    best = std::max(best, static_cast<double>(kWords) * 8e-9 / seconds.count());
-  }
-  return best;
+// In GB/s, on one thread.
+double read_gbs() {
+  constexpr int64_t kBytes = int64_t{256} << 20;
+  const auto memory = allocate<uint8_t>(kBytes);
+  return 1e-9 * read_bandwidth(memory.get(), kBytes, 1, 2);
 }
 
 bool runs_here(IsaBits isa) { return (isa & ~cpu_isa()) == 0; }
@@ -231,7 +220,7 @@ int main(int argc, char** argv) {
   benchmark::Initialize(&count, args.data());
   if (benchmark::ReportUnrecognizedArguments(count, args.data())) return 1;
   char bandwidth[32];
-  std::snprintf(bandwidth, sizeof bandwidth, "%.1f GB/s", read_bandwidth());
+  std::snprintf(bandwidth, sizeof bandwidth, "%.1f GB/s", read_gbs());
   benchmark::AddCustomContext("read bandwidth of one thread", bandwidth);
   benchmark::AddCustomContext("weights", std::to_string(shape.n) + " x " + std::to_string(shape.k) + ", groups of 32");
   register_all();

@@ -1,0 +1,399 @@
+"""What bench/compare.py writes: its JSON, a Markdown document and a roofline plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from pathlib import Path
+
+from peers.contender import ERROR_LIMITS
+
+FLOAT_COUNTERPART = "lowbit 4 bits g128"  # what float contenders are compared with
+
+
+METHOD = """\
+Bandwidth: the best pass over {mebibytes} MiB, in several streams with prefetch. Peak: the ISA's int8 dot product on
+registers (not AMX, which some peers use where a CPU has it). Both measured before, between and after the rest.
+
+## How it was measured
+
+* A time is that of the whole operator: from the activations as the model has them, which the operator quantises, to
+  the output. lowbit and torch are called from Python once per weight; onnxruntime and ggml run a graph.
+* Up to {most_rows_from_memory} rows: a turn is a pass over copies of the weights, and {cycled:.1f} GB or more pass
+  before they are used again, so they come from memory. More rows: one weight, again and again.
+* All contenders take turns; medians of {rounds} rounds with one row, {rounds_of_several_rows} with more (one, where
+  a call takes a second). A call that is not timed wakes the threads before each turn.
+* Each library runs in a process of its own, all but one waiting: lowbit and torch share torch's OpenMP pool,
+  onnxruntime and ggml have their own. All get the same number of threads; nothing is pinned; waiting and spinning are
+  as each library has them by default.
+* lowbit's weights are symmetric. g128: groups of 128. Means over shapes are geometric. A ratio above 1 says that lowbit
+  is faster; float contenders are compared with {counterpart}, others with the same width in groups of 32 or 128.
+* Share of the read bandwidth: packed bytes (codes, scales, sums) / time / bandwidth with as many threads.
+"""
+
+
+def wrong(results: dict) -> list[str]:
+    """The contenders whose results are not near the float ones: their times say nothing."""
+    return [
+        f"{spec['name']}: relative error {spec['relative_error']:.3g}, expected {limit(spec):g} at most"
+        for spec in results["contenders"]
+        if spec["relative_error"] is not None and not spec["relative_error"] <= limit(spec)
+    ]
+
+
+def limit(spec: dict) -> float:
+    return spec["error_limit"] or ERROR_LIMITS[spec["bits"]]
+
+
+def counterpart(spec: dict) -> str | None:
+    """lowbit's contender of the same width, and of groups of 32 or 128, whichever is nearer."""
+    if spec["library"] == "lowbit":
+        return None
+    if spec["bits"] >= 16:
+        return FLOAT_COUNTERPART
+    group_size = 128 if spec["group_size"] is None or spec["group_size"] >= 128 else 32
+    return f"lowbit {spec['bits']} bit{'s' * (spec['bits'] > 1)} g{group_size}"
+
+
+class Times:
+    """Medians by contender, shape, rows and threads."""
+
+    def __init__(self, results: dict):
+        self.shapes = [tuple(shape) for shape in results["settings"]["shapes"]]
+        self.sections = {f"{n} x {k}" for n, k in self.shapes}
+        self.found = {
+            (row["section"] in self.sections, row["contender"], row["n"], row["k"], row["m"], row["threads"]): row
+            for row in results["results"]
+        }
+
+    def get(self, name: str, shape: tuple[int, int], m: int, threads: int, by_rows: bool = False) -> dict | None:
+        return self.found.get((not by_rows, name, *shape, m, threads))
+
+    def all(self, name: str, m: int, threads: int) -> list[dict]:
+        rows = (self.get(name, shape, m, threads) for shape in self.shapes)
+        return [row for row in rows if row is not None]
+
+    def ratio(self, ours: str | None, peer: str, m: int, threads: int) -> float | None:
+        """How many times faster ours is: the geometric mean over the shapes that both have."""
+        both = [(self.get(ours, shape, m, threads), self.get(peer, shape, m, threads)) for shape in self.shapes]
+        ratios = [theirs["seconds"] / mine["seconds"] for mine, theirs in both if mine and theirs]
+        return statistics.geometric_mean(ratios) if ratios else None
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows] + [""]
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    if value is None:
+        return ""
+    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def threads_text(threads: int) -> str:
+    return f"{threads} thread{'s' * (threads > 1)}"
+
+
+def machine_lines(results: dict) -> str:
+    machine = results["machine"]
+    isa = machine["isa"]
+    cap = f", capped by LOWBIT_ISA={isa['cap']}" if isa["cap"] else ""
+    cache = machine["last_level_cache_bytes"]
+    return (
+        f"{machine['cpu']} ({machine['architecture']}, {machine['cpus']} CPUs usable, "
+        f"ISA: {', '.join(isa['cpu'])}{cap}; "
+        f"last-level cache {'unknown' if cache is None else f'{cache / 2**20:.0f} MiB'}, "
+        f"memory {machine['memory_bytes'] / 2**30:.0f} GiB), {machine['system']}"
+    )
+
+
+def mean(values: list[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None
+
+
+def bits_per_weight(spec: dict) -> str:
+    sizes = [8 * size / (int(shape.split("x")[0]) * int(shape.split("x")[1])) for shape, size in spec["bytes"].items()]
+    return f"{statistics.mean(sizes):.2f}" if sizes else ""
+
+
+def width_tables(results: dict, times: Times) -> list[str]:
+    """Per width: lowbit's speed beside the fastest peer's."""
+    settings, specs = results["settings"], results["contenders"]
+    lines = []
+    for m, unit in ((1, "weights_per_ns"), (128, "gops")):
+        what = "one row, weights per ns" if m == 1 else f"{m} rows, GOPS"
+        for threads in settings["threads"]:
+            rows = []
+            for bits in range(8, 0, -1):
+                ours = {g: f"lowbit {bits} bit{'s' * (bits > 1)} g{g}" for g in (128, 32)}
+                speeds = {g: mean([row[unit] for row in times.all(name, m, threads)]) for g, name in ours.items()}
+                peers = {
+                    spec["name"]: counterpart(spec)
+                    for spec in specs
+                    if spec["library"] != "lowbit" and spec["bits"] == bits and times.all(spec["name"], m, threads)
+                }
+                # All of them against the same one of ours, so that a shape that a peer lacks does not count.
+                best = min(peers, key=lambda name: times.ratio(ours[128], name, m, threads) or math.inf, default=None)
+                ratios = [
+                    number(times.ratio(ours[128], f"torch {name}", m, threads)) for name in ("bfloat16", "float32")
+                ]
+                rows.append(
+                    [
+                        str(bits),
+                        number(speeds[128]),
+                        number(speeds[32]),
+                        best or "no peer",
+                        number(mean([row[unit] for row in times.all(best, m, threads)])) if best else "",
+                        number(times.ratio(peers[best], best, m, threads)) if best else "",
+                        *ratios,
+                    ]
+                )
+            lines += [f"### {what}, {threads_text(threads)}", ""]
+            lines += table(
+                [
+                    "bits",
+                    "lowbit g128",
+                    "lowbit g32",
+                    "fastest peer of the width",
+                    "its speed",
+                    "lowbit / it",
+                    "lowbit g128 / bfloat16",
+                    "lowbit g128 / float32",
+                ],
+                rows,
+            )
+    return lines
+
+
+def contender_tables(results: dict, times: Times) -> list[str]:
+    lines = []
+    shapes = [f"{n} x {k}" for n, k in times.shapes]
+    peaks = results["roofs"]["int8_gops"]
+    for m in (1, 128):
+        for threads in results["settings"]["threads"]:
+            rows = []
+            for spec in results["contenders"]:
+                found = times.all(spec["name"], m, threads)
+                if not found:
+                    continue
+                cells = []
+                for shape in times.shapes:
+                    row = times.get(spec["name"], shape, m, threads)
+                    if m == 1:
+                        cells.append(
+                            ""
+                            if row is None
+                            else f"{number(row['weights_per_ns'])} ({percent(row['share_of_bandwidth'])})"
+                        )
+                    else:
+                        share = "" if row is None or not peaks else f" ({percent(row['gops'] / peaks[str(threads)])})"
+                        cells.append("" if row is None else f"{number(row['gops'])}{share}")
+                ours = counterpart(spec)
+                ratio = times.ratio(ours, spec["name"], m, threads) if ours else None
+                rows.append(
+                    [
+                        spec["name"],
+                        bits_per_weight(spec),
+                        *cells,
+                        "" if ratio is None else f"{number(ratio)} ({ours.removeprefix('lowbit ')})",
+                    ]
+                )
+            unit = "weights per ns (share of the read bandwidth)" if m == 1 else "GOPS (share of the int8 peak)"
+            lines += [f"### {'one row' if m == 1 else f'{m} rows'}, {threads_text(threads)}: {unit}", ""]
+            lines += table(["", "bits per weight", *shapes, "lowbit is faster by"], rows)
+    return lines
+
+
+def sweep_tables(results: dict, times: Times) -> list[str]:
+    by_rows = [row for row in results["results"] if row["section"] not in times.sections]
+    if not by_rows:
+        return []
+    n, k = by_rows[0]["n"], by_rows[0]["k"]
+    names = list(dict.fromkeys(row["contender"] for row in by_rows))
+    peer = "torch bfloat16"
+    lines = [f"## By rows: 4 bits, groups of 128, {n} x {k}", "", "Microseconds per call.", ""]
+    for threads in results["settings"]["threads"]:
+        rows = []
+        for m in dict.fromkeys(row["m"] for row in by_rows):
+            found = {name: times.get(name, (n, k), m, threads, by_rows=True) for name in names}
+            ours = [name for name in names if name != peer]
+            ratios = (
+                [
+                    number(found[peer]["seconds"] / found[name]["seconds"]) if found[peer] and found[name] else ""
+                    for name in ours
+                ]
+                if peer in found
+                else []
+            )
+            rows.append([str(m), *(number(row and row["seconds"] * 1e6, 4) for row in found.values()), *ratios])
+        ratio_names = (
+            [f"{name.removeprefix('lowbit ')} / bfloat16" for name in names if name != peer] if peer in names else []
+        )
+        lines += [f"### {threads_text(threads)}", ""] + table(["rows", *names, *ratio_names], rows)
+    return lines
+
+
+def markdown(results: dict) -> str:
+    times, roofs, settings = Times(results), results["roofs"], results["settings"]
+    versions = ", ".join(f"{name} {text}" for name, text in results["versions"].items())
+    lines = ["# How fast", ""]
+    if not results["complete"]:
+        lines += ["**Not complete: the run was interrupted.**", ""]
+    lines += [
+        f"Written by `make bench-doc` (`{results['command']}`), {results['date']}.",
+        "",
+        f"Machine: {machine_lines(results)}.",
+        "",
+        f"Versions: {versions}.",
+        "",
+        "## Roofs",
+        "",
+    ]
+    rows = [
+        [
+            threads_text(count),
+            number(roofs["read_gbs"][str(count)]),
+            number(roofs["int8_gops"] and roofs["int8_gops"][str(count)]),
+        ]
+        for count in settings["threads"]
+    ]
+    lines += table(["", "read bandwidth, GB/s", f"int8 peak, GOPS ({roofs['int8_isa'] or 'no dot product'})"], rows)
+    lines += METHOD.format(
+        mebibytes=roofs["buffer_bytes"] >> 20,
+        cycled=settings["least_bytes_between_uses"] / 1e9,
+        counterpart=FLOAT_COUNTERPART,
+        **settings,
+    ).splitlines()
+    lines += ["", "## Widths", "", "Means over the shapes.", ""]
+    lines += width_tables(results, times)
+    lines += ["## Contenders", ""] + contender_tables(results, times)
+    lines += sweep_tables(results, times)
+    lines += [
+        "## Results against float",
+        "",
+        "Relative error (2-norm) of the output, for normally distributed weights.",
+        "",
+    ]
+    lines += table(
+        ["", "relative error", "limit", "activations", ""],
+        [
+            [
+                spec["name"],
+                "not run" if spec["relative_error"] is None else number(spec["relative_error"], 2),
+                number(limit(spec)),
+                spec["activations"],
+                spec["note"],
+            ]
+            for spec in results["contenders"]
+        ],
+    )
+    lines += ["## Absent", ""] + [
+        f"* {entry['name']}: {' '.join(entry['reason'].split())}" for entry in results["absent"]
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+MARKERS = {"lowbit": "o", "torch": "s", "onnxruntime": "^", "ggml": "D"}
+COLOURS = {"lowbit": "#1f6fb4", "torch": "#8a8a8a", "onnxruntime": "#d9772b", "ggml": "#3a8f4c"}
+
+
+def draw(results: dict, path: Path) -> None:
+    """The roofline: operations per second over operations per byte of weights, with the measured roofs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    times, roofs, counts = Times(results), results["roofs"], results["settings"]["threads"]
+    figure, panels = plt.subplots(
+        1, len(counts), figsize=(7.5 * len(counts), 6.5), dpi=110, squeeze=False, sharey=True, layout="constrained"
+    )
+    figure.suptitle(f"{machine_lines(results)}\n{results['date']}; `make bench-doc`", fontsize=8)
+    for axes, threads in zip(panels[0], counts):
+        bandwidth, peak = roofs["read_gbs"][str(threads)], (roofs["int8_gops"] or {}).get(str(threads))
+        xs, ys = [], []
+        for spec in results["contenders"]:
+            for m in (1, 128):
+                found = times.all(spec["name"], m, threads)
+                if not found:
+                    continue
+                moved = [spec["bytes"][f"{row['n']}x{row['k']}"] for row in found]
+                x = mean([2 * m * row["n"] * row["k"] / size for row, size in zip(found, moved)])
+                y = mean([row["gops"] for row in found])
+                ours = spec["library"] == "lowbit"
+                axes.plot(
+                    x,
+                    y,
+                    MARKERS[spec["library"]],
+                    color=COLOURS[spec["library"]],
+                    markersize=7 if ours else 5,
+                    markerfacecolor=None if ours else "white",
+                    label=spec["library"],
+                )
+                if ours or spec["bits"] >= 16:
+                    text = str(spec["bits"]) if ours else spec["name"].removeprefix("torch ")
+                    axes.annotate(
+                        text, (x, y), (0, 6 if ours else -11), textcoords="offset points", ha="center", fontsize=7
+                    )
+                xs.append(x)
+                ys.append(y)
+        if not xs:
+            continue
+        left, right = min(xs) / 2, max(xs) * 2
+        knee = min(right, peak / bandwidth) if peak else right
+        axes.plot([left, knee], [left * bandwidth, knee * bandwidth], "k-", linewidth=1)
+        axes.annotate(
+            f"{bandwidth:.1f} GB/s", (left, left * bandwidth), (8, -4), textcoords="offset points", fontsize=8
+        )
+        if peak:
+            axes.plot([knee, right], [peak, peak], "k-", linewidth=1)
+            axes.annotate(
+                f"{peak:.0f} GOPS, {roofs['int8_isa']}",
+                (right, peak),
+                (0, 4),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+            )
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlim=(left, right),
+            ylim=(min(ys) / 2, max(ys + [peak or 0]) * 2),
+            xlabel="operations per byte of packed weights (left: 1 row, right: 128 rows)",
+            title=f"{threads_text(threads)}; lowbit's points are labelled with their bits, g128 and g32",
+        )
+        axes.title.set_fontsize(9)
+        axes.grid(alpha=0.3, which="both")
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+        axes.legend(handles.values(), handles.keys(), loc="lower right")
+    panels[0][0].set_ylabel("GOPS (1e9 multiplications and additions per second)")
+    figure.savefig(path, format="png")
+    plt.close(figure)
+
+
+def write_json(results: dict, path: Path) -> None:
+    replace(path, json.dumps(results, indent=1) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """In one step: an interruption leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write(results: dict, output: Path) -> list[Path]:
+    """output.json, output.md and output.png."""
+    paths = [output.with_suffix(suffix) for suffix in (".json", ".md", ".png")]
+    write_json(results, paths[0])
+    replace(paths[1], markdown(results))
+    draw(results, paths[2])
+    return paths

@@ -1,0 +1,297 @@
+"""bench/compare.py at a tiny size: the structure and the sense of what it writes, not its times."""
+
+import importlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lowbit
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+SHAPES = ((256, 512), (512, 256))
+
+
+@pytest.fixture(scope="module")
+def roofs(tmp_path_factory):
+    """The program, built against the installed package's core."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    assert compiler, "a C++ compiler is needed"
+    program = tmp_path_factory.mktemp("roofs") / "roofs"
+    core = Path(lowbit._C.__file__).parent
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O2",
+        "-pthread",
+        BENCH / "roofs.cpp",
+        "-o",
+        program,
+        f"-L{core}",
+        "-llowbit",
+        f"-Wl,-rpath,{core}",
+    ]
+    built = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stderr
+    return program
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Imports a module of bench/."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+def run_compare(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, BENCH / "compare.py", *arguments]
+    return subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def finished(roofs, tmp_path_factory):
+    """A run with torch only: its output path without suffix, what it printed and its JSON."""
+    output = tmp_path_factory.mktemp("bench") / "made" / "compare"
+    process = run_compare(
+        "--quick",
+        "--rounds",
+        1,
+        "--rounds-of-several-rows",
+        1,
+        "--roofs",
+        roofs,
+        "--output",
+        output,
+        "--threads",
+        1,
+        "--libraries",
+        "torch",
+        "--sweep",
+        "1,2,64",
+        "--shapes",
+        ",".join(f"{n}x{k}" for n, k in SHAPES),
+    )
+    assert process.returncode == 0, process.stderr
+    return output, process.stdout, json.loads(output.with_suffix(".json").read_text())
+
+
+def test_results_describe_the_run(finished):
+    _, printed, results = finished
+    assert results["complete"]
+    machine = results["machine"]
+    assert (
+        machine["cpu"] in printed and machine["isa"]["cpu"] and machine["cpus"] >= 1 and machine["memory_bytes"] > 1e8
+    )
+    assert results["versions"]["torch"] and results["versions"]["lowbit"] == lowbit.__version__
+    assert "compare.py" in results["command"] and results["date"].startswith("20")
+    assert results["settings"]["threads"] == [1]
+
+
+def test_roofs(finished):
+    found = finished[2]["roofs"]
+    assert found["read_gbs"].keys() == {"1"} and 0.01 < found["read_gbs"]["1"] < 10000
+    if found["int8_isa"] is None:
+        assert found["int8_gops"] is None
+    else:
+        assert found["int8_isa"] in lowbit.isa()["cpu"] and 0.1 < found["int8_gops"]["1"] < 100000
+
+
+def test_every_contender_has_every_result(finished):
+    results = finished[2]
+    names = [spec["name"] for spec in results["contenders"]]
+    assert {f"lowbit {bits} bits g{g}" for bits in range(2, 9) for g in (32, 128)} <= set(names)
+    assert {"lowbit 1 bit g32", "lowbit 1 bit g128", "torch float32", "torch bfloat16"} <= set(names)
+    missing = {entry["name"].split(",")[0] for entry in results["absent"]}
+    found = {
+        (row["contender"], row["n"], row["k"], row["m"]) for row in results["results"] if "rows" not in row["section"]
+    }
+    expected = {(name, n, k, m) for name in names if name not in missing for n, k in SHAPES for m in (1, 128)}
+    assert not {name for name in missing if name.startswith(("lowbit", "torch float32", "torch bfloat16"))}
+    assert expected <= found
+    by_rows = {(row["contender"], row["m"]) for row in results["results"] if "rows" in row["section"]}
+    assert by_rows == {
+        (name, m) for name in ("lowbit 4 bits g128", "lowbit 4 bits g128 bf16", "torch bfloat16") for m in (1, 2, 64)
+    }
+
+
+def test_figures_follow_from_the_times(finished):
+    results = finished[2]
+    specs = {spec["name"]: spec for spec in results["contenders"]}
+    for row in results["results"]:
+        weights = row["n"] * row["k"]
+        assert len(row["samples"]) == 1 and row["seconds"] == row["samples"][0] > 0
+        assert row["weights_per_ns"] == pytest.approx(weights / row["seconds"] / 1e9)
+        assert row["gops"] == pytest.approx(2 * row["m"] * weights / row["seconds"] / 1e9)
+        moved = specs[row["contender"]]["bytes"][f"{row['n']}x{row['k']}"]
+        if row["m"] == 1:
+            share = moved / row["seconds"] / (results["roofs"]["read_gbs"]["1"] * 1e9)
+            assert row["share_of_bandwidth"] == pytest.approx(share)
+        if row["m"] > 32:
+            assert row["share_of_bandwidth"] is None
+    assert specs["torch bfloat16"]["bytes"]["256x512"] == 2 * 256 * 512
+    for bits in (8, 4, 2):  # 16 bits of scale per group; header and heads of the panels are the rest
+        stored = 8 * specs[f"lowbit {bits} bits g32"]["bytes"]["256x512"] / (256 * 512)
+        assert bits + 0.5 <= stored < bits + 1
+
+
+def test_results_are_near_the_float_ones(finished):
+    specs = {spec["name"]: spec["relative_error"] for spec in finished[2]["contenders"]}
+    assert 0 < specs["torch float32"] < 1e-5 and 1e-4 < specs["torch bfloat16"] < 0.01
+    errors = [specs[f"lowbit {bits} bits g32"] for bits in range(8, 1, -1)] + [specs["lowbit 1 bit g32"]]
+    assert errors == sorted(errors) and 0.003 < errors[0] < 0.02 and 0.5 < errors[-1] < 0.7
+
+
+def test_absent_peers_are_listed_with_a_reason(finished):
+    output, printed, results = finished
+    absent = {entry["name"]: entry["reason"] for entry in results["absent"]}
+    assert absent["onnxruntime"] == absent["ggml"] == "left out by --libraries"
+    document = output.with_suffix(".md").read_text()
+    for name, reason in absent.items():
+        assert reason and f"* {name}: {' '.join(reason.split())}\n" in document + "\n"
+    assert document in printed
+
+
+def test_document_and_plot(finished):
+    output, _, results = finished
+    document = output.with_suffix(".md").read_text()
+    for spec in results["contenders"]:
+        if spec["bytes"]:
+            assert document.count(f"| {spec['name']} |") >= 3  # one row, 128 rows, errors
+    assert "## By rows" in document and results["date"] in document and results["machine"]["cpu"] in document
+    assert output.with_suffix(".png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_missing_libraries_are_absent(peers, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    found, absent, _ = peers("peers.onnxruntime_peers").contenders()
+    assert not found and "make bench-peers" in absent[0].reason
+    ggml = peers("peers.ggml_peers")
+    monkeypatch.setattr(ggml, "LIBRARIES", tmp_path)
+    found, absent, _ = ggml.contenders()
+    assert not found and "make bench-peers" in absent[0].reason
+
+
+@pytest.mark.parametrize(
+    "module, packages", [("peers.onnxruntime_peers", ("onnx", "onnxruntime")), ("peers.ggml_peers", ())]
+)
+def test_installed_peers_compute_the_product(peers, module, packages):
+    contender = peers("peers.contender")
+    library = contender.Library(module, [1])
+    if not library.contenders:
+        assert all(entry.reason for entry in library.absent)
+        pytest.skip(f"a peer of the benchmark is not installed: {library.absent[0].reason}")
+    limit = peers("compare_report").limit
+    for spec in library.describe()["specs"]:
+        made = library.prepare(spec["name"], 256, 512, 8, 1)
+        assert 0 < made["relative_error"] <= limit(spec), spec["name"]
+        assert (
+            (spec["bits"] * 256 * 512 / 8 if spec["bits"] != 2 else 1.6 * 256 * 512 / 8)
+            < made["bytes"]
+            < 256 * 512 * 1.2
+        )
+        assert library.time(spec["name"], 2, 1, False, 0.0) > 0
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_kleidi_computes_the_product(peers, group_size):
+    # Timed on Arm only, but torch computes it everywhere.
+    problem = peers("peers.contender").Problem.make(256, 512, 8)
+    runner = peers("peers.torch_peers").kleidi_contender(group_size).make(problem, lambda size: 1, [1])
+    for m, output in ((1, runner.one(1, 1)), (8, runner.all(8, 1))):
+        assert 0.05 < problem.relative_error(m, output) < 0.2
+
+
+def test_wrong_results_are_reported(peers):
+    report = peers("compare_report")
+    specs = [
+        {"name": str(error), "bits": 4, "error_limit": None, "relative_error": error}
+        for error in (0.1, 0.5, math.nan, None)
+    ]
+    assert [line.split(":")[0] for line in report.wrong({"contenders": specs})] == ["0.5", "nan"]
+    problem = peers("peers.contender").Problem.make(512, 256, 4)
+    right = problem.x[:4] @ np.tile(problem.rows, (2, 1)).T
+    assert problem.relative_error(4, right) < 1e-6
+    assert problem.relative_error(4, np.roll(right, 1, axis=1)) > 1
+    assert math.isnan(problem.relative_error(4, right * math.nan))
+    with pytest.raises(ValueError, match=r"shape \[4, 256\]; expected \[4, 512\]"):
+        problem.relative_error(4, right[:, :256])
+
+
+def test_a_library_that_dies_is_reported(peers, monkeypatch, tmp_path):
+    (tmp_path / "dying_peers.py").write_text(
+        "import os, signal\n"
+        "from peers.contender import Contender, Spec\n"
+        "def make(problem, copies, threads):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def contenders():\n"
+        "    return [Contender(Spec('dies', 'none', 8, None, ''), make)], [], {}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    compare = peers("compare")
+    process = compare.Process("dying_peers", [1])
+    assert [spec["name"] for spec in process.description["specs"]] == ["dies"]
+    for _ in range(2):  # the second call finds it dead
+        with pytest.raises(compare.Failed, match="ended by signal 9"):
+            process.call(60, "prepare", "dies", 256, 256, 8, 1)
+    process.end()
+
+
+def test_an_interrupted_run_keeps_its_results(roofs, tmp_path):
+    output = tmp_path / "compare"
+    command = [
+        sys.executable,
+        BENCH / "compare.py",
+        "--quick",
+        "--rounds",
+        "1000000",
+        "--roofs",
+        roofs,
+        "--output",
+        output,
+        "--threads",
+        "1",
+        "--libraries",
+        "torch",
+        "--shapes",
+        "256x256",
+    ]
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            if "round 3 of" in line:
+                process.terminate()
+                break
+        printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 1 and "interrupted" in printed, errors
+    results = json.loads(output.with_suffix(".json").read_text())
+    assert not results["complete"] and "**Not complete" in output.with_suffix(".md").read_text()
+    found = {row["contender"]: row for row in results["results"] if row["m"] == 1}
+    assert len(found["lowbit 4 bits g32"]["samples"]) >= 2 and found["torch float32"]["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--libraries", "torch,nothing"), "unknown libraries: nothing"),
+        (("--libraries", "ggml"), "must include torch"),
+        (("--shapes", "100x256"), "--shapes"),
+        (("--rounds", "0"), "must be 1 or more"),
+        (("--roofs", "nowhere/roofs"), "nowhere/roofs is not there"),
+    ],
+)
+def test_wrong_options(roofs, arguments, message):
+    process = run_compare("--roofs", roofs, *arguments)
+    assert process.returncode == 2 and message in process.stderr
+
+
+def test_roofs_refuses_nonsense(roofs):
+    for arguments in (["x"], ["0"], ["--mebibytes"]):
+        process = subprocess.run([roofs, *arguments], check=False, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 2 and "expected" in process.stderr
