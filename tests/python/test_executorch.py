@@ -200,8 +200,10 @@ for name, code in {"as it was": "", **json.loads(sys.argv[3])}.items():
 
     exec(code)
     print("==", name, flush=True)
+    data = bytes(serialize_pte_binary(program))
+    loaded = Runtime.get().load_program(data)  # its methods read the bytes, and refer neither to them nor to it
     try:
-        result, = Runtime.get().load_program(bytes(serialize_pte_binary(program))).load_method("forward").execute((x,))
+        result, = loaded.load_method("forward").execute((x,))
         print("returned", tuple(result.shape), flush=True)
     except RuntimeError as error:
         print("refused", error, flush=True)
