@@ -4,6 +4,7 @@
 // A .pt2 holds compiled code, which runs as this program does: load only files that you trust as much as a program.
 
 #include <ATen/Functions.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
@@ -30,6 +31,7 @@ void run(int argc, char** argv) {
   std::vector<Array> arrays;
   for (const std::string& path : options.inputs) arrays.push_back(read_npy(path));
 
+  const c10::InferenceMode no_gradients;  // else every call of an operator looks for its gradient: 1 us
   // The compiled code trusts its inputs, unless it is told to check their types and shapes.
   setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 1);
   const auto loader = explained(options.model + " does not load", [&] {
