@@ -1,5 +1,5 @@
-// linear_a8w<b>_1x16_neon, linear_a8w<b>_4x16_neon: int8 activations times b-bit weights for Armv8-A cores without dot
-// products. The 16 output rows of a panel are four quarters of 4 rows.
+// linear_a8w<b>_1x16_neon, linear_a8w<b>_<m>x16_neon: int8 activations times b-bit weights for Armv8-A cores without
+// dot products; from m rows of activations on by tiles. The 16 output rows of a panel are four quarters of 4 rows.
 //
 //   quarter of line j   row 0: 4 codes | row 1: 4 codes | row 2: 4 codes | row 3: 4 codes      16 bytes
 //   a[j]                activations 4j to 4j + 3, the same in all four 32-bit lanes            16 bytes
@@ -17,14 +17,14 @@
 //            c               1   3   7  15  31  63 127 128        -128 * -128 are 2^15: one line at a time.
 //            lines           8   8   8   8   8   4   2   1
 //                            folded        | wide
-//   4x16   A piece of a group is unpacked once for up to 32 rows of activations, as offset - code, or -level at 1 bit:
+//   tiles  A piece of a group is unpacked once for up to 32 rows of activations, as offset - code, or -level at 1 bit:
 //          c is halved, and the largest weight is on the side where c * -128 still fits.
 //            c               1   2   4   8  16  32  64             Affine up to 4 bits: -code, 8 * 15 < 128.
 //            lines           8   8   8   8   8   4   2             Folded.
 //          8 bits: w0 * a0 - w1 * ~a1 = w0 * a0 + w1 * a1 + w1 is at most 128 * 128 + 128 * 127 < 2^15, so two lines
 //          are one smull and one smlsl; the sum of the odd lines' weights is known from unpacking and taken off again.
-//          Two rows of activations at once: their broadcasts of a block are 16 registers. From 4 rows on the scratch
-//          has paid for itself.
+//          Two rows of activations at once: their broadcasts of a block are 16 registers. The scratch has paid for
+//          itself from 3 to 7 rows on.
 //
 // Every int32 sum may wrap on its way; what leaves a group is at most 65536 * 128 * 255 < 2^31 (kMaxGroupInputs).
 
@@ -200,10 +200,12 @@ void run(const LinearArgs& args) {
   args.layout.mapping == Mapping::affine ? run_groups<Bits, true, Tiles>(args) : run_groups<Bits, false, Tiles>(args);
 }
 
-#define ROWS(bits)                                                                                         \
-  {"linear_a8w" #bits "_4x16_neon", kNeon, Format::panel16, bits, 4, 16, run<bits, true>},                 \
+// Tiles from the row on from which they take fewer instructions, with groups of 32 (docs/arm_cost.md).
+#define ROWS(bits, m)                                                                        \
+  {"linear_a8w" #bits "_" #m "x16_neon", kNeon, Format::panel16, bits, m, 16, run<bits, true>}, \
   {"linear_a8w" #bits "_1x16_neon", kNeon, Format::panel16, bits, 1, 16, run<bits, false>}
-constexpr LinearKernel kRows[] = {ROWS(1), ROWS(2), ROWS(3), ROWS(4), ROWS(5), ROWS(6), ROWS(7), ROWS(8)};
+constexpr LinearKernel kRows[] = {ROWS(1, 7), ROWS(2, 5), ROWS(3, 4), ROWS(4, 5),
+                                  ROWS(5, 4), ROWS(6, 4), ROWS(7, 3), ROWS(8, 6)};
 #undef ROWS
 
 }  // namespace
