@@ -325,25 +325,6 @@ class Comparison:
             process.end()
 
 
-def cpu_name() -> str:
-    """What the CPU calls itself; at least its architecture."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    for command in (["lscpu"], ["sysctl", "-n", "machdep.cpu.brand_string"]):
-        try:
-            text = subprocess.run(command, check=False, capture_output=True, text=True).stdout
-        except OSError:
-            continue
-        for line in text.splitlines():
-            if command != ["lscpu"] or line.startswith("Model name:"):
-                return line.split(":", 1)[-1].strip()
-    return platform.processor() or platform.machine()
-
-
 def last_level_cache() -> int | None:
     """Bytes of the largest cache of CPU 0, where the system says."""
     sizes = []
@@ -356,6 +337,7 @@ def last_level_cache() -> int | None:
 
 def describe_machine() -> dict:
     import lowbit
+    from lowbit._machine import cpu_name
     from lowbit.threads import available_cpus
 
     return {

@@ -28,6 +28,7 @@ import torch._dynamo
 import torch._inductor
 
 import lowbit
+from lowbit._machine import cpu_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/overhead.md", ROOT / "docs/overhead.json"
@@ -147,13 +148,9 @@ print((time.perf_counter() - begin) * 1e3)
 
 
 def machine() -> dict[str, str]:
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        names = re.findall("^(?:model name|Model)\\s*: (.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        model = names[0] if names else model
     return {
         "date": datetime.date.today().isoformat(),
-        "CPU": f"{model}, {os.cpu_count()} CPUs, lowbit uses {lowbit.isa()['active']}",
+        "CPU": f"{cpu_name()}, {os.cpu_count()} CPUs, lowbit uses {lowbit.isa()['active']}",
         "load before": f"{os.getloadavg()[0]:.2f}",
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +15,7 @@ import rich.table
 import torch
 
 import lowbit
+from lowbit._machine import cpu_name
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
@@ -44,21 +43,6 @@ class Row:
     single_ms_quartiles: tuple[float, float]
     sentences_per_s: float  # in batches: median, and quartiles below
     sentences_per_s_quartiles: tuple[float, float]
-
-
-def cpu_name() -> str:
-    """What the CPU calls itself; at least its architecture."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    if sys.platform == "darwin":
-        asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
-        if asked.stdout.strip():
-            return asked.stdout.strip()
-    return platform.processor() or platform.machine()
 
 
 def describe_machine() -> dict:
