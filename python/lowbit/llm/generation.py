@@ -1,0 +1,109 @@
+"""Generates text with a decoder, token by token."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Generation:
+    """What :func:`generate` did."""
+
+    tokens: list[int] = field(default_factory=list)  # the new ones
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0  # until the first new token is known
+    decode_seconds: float = 0.0  # for all further ones
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second."""
+        return self.prompt_tokens / self.prefill_seconds
+
+    @property
+    def decode_rate(self) -> float:
+        """New tokens per second behind the first; NaN when there are none."""
+        steps = len(self.tokens) - 1
+        return steps / self.decode_seconds if steps > 0 else math.nan
+
+
+def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
+    """Draws a token from logits [vocabulary]; the most likely one at temperature 0."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.numel():
+        logits[logits < logits.topk(top_k).values[-1]] = -math.inf
+    probabilities = logits.softmax(0)
+    if top_p is not None and top_p < 1:
+        ordered, order = probabilities.sort(descending=True)
+        # Keeps the smallest set of tokens that reaches top_p: the first one always.
+        ordered[ordered.cumsum(0) - ordered >= top_p] = 0
+        probabilities = torch.zeros_like(probabilities).scatter_(0, order, ordered)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+@torch.inference_mode()
+def generate(
+    step: Callable[[Tensor, Tensor], Tensor],
+    prompt: Iterable[int],
+    max_new_tokens: int,
+    *,
+    max_length: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: Iterable[int] = (),
+    on_token: Callable[[int], None] | None = None,
+) -> Generation:
+    """Continues a prompt, token by token.
+
+    Args:
+        step: a :class:`Decoder`, compiled or not, or a loaded .pt2 of one.
+        prompt: token ids, at least one.
+        max_new_tokens: at most so many; fewer when max_length is reached or a stop token comes.
+        max_length: of the decoder.
+        temperature: 0 takes the most likely token; otherwise tokens are drawn with this temperature.
+        top_k, top_p: draw only from the k most likely tokens, or the most likely ones that together reach p.
+        seed: of the draws.
+        stop: tokens that end the text; they are not part of the result.
+        on_token: called with every new token as soon as it is known.
+
+    Raises:
+        ValueError: an empty prompt, or one that leaves no room for a new token.
+    """
+    prompt = list(prompt)
+    if not prompt:
+        raise ValueError("the prompt has no tokens; expected at least one")
+    if len(prompt) >= max_length:
+        raise ValueError(f"the prompt has {len(prompt)} tokens; expected fewer than the decoder's max_length of {max_length}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
+    if temperature < 0:
+        raise ValueError(f"temperature is {temperature}; expected 0 or more")
+    stop = frozenset(stop)
+    generator = torch.Generator().manual_seed(seed)
+    result = Generation(prompt_tokens=len(prompt))
+    tokens = torch.tensor([prompt])
+    start = torch.zeros(1, dtype=torch.int64)
+    begin = time.perf_counter()
+    for _ in range(min(max_new_tokens, max_length - len(prompt))):
+        token = sample(step(tokens, start)[0], temperature, top_k, top_p, generator)
+        now = time.perf_counter()
+        if not result.tokens:
+            result.prefill_seconds, decode_begin = now - begin, now
+        result.decode_seconds = now - decode_begin
+        if token in stop:
+            break
+        result.tokens.append(token)
+        if on_token is not None:
+            on_token(token)
+        start += tokens.shape[1]
+        tokens = torch.tensor([[token]])
+    return result
