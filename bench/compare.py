@@ -99,6 +99,32 @@ class Process:
             self.process.kill()
 
 
+class Roofs:
+    """The process of bench/roofs.cpp; it takes turns with the contenders."""
+
+    def __init__(self, program: Path, mebibytes: int, threads: list[int]):
+        command = [str(program), "--serve", "--mebibytes", str(mebibytes), *map(str, threads)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.at_start = json.loads(self._line())
+
+    def read_gbs(self, threads: int) -> float:
+        try:
+            print(threads, file=self.process.stdin, flush=True)
+        except OSError:
+            pass  # it has ended; the next line says so
+        return float(self._line())
+
+    def _line(self) -> str:
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"compare: {shlex.join(self.process.args)} ended with code {self.process.wait()}")
+        return line
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 @dataclass(frozen=True)
 class Section:
     """Contenders on one shape: each in turn, for each number of rows and threads, in several rounds."""
@@ -118,7 +144,8 @@ class Comparison:
         self.library_of: dict[str, str] = {}
         self.begin = time.monotonic()
         self.samples: dict[tuple, list[float]] = {}
-        self.roofs: list[dict] = []
+        self.roofs: Roofs | None = None
+        self.reads: dict[tuple[str, int], list[float]] = {}  # section, threads -> GB/s in each round
         self.results = {
             "complete": False,
             "command": shlex.join(["python3", *sys.argv]),
@@ -167,20 +194,11 @@ class Comparison:
                 self.library_of[spec["name"]] = library
                 self.results["contenders"].append(spec | {"relative_error": None, "bytes": {}})
 
-    def measure_roofs(self) -> None:
-        """Adds a measurement; the roofs are the best of all."""
-        command = [str(self.options.roofs), "--mebibytes", str(self.options.mebibytes), *map(str, self.options.threads)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        if done.returncode != 0:
-            sys.exit(f"compare: {shlex.join(command)} failed: {done.stderr}")
-        self.roofs.append(json.loads(done.stdout))
-        best = dict(self.roofs[0])
-        for key in ("read_gbs", "int8_gops"):
-            if best[key] is not None:
-                best[key] = {count: max(roofs[key][count] for roofs in self.roofs) for count in best[key]}
-        self.results["roofs"] = best
-        peak = "" if best["int8_gops"] is None else f", int8 {best['int8_isa']} {best['int8_gops']} GOPS"
-        self.say(f"roofs by threads: read {best['read_gbs']} GB/s{peak}")
+    def start_roofs(self) -> None:
+        self.roofs = Roofs(self.options.roofs, self.options.mebibytes, self.options.threads)
+        self.results["roofs"] = found = self.roofs.at_start
+        peak = "" if found["int8_gops"] is None else f", int8 {found['int8_isa']} {found['int8_gops']} GOPS"
+        self.say(f"roofs by threads: read {found['read_gbs']} GB/s{peak}")
 
     def prepare(self, section: Section) -> list[dict]:
         """The contenders of a section that can run it, with their weights packed and their results checked."""
@@ -233,11 +251,15 @@ class Comparison:
     def run(self, section: Section) -> None:
         ready = self.prepare(section)
         failed = set()
-        said = -1
+        said = read = None
         for number, m, threads, spec in self.turns(section, ready):
             if number != said:
                 self.say(f"{section.title}: round {number + 1} of {max(section.rounds.values())}")
                 said = number
+            if m == 1 and read != (number, threads):  # the bandwidth's turn, among those that it is compared with
+                time.sleep(PAUSE)
+                self.reads.setdefault((section.title, threads), []).append(self.roofs.read_gbs(threads))
+                read = (number, threads)
             name = spec["name"]
             if name in failed:
                 continue
@@ -261,10 +283,17 @@ class Comparison:
         """Medians of what has been measured so far."""
         specs = {spec["name"]: spec for spec in self.results["contenders"]}
         self.results["results"] = []
+        by_section: dict[str, dict[str, float]] = {}
+        for (title, threads), gbs in self.reads.items():
+            by_section.setdefault(title, {})[str(threads)] = statistics.median(gbs)
+        self.results["roofs"]["read_gbs_by_section"] = by_section
+        for threads in {threads for _, threads in self.reads}:
+            every = [value for (_, count), gbs in self.reads.items() if count == threads for value in gbs]
+            self.results["roofs"]["read_gbs"][str(threads)] = statistics.median(every)
         for (title, name, n, k, m, threads), samples in self.samples.items():
             seconds = statistics.median(samples)
             moved = specs[name]["bytes"][f"{n}x{k}"]
-            read = self.results["roofs"]["read_gbs"][str(threads)]
+            read = self.results["roofs"]["read_gbs_by_section"].get(title, {}).get(str(threads))
             self.results["results"].append(
                 {
                     "section": title,
@@ -277,7 +306,7 @@ class Comparison:
                     "samples": samples,
                     "weights_per_ns": n * k / seconds * 1e-9,
                     "gops": 2 * m * n * k / seconds * 1e-9,
-                    "share_of_bandwidth": moved / seconds * 1e-9 / read if m <= MOST_ROWS_FROM_MEMORY else None,
+                    "share_of_bandwidth": moved / seconds * 1e-9 / read if m == 1 and read else None,
                 }
             )
         self.results["seconds"] = time.monotonic() - self.begin
@@ -285,7 +314,7 @@ class Comparison:
 
     def everything(self) -> None:
         self.start()
-        self.measure_roofs()
+        self.start_roofs()
         names = [spec["name"] for spec in self.results["contenders"]]
         options = self.options
         sections = [
@@ -313,7 +342,6 @@ class Comparison:
             )
         for section in sections:
             self.run(section)
-            self.measure_roofs()
             self.save()
         self.results["complete"] = True
 
@@ -323,6 +351,8 @@ class Comparison:
     def end(self) -> None:
         for process in self.processes.values():
             process.end()
+        if self.roofs is not None:
+            self.roofs.end()
 
 
 def last_level_cache() -> int | None:

@@ -1,8 +1,11 @@
 // The two roofs of this machine, as one line of JSON:
 //
-//   roofs [--mebibytes N] [THREADS...]     numbers of threads; 1 by default
+//   roofs [--mebibytes N] [--serve] [THREADS...]     numbers of threads; 1 by default
 //
 //   {"buffer_bytes": ..., "read_gbs": {"1": ...}, "int8_isa": "avx512vnni", "int8_gops": {"1": ...}}
+//
+// With --serve it then stays: for each line with a number of threads that it reads, it measures the bandwidth once more
+// and writes it, so that whoever compares it with something can measure both in turns.
 //
 // read_gbs: 1e9 bytes per second from a buffer of N MiB (bench/read_bandwidth.h). int8_gops: 1e9 multiplications and
 // additions per second of the CPU's widest int8 dot product, on registers only; null where there is none.
@@ -125,7 +128,7 @@ uint8_t* map(int64_t bytes) {
 }
 
 int usage(const char* found) {
-  std::fprintf(stderr, "roofs: %s; expected [--mebibytes N] [THREADS...], numbers from 1 to 65536\n", found);
+  std::fprintf(stderr, "roofs: %s; expected [--mebibytes N] [--serve] [THREADS...], numbers from 1 to 65536\n", found);
   return 2;
 }
 
@@ -137,8 +140,13 @@ std::string entry(int threads, double value) {
 
 int run(int argc, char** argv) {
   int64_t mebibytes = 1024;
+  bool serve = false;
   std::vector<int> thread_counts;
   for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--serve") == 0) {
+      serve = true;
+      continue;
+    }
     const bool size = std::strcmp(argv[i], "--mebibytes") == 0;
     if (size && ++i == argc) return usage("--mebibytes without a number");
     char* end;
@@ -171,6 +179,11 @@ int run(int argc, char** argv) {
     std::printf("\"%s\", \"int8_gops\": {%s}}\n", dot->name, ops.c_str());
   } else {
     std::printf("null, \"int8_gops\": null}\n");
+  }
+  std::fflush(stdout);
+  for (int threads; serve && std::scanf("%d", &threads) == 1 && threads >= 1 && threads <= 65536;) {
+    std::printf("%.4g\n", 1e-9 * read_bandwidth(memory, bytes, threads, 1));
+    std::fflush(stdout);
   }
   return 0;
 }

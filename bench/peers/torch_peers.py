@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import lowbit
 import numpy as np
 import torch
+from lowbit.memory import in_huge_pages
 
 from .contender import Absent, Contender, Problem, Runner, Spec
 
@@ -57,7 +58,7 @@ def lowbit_contender(bits: int, group_size: int, dtype: torch.dtype) -> Contende
             bits=bits,
             group_size=group_size,
         )
-        weights = [packed] + [packed.clone() for _ in range(copies(packed.numel()))]
+        weights = [in_huge_pages(packed.clone()) for _ in range(1 + copies(packed.numel()))]
         linear, n = torch.ops.lowbit.linear, problem.n
         x = torch.from_numpy(problem.x).to(dtype)
         return TorchRunner(lambda x, weight: linear(x, weight, n), weights, packed.numel(), x)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .memory import in_huge_pages
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
 
@@ -108,7 +109,8 @@ class Linear(_Packed):
             raise TypeError(f"expected a torch.nn.Linear; found {type(linear).__name__}")
         if not isinstance(config, LinearConfig):
             raise TypeError(f"expected a LinearConfig; found {type(config).__name__}")
-        return cls(quantize_tensor(linear.weight, config, bias=linear.bias)).train(linear.training)
+        packed = quantize_tensor(linear.weight, config, bias=linear.bias)
+        return cls(in_huge_pages(packed)).train(linear.training)
 
     @property
     def in_features(self) -> int:
@@ -165,7 +167,7 @@ class Embedding(_Packed):
         if embedding.max_norm is not None:
             raise ValueError(f"the embedding has max_norm={embedding.max_norm}; expected None: it changes the weights")
         packed = quantize_tensor(embedding.weight, config)
-        return cls(packed, embedding.weight.dtype, embedding.padding_idx).train(embedding.training)
+        return cls(in_huge_pages(packed), embedding.weight.dtype, embedding.padding_idx).train(embedding.training)
 
     @property
     def num_embeddings(self) -> int:

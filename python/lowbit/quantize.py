@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _C, ops
+from .memory import in_huge_pages
 
 # Beyond this, the range of a group or its scale could overflow float32.
 _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
@@ -244,9 +245,11 @@ def quantize_(
             if id(module) not in replaced:
                 if len(biases) > 1:
                     packed = quantize_tensor(module.weight, selected[name], bias=getattr(module, "bias", None))
+                    packed = in_huge_pages(packed)
                 else:
                     if shared is None:
                         shared = quantize_tensor(module.weight, selected[name], bias=next(iter(biases.values()), None))
+                        shared = in_huge_pages(shared)
                     packed = shared
                 if isinstance(module, torch.nn.Embedding):
                     replacement = nn.Embedding(packed, module.weight.dtype, module.padding_idx)

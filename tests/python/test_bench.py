@@ -130,9 +130,9 @@ def test_figures_follow_from_the_times(finished):
         assert row["gops"] == pytest.approx(2 * row["m"] * weights / row["seconds"] / 1e9)
         moved = specs[row["contender"]]["bytes"][f"{row['n']}x{row['k']}"]
         if row["m"] == 1:
-            share = moved / row["seconds"] / (results["roofs"]["read_gbs"]["1"] * 1e9)
-            assert row["share_of_bandwidth"] == pytest.approx(share)
-        if row["m"] > 32:
+            bandwidth = results["roofs"]["read_gbs_by_section"][row["section"]]["1"]
+            assert row["share_of_bandwidth"] == pytest.approx(moved / row["seconds"] / (bandwidth * 1e9))
+        else:
             assert row["share_of_bandwidth"] is None
     assert specs["torch bfloat16"]["bytes"]["256x512"] == 2 * 256 * 512
     for bits in (8, 4, 2):  # 16 bits of scale per group; header and heads of the panels are the rest

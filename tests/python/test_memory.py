@@ -1,0 +1,106 @@
+"""Packed weights in huge pages: the same bytes, still shared where they were, and where the system really gives such pages."""
+
+import copy
+import io
+import pickle
+import re
+
+import lowbit
+import pytest
+import torch
+from lowbit import memory
+
+MIB = 1 << 20
+
+
+def packed(n: int, k: int) -> torch.Tensor:
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    return lowbit.pack(codes, torch.rand(n, k // 32), bits=4, group_size=32)
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """A system whose settings the test writes."""
+
+    def write(enabled: str, size: str = str(2 * MIB)) -> None:
+        (tmp_path / "enabled").write_text(enabled)
+        (tmp_path / "hpage_pmd_size").write_text(size)
+
+    monkeypatch.setattr(memory, "_SYSTEM", tmp_path)
+    return write
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.table = lowbit.nn.Embedding(weight)
+        self.head = lowbit.nn.Linear(weight)
+        self.small = lowbit.nn.Linear(packed(32, 64))
+
+
+def test_weights_move_and_stay_shared(system):
+    system("always [madvise] never")
+    weight = packed(4096, 2048)  # 4.5 MiB
+    model = Tied(weight)
+    x, before = torch.randn(3, 2048), model.small.packed_weight
+    expected = model.head(x)
+    assert lowbit.use_huge_pages(model) == weight.numel()
+    assert model.head.packed_weight.data_ptr() == model.table.packed_weight.data_ptr() != weight.data_ptr()
+    assert model.head.packed_weight.data_ptr() % (2 * MIB) == 0
+    assert torch.equal(model.head.packed_weight, weight) and torch.equal(model.head(x), expected)
+    assert model.small.packed_weight is before  # fills no page
+
+
+@pytest.mark.parametrize("enabled", ["[always] madvise never", "always madvise [never]", ""])
+def test_nothing_moves_where_pages_cannot_be_asked_for(system, enabled):
+    system(enabled)
+    model = Tied(packed(4096, 2048))
+    before = model.head.packed_weight
+    assert lowbit.use_huge_pages(model) == 0 and model.head.packed_weight is before
+
+
+def test_nothing_moves_where_the_system_says_nothing(system):
+    assert lowbit.use_huge_pages(Tied(packed(4096, 2048))) == 0
+
+
+def test_quantised_layers_begin_there(system):
+    system("always [madvise] never")
+    model = torch.nn.Sequential(torch.nn.Embedding(4096, 2048), torch.nn.Linear(2048, 4096))
+    config = {"0": lowbit.EmbeddingConfig(bits=4), "1": lowbit.LinearConfig(bits=4)}
+    alone = lowbit.nn.Linear.from_float(model[1], config["1"])
+    lowbit.quantize_(model, config)
+    for weight in (model[0].packed_weight, model[1].packed_weight, alone.packed_weight):
+        assert weight.data_ptr() % (2 * MIB) == 0
+        lowbit.verify(weight)
+
+
+def test_moved_weights_are_saved_and_copied(system):
+    system("always [madvise] never")
+    model = Tied(packed(4096, 2048))
+    lowbit.use_huge_pages(model)
+    x = torch.randn(1, 2048)
+    expected = model.head(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin.head(x), expected)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    assert file.tell() < 2 * 5 * MIB  # the shared table once
+    fresh = Tied(packed(4096, 2048))
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(fresh.head(x), expected)
+
+
+def test_this_system_gives_the_pages_it_is_asked_for():
+    """Of 64 MiB at least a quarter comes as huge pages, wherever they can be asked for and memory is not cut to pieces."""
+    if memory._huge_page_bytes() is None:
+        pytest.skip("this system gives huge pages to none or to all")
+    moved = memory.in_huge_pages(torch.ones(64 * MIB, dtype=torch.uint8))
+    found = None
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if region := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(region[1], 16) <= moved.data_ptr() < int(region[2], 16)
+            elif inside and line.startswith("AnonHugePages:"):
+                found = int(line.split()[1]) << 10
+    assert found is not None and found >= 16 * MIB
