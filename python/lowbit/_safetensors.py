@@ -54,9 +54,7 @@ def read_file(path: Path) -> dict[str, Stored]:
         raise ValueError(
             f"{path} is not a whole safetensors file: {error}. It has {os.path.getsize(path)} bytes; copy it again."
         ) from error
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+    size, header = _header(path)
     tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
@@ -64,6 +62,17 @@ def read_file(path: Path) -> dict[str, Stored]:
         begin, end = entry["data_offsets"]
         tensors[name] = Stored(name, path, entry["dtype"], tuple(entry["shape"]), 8 + size + begin, end - begin)
     return tensors
+
+
+def _header(path: Path) -> tuple[int, dict]:
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return size, json.loads(file.read(size))
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file that :func:`read_file` has accepted says of itself."""
+    return _header(path)[1].get("__metadata__") or {}
 
 
 def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:

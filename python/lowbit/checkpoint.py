@@ -40,7 +40,7 @@ from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 if TYPE_CHECKING:
     from .transformers import LowBitConfig
 
-_BAND_WEIGHTS = 1 << 22  # quantised at a time: enough for many threads, little memory
+_BAND_WEIGHTS = 1 << 21  # quantised at a time: enough for many threads, little memory
 _PANEL_ROWS = 16
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf",
                  ".h5", ".msgpack", ".onnx")  # fmt: skip
@@ -287,6 +287,7 @@ def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
         folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
         writer.write(packed[64:].numpy())
         done(weight.nbytes)
+        del weight, packed  # before the next are there
     affine = info.mapping == "affine"
     writer.write_at(start, _C.packed_header(n, k, info.bits, info.group_size or 0, affine, info.has_bias, folded))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from . import nn, ops
-from ._safetensors import read_files
+from ._safetensors import read_files, read_metadata
 from .checkpoint import packed_info
 from .quantize import EmbeddingConfig, LinearConfig, quantize_, quantize_tensor
 
@@ -43,6 +44,7 @@ except ImportError as error:
 METHOD = "lowbit"
 FORMAT_VERSION = 1
 PACKED = "packed_weight"
+_SAVE = "lowbit_save"
 
 _KINDS = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
 _FIELDS = ("bits", "group_size", "mapping", "scale")
@@ -52,8 +54,8 @@ _FIELDS = ("bits", "group_size", "mapping", "scale")
 class LowBitConfig(QuantizationConfigMixin):
     """How to quantise a model of transformers.
 
-    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised. A head that shares the embedding's weight is
-    quantised as the embedding is.
+    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised, but those that the architecture keeps in float32.
+    A head that shares the embedding's weight is quantised as the embedding is.
 
     Args:
         bits, group_size, mapping, scale: as in :class:`lowbit.LinearConfig`.
@@ -128,6 +130,9 @@ class LowBitConfig(QuantizationConfigMixin):
         """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`."""
         selected, overridden = {}, set()
         modules = dict(model.named_modules(remove_duplicate=False))
+        # Layers that an architecture computes in float32, whose weights its code reads (T5's "wo").
+        precise = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+        precise |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
         for name, module in modules.items():
             # Exact types: a subclass may use its weight in its own way (a scaled embedding does).
             kind = _KINDS.get(type(module))
@@ -137,12 +142,14 @@ class LowBitConfig(QuantizationConfigMixin):
             config = self._layer_config(kind, matching[-1] if matching else None)
             if matching:
                 overridden.add(name)
+            elif precise & set(name.split(".")):
+                continue
             if config is not None:
                 selected[name] = config
         for head, table in _ties(model).items():
             if head not in overridden and isinstance(modules[table], torch.nn.Embedding) and head in selected:
                 if table in selected:
-                    selected[head] = LinearConfig(**vars(selected[table]))
+                    selected[head] = _KINDS[type(modules[head])](**vars(selected[table]))
                 elif table in overridden:
                     del selected[head]  # left as it is, as its table is
         return selected
@@ -295,6 +302,14 @@ def _verify(model, where: Mapping[str, str]) -> None:
             pass
 
 
+def _mark_initialised(model, layers: Iterable[str]) -> None:
+    # Some architectures initialise the weights of a layer from the module around it (T5's attention).
+    for name in layers:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if not parent._parameters and not parent._buffers:
+            parent._is_hf_initialized = True
+
+
 def _expanded_ties(model) -> dict[str, dict[str, str]]:
     """For each part of a model that is a model itself: its tied tensors, target -> source."""
     return {
@@ -343,6 +358,10 @@ class LowBitQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    def get_state_dict_and_metadata(self, model):
+        # In every shard of a save the same: what a killed save leaves of an older one must not pass for a part of it.
+        return None, {_SAVE: uuid.uuid4().hex}
+
     @property
     def is_trainable(self) -> bool:
         return False
@@ -357,6 +376,12 @@ class LowBitQuantizer(HfQuantizer):
         self._shared, self._where = {}, {}
         files = [Path(file) for file in checkpoint_files or () if os.fspath(file).endswith(".safetensors")]
         tensors = read_files(files)
+        saves = {path: read_metadata(path).get(_SAVE) for path in files}
+        if len(set(saves.values())) > 1:
+            raise ValueError(
+                f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was interrupted. "
+                "Save again, into a new directory."
+            )
         packed = {name: stored for name, stored in tensors.items() if name.rpartition(".")[2] == PACKED}
         if self.pre_quantized:
             if not packed:
@@ -386,10 +411,12 @@ class LowBitQuantizer(HfQuantizer):
             self._selected = {}
             floats = given - {f"{layer}.weight" for layer in placed}
             self._shared = place_packed(model, placed, floats, self._dtype)
+            _mark_initialised(model, placed)
             return
         self._selected = self.quantization_config.select(model)
         if not self._selected:
             raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
+        _mark_initialised(model, self._selected)
         self._tied = {name for pair in _ties(model).items() for name in pair}
         for alias, (name, targets) in names.items():
             stored, layer = tensors[alias], name.removesuffix(".weight")
