@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from . import nn, ops
-from ._safetensors import read_files, read_metadata
+from ._safetensors import Stored, read_files, read_metadata
 from .checkpoint import packed_info
 from .quantize import EmbeddingConfig, LinearConfig, quantize_, quantize_tensor
 
@@ -373,42 +373,30 @@ class LowBitQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model, dtype=None, checkpoint_files=None, **kwargs):
         self._dtype = dtype or torch.get_default_dtype()
         self._ties = _expanded_ties(model)
-        self._shared, self._where = {}, {}
+        self._selected, self._shared, self._where = {}, {}, {}
         files = [Path(file) for file in checkpoint_files or () if os.fspath(file).endswith(".safetensors")]
         tensors = read_files(files)
-        saves = {path: read_metadata(path).get(_SAVE) for path in files}
-        if len(set(saves.values())) > 1:
-            raise ValueError(
-                f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was interrupted. "
-                "Save again, into a new directory."
-            )
         packed = {name: stored for name, stored in tensors.items() if name.rpartition(".")[2] == PACKED}
-        if self.pre_quantized:
-            if not packed:
-                raise ValueError(
-                    f"the checkpoint has no tensor .{PACKED}, but its config.json says quant_method {METHOD!r}; found "
-                    f"{len(tensors)} tensors in {len(files)} safetensors files"
-                )
-        elif packed:
-            raise ValueError(
-                f"{next(iter(packed.values())).path} has packed weights, but the checkpoint's config.json has no "
-                "quantization_config; quantise again, or load without one"
-            )
+        self._check_files(files, tensors, packed)
+
         # Packed weights are called as the float ones would be, so that transformers' rules for names apply.
         aliases = {name.removesuffix(PACKED) + "weight" if name in packed else name: name for name in tensors}
         names = names_in_model(model, aliases)
         given, placed = given_by(names), {}
+        layers = dict(model.named_modules(remove_duplicate=False))
+        whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
         for alias, (name, _) in names.items():
-            if aliases[alias] in packed:
-                stored, layer = packed[aliases[alias]], name.removesuffix(".weight")
+            stored, layer = packed.get(aliases[alias]), name.removesuffix(".weight")
+            # A class other than the checkpoint's may lack a head, or have another one.
+            if stored is not None and (whole or layer in layers):
                 self._where[layer] = f"{stored.name} in {stored.path}"
                 placed[layer] = self._where[layer], packed_info(stored)
-        if files and type(model).__name__ in (getattr(model.config, "architectures", None) or ()):
+        if files and whole:
             with_bias = {layer for layer, (_, info) in placed.items() if info.has_bias}
             with_bias |= {target for target, source in _ties(model).items() if source in with_bias}
             check_complete(model, given | {f"{layer}.bias" for layer in with_bias}, files[0].parent)
+
         if self.pre_quantized:
-            self._selected = {}
             floats = given - {f"{layer}.weight" for layer in placed}
             self._shared = place_packed(model, placed, floats, self._dtype)
             _mark_initialised(model, placed)
@@ -416,17 +404,39 @@ class LowBitQuantizer(HfQuantizer):
         self._selected = self.quantization_config.select(model)
         if not self._selected:
             raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
-        _mark_initialised(model, self._selected)
         self._tied = {name for pair in _ties(model).items() for name in pair}
-        for alias, (name, targets) in names.items():
-            stored, layer = tensors[alias], name.removesuffix(".weight")
-            if targets is None and name.endswith(".weight") and layer in self._selected:
-                expected = tuple(model.get_submodule(layer).weight.shape)
-                if stored.shape != expected:
+        _mark_initialised(model, self._selected)
+        for key, (name, targets) in names.items():
+            layer = name.removesuffix(".weight")
+            if targets is None and layer in self._selected and name.endswith(".weight"):
+                expected = tuple(layers[layer].weight.shape)
+                if tensors[key].shape != expected:
                     raise ValueError(
-                        f"{stored.name} in {stored.path} has shape {list(stored.shape)}; expected {list(expected)}, as "
+                        f"{key} in {tensors[key].path} has shape {list(tensors[key].shape)}; expected {list(expected)}, as "
                         "config.json says"
                     )
+
+    def _check_files(self, files: list[Path], tensors: dict[str, Stored], packed: dict[str, Stored]) -> None:
+        saves = {path: read_metadata(path).get(_SAVE) for path in files}
+        if len(set(saves.values())) > 1:
+            raise ValueError(
+                f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was interrupted. "
+                "Save again, into a new directory."
+            )
+        if self.pre_quantized and not packed:
+            raise ValueError(
+                f"the checkpoint has no tensor .{PACKED}, but its config.json says quant_method {METHOD!r}; found "
+                f"{len(tensors)} tensors in {len(files)} safetensors files"
+            )
+        if packed and not self.pre_quantized:
+            raise ValueError(
+                f"{next(iter(packed.values())).path} has packed weights, but the checkpoint's config.json has no "
+                "quantization_config; quantise again, or load without one"
+            )
+        for name in packed:
+            both = name.removesuffix(PACKED) + "weight"
+            if both in tensors:
+                raise ValueError(f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them")
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         layer, _, leaf = param_name.rpartition(".")
