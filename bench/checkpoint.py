@@ -1,6 +1,6 @@
 """What quantising and loading a checkpoint costs, with random weights in the shapes of a real model.
 
-    .venv/bin/python bench/checkpoint.py DIRECTORY     # llama-3.1-8b: 16 GB of bfloat16, 4.5 GB packed; deleted afterwards
+    .venv/bin/python bench/checkpoint.py DIRECTORY   # llama-3.1-8b: 16 GB of bfloat16, 4.5 GB packed; deleted after it
 
 Each step runs in a process of its own, so that its peak memory is its own; what importing costs is measured beside it.
 """
@@ -157,8 +157,8 @@ def main() -> None:
         for state in ("after the pages were evicted", "warm", "warm", "warm"):
             load = run(LOAD, base / "packed")
             print(
-                f"loaded, {state}: {load['s']:.2f} s and {load['anonymous'] / 2**20:.0f} MiB of memory that is not the mapped "
-                f"file; imports {load['import_s']:.1f} s, first pass of 4 tokens {load['first_s']:.2f} s",
+                f"loaded, {state}: {load['s']:.2f} s and {load['anonymous'] / 2**20:.0f} MiB of memory beside the "
+                f"mapped file; imports {load['import_s']:.1f} s, first pass of 4 tokens {load['first_s']:.2f} s",
                 flush=True,
             )
     finally:

@@ -20,7 +20,9 @@ DTYPES = {
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_ALIGNMENT = 64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
+_ALIGNMENT = (
+    64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
+)
 _CHUNK = 8 << 20
 
 
@@ -46,7 +48,9 @@ def read_file(path: Path) -> dict[str, Stored]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ImportError(f"safetensors is not installed: {error}. Install it with `pip install safetensors`.") from error
+        raise ImportError(
+            f"safetensors is not installed: {error}. Install it with `pip install safetensors`."
+        ) from error
     try:
         with safe_open(path, framework="pt"):  # checks the header, and the size of the file against it
             pass
@@ -101,7 +105,9 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     for name in names:
         if not (directory / name).exists():
             count = sum(file == name for file in weight_map.values())
-            raise FileNotFoundError(f"{directory / name} is missing: {INDEX} says that it holds {count} tensors; copy it too")
+            raise FileNotFoundError(
+                f"{directory / name} is missing: {INDEX} says that it holds {count} tensors; copy it too"
+            )
     return [directory / name for name in names], weight_map
 
 
@@ -168,7 +174,8 @@ class Writer:
             at += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (unbuffered: nothing is left to write after an error)
+        # Unbuffered: after an error nothing is left that closing would try to write.
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
         self._end = 8 + len(text) + at
         self.write(len(text).to_bytes(8, "little") + text)
 

@@ -102,7 +102,9 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
     """
     files, weight_map = files_of(Path(path))
     tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
-    return [_entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None) for stored in tensors]
+    return [
+        _entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None) for stored in tensors
+    ]
 
 
 def packed_info(stored: Stored) -> ops.PackedInfo:
@@ -113,7 +115,9 @@ def packed_info(stored: Stored) -> ops.PackedInfo:
     """
     try:
         if stored.dtype != "U8" or len(stored.shape) != 1:
-            raise ValueError(f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension")
+            raise ValueError(
+                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension"
+            )
         header = read_bytes(stored, 0, min(64, stored.bytes))
         return ops.PackedInfo(**_C.info(header.data_ptr(), stored.bytes, False))
     except ValueError as error:
@@ -175,46 +179,51 @@ def _meta_model(source: Path):
                 model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ValueError(
-            f"{path} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, which "
-            f"transformers {transformers.__version__} does not build: {str(error).splitlines()[0]} Models with code of "
-            "their own are not supported; for new architectures install a newer transformers."
+            f"{path} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, "
+            f"which transformers {transformers.__version__} does not build: {str(error).splitlines()[0]} Models with "
+            "code of their own are not supported; for new architectures install a newer transformers."
         ) from error
     return model, text
 
 
-def _plan(model, config: LowBitConfig, tensors: dict[str, Stored], source: Path) -> tuple[list[_Output], dict[str, str]]:
+def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a checkpoint that become tensors of the model as they are, by their name in the model."""
+    state = model.state_dict()
+    by_name: dict[str, Stored] = {}
+    for key, (name, targets) in names.items():
+        if targets is not None or name not in state:
+            continue
+        stored, expected = tensors[key], list(state[name].shape)
+        if name in by_name:
+            raise ValueError(f"{by_name[name].name} and {key} are both the {name} of the model; expected one of them")
+        if list(stored.shape) != expected:
+            raise ValueError(
+                f"{key} in {stored.path} has shape {list(stored.shape)}; expected {expected}, as config.json says"
+            )
+        by_name[name] = stored
+    for target, source in model.all_tied_weights_keys.items():
+        if target in by_name and source in by_name and same_bytes(by_name[target], by_name[source]):
+            del by_name[target]  # the file has it twice
+    return by_name
+
+
+def _plan(
+    model, config: LowBitConfig, tensors: dict[str, Stored], source: Path
+) -> tuple[list[_Output], dict[str, str]]:
     """What to write, and the selected layers that stay float."""
     from . import transformers as integration
 
     names = integration.names_in_model(model, tensors)
     state = model.state_dict()
     integration.check_complete(model, integration.given_by(names), source)
-    by_name: dict[str, Stored] = {}
-    for key, (name, targets) in names.items():
-        if targets is not None or name not in state:
-            continue
-        stored = tensors[key]
-        if name in by_name:
-            raise ValueError(f"{by_name[name].name} and {key} are both the {name} of the model; expected one of them")
-        if stored.shape != tuple(state[name].shape):
-            raise ValueError(
-                f"{key} in {stored.path} has shape {list(stored.shape)}; expected {list(state[name].shape)}, as config.json says"
-            )
-        by_name[name] = stored
-
+    by_name = _called_in_model(model, names, tensors)
     selected = config.select(model)
     if not selected:
         raise ValueError(f"config selects no layer of {type(model).__name__}")
-    left: dict[str, str] = {}
 
-    # Layers by the tensor that is their weight, the tensor's own layer first.
+    # By tensor, whatever in the model it becomes, its own name first.
     ties = model.all_tied_weights_keys
-    users: dict[str, list[str]] = {}
-    for target, tied in ties.items():
-        if target in by_name and tied in by_name and same_bytes(by_name[target], by_name[tied]):
-            del by_name[target]  # the file has it twice
-    for name in by_name:
-        users[name] = [name]
+    users = {name: [name] for name in by_name}
     for target, tied in ties.items():
         if target not in by_name and tied in by_name:
             users[tied].append(target)
@@ -239,15 +248,17 @@ def _plan(model, config: LowBitConfig, tensors: dict[str, Stored], source: Path)
                 f"{' and '.join(layers)} share one weight but have different configs, "
                 f"{' and '.join(str(selected[layer]) for layer in layers)}; give all the same, or None to all but one"
             )
-        biases = {
-            layer: by_name.get(f"{layer}.bias") or by_name[ties[f"{layer}.bias"]]
-            for layer in layers
-            if f"{layer}.bias" in state
-        }
-        packed_biases |= {f"{layer}.bias" for layer in biases}
+        biases = {}
+        for layer in layers:
+            bias = f"{layer}.bias"
+            if isinstance(selected[layer], LinearConfig):
+                biases[layer] = (by_name.get(bias) or by_name[ties[bias]]) if bias in state else None
+                packed_biases.add(bias)
         for stored in (tensors[key], *biases.values()):
-            if stored.dtype not in DTYPES:
-                raise ValueError(f"{stored.name} in {stored.path} has dtype {stored.dtype}; expected {', '.join(DTYPES)}")
+            if stored is not None and stored.dtype not in DTYPES:
+                raise ValueError(
+                    f"{stored.name} in {stored.path} has dtype {stored.dtype}; expected {', '.join(DTYPES)}"
+                )
 
         def called(user: str, leaf: str, key: str = key, name: str = name) -> str:
             own = key.removesuffix("weight") if f"{user}.weight" == name else f"{user}."
@@ -261,10 +272,9 @@ def _plan(model, config: LowBitConfig, tensors: dict[str, Stored], source: Path)
         floats = [layer for layer in weights if layer not in selected]
         if floats:
             outputs.append(_Output(called(floats[0], "weight"), tensors[key]))
-    for layer in selected:
-        tied = ties.get(f"{layer}.weight")
-        if f"{layer}.weight" not in by_name and tied not in by_name:
-            left[layer] = "transformers computes its weight from other tensors of the file"
+    found = {user for name in by_name for user in users[name]}
+    reason = "transformers computes its weight from other tensors of the file"
+    left = {layer: reason for layer in selected if f"{layer}.weight" not in found}
     dropped = {by_name[name].name for name in packed_biases if name in by_name}
     return [output for output in outputs if output.config is not None or output.name not in dropped], left
 
@@ -293,7 +303,7 @@ def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
 
 
 def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
-    """Cuts the outputs, in their order, into files. In a file packed tensors come first, all at multiples of 64 bytes."""
+    """Cuts the outputs, in their order, into files. In a file packed tensors come first, at multiples of 64 bytes."""
 
     def place(output: _Output) -> int:  # packed first, then the wider elements, so that all are aligned
         return -512 if output.config is not None else -_DTYPES.get(output.source.dtype, ("", 8))[1]
@@ -317,7 +327,8 @@ def _check_target(target: Path, needed: int) -> None:
         count = len(list(target.iterdir()))
         if count:
             raise FileExistsError(
-                f"{target} has {count} files; expected a directory that is empty or not there yet: choose another, or delete it"
+                f"{target} has {count} files; expected a directory that is empty or not there yet: choose another, or "
+                "delete it"
             )
     if not target.parent.is_dir():
         raise NotADirectoryError(f"{target.parent} is not a directory; make it first")
@@ -368,7 +379,7 @@ def quantize_checkpoint(
     tensors = read_files(files, weight_map)
     outputs, left = _plan(model, config, tensors, source)
 
-    # What transformers would call the new names; where that is something else, a layer stays float.
+    # What transformers will take the new names for.
     placed = {output.layer: (output.name, output.info()) for output in outputs if output.config is not None}
     floats = {output.name for output in outputs if output.config is None}
     place_packed(model, placed, floats, torch.float32)
@@ -377,8 +388,9 @@ def quantize_checkpoint(
         expected = f"{output.layer}.packed_weight"
         if output.config is not None and found[output.name] != (expected, None):
             raise ValueError(
-                f"{output.source.name} would be packed as {output.name}, which transformers takes for {found[output.name][0]}; "
-                f"expected {expected}. Leave the layer float: overrides={{{output.layer!r}: None}}"
+                f"{output.source.name} would be packed as {output.name}, which transformers takes for "
+                f"{found[output.name][0]}; expected {expected}. "
+                f"Leave the layer float: overrides={{{output.layer!r}: None}}"
             )
 
     total = sum(output.source.bytes for output in outputs)
@@ -431,8 +443,8 @@ def quantize_checkpoint(
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             raise OSError(
                 error.errno,
-                f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of it was "
-                "kept. Make room, or choose another place",
+                f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of it "
+                "was kept. Make room, or choose another place",
             ) from error
         raise
     return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left)

@@ -54,15 +54,15 @@ _FIELDS = ("bits", "group_size", "mapping", "scale")
 class LowBitConfig(QuantizationConfigMixin):
     """How to quantise a model of transformers.
 
-    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised, but those that the architecture keeps in float32.
-    A head that shares the embedding's weight is quantised as the embedding is.
+    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised, but those that the architecture keeps in
+    float32. A head that shares the embedding's weight is quantised as the embedding is.
 
     Args:
         bits, group_size, mapping, scale: as in :class:`lowbit.LinearConfig`.
         embedding_bits: of embedding tables; None: ``bits``.
         overrides: shell-style patterns of qualified names to what differs there, a dict with any of ``bits``,
-            ``group_size``, ``mapping`` and ``scale``, or to None, which leaves the layer as it is. The last pattern that
-            matches counts. ``{"lm_head": {"bits": 8}, "*embed*": None}``
+            ``group_size``, ``mapping`` and ``scale``, or to None, which leaves the layer as it is. The last pattern
+            that matches counts. ``{"lm_head": {"bits": 8}, "*embed*": None}``
 
     Raises:
         TypeError, ValueError: a value that is none of these.
@@ -211,8 +211,8 @@ def check_complete(model, given: set[str], where: Path) -> None:
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise ValueError(
-            f"{where} lacks {len(missing)} of the {len(needed)} tensors of {type(model).__name__}: {shown}. A shard, or its "
-            "entry in the index, is missing: copy all files again."
+            f"{where} lacks {len(missing)} of the {len(needed)} tensors of {type(model).__name__}: {shown}. A shard, "
+            "or its entry in the index, is missing: copy all files again."
         )
 
 
@@ -239,7 +239,9 @@ def place_packed(
         layer = floats_of.get(name)
         if type(layer) not in _KINDS:
             found = "no such layer" if layer is None else f"a {type(layer).__name__}"
-            raise ValueError(f"{where} is packed, but {type(model).__name__} has {found} there; expected Linear or Embedding")
+            raise ValueError(
+                f"{where} is packed, but {type(model).__name__} has {found} there; expected Linear or Embedding"
+            )
         _check_fits(where, info, layer)
         if isinstance(layer, torch.nn.Embedding):
             model.set_submodule(name, nn.Embedding(info, dtype, layer.padding_idx))
@@ -294,7 +296,9 @@ def _verify(model, where: Mapping[str, str]) -> None:
         try:
             layers[name].info = ops.verify(layers[name].packed_weight)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantise, again.") from error
+            raise ValueError(
+                f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantise, again."
+            ) from error
 
     names = sorted(layers, key=lambda name: -layers[name].packed_weight.numel())
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -320,7 +324,7 @@ def _expanded_ties(model) -> dict[str, dict[str, str]]:
 
 
 def _tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
-    """Names the tied tensors as they are after quantisation, where transformers looks for them when it ties and saves."""
+    """Names tied tensors as they are after quantisation, where transformers looks when it ties and saves."""
 
     def layer_of(part: torch.nn.Module, tensor: str) -> torch.nn.Module:
         return part.get_submodule(tensor.rpartition(".")[0])
@@ -412,16 +416,16 @@ class LowBitQuantizer(HfQuantizer):
                 expected = tuple(layers[layer].weight.shape)
                 if tensors[key].shape != expected:
                     raise ValueError(
-                        f"{key} in {tensors[key].path} has shape {list(tensors[key].shape)}; expected {list(expected)}, as "
-                        "config.json says"
+                        f"{key} in {tensors[key].path} has shape {list(tensors[key].shape)}; expected "
+                        f"{list(expected)}, as config.json says"
                     )
 
     def _check_files(self, files: list[Path], tensors: dict[str, Stored], packed: dict[str, Stored]) -> None:
         saves = {path: read_metadata(path).get(_SAVE) for path in files}
         if len(set(saves.values())) > 1:
             raise ValueError(
-                f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was interrupted. "
-                "Save again, into a new directory."
+                f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was "
+                "interrupted. Save again, into a new directory."
             )
         if self.pre_quantized and not packed:
             raise ValueError(
@@ -436,7 +440,9 @@ class LowBitQuantizer(HfQuantizer):
         for name in packed:
             both = name.removesuffix(PACKED) + "weight"
             if both in tensors:
-                raise ValueError(f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them")
+                raise ValueError(
+                    f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them"
+                )
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         layer, _, leaf = param_name.rpartition(".")

@@ -29,7 +29,7 @@ def make_model(kind: str = "untied", dtype: torch.dtype = torch.bfloat16, seed: 
         model = Qwen2ForCausalLM(Qwen2Config(**SIZES | sizes, tie_word_embeddings=True))
     else:
         model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes, tie_word_embeddings=kind == "tied"))
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases: zeros and ones would hide a mix-up
             parameter.data.add_(0.1 * torch.randn(parameter.shape))
     return model.to(dtype).eval()

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lowbit
-from checkpoints import EMBED, HEAD, KINDS, NORM, SIZES, UP, change_tensors, edit_json, load, make_model, save_model
+from checkpoints import EMBED, HEAD, KINDS, NORM, UP, change_tensors, edit_json, load, save_model
 from lowbit import LowBitConfig, checkpoint, inspect_checkpoint, quantize_checkpoint
 
 CONFIG = LowBitConfig(
@@ -84,7 +84,9 @@ def test_files_beside_the_weights(tmp_path):
 
 def test_packed_tensors_lie_at_multiples_of_64(tmp_path):
     source = save_model(tmp_path / "source")
-    change_tensors(source / "model.safetensors", lambda tensors: tensors.update({"a.rotary_emb.inv_freq": torch.ones(3)}))
+    change_tensors(
+        source / "model.safetensors", lambda tensors: tensors.update({"a.rotary_emb.inv_freq": torch.ones(3)})
+    )
     quantize_checkpoint(source, tmp_path / "packed", CONFIG)
     file = tmp_path / "packed" / "model.safetensors"
     begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
@@ -123,7 +125,9 @@ def test_progress(tmp_path, monkeypatch):
     calls = []
     summary = quantize_checkpoint(source, tmp_path / "packed", CONFIG, progress=lambda *call: calls.append(call))
     done, totals, names = zip(*calls, strict=True)
-    assert list(done) == sorted(set(done)) and done[-1] == summary.source_bytes and set(totals) == {summary.source_bytes}
+    assert (
+        list(done) == sorted(set(done)) and done[-1] == summary.source_bytes and set(totals) == {summary.source_bytes}
+    )
     assert set(names) == {entry.name for entry in summary.entries}
     assert len(calls) > len(summary.entries)
 
@@ -141,8 +145,6 @@ def test_a_tied_weight_that_the_file_has_twice(tmp_path):
     doubled = lowbit.unpack(found[f"{HEAD}.packed_weight"])
     single = lowbit.unpack(found[f"{EMBED}.packed_weight"])
     assert torch.equal(doubled.codes, single.codes) and torch.equal(doubled.scales, 2 * single.scales)
-
-
 
 
 def test_memory(tmp_path, run_python):
@@ -262,7 +264,9 @@ def test_a_missing_tensor(source, tmp_path):
 def test_a_wrong_shape(source, tmp_path, name, shape):
     file = source / "model.safetensors"
     change_tensors(file, lambda tensors: tensors.update({name: torch.zeros(shape)}))
-    refuse(source, tmp_path / "packed", ValueError, f"{name} in {file} has shape {list(shape)}; expected ", "config.json")
+    refuse(
+        source, tmp_path / "packed", ValueError, f"{name} in {file} has shape {list(shape)}; expected ", "config.json"
+    )
 
 
 def test_a_wrong_dtype(source, tmp_path):

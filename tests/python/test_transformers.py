@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import CompileConfig, LlamaForSequenceClassification
 
 import lowbit
@@ -15,7 +14,10 @@ from checkpoints import (
 from lowbit import LowBitConfig, quantize_checkpoint
 
 CONFIG = LowBitConfig(
-    bits=3, group_size=32, embedding_bits=5, overrides={"*.down_proj": {"bits": 8, "mapping": "affine"}, "*.0.*.k_proj": None}
+    bits=3,
+    group_size=32,
+    embedding_bits=5,
+    overrides={"*.down_proj": {"bits": 8, "mapping": "affine"}, "*.0.*.k_proj": None},
 )
 
 
@@ -55,7 +57,9 @@ def test_a_packed_file_is_mapped(tmp_path):
     packed = {name: buffer for name, buffer in model.named_buffers() if name.endswith("packed_weight")}
     assert len(packed) == 14  # of 15 layers: one is left float, the head's is the embedding's
     for name, buffer in packed.items():
-        assert any(begin <= buffer.data_ptr() and buffer.data_ptr() + buffer.numel() <= end for begin, end in ranges), name
+        assert any(begin <= buffer.data_ptr() and buffer.data_ptr() + buffer.numel() <= end for begin, end in ranges), (
+            name
+        )
         assert buffer.data_ptr() % 64 == 0, name
 
 
@@ -157,9 +161,18 @@ def test_other_architectures(tmp_path, name):
     """Experts that transformers fuses, scaled embeddings, three ways of tying, layers that stay in float32."""
     import transformers
 
-    small = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model_class, config = {
-        "Mixtral": ("MixtralForCausalLM", lambda: transformers.MixtralConfig(**small, num_key_value_heads=2, num_local_experts=4)),
+        "Mixtral": (
+            "MixtralForCausalLM",
+            lambda: transformers.MixtralConfig(**small, num_key_value_heads=2, num_local_experts=4),
+        ),
         "Gemma3": ("Gemma3ForCausalLM", lambda: transformers.Gemma3TextConfig(**small, head_dim=16)),
         "T5": (
             "T5ForConditionalGeneration",
@@ -169,7 +182,12 @@ def test_other_architectures(tmp_path, name):
         "OPT": (
             "OPTForCausalLM",
             lambda: transformers.OPTConfig(
-                vocab_size=160, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64
+                vocab_size=160,
+                hidden_size=64,
+                ffn_dim=96,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                word_embed_proj_dim=64,
             ),
         ),
     }[name]
@@ -284,7 +302,9 @@ def test_bad_float_weights(tmp_path):
     change_tensors(file, lambda tensors: tensors[f"{UP}.weight"].__setitem__((5, 5), float("nan")))
     refuse(source, ValueError, f"{UP}.weight has 1 NaN", quantization_config=CONFIG)
     change_tensors(file, lambda tensors: tensors.update({f"{UP}.weight": torch.ones(168, 65)}))
-    refuse(source, ValueError, f"{UP}.weight in {file} has shape [168, 65]; expected [168, 64]", quantization_config=CONFIG)
+    refuse(
+        source, ValueError, f"{UP}.weight in {file} has shape [168, 65]; expected [168, 64]", quantization_config=CONFIG
+    )
     change_tensors(file, lambda tensors: tensors.pop(f"{UP}.weight"))
     refuse(source, ValueError, f"lacks 1 of the 21 tensors of LlamaForCausalLM: {UP}", quantization_config=CONFIG)
 
@@ -344,7 +364,9 @@ def test_the_last_override_counts():
 
 def test_imports(run_python):
     """`import lowbit` imports neither transformers nor safetensors, and says what is missing when they are needed."""
-    process = run_python("import sys, torch, lowbit; print([m for m in ('transformers', 'safetensors') if m in sys.modules])")
+    process = run_python(
+        "import sys, torch, lowbit; print([m for m in ('transformers', 'safetensors') if m in sys.modules])"
+    )
     assert process.stdout.splitlines()[-1] == "[]", process.stderr
     process = run_python("import sys; sys.modules['transformers'] = None; import lowbit; lowbit.LowBitConfig")
     assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or too old: ")
