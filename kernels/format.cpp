@@ -211,18 +211,19 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
   return {};
 }
 
+uint64_t fold_panels(const void* data, const Layout& layout, uint64_t folded) {
+  const char* panel = static_cast<const char*>(data) + kHeaderBytes;
+  for (int64_t p = 0; p < layout.panels; ++p, panel += layout.panel_bytes) {
+    folded = fold_checksum(folded, checksum(panel, layout.panel_bytes));
+  }
+  return folded;
+}
+
 Status verify_payload(const void* data, const Layout& layout) {
   Header header;
   std::memcpy(&header, data, sizeof header);
-  const char* panel = static_cast<const char*>(data) + kHeaderBytes;
-  uint64_t folded = 0;
-  if (layout.format != Format::panel16) {
-    folded = vendor_checksum(data, layout);
-  } else {
-    for (int64_t p = 0; p < layout.panels; ++p, panel += layout.panel_bytes) {
-      folded = fold_checksum(folded, checksum(panel, layout.panel_bytes));
-    }
-  }
+  const uint64_t folded =
+      layout.format == Format::panel16 ? fold_panels(data, layout, 0) : vendor_checksum(data, layout);
   if (folded != header.payload_checksum) {
     return Status::error("packed weight has altered bytes: their checksum is %016" PRIx64 "; the header says %016" PRIx64,
                          folded, header.payload_checksum);

@@ -94,7 +94,11 @@ LOWBIT_API Status verify_payload(const void* data, const Layout& layout);
 // For the packer: the checksum of a panel, their fold, and the header that carries it.
 uint64_t checksum(const void* data, int64_t size);
 uint64_t fold_checksum(uint64_t folded, uint64_t panel_checksum);
-void write_header(const Layout& layout, uint64_t payload_checksum, void* data);
+LOWBIT_API void write_header(const Layout& layout, uint64_t payload_checksum, void* data);
+
+// Folds the checksums of all panels behind the header at `data` onto `folded`, which starts at 0. A matrix that is packed
+// in bands of whole panels gets its checksum band by band.
+LOWBIT_API uint64_t fold_panels(const void* data, const Layout& layout, uint64_t folded);
 
 // The header of a matrix in a vendor's format, whose bytes behind it are there.
 void seal_vendor_format(const Layout& layout, void* data);

@@ -138,11 +138,38 @@ py::dict info(uintptr_t address, int64_t size, bool verify) {
   return as_dict(layout);
 }
 
-int64_t packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias) {
+Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias) {
   Layout layout;
   raise_unless_ok(
       make_layout(n, k, bits, group_size, affine ? Mapping::affine : Mapping::symmetric, has_bias, &layout));
-  return layout.total_bytes;
+  return layout;
+}
+
+// What info() will say about such a matrix.
+py::dict describe_packed(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias) {
+  return as_dict(layout_of(n, k, bits, group_size, affine, has_bias));
+}
+
+int64_t packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias) {
+  return layout_of(n, k, bits, group_size, affine, has_bias).total_bytes;
+}
+
+// A matrix that is packed in bands of whole panels: fold the checksum of each band (a packed weight of its own) onto
+// that of those before it, then put this header before the panels of all.
+uint64_t fold_bands(uintptr_t address, int64_t size, uint64_t folded) {
+  Layout layout;
+  const void* data = reinterpret_cast<const void*>(address);
+  raise_unless_ok(read_header(data, size, &layout));
+  if (layout.format != Format::panel16) throw py::value_error("only format panel16 has panels");
+  py::gil_scoped_release release;
+  return fold_panels(data, layout, folded);
+}
+
+py::bytes packed_header(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
+                        uint64_t folded) {
+  char header[kHeaderBytes];
+  write_header(layout_of(n, k, bits, group_size, affine, has_bias), folded, header);
+  return py::bytes(header, sizeof header);
 }
 
 TensorView bytes_view(uintptr_t address, int64_t size) {
@@ -179,6 +206,11 @@ PYBIND11_MODULE(_C, module) {
   module.def("info", &info, py::arg("address"), py::arg("size"), py::arg("verify"));
   module.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
              py::arg("affine"), py::arg("has_bias"));
+  module.def("describe_packed", &describe_packed, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
+             py::arg("affine"), py::arg("has_bias"));
+  module.def("fold_panels", &fold_bands, py::arg("address"), py::arg("size"), py::arg("folded"));
+  module.def("packed_header", &packed_header, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
+             py::arg("affine"), py::arg("has_bias"), py::arg("folded"));
   module.def("repacked_bytes", &repacked_bytes, py::arg("address"), py::arg("size"), py::arg("format"));
   module.def("repack", &repack_into, py::arg("address"), py::arg("size"), py::arg("format"), py::arg("out_address"),
              py::arg("out_size"));

@@ -22,6 +22,25 @@ from .threads import ThreadTuning, tune_threads  # noqa: E402
 
 __version__ = "0.1.0"
 
+# Imported when first used: every import of torch imports this file, and these need transformers or safetensors. Not in
+# __all__, so that `from lowbit import *` needs neither.
+_LAZY = {
+    "CheckpointEntry": "checkpoint",
+    "CheckpointSummary": "checkpoint",
+    "LowBitConfig": "transformers",
+    "inspect_checkpoint": "checkpoint",
+    "quantize_checkpoint": "checkpoint",
+}
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
 __all__ = [
     "EmbeddingConfig",
     "LinearConfig",

@@ -13,10 +13,14 @@ from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 class _Packed(torch.nn.Module):
     """A module whose weight is one packed buffer, ``packed_weight`` (uint8)."""
 
-    def __init__(self, packed_weight: Tensor):
+    def __init__(self, packed_weight: Tensor | ops.PackedInfo):
         super().__init__()
+        if isinstance(packed_weight, ops.PackedInfo):
+            self.info = packed_weight
+            packed_weight = torch.empty(self.info.total_bytes, dtype=torch.uint8, device="meta")
+        else:
+            self._describe(packed_weight)
         self.register_buffer("packed_weight", packed_weight)
-        self._describe(packed_weight)
 
     def _describe(self, packed_weight: Tensor) -> None:
         self.info = ops.info(packed_weight)
@@ -89,9 +93,10 @@ class Linear(_Packed):
     The weight is fixed; the input's gradient is that of a float layer with the dequantised weight.
     """
 
-    def __init__(self, packed_weight: Tensor):
+    def __init__(self, packed_weight: Tensor | ops.PackedInfo):
         """Args:
-            packed_weight: from :func:`lowbit.pack`; the bias is in it.
+            packed_weight: from :func:`lowbit.pack`; the bias is in it. A description instead gives a module on the meta
+                device, which a checkpoint's loader fills.
 
         Raises:
             ValueError: not a valid packed weight.
@@ -136,9 +141,14 @@ class Embedding(_Packed):
     Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``.
     """
 
-    def __init__(self, packed_weight: Tensor, dtype: torch.dtype = torch.float32, padding_idx: int | None = None):
+    def __init__(
+        self,
+        packed_weight: Tensor | ops.PackedInfo,
+        dtype: torch.dtype = torch.float32,
+        padding_idx: int | None = None,
+    ):
         """Args:
-            packed_weight: from :func:`lowbit.pack`.
+            packed_weight: from :func:`lowbit.pack`, or a description as for :class:`Linear`.
             dtype: of the output: float32, bfloat16 or float16.
             padding_idx: kept for information; the row is stored like any other.
 

@@ -77,6 +77,16 @@ def verify(packed: Tensor) -> PackedInfo:
     return PackedInfo(**_C.info(packed.data_ptr(), packed.numel(), True))
 
 
+def describe(shape: tuple[int, int], bits: int, group_size: int | None, mapping: str, has_bias: bool) -> PackedInfo:
+    """What :func:`info` will say about a weight of ``shape`` [n, k] once it is packed.
+
+    Raises:
+        ValueError: as :func:`pack`.
+    """
+    n, k = shape
+    return PackedInfo(**_C.describe_packed(n, k, bits, _group_size_argument(group_size), mapping == "affine", has_bias))
+
+
 def _group_size_argument(group_size: int | None) -> int:
     if group_size is None:
         return 0

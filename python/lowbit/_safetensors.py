@@ -1,0 +1,217 @@
+"""Safetensors files as the checkpoint code needs them: what is where, rows of a tensor, and writing without a copy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_ALIGNMENT = (
+    64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
+)
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    name: str
+    path: Path
+    dtype: str  # as safetensors calls it
+    shape: tuple[int, ...]
+    offset: int  # from the start of the file
+    bytes: int
+
+
+def read_file(path: Path) -> dict[str, Stored]:
+    """The tensors of one file; nothing but its header is read.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: not a whole safetensors file.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"safetensors is not installed: {error}. Install it with `pip install safetensors`."
+        ) from error
+    try:
+        with safe_open(path, framework="pt"):  # checks the header, and the size of the file against it
+            pass
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a whole safetensors file: {error}. It has {os.path.getsize(path)} bytes; copy it again."
+        ) from error
+    size, header = _header(path)
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        tensors[name] = Stored(name, path, entry["dtype"], tuple(entry["shape"]), 8 + size + begin, end - begin)
+    return tensors
+
+
+def _header(path: Path) -> tuple[int, dict]:
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return size, json.loads(file.read(size))
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file that :func:`read_file` has accepted says of itself."""
+    return _header(path)[1].get("__metadata__") or {}
+
+
+def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files of a checkpoint, and the map of its index from names to file names, or None without an index.
+
+    Raises:
+        OSError: no such directory, or files that should be there are not.
+        ValueError: an index that is not one.
+    """
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is not a directory; expected one with config.json and {WEIGHTS}")
+    if (directory / WEIGHTS).exists():
+        return [directory / WEIGHTS], None
+    index = directory / INDEX
+    if not index.exists():
+        found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
+        raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}; found {found}")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        plain = all(Path(name).name == name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f'{index} is not an index: {error!r}; expected {{"weight_map": {{tensor: file}}}}') from error
+    if not names or not plain:
+        raise ValueError(f"{index} names the files {names}; expected files of the same directory")
+    for name in names:
+        if not (directory / name).exists():
+            count = sum(file == name for file in weight_map.values())
+            raise FileNotFoundError(
+                f"{directory / name} is missing: {INDEX} says that it holds {count} tensors; copy it too"
+            )
+    return [directory / name for name in names], weight_map
+
+
+def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) -> dict[str, Stored]:
+    """The tensors of all files of a checkpoint, checked against its index if there is one.
+
+    Raises:
+        OSError, ValueError: as :func:`read_file`, or the same name twice, or an index that disagrees with the files.
+    """
+    tensors: dict[str, Stored] = {}
+    for path in paths:
+        for name, stored in read_file(path).items():
+            if name in tensors:
+                raise ValueError(f"{name} is in both {tensors[name].path} and {path}; expected each name once")
+            tensors[name] = stored
+    for name, file in (weight_map or {}).items():
+        if name not in tensors or tensors[name].path.name != file:
+            found = "nowhere" if name not in tensors else f"in {tensors[name].path.name}"
+            raise ValueError(f"{INDEX} says that {name} is in {file}; found it {found}: copy all files again")
+    return tensors
+
+
+def read_bytes(stored: Stored, begin: int = 0, end: int | None = None) -> Tensor:
+    """Bytes [begin, end) of a tensor, uint8, in memory of their own: pages of a mapped file would count as ours."""
+    count = (stored.bytes if end is None else end) - begin
+    buffer = torch.empty(count, dtype=torch.uint8, device="cpu")  # a loader may have set another default
+    view = memoryview(buffer.numpy())
+    with open(stored.path, "rb", buffering=0) as file:
+        file.seek(stored.offset + begin)
+        done = 0
+        while done < count:
+            read = file.readinto(view[done:])
+            if not read:
+                raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
+            done += read
+    return buffer
+
+
+def read_rows(stored: Stored, begin: int, end: int) -> Tensor:
+    """Rows [begin, end) of a floating-point tensor, in its own dtype."""
+    row = stored.bytes // stored.shape[0]
+    return read_bytes(stored, begin * row, end * row).view(DTYPES[stored.dtype]).view(end - begin, *stored.shape[1:])
+
+
+def chunks(stored: Stored) -> Iterator[Tensor]:
+    """All bytes of a tensor, some megabytes at a time."""
+    for begin in range(0, stored.bytes, _CHUNK):
+        yield read_bytes(stored, begin, min(begin + _CHUNK, stored.bytes))
+
+
+def same_bytes(first: Stored, second: Stored) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return all(torch.equal(a, b) for a, b in zip(chunks(first), chunks(second), strict=True))
+
+
+class Writer:
+    """A file whose tensors are known by name, dtype, shape and bytes, and are then written in this order."""
+
+    def __init__(self, path: Path, tensors: list[tuple[str, str, tuple[int, ...], int]]):
+        header, at = {"__metadata__": {"format": "pt"}}, 0
+        for name, dtype, shape, size in tensors:
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        # Unbuffered: after an error nothing is left that closing would try to write.
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._end = 8 + len(text) + at
+        self.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, data) -> int:
+        """Appends a buffer; returns where it went."""
+        at = self._file.tell()
+        view = memoryview(data)
+        while len(view):
+            view = view[self._file.write(view) :]
+        return at
+
+    def write_at(self, at: int, data) -> None:
+        end = self._file.tell()
+        self._file.seek(at)
+        self.write(data)
+        self._file.seek(end)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        with self._file:
+            if kind is None:
+                if self._file.tell() != self._end:
+                    raise AssertionError(f"{self._file.tell()} bytes were written; the header says {self._end}")
+                sync(self._file)
+
+
+def sync(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,463 @@
+"""Checkpoints in Hugging Face's form: :func:`quantize_checkpoint` packs one without ever holding it in memory,
+:func:`inspect_checkpoint` says what is in one.
+
+A packed checkpoint is loaded by transformers (:mod:`lowbit.transformers`).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import _C, ops
+from ._safetensors import (
+    DTYPES,
+    INDEX,
+    WEIGHTS,
+    Stored,
+    Writer,
+    chunks,
+    files_of,
+    read_bytes,
+    read_files,
+    read_rows,
+    same_bytes,
+    sync,
+    sync_directory,
+)
+from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
+
+if TYPE_CHECKING:
+    from .transformers import LowBitConfig
+
+_BAND_WEIGHTS = 1 << 21  # quantised at a time: enough for many threads, little memory
+_PANEL_ROWS = 16
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf",
+                 ".h5", ".msgpack", ".onnx")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """A tensor of a checkpoint."""
+
+    name: str
+    kind: str  # "packed", or the dtype, as "bfloat16"
+    shape: tuple[int, ...]  # of a packed weight: [out, in]
+    bits: int  # per code; of a tensor that is not packed: per element
+    group_size: int | None  # None: one group per row, or not packed
+    mapping: str | None  # "symmetric" or "affine"; None: not packed
+    bytes: int  # in the file
+    file: str
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """What :func:`quantize_checkpoint` has written."""
+
+    target: Path
+    entries: list[CheckpointEntry]
+    source_bytes: int  # of the tensors read
+    target_bytes: int  # of the tensors written
+    seconds: float
+    left: dict[str, str] = field(default_factory=dict)  # selected layers that stay float -> why
+
+
+# What safetensors calls a dtype -> what torch calls it, and its bits.
+_DTYPES = {
+    "F64": ("float64", 64), "F32": ("float32", 32), "BF16": ("bfloat16", 16), "F16": ("float16", 16),
+    "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8), "U8": ("uint8", 8),
+    "BOOL": ("bool", 8),
+}  # fmt: skip
+
+
+def _entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+    if info is not None:
+        shape = (info.out_features, info.in_features)
+        kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
+    else:
+        shape, group_size, mapping = stored.shape, None, None
+        kind, bits = _DTYPES.get(stored.dtype, (stored.dtype.lower(), 8))
+    return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name)
+
+
+def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
+    """What is in a checkpoint, packed or not, in the order of the files. Only headers are read.
+
+    Args:
+        path: a directory with model.safetensors or model.safetensors.index.json.
+
+    Raises:
+        OSError: there is no such checkpoint, or a shard is missing.
+        ValueError: a file is damaged, or disagrees with the index.
+    """
+    files, weight_map = files_of(Path(path))
+    tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
+    return [
+        _entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None) for stored in tensors
+    ]
+
+
+def packed_info(stored: Stored) -> ops.PackedInfo:
+    """What the header of a packed tensor in a file says; no other byte of it is read.
+
+    Raises:
+        ValueError: not a packed weight, of another version, or with an altered header.
+    """
+    try:
+        if stored.dtype != "U8" or len(stored.shape) != 1:
+            raise ValueError(
+                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension"
+            )
+        header = read_bytes(stored, 0, min(64, stored.bytes))
+        return ops.PackedInfo(**_C.info(header.data_ptr(), stored.bytes, False))
+    except ValueError as error:
+        raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor to write: a copy of `source`, or with a config its packed form."""
+
+    name: str
+    source: Stored
+    config: LinearConfig | EmbeddingConfig | None = None
+    bias: Stored | None = None
+    layer: str = ""  # that it is for, when packed
+
+    def info(self) -> ops.PackedInfo | None:
+        if self.config is None:
+            return None
+        config = self.config
+        return ops.describe(self.source.shape, config.bits, config.group_size, config.mapping, self.bias is not None)
+
+    def stored(self, path: Path) -> Stored:
+        if self.config is None:
+            return Stored(self.name, path, self.source.dtype, self.source.shape, 0, self.source.bytes)
+        size = self.info().total_bytes
+        return Stored(self.name, path, "U8", (size,), 0, size)
+
+
+def _meta_model(source: Path):
+    """The model of a checkpoint without weights, and the text of its config.json as a dict."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"transformers is not installed: {error}. Install it with `pip install 'transformers>=5'`."
+        ) from error
+    path = source / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{source} has no config.json, which says what the tensors are for; copy it too")
+    try:
+        text = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(text, dict):
+            raise ValueError(f"found a {type(text).__name__}; expected an object")
+    except ValueError as error:
+        raise ValueError(f"{path} is not a config: {error}") from error
+    present = text.get("quantization_config")
+    if present is not None:
+        method = present.get("quant_method") if isinstance(present, dict) else present
+        raise ValueError(f"{source} is quantised already, by the method {method!r}; expected float weights")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        model_class = next((found for found in named if hasattr(found, "_from_config")), None)
+        with torch.device("meta"):
+            if model_class is not None:
+                model = model_class._from_config(config)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ValueError(
+            f"{path} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, "
+            f"which transformers {transformers.__version__} does not build: {str(error).splitlines()[0]} Models with "
+            "code of their own are not supported; for new architectures install a newer transformers."
+        ) from error
+    return model, text
+
+
+def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a checkpoint that become tensors of the model as they are, by their name in the model."""
+    state = model.state_dict()
+    by_name: dict[str, Stored] = {}
+    for key, (name, targets) in names.items():
+        if targets is not None or name not in state:
+            continue
+        stored, expected = tensors[key], list(state[name].shape)
+        if name in by_name:
+            raise ValueError(f"{by_name[name].name} and {key} are both the {name} of the model; expected one of them")
+        if list(stored.shape) != expected:
+            raise ValueError(
+                f"{key} in {stored.path} has shape {list(stored.shape)}; expected {expected}, as config.json says"
+            )
+        by_name[name] = stored
+    for target, source in model.all_tied_weights_keys.items():
+        if target in by_name and source in by_name and same_bytes(by_name[target], by_name[source]):
+            del by_name[target]  # the file has it twice
+    return by_name
+
+
+def _plan(
+    model, config: LowBitConfig, tensors: dict[str, Stored], source: Path
+) -> tuple[list[_Output], dict[str, str]]:
+    """What to write, and the selected layers that stay float."""
+    from . import transformers as integration
+
+    names = integration.names_in_model(model, tensors)
+    state = model.state_dict()
+    integration.check_complete(model, integration.given_by(names), source)
+    by_name = _called_in_model(model, names, tensors)
+    selected = config.select(model)
+    if not selected:
+        raise ValueError(f"config selects no layer of {type(model).__name__}")
+
+    # By tensor, whatever in the model it becomes, its own name first.
+    ties = model.all_tied_weights_keys
+    users = {name: [name] for name in by_name}
+    for target, tied in ties.items():
+        if target not in by_name and tied in by_name:
+            users[tied].append(target)
+        elif tied not in by_name and target in by_name:
+            users[target].append(tied)
+
+    outputs: list[_Output] = []
+    packed_biases: set[str] = set()
+    for key in tensors:
+        name = names[key][0]
+        if by_name.get(name) is not tensors[key]:
+            if names[key][1] is not None or name not in state:
+                outputs.append(_Output(key, tensors[key]))
+            continue
+        weights = [user.removesuffix(".weight") for user in users[name] if user.endswith(".weight")]
+        layers = [layer for layer in weights if layer in selected]
+        if not layers:
+            outputs.append(_Output(key, tensors[key]))
+            continue
+        if len({tuple(vars(selected[layer]).items()) for layer in layers}) > 1:
+            raise ValueError(
+                f"{' and '.join(layers)} share one weight but have different configs, "
+                f"{' and '.join(str(selected[layer]) for layer in layers)}; give all the same, or None to all but one"
+            )
+        biases = {}
+        for layer in layers:
+            bias = f"{layer}.bias"
+            if isinstance(selected[layer], LinearConfig):
+                biases[layer] = (by_name.get(bias) or by_name[ties[bias]]) if bias in state else None
+                packed_biases.add(bias)
+        for stored in (tensors[key], *biases.values()):
+            if stored is not None and stored.dtype not in DTYPES:
+                raise ValueError(
+                    f"{stored.name} in {stored.path} has dtype {stored.dtype}; expected {', '.join(DTYPES)}"
+                )
+
+        def called(user: str, leaf: str, key: str = key, name: str = name) -> str:
+            own = key.removesuffix("weight") if f"{user}.weight" == name else f"{user}."
+            return own + leaf
+
+        # As quantize_ does: one buffer holds one bias.
+        together = layers if len({id(bias) for bias in biases.values()}) <= 1 else []
+        for layer in [layers[0]] if together else layers:
+            bias = next(iter(biases.values()), None) if together else biases.get(layer)
+            outputs.append(_Output(called(layer, "packed_weight"), tensors[key], selected[layer], bias, layer))
+        floats = [layer for layer in weights if layer not in selected]
+        if floats:
+            outputs.append(_Output(called(floats[0], "weight"), tensors[key]))
+    found = {user for name in by_name for user in users[name]}
+    reason = "transformers computes its weight from other tensors of the file"
+    left = {layer: reason for layer in selected if f"{layer}.weight" not in found}
+    dropped = {by_name[name].name for name in packed_biases if name in by_name}
+    return [output for output in outputs if output.config is not None or output.name not in dropped], left
+
+
+def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
+    """Quantises a matrix in bands of rows; each is packed as a matrix of its own, whose panels are the whole one's."""
+    source, config, info = output.source, output.config, output.info()
+    n, k = source.shape
+    rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS
+    bias = None if output.bias is None else read_rows(output.bias, 0, n)
+    start = writer.write(bytes(64))
+    folded = 0
+    for begin in range(0, n, rows):
+        end = min(begin + rows, n)
+        weight = read_rows(source, begin, end)
+        try:
+            packed = quantize_tensor(weight, config, None if bias is None else bias[begin:end])
+        except ValueError as error:
+            raise ValueError(f"{source.name} in {source.path}, rows {begin} to {end - 1}: {error}") from error
+        folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
+        writer.write(packed[64:].numpy())
+        done(weight.nbytes)
+        del weight, packed  # before the next are there
+    affine = info.mapping == "affine"
+    writer.write_at(start, _C.packed_header(n, k, info.bits, info.group_size or 0, affine, info.has_bias, folded))
+
+
+def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
+    """Cuts the outputs, in their order, into files. In a file packed tensors come first, at multiples of 64 bytes."""
+
+    def place(output: _Output) -> int:  # packed first, then the wider elements, so that all are aligned
+        return -512 if output.config is not None else -_DTYPES.get(output.source.dtype, ("", 8))[1]
+
+    shard: list[_Output] = []
+    size = 0
+    for output in outputs:
+        count = output.stored(Path()).bytes
+        if shard and size + count > most:
+            yield sorted(shard, key=place)
+            shard, size = [], 0
+        shard.append(output)
+        size += count
+    yield sorted(shard, key=place)
+
+
+def _check_target(target: Path, needed: int) -> None:
+    if target.exists():
+        if not target.is_dir():
+            raise FileExistsError(f"{target} is a file; expected a directory that is empty or not there yet")
+        count = len(list(target.iterdir()))
+        if count:
+            raise FileExistsError(
+                f"{target} has {count} files; expected a directory that is empty or not there yet: choose another, or "
+                "delete it"
+            )
+    if not target.parent.is_dir():
+        raise NotADirectoryError(f"{target.parent} is not a directory; make it first")
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{target.parent} has {free / 1e9:.2f} GB free; the packed checkpoint takes {needed / 1e9:.2f} GB",
+        )
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    config: LowBitConfig,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> CheckpointSummary:
+    """Quantises a checkpoint of transformers, a band of rows at a time: memory stays at some tens of megabytes.
+
+    The result has the same bytes as ``from_pretrained(source, quantization_config=config)``, and is loaded by
+    ``from_pretrained(target)`` after ``import lowbit.transformers``.
+
+    Args:
+        source: a directory with config.json and safetensors files, of any architecture that transformers knows.
+        target: a directory that is empty or not there yet. It appears when all is written, in one step; a run that is
+            killed leaves at most a hidden ``.NAME-*.partial`` beside it, which does not load.
+        config: what to quantise, and how.
+        max_shard_bytes: a file gets no second tensor beyond this many bytes.
+        progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band.
+
+    Raises:
+        OSError: a file is missing or cannot be read; target is not empty; the disk is full.
+        ValueError: an unknown architecture, a damaged file, tensors that are missing, not finite or of another shape or
+            dtype than the model's, or different configs for layers that share a weight. Nothing is left of target then.
+    """
+    from .transformers import LowBitConfig, names_in_model, place_packed
+
+    begin = time.perf_counter()
+    source, target = Path(source), Path(target).absolute()
+    if not isinstance(config, LowBitConfig):
+        raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
+    files, weight_map = files_of(source)
+    model, description = _meta_model(source)
+    tensors = read_files(files, weight_map)
+    outputs, left = _plan(model, config, tensors, source)
+
+    # What transformers will take the new names for.
+    placed = {output.layer: (output.name, output.info()) for output in outputs if output.config is not None}
+    floats = {output.name for output in outputs if output.config is None}
+    place_packed(model, placed, floats, torch.float32)
+    found = names_in_model(model, [output.name for output in outputs])
+    for output in outputs:
+        expected = f"{output.layer}.packed_weight"
+        if output.config is not None and found[output.name] != (expected, None):
+            raise ValueError(
+                f"{output.source.name} would be packed as {output.name}, which transformers takes for "
+                f"{found[output.name][0]}; expected {expected}. "
+                f"Leave the layer float: overrides={{{output.layer!r}: None}}"
+            )
+
+    total = sum(output.source.bytes for output in outputs)
+    target_bytes = sum(output.stored(Path()).bytes for output in outputs)
+    _check_target(target, target_bytes)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
+    try:
+        entries, read = [], 0
+        shards = list(_shards(outputs, max_shard_bytes))
+        for number, shard in enumerate(shards, 1):
+            name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            stored = [output.stored(partial / name) for output in shard]
+            entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+            with Writer(partial / name, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
+                for output in shard:
+
+                    def done(count: int, name: str = output.name) -> None:
+                        nonlocal read
+                        read += count
+                        if progress is not None:
+                            progress(read, total, name)
+
+                    if output.config is not None:
+                        _pack(output, writer, done)
+                    else:
+                        for chunk in chunks(output.source):
+                            writer.write(chunk.numpy())
+                            done(chunk.numel())
+        if len(shards) > 1:
+            _write_json(
+                partial / INDEX,
+                {
+                    "metadata": {"total_size": target_bytes},
+                    "weight_map": {entry.name: entry.file for entry in entries},
+                },
+            )
+        for file in source.iterdir():
+            if file.is_file() and file.name != "config.json" and not file.name.endswith(_WEIGHT_FILES):
+                _copy(file, partial / file.name)
+        # Last: without it nothing loads.
+        _write_json(partial / "config.json", description | {"quantization_config": config.to_dict()})
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o777 & ~umask)
+        sync_directory(partial)
+        os.rename(partial, target)
+        sync_directory(target.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise OSError(
+                error.errno,
+                f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of it "
+                "was kept. Make room, or choose another place",
+            ) from error
+        raise
+    return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    with open(path, "x", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        sync(file)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with open(source, "rb") as reader, open(target, "xb") as writer:
+        shutil.copyfileobj(reader, writer)
+        sync(writer)

@@ -1,0 +1,101 @@
+"""Small random models of transformers, saved as checkpoints."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import lowbit
+import lowbit.transformers
+
+# Odd sizes: the vocabulary is no multiple of a panel's 16 rows, the intermediate size no multiple of a group.
+SIZES = {
+    "vocab_size": 403, "hidden_size": 64, "intermediate_size": 168, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+KINDS = ("untied", "tied", "bias")
+TOKENS = torch.tensor([[1, 17, 402, 3, 3], [9, 8, 7, 6, 5]])
+
+EMBED, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm.weight"
+UP = "model.layers.1.mlp.up_proj"
+
+
+def make_model(kind: str = "untied", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **sizes):
+    torch.manual_seed(seed)
+    if kind == "bias":
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES | sizes, tie_word_embeddings=True))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**SIZES | sizes, tie_word_embeddings=kind == "tied"))
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases: zeros and ones would hide a mix-up
+            parameter.data.add_(0.1 * torch.randn(parameter.shape))
+    return model.to(dtype).eval()
+
+
+def save_model(path: Path, kind: str = "untied", sharded: bool = False, **options) -> Path:
+    make_model(kind, **options).save_pretrained(path, max_shard_size="60KB" if sharded else "1GB")
+    (path / "tokenizer_config.json").write_text('{"model_max_length": 128}')
+    return path
+
+
+def load(path: Path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, **options)
+
+
+def assert_same_model(found, expected) -> None:
+    """The same tensors, bit for bit, and the same logits."""
+    found_state, expected_state = found.state_dict(), expected.state_dict()
+    assert found_state.keys() == expected_state.keys()
+    for name, tensor in expected_state.items():
+        assert found_state[name].dtype == tensor.dtype and torch.equal(found_state[name], tensor), name
+    logits = found(TOKENS).logits
+    assert logits.dtype == expected(TOKENS).logits.dtype and torch.equal(logits, expected(TOKENS).logits)
+
+
+def edit_json(path: Path, **changes) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | changes))
+
+
+def change_tensors(path: Path, change) -> None:
+    """Rewrites a safetensors file with `change(tensors)` applied to the dict of its tensors."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def killed_at(moment: int, action, install) -> bool:
+    """Runs `action()` in a forked process that gets SIGKILL at the `moment`-th call of the function that
+    `install(tick)` is given; returns whether it came to that. Only for processes with one thread."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            calls = 0
+
+            def tick() -> None:
+                nonlocal calls
+                calls += 1
+                if calls == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            install(tick)
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0, "the action failed by itself"
+    return False
+
+
+def quantised(model, config: lowbit.LowBitConfig):
+    return lowbit.quantize_(model, config.select(model))

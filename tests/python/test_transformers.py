@@ -1,0 +1,430 @@
+"""lowbit in transformers: from_pretrained quantises and loads, save_pretrained saves, generate generates."""
+
+import json
+
+import pytest
+import torch
+from transformers import CompileConfig, LlamaForSequenceClassification
+
+import lowbit
+from checkpoints import (
+    EMBED, HEAD, KINDS, NORM, TOKENS, UP, assert_same_model, change_tensors, edit_json, load, make_model, quantised,
+    save_model,
+)  # fmt: skip
+from lowbit import LowBitConfig, quantize_checkpoint
+
+CONFIG = LowBitConfig(
+    bits=3,
+    group_size=32,
+    embedding_bits=5,
+    overrides={"*.down_proj": {"bits": 8, "mapping": "affine"}, "*.0.*.k_proj": None},
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_ways_to_the_same_model(tmp_path, kind):
+    source = save_model(tmp_path / "source", kind, sharded=True)
+    expected = quantised(load(source), CONFIG)
+    quantize_checkpoint(source, tmp_path / "packed", CONFIG, max_shard_bytes=40_000)
+    loaded = load(tmp_path / "packed")
+    made = load(source, quantization_config=CONFIG)
+    for model in (loaded, made):
+        assert_same_model(model, expected)
+        assert not model.training and model.is_quantized and model.dtype == torch.bfloat16
+    # And back to a file, from either.
+    for number, model in enumerate((loaded, made)):
+        for size in ("1GB", "30KB"):
+            target = tmp_path / f"saved-{number}-{size}"
+            model.save_pretrained(target, max_shard_size=size)
+            again = load(target)
+            assert_same_model(again, expected)
+            assert vars(again.config.quantization_config) == vars(CONFIG)
+    for model in (loaded, made, again):
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        assert (table.packed_weight is head.packed_weight) == (kind != "untied")
+        assert model.model.layers[1].self_attn.q_proj.info.has_bias == (kind == "bias")
+        model.tie_weights()  # as users of transformers call it
+        assert_same_model(model, expected)
+
+
+def test_a_packed_file_is_mapped(tmp_path):
+    source = save_model(tmp_path / "source", "tied")
+    quantize_checkpoint(source, tmp_path / "packed", CONFIG)
+    model = load(tmp_path / "packed")
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        mapped = [line.split() for line in maps if line.rstrip().endswith("/packed/model.safetensors")]
+    ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in mapped]
+    packed = {name: buffer for name, buffer in model.named_buffers() if name.endswith("packed_weight")}
+    assert len(packed) == 14  # of 15 layers: one is left float, the head's is the embedding's
+    for name, buffer in packed.items():
+        assert any(begin <= buffer.data_ptr() and buffer.data_ptr() + buffer.numel() <= end for begin, end in ranges), (
+            name
+        )
+        assert buffer.data_ptr() % 64 == 0, name
+
+
+def test_loading_takes_no_memory_for_weights(tmp_path, run_python):
+    source = save_model(tmp_path / "source", "untied", vocab_size=50_000, hidden_size=512, num_hidden_layers=1)
+    quantize_checkpoint(source, tmp_path / "packed", LowBitConfig(bits=8, scale="absmax"))
+    small = tmp_path / "small"
+    quantize_checkpoint(save_model(tmp_path / "source-small"), small, CONFIG)
+    script = """
+import sys
+import lowbit.transformers
+from transformers import AutoModelForCausalLM
+def anonymous():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+first = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+before = anonymous()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+print(anonymous() - before, sum(buffer.numel() for buffer in model.buffers()))
+"""
+    process = run_python(script, small, tmp_path / "packed")
+    assert process.returncode == 0, process.stderr
+    grown, size = map(int, process.stdout.split()[-2:])
+    assert size > 54e6 and grown < 10e6
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_generate(tmp_path, kind):
+    source = save_model(tmp_path / "source", kind)
+    quantize_checkpoint(source, tmp_path / "packed", CONFIG)
+    model, expected = load(tmp_path / "packed"), quantised(load(source), CONFIG)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(TOKENS)}
+    tokens = model.generate(TOKENS, **options)
+    assert tokens.shape == (2, 17)
+    assert torch.equal(tokens, expected.generate(TOKENS, **options))
+    assert torch.equal(tokens, model.generate(TOKENS, cache_implementation="static", **options))
+
+
+def test_generate_compiled_with_a_static_cache(tmp_path):
+    # In float32: compiled code rounds bfloat16 elsewhere than eager code.
+    source = save_model(tmp_path / "source", "tied", dtype=torch.float32)
+    model = load(source, quantization_config=CONFIG)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(TOKENS)}
+    expected = model.generate(TOKENS, **options)
+    compiled = CompileConfig(mode="default", fullgraph=True)
+    compiled._compile_all_devices = True  # transformers compiles by itself on GPUs only
+    assert not hasattr(model, "_compiled_call")
+    found = model.generate(TOKENS, cache_implementation="static", compile_config=compiled, **options)
+    assert hasattr(model, "_compiled_call") and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype(tmp_path, dtype):
+    source = save_model(tmp_path / "source")
+    quantize_checkpoint(source, tmp_path / "packed", CONFIG)
+    model = load(tmp_path / "packed", dtype=dtype)
+    assert model.dtype == dtype and model.model.embed_tokens(TOKENS).dtype == dtype
+    assert model(TOKENS).logits.dtype == dtype
+    expected = load(source)
+    quantised(expected, CONFIG).model.embed_tokens.to(dtype)
+    for parameter in expected.parameters():  # not expected.to(dtype): that casts the rotary frequencies too
+        parameter.data = parameter.data.to(dtype)
+    assert_same_model(model, expected)
+    if dtype != torch.float16:  # bfloat16 values in float32 quantise to the same; float16 would round them first
+        assert_same_model(load(source, dtype=dtype, quantization_config=CONFIG), expected)
+
+
+def test_layers_left_float(tmp_path):
+    source = save_model(tmp_path / "source", "tied")
+    cases = {
+        "head": ({HEAD: None}, True, False),
+        "table": ({EMBED: None}, False, False),  # a tied head stays with its table
+        "table, not the head": ({EMBED: None, HEAD: {"bits": 4}}, False, True),
+        "both": ({EMBED: None, HEAD: None}, False, False),
+    }
+    for name, (overrides, table_packed, head_packed) in cases.items():
+        config = LowBitConfig(overrides=overrides)
+        expected = quantised(load(source), config)
+        quantize_checkpoint(source, tmp_path / name, config)
+        for model in (load(tmp_path / name), load(source, quantization_config=config)):
+            assert isinstance(model.get_input_embeddings(), lowbit.nn.Embedding) == table_packed, name
+            assert isinstance(model.get_output_embeddings(), lowbit.nn.Linear) == head_packed, name
+            assert_same_model(model, expected)
+            model.save_pretrained(tmp_path / "saved")
+            assert_same_model(load(tmp_path / "saved"), expected)
+
+
+def test_a_new_head_on_a_packed_model(tmp_path):
+    quantize_checkpoint(save_model(tmp_path / "source"), tmp_path / "packed", CONFIG)
+    model = LlamaForSequenceClassification.from_pretrained(tmp_path / "packed", num_labels=3)
+    assert isinstance(model.score, torch.nn.Linear) and bool(torch.isfinite(model.score.weight).all())
+    expected = load(tmp_path / "packed").model
+    assert torch.equal(model.model(TOKENS).last_hidden_state, expected(TOKENS).last_hidden_state)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "OPT"])
+def test_other_architectures(tmp_path, name):
+    """Experts that transformers fuses, scaled embeddings, three ways of tying, layers that stay in float32."""
+    import transformers
+
+    small = {
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model_class, config = {
+        "Mixtral": (
+            "MixtralForCausalLM",
+            lambda: transformers.MixtralConfig(**small, num_key_value_heads=2, num_local_experts=4),
+        ),
+        "Gemma3": ("Gemma3ForCausalLM", lambda: transformers.Gemma3TextConfig(**small, head_dim=16)),
+        "T5": (
+            "T5ForConditionalGeneration",
+            lambda: transformers.T5Config(vocab_size=160, d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16),
+        ),
+        "Bert": ("BertForMaskedLM", lambda: transformers.BertConfig(**small)),
+        "OPT": (
+            "OPTForCausalLM",
+            lambda: transformers.OPTConfig(
+                vocab_size=160,
+                hidden_size=64,
+                ffn_dim=96,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                word_embed_proj_dim=64,
+            ),
+        ),
+    }[name]
+    model_class = getattr(transformers, model_class)
+    model_class(config()).save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "packed", CONFIG)
+    expected = quantised(model_class.from_pretrained(tmp_path / "source"), CONFIG)
+    first = model_class.from_pretrained(tmp_path / "packed")
+    first.save_pretrained(tmp_path / "saved")
+    inputs = {"input_ids": TOKENS % 160} | ({"decoder_input_ids": TOKENS % 160} if name == "T5" else {})
+    for model in (
+        first,
+        model_class.from_pretrained(tmp_path / "source", quantization_config=CONFIG),
+        model_class.from_pretrained(tmp_path / "saved"),
+    ):
+        state = model.state_dict()
+        assert state.keys() == expected.state_dict().keys()
+        assert all(torch.equal(state[key], tensor) for key, tensor in expected.state_dict().items())
+        assert torch.equal(model(**inputs).logits, expected(**inputs).logits)
+    assert sum(key.endswith("packed_weight") for key in state) > 8
+
+
+# Bad input.
+
+
+@pytest.fixture
+def packed(tmp_path):
+    source = save_model(tmp_path / "source")
+    quantize_checkpoint(source, tmp_path / "packed", CONFIG, max_shard_bytes=40_000)
+    return tmp_path / "packed"
+
+
+def shard_of(directory, name: str):
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    return directory / index["weight_map"][name]
+
+
+def refuse(path, error, *parts, **options):
+    with pytest.raises(error) as caught:
+        load(path, **options)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("name", [f"{UP}.packed_weight", f"{EMBED}.packed_weight"])
+def test_altered_bytes(packed, name):
+    shard = shard_of(packed, name)
+    change_tensors(shard, lambda tensors: tensors[name].__setitem__(1000, tensors[name][1000] ^ 1))
+    refuse(packed, ValueError, f"{name} in {shard}", "altered bytes", "quantise, again")
+    change_tensors(shard, lambda tensors: tensors[name].__setitem__(20, 1))
+    refuse(packed, ValueError, f"{name} in {shard}", "altered header")
+
+
+def test_a_truncated_file(packed):
+    shard = shard_of(packed, NORM)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    refuse(packed, ValueError, str(shard), "not a whole safetensors file")
+
+
+def test_a_truncated_float_file(tmp_path):
+    source = save_model(tmp_path / "source")
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    refuse(source, ValueError, str(file), "not a whole safetensors file", quantization_config=CONFIG)
+
+
+def test_missing_parts(packed):
+    shard = shard_of(packed, NORM)
+    change_tensors(shard, lambda tensors: tensors.pop(NORM))
+    refuse(packed, ValueError, str(packed), "lacks 1 of the 21 tensors", NORM)
+    shard.unlink()
+    refuse(packed, OSError, shard.name)
+
+
+def test_a_shard_that_the_index_lacks(packed):
+    index = packed / "model.safetensors.index.json"
+    weights = json.loads(index.read_text())["weight_map"]
+    lacking = weights[f"{UP}.packed_weight"]
+    edit_json(index, weight_map={name: file for name, file in weights.items() if file != lacking})
+    refuse(packed, ValueError, "lacks", "A shard, or its entry in the index, is missing")
+
+
+def test_another_models_weights(packed):
+    edit_json(packed / "config.json", intermediate_size=200)
+    refuse(packed, ValueError, "has weights [64, 168]; expected [64, 200], as config.json says")
+    edit_json(packed / "config.json", intermediate_size=168, attention_bias=True)
+    refuse(packed, ValueError, "tensors of LlamaForCausalLM", "q_proj.bias")
+    edit_json(packed / "config.json", attention_bias=False, num_hidden_layers=1)
+    refuse(packed, ValueError, "model.layers.1", "has no such layer")
+
+
+def test_a_later_version(packed):
+    settings = json.loads((packed / "config.json").read_text())["quantization_config"]
+    edit_json(packed / "config.json", quantization_config=settings | {"format_version": 2})
+    refuse(packed, ValueError, "format_version 2; this lowbit reads version 1", "Install the lowbit that wrote it")
+    edit_json(packed / "config.json", quantization_config=settings | {"rotation": "hadamard"})
+    refuse(packed, TypeError, "has no 'rotation'")
+
+
+def test_a_config_that_claims_what_is_not_so(tmp_path, packed):
+    source = tmp_path / "source"
+    settings = json.loads((packed / "config.json").read_text())
+    edit_json(source / "config.json", quantization_config=settings.pop("quantization_config"))
+    refuse(source, ValueError, "has no tensor .packed_weight")
+    (packed / "config.json").write_text(json.dumps(settings))
+    refuse(packed, ValueError, "has packed weights", "no quantization_config", quantization_config=CONFIG)
+
+
+def test_bad_float_weights(tmp_path):
+    source = save_model(tmp_path / "source")
+    file = source / "model.safetensors"
+    change_tensors(file, lambda tensors: tensors[f"{UP}.weight"].__setitem__((5, 5), float("nan")))
+    refuse(source, ValueError, f"{UP}.weight has 1 NaN", quantization_config=CONFIG)
+    change_tensors(file, lambda tensors: tensors.update({f"{UP}.weight": torch.ones(168, 65)}))
+    refuse(
+        source, ValueError, f"{UP}.weight in {file} has shape [168, 65]; expected [168, 64]", quantization_config=CONFIG
+    )
+    change_tensors(file, lambda tensors: tensors.pop(f"{UP}.weight"))
+    refuse(source, ValueError, f"lacks 1 of the 21 tensors of LlamaForCausalLM: {UP}", quantization_config=CONFIG)
+
+
+def test_an_unknown_architecture(packed):
+    edit_json(packed / "config.json", model_type="llama77")
+    refuse(packed, ValueError, "llama77")
+
+
+def test_devices():
+    quantizer = lowbit.transformers.LowBitQuantizer(CONFIG)
+    for device_map in (None, "auto", {"": torch.device("cpu")}, {"": "cpu"}):  # as transformers hands them on
+        quantizer.validate_environment(device_map=device_map)
+        assert quantizer.update_device_map(device_map) in (None, {"": "cpu"})
+    for device_map in ({"": torch.device("cuda:0")}, {"model": "cpu", "lm_head": "disk"}, {"": 0}):
+        with pytest.raises(ValueError, match="expected 'cpu' or none"):
+            quantizer.validate_environment(device_map=device_map)
+
+
+def test_what_is_quantised_is_not_quantised_again(packed):
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        model = load(packed, quantization_config=LowBitConfig(bits=8))
+    assert model.model.layers[0].mlp.up_proj.info.bits == 3
+
+
+def test_config_errors():
+    for options, error, message in (
+        ({"bits": 9}, ValueError, "bits is 9; expected 1 to 8"),
+        ({"bits": "4"}, TypeError, "bits is '4'; expected an int"),
+        ({"embedding_bits": 0}, ValueError, "bits is 0; expected 1 to 8"),
+        ({"group_size": 20}, ValueError, "group_size is 20; expected a positive multiple of 16"),
+        ({"mapping": "linear"}, ValueError, "mapping is 'linear'"),
+        ({"scale": "max"}, ValueError, "scale is 'max'"),
+        ({"overrides": [("lm_head", None)]}, TypeError, "overrides is a list; expected a dict"),
+        ({"overrides": {"lm_head": 8}}, TypeError, "overrides has the entry 'lm_head': 8; expected a name pattern"),
+        ({"overrides": {"lm_head": {"width": 8}}}, TypeError, "expected a name pattern and a dict of bits, group_size"),
+        ({"overrides": {"lm_head": {"bits": 0}}}, ValueError, "bits is 0"),
+        ({"overrides": {3: {"bits": 4}}}, TypeError, "overrides has the entry 3"),
+        ({"width": 4}, TypeError, "LowBitConfig has no 'width'"),
+        ({"quant_method": "gptq"}, ValueError, "quant_method is 'gptq'; expected 'lowbit'"),
+    ):
+        with pytest.raises(error) as caught:
+            LowBitConfig(**options)
+        assert message in str(caught.value)
+
+
+def test_the_last_override_counts():
+    config = LowBitConfig(overrides={"*": {"bits": 2}, "*.mlp.*": {"group_size": None}, "*.up_proj": None})
+    selected = config.select(make_model())
+    assert UP not in selected
+    assert selected["model.layers.0.self_attn.q_proj"] == lowbit.LinearConfig(bits=2)
+    assert selected["model.layers.0.mlp.down_proj"] == lowbit.LinearConfig(bits=4, group_size=None)
+    assert selected[EMBED] == lowbit.EmbeddingConfig(bits=2)
+    again = LowBitConfig.from_dict(json.loads(config.to_json_string()))
+    assert again.select(make_model()) == selected
+
+
+def test_imports(run_python):
+    """`import lowbit` imports neither transformers nor safetensors, and says what is missing when they are needed."""
+    process = run_python(
+        "import sys, torch, lowbit; print([m for m in ('transformers', 'safetensors') if m in sys.modules])"
+    )
+    assert process.stdout.splitlines()[-1] == "[]", process.stderr
+    process = run_python("import sys; sys.modules['transformers'] = None; import lowbit; lowbit.LowBitConfig")
+    assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or too old: ")
+    assert "pip install 'transformers>=5'" in process.stderr
+    with pytest.raises(AttributeError, match="module 'lowbit' has no attribute 'LowBitConfg'"):
+        lowbit.LowBitConfg  # noqa: B018
+
+
+KILLED = """
+import sys, shutil
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import transformers.modeling_utils
+from checkpoints import assert_same_model, killed_at, load, make_model, save_model
+from lowbit import LowBitConfig
+
+base = Path(sys.argv[1])
+config = LowBitConfig(scale="absmax")
+models = [load(save_model(base / f"source-{seed}", seed=seed), quantization_config=config) for seed in (0, 1)]
+save_file = transformers.modeling_utils.safe_save_file
+
+def install(tick):
+    def save(*arguments, **options):
+        tick()
+        save_file(*arguments, **options)
+        tick()
+    transformers.modeling_utils.safe_save_file = save
+
+outcomes = set()
+for older in (False, True):
+    moment, killed = 0, True
+    while killed:
+        moment += 1
+        target = base / "saved"
+        if older:  # over another model, whose shards have the same names
+            models[0].save_pretrained(target, max_shard_size="30KB")
+        killed = killed_at(moment, lambda: models[1].save_pretrained(target, max_shard_size="30KB"), install)
+        try:
+            found = load(target)
+        except (OSError, ValueError):
+            outcomes.add((older, killed, "refused"))
+        else:
+            same = [all(torch.equal(found.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+                    for model in models]
+            assert any(same), "a mixture of two models"
+            outcomes.add((older, killed, f"model {same.index(True)}"))
+        shutil.rmtree(target)
+print(sorted(outcomes))
+"""
+
+
+def test_killed_while_saving(tmp_path, run_python):
+    """SIGKILL before and after every shard of save_pretrained: what is left is no model, or a whole one."""
+    process = run_python(KILLED, tmp_path)
+    assert process.returncode == 0, process.stderr
+    outcomes = process.stdout.splitlines()[-1]
+    assert outcomes == str(
+        [(False, False, "model 1"), (False, True, "refused"),
+         (True, False, "model 1"), (True, True, "model 0"), (True, True, "model 1"), (True, True, "refused")]
+    )  # fmt: skip
