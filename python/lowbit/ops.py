@@ -285,7 +285,8 @@ def attention(
         IndexError: ``start`` is negative, or the caches are too short for all positions. They are unchanged.
         ValueError: a wrong dtype, shape, stride or device. The caches are unchanged.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = max(1, *q.shape[-1:]) ** -0.5  # a width of 0, or none, is for the operator to refuse
     return torch.ops.lowbit.attention(q, k, v, k_cache, v_cache, start, scale)
 
 
