@@ -331,9 +331,8 @@ def test_pte_keeps_its_caches_between_calls(executorch, program):
     x = torch.randn(1, sum(LENGTHS), 4, 32)
     expected = steps(Layers(), x, LENGTHS)
     methods = [executorch.load_program(program).load_method("forward") for _ in range(2)]
-    for _ in range(2):
-        for method in methods:
-            assert_same_bits(steps(lambda *inputs: method.execute(inputs)[0], x, LENGTHS), expected)
+    for method in methods * 2:
+        assert_same_bits(steps(lambda *inputs, method=method: method.execute(inputs)[0], x, LENGTHS), expected)
 
 
 def test_pte_copies_no_cache(executorch, program):
