@@ -68,13 +68,19 @@ template <class V, DType T, int Rows, int Vectors, bool Add>
   }
   const int64_t steps = product.steps, b_step = product.b_step, b_vector = product.b_vector, a_row = product.a_row;
   const float* a = product.a;
+  // Keys and values mostly come from memory, in pieces too short for the CPU to foresee the next. Nothing is read if
+  // that lies behind their end.
+  const int64_t ahead = Add ? 8192 : 4 * b_vector;
   int64_t step = 0;
   for (; step + 4 <= steps; step += 4) {
     typename V::Four scalars[Rows];
     for (int r = 0; r < Rows; ++r) scalars[r] = V::load_four(a + r * a_row + step);
     const auto one = [&](auto lane) __attribute__((always_inline)) {
       V vectors[Vectors];
-      for (int v = 0; v < Vectors; ++v) vectors[v] = V::template load_as_f32<T>(b + v * b_vector);
+      for (int v = 0; v < Vectors; ++v) {
+        __builtin_prefetch(b + v * b_vector + ahead, 0, 2);
+        vectors[v] = V::template load_as_f32<T>(b + v * b_vector);
+      }
       for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
           sums[r][v] = V::template fma_lane<decltype(lane)::value>(vectors[v], scalars[r], sums[r][v]);
