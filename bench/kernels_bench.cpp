@@ -5,9 +5,9 @@
 //   kernels_bench --lowbit_memory                   weights larger than the caches: what a model's layers see
 //   kernels_bench --benchmark_filter=a8w4           one width; all of Google Benchmark's options work
 //
-// items_per_second counts weights (linear, packing) or values (quantisation, embedding), bytes_per_second packed bytes
-// (attention: keys and values) that were read; both per second of CPU time, so that other work on the machine disturbs less. The header prints the
-// read bandwidth of one thread for scale: a GEMV from memory cannot be faster.
+// items_per_second counts weights (linear, packing) or values (quantisation, embedding), bytes_per_second packed
+// bytes (attention: keys and values) that were read; both per second of CPU time, so that other work on the machine
+// disturbs less. The header prints the read bandwidth of one thread for scale: a GEMV from memory cannot be faster.
 
 #include <benchmark/benchmark.h>
 
@@ -152,8 +152,8 @@ void quantize(benchmark::State& state, const QuantizeKernel* kernel, DType dtype
   state.SetItemsProcessed(state.iterations() * k);
 }
 
-// One head of keys and values of 64 inputs, and the four heads of queries that share it: the last position of a text, or
-// all of them.
+// One head of keys and values of 64 inputs, and the four heads of queries that share it: the last position of a text,
+// or all of them.
 void attention(benchmark::State& state, const AttentionKernel* kernel, DType dtype, bool prefill) {
   constexpr int64_t kWidth = 64, kGroup = 4;
   const int64_t length = prefill ? 512 : 1024, head = length * kWidth;

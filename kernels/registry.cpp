@@ -142,7 +142,8 @@ const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa) {
 
 const AttentionKernel& choose_attention(IsaBits isa) {
   for (const auto* table : kAttention) {
-    if (const AttentionKernel* found = first_of(*table, isa, [](const AttentionKernel&) { return true; })) return *found;
+    const AttentionKernel* found = first_of(*table, isa, [](const AttentionKernel&) { return true; });
+    if (found != nullptr) return *found;
   }
   assert(!"the portable row fits every CPU");
   __builtin_unreachable();

@@ -30,7 +30,9 @@ Status check_cache(const char* name, const TensorView& cache, const TensorView& 
   expected.size[0] = q.shape.size[0];
   expected.size[3] = q.shape.size[3];
   if (Status status = check_tensor(name, cache, q.type, expected); !status.ok()) return status;
-  if (cache.shape.size[1] < 1) return Status::error("%s has shape %s; expected a head", name, describe(cache.shape).text);
+  if (cache.shape.size[1] < 1) {
+    return Status::error("%s has shape %s; expected a head", name, describe(cache.shape).text);
+  }
   if (cache.shape.size[2] % kKeyPositions != 0) {
     return Status::error("%s has shape %s; expected a max_length that is a multiple of %d", name,
                          describe(cache.shape).text, static_cast<int>(kKeyPositions));

@@ -1,10 +1,11 @@
 // The body of every attention_<isa>, on a vector V of 16 floats that the ISA's file defines. Formula: ukernel.h.
 //
-// Both products, queries by keys and weights by values, are the same loop: up to 4 rows of scalars times vectors. For keys
-// a lane is a position and a step one input; for values a lane is an input and a step one position. So no sum goes across
-// lanes, and each is in order of its steps for any number of rows at once.
+// Both products, queries by keys and weights by values, are the same loop: up to 4 rows of scalars times vectors. For
+// keys a lane is a position and a step one input; for values a lane is an input and a step one position. So no sum
+// goes across lanes, and each is in order of its steps for any number of rows at once.
 //
-// A row's own positions end it: what lies behind may be anything, also NaN. Its scores are replaced, its values not read.
+// A row's own positions end it: what lies behind may be anything, also NaN. Its scores are replaced, its values not
+// read.
 #pragma once
 
 #include "../ukernel.h"
@@ -14,8 +15,9 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// 2^x for x <= 0, 0 below -126, NaN for NaN; within 2^-23 of the true value, relative. Adding 1.5 * 2^23 rounds x to an integer
-// in the last bits; with 127 more these are the exponent of 2^n. The polynomial is 2^r on [-1/2, 1/2], exact in 0.
+// 2^x for x <= 0, 0 below -126, NaN for NaN; within 2^-23 of the true value, relative. Adding 1.5 * 2^23 rounds x to
+// an integer in the last bits; with 127 more these are the exponent of 2^n. The polynomial is 2^r on [-1/2, 1/2],
+// exact in 0.
 template <class V>
 [[gnu::always_inline]] inline V exp2_of(V x) {
   constexpr float kRound = 12582912.0f + 127.0f;
@@ -191,7 +193,8 @@ void attention(const AttentionArgs& args) {
   for (int64_t r = 0; r < rows; ++r) {
     const char* q = static_cast<const char*>(args.q[r]);
     for (int64_t i = 0; i < width; i += kLanes) {
-      V::store(state.q + r * width + i, V::mul(V::template load_as_f32<T>(q + i * size_of(T)), V::broadcast(args.factor)));
+      const V values = V::template load_as_f32<T>(q + i * size_of(T));
+      V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
       V::store(state.out + r * width + i, V::broadcast(0.0f));
     }
     V::store(state.sums + r * kLanes, V::broadcast(0.0f));

@@ -27,7 +27,8 @@ struct Model {
 
   Model(int64_t batch, int64_t heads, int64_t kv_heads, int64_t width, int64_t length, ElementType type)
       : batch(batch), heads(heads), kv_heads(kv_heads), width(width), length(length),
-        max_length((length + 15) / 16 * 16), type(type), q(make(heads, 1)), k(make(kv_heads, 2)), v(make(kv_heads, 3)) {}
+        max_length((length + 15) / 16 * 16), type(type), q(make(heads, 1)), k(make(kv_heads, 2)),
+        v(make(kv_heads, 3)) {}
 
   Tensor make(int64_t heads, uint64_t seed) const {
     Random random(seed);
@@ -205,7 +206,8 @@ TEST(Attention, Refusals) {
     }
   }
   for (const size_t i : {3, 4, 6}) {
-    EXPECT_TRUE(refused(with(i, [](auto& t) { t.stride[2] += 1; }), (std::string(names[i]) + " is not contig").c_str()));
+    const std::string message = std::string(names[i]) + " is not contiguous";
+    EXPECT_TRUE(refused(with(i, [](auto& t) { t.stride[2] += 1; }), message.c_str()));
   }
   EXPECT_TRUE(refused(with(4, [&](auto& t) { t.data = k_cache.view.data; }), "share memory"));
   EXPECT_TRUE(refused(with(6, [&](auto& t) { t.data = k_cache.memory->data() + 100; }), "share memory"));
@@ -214,8 +216,8 @@ TEST(Attention, Refusals) {
   for (const int64_t start : {int64_t{-1}, int64_t{7}, int64_t{16}, INT64_MIN, INT64_MAX, INT64_MAX - 9}) {
     const Tensor wrong = start_tensor(start);
     const Status status = with(5, [&](auto& t) { t = wrong.view; });
-    EXPECT_TRUE(refused(status, ("start is " + std::to_string(start) + " with 10 new positions; expected 0 to 6").c_str(),
-                        Status::Kind::out_of_range));
+    const std::string message = "start is " + std::to_string(start) + " with 10 new positions; expected 0 to 6";
+    EXPECT_TRUE(refused(status, message.c_str(), Status::Kind::out_of_range));
   }
   EXPECT_TRUE(out.memory->intact() && k_cache.memory->intact() && v_cache.memory->intact())
       << "a refused call writes nothing";

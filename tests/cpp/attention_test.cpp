@@ -15,7 +15,9 @@ namespace lowbit::test {
 namespace {
 
 // What the queries and the text hold.
-enum class Content { usual, sharp, huge, rising, tiny, nan_in_q, nan_in_k, infinite_q, infinite_k, infinite_v, far_apart };
+enum class Content {
+  usual, sharp, huge, rising, tiny, nan_in_q, nan_in_k, infinite_q, infinite_k, infinite_v, far_apart
+};
 
 constexpr float kFactor = 0.2f;
 
@@ -156,21 +158,21 @@ TEST_P(AttentionRow, SameBits) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
   note_exercised(kernel.name);
+  // Widths and types take turns: emulators are slow.
+  constexpr int64_t kWidths[] = {16, 32, 64, 80, 128};
   uint64_t index = 0;
-  for (const int64_t width : {16, 32, 64, 80, 128}) {
-    for (const int64_t group : {1, 2, 3, 4}) {
-      for (const int64_t count : {1, 2, 7, 16, 33}) {
-        for (const int64_t start : {0, 5, 15, 16, 17, 300}) {
-          const DType dtype = kTypes[++index % 3];
-          if (start == 300 && count > 7 && width > 64) continue;  // for the emulators' sake
-          Random random(index);
-          const Problem problem(width, dtype, lengths_of(start, count, group), Content::usual,
-                                index % 2 != 0 ? Wall::after : Wall::before, index % 5 == 0 ? 1 : 0, random);
-          const std::string what = std::string(name_of(dtype)) + " width " + std::to_string(width) + " group " +
-                                   std::to_string(group) + " count " + std::to_string(count) + " start " +
-                                   std::to_string(start);
-          if (!is_right(kernel, problem, true, what)) return;
-        }
+  for (const int64_t group : {1, 2, 3, 4}) {
+    for (const int64_t count : {1, 2, 7, 16, 33}) {
+      for (const int64_t start : {0, 5, 15, 16, 17, 300}) {
+        const DType dtype = kTypes[++index % 3];
+        const int64_t width = kWidths[(index + index / 30) % 5];
+        Random random(index);
+        const Problem problem(width, dtype, lengths_of(start, count, group), Content::usual,
+                              index % 2 != 0 ? Wall::after : Wall::before, index % 7 == 0 ? 1 : 0, random);
+        const std::string what = std::string(name_of(dtype)) + " width " + std::to_string(width) + " group " +
+                                 std::to_string(group) + " count " + std::to_string(count) + " start " +
+                                 std::to_string(start);
+        if (!is_right(kernel, problem, true, what)) return;
       }
     }
   }

@@ -178,7 +178,7 @@ def _exp2(x: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
-    """The last positions of a text: q [batch, heads, s, d]; k and v of the whole text, [batch, kv_heads, start + s, d]."""
+    """The last positions of a text: q [batch, heads, s, d]; k and v of all of it, [batch, kv_heads, start + s, d]."""
     batch, heads, s, d = q.shape
     length = start + s
     k, v = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (k, v))  # [batch, heads, length, d]

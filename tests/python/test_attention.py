@@ -1,4 +1,4 @@
-"""Attention over static caches: its bits, how near it is to the exact result, what it leaves alone, and every surface."""
+"""Attention over static caches: its bits, how near they are to the exact result, what they do not depend on, surfaces."""
 
 import math
 import re
@@ -74,8 +74,8 @@ def test_near_the_exact_result(shape, dtype):
     exact = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=True
     ).transpose(1, 2)
-    # A score is off by what width + 2 roundings of its products make of it, a weight by the factor that two such errors,
-    # the rounding of a difference and exp2 are, and the result by twice that and a rounding per position.
+    # A score is off by what width + 2 roundings of its products make of it, a weight by the factor that two such
+    # errors, the rounding of a difference and exp2 are, and the result by twice that and a rounding per position.
     unit = 2.0**-24
     products = (q.abs() @ k.abs().repeat_interleave(heads // kv_heads, 1).transpose(2, 3) * scale).max().item()
     weight = 2 * (width + 2) * unit * products + 2 * products * unit + 2.0**-23
@@ -212,7 +212,7 @@ GOOD = {
         ({"k": torch.ones(1, 2, 2, 32)}, "k has shape [1, 2, 2, 32]; expected [1, 2, 3, 32]"),
         ({"v": torch.ones(1, 2, 3, 16)}, "v has shape [1, 2, 3, 16]; expected [1, 2, 3, 32]"),
         ({"v": torch.ones(2, 3, 32)}, "v has shape [2, 3, 32]; expected [1, 2, 3, 32]"),
-        ({"k_cache": torch.ones(2, 16, 32)}, "k_cache has shape [2, 16, 32]; expected [batch, kv_heads, max_length, wi"),
+        ({"k_cache": torch.ones(2, 16, 32)}, "k_cache has shape [2, 16, 32]; expected [batch, kv_heads, max_length"),
         ({"k_cache": torch.ones(2, 2, 16, 32)}, "k_cache has shape [2, 2, 16, 32]; expected [1, 2, 16, 32]"),
         ({"k_cache": torch.ones(1, 2, 16, 48)}, "k_cache has shape [1, 2, 16, 48]; expected [1, 2, 16, 32]"),
         ({"k_cache": torch.ones(1, 2, 20, 32)}, "expected a max_length that is a multiple of 16"),
@@ -221,7 +221,7 @@ GOOD = {
         ({"v_cache": torch.ones(1, 2, 32, 32)}, "v_cache has shape [1, 2, 32, 32]; expected [1, 2, 16, 32]"),
         ({"v_cache": torch.ones(1, 2, 16, 32).half()}, "v_cache has dtype float16; expected float32"),
         ({"v_cache": torch.ones(1, 16, 2, 32).transpose(1, 2)}, "v_cache is not contiguous"),
-        ({"start": torch.tensor([0], dtype=torch.int32)}, "start has dtype int32 and shape [1]; expected int64 and one"),
+        ({"start": torch.tensor([0], dtype=torch.int32)}, "start has dtype int32 and shape [1]; expected int64"),
         ({"start": torch.tensor([0, 1])}, "start has dtype int64 and shape [2]; expected int64 and one element"),
         ({"start": torch.tensor([[0]])}, "start has dtype int64 and shape [1, 1]; expected int64 and one element"),
         ({"start": torch.tensor([], dtype=torch.int64)}, "start has dtype int64 and shape [0]; expected int64 and one"),
@@ -355,5 +355,6 @@ def test_pte_with_a_wrong_start_fails_the_call(executorch, program, capfd):
     for start in (-1, 55, 2**62):
         with pytest.raises(RuntimeError, match="0x12"):
             method.execute((x[:, 10:].contiguous(), at(start)))
-        assert f"lowbit::attention.out: start is {start} with 10 new positions; expected 0 to 54" in capfd.readouterr().err
+        message = f"lowbit::attention.out: start is {start} with 10 new positions; expected 0 to 54"
+        assert message in capfd.readouterr().err
     assert_same_bits(method.execute((x[:, 10:].contiguous(), at(10)))[0], expected[:, 10:])

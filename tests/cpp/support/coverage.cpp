@@ -89,7 +89,9 @@ int finish(int test_result) {
   if (!only.empty() && find_isa(only) == nullptr) good = fail("LOWBIT_TEST_ISA is '" + only + "', not an ISA's name");
 
   std::vector<RowRef> rows = quantize_rows();
-  for (const auto& more : {linear_rows(), embedding_rows(), attention_rows()}) rows.insert(rows.end(), more.begin(), more.end());
+  for (const auto& more : {linear_rows(), embedding_rows(), attention_rows()}) {
+    rows.insert(rows.end(), more.begin(), more.end());
+  }
   // A filter on the command line is somebody looking at one test.
   if (testing::GTEST_FLAG(filter) == "*") {
     std::set<std::string> expected;

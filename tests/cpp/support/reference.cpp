@@ -170,12 +170,12 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   return out;
 }
 
-// The bound. Let u = 2^-24 and n the number of positions, in b blocks. A score of width products is off by (width + 1) u
-// times the sum of their magnitudes, at most `score_error`. A weight relative to the last block's maximum is a product of
-// up to b + 1 results of exp2: their arguments are differences that add up to at most the range of the scores, each
-// rounded, their values off by 2 u each, and b roundings join them. That makes a factor 1 + e of it. Sum and weighted
-// sum of the values have errors of e and n + b + 16 roundings each, relative to sums of magnitudes, and there are two
-// operations more. Weights below 2^-126 are dropped; underflows are half of 2^-149 each.
+// The bound. Let u = 2^-24 and n the number of positions, in b blocks. A score of width products is off by (width +
+// 1) u times the sum of their magnitudes, at most `score_error`. A weight relative to the last block's maximum is a
+// product of up to b + 1 results of exp2: their arguments are differences that add up to at most the range of the
+// scores, each rounded, their values off by 2 u each, and b roundings join them. That makes a factor 1 + e of it. Sum
+// and weighted sum of the values have errors of e and n + b + 16 roundings each, relative to sums of magnitudes, and
+// there are two operations more. Weights below 2^-126 are dropped; underflows are half of 2^-149 each.
 std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
                                      const std::vector<float>& values, int64_t length) {
   const int64_t width = static_cast<int64_t>(q.size());
