@@ -1,4 +1,4 @@
-"""Attention over static caches: its bits, how near they are to the exact result, what they do not depend on, surfaces."""
+"""Attention over static caches: its bits, how near the exact result they are, what they do not depend on, surfaces."""
 
 import math
 import re
