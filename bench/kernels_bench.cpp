@@ -5,9 +5,9 @@
 //   kernels_bench --lowbit_memory                   weights larger than the caches: what a model's layers see
 //   kernels_bench --benchmark_filter=a8w4           one width; all of Google Benchmark's options work
 //
-// items_per_second counts weights (linear, packing) or values (quantisation, embedding), bytes_per_second packed bytes
-// that were read; both per second of CPU time, so that other work on the machine disturbs less. The header prints the
-// read bandwidth of one thread for scale: a GEMV from memory cannot be faster.
+// items_per_second counts weights (linear, packing) or values (quantisation, embedding), bytes_per_second packed
+// bytes (attention: keys and values) that were read; both per second of CPU time, so that other work on the machine
+// disturbs less. The header prints the read bandwidth of one thread for scale: a GEMV from memory cannot be faster.
 
 #include <benchmark/benchmark.h>
 
@@ -32,6 +32,7 @@ struct Shape {
   int64_t n, k;
 };
 Shape shape{1024, 2048};  // 1 MiB of weights at 4 bits
+bool from_memory = false;
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }
@@ -151,6 +152,47 @@ void quantize(benchmark::State& state, const QuantizeKernel* kernel, DType dtype
   state.SetItemsProcessed(state.iterations() * k);
 }
 
+// One head of keys and values of 64 inputs, and the four heads of queries that share it: the last position of a text,
+// or all of them.
+void attention(benchmark::State& state, const AttentionKernel* kernel, DType dtype, bool prefill) {
+  constexpr int64_t kWidth = 64, kGroup = 4;
+  const int64_t length = prefill ? 512 : 1024, head = length * kWidth;
+  const int64_t heads = !prefill && from_memory ? 256 : 1;
+  const int64_t rows = prefill ? length * kGroup : kGroup;
+  const auto fill = [&](int64_t count) {
+    auto values = allocate<uint8_t>(count * size_of(dtype));
+    for (int64_t i = 0; i < count; ++i) {
+      store_from_f32(values.get(), dtype, i, static_cast<float>(i * 40503 % 2001 - 1000) * 1e-3f);
+    }
+    return values;
+  };
+  const auto keys = fill(heads * head), values = fill(heads * head), q = fill(kAttentionRows * kWidth);
+  const auto out = allocate<uint8_t>(kAttentionRows * kWidth * size_of(dtype));
+  const auto scratch = allocate<float>(attention_scratch(kWidth));
+  const void* q_rows[kAttentionRows];
+  void* out_rows[kAttentionRows];
+  for (int64_t r = 0; r < kAttentionRows; ++r) {
+    q_rows[r] = q.get() + r * kWidth * size_of(dtype);
+    out_rows[r] = out.get() + r * kWidth * size_of(dtype);
+  }
+  int64_t at = 0, products = 0;
+  for (auto unused : state) {
+    for (int64_t begin = 0; begin < rows; begin += kAttentionRows) {
+      int64_t lengths[kAttentionRows], count = 0;
+      for (; count < kAttentionRows && begin + count < rows; ++count) {
+        lengths[count] = prefill ? (begin + count) / kGroup + 1 : length;
+        products += 2 * lengths[count] * kWidth;
+      }
+      kernel->run({count, q_rows, out_rows, lengths, keys.get() + at * head * size_of(dtype),
+                   values.get() + at * head * size_of(dtype), dtype, kWidth, 0.2f, scratch.get()});
+    }
+    at = (at + 1) % heads;
+    benchmark::ClobberMemory();
+  }
+  if (!prefill) state.SetBytesProcessed(state.iterations() * 2 * head * size_of(dtype));
+  state.counters["GMAC/s"] = benchmark::Counter(static_cast<double>(products) * 1e-9, benchmark::Counter::kIsRate);
+}
+
 void pack(benchmark::State& state, int bits, Mapping mapping) {
   Weights w(bits, mapping);
   for (auto unused : state) {
@@ -175,6 +217,15 @@ void register_all() {
     if (!runs_here(row->isa)) continue;
     for (const auto& [dtype, name] : {std::pair{DType::f32, "f32"}, {DType::bf16, "bf16"}, {DType::f16, "f16"}}) {
       benchmark::RegisterBenchmark((std::string(row->name) + "/" + name).c_str(), quantize, row, dtype);
+    }
+  }
+  for (size_t i = 0; i < attention_kernel_count(); ++i) {
+    const AttentionKernel* row = &attention_kernel(i);
+    if (!runs_here(row->isa)) continue;
+    for (const auto& [dtype, name] : {std::pair{DType::f32, "f32"}, {DType::bf16, "bf16"}, {DType::f16, "f16"}}) {
+      const std::string base = std::string(row->name) + "/" + name;
+      benchmark::RegisterBenchmark((base + "/decode").c_str(), attention, row, dtype, false);
+      benchmark::RegisterBenchmark((base + "/prefill").c_str(), attention, row, dtype, true);
     }
   }
   for (int bits = 1; bits <= 8; ++bits) {
@@ -211,6 +262,7 @@ int main(int argc, char** argv) {
   std::vector<char*> args = {argv[0], min_time};
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--lowbit_memory") == 0) {
+      from_memory = true;
       shape = {16384, 8192};  // 64 MiB of weights at 4 bits
     } else {
       args.push_back(argv[i]);

@@ -10,6 +10,7 @@ extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAv
 extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, kLinearI8mm;
 extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvx512Vnni;
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
+extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionAvx2, kAttentionAvx512Vnni;
 
 namespace {
 
@@ -18,16 +19,19 @@ namespace {
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
+constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2,
                                                   &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
                                                         &kEmbeddingPortable};
+constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};
 #else
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingPortable};
+constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionPortable};
 #endif
 
 // Libraries are only ever appended: an entry is written before the count that publishes it, and then stays.
@@ -98,6 +102,21 @@ const LinearKernel& linear_kernel(size_t index) { return row(kLinear, &KernelLib
 size_t embedding_kernel_count() { return count_rows(kEmbedding, &KernelLibrary::embedding); }
 const EmbeddingKernel& embedding_kernel(size_t index) { return row(kEmbedding, &KernelLibrary::embedding, index); }
 
+size_t attention_kernel_count() {
+  size_t count = 0;
+  for (const auto* table : kAttention) count += table->count;
+  return count;
+}
+
+const AttentionKernel& attention_kernel(size_t index) {
+  for (const auto* table : kAttention) {
+    if (index < table->count) return table->rows[index];
+    index -= table->count;
+  }
+  assert(!"kernel index out of range");
+  __builtin_unreachable();
+}
+
 const QuantizeKernel& choose_quantize(IsaBits isa) {
   return *first(kQuantize, &KernelLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
 }
@@ -119,6 +138,15 @@ const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa) {
   if (const EmbeddingKernel* found = first(kEmbedding, &KernelLibrary::embedding, isa, reads)) return *found;
   static constexpr EmbeddingKernel kNone{"none", kPortable, Format::panel16, 0, nullptr};
   return kNone;
+}
+
+const AttentionKernel& choose_attention(IsaBits isa) {
+  for (const auto* table : kAttention) {
+    const AttentionKernel* found = first_of(*table, isa, [](const AttentionKernel&) { return true; });
+    if (found != nullptr) return *found;
+  }
+  assert(!"the portable row fits every CPU");
+  __builtin_unreachable();
 }
 
 const LoadedLibrary* library_of(const void* row) {

@@ -15,6 +15,9 @@ LOWBIT_API size_t linear_kernel_count();
 LOWBIT_API const LinearKernel& linear_kernel(size_t index);
 LOWBIT_API size_t embedding_kernel_count();
 LOWBIT_API const EmbeddingKernel& embedding_kernel(size_t index);
+// Attention has no rows of libraries.
+LOWBIT_API size_t attention_kernel_count();
+LOWBIT_API const AttentionKernel& attention_kernel(size_t index);
 
 // The kernel for a task on a CPU with these ISA bits: functions of their arguments and of the loaded libraries alone,
 // so "what would be chosen on a Cortex-A76?" can be asked on any machine whose build has the rows. The portable rows
@@ -22,6 +25,7 @@ LOWBIT_API const EmbeddingKernel& embedding_kernel(size_t index);
 LOWBIT_API const QuantizeKernel& choose_quantize(IsaBits isa);
 LOWBIT_API const LinearKernel& choose_linear(Format format, int bits, int64_t m, IsaBits isa);
 LOWBIT_API const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa);
+LOWBIT_API const AttentionKernel& choose_attention(IsaBits isa);
 
 struct LoadedLibrary {
   const KernelLibrary* library;

@@ -12,7 +12,14 @@
 //                                   and affine: acc = fma(min[g], float(A[g]), acc)
 //                    y = fma(s * row_scale, fma(-z, row_sum, acc), bias)
 //   embedding        symmetric: (row_scale * scale) * level;  affine: fma(row_scale * scale, code, row_scale * min)
-//   16-bit outputs   rounded from the float32 result, to nearest, ties to even
+//   attention        one row q over n positions; 16 lanes, position j is lane j % 16:
+//                    q = q * factor;  x[j] = 0, for i in order: x[j] = fma(k[j][i], q[i], x[j])
+//                    m = -FLT_MAX, sums[16] = 0, o = 0;  for each block of 256 positions from 0 on:
+//                      M = max(m, the block's x);  c = exp2(m - M), sums *= c, o *= c, m = M;  for j in order:
+//                        p = exp2(x[j] - m), sums[j % 16] += p, for all i: o[i] = fma(v[j][i], p, o[i])
+//                    y = o * (1 / sum);  sum: lanes l and l + 8 are added, then l and l + 4, l + 2, l + 1
+//   exp2(x), x <= 0  below -126: 0;  n = rint(x), r = x - n, 2^n * polynomial(r): attention/attention_impl.h
+//   16-bit outputs   rounded from the float32 result, to nearest, ties to even; NaN of attention: 0x7fc00000
 //
 // Preconditions are the operators' to check: kernels only assert them.
 #pragma once
@@ -76,6 +83,31 @@ struct EmbeddingArgs {
   DType out_dtype;
 };
 
+// Sizes of attention. A block is part of the arithmetic, and a panel of the layout of keys.
+inline constexpr int64_t kKeyPositions = 16;      // of a panel
+inline constexpr int64_t kAttentionBlock = 256;   // positions
+inline constexpr int64_t kAttentionRows = 16;     // at once
+inline constexpr int64_t kAttentionWidth = 256;   // of a head, at most; a multiple of 16
+
+// Some rows of queries that read the same keys and values. Rows, keys and values may be unaligned.
+struct AttentionArgs {
+  int64_t rows;            // 1 to kAttentionRows
+  const void* const* q;    // a pointer for each row: `width` values
+  void* const* out;        // the same
+  const int64_t* lengths;  // how many positions each row sees, at least 1 and not less than the row before
+  const void* keys;        // panels: position p, input i at element (p / 16 * width + i) * 16 + p % 16; whole panels
+  const void* values;      // position p, input i at element p * width + i
+  DType dtype;             // of q, out, keys and values
+  int64_t width;
+  float factor;            // scale * log2(e)
+  float* scratch;          // attention_scratch(width) floats, 64-byte aligned
+};
+
+// Queries, outputs, 16 sums and a maximum per row, and the scores of 4 rows in a block.
+constexpr int64_t attention_scratch(int64_t width) {
+  return kAttentionRows * (2 * width + kKeyPositions + 1) + 4 * kAttentionBlock;
+}
+
 struct QuantizeKernel {
   const char* name;  // quantize_<isa>
   IsaBits isa;
@@ -102,6 +134,12 @@ struct EmbeddingKernel {
   Format format;
   uint8_t bits;
   void (*run)(const EmbeddingArgs&);
+};
+
+struct AttentionKernel {
+  const char* name;  // attention_<isa>
+  IsaBits isa;
+  void (*run)(const AttentionArgs&);
 };
 
 // What an ISA file exports.

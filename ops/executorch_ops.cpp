@@ -61,14 +61,25 @@ TensorView resized(Tensor& out, const Shape& shape) {
 
 // A program's tensor has no memory until the caller provides it, and where the planned ones lie is what the file says.
 // An output over the indices, say, would change them behind their check.
-Status check_memory(const Tensor& input, const Tensor& packed_weight, const Tensor& out) {
-  for (const Tensor* tensor : {&input, &packed_weight, &out}) {
-    if (tensor->const_data_ptr() == nullptr && tensor->numel() != 0) return Status::error("a tensor has no memory");
+Status check_memory(std::initializer_list<const Tensor*> read, std::initializer_list<const Tensor*> written) {
+  for (const auto& tensors : {read, written}) {
+    for (const Tensor* tensor : tensors) {
+      if (tensor->const_data_ptr() == nullptr && tensor->numel() != 0) return Status::error("a tensor has no memory");
+    }
   }
-  const auto begin_of = [](const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()); };
-  for (const Tensor* tensor : {&input, &packed_weight}) {
-    if (begin_of(*tensor) < begin_of(out) + out.nbytes() && begin_of(out) < begin_of(*tensor) + tensor->nbytes()) {
-      return Status::error("the output lies over an input; expected memory of its own");
+  const auto begin_of = [](const Tensor* tensor) { return reinterpret_cast<uintptr_t>(tensor->const_data_ptr()); };
+  const auto end_of = [&](const Tensor* tensor) { return begin_of(tensor) + tensor->nbytes(); };
+  const auto meet = [&](const Tensor* a, const Tensor* b) {
+    return begin_of(a) < end_of(b) && begin_of(b) < end_of(a);
+  };
+  for (const Tensor* output : written) {
+    for (const Tensor* input : read) {
+      if (meet(input, output)) return Status::error("the output lies over an input; expected memory of its own");
+    }
+    for (const Tensor* other : written) {
+      if (other != output && meet(other, output)) {
+        return Status::error("an output lies over another; expected memory of its own");
+      }
     }
   }
   return {};
@@ -123,7 +134,7 @@ Status run_linear(Span<EValue*> values) {
   Shape shape;
   if (Status status = lowbit::linear_shape(x_view, out_features, &shape); !status.ok()) return status;
   const TensorView out_view = resized(out, shape);
-  if (Status status = check_memory(x, packed_weight, out); !status.ok()) return status;
+  if (Status status = check_memory({&x, &packed_weight}, {&out}); !status.ok()) return status;
   return lowbit::linear(x_view, view_of(packed_weight), out_features, out_view, executorch_threads());
 }
 
@@ -145,11 +156,39 @@ Status run_embedding(Span<EValue*> values) {
   Shape shape;
   if (Status status = lowbit::embedding_shape(indices_view, embedding_dim, &shape); !status.ok()) return status;
   const TensorView out_view = resized(out, shape);
-  if (Status status = check_memory(indices, packed_weight, out); !status.ok()) return status;
+  if (Status status = check_memory({&indices, &packed_weight}, {&out}); !status.ok()) return status;
   return lowbit::embedding(indices_view, view_of(packed_weight), embedding_dim, out_view, executorch_threads());
 }
 
+// The caches are changed in place: export leaves the buffers of the program itself to be arguments.
+Status run_attention(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
+                                               {"k", Tag::Tensor},
+                                               {"v", Tag::Tensor},
+                                               {"k_cache", Tag::Tensor},
+                                               {"v_cache", Tag::Tensor},
+                                               {"start", Tag::Tensor},
+                                               {"scale", Tag::Double},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const Tensor &q = values[0]->toTensor(), &k = values[1]->toTensor(), &v = values[2]->toTensor();
+  const Tensor &k_cache = values[3]->toTensor(), &v_cache = values[4]->toTensor(), &start = values[5]->toTensor();
+  const double scale = values[6]->toDouble();
+  Tensor& out = values[7]->toTensor();
+
+  const TensorView q_view = view_of(q);
+  Shape shape;
+  if (Status status = lowbit::attention_shape(q_view, &shape); !status.ok()) return status;
+  const TensorView out_view = resized(out, shape);
+  if (Status status = check_memory({&q, &k, &v, &start}, {&k_cache, &v_cache, &out}); !status.ok()) return status;
+  return lowbit::attention(q_view, view_of(k), view_of(v), view_of(k_cache), view_of(v_cache), view_of(start), scale,
+                           out_view, executorch_threads());
+}
+
 constexpr char kLinear[] = "lowbit::linear.out", kEmbedding[] = "lowbit::embedding.out";
+constexpr char kAttention[] = "lowbit::attention.out";
 
 template <const char* name, Status (*run)(Span<EValue*>), size_t out>
 void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
@@ -160,7 +199,8 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
 }
 
 const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
-                           Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>)};
-[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 2));
+                           Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>),
+                           Kernel(kAttention, kernel<kAttention, run_attention, 7>)};
+[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 3));
 
 }  // namespace

@@ -86,6 +86,12 @@ py::list kernels() {
     row["active"] = &choose_quantize(isa) == &kernel;
     rows.append(row);
   }
+  for (size_t i = 0; i < attention_kernel_count(); ++i) {
+    const AttentionKernel& kernel = attention_kernel(i);
+    py::dict row = describe("attention", kernel);
+    row["active"] = &choose_attention(isa) == &kernel;
+    rows.append(row);
+  }
   return rows;
 }
 

@@ -22,6 +22,15 @@ LOWBIT_API Status embedding_shape(const TensorView& indices, int64_t embedding_d
 LOWBIT_API Status embedding(const TensorView& indices, const TensorView& packed, int64_t embedding_dim,
                             const TensorView& out, const Parallel& parallel);
 
+// q [batch, heads, positions, width], k and v [batch, kv_heads, positions, width] of one type, any strides; the
+// caches contiguous [batch, kv_heads, max_length, width], max_length a multiple of 16; start int64, one element: how
+// many positions the caches hold. Writes k and v behind them, and to out [batch, positions, heads, width] what each
+// query sees: all positions up to its own. The layout of k_cache: AttentionArgs::keys.
+LOWBIT_API Status attention_shape(const TensorView& q, Shape* out);
+LOWBIT_API Status attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
+                            const TensorView& v_cache, const TensorView& start, double scale, const TensorView& out,
+                            const Parallel& parallel);
+
 // codes [n, k] uint8, scales and mins [n, groups] float32, bias [n] float32, all contiguous; mins and bias may be null.
 // group_size 0: one group per row. out: uint8 [packed_bytes].
 LOWBIT_API Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias,

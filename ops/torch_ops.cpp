@@ -103,6 +103,23 @@ Tensor embedding(const Tensor& indices, const Tensor& packed_weight, int64_t emb
   return out;
 }
 
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
+                 const Tensor& start, double scale) {
+  const TensorView q_view = view_of("q", q);
+  TensorView k_cache_view = view_of("k_cache", k_cache), v_cache_view = view_of("v_cache", v_cache);
+  Shape shape;
+  raise_unless_ok(attention_shape(q_view, &shape));
+  const Tensor out = allocate(shape, q.scalar_type());
+  // Written to: memory that is shared until then gets copied.
+  if (k_cache_view.on_cpu && v_cache_view.on_cpu) {
+    k_cache_view.data = k_cache.mutable_data_ptr();
+    v_cache_view.data = v_cache.mutable_data_ptr();
+  }
+  raise_unless_ok(lowbit::attention(q_view, view_of("k", k), view_of("v", v), k_cache_view, v_cache_view,
+                                    view_of("start", start), scale, view_of("out", out), torch_threads()));
+  return out;
+}
+
 // A width beyond int is as wrong as 0.
 int width_of(int64_t bits) { return bits < 0 || bits > 64 ? 0 : static_cast<int>(bits); }
 
@@ -160,6 +177,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
       "embedding.out(Tensor indices, Tensor packed_weight, int embedding_dim, *, ScalarType? dtype=None, "
       "Tensor(a!) out) -> Tensor(a!)");
   library.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale) -> "
+      "Tensor");
+  library.def(
+      "attention.out(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale, "
+      "*, Tensor(c!) out) -> Tensor(c!)");
+  library.def(
       "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size) -> Tensor");
   library.def(
       "quantize(Tensor weight, int bits, int group_size, bool affine, bool search) -> "
@@ -170,6 +193,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
 STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("embedding", TORCH_BOX(&embedding));
+  library.impl("attention", TORCH_BOX(&attention));
   library.impl("pack", TORCH_BOX(&pack));
   library.impl("quantize", TORCH_BOX(&quantize));
   library.impl("unpack", TORCH_BOX(&unpack));

@@ -269,6 +269,37 @@ def embedding(
     return torch.ops.lowbit.embedding(indices, packed_weight, embedding_dim, dtype=dtype)
 
 
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Causal attention over static caches: writes ``k`` and ``v`` behind what the caches hold, then attends.
+
+    Time grows with the positions that the caches hold, not with ``max_length``. The result of a position has the same
+    bits however a text was cut into calls.
+
+    Args:
+        q: [batch, heads, positions, width] float32, bfloat16 or float16, any strides; width a multiple of 16 up to 256.
+        k, v: [batch, kv_heads, positions, width] of q's dtype, any strides; heads is a multiple of kv_heads, and head h
+            of q belongs to head ``h // (heads // kv_heads)``.
+        k_cache, v_cache: [batch, kv_heads, max_length, width] of q's dtype, contiguous; max_length a multiple of 16.
+            Changed in place. The order of values within a head of k_cache is this operator's: start with any content
+            (``torch.zeros``, for example), and leave the rest to it.
+        start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
+            ``start + i`` of the text and sees all up to itself.
+        scale: of the products of q and k; None: ``width ** -0.5``.
+
+    Returns:
+        [batch, positions, heads, width] of q's dtype, contiguous. NaN where a visible product is NaN. No gradients.
+
+    Raises:
+        IndexError: ``start`` is negative, or the caches are too short for all positions. They are unchanged.
+        ValueError: a wrong dtype, shape, stride or device. The caches are unchanged.
+    """
+    if scale is None:
+        scale = max(1, *q.shape[-1:]) ** -0.5  # a width of 0, or none, is for the operator to refuse
+    return torch.ops.lowbit.attention(q, k, v, k_cache, v_cache, start, scale)
+
+
 # register_fake asks inspect for the module of this file; unless it knows, it looks at the files of all modules: 3 ms.
 getattr(inspect, "modulesbyfile", {})[os.path.abspath(__file__)] = __name__
 
@@ -281,6 +312,12 @@ def _(x, packed_weight, out_features):
 @torch.library.register_fake("lowbit::embedding")
 def _(indices, packed_weight, embedding_dim, *, dtype=None):
     return indices.new_empty((*indices.shape, embedding_dim), dtype=dtype or torch.float32)
+
+
+@torch.library.register_fake("lowbit::attention")
+def _(q, k, v, k_cache, v_cache, start, scale):
+    batch, heads, positions, width = q.shape
+    return q.new_empty((batch, positions, heads, width))
 
 
 @torch.library.register_fake("lowbit::pack")

@@ -59,7 +59,7 @@ TEST(Isa, NamesAreOrderedAndIncludeThemselves) {
 
 TEST(Isa, ActiveIsWithinTheCpu) { EXPECT_EQ(active_isa() & ~cpu_isa(), 0u); }
 
-// Names are a grammar: linear_a8w<bits>_<m>x<n>_<isa>, embedding_w<bits>_<isa>, quantize_<isa>.
+// Names are a grammar: linear_a8w<bits>_<m>x<n>_<isa>, embedding_w<bits>_<isa>, quantize_<isa>, attention_<isa>.
 TEST(Tables, NamesSayWhatTheRowsAre) {
   std::set<std::string> seen;
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
@@ -87,6 +87,12 @@ TEST(Tables, NamesSayWhatTheRowsAre) {
     EXPECT_NE(row.run, nullptr);
     EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
   }
+  for (size_t i = 0; i < attention_kernel_count(); ++i) {
+    const AttentionKernel& row = attention_kernel(i);
+    EXPECT_EQ(row.name, "attention_" + name_of(row.isa));
+    EXPECT_NE(row.run, nullptr);
+    EXPECT_TRUE(seen.insert(row.name).second) << row.name << " is there twice";
+  }
   EXPECT_FALSE(seen.contains("")) << "a row without a name";
 }
 
@@ -102,6 +108,7 @@ TEST(Tables, PortableRowsCoverEverything) {
     EXPECT_EQ(embedding.bits, bits);
   }
   EXPECT_EQ(choose_quantize(kPortable).isa, kPortable);
+  EXPECT_EQ(choose_attention(kPortable).isa, kPortable);
 }
 
 constexpr int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 100};
@@ -109,6 +116,7 @@ constexpr int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 100};
 TEST(Choice, StaysWithinTheIsaAndTheTask) {
   for (const IsaBits isa : isa_subsets()) {
     EXPECT_EQ(choose_quantize(isa).isa & ~isa, 0u);
+    EXPECT_EQ(choose_attention(isa).isa & ~isa, 0u);
     for (int bits = 1; bits <= 8; ++bits) {
       const EmbeddingKernel& embedding = choose_embedding(Format::panel16, bits, isa);
       EXPECT_EQ(embedding.isa & ~isa, 0u) << embedding.name;
@@ -150,6 +158,12 @@ TEST(Choice, NeverPortableWhereAnotherRowFits) {
       fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0);
     }
     EXPECT_EQ(choose_quantize(isa).isa != kPortable, fits);
+    fits = false;
+    for (size_t i = 0; i < attention_kernel_count(); ++i) {
+      const AttentionKernel& row = attention_kernel(i);
+      fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0);
+    }
+    EXPECT_EQ(choose_attention(isa).isa != kPortable, fits);
   }
 }
 
@@ -182,6 +196,7 @@ TEST(Choice, EveryRowIsReachable) {
   std::set<std::string> reached;
   for (const IsaBits isa : isa_subsets()) {
     reached.insert(choose_quantize(isa).name);
+    reached.insert(choose_attention(isa).name);
     for (int bits = 1; bits <= 8; ++bits) {
       reached.insert(choose_embedding(Format::panel16, bits, isa).name);
       for (const int64_t m : kRows) reached.insert(choose_linear(Format::panel16, bits, m, isa).name);
@@ -191,6 +206,7 @@ TEST(Choice, EveryRowIsReachable) {
     EXPECT_TRUE(reached.contains(linear_kernel(i).name)) << linear_kernel(i).name;
   for (size_t i = 0; i < embedding_kernel_count(); ++i) EXPECT_TRUE(reached.contains(embedding_kernel(i).name));
   for (size_t i = 0; i < quantize_kernel_count(); ++i) EXPECT_TRUE(reached.contains(quantize_kernel(i).name));
+  for (size_t i = 0; i < attention_kernel_count(); ++i) EXPECT_TRUE(reached.contains(attention_kernel(i).name));
 }
 
 }  // namespace

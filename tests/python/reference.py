@@ -165,3 +165,42 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
         at = tuple(different.nonzero()[0].tolist())
         count = int(different.sum())
         raise AssertionError(f"{count} values differ, first at {list(at)}: {actual[at]!r} and {expected[at]!r}")
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """As attention defines it for x <= 0."""
+    n = x.round()  # to even, as everywhere
+    r = x - n
+    p = torch.full_like(x, float.fromhex("0x1.41fbbcp-13"))
+    for text in ("0x1.5f3e54p-10", "0x1.3b2d4cp-7", "0x1.c6aee8p-5", "0x1.ebfbdcp-3", "0x1.62e430p-1", "0x1p0"):
+        p = fma32(p, r, torch.tensor(float.fromhex(text)))
+    return torch.where(x < -126, 0.0, p * torch.exp2(n.clamp(min=-126).double()).float())
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    """The last positions of a text: q [batch, heads, s, d]; k and v of all of it, [batch, kv_heads, start + s, d]."""
+    batch, heads, s, d = q.shape
+    length = start + s
+    k, v = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (k, v))  # [batch, heads, length, d]
+    factor = torch.tensor(scale * 1.4426950408889634, dtype=torch.float64).float()
+    scaled = q.float() * factor
+    seen = torch.arange(length) < torch.arange(start + 1, length + 1)[:, None]  # [s, length]
+    most = torch.full((batch, heads, s, 1), torch.finfo(torch.float32).min)
+    sums = torch.zeros(batch, heads, s, 16)
+    out = torch.zeros(batch, heads, s, d)
+    for begin in range(0, length, 256):
+        end = min(begin + 256, length)
+        x = torch.zeros(batch, heads, s, end - begin)
+        for i in range(d):
+            x = fma32(k[:, :, None, begin:end, i], scaled[..., i : i + 1], x)
+        x = torch.where(seen[:, begin:end], x, -torch.inf)
+        now = torch.maximum(most, x.amax(-1, keepdim=True))
+        shrink, weights = _exp2(most - now), _exp2(x - now)
+        most, sums, out = now, sums * shrink, out * shrink
+        for j in range(begin, end):
+            p, sees = weights[..., j - begin : j - begin + 1], seen[:, j : j + 1]
+            sums[..., j % 16] += torch.where(sees, p, 0.0)[..., 0]
+            out = torch.where(sees, fma32(v[:, :, None, j], p, out), out)
+    for half in (8, 4, 2, 1):
+        sums = sums[..., :half] + sums[..., half : 2 * half]
+    return (out * (1.0 / sums)).to(q.dtype).transpose(1, 2)

@@ -102,6 +102,19 @@ class One(torch.nn.Module):
         return self.layer(x)
 
 
+class OneAttention(torch.nn.Module):
+    """Two heads of queries, keys and values, all x [1, 2, 3, 16]."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("k_cache", "v_cache"):
+            self.register_buffer(name, torch.zeros(1, 2, 16, 16))
+        self.register_buffer("start", torch.tensor([1]))
+
+    def forward(self, x):
+        return lowbit.attention(x, x, x, self.k_cache, self.v_cache, self.start)
+
+
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "embedding"])
 def test_altered_packed_bytes_fail_the_call(executorch, tmp_path, capfd, linear):
     packed = random_packed(20, 80, 3, 32, "affine", bias=True)
@@ -167,6 +180,23 @@ WRONG_CALLS = {
         "out is an int": ("change(4, schema.Int(0))", "argument out is of kind Int; expected Tensor"),
         "indices lie over out": ("move(0, 4)", "the output lies over an input"),
     },
+    "attention": {
+        "too few": ("call.args = call.args[:7]", "the call has 7 values; expected 8"),
+        "q is an int": ("change(0, schema.Int(3))", "argument q is of kind Int; expected Tensor"),
+        "k is none": ("change(1, schema.Null())", "argument k is of kind None; expected Tensor"),
+        "cache is a list": ("change(3, schema.BoolList([True]))", "argument k_cache is of kind ListBool; expected"),
+        "start is an int": ("change(5, schema.Int(0))", "argument start is of kind Int; expected Tensor"),
+        "start is q": ("call.args[5] = call.args[0]", "start has dtype float32 and shape [1, 2, 3, 16]"),
+        "scale is an int": ("change(6, schema.Int(1))", "argument scale is of kind Int; expected Double"),
+        "out is none": ("change(7, schema.Null())", "argument out is of kind None; expected Tensor"),
+        "out is q": ("call.args[7] = call.args[0]", "the output lies over an input"),
+        "cache is q": ("call.args[3] = call.args[0]", "the output lies over an input"),
+        "q lies over a cache": ("move(0, 3)", "the output lies over an input"),
+        "one cache": ("call.args[4] = call.args[3]", "an output lies over another"),
+        "caches overlap": ("move(4, 3)", "an output lies over another"),
+        "out lies over a cache": ("move(7, 4)", "an output lies over another"),
+        "start beyond the cache": ("plan.values[call.args[5]].val.sizes = [0]", "start has dtype int64 and shape [0]"),
+    },
 }
 
 WRONG_CALL_SCRIPT = """
@@ -212,8 +242,11 @@ for name, code in {"as it was": "", **json.loads(sys.argv[3])}.items():
 
 @pytest.mark.parametrize("family", WRONG_CALLS)
 def test_wrong_calls_in_a_program_fail(executorch, run_python, tmp_path, family):
-    model = One(family == "linear", random_packed(20, K, 3, GROUP, "affine", bias=True))
-    x = random_rows(2, K) if family == "linear" else torch.tensor([4, 19])
+    if family == "attention":
+        model, x = OneAttention(), random_rows(1, 2, 3, 16)
+    else:
+        model = One(family == "linear", random_packed(20, K, 3, GROUP, "affine", bias=True))
+        x = random_rows(2, K) if family == "linear" else torch.tensor([4, 19])
     lowbit.export_pte(model, (x,), tmp_path / "one.pte")
     torch.save(x, tmp_path / "x.pt")
     cases = WRONG_CALLS[family]

@@ -30,6 +30,12 @@ for bits in reference.WIDTHS:
             config = lowbit.LinearConfig(bits, 32, mapping, scale)
             packed = lowbit.quantize_tensor(reference.random_rows(40, 70), config)
             tensors[f"quantised {bits} {mapping} {scale}"] = packed
+for heads, width in ((4, 48), (2, 128), (7, 16)):
+    for dtype in reference.DTYPES:
+        q = 2 * reference.random_rows(1, heads, 290, width).to(dtype)
+        k, v = (reference.random_rows(1, heads // 2, 290, width, seed=seed)[:, :1].to(dtype) for seed in (1, 2))
+        caches = torch.zeros(2, 1, 1, 304, width, dtype=dtype)
+        tensors[f"attention {heads} {dtype}"] = lowbit.attention(q, k, v, *caches, torch.tensor(0))
 torch.save(tensors, sys.argv[1])
 print(json.dumps([lowbit.isa(), lowbit.kernels()]))
 """
@@ -92,7 +98,7 @@ def test_every_cap_takes_effect_and_gives_the_same_bits(run_python, tmp_path):
             assert kernel["enabled"] or not kernel["active"]
             assert kernel["name"].endswith(kernel["isa"])
         active = [kernel for kernel in kernels if kernel["active"]]
-        assert {kernel["family"] for kernel in active} == {"linear", "embedding", "quantize"}
+        assert {kernel["family"] for kernel in active} == {"linear", "embedding", "quantize", "attention"}
         for family in ("linear", "embedding"):
             assert {kernel["bits"] for kernel in active if kernel["family"] == family} == set(range(1, 9))
         if name == "portable":
@@ -116,7 +122,7 @@ def test_the_table_of_kernels():
     assert len({kernel["name"] for kernel in kernels}) == len(kernels)
     for kernel in kernels:
         keys = {"name", "family", "isa", "supported", "enabled", "active", "vendor", "library"}
-        keys |= {"linear": {"format", "bits", "tile"}, "embedding": {"format", "bits"}, "quantize": set()}[kernel["family"]]
+        keys |= {"linear": {"format", "bits", "tile"}, "embedding": {"format", "bits"}}.get(kernel["family"], set())
         assert set(kernel) == keys
         assert kernel["vendor"] is None and kernel["library"] is None
         assert kernel.get("format", "panel16") == "panel16"
@@ -126,7 +132,8 @@ def test_the_table_of_kernels():
         elif kernel["family"] == "embedding":
             assert kernel["name"] == f"embedding_w{kernel['bits']}_{kernel['isa']}"
         else:
-            assert kernel["name"] == f"quantize_{kernel['isa']}"
+            assert kernel["family"] in ("quantize", "attention")
+            assert kernel["name"] == f"{kernel['family']}_{kernel['isa']}"
     for family, widths in (("linear", range(1, 9)), ("embedding", range(1, 9))):
         portable = {kernel["bits"] for kernel in kernels if kernel["family"] == family and kernel["isa"] == "portable"}
         assert portable == set(widths)

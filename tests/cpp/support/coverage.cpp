@@ -36,6 +36,7 @@ bool selected(IsaBits isa) {
 
 // A library's formats of its own are for its own tests.
 bool is_panel16(const QuantizeKernel&) { return true; }
+bool is_panel16(const AttentionKernel&) { return true; }
 template <class Row>
 bool is_panel16(const Row& row) {
   return row.format == Format::panel16;
@@ -71,6 +72,7 @@ std::string isa_name(IsaBits bits) {
 std::vector<RowRef> quantize_rows() { return rows_of(quantize_kernel_count(), quantize_kernel); }
 std::vector<RowRef> linear_rows() { return rows_of(linear_kernel_count(), linear_kernel); }
 std::vector<RowRef> embedding_rows() { return rows_of(embedding_kernel_count(), embedding_kernel); }
+std::vector<RowRef> attention_rows() { return rows_of(attention_kernel_count(), attention_kernel); }
 
 void note_exercised(const std::string& name) { exercised().insert(name); }
 
@@ -87,7 +89,9 @@ int finish(int test_result) {
   if (!only.empty() && find_isa(only) == nullptr) good = fail("LOWBIT_TEST_ISA is '" + only + "', not an ISA's name");
 
   std::vector<RowRef> rows = quantize_rows();
-  for (const auto& more : {linear_rows(), embedding_rows()}) rows.insert(rows.end(), more.begin(), more.end());
+  for (const auto& more : {linear_rows(), embedding_rows(), attention_rows()}) {
+    rows.insert(rows.end(), more.begin(), more.end());
+  }
   // A filter on the command line is somebody looking at one test.
   if (testing::GTEST_FLAG(filter) == "*") {
     std::set<std::string> expected;

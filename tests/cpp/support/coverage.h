@@ -14,7 +14,7 @@
 
 namespace lowbit::test {
 
-// One row of any of the three tables.
+// One row of any of the tables.
 struct RowRef {
   std::string name;
   IsaBits isa;
@@ -26,6 +26,7 @@ struct RowRef {
 std::vector<RowRef> quantize_rows();
 std::vector<RowRef> linear_rows();
 std::vector<RowRef> embedding_rows();
+std::vector<RowRef> attention_rows();
 
 // To be called by the tests that run a row.
 void note_exercised(const std::string& name);

@@ -23,6 +23,16 @@ GroupSums group_sums(const Decoded& w, int64_t row, int64_t group, const int8_t*
   return sums;
 }
 
+float contract_exp2(float x) {
+  if (x < -126.0f) return 0.0f;
+  const float n = std::nearbyint(x), r = x - n;
+  float p = 0x1.41fbbcp-13f;
+  for (const float c : {0x1.5f3e54p-10f, 0x1.3b2d4cp-7f, 0x1.c6aee8p-5f, 0x1.ebfbdcp-3f, 0x1.62e430p-1f, 1.0f}) {
+    p = std::fma(p, r, c);
+  }
+  return std::ldexp(p, static_cast<int>(n));
+}
+
 }  // namespace
 
 float contract_linear(const Decoded& w, int64_t row, const int8_t* a, float scale, float zero) {
@@ -115,6 +125,93 @@ QuantizedRow contract_quantize(const std::vector<float>& x) {
     q.a[i] = static_cast<int8_t>(std::fmax(-128.0f, std::fmin(127.0f, level)));
   }
   return q;
+}
+
+std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
+                                      const std::vector<float>& values, int64_t length) {
+  const int64_t width = static_cast<int64_t>(q.size());
+  std::vector<float> out(q.size(), 0.0f), sums(16, 0.0f), scores(256);
+  float most = -0x1.fffffep127f;
+  bool is_nan = false;
+  for (int64_t begin = 0; begin < length; begin += 256) {
+    const int64_t end = begin + 256 < length ? begin + 256 : length;
+    const float before = most;
+    for (int64_t j = begin; j < end; ++j) {
+      float score = 0.0f;
+      for (int64_t i = 0; i < width; ++i) {
+        score = std::fma(keys[static_cast<size_t>(j * width + i)], q[static_cast<size_t>(i)] * factor, score);
+      }
+      scores[static_cast<size_t>(j - begin)] = score;
+      is_nan = is_nan || std::isnan(score);
+      if (score > most) most = score;
+    }
+    if (is_nan) break;
+    is_nan = std::isinf(most);
+    if (is_nan) break;
+    const float shrink = contract_exp2(before - most);
+    for (float& sum : sums) sum *= shrink;
+    for (float& value : out) value *= shrink;
+    for (int64_t j = begin; j < end; ++j) {
+      const float weight = contract_exp2(scores[static_cast<size_t>(j - begin)] - most);
+      sums[static_cast<size_t>(j % 16)] += weight;
+      for (int64_t i = 0; i < width; ++i) {
+        float& value = out[static_cast<size_t>(i)];
+        value = std::fma(values[static_cast<size_t>(j * width + i)], weight, value);
+      }
+    }
+  }
+  for (size_t half = 8; half > 0; half /= 2) {
+    for (size_t l = 0; l < half; ++l) sums[l] += sums[l + half];
+  }
+  for (float& value : out) {
+    value *= 1.0f / sums[0];
+    if (is_nan || std::isnan(value)) value = float_from_bits(0x7fc00000u);
+  }
+  return out;
+}
+
+// The bound. Let u = 2^-24 and n the number of positions, in b blocks. A score of width products is off by (width +
+// 1) u times the sum of their magnitudes, at most `score_error`. A weight relative to the last block's maximum is a
+// product of up to b + 1 results of exp2: their arguments are differences that add up to at most the range of the
+// scores, each rounded, their values off by 2 u each, and b roundings join them. That makes a factor 1 + e of it. Sum
+// and weighted sum of the values have errors of e and n + b + 16 roundings each, relative to sums of magnitudes, and
+// there are two operations more. Weights below 2^-126 are dropped; underflows are half of 2^-149 each.
+std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
+                                     const std::vector<float>& values, int64_t length) {
+  const int64_t width = static_cast<int64_t>(q.size());
+  std::vector<double> scores;
+  double most = -INFINITY, least = INFINITY, score_error = 0.0;
+  for (int64_t j = 0; j < length; ++j) {
+    double score = 0.0, magnitude = 0.0;
+    for (int64_t i = 0; i < width; ++i) {
+      const double product =
+          double{q[static_cast<size_t>(i)]} * factor * keys[static_cast<size_t>(j * width + i)];
+      score += product;
+      magnitude += std::fabs(product);
+    }
+    scores.push_back(score);
+    most = std::fmax(most, score);
+    least = std::fmin(least, score);
+    score_error = std::fmax(score_error, static_cast<double>(width + 1) * kUnit * magnitude);
+  }
+  const double blocks = static_cast<double>((length + 255) / 256), n = static_cast<double>(length);
+  const double range = most - least + 2 * score_error;
+  const double e = 0.7 * (2 * score_error + range * kUnit) + (3 * blocks + 2) * kUnit;
+  std::vector<Bounded> result;
+  for (int64_t i = 0; i < width; ++i) {
+    double sum = 0.0, value = 0.0, magnitude = 0.0, largest = 0.0;
+    for (int64_t j = 0; j < length; ++j) {
+      const double weight = std::exp2(scores[static_cast<size_t>(j)] - most);
+      const double v = values[static_cast<size_t>(j * width + i)];
+      sum += weight;
+      value += weight * v;
+      magnitude += weight * std::fabs(v);
+      largest = std::fmax(largest, std::fabs(v));
+    }
+    const double relative = 2 * e + (2 * n + 2 * blocks + 40) * kUnit;
+    result.push_back({value / sum, 1.02 * relative * magnitude / sum + n * (0x1p-120 * largest + kSmallest)});
+  }
+  return result;
 }
 
 std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype) {

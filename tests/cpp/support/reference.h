@@ -31,6 +31,12 @@ struct QuantizedRow {
 };
 QuantizedRow contract_quantize(const std::vector<float>& x);
 
+// One row of attention: `length` positions of keys and values, position by position, `width` values each.
+std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
+                                      const std::vector<float>& values, int64_t length);
+std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
+                                     const std::vector<float>& values, int64_t length);
+
 // Values to float32, and back to the type, as numeric.h does it (numeric_test.cpp has its own opinion of that).
 std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype);
 std::vector<float> from_bytes(const std::vector<uint8_t>& bytes, DType dtype);

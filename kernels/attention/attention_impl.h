@@ -1,0 +1,235 @@
+// The body of every attention_<isa>, on a vector V of 16 floats that the ISA's file defines. Formula: ukernel.h.
+//
+// Both products, queries by keys and weights by values, are the same loop: up to 4 rows of scalars times vectors. For
+// keys a lane is a position and a step one input; for values a lane is an input and a step one position. So no sum
+// goes across lanes, and each is in order of its steps for any number of rows at once.
+//
+// A row's own positions end it: what lies behind may be anything, also NaN. Its scores are replaced, its values not
+// read.
+#pragma once
+
+#include "../ukernel.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int kLanes = 16;
+
+// 2^x for x <= 0, 0 below -126, NaN for NaN; within 2^-23 of the true value, relative. Adding 1.5 * 2^23 rounds x to
+// an integer in the last bits; with 127 more these are the exponent of 2^n. The polynomial is 2^r on [-1/2, 1/2],
+// exact in 0.
+template <class V>
+[[gnu::always_inline]] inline V exp2_of(V x) {
+  constexpr float kRound = 12582912.0f + 127.0f;
+  const V rounded = V::add(x, V::broadcast(kRound));
+  const V r = V::sub(x, V::sub(rounded, V::broadcast(kRound)));
+  V p = V::broadcast(0x1.41fbbcp-13f);
+  p = V::fma(p, r, V::broadcast(0x1.5f3e54p-10f));
+  p = V::fma(p, r, V::broadcast(0x1.3b2d4cp-7f));
+  p = V::fma(p, r, V::broadcast(0x1.c6aee8p-5f));
+  p = V::fma(p, r, V::broadcast(0x1.ebfbdcp-3f));
+  p = V::fma(p, r, V::broadcast(0x1.62e430p-1f));
+  p = V::fma(p, r, V::broadcast(1.0f));
+  return V::zero_below(x, V::broadcast(-126.0f), V::mul(p, V::shift_left_23(rounded)));
+}
+
+// Folds the lanes in the order of the contract.
+template <class V, class Op>
+[[gnu::always_inline]] inline float fold(V v, Op op) {
+  alignas(64) float lanes[kLanes];
+  V::store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int l = 0; l < half; ++l) lanes[l] = op(lanes[l], lanes[l + half]);
+  }
+  return lanes[0];
+}
+
+// Rows of scalars in float32, times vectors in the type of the cache.
+struct Product {
+  const float* a;  // row 0, step 0
+  int64_t a_row;   // elements from one row to the next
+  const char* b;   // step 0, vector 0
+  int64_t b_step;  // bytes from one step to the next
+  int64_t b_vector;
+  int64_t steps;
+  float* out;      // row 0, vector 0
+  int64_t out_row;
+  int64_t vectors;
+};
+
+// out (+)= a * b for Rows rows and Vectors vectors at `vector`.
+template <class V, DType T, int Rows, int Vectors, bool Add>
+[[gnu::always_inline]] inline void multiply(const Product& product, int64_t vector) {
+  const char* b = product.b + vector * product.b_vector;
+  float* const out = product.out + vector * kLanes;
+  V sums[Rows][Vectors];
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < Vectors; ++v) {
+      sums[r][v] = Add ? V::load(out + r * product.out_row + v * kLanes) : V::broadcast(0.0f);
+    }
+  }
+  const int64_t steps = product.steps, b_step = product.b_step, b_vector = product.b_vector, a_row = product.a_row;
+  const float* a = product.a;
+  // Keys and values mostly come from memory, in pieces too short for the CPU to foresee the next. Nothing is read if
+  // that lies behind their end.
+  const int64_t ahead = Add ? 8192 : 4 * b_vector;
+  int64_t step = 0;
+  for (; step + 4 <= steps; step += 4) {
+    typename V::Four scalars[Rows];
+    for (int r = 0; r < Rows; ++r) scalars[r] = V::load_four(a + r * a_row + step);
+    const auto one = [&](auto lane) __attribute__((always_inline)) {
+      V vectors[Vectors];
+      for (int v = 0; v < Vectors; ++v) {
+        __builtin_prefetch(b + v * b_vector + ahead, 0, 2);
+        vectors[v] = V::template load_as_f32<T>(b + v * b_vector);
+      }
+      for (int r = 0; r < Rows; ++r) {
+        for (int v = 0; v < Vectors; ++v) {
+          sums[r][v] = V::template fma_lane<decltype(lane)::value>(vectors[v], scalars[r], sums[r][v]);
+        }
+      }
+      b += b_step;
+    };
+    one(std::integral_constant<int, 0>());
+    one(std::integral_constant<int, 1>());
+    one(std::integral_constant<int, 2>());
+    one(std::integral_constant<int, 3>());
+  }
+  for (; step < steps; ++step) {
+    for (int v = 0; v < Vectors; ++v) {
+      const V values = V::template load_as_f32<T>(b + v * b_vector);
+      for (int r = 0; r < Rows; ++r) sums[r][v] = V::fma(values, V::broadcast(a[r * a_row + step]), sums[r][v]);
+    }
+    b += b_step;
+  }
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < Vectors; ++v) V::store(out + r * product.out_row + v * kLanes, sums[r][v]);
+  }
+}
+
+// All vectors of a product, as many at a time as there are registers for their sums.
+template <class V, DType T, int Rows, bool Add>
+void multiply_all(const Product& product) {
+  constexpr int kAtOnce = V::kSums / Rows < 1 ? 1 : V::kSums / Rows > 4 ? 4 : V::kSums / Rows;
+  int64_t vector = 0;
+  for (; vector + kAtOnce <= product.vectors; vector += kAtOnce) multiply<V, T, Rows, kAtOnce, Add>(product, vector);
+  if constexpr (kAtOnce > 2) {
+    for (; vector + 2 <= product.vectors; vector += 2) multiply<V, T, Rows, 2, Add>(product, vector);
+  }
+  if constexpr (kAtOnce > 1) {
+    for (; vector < product.vectors; ++vector) multiply<V, T, Rows, 1, Add>(product, vector);
+  }
+}
+
+// The memory of some rows between blocks, and the scores of those in hand.
+struct State {
+  float *q, *out, *sums, *scores, *most;
+
+  State(float* memory, int64_t width) {
+    q = memory;
+    out = q + kAttentionRows * width;
+    sums = out + kAttentionRows * width;
+    scores = sums + kAttentionRows * kLanes;
+    most = scores + 4 * kAttentionBlock;
+  }
+};
+
+// Scores to weights: one row, `count` positions of a block.
+template <class V>
+[[gnu::always_inline]] inline void softmax(float* scores, int64_t count, float* most, float* sums, float* out,
+                                           int64_t width) {
+  V lanes_most = V::broadcast(*most);
+  int64_t j = 0;
+  for (; j + kLanes <= count; j += kLanes) lanes_most = V::max(V::load(scores + j), lanes_most);
+  if (j < count) {
+    // What is not visible weighs exp2(-inf) = 0.
+    for (int64_t l = count; l < j + kLanes; ++l) scores[l] = float_from_bits(0xff800000u);
+    lanes_most = V::max(V::load(scores + j), lanes_most);
+  }
+  const float now = fold(lanes_most, [](float a, float b) { return a > b ? a : b; });
+  const V most_now = V::broadcast(now), shrink = exp2_of(V::sub(V::broadcast(*most), most_now));
+  *most = now;
+  V sum = V::mul(V::load(sums), shrink);
+  for (j = 0; j < count; j += kLanes) {
+    const V weights = exp2_of(V::sub(V::load(scores + j), most_now));
+    V::store(scores + j, weights);
+    sum = V::add(sum, weights);
+  }
+  V::store(sums, sum);
+  for (int64_t i = 0; i < width; i += kLanes) V::store(out + i, V::mul(V::load(out + i), shrink));
+}
+
+// `Rows` rows from `row` on, in the block that starts at position `begin`. All of them see its first position.
+template <class V, DType T, int Rows>
+void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t begin) {
+  const int64_t width = args.width;
+  int64_t counts[Rows];
+  for (int r = 0; r < Rows; ++r) {
+    const int64_t left = args.lengths[row + r] - begin;
+    counts[r] = left < kAttentionBlock ? left : kAttentionBlock;
+  }
+  const char* keys = static_cast<const char*>(args.keys) + begin * width * size_of(T);
+  multiply_all<V, T, Rows, false>({state.q + row * width, width, keys, kLanes * size_of(T), width * kLanes * size_of(T),
+                                   width, state.scores, kAttentionBlock, (counts[Rows - 1] + kLanes - 1) / kLanes});
+  for (int r = 0; r < Rows; ++r) {
+    softmax<V>(state.scores + r * kAttentionBlock, counts[r], state.most + row + r, state.sums + (row + r) * kLanes,
+               state.out + (row + r) * width, width);
+  }
+  const char* values = static_cast<const char*>(args.values) + begin * width * size_of(T);
+  multiply_all<V, T, Rows, true>({state.scores, kAttentionBlock, values, width * size_of(T), kLanes * size_of(T),
+                                  counts[0], state.out + row * width, width, width / kLanes});
+  for (int r = 1; r < Rows; ++r) {
+    if (counts[r] == counts[0]) continue;
+    multiply_all<V, T, 1, true>({state.scores + r * kAttentionBlock + counts[0], kAttentionBlock,
+                                 values + counts[0] * width * size_of(T), width * size_of(T), kLanes * size_of(T),
+                                 counts[r] - counts[0], state.out + (row + r) * width, width, width / kLanes});
+  }
+}
+
+template <class V, DType T>
+void attention(const AttentionArgs& args) {
+  const int64_t width = args.width, rows = args.rows;
+  const State state(args.scratch, width);
+  for (int64_t r = 0; r < rows; ++r) {
+    const char* q = static_cast<const char*>(args.q[r]);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const V values = V::template load_as_f32<T>(q + i * size_of(T));
+      V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
+      V::store(state.out + r * width + i, V::broadcast(0.0f));
+    }
+    V::store(state.sums + r * kLanes, V::broadcast(0.0f));
+    state.most[r] = -0x1.fffffep127f;
+  }
+  int64_t first = 0;  // of the rows that see the block
+  for (int64_t begin = 0; begin < args.lengths[rows - 1]; begin += kAttentionBlock) {
+    while (args.lengths[first] <= begin) ++first;
+    int64_t row = first;
+    for (; row + 4 <= rows; row += 4) attend<V, T, 4>(args, state, row, begin);
+    if (row + 2 <= rows) {
+      attend<V, T, 2>(args, state, row, begin);
+      row += 2;
+    }
+    if (row < rows) attend<V, T, 1>(args, state, row, begin);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const float sum = fold(V::load(state.sums + r * kLanes), [](float a, float b) { return a + b; });
+    const V inverse = V::broadcast(1.0f / sum);
+    char* out = static_cast<char*>(args.out[r]);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      V::template store_from_f32<T>(out + i * size_of(T),
+                                    V::same_nan(V::mul(V::load(state.out + r * width + i), inverse)));
+    }
+  }
+}
+
+template <class V>
+void run(const AttentionArgs& args) {
+  switch (args.dtype) {
+    case DType::f32: return attention<V, DType::f32>(args);
+    case DType::bf16: return attention<V, DType::bf16>(args);
+    case DType::f16: return attention<V, DType::f16>(args);
+  }
+}
+
+}  // namespace
+}  // namespace lowbit

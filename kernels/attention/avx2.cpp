@@ -1,0 +1,77 @@
+// attention_avx2: 16 floats are two registers. Formula: ukernel.h; body: attention_impl.h.
+
+#include <type_traits>
+
+#include "../bits/simd_avx2.h"
+#include "attention_impl.h"
+
+namespace lowbit {
+namespace {
+
+struct Vector {
+  __m256 low, high;
+
+  static constexpr int kSums = 4;  // of two registers each, beside a vector and a scalar
+
+  [[gnu::always_inline]] static Vector of(const Float16& v) { return {v.half[0], v.half[1]}; }
+  [[gnu::always_inline]] static Vector broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+  [[gnu::always_inline]] static Vector load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
+  [[gnu::always_inline]] static void store(float* at, Vector v) {
+    _mm256_storeu_ps(at, v.low);
+    _mm256_storeu_ps(at + 8, v.high);
+  }
+  template <DType T>
+  [[gnu::always_inline]] static Vector load_as_f32(const void* at) {
+    return of(load16<T>(at));
+  }
+  template <DType T>
+  [[gnu::always_inline]] static void store_from_f32(void* at, Vector v) {
+    store16(at, T, {{v.low, v.high}});
+  }
+  [[gnu::always_inline]] static Vector add(Vector a, Vector b) {
+    return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+  }
+  [[gnu::always_inline]] static Vector sub(Vector a, Vector b) {
+    return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
+  }
+  [[gnu::always_inline]] static Vector mul(Vector a, Vector b) {
+    return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+  }
+  [[gnu::always_inline]] static Vector max(Vector a, Vector b) {
+    return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
+  }
+  [[gnu::always_inline]] static Vector fma(Vector a, Vector b, Vector c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+  }
+  [[gnu::always_inline]] static Vector zero_below(Vector x, Vector bound, Vector value) {
+    return {_mm256_andnot_ps(_mm256_cmp_ps(x.low, bound.low, _CMP_LT_OQ), value.low),
+            _mm256_andnot_ps(_mm256_cmp_ps(x.high, bound.high, _CMP_LT_OQ), value.high)};
+  }
+  [[gnu::always_inline]] static Vector shift_left_23(Vector v) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v.low), 23)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v.high), 23))};
+  }
+  [[gnu::always_inline]] static Vector same_nan(Vector v) {
+    const __m256 nan = _mm256_set1_ps(float_from_bits(0x7fc00000u));
+    return {_mm256_blendv_ps(v.low, nan, _mm256_cmp_ps(v.low, v.low, _CMP_UNORD_Q)),
+            _mm256_blendv_ps(v.high, nan, _mm256_cmp_ps(v.high, v.high, _CMP_UNORD_Q))};
+  }
+
+  struct Four {
+    const float* at;
+  };
+  [[gnu::always_inline]] static Four load_four(const float* at) { return {at}; }
+  template <int Lane>
+  [[gnu::always_inline]] static Vector fma_lane(Vector a, Four four, Vector c) {
+    return fma(a, broadcast(four.at[Lane]), c);
+  }
+};
+
+constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>}};
+
+}  // namespace
+
+extern const Table<AttentionKernel> kAttentionAvx2;
+const Table<AttentionKernel> kAttentionAvx2{kRows, 1};
+
+}  // namespace lowbit

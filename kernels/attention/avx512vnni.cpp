@@ -1,0 +1,62 @@
+// attention_avx512vnni: 16 floats are one register. Formula: ukernel.h; body: attention_impl.h.
+
+#include <type_traits>
+
+#include "../bits/simd_avx512.h"
+#include "attention_impl.h"
+
+namespace lowbit {
+namespace {
+
+constexpr __mmask16 kAll = 0xffff;
+
+struct Vector {
+  __m512 v;
+
+  static constexpr int kSums = 16;
+
+  [[gnu::always_inline]] static Vector broadcast(float value) { return {_mm512_set1_ps(value)}; }
+  [[gnu::always_inline]] static Vector load(const float* at) { return {_mm512_loadu_ps(at)}; }
+  [[gnu::always_inline]] static void store(float* at, Vector a) { _mm512_storeu_ps(at, a.v); }
+  template <DType T>
+  [[gnu::always_inline]] static Vector load_as_f32(const void* at) {
+    return {load16<T>(at, 0, kAll)};
+  }
+  template <DType T>
+  [[gnu::always_inline]] static void store_from_f32(void* at, Vector a) {
+    store16(at, T, 0, a.v, kAll);
+  }
+  [[gnu::always_inline]] static Vector add(Vector a, Vector b) { return {_mm512_add_ps(a.v, b.v)}; }
+  [[gnu::always_inline]] static Vector sub(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; }
+  [[gnu::always_inline]] static Vector mul(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
+  [[gnu::always_inline]] static Vector max(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
+  [[gnu::always_inline]] static Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  [[gnu::always_inline]] static Vector zero_below(Vector x, Vector bound, Vector value) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, bound.v, _CMP_NLT_UQ), value.v)};
+  }
+  [[gnu::always_inline]] static Vector shift_left_23(Vector a) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 23))};
+  }
+  [[gnu::always_inline]] static Vector same_nan(Vector a) {
+    return {_mm512_mask_mov_ps(a.v, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q),
+                               _mm512_set1_ps(float_from_bits(0x7fc00000u)))};
+  }
+
+  struct Four {
+    const float* at;
+  };
+  [[gnu::always_inline]] static Four load_four(const float* at) { return {at}; }
+  template <int Lane>
+  [[gnu::always_inline]] static Vector fma_lane(Vector a, Four four, Vector c) {
+    return fma(a, broadcast(four.at[Lane]), c);
+  }
+};
+
+constexpr AttentionKernel kRows[] = {{"attention_avx512vnni", kAvx512Vnni, run<Vector>}};
+
+}  // namespace
+
+extern const Table<AttentionKernel> kAttentionAvx512Vnni;
+const Table<AttentionKernel> kAttentionAvx512Vnni{kRows, 1};
+
+}  // namespace lowbit

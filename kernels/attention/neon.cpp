@@ -1,0 +1,101 @@
+// attention_neon: 16 floats are four registers. Formula: ukernel.h; body: attention_impl.h.
+//
+// Four scalars of a row are loaded at once, and each is used by lane: fmla takes a lane of a register for free.
+
+#include <arm_neon.h>
+
+#include <type_traits>
+
+#include "../bits/unpack_neon.h"
+#include "attention_impl.h"
+
+namespace lowbit {
+namespace {
+
+struct Vector {
+  float32x4_t q[4];
+
+  static constexpr int kSums = 4;  // of four registers each, beside a vector and a register of scalars for each row
+
+  template <class Op>
+  [[gnu::always_inline]] static Vector each(Op op) {
+    return {{op(0), op(1), op(2), op(3)}};
+  }
+  [[gnu::always_inline]] static Vector broadcast(float value) {
+    return each([=](int) __attribute__((always_inline)) { return vdupq_n_f32(value); });
+  }
+  [[gnu::always_inline]] static Vector load(const float* at) {
+    return each([=](int i) __attribute__((always_inline)) { return vld1q_f32(at + 4 * i); });
+  }
+  [[gnu::always_inline]] static void store(float* at, const Vector& v) {
+    for (int i = 0; i < 4; ++i) vst1q_f32(at + 4 * i, v.q[i]);
+  }
+  template <DType T>
+  [[gnu::always_inline]] static Vector load_as_f32(const void* from) {
+    const auto* at = static_cast<const uint8_t*>(from);
+    if constexpr (T == DType::f32) {
+      return each([=](int i) __attribute__((always_inline)) { return vreinterpretq_f32_u8(vld1q_u8(at + 16 * i)); });
+    } else {
+      const uint16x8_t h[2] = {vreinterpretq_u16_u8(vld1q_u8(at)), vreinterpretq_u16_u8(vld1q_u8(at + 16))};
+      return each([=](int i) __attribute__((always_inline)) {
+        if constexpr (T == DType::f16) {
+          const float16x8_t half = vreinterpretq_f16_u16(h[i / 2]);
+          return i % 2 == 0 ? vcvt_f32_f16(vget_low_f16(half)) : vcvt_high_f32_f16(half);
+        } else {
+          return vreinterpretq_f32_u32(i % 2 == 0 ? vshll_n_u16(vget_low_u16(h[i / 2]), 16)
+                                                  : vshll_high_n_u16(h[i / 2], 16));
+        }
+      });
+    }
+  }
+  template <DType T>
+  [[gnu::always_inline]] static void store_from_f32(void* at, const Vector& v) {
+    store16<T>(at, v.q);
+  }
+  [[gnu::always_inline]] static Vector add(const Vector& a, const Vector& b) {
+    return each([&](int i) __attribute__((always_inline)) { return vaddq_f32(a.q[i], b.q[i]); });
+  }
+  [[gnu::always_inline]] static Vector sub(const Vector& a, const Vector& b) {
+    return each([&](int i) __attribute__((always_inline)) { return vsubq_f32(a.q[i], b.q[i]); });
+  }
+  [[gnu::always_inline]] static Vector mul(const Vector& a, const Vector& b) {
+    return each([&](int i) __attribute__((always_inline)) { return vmulq_f32(a.q[i], b.q[i]); });
+  }
+  [[gnu::always_inline]] static Vector max(const Vector& a, const Vector& b) {
+    return each([&](int i) __attribute__((always_inline)) { return vmaxq_f32(a.q[i], b.q[i]); });
+  }
+  [[gnu::always_inline]] static Vector fma(const Vector& a, const Vector& b, const Vector& c) {
+    return each([&](int i) __attribute__((always_inline)) { return vfmaq_f32(c.q[i], a.q[i], b.q[i]); });
+  }
+  [[gnu::always_inline]] static Vector zero_below(const Vector& x, const Vector& bound, const Vector& value) {
+    return each([&](int i) __attribute__((always_inline)) {
+      return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value.q[i]), vcltq_f32(x.q[i], bound.q[i])));
+    });
+  }
+  [[gnu::always_inline]] static Vector shift_left_23(const Vector& v) {
+    return each([&](int i) __attribute__((always_inline)) {
+      return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(v.q[i]), 23));
+    });
+  }
+  [[gnu::always_inline]] static Vector same_nan(const Vector& v) {
+    return each([&](int i) __attribute__((always_inline)) {
+      return vbslq_f32(vceqq_f32(v.q[i], v.q[i]), v.q[i], vdupq_n_f32(float_from_bits(0x7fc00000u)));
+    });
+  }
+
+  using Four = float32x4_t;
+  [[gnu::always_inline]] static Four load_four(const float* at) { return vld1q_f32(at); }
+  template <int Lane>
+  [[gnu::always_inline]] static Vector fma_lane(const Vector& a, Four four, const Vector& c) {
+    return each([&](int i) __attribute__((always_inline)) { return vfmaq_laneq_f32(c.q[i], a.q[i], four, Lane); });
+  }
+};
+
+constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>}};
+
+}  // namespace
+
+extern const Table<AttentionKernel> kAttentionNeon;
+const Table<AttentionKernel> kAttentionNeon{kRows, 1};
+
+}  // namespace lowbit

@@ -1,0 +1,81 @@
+// attention_portable: attention in plain C++; the definition that the vector kernels are compared with.
+
+#include <cmath>
+#include <type_traits>
+
+#include "attention_impl.h"
+
+namespace lowbit {
+namespace {
+
+struct Vector {
+  float lane[16];
+
+  static constexpr int kSums = 4;
+
+  template <class Op>
+  static Vector each(Op op) {
+    Vector result;
+    for (int l = 0; l < 16; ++l) result.lane[l] = op(l);
+    return result;
+  }
+  static Vector broadcast(float value) {
+    return each([=](int) { return value; });
+  }
+  static Vector load(const float* at) {
+    return each([=](int l) { return at[l]; });
+  }
+  static void store(float* at, const Vector& v) {
+    for (int l = 0; l < 16; ++l) at[l] = v.lane[l];
+  }
+  template <DType T>
+  static Vector load_as_f32(const void* at) {
+    return each([=](int l) { return lowbit::load_as_f32(at, T, l); });
+  }
+  template <DType T>
+  static void store_from_f32(void* at, const Vector& v) {
+    for (int l = 0; l < 16; ++l) lowbit::store_from_f32(at, T, l, v.lane[l]);
+  }
+  static Vector add(const Vector& a, const Vector& b) {
+    return each([&](int l) { return a.lane[l] + b.lane[l]; });
+  }
+  static Vector sub(const Vector& a, const Vector& b) {
+    return each([&](int l) { return a.lane[l] - b.lane[l]; });
+  }
+  static Vector mul(const Vector& a, const Vector& b) {
+    return each([&](int l) { return a.lane[l] * b.lane[l]; });
+  }
+  static Vector max(const Vector& a, const Vector& b) {
+    return each([&](int l) { return a.lane[l] > b.lane[l] ? a.lane[l] : b.lane[l]; });
+  }
+  static Vector fma(const Vector& a, const Vector& b, const Vector& c) {
+    return each([&](int l) { return std::fma(a.lane[l], b.lane[l], c.lane[l]); });
+  }
+  static Vector zero_below(const Vector& x, const Vector& bound, const Vector& value) {
+    return each([&](int l) { return x.lane[l] < bound.lane[l] ? 0.0f : value.lane[l]; });
+  }
+  static Vector shift_left_23(const Vector& v) {
+    return each([&](int l) { return float_from_bits(bits_of_float(v.lane[l]) << 23); });
+  }
+  static Vector same_nan(const Vector& v) {
+    return each([&](int l) { return v.lane[l] == v.lane[l] ? v.lane[l] : float_from_bits(0x7fc00000u); });
+  }
+
+  struct Four {
+    const float* at;
+  };
+  static Four load_four(const float* at) { return {at}; }
+  template <int Lane>
+  static Vector fma_lane(const Vector& a, Four four, const Vector& c) {
+    return fma(a, broadcast(four.at[Lane]), c);
+  }
+};
+
+constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>}};
+
+}  // namespace
+
+extern const Table<AttentionKernel> kAttentionPortable;
+const Table<AttentionKernel> kAttentionPortable{kRows, 1};
+
+}  // namespace lowbit

@@ -1,0 +1,242 @@
+#include <memory>
+#include <new>
+
+#include "../kernels/registry.h"
+#include "check.h"
+#include "operators.h"
+
+namespace lowbit {
+namespace {
+
+// Below this many products a second thread costs more than it saves.
+constexpr int64_t kParallelProducts = 1 << 17;
+// Each claim is at least about this many: positions to write, and rows of queries.
+constexpr int64_t kClaimValues = 1 << 13;
+constexpr int64_t kClaimProducts = 1 << 14;
+constexpr double kLog2E = 1.4426950408889634;
+
+// The sizes of a call.
+struct Sizes {
+  int64_t batch, heads, kv_heads, positions, width;
+  int64_t max_length, start;
+};
+
+Status check_cache(const char* name, const TensorView& cache, const TensorView& q) {
+  if (cache.shape.ndim != 4) {
+    return Status::error("%s has shape %s; expected [batch, kv_heads, max_length, width]", name,
+                         describe(cache.shape).text);
+  }
+  Shape expected = cache.shape;
+  expected.size[0] = q.shape.size[0];
+  expected.size[3] = q.shape.size[3];
+  if (Status status = check_tensor(name, cache, q.type, expected); !status.ok()) return status;
+  if (cache.shape.size[1] < 1) {
+    return Status::error("%s has shape %s; expected a head", name, describe(cache.shape).text);
+  }
+  if (cache.shape.size[2] % kKeyPositions != 0) {
+    return Status::error("%s has shape %s; expected a max_length that is a multiple of %d", name,
+                         describe(cache.shape).text, static_cast<int>(kKeyPositions));
+  }
+  return {};
+}
+
+// New keys or values: as many positions as there are queries, as many heads as the cache has.
+Status check_new(const char* name, const TensorView& tensor, const TensorView& q, int64_t kv_heads) {
+  if (Status status = check_on_cpu(name, tensor); !status.ok()) return status;
+  if (tensor.type != q.type) {
+    return Status::error("%s has dtype %s; expected %s, as q has", name, name_of(tensor.type), name_of(q.type));
+  }
+  Shape expected = q.shape;
+  expected.size[1] = kv_heads;
+  bool same = tensor.shape.ndim == 4;
+  for (int d = 0; same && d < 4; ++d) same = tensor.shape.size[d] == expected.size[d];
+  if (same) return {};
+  return Status::error("%s has shape %s; expected %s", name, describe(tensor.shape).text, describe(expected).text);
+}
+
+Status read_start(const TensorView& start, int64_t* value) {
+  if (Status status = check_on_cpu("start", start); !status.ok()) return status;
+  if (start.type != ElementType::i64 || start.shape.ndim > 1 || start.shape.numel() != 1) {
+    return Status::error("start has dtype %s and shape %s; expected int64 and one element", name_of(start.type),
+                         describe(start.shape).text);
+  }
+  std::memcpy(value, start.data, sizeof *value);
+  return {};
+}
+
+bool overlap(const TensorView& a, const TensorView& b) {
+  const auto begin = [](const TensorView& t) { return reinterpret_cast<uintptr_t>(t.data); };
+  const auto end = [&](const TensorView& t) {
+    return begin(t) + static_cast<uintptr_t>(t.shape.numel() * element_bytes(t.type));
+  };
+  return begin(a) < end(b) && begin(b) < end(a);
+}
+
+Status check(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
+             const TensorView& v_cache, const TensorView& start, const TensorView& out, Sizes* sizes) {
+  Shape out_shape;
+  if (Status status = attention_shape(q, &out_shape); !status.ok()) return status;
+  if (Status status = check_on_cpu("q", q); !status.ok()) return status;
+  if (Status status = check_cache("k_cache", k_cache, q); !status.ok()) return status;
+  if (Status status = check_tensor("v_cache", v_cache, q.type, k_cache.shape); !status.ok()) return status;
+  *sizes = {q.shape.size[0],       q.shape.size[1], k_cache.shape.size[1], q.shape.size[2], q.shape.size[3],
+            k_cache.shape.size[2], 0};
+  if (Status status = check_new("k", k, q, sizes->kv_heads); !status.ok()) return status;
+  if (Status status = check_new("v", v, q, sizes->kv_heads); !status.ok()) return status;
+  if (sizes->heads % sizes->kv_heads != 0) {
+    return Status::error("q has %" PRId64 " heads; expected a multiple of %" PRId64 ", the heads of the caches",
+                         sizes->heads, sizes->kv_heads);
+  }
+  if (Status status = check_tensor("out", out, q.type, out_shape); !status.ok()) return status;
+  if (overlap(k_cache, v_cache) || overlap(out, k_cache) || overlap(out, v_cache)) {
+    return Status::error("k_cache, v_cache and the output share memory; expected memory of their own");
+  }
+  if (Status status = read_start(start, &sizes->start); !status.ok()) return status;
+  const int64_t room = sizes->max_length - sizes->positions;
+  if (sizes->start < 0 || sizes->start > room) {
+    return Status::out_of_range("start is %" PRId64 " with %" PRId64 " new positions; expected 0 to %" PRId64
+                                ", the max_length of %" PRId64 " less the new ones",
+                                sizes->start, sizes->positions, room, sizes->max_length);
+  }
+  return {};
+}
+
+template <class Word>
+void write_position(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t width) {
+  for (int64_t i = 0; i < width; ++i) {
+    std::memcpy(to + i * to_stride * static_cast<int64_t>(sizeof(Word)),
+                from + i * from_stride * static_cast<int64_t>(sizeof(Word)), sizeof(Word));
+  }
+}
+
+void write_position(int64_t item, const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t width) {
+  if (from_stride == 1 && to_stride == 1) {
+    std::memcpy(to, from, static_cast<size_t>(width * item));
+  } else if (item == 4) {
+    write_position<uint32_t>(from, from_stride, to, to_stride, width);
+  } else {
+    write_position<uint16_t>(from, from_stride, to, to_stride, width);
+  }
+}
+
+class Call {
+ public:
+  Call(const Sizes& sizes, const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
+       const TensorView& v_cache, double scale, const TensorView& out)
+      : sizes_(sizes), q_(q), k_(k), v_(v), k_cache_(static_cast<char*>(k_cache.data)),
+        v_cache_(static_cast<char*>(v_cache.data)), out_(static_cast<char*>(out.data)), item_(element_bytes(q.type)),
+        group_(sizes.heads / sizes.kv_heads), factor_(static_cast<float>(scale * kLog2E)),
+        kernel_(choose_attention(active_isa())) {}
+
+  int64_t rows() const { return sizes_.positions * group_; }
+
+  // New position `i` of one head of the caches.
+  void write(int64_t cache_head, int64_t i) const {
+    const int64_t width = sizes_.width, position = sizes_.start + i, head_bytes = sizes_.max_length * width * item_;
+    char* const keys = k_cache_ + cache_head * head_bytes;
+    char* const values = v_cache_ + cache_head * head_bytes;
+    const int64_t panel = position / kKeyPositions * width * kKeyPositions + position % kKeyPositions;
+    write_position(item_, element(k_, cache_head, i), k_.stride[3], keys + panel * item_, kKeyPositions, width);
+    write_position(item_, element(v_, cache_head, i), v_.stride[3], values + position * width * item_, 1, width);
+  }
+
+  // Rows [begin, end) of the queries of one head of the caches, at most kAttentionRows: position by position, the heads
+  // of the group next to each other.
+  void attend(int64_t cache_head, int64_t begin, int64_t end) const {
+    alignas(64) float scratch[attention_scratch(kAttentionWidth)];
+    alignas(64) char gathered[kAttentionRows * kAttentionWidth * 4];
+    const void* q[kAttentionRows];
+    void* out[kAttentionRows];
+    int64_t lengths[kAttentionRows];
+    const int64_t width = sizes_.width;
+    const int64_t batch = cache_head / sizes_.kv_heads, first_head = cache_head % sizes_.kv_heads * group_;
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t i = row / group_, head = first_head + row % group_, at = row - begin;
+      q[at] = static_cast<const char*>(q_.data) +
+              (batch * q_.stride[0] + head * q_.stride[1] + i * q_.stride[2]) * item_;
+      if (q_.stride[3] != 1) {
+        char* const copy = gathered + at * width * item_;
+        write_position(item_, static_cast<const char*>(q[at]), q_.stride[3], copy, 1, width);
+        q[at] = copy;
+      }
+      out[at] = out_ + ((batch * sizes_.positions + i) * sizes_.heads + head) * width * item_;
+      lengths[at] = sizes_.start + i + 1;
+    }
+    const int64_t head_bytes = sizes_.max_length * width * item_;
+    kernel_.run({end - begin, q, out, lengths, k_cache_ + cache_head * head_bytes, v_cache_ + cache_head * head_bytes,
+                 dtype_of(q_.type), width, factor_, scratch});
+  }
+
+ private:
+  const char* element(const TensorView& tensor, int64_t cache_head, int64_t i) const {
+    const int64_t batch = cache_head / sizes_.kv_heads, head = cache_head % sizes_.kv_heads;
+    return static_cast<const char*>(tensor.data) +
+           (batch * tensor.stride[0] + head * tensor.stride[1] + i * tensor.stride[2]) * item_;
+  }
+
+  const Sizes& sizes_;
+  const TensorView &q_, &k_, &v_;
+  char *k_cache_, *v_cache_, *out_;
+  int64_t item_, group_;
+  float factor_;
+  const AttentionKernel& kernel_;
+};
+
+}  // namespace
+
+Status attention_shape(const TensorView& q, Shape* out) {
+  if (!is_activation_type(q.type)) {
+    return Status::error("q has dtype %s; expected float32, bfloat16 or float16", name_of(q.type));
+  }
+  if (q.shape.ndim != 4) {
+    return Status::error("q has shape %s; expected [batch, heads, positions, width]", describe(q.shape).text);
+  }
+  const int64_t width = q.shape.size[3];
+  if (width < kKeyPositions || width > kAttentionWidth || width % kKeyPositions != 0) {
+    return Status::error("q has shape %s; expected a width of 16 to %d, a multiple of 16", describe(q.shape).text,
+                         static_cast<int>(kAttentionWidth));
+  }
+  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], width}};
+  return {};
+}
+
+Status attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
+                 const TensorView& v_cache, const TensorView& start, double scale, const TensorView& out,
+                 const Parallel& parallel) {
+  Sizes sizes;
+  if (Status status = check(q, k, v, k_cache, v_cache, start, out, &sizes); !status.ok()) return status;
+  if (k.shape.numel() == 0) return {};
+  const Call call(sizes, q, k, v, k_cache, v_cache, scale, out);
+
+  // A band of the grid is a head of the caches: its new positions are written before its queries run. The last rows,
+  // which see most, are the first to be claimed.
+  const int64_t cache_heads = sizes.batch * sizes.kv_heads, rows = call.rows(), positions = sizes.positions;
+  const int64_t row_products = 2 * (sizes.start + positions) * sizes.width;
+  Grid grid{};
+  grid.rows = cache_heads * positions;
+  grid.band_rows = positions;
+  grid.prepare_rows = (1 + kClaimValues / sizes.width / kKeyPositions) * kKeyPositions;
+  grid.columns = (rows + kAttentionRows - 1) / kAttentionRows;
+  grid.least_columns = grid.most_columns = 1 + kClaimProducts / (row_products * kAttentionRows);
+  constexpr int64_t kFewBands = 32;
+  Band few[kFewBands];
+  std::unique_ptr<Band[]> many;
+  if (cache_heads > kFewBands) {
+    many.reset(new (std::nothrow) Band[static_cast<size_t>(cache_heads)]);
+    if (many == nullptr) return Status::no_memory("no memory for %" PRId64 " heads", cache_heads);
+  }
+  const bool alone = rows * cache_heads * row_products < kParallelProducts;
+  parallel_2d(alone ? Parallel() : parallel, grid, many != nullptr ? many.get() : few,
+              [&](int64_t begin, int64_t end) {
+                for (int64_t row = begin; row < end; ++row) call.write(row / positions, row % positions);
+              },
+              [&](int64_t cache_head, int64_t begin, int64_t end) {
+                for (int64_t column = begin; column < end; ++column) {
+                  const int64_t first = (grid.columns - 1 - column) * kAttentionRows;
+                  call.attend(cache_head, first, first + kAttentionRows < rows ? first + kAttentionRows : rows);
+                }
+              });
+  return {};
+}
+
+}  // namespace lowbit

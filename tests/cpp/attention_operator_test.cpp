@@ -1,0 +1,228 @@
+// The attention operator: what it writes to the caches, strides, cuts of a text, threads, refusals. ctest runs this
+// once per LOWBIT_ISA.
+
+#include <gtest/gtest.h>
+
+#include "../../kernels/registry.h"
+#include "support/tensors.h"
+
+namespace lowbit::test {
+namespace {
+
+constexpr double kScale = 0.3;
+
+Tensor start_tensor(int64_t start) { return index_tensor<int64_t>({start}); }
+
+// Dimension 2 of a tensor, from `begin` on.
+TensorView positions(TensorView view, int64_t begin, int64_t count) {
+  view.data = static_cast<char*>(view.data) + begin * view.stride[2] * element_bytes(view.type);
+  view.shape.size[2] = count;
+  return view;
+}
+
+struct Model {
+  int64_t batch, heads, kv_heads, width, length, max_length;
+  ElementType type;
+  Tensor q, k, v;  // of a whole text, [batch, heads, length, width]
+
+  Model(int64_t batch, int64_t heads, int64_t kv_heads, int64_t width, int64_t length, ElementType type)
+      : batch(batch), heads(heads), kv_heads(kv_heads), width(width), length(length),
+        max_length((length + 15) / 16 * 16), type(type), q(make(heads, 1)), k(make(kv_heads, 2)),
+        v(make(kv_heads, 3)) {}
+
+  Tensor make(int64_t heads, uint64_t seed) const {
+    Random random(seed);
+    return random_tensor(type, {batch, heads, length, width}, random);
+  }
+  // As nothing has written to it yet: 0x5c5c... everywhere.
+  Tensor cache() const { return Tensor(type, {batch, kv_heads, max_length, width}); }
+
+  // The text in calls of so many positions each; out [batch, length, heads, width].
+  std::vector<uint8_t> run(const TensorView& q, const TensorView& k, const TensorView& v,
+                           const std::vector<int64_t>& counts, const Parallel& parallel, const Tensor& k_cache,
+                           const Tensor& v_cache) const {
+    const size_t row = static_cast<size_t>(heads * width * element_bytes(type));
+    std::vector<uint8_t> all(static_cast<size_t>(batch * length) * row);
+    int64_t start = 0;
+    for (const int64_t count : counts) {
+      Tensor out(type, {batch, count, heads, width});
+      const Status status =
+          attention(positions(q, start, count), positions(k, start, count), positions(v, start, count), k_cache.view,
+                    v_cache.view, start_tensor(start).view, kScale, out.view, parallel);
+      EXPECT_TRUE(status.ok()) << status.message();
+      EXPECT_TRUE(out.memory->intact() && k_cache.memory->intact() && v_cache.memory->intact());
+      const std::vector<uint8_t> bytes = out.bytes();
+      const size_t size = static_cast<size_t>(count) * row;
+      for (size_t b = 0; b < static_cast<size_t>(batch); ++b) {
+        std::memcpy(all.data() + (b * static_cast<size_t>(length) + static_cast<size_t>(start)) * row,
+                    bytes.data() + b * size, size);
+      }
+      start += count;
+    }
+    EXPECT_EQ(start, length);
+    EXPECT_TRUE(this->q.memory->intact() && this->k.memory->intact() && this->v.memory->intact());
+    return all;
+  }
+  std::vector<uint8_t> run(const std::vector<int64_t>& counts, const Parallel& parallel = {}) const {
+    return run(q.view, k.view, v.view, counts, parallel, cache(), cache());
+  }
+
+  // Every row alone, by the portable kernel, on keys in panels that are made here.
+  std::vector<uint8_t> expected() const {
+    const size_t item = static_cast<size_t>(element_bytes(type));
+    std::vector<uint8_t> out(q.bytes().size()), panels(static_cast<size_t>(max_length * width) * item);
+    std::vector<float> scratch(static_cast<size_t>(attention_scratch(width)));
+    for (int64_t b = 0; b < batch; ++b) {
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t cache_head = b * kv_heads + h / (heads / kv_heads);
+        const uint8_t* keys = element(k.view, cache_head * length * width);
+        for (int64_t i = 0; i < length * width; ++i) {
+          const int64_t at = (i / width / 16 * width + i % width) * 16 + i / width % 16;
+          std::memcpy(panels.data() + static_cast<size_t>(at) * item, keys + static_cast<size_t>(i) * item, item);
+        }
+        for (int64_t i = 0; i < length; ++i) {
+          const void* row = element(q.view, ((b * heads + h) * length + i) * width);
+          void* to = out.data() + static_cast<size_t>(((b * length + i) * heads + h) * width) * item;
+          const int64_t sees = i + 1;
+          choose_attention(kPortable)
+              .run({1, &row, &to, &sees, panels.data(), element(v.view, cache_head * length * width), dtype_of(type),
+                    width, static_cast<float>(kScale * 1.4426950408889634), scratch.data()});
+        }
+      }
+    }
+    return out;
+  }
+};
+
+constexpr ElementType kTypes[] = {ElementType::f32, ElementType::bf16, ElementType::f16};
+
+TEST(Attention, ShapesTypesAndCuts) {
+  for (const ElementType type : kTypes) {
+    for (const Model& model : {Model(1, 4, 2, 32, 40, type), Model(2, 3, 3, 16, 20, type), Model(1, 5, 1, 80, 23, type),
+                               Model(3, 4, 1, 48, 7, type), Model(1, 36, 36, 16, 5, type)}) {
+      const std::vector<uint8_t> expected = model.expected();
+      const DType dtype = dtype_of(type);
+      EXPECT_TRUE(same_bits(model.run({model.length}), expected, dtype));
+      EXPECT_TRUE(same_bits(model.run(std::vector<int64_t>(static_cast<size_t>(model.length), 1)), expected, dtype));
+      EXPECT_TRUE(same_bits(model.run({3, 0, 1, model.length - 5, 1}), expected, dtype));
+    }
+  }
+}
+
+TEST(Attention, AnyNumberOfThreadsGivesTheSameBits) {
+  const Model model(2, 6, 3, 32, 330, ElementType::bf16);
+  const std::vector<uint8_t> expected = model.run({330});
+  for (const int count : {1, 2, 7}) {
+    EXPECT_TRUE(same_bits(model.run({330}, threads(count)), expected, DType::bf16)) << count << " threads";
+    EXPECT_TRUE(same_bits(model.run({17, 300, 13}, threads(count)), expected, DType::bf16)) << count << " threads";
+  }
+}
+
+TEST(Attention, TheCachesHoldTheText) {
+  for (const ElementType type : kTypes) {
+    const Model model(2, 2, 2, 32, 37, type);
+    for (const int count : {1, 3}) {
+      const Tensor k_cache = model.cache(), v_cache = model.cache(), untouched = model.cache();
+      model.run(model.q.view, model.k.view, model.v.view, {20, 1, 16}, threads(count), k_cache, v_cache);
+      const int64_t head_values = model.max_length * 32;
+      for (int64_t i = 0; i < 4 * head_values; ++i) {
+        const int64_t head = i / head_values, position = i % head_values / 32, input = i % 32;
+        const int64_t panel_at = head * head_values + (position / 16 * 32 + input) * 16 + position % 16;
+        const bool written = position < model.length;
+        const int64_t source = (head * model.length + position) * 32 + input;
+        const size_t item = static_cast<size_t>(element_bytes(type));
+        const auto is = [&](const Tensor& cache, int64_t at, const Tensor& from) {
+          return std::memcmp(element(cache.view, at), written ? element(from.view, source) : untouched.memory->data(),
+                             item) == 0;
+        };
+        ASSERT_TRUE(is(k_cache, panel_at, model.k)) << "key " << i;
+        ASSERT_TRUE(is(v_cache, i, model.v)) << "value " << i;
+      }
+    }
+  }
+}
+
+TEST(Attention, Strides) {
+  for (const ElementType type : kTypes) {
+    const Model model(2, 4, 2, 48, 21, type);
+    const std::vector<uint8_t> expected = model.expected();
+    // The same values with the dimensions in another order in memory, the last of them first too.
+    for (const std::vector<int>& order : {std::vector<int>{0, 2, 1, 3}, {3, 2, 1, 0}, {1, 3, 0, 2}}) {
+      std::vector<Tensor> kept;
+      const auto reordered = [&](const Tensor& tensor) {
+        std::vector<int64_t> sizes, strides(4);
+        for (const int d : order) sizes.push_back(tensor.view.shape.size[d]);
+        const std::vector<int64_t> dense = contiguous_strides(sizes);
+        for (size_t i = 0; i < 4; ++i) strides[static_cast<size_t>(order[i])] = dense[i];
+        kept.emplace_back(type, sizes);
+        TensorView view = tensor.view;
+        view.data = kept.back().memory->data();
+        for (size_t d = 0; d < 4; ++d) view.stride[d] = strides[d];
+        for (int64_t i = 0; i < tensor.view.shape.numel(); ++i) {
+          std::memcpy(const_cast<uint8_t*>(element(view, i)), element(tensor.view, i),
+                      static_cast<size_t>(element_bytes(type)));
+        }
+        return view;
+      };
+      const TensorView q = reordered(model.q), k = reordered(model.k), v = reordered(model.v);
+      EXPECT_TRUE(
+          same_bits(model.run(q, k, v, {13, 8}, {}, model.cache(), model.cache()), expected, dtype_of(type)));
+      for (const Tensor& tensor : kept) EXPECT_TRUE(tensor.memory->intact());
+    }
+  }
+}
+
+TEST(Attention, Refusals) {
+  const Model model(1, 4, 2, 32, 10, ElementType::f32);
+  Tensor k_cache = model.cache(), v_cache = model.cache(), out(ElementType::f32, {1, 10, 4, 32});
+  const Tensor zero = start_tensor(0);
+  const auto good = [&] {
+    return attention(model.q.view, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, kScale, out.view,
+                     {});
+  };
+  ASSERT_TRUE(good().ok());
+  for (Tensor* tensor : {&k_cache, &v_cache, &out}) tensor->memory->freeze();
+
+  // The arguments in their order, one of them changed.
+  const auto with = [&](size_t index, auto change) {
+    TensorView views[7] = {model.q.view, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, out.view};
+    change(views[index]);
+    return attention(views[0], views[1], views[2], views[3], views[4], views[5], kScale, views[6], {});
+  };
+  const char* const names[] = {"q", "k", "v", "k_cache", "v_cache", "start", "out"};
+  for (size_t i = 0; i < 7; ++i) {
+    const std::string name = names[i];
+    EXPECT_TRUE(refused(with(i, [](auto& t) { t.on_cpu = false; }), (name + " is not on the CPU").c_str()));
+    for (const ElementType type : {ElementType::f16, ElementType::f64, ElementType::i32}) {
+      EXPECT_FALSE(with(i, [&](auto& t) { t.type = type; }).ok()) << name;
+    }
+    EXPECT_FALSE(with(i, [](auto& t) { t.shape.ndim = 3; }).ok()) << name;
+    EXPECT_FALSE(with(i, [](auto& t) { t.shape.ndim = 5; t.shape.size[4] = 2; }).ok()) << name;
+    for (int d = 0; d < (i == 5 ? 1 : 4); ++d) {
+      for (const int64_t change : {-1, 1, 16}) {
+        // More heads of queries: the output has too few.
+        EXPECT_FALSE(with(i, [&](auto& t) { t.shape.size[d] += change; }).ok()) << name << " dimension " << d;
+      }
+    }
+  }
+  for (const size_t i : {3, 4, 6}) {
+    const std::string message = std::string(names[i]) + " is not contiguous";
+    EXPECT_TRUE(refused(with(i, [](auto& t) { t.stride[2] += 1; }), message.c_str()));
+  }
+  EXPECT_TRUE(refused(with(4, [&](auto& t) { t.data = k_cache.view.data; }), "share memory"));
+  EXPECT_TRUE(refused(with(6, [&](auto& t) { t.data = k_cache.memory->data() + 100; }), "share memory"));
+  EXPECT_TRUE(refused(with(6, [&](auto& t) { t.data = v_cache.view.data; }), "share memory"));
+
+  for (const int64_t start : {int64_t{-1}, int64_t{7}, int64_t{16}, INT64_MIN, INT64_MAX, INT64_MAX - 9}) {
+    const Tensor wrong = start_tensor(start);
+    const Status status = with(5, [&](auto& t) { t = wrong.view; });
+    const std::string message = "start is " + std::to_string(start) + " with 10 new positions; expected 0 to 6";
+    EXPECT_TRUE(refused(status, message.c_str(), Status::Kind::out_of_range));
+  }
+  EXPECT_TRUE(out.memory->intact() && k_cache.memory->intact() && v_cache.memory->intact())
+      << "a refused call writes nothing";
+  EXPECT_TRUE(good().ok());
+}
+
+}  // namespace
+}  // namespace lowbit::test

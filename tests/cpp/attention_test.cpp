@@ -1,0 +1,224 @@
+// Every row of the attention table: the portable row against the contract in float32 (equal bits) and float64 (a
+// derived bound), all other rows against the portable row (equal bits).
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "support/coverage.h"
+#include "support/guarded.h"
+#include "support/random.h"
+#include "support/reference.h"
+
+namespace lowbit::test {
+namespace {
+
+// What the queries and the text hold.
+enum class Content {
+  usual, sharp, huge, rising, tiny, nan_in_q, nan_in_k, infinite_q, infinite_k, infinite_v, far_apart
+};
+
+constexpr float kFactor = 0.2f;
+
+// A text of one head of keys and values, and queries for rows of given lengths.
+struct Problem {
+  int64_t width;
+  DType dtype;
+  std::vector<int64_t> lengths;
+  std::vector<std::vector<float>> q;
+  std::vector<float> keys, values;  // position by position
+  Guarded q_bytes, key_panels, value_bytes;
+
+  int64_t item() const { return size_of(dtype); }
+  int64_t length() const { return lengths.back(); }
+
+  Problem(int64_t width, DType dtype, const std::vector<int64_t>& lengths, Content content, Wall wall,
+          int64_t misaligned, Random& random)
+      : width(width), dtype(dtype), lengths(lengths),
+        q_bytes(static_cast<int64_t>(lengths.size()) * width * size_of(dtype), wall, misaligned),
+        key_panels((lengths.back() + 15) / 16 * 16 * width * size_of(dtype), wall, misaligned),
+        value_bytes(lengths.back() * width * size_of(dtype), wall, misaligned) {
+    const auto make = [&](int64_t count, float magnitude) {
+      std::vector<float> made;
+      for (int64_t i = 0; i < count; ++i) made.push_back(magnitude * random.normal());
+      return made;
+    };
+    const float magnitude = content == Content::sharp ? 40.0f : content == Content::huge ? 3e3f
+                            : content == Content::tiny ? 1e-6f : 1.0f;
+    for (size_t r = 0; r < lengths.size(); ++r) q.push_back(make(width, magnitude));
+    keys = make(length() * width, content == Content::huge ? 3e3f : 1.0f);
+    values = make(length() * width, content == Content::tiny ? 1e-6f : 1.0f);
+    if (content == Content::rising) {  // each position's score above the ones before: maxima in every block
+      for (auto& row : q) row.assign(row.size(), 1.0f);
+      for (int64_t j = 0; j < length(); ++j) keys[static_cast<size_t>(j * width)] += 0.125f * static_cast<float>(j);
+    }
+    if (content == Content::far_apart) {  // the first position has all the weight, or one of the last
+      for (auto& row : q) row.assign(row.size(), 100.0f);
+      for (int64_t i = 0; i < width; ++i) keys[static_cast<size_t>(i)] = 3.0f;
+    }
+    const float infinity = float_from_bits(0x7f800000u), nan = float_from_bits(0xffc12345u);
+    const size_t some = static_cast<size_t>(length() / 2 * width + 3);
+    if (content == Content::nan_in_q) q.back()[1] = nan;
+    if (content == Content::infinite_q) q.back()[1] = -infinity;
+    if (content == Content::nan_in_k) keys[some] = nan;
+    if (content == Content::infinite_k) keys[some] = infinity;
+    if (content == Content::infinite_v) values[some] = -infinity;
+
+    // As the type holds them.
+    const auto round = [&](std::vector<float>& numbers) { numbers = from_bytes(to_bytes(numbers, dtype), dtype); };
+    for (auto& row : q) round(row);
+    round(keys);
+    round(values);
+    for (size_t r = 0; r < q.size(); ++r) {
+      const std::vector<uint8_t> bytes = to_bytes(q[r], dtype);
+      std::memcpy(q_bytes.data() + r * bytes.size(), bytes.data(), bytes.size());
+    }
+    std::memcpy(value_bytes.data(), to_bytes(values, dtype).data(), static_cast<size_t>(value_bytes.size()));
+    std::memset(key_panels.data(), 0xff, static_cast<size_t>(key_panels.size()));  // NaN behind the text
+    for (int64_t j = 0; j < length(); ++j) {
+      for (int64_t i = 0; i < width; ++i) {
+        const int64_t at = ((j / 16) * width + i) * 16 + j % 16;
+        store_from_f32(key_panels.data(), dtype, at, keys[static_cast<size_t>(j * width + i)]);
+      }
+    }
+    for (Guarded* input : {&q_bytes, &key_panels, &value_bytes}) input->freeze();
+  }
+
+  // Rows [begin, end) in one call.
+  std::vector<uint8_t> run(const AttentionKernel& kernel, int64_t begin, int64_t end) const {
+    const int64_t row_bytes = width * item();
+    Guarded out((end - begin) * row_bytes);
+    Guarded scratch(attention_scratch(width) * 4);
+    std::memset(scratch.data(), 0xff, static_cast<size_t>(scratch.size()));
+    const void* q_rows[kAttentionRows];
+    void* out_rows[kAttentionRows];
+    for (int64_t r = begin; r < end; ++r) {
+      q_rows[r - begin] = q_bytes.data() + r * row_bytes;
+      out_rows[r - begin] = out.data() + (r - begin) * row_bytes;
+    }
+    kernel.run({end - begin, q_rows, out_rows, lengths.data() + begin, key_panels.data(), value_bytes.data(), dtype,
+                width, kFactor, scratch.as<float>()});
+    EXPECT_TRUE(out.intact() && scratch.intact()) << "wrote outside of the output or the scratch";
+    EXPECT_TRUE(q_bytes.intact() && key_panels.intact() && value_bytes.intact()) << "wrote to an input";
+    return out.bytes();
+  }
+
+  // All rows, up to `most` in a call.
+  std::vector<uint8_t> run(const AttentionKernel& kernel, int64_t most) const {
+    std::vector<uint8_t> all;
+    const int64_t rows = static_cast<int64_t>(lengths.size());
+    for (int64_t begin = 0; begin < rows; begin += most) {
+      const std::vector<uint8_t> some = run(kernel, begin, begin + most < rows ? begin + most : rows);
+      all.insert(all.end(), some.begin(), some.end());
+    }
+    return all;
+  }
+
+  std::vector<uint8_t> run_contract(bool bounded) const {
+    std::vector<uint8_t> all;
+    for (size_t r = 0; r < q.size(); ++r) {
+      const std::vector<float> row = contract_attention(q[r], kFactor, keys, values, lengths[r]);
+      if (bounded) {
+        const std::vector<Bounded> exact = exact_attention(q[r], kFactor, keys, values, lengths[r]);
+        for (size_t i = 0; i < row.size(); ++i) {
+          EXPECT_LE(std::fabs(row[i] - exact[i].value), exact[i].bound) << "value [" << r << ", " << i << "]";
+          EXPECT_LT(exact[i].bound, 0.1) << "a bound that says nothing";
+        }
+      }
+      const std::vector<uint8_t> bytes = to_bytes(row, dtype);
+      all.insert(all.end(), bytes.begin(), bytes.end());
+    }
+    return all;
+  }
+};
+
+// Like the operator: `group` rows for each of `count` positions from `start` on.
+std::vector<int64_t> lengths_of(int64_t start, int64_t count, int64_t group) {
+  std::vector<int64_t> lengths;
+  for (int64_t r = 0; r < count * group; ++r) lengths.push_back(start + r / group + 1);
+  return lengths;
+}
+
+class AttentionRow : public testing::TestWithParam<RowRef> {
+ protected:
+  bool is_right(const AttentionKernel& kernel, const Problem& problem, bool bounded, const std::string& what) {
+    SCOPED_TRACE(what);
+    set_current_case((std::string(kernel.name) + " " + what).c_str());
+    const std::vector<uint8_t> expected = kernel.isa == kPortable ? problem.run_contract(bounded)
+                                                                  : problem.run(choose_attention(kPortable), 16);
+    EXPECT_TRUE(same_bits(problem.run(kernel, 16), expected, problem.dtype));
+    return !HasFailure();
+  }
+};
+
+constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
+
+TEST_P(AttentionRow, SameBits) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const AttentionKernel& kernel = attention_kernel(GetParam().index);
+  note_exercised(kernel.name);
+  // Widths and types take turns: emulators are slow.
+  constexpr int64_t kWidths[] = {16, 32, 64, 80, 128};
+  uint64_t index = 0;
+  for (const int64_t group : {1, 2, 3, 4}) {
+    for (const int64_t count : {1, 2, 7, 16, 33}) {
+      for (const int64_t start : {0, 5, 15, 16, 17, 300}) {
+        const DType dtype = kTypes[++index % 3];
+        const int64_t width = kWidths[(index + index / 30) % 5];
+        Random random(index);
+        const Problem problem(width, dtype, lengths_of(start, count, group), Content::usual,
+                              index % 2 != 0 ? Wall::after : Wall::before, index % 7 == 0 ? 1 : 0, random);
+        const std::string what = std::string(name_of(dtype)) + " width " + std::to_string(width) + " group " +
+                                 std::to_string(group) + " count " + std::to_string(count) + " start " +
+                                 std::to_string(start);
+        if (!is_right(kernel, problem, true, what)) return;
+      }
+    }
+  }
+}
+
+// Lengths that the operator does not ask for, widths up to the last, contents at the limits.
+TEST_P(AttentionRow, SameBitsAtTheLimits) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const AttentionKernel& kernel = attention_kernel(GetParam().index);
+  const std::vector<std::vector<int64_t>> shapes = {
+      {1}, {256}, {257}, {1, 256, 257, 600}, {3, 3, 3, 250, 255, 256, 256, 257, 511, 512, 513}, {40, 41, 42, 43, 44}};
+  for (int content = 0; content <= static_cast<int>(Content::far_apart); ++content) {
+    for (size_t shape = 0; shape < shapes.size(); ++shape) {
+      for (const DType dtype : kTypes) {
+        for (const int64_t misaligned : {0, 2}) {
+          Random random(shape + 100);
+          const int64_t width = content == 0 && shape < 4 ? 256 : 48;
+          const Problem problem(width, dtype, shapes[shape], static_cast<Content>(content), Wall::after, misaligned,
+                                random);
+          const std::string what = std::string(name_of(dtype)) + " content " + std::to_string(content) + " shape " +
+                                   std::to_string(shape) + " misaligned " + std::to_string(misaligned);
+          if (!is_right(kernel, problem, content == 0, what)) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(AttentionRow, RowsDoNotDependOnEachOther) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const AttentionKernel& kernel = attention_kernel(GetParam().index);
+  for (const DType dtype : kTypes) {
+    for (const Content content : {Content::usual, Content::rising, Content::nan_in_q, Content::infinite_v}) {
+      Random random(7);
+      const Problem problem(80, dtype, {1, 5, 6, 7, 20, 200, 255, 256, 257, 258, 270, 290, 300, 300, 520, 521}, content,
+                            Wall::after, 0, random);
+      const std::vector<uint8_t> together = problem.run(kernel, 16);
+      for (const int64_t most : {1, 2, 3, 5, 7}) {
+        EXPECT_TRUE(same_bits(problem.run(kernel, most), together, dtype)) << "with " << most << " rows at once";
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Rows, AttentionRow, testing::ValuesIn(attention_rows()), test_name);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(AttentionRow);
+
+}  // namespace
+}  // namespace lowbit::test

@@ -1,0 +1,360 @@
+"""Attention over static caches: its bits, how near the exact result they are, what they do not depend on, surfaces."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import lowbit
+import reference
+from reference import DTYPES, assert_same_bits
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:" + what)
+    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental", "Mutation on a buffer")
+]
+
+SHAPES = [(1, 8, 2, 64), (2, 4, 4, 32), (1, 7, 1, 80), (1, 6, 2, 128), (1, 3, 3, 16), (1, 2, 1, 256)]
+
+
+def at(start: int) -> torch.Tensor:
+    return torch.tensor([start])
+
+
+def text(batch, heads, kv_heads, length, width, dtype=torch.float32, seed=0):
+    """q, k and v as models have them: transposed views."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(heads):
+        return torch.randn(batch, length, heads, width, generator=generator).to(dtype).transpose(1, 2)
+
+    return make(heads), make(kv_heads), make(kv_heads)
+
+
+def caches(batch, kv_heads, max_length, width, dtype=torch.float32):
+    """Filled with what must not show in any result."""
+    shape = (batch, kv_heads, max_length, width)
+    return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.inf, dtype=dtype)
+
+
+def run(q, k, v, k_cache, v_cache, lengths, scale=None):
+    """The text in calls of so many positions each."""
+    assert sum(lengths) == q.shape[2]
+    out, start = [], 0
+    for length in lengths:
+        new = slice(start, start + length)
+        out.append(lowbit.attention(q[:, :, new], k[:, :, new], v[:, :, new], k_cache, v_cache, at(start), scale=scale))
+        start += length
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_are_those_of_the_contract(shape, dtype):
+    batch, heads, kv_heads, width = shape
+    length = 300 if width <= 80 else 40
+    q, k, v = text(batch, heads, kv_heads, length, width, dtype)
+    q[:, :, -5:] *= 100  # scores of hundreds: weights that vanish
+    found = run(q, k, v, *caches(batch, kv_heads, 304, width, dtype), [length - 20, 19, 1])
+    scale = width**-0.5
+    assert_same_bits(found[:, -20:], reference.attention(q[:, :, -20:], k, v, length - 20, scale))
+    assert_same_bits(found[:, :9], reference.attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], 0, scale))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_near_the_exact_result(shape, dtype):
+    batch, heads, kv_heads, width = shape
+    length, scale = 600, 0.7 * width**-0.5
+    q, k, v = text(batch, heads, kv_heads, length, width, dtype)
+    found = run(q, k, v, *caches(batch, kv_heads, 608, width, dtype), [length], scale).double()
+    q, k, v = q.double(), k.double(), v.double()
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+    # A score is off by what width + 2 roundings of its products make of it, a weight by the factor that two such
+    # errors, the rounding of a difference and exp2 are, and the result by twice that and a rounding per position.
+    unit = 2.0**-24
+    products = (q.abs() @ k.abs().repeat_interleave(heads // kv_heads, 1).transpose(2, 3) * scale).max().item()
+    weight = 2 * (width + 2) * unit * products + 2 * products * unit + 2.0**-23
+    bound = (2 * weight + (length + 4) * unit) * v.abs().max() + exact.abs() * torch.finfo(dtype).eps / 2
+    assert ((found - exact).abs() <= bound + 2.0**-24).all()
+    assert bound.max() < (1e-2 if dtype is not torch.bfloat16 else 3e-2)  # it says something
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_any_cut_and_any_number_of_threads_give_the_same_bits(shape, dtype):
+    batch, heads, kv_heads, width = shape
+    q, k, v = text(batch, heads, kv_heads, 560, width, dtype)
+    whole = caches(batch, kv_heads, 576, width, dtype)
+    expected = run(q, k, v, *whole, [560])
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        for lengths in ([560], [1] * 10 + [2, 7, 16, 33, 200, 0, 291, 1], [255, 1, 1, 303], [16] * 35):
+            used = caches(batch, kv_heads, 576, width, dtype)
+            assert_same_bits(run(q, k, v, *used, lengths), expected)
+            for one, other in zip(used, whole):
+                assert_same_bits(one, other)
+
+
+def test_the_caches_hold_the_text_and_nothing_else_changes():
+    q, k, v = text(2, 4, 2, 37, 32)
+    k_cache, v_cache = (torch.full((2, 2, 64, 32), -7.0) for _ in range(2))
+    run(q, k, v, k_cache, v_cache, [20, 1, 16])
+    keys = k_cache.view(2, 2, 4, 32, 16).transpose(3, 4).reshape(2, 2, 64, 32)  # panels of 16 positions
+    for cache, new in ((keys, k), (v_cache, v)):
+        assert torch.equal(cache[:, :, :37], new) and (cache[:, :, 37:] == -7).all()
+    # A new text begins at 0; what an older one left behind does not show.
+    other = run(*(t[:, :, :5] for t in (q, k, v)), k_cache, v_cache, [5])
+    assert_same_bits(other, run(*(t[:, :, :5] for t in (q, k, v)), *caches(2, 2, 16, 32), [5]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(dtype):
+    q, k, v = text(2, 4, 2, 20, 48, dtype)
+    expected = run(q, k, v, *caches(2, 2, 32, 48, dtype), [20])
+    assert expected.is_contiguous() and expected.shape == (2, 20, 4, 48)
+
+    def spread(t):
+        wide = torch.full((*t.shape[:3], 2 * t.shape[3]), torch.nan, dtype=dtype)
+        wide[..., ::2] = t
+        return wide[..., ::2]
+
+    changes = [
+        torch.Tensor.contiguous,
+        spread,
+        lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+        lambda t: torch.cat([t.new_ones(1), t.flatten()])[1:].view(t.shape),  # not aligned
+    ]
+    for change in changes:
+        found = run(change(q), change(k), change(v), *caches(2, 2, 32, 48, dtype), [13, 7])
+        assert_same_bits(found, expected)
+    same = k[:1, :1].expand(2, 2, 20, 48)
+    assert_same_bits(
+        run(q, same, same, *caches(2, 2, 32, 48, dtype), [20]),
+        run(q, same.clone(), same.clone(), *caches(2, 2, 32, 48, dtype), [20]),
+    )
+
+
+def test_start_is_a_scalar_or_has_one_element():
+    q, k, v = text(1, 2, 1, 3, 16)
+    for start in (torch.tensor(0), torch.tensor([0])):
+        assert lowbit.attention(q, k, v, *caches(1, 1, 16, 16), start).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_stay_where_they_belong(dtype):
+    q, k, v = text(1, 4, 2, 300, 32, dtype)
+    usual = run(q, k, v, *caches(1, 2, 304, 32, dtype), [300])
+
+    def changed(tensor, index, value):
+        tensor = tensor.clone()
+        tensor[index] = value
+        return tensor
+
+    def other(found):
+        """[positions, heads]: where a row is not as usual, and where all of it is NaN."""
+        assert torch.where(found.isnan(), True, found.view(torch.int32 if dtype is torch.float32 else torch.int16) != (
+            torch.full_like(found, torch.nan).view(torch.int32 if dtype is torch.float32 else torch.int16))).all()
+        return (found != usual).any(-1)[0], found.isnan().all(-1)[0]
+
+    everywhere = torch.zeros(300, 4, dtype=torch.bool)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        changes, nans = other(run(changed(q, (0, 1, 270, 3), value), k, v, *caches(1, 2, 304, 32, dtype), [300]))
+        expected = everywhere.clone()
+        expected[270, 1] = True
+        assert torch.equal(changes, expected)
+        assert nans[270, 1]  # some score is infinite and the largest
+
+        changes, nans = other(run(q, k, changed(v, (0, 1, 100, 3), value), *caches(1, 2, 304, 32, dtype), [300]))
+        expected = everywhere.clone()
+        expected[100:, 2:] = True
+        assert torch.equal(changes, expected) and not nans.any()
+
+    changes, nans = other(run(q, changed(k, (0, 0, 100, 3), torch.nan), v, *caches(1, 2, 304, 32, dtype), [150, 150]))
+    expected = everywhere.clone()
+    expected[100:, :2] = True
+    assert torch.equal(changes, expected) and torch.equal(nans, expected)
+
+
+def test_scores_of_minus_infinity_weigh_nothing():
+    q, k, v = text(1, 1, 1, 300, 16)
+    q = q.abs() + 1
+    k[:, :, :260] = -torch.inf  # all of the first block
+    found = run(q, k, v, *caches(1, 1, 304, 16), [300])
+    assert found[:, :260].isnan().all()
+    assert_same_bits(found[:, 260], v[:, 0, None, 260])
+    assert found[:, 260:].isfinite().all()
+
+
+GOOD = {
+    "q": torch.ones(1, 4, 3, 32), "k": torch.ones(1, 2, 3, 32), "v": torch.ones(1, 2, 3, 32),
+    "k_cache": torch.ones(1, 2, 16, 32), "v_cache": torch.ones(1, 2, 16, 32), "start": torch.tensor([0]),
+}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"q": GOOD["q"].double()}, "q has dtype float64; expected float32, bfloat16 or float16"),
+        ({"q": torch.ones(4, 3, 32)}, "q has shape [4, 3, 32]; expected [batch, heads, positions, width]"),
+        ({"q": torch.ones(1, 4, 3, 40)}, "q has shape [1, 4, 3, 40]; expected a width of 16 to 256, a multiple of 16"),
+        ({"q": torch.ones(1, 4, 3, 0)}, "expected a width of 16 to 256"),
+        ({"q": torch.ones(1, 4, 3, 272)}, "expected a width of 16 to 256"),
+        ({"q": torch.ones(1, 3, 3, 32)}, "q has 3 heads; expected a multiple of 2, the heads of the caches"),
+        ({"q": GOOD["q"].half()}, "k_cache has dtype float32; expected float16"),
+        ({"k": GOOD["k"].half()}, "k has dtype float16; expected float32, as q has"),
+        ({"v": GOOD["v"].bfloat16()}, "v has dtype bfloat16; expected float32, as q has"),
+        ({"k": torch.ones(1, 4, 3, 32)}, "k has shape [1, 4, 3, 32]; expected [1, 2, 3, 32]"),
+        ({"k": torch.ones(1, 2, 2, 32)}, "k has shape [1, 2, 2, 32]; expected [1, 2, 3, 32]"),
+        ({"v": torch.ones(1, 2, 3, 16)}, "v has shape [1, 2, 3, 16]; expected [1, 2, 3, 32]"),
+        ({"v": torch.ones(2, 3, 32)}, "v has shape [2, 3, 32]; expected [1, 2, 3, 32]"),
+        ({"k_cache": torch.ones(2, 16, 32)}, "k_cache has shape [2, 16, 32]; expected [batch, kv_heads, max_length"),
+        ({"k_cache": torch.ones(2, 2, 16, 32)}, "k_cache has shape [2, 2, 16, 32]; expected [1, 2, 16, 32]"),
+        ({"k_cache": torch.ones(1, 2, 16, 48)}, "k_cache has shape [1, 2, 16, 48]; expected [1, 2, 16, 32]"),
+        ({"k_cache": torch.ones(1, 2, 20, 32)}, "expected a max_length that is a multiple of 16"),
+        ({"k_cache": torch.ones(1, 0, 16, 32)}, "k_cache has shape [1, 0, 16, 32]; expected a head"),
+        ({"k_cache": torch.ones(1, 16, 2, 32).transpose(1, 2)}, "k_cache is not contiguous"),
+        ({"v_cache": torch.ones(1, 2, 32, 32)}, "v_cache has shape [1, 2, 32, 32]; expected [1, 2, 16, 32]"),
+        ({"v_cache": torch.ones(1, 2, 16, 32).half()}, "v_cache has dtype float16; expected float32"),
+        ({"v_cache": torch.ones(1, 16, 2, 32).transpose(1, 2)}, "v_cache is not contiguous"),
+        ({"start": torch.tensor([0], dtype=torch.int32)}, "start has dtype int32 and shape [1]; expected int64"),
+        ({"start": torch.tensor([0, 1])}, "start has dtype int64 and shape [2]; expected int64 and one element"),
+        ({"start": torch.tensor([[0]])}, "start has dtype int64 and shape [1, 1]; expected int64 and one element"),
+        ({"start": torch.tensor([], dtype=torch.int64)}, "start has dtype int64 and shape [0]; expected int64 and one"),
+        *[({"start": at(start)}, f"start is {start} with 3 new positions; expected 0 to 13, the max_length of 16 less")
+          for start in (-1, 14, 16, 2**62, -(2**63), 2**63 - 1)],
+        ({"q": torch.ones(1, 4, 20, 32), "k": torch.ones(1, 2, 20, 32), "v": torch.ones(1, 2, 20, 32)},
+         "start is 0 with 20 new positions; expected 0 to -4"),
+    ],
+)
+def test_refusals(changes, message):
+    arguments = {**GOOD, **changes}
+    k_cache, v_cache = (arguments[name].clone() for name in ("k_cache", "v_cache"))
+    with pytest.raises(IndexError if message.startswith("start is") else ValueError, match=re.escape(message)):
+        lowbit.attention(**arguments)
+    assert torch.equal(arguments["k_cache"], k_cache) and torch.equal(arguments["v_cache"], v_cache)
+
+
+def test_one_memory_for_both_caches_is_refused():
+    cache = torch.zeros(3, 1, 2, 16, 32)
+    for k_cache, v_cache in ((cache[0], cache[0]), (cache[0], cache.flatten()[1023:2047].view(1, 2, 16, 32))):
+        with pytest.raises(ValueError, match="share memory"):
+            lowbit.attention(**{**GOOD, "k_cache": k_cache, "v_cache": v_cache})
+    lowbit.attention(**{**GOOD, "k_cache": cache[2], "v_cache": cache[1]})
+
+
+def test_no_positions_change_nothing():
+    k_cache, v_cache = torch.zeros(1, 2, 16, 32), torch.zeros(1, 2, 16, 32)
+    out = lowbit.attention(*(GOOD[name][:, :, :0] for name in "qkv"), k_cache, v_cache, at(16))
+    assert out.shape == (1, 0, 4, 32) and not k_cache.any() and not v_cache.any()
+
+
+def test_opcheck():
+    for dtype in DTYPES:
+        q, k, v = text(1, 4, 2, 3, 32, dtype)
+        buffers = (torch.zeros(1, 2, 16, 32, dtype=dtype) for _ in range(2))
+        torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *buffers, at(2), 0.25))
+
+
+class Layers(torch.nn.Module):
+    """Two layers of nothing but attention, so that every surface gives the same bits. Input [b, t, heads, width]."""
+
+    def __init__(self, heads=4, kv_heads=2, width=32, max_length=64, dtype=torch.float32):
+        super().__init__()
+        self.kv_heads, self.groups = kv_heads, heads // kv_heads
+        for layer in range(2):
+            for name in ("keys", "values"):
+                self.register_buffer(f"{name}{layer}", torch.zeros(1, kv_heads, max_length, width, dtype=dtype), False)
+
+    def forward(self, x, start):
+        for layer in range(2):
+            new = x[:, :, :: self.groups].transpose(1, 2)
+            caches = getattr(self, f"keys{layer}"), getattr(self, f"values{layer}")
+            x = lowbit.attention(x.transpose(1, 2), new, new, *caches, start, scale=0.5)
+        return x
+
+
+def steps(function, x, lengths):
+    start, out = 0, []
+    for length in lengths:
+        out.append(function(x[:, start : start + length].contiguous(), at(start)).clone())
+        start += length
+    return torch.cat(out, 1)
+
+
+LENGTHS = [9, 1, 1, 5, 1, 30, 1]
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    x = torch.randn(1, sum(LENGTHS), 4, 32)
+    expected = steps(Layers(), x, LENGTHS)
+    model = Layers()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(compiled, x[:, :9], at(0))
+        body = code[code.index("def call(") :]
+        assert body.count("torch.ops.lowbit.attention.default(") == 2
+        # Nothing is as large as a cache, and nothing copies one.
+        assert "copy" not in body and "clone" not in body and "empty_strided_cpu((1, 2, 64" not in body
+        assert_same_bits(steps(compiled, x, LENGTHS), expected)
+    assert torch.equal(model.values0[:, :, : x.shape[1]], x[:, :, ::2].transpose(1, 2))
+
+
+def test_pt2_keeps_its_caches_between_calls(tmp_path):
+    x = torch.randn(1, sum(LENGTHS), 4, 32)
+    model = Layers()
+    expected = steps(model, x, LENGTHS)
+    lowbit.export_pt2(
+        Layers(), (x[:, :3], at(0)), tmp_path / "m.pt2", dynamic_shapes=({1: torch.export.Dim("t", max=64)}, None)
+    )
+    loaded = torch._inductor.aoti_load_package(str(tmp_path / "m.pt2"))
+    for _ in range(2):
+        assert_same_bits(steps(loaded, x, LENGTHS), expected)
+    with pytest.raises(RuntimeError):
+        loaded(x[:, :9], at(60))
+
+
+@pytest.fixture(scope="module")
+def program(executorch, tmp_path_factory):
+    path = tmp_path_factory.mktemp("attention") / "m.pte"
+    shapes = ({1: torch.export.Dim("t", max=48)}, None)
+    lowbit.export_pte(Layers(), (torch.zeros(1, 3, 4, 32), at(0)), path, dynamic_shapes=shapes)
+    return path
+
+
+def test_pte_keeps_its_caches_between_calls(executorch, program):
+    x = torch.randn(1, sum(LENGTHS), 4, 32)
+    expected = steps(Layers(), x, LENGTHS)
+    methods = [executorch.load_program(program).load_method("forward") for _ in range(2)]
+    for method in methods * 2:
+        assert_same_bits(steps(lambda *inputs, method=method: method.execute(inputs)[0], x, LENGTHS), expected)
+
+
+def test_pte_copies_no_cache(executorch, program):
+    from executorch.exir._serialize._program import deserialize_pte_binary
+
+    (plan,) = deserialize_pte_binary(program.read_bytes()).program.execution_plan
+    names = {f"{operator.name}.{operator.overload}" for operator in plan.operators}
+    assert "lowbit::attention.out" in names and not any("copy_" in name or "clone" in name for name in names), names
+    shapes = [tuple(value.val.sizes) for value in plan.values if hasattr(value.val, "sizes")]
+    assert shapes.count((1, 2, 64, 32)) == 4  # the caches
+    assert all(math.prod(shape) <= math.prod((1, 48, 4, 32)) for shape in shapes if shape != (1, 2, 64, 32))
+
+
+def test_pte_with_a_wrong_start_fails_the_call(executorch, program, capfd):
+    method = executorch.load_program(program).load_method("forward")
+    x = torch.randn(1, 20, 4, 32)
+    expected = steps(Layers(), x, [20])
+    (before,) = method.execute((x[:, :10].contiguous(), at(0)))
+    assert_same_bits(before, expected[:, :10])
+    for start in (-1, 55, 2**62):
+        with pytest.raises(RuntimeError, match="0x12"):
+            method.execute((x[:, 10:].contiguous(), at(start)))
+        message = f"lowbit::attention.out: start is {start} with 10 new positions; expected 0 to 54"
+        assert message in capfd.readouterr().err
+    assert_same_bits(method.execute((x[:, 10:].contiguous(), at(10)))[0], expected[:, 10:])
