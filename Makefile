@@ -18,7 +18,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
 .PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
   test-kleidiai arm-python-lowbit wheel-aarch64 \
-  bench bench-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost clean
+  bench bench-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -167,6 +167,10 @@ build/benchmark/source:
 arm-cost: $(VENV)/requirements $(ARM_PYTHON)
 	scripts/need.sh arm-cost
 	$(BIN)/python bench/arm_cost.py
+
+# The language model in examples/tiny_llama/model, anew; goes on where it was stopped.
+train-tiny-llama: $(VENV)/requirements
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/tiny_llama/train.py --output build/tiny-llama
 
 clean:
 	rm -rf $(VENV) build dist demo-out
