@@ -18,7 +18,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
 .PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
   test-kleidiai arm-python-lowbit wheel-aarch64 \
-  bench bench-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
+  bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -132,6 +132,13 @@ bench: $(VENV)/installed
 bench-doc: $(VENV)/installed
 	$(call build-bench,roofs)
 	$(COMPARE) --output docs/bench $(BENCH)
+
+# Language models of well-known shapes beside llama.cpp and torch, after `make bench-peers`; the second writes docs/llm.*.
+bench-llm: $(VENV)/installed
+	$(BIN)/python bench/llm.py $(BENCH)
+
+bench-llm-doc: $(VENV)/installed
+	$(BIN)/python bench/llm.py --output docs/llm $(BENCH)
 
 bench-peers: $(VENV)/requirements
 	scripts/bench_peers.sh $(BIN)

@@ -9,6 +9,7 @@
 #include "../kernels/registry.h"
 #include "load_kernels.h"
 #include "operators.h"
+#include "read_bandwidth.h"
 
 namespace py = pybind11;
 using namespace lowbit;
@@ -203,6 +204,15 @@ void repack_into(uintptr_t address, int64_t size, const std::string& format, uin
   raise_unless_ok(status);
 }
 
+// Bytes per second of one pass over `size` bytes for each number of streams, the best of them.
+double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
+  if (threads < 1 || size < (int64_t{1} << 20) * threads) {
+    throw py::value_error("read_bandwidth needs a thread or more, and a MiB for each");
+  }
+  py::gil_scoped_release release;
+  return bench::read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -220,6 +230,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("repacked_bytes", &repacked_bytes, py::arg("address"), py::arg("size"), py::arg("format"));
   module.def("repack", &repack_into, py::arg("address"), py::arg("size"), py::arg("format"), py::arg("out_address"),
              py::arg("out_size"));
+  module.def("read_bandwidth", &measure_read_bandwidth, py::arg("address"), py::arg("size"), py::arg("threads"));
   module.def("load_kernels", [](const std::string& path) { raise_unless_ok(load_kernels(path.c_str())); },
              py::arg("path"));
   module.attr("executorch_version") = LOWBIT_EXECUTORCH_VERSION;  // that lowbit_executorch was built with, or empty

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Puts the peers of `make bench` into a virtual environment, from PyPI: onnxruntime as a wheel, and llama.cpp's ggml
-# built from the sources that llama-cpp-python ships, for this CPU. The rest of llama.cpp is not needed.
+# Puts the peers of `make bench` and `make bench-llm` into a virtual environment, from PyPI: onnxruntime as a wheel, and
+# llama.cpp built from the sources that llama-cpp-python ships, for this CPU, with the Python part of that package.
 #   scripts/bench_peers.sh BIN      BIN: the bin directory of the virtual environment, with cmake and ninja
 set -eu
 
@@ -9,18 +9,25 @@ venv=$(dirname "$bin")
 "$bin/python" -m pip install -q -r bench/requirements-peers.txt
 
 llama=llama-cpp-python==0.3.36
-[ "$(cat "$venv/ggml/version" 2>/dev/null)" = "$llama" ] && exit 0
+[ "$(cat "$venv/ggml/version" 2>/dev/null)" = "$llama with libllama" ] && exit 0
 work=build/bench-peers
 rm -rf "$work"
 mkdir -p "$work"
 # Without isolation: pip asks the source package for its metadata, for which scikit-build-core is there already.
 "$bin/python" -m pip download -q --no-deps --no-build-isolation --no-binary llama-cpp-python -d "$work" "$llama"
 tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work" --strip-components=1
+# The libraries find each other in their own directory.
 "$bin/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -S "$work/vendor/llama.cpp" -B "$work/ggml" \
+  -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON \
   -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF \
   -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF >"$work/configure.log"
-nice "$bin/cmake" --build "$work/ggml" --target ggml
+nice "$bin/cmake" --build "$work/ggml" --target llama
+CMAKE_ARGS=-DLLAMA_BUILD=OFF "$bin/python" -m pip install -q --no-build-isolation "$work"/llama_cpp_python-*.tar.gz
 rm -rf "$venv/ggml"
 mkdir "$venv/ggml"
-cp -P "$work"/ggml/bin/libggml-base.* "$work"/ggml/bin/libggml-cpu.* "$venv/ggml/"
-echo "$llama" >"$venv/ggml/version"
+cp -P "$work"/ggml/bin/libggml* "$work"/ggml/bin/libllama.* "$venv/ggml/"
+find='from importlib.util import find_spec; print(find_spec("llama_cpp").submodule_search_locations[0])'
+package=$("$bin/python" -c "$find")
+rm -rf "$package/lib"
+ln -s "$(cd "$venv/ggml" && pwd)" "$package/lib" # where it looks for the libraries
+echo "$llama with libllama" >"$venv/ggml/version"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,22 +13,71 @@ ATTENTION = "lowbit"  # the name of :func:`_attend` among transformers' attentio
 
 
 def _attend(module, query, key, value, attention_mask, scaling=None, caches=None, start=None, **kwargs):
-    """Attention over the decoder's caches, as transformers calls it: query [1, heads, s, d], key and value [1, kv_heads, s, d]."""
+    """Attention over the decoder's caches, as transformers calls it.
+
+    query [1, heads, s, d], key and value [1, kv_heads, s, d].
+    """
     if caches is None:
-        raise ValueError("this model belongs to a lowbit.llm.Decoder; call that, or set another attention implementation")
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"the model's attention has {name}={kwargs[name]}, which lowbit's decoder does not support")
+        raise ValueError(
+            "this model belongs to a lowbit.llm.Decoder; call that, or set another attention implementation"
+        )
     k_cache, v_cache = caches[module.layer_idx]
+    _check_attention(kwargs, k_cache.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    positions = start + torch.arange(query.shape[2])
-    k_cache.index_copy_(2, positions, key)
-    v_cache.index_copy_(2, positions, value)
-    mask = torch.arange(k_cache.shape[2]) <= positions[:, None]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, k_cache, v_cache, attn_mask=mask, scale=scale, enable_gqa=True
-    )
-    return out.transpose(1, 2), None
+    return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, scale), None
+
+
+def _check_attention(arguments: dict[str, Any], max_length: int) -> None:
+    """Refuses what the operator does not compute."""
+    for name in ("softcap", "s_aux"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"the model's attention has {name}={arguments[name]}; lowbit's decoder does not support that"
+            )
+    window = arguments.get("sliding_window")
+    if window is not None and window < max_length:
+        raise ValueError(
+            f"the model's attention sees {window} positions only (a sliding window) and max_length is {max_length}; "
+            "lowbit's decoder needs a max_length within the window"
+        )
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window of a model, when any of its layers has one."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and not any("sliding" in kind for kind in kinds):
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+class _RotaryTable(torch.nn.Module):
+    """Sines and cosines of rotary embeddings, once for all positions instead of once for each layer, head and call."""
+
+    def __init__(self, rotary: torch.nn.Module, positions: int, dtype: torch.dtype):
+        super().__init__()
+        cos, sin = rotary(torch.zeros(1, dtype=dtype), torch.arange(positions)[None])
+        self.register_buffer("cos", cos[0].clone(), persistent=False)
+        self.register_buffer("sin", sin[0].clone(), persistent=False)
+        self.original = (rotary,)  # no submodule: its buffers are not needed
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        # Attention refuses positions beyond the caches. Compiled code would end the process over them here.
+        position_ids = position_ids.clamp(0, self.cos.shape[0] - 1)
+        return self.cos[position_ids], self.sin[position_ids]
+
+
+def _tabulate_rotary(model: torch.nn.Module, positions: int) -> None:
+    for module in list(model.modules()):
+        rotary = getattr(module, "rotary_emb", None)
+        if isinstance(rotary, _RotaryTable):  # of an earlier decoder
+            rotary = rotary.original[0]
+        # Some kinds change with the length of the text, or have tables for several kinds of layers.
+        if (
+            isinstance(rotary, torch.nn.Module)
+            and getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+            and list(signature(rotary.forward).parameters) == ["x", "position_ids"]
+        ):
+            module.rotary_emb = _RotaryTable(rotary, positions, model.dtype)
 
 
 class Decoder(torch.nn.Module):
@@ -38,12 +89,13 @@ class Decoder(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, max_length: int = 2048):
         """Args:
-            model: a transformers causal language model, quantised or not, in eval mode. It belongs to the decoder from then
-                on: its attention runs over the decoder's caches.
+            model: a transformers causal language model, quantised or not, in eval mode. It belongs to the decoder from
+                then on: its attention runs over the decoder's caches.
             max_length: the longest text in tokens, prompt included; a multiple of 16.
 
         Raises:
-            ValueError: max_length is no positive multiple of 16 or beyond the model's positions.
+            ValueError: max_length is no positive multiple of 16 or beyond the model's positions; or the model's
+                attention has what this decoder does not support: a sliding window within max_length, or capped scores.
         """
         super().__init__()
         config = model.config.get_text_config()
@@ -52,8 +104,11 @@ class Decoder(torch.nn.Module):
             raise ValueError(f"max_length is {max_length}; expected a positive multiple of 16")
         if limit is not None and max_length > limit:
             raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
+        cap = getattr(config, "attn_logit_softcapping", None)
+        _check_attention({"sliding_window": _window(config), "softcap": cap}, max_length)
         import_module("transformers").AttentionInterface.register(ATTENTION, _attend)
         model.set_attn_implementation(ATTENTION)
+        _tabulate_rotary(model, max_length)
         self.model = model
         self.max_length = max_length
         heads = config.num_attention_heads

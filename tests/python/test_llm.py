@@ -1,0 +1,441 @@
+"""lowbit.llm: decoders, compiled and not, generation, named shapes, the benchmark."""
+
+import copy
+import json
+import math
+import sys
+from pathlib import Path
+
+import lowbit
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from lowbit.llm import (
+    Decoder,
+    bench,
+    compile_decoder,
+    export_decoder,
+    generate,
+    load_decoder,
+    random_model,
+    sample,
+    shape_config,
+    shapes,
+)
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+import llm as bench_llm
+
+PROMPT = [5, 91, 3, 44, 17, 60, 2, 8, 33, 71, 26]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+CLASSES = {
+    "llama": transformers.LlamaConfig,
+    "qwen3": transformers.Qwen3Config,
+}
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def make(kind: str, quantised: bool = True, **more) -> torch.nn.Module:
+    """A small random model, the same each time."""
+    torch.manual_seed(0)
+    if kind == "llama":
+        more = {"rope_parameters": ROPE, "tie_word_embeddings": True} | more
+    model = transformers.AutoModelForCausalLM.from_config(CLASSES[kind](**SIZES | more)).eval()
+    if quantised:
+        lowbit.quantize_(model, lowbit.LinearConfig(4, 16), lambda module, name: isinstance(module, torch.nn.Linear))
+    return model
+
+
+def run(step, tokens: list[int], sizes: list[int] | None = None) -> torch.Tensor:
+    """The logits behind the last token of a text that comes in pieces of these sizes."""
+    start = 0
+    with torch.inference_mode():
+        for size in sizes or [len(tokens)]:
+            logits = step(torch.tensor([tokens[start : start + size]]), torch.tensor([start]))
+            start += size
+    assert start == len(tokens)
+    return logits
+
+
+@pytest.mark.parametrize("quantised", [True, False], ids=["quantised", "float"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_decoder_continues_as_transformers_does(kind, quantised):
+    model = make(kind, quantised)
+    theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False)[0, len(PROMPT) :].tolist()
+    with torch.inference_mode():
+        logits = model(torch.tensor([PROMPT])).logits[:, -1]
+    decoder = Decoder(model, 64)
+    # Attention adds up in another order, which now and then rounds an activation to the next of 255 values.
+    torch.testing.assert_close(run(decoder, PROMPT), logits, rtol=0, atol=0.05 if quantised else 1e-4)
+    assert generate(decoder, PROMPT, 40, max_length=64).tokens == theirs
+    assert len(set(theirs)) > 3
+    # A new text starts at 0, whatever the caches hold.
+    assert generate(decoder, PROMPT, 40, max_length=64).tokens == theirs
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_pieces_of_a_text(kind):
+    tokens = [(7 * i + 3) % 97 for i in range(37)]
+    decoder = Decoder(make(kind), 48)
+    whole = run(decoder, tokens)
+    for sizes in ([1] * 37, [5, 16, 16], [36, 1], [1, 36]):
+        assert torch.equal(run(decoder, tokens, sizes), whole), sizes
+    floats = Decoder(make(kind, quantised=False), 48)  # here torch multiplies, in an order that depends on the shape
+    torch.testing.assert_close(run(floats, tokens, [5, 16, 16]), run(floats, tokens), rtol=0, atol=1e-4)
+
+
+def test_attention_sees_all_that_came_before_and_nothing_after():
+    decoder = Decoder(make("llama"), 48)
+    whole = run(decoder, PROMPT)
+    for i in range(len(PROMPT)):
+        other = list(PROMPT)
+        other[i] = (other[i] + 1) % 97
+        assert not torch.equal(run(decoder, other), whole)
+    run(decoder, [1] * 40)  # what lies in the caches behind a text does not count
+    assert torch.equal(run(decoder, PROMPT), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_decoder_in_another_dtype(dtype):
+    decoder = Decoder(make("llama").to(dtype), 64)
+    logits = run(decoder, PROMPT)
+    assert logits.dtype == dtype and decoder.k_cache_0.dtype == dtype
+    expected = run(Decoder(make("llama"), 64), PROMPT)
+    assert torch.nn.functional.cosine_similarity(logits.float(), expected).item() > 0.98
+
+
+def check_step(step, decoder, close: float):
+    """A compiled step is the decoder: logits, tokens, and state across calls."""
+    assert step.max_length == decoder.max_length
+    torch.testing.assert_close(run(step, PROMPT), run(decoder, PROMPT), rtol=0, atol=close)
+    torch.testing.assert_close(run(step, PROMPT, [4, 1, 1, 5]), run(decoder, PROMPT), rtol=0, atol=close)
+    theirs = generate(decoder, PROMPT, 40, max_length=64).tokens
+    assert generate(step, PROMPT, 40, max_length=64).tokens == theirs
+    for tokens, start in ((2, 63), (1, 64), (1, -1)):
+        with pytest.raises(Exception, match="max_length of 64|operator"):
+            step(torch.ones(1, tokens, dtype=torch.int64), torch.tensor([start]))
+
+
+    for tokens, start, message in (
+        (torch.ones(2, 3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), r"tokens have shape \[2, 3\]"),
+        (torch.ones(1, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), r"tokens have shape \[1, 0\]"),
+        (torch.ones(1, 1), torch.zeros(1, dtype=torch.int64), "torch.float32; expected"),
+        (torch.ones(1, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), r"start has shape \[2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(tokens, start)
+
+
+def check_shared_caches(step, decoder):
+    run(decoder, PROMPT[:6])
+    with torch.inference_mode():
+        continued = step(torch.tensor([PROMPT[6:]]), torch.tensor([6]))
+    torch.testing.assert_close(continued, run(decoder, PROMPT), rtol=0, atol=0.05)
+    run(step, PROMPT[:-1])
+    with torch.inference_mode():
+        continued = decoder(torch.tensor([PROMPT[-1:]]), torch.tensor([len(PROMPT) - 1]))
+    torch.testing.assert_close(continued, run(decoder, PROMPT), rtol=0, atol=0.05)
+
+
+def test_torch_compile():
+    torch._dynamo.reset()
+    decoder = Decoder(make("llama"), 64)
+    step = compile_decoder(decoder, "inductor")
+    check_step(step, decoder, 0.05)
+    check_shared_caches(step, decoder)
+    with torch.inference_mode(), torch._dynamo.config.patch(error_on_recompile=True):
+        for size in range(1, 60):
+            step(torch.ones(1, size, dtype=torch.int64), torch.tensor([0]))
+
+
+def test_ahead_of_time():
+    decoder = Decoder(make("llama"), 64)
+    step = compile_decoder(decoder)
+    check_step(step, decoder, 0.05)
+    check_shared_caches(step, decoder)
+    assert torch.equal(run(step, PROMPT, [1] * len(PROMPT)), run(step, PROMPT, [1] * len(PROMPT)))
+    with pytest.raises(ValueError, match="backend is 'gcc'; expected 'aot' or 'inductor'"):
+        compile_decoder(decoder, "gcc")
+
+
+def test_a_package(tmp_path):
+    decoder = Decoder(make("qwen3"), 64)
+    path = tmp_path / "decoder.pt2"
+    export_decoder(decoder, path)
+    assert path.stat().st_size < 2_000_000  # the weights and caches once
+    step, other = load_decoder(path), load_decoder(path)
+    check_step(step, decoder, 0.05)
+    # Each has caches of its own.
+    whole = run(step, PROMPT, [6, 5])
+    run(step, PROMPT[:6])
+    run(other, PROMPT[::-1])
+    with torch.inference_mode():
+        assert torch.equal(step(torch.tensor([PROMPT[6:]]), torch.tensor([6])), whole)
+
+
+def test_packages_that_are_none(tmp_path):
+    with pytest.raises(ValueError, match=r"expected a name that ends in \.pt2"):
+        export_decoder(Decoder(make("llama"), 64), tmp_path / "decoder.bin")
+    assert not list(tmp_path.iterdir())
+    lowbit.export_pt2(torch.nn.ReLU(), (torch.zeros(4),), tmp_path / "other.pt2")
+    with pytest.raises(ValueError, match=r"has the models \['model'\]; expected decode and prefill"):
+        load_decoder(tmp_path / "other.pt2")
+
+
+@pytest.mark.parametrize("length", [0, -16, 20])
+def test_lengths_that_are_none(length):
+    with pytest.raises(ValueError, match=f"max_length is {length}; expected a positive multiple of 16"):
+        Decoder(make("llama"), length)
+
+
+def test_lengths_that_do_not_fit():
+    model = make("llama")
+    with pytest.raises(ValueError, match="max_length is 144; expected at most the model's 128 positions"):
+        Decoder(model, 144)
+    decoder = Decoder(model, 32)
+    with pytest.raises(IndexError, match="max_length of 32"):
+        run(decoder, [1] * 33)
+    longer = Decoder(model, 128)  # the same model, in a decoder for longer texts
+    tokens = [(5 * i + 1) % 97 for i in range(100)]
+    assert torch.equal(run(longer, tokens), run(Decoder(make("llama"), 128), tokens))
+
+
+def test_a_model_belongs_to_its_decoder():
+    decoder = Decoder(make("llama"), 32)
+    with pytest.raises(ValueError, match=r"this model belongs to a lowbit\.llm\.Decoder"):
+        decoder.model(torch.tensor([PROMPT]))
+
+
+def test_attention_of_other_kinds():
+    def mistral():
+        torch.manual_seed(0)
+        config = transformers.MistralConfig(**SIZES | {"sliding_window": 32})
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+    with pytest.raises(ValueError, match=r"sees 32 positions only \(a sliding window\) and max_length is 48"):
+        Decoder(mistral(), 48)
+    theirs = mistral().generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)[0, len(PROMPT) :].tolist()
+    assert generate(Decoder(mistral(), 32), PROMPT, 16, max_length=32).tokens == theirs  # within the window
+    sizes = SIZES | {"attn_logit_softcapping": 50.0, "sliding_window": 4096}
+    gemma = transformers.AutoModelForCausalLM.from_config(transformers.Gemma2Config(**sizes))
+    with pytest.raises(ValueError, match="has softcap=50.0; lowbit's decoder does not support that"):
+        Decoder(gemma, 32)
+
+
+LOGITS = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()
+
+
+def drawn(**arguments) -> set[int]:
+    generator = torch.Generator().manual_seed(1)
+    return {sample(LOGITS.clone(), generator=generator, **arguments) for _ in range(300)}
+
+
+def test_sampling():
+    assert drawn(temperature=0, top_k=None, top_p=None) == {1}
+    assert drawn(temperature=1, top_k=None, top_p=None) == {0, 1, 2, 3}
+    assert drawn(temperature=1, top_k=2, top_p=None) == {1, 3}
+    assert drawn(temperature=5, top_k=1, top_p=None) == {1}
+    assert drawn(temperature=1, top_k=99, top_p=1.0) == {0, 1, 2, 3}
+    assert drawn(temperature=1, top_k=None, top_p=0.45) == {1}
+    assert drawn(temperature=1, top_k=None, top_p=0.7) == {1, 3}
+    assert drawn(temperature=1, top_k=None, top_p=0.9) == {0, 1, 3}
+    assert drawn(temperature=0.05, top_k=None, top_p=None) == {1}
+
+
+def test_sampling_follows_the_probabilities():
+    generator = torch.Generator().manual_seed(2)
+    counts = [0] * 4
+    for _ in range(4000):
+        counts[sample(LOGITS.clone(), 1.0, None, None, generator)] += 1
+    for count, probability in zip(counts, LOGITS.exp().tolist(), strict=True):
+        assert abs(count / 4000 - probability) < 5 * math.sqrt(probability / 4000)
+
+
+def test_generation():
+    decoder = Decoder(make("llama"), 64)
+    seen = []
+    whole = generate(decoder, PROMPT, 20, max_length=64, on_token=seen.append)
+    assert seen == whole.tokens and len(seen) == 20 and whole.prompt_tokens == len(PROMPT)
+    assert whole.prefill_rate > 0 and whole.decode_rate > 0
+    assert math.isnan(generate(decoder, PROMPT, 1, max_length=64).decode_rate)
+    stop = whole.tokens[7]
+    assert generate(decoder, PROMPT, 20, max_length=64, stop=[stop]).tokens == whole.tokens[: whole.tokens.index(stop)]
+    # The last token needs no place in the caches.
+    assert len(generate(decoder, PROMPT, 99, max_length=64).tokens) == 64 - len(PROMPT)
+    warm = [generate(decoder, PROMPT, 20, max_length=64, temperature=3.0, seed=seed).tokens for seed in (1, 1, 2)]
+    assert warm[0] == warm[1] != warm[2]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"prompt": []}, "the prompt has no tokens"),
+        ({"prompt": [1] * 64}, "has 64 tokens; expected fewer than the decoder's max_length of 64"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; expected 1 or more"),
+        ({"temperature": -1.0}, "temperature is -1.0; expected 0 or more"),
+    ],
+)
+def test_generation_refuses(arguments, message):
+    arguments = {"prompt": PROMPT, "max_new_tokens": 4} | arguments
+    with pytest.raises(ValueError, match=message):
+        generate(Decoder(make("llama"), 64), arguments.pop("prompt"), max_length=64, **arguments)
+
+
+PARAMETERS = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen3-0.6b": 596_049_920,
+}
+
+
+@pytest.mark.parametrize("name", shapes.NAMES)
+def test_shapes_have_the_known_numbers_of_parameters(name):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(shape_config(name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+
+
+def test_shapes_that_are_none():
+    with pytest.raises(ValueError, match="there is no shape 'gpt-5'; expected one of llama-3.2-1b, "):
+        shape_config("gpt-5")
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "bits, mapping", [(1, "symmetric"), (1, "affine"), (2, "symmetric"), (4, "affine"), (8, "symmetric")]
+)
+def test_random_models(bits, mapping, tied):
+    config = CLASSES["qwen3"](**SIZES | {"tie_word_embeddings": tied})
+    linear = lowbit.LinearConfig(bits, 32, mapping)
+    model = random_model(config, linear, lowbit.EmbeddingConfig(4, 16))
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    layers = [module for module in model.modules() if isinstance(module, lowbit.nn.Linear)]
+    assert len(layers) == 2 * 7 + 1
+    up = [layer.mlp.up_proj for layer in model.model.layers]
+    assert (up[0].info.bits, up[0].info.group_size, up[0].info.mapping) == (bits, 32, mapping)
+    assert up[0].packed_weight.data_ptr() != up[1].packed_weight.data_ptr()
+    assert not torch.equal(up[0].packed_weight, up[1].packed_weight)
+    table = model.model.embed_tokens
+    assert (model.lm_head.packed_weight.data_ptr() == table.packed_weight.data_ptr()) == tied
+    assert (table.info.bits, model.lm_head.info.bits) == (4, 4 if tied else bits)
+    for layer in layers:
+        lowbit.verify(layer.packed_weight)
+        weight = layer.dequantize()
+        assert 0.7 < weight.std().item() * math.sqrt(layer.in_features) < 1.4
+        assert abs(weight.mean().item()) < 0.25 * weight.std().item()
+    with torch.inference_mode():
+        logits = model(torch.tensor([PROMPT])).logits
+    assert 0.3 < logits.std().item() < 3
+    rotary, expected = model.model.rotary_emb, type(model.model.rotary_emb)(config)
+    assert torch.equal(rotary.inv_freq, expected.inv_freq)
+
+    again = random_model(config, linear, lowbit.EmbeddingConfig(4, 16))
+    other = random_model(config, linear, lowbit.EmbeddingConfig(4, 16), seed=1)
+    assert torch.equal(again.lm_head.packed_weight, model.lm_head.packed_weight)
+    assert not torch.equal(other.lm_head.packed_weight, model.lm_head.packed_weight)
+
+
+def test_random_models_in_floats():
+    config = CLASSES["qwen3"](**SIZES | {"tie_word_embeddings": True})
+    model = random_model(config, None, None, torch.bfloat16)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with torch.inference_mode():
+        assert 0.3 < model(torch.tensor([PROMPT])).logits.float().std().item() < 3
+    head_only = random_model(config, None, lowbit.EmbeddingConfig(4, 16))
+    assert isinstance(head_only.lm_head, lowbit.nn.Linear)
+    assert isinstance(head_only.model.layers[0].mlp.up_proj, torch.nn.Linear)
+
+
+def test_bytes_per_token():
+    model = random_model(CLASSES["qwen3"](**SIZES), lowbit.LinearConfig(4, 32), lowbit.EmbeddingConfig(4, 32))
+    layers = [module for module in model.modules() if isinstance(module, lowbit.nn.Linear)]
+    table = model.model.embed_tokens.packed_weight.numel()
+    assert bench.bytes_per_token(model) == sum(layer.packed_weight.numel() for layer in layers) + table // 97
+
+
+def test_the_benchmark():
+    before = torch.get_num_threads()
+    result = bench.run(CLASSES["llama"](**SIZES), prompt=20, new=6, threads=2, modes=["eager"], rounds=2)
+    assert torch.get_num_threads() == before
+    assert json.loads(json.dumps(result)) == result
+    assert (result["shape"], result["threads"], result["prompt"], result["new"]) == ("llama", 2, 20, 6)
+    assert result["packed_bytes_per_token"] > 0 and result["read_bandwidth"] > 1e8
+    assert result["peak_memory_bytes"] > 1 << 30  # the buffer that is read
+    figures = result["modes"]["eager"]
+    assert figures["prefill_tokens_per_second"] == pytest.approx(20 / figures["seconds_to_first_token"])
+    assert set(figures["parts"]) == {"linear", "attention", "rest"} and min(figures["parts"].values()) > 0
+    text = bench.table(result)
+    assert "| eager | " in text and f"{figures['decode_tokens_per_second']:.1f}" in text
+
+
+def test_the_benchmark_takes_a_model():
+    result = bench.run(make("qwen3"), prompt=5, new=2, modes=["eager"], rounds=1)
+    assert result["shape"] == "qwen3" and "bits=4, group_size=16" in result["linear"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"modes": ["fast"]}, "mode is 'fast'; expected one of eager, compile, aot"),
+        ({"prompt": 0}, "prompt is 0; expected 1 or more"),
+        ({"threads": 0}, "threads is 0; expected 1 or more"),
+    ],
+)
+def test_the_benchmark_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bench.run("qwen3-0.6b", **arguments)
+
+
+def test_the_section_of_the_document():
+    mode = {
+        "library": "lowbit", "mode": "aot", "threads": 2,
+        "decode_tokens_per_second": 43.21, "share_of_bandwidth": 0.876,
+        "prefill_tokens_per_second": 321.0, "seconds_to_first_token": 1.6, "samples": [],
+        "parts": {"linear": 0.02, "attention": 0.001, "rest": 0.0005},
+    }  # fmt: skip
+    library = {"version": "1", "note": "4 bits", "bytes_per_token": 7e8}
+    shape = {
+        "shape": "llama-3.2-1b", "libraries": {"lowbit": library}, "absent": {"llama.cpp Q4_0": "not there"},
+        "modes": [mode], "read_bandwidth": {"2": 33e9},
+    }  # fmt: skip
+    results = {
+        "command": "c", "date": "d", "machine": {"cpu": "p", "cpus": 2, "isa": "i", "system": "s"},
+        "settings": {"prompt": 512, "new": 32, "rounds": 3, "threads": [2]}, "shapes": [shape],
+    }  # fmt: skip
+    section = bench_llm.tables(results)
+    assert "| lowbit, aot | 43.2 | 88 % | 321 | 1.60 |" in section and "absent: not there" in section
+    assert "| lowbit, aot | 20.00 | 1.00 | 0.50 |" in section
+    once = bench_llm.insert("# Title\n\n## Before\n", section)
+    assert once.startswith("# Title\n\n## Before\n\n") and once.count(section) == 1
+    around = once + "\n## Checkpoints\n"
+    assert bench_llm.insert(around, section.replace("43.2", "50.0")) == around.replace("43.2", "50.0")
+
+
+def test_copies_of_a_decoder_have_caches_of_their_own():
+    decoder = Decoder(make("llama"), 64)
+    run(decoder, PROMPT[:6])
+    other = copy.deepcopy(decoder)
+    run(other, PROMPT[::-1])
+    with torch.inference_mode():
+        continued = decoder(torch.tensor([PROMPT[6:]]), torch.tensor([6]))
+    assert torch.equal(continued, run(decoder, PROMPT))
