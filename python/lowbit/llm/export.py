@@ -1,0 +1,231 @@
+"""Decoders to files that run without Python, and back: ExecuTorch's .pte and AOTInductor's .pt2.
+
+>>> import lowbit.llm
+>>> lowbit.llm.export_pte(decoder, "model.pte")  # doctest: +SKIP
+>>> step = lowbit.llm.load_pte("model.pte")  # doctest: +SKIP
+>>> lowbit.llm.generate(step, prompt, 100, max_length=step.max_length, stop=step.stop)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from ..export import export_pt2 as _export_pt2
+from ..export import export_pte as _export_pte
+from .decoder import Decoder
+
+# Of a .pte, methods without arguments: names that ExecuTorch's own runners of language models read too.
+_PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
+_PTE_STOP = "get_eos_ids"
+_PT2 = "lowbit.llm."  # what the names of our metadata in a .pt2 begin with
+
+
+@dataclass
+class ExportedDecoder:
+    """A decoder that was loaded from a file. Called as the :class:`Decoder` was that was exported, with the same caches
+    of its own."""
+
+    max_length: int  # of a text, in tokens
+    chunk: int  # the most tokens of one run of the program; a call may have more
+    vocabulary: int
+    stop: tuple[int, ...]  # tokens that end a text
+    _run: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
+
+    def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
+        """Args:
+            tokens: [1, s] int64, s at least 1.
+            start: [1] int64: how many tokens are in the caches already.
+
+        Returns:
+            [1, vocabulary] of the model's dtype: the logits behind the last token.
+
+        Raises:
+            ValueError: another shape or dtype.
+            RuntimeError: the program failed, over a token that is not in the vocabulary or a text that is too long.
+        """
+        for name, tensor, dims in (("tokens", tokens, 2), ("start", start, 1)):
+            if tensor.dtype != torch.int64 or tensor.dim() != dims or tensor.shape[0] != 1 or not tensor.numel():
+                expected = "[1, s]" if dims == 2 else "[1]"
+                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected int64 {expected}")
+        for begin in range(0, tokens.shape[1], self.chunk):
+            logits = self._run(tokens[:, begin : begin + self.chunk].contiguous(), start + begin)
+        return logits
+
+
+class _CachesAsInputs(torch.nn.Module):
+    """A decoder whose caches come with each call: as constants, a .pt2 would hold all of their zeros."""
+
+    def __init__(self, decoder: Decoder, names: Sequence[str]):
+        super().__init__()
+        self.decoder = decoder
+        self.names = names
+
+    def forward(self, tokens: Tensor, start: Tensor, caches: list[Tensor]) -> Tensor:
+        return torch.func.functional_call(self.decoder, dict(zip(self.names, caches)), (tokens, start))
+
+
+def _stop_tokens(decoder: Decoder, stop: Iterable[int] | None) -> list[int]:
+    if stop is None:
+        for config in (getattr(decoder.model, "generation_config", None), decoder.model.config.get_text_config()):
+            stop = getattr(config, "eos_token_id", None)
+            if stop is not None:
+                break
+        else:
+            stop = []
+    return [stop] if isinstance(stop, int) else [int(token) for token in stop]
+
+
+def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[str, int | list[int]]:
+    if not 1 <= chunk <= decoder.max_length:
+        raise ValueError(f"chunk is {chunk}; expected 1 to the decoder's max_length of {decoder.max_length}")
+    return {
+        "max_length": decoder.max_length,
+        "chunk": chunk,
+        "vocabulary": int(decoder.model.config.get_text_config().vocab_size),
+        "stop": _stop_tokens(decoder, stop),
+    }
+
+
+def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple]:
+    """Inputs, and which of their sizes is dynamic."""
+    tokens = torch.zeros((1, min(chunk, 3)), dtype=torch.int64)
+    sizes = {1: torch.export.Dim("s", min=1, max=chunk)} if chunk > 1 else None
+    return (tokens, torch.zeros(1, dtype=torch.int64)), (sizes, None)
+
+
+@torch.no_grad()
+def export_pte(
+    decoder: Decoder,
+    path: str | os.PathLike,
+    *,
+    chunk: int = 128,
+    stop: Iterable[int] | None = None,
+    xnnpack: bool = True,
+) -> None:
+    """Writes a decoder as an ExecuTorch program: "forward" takes tokens [1, s], s from 1 to ``chunk``, and start [1].
+
+    Its caches live in the loaded program and take no room in the file. Constant methods say what a runner must know,
+    under the names that ExecuTorch's own ``TextLLMRunner`` reads: it runs the file, and so do
+    ``examples/cpp/llm_runner`` and :func:`load_pte`.
+
+    Args:
+        decoder: quantised, in eval mode.
+        path: a name that ends in .pte; replaced in one step, and untouched when the export fails.
+        chunk: the most tokens of one call. Longer prompts come in pieces; the program reserves memory for a piece.
+        stop: tokens that end a text; None: those that the model's configuration names.
+        xnnpack: leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own kernels.
+
+    Raises:
+        ImportError: executorch is not installed.
+        ValueError, OSError: chunk is not from 1 to max_length, path does not end in .pte, or cannot be written.
+        Exception: whatever torch.export and ExecuTorch raise on models they cannot export.
+    """
+    about = _describe(decoder, chunk, stop)
+    config = decoder.model.config.get_text_config()
+    constants = {method: about[name] for name, method in _PTE_NUMBERS.items()}
+    constants |= {_PTE_STOP: about["stop"], "get_n_layers": decoder.layers, "use_kv_cache": True}
+    constants |= {"use_sdpa_with_kv_cache": False, "enable_dynamic_shape": chunk > 1}
+    if isinstance(config.bos_token_id, int):
+        constants["get_bos_id"] = config.bos_token_id
+    inputs, sizes = _example(chunk)
+    _export_pte(decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants)
+
+
+@torch.no_grad()
+def export_pt2(
+    decoder: Decoder, path: str | os.PathLike, *, chunk: int = 128, stop: Iterable[int] | None = None
+) -> None:
+    """Compiles a decoder ahead of time with AOTInductor; needs a C++ compiler here.
+
+    The program takes tokens [1, s], s from 1 to ``chunk``, start [1], and all caches, which it changes in place. So the
+    file has no caches in it. Its metadata says what a runner must know; :func:`load_pt2` and
+    ``examples/cpp/llm_runner_pt2`` read it.
+
+    Args:
+        decoder: quantised, in eval mode.
+        path: a name that ends in .pt2; replaced in one step, and untouched when the export fails.
+        chunk: the most tokens of one call. Longer prompts come in pieces.
+        stop: tokens that end a text; None: those that the model's configuration names.
+
+    Raises:
+        ValueError, OSError: chunk is not from 1 to max_length, path does not end in .pt2, or cannot be written.
+        Exception: whatever torch.export and AOTInductor raise on models they cannot compile.
+    """
+    about = _describe(decoder, chunk, stop)
+    caches = {name: cache for name, cache in decoder.named_buffers() if "_cache_" in name and "." not in name}
+    shapes = {tuple(cache.shape) for cache in caches.values()}
+    if len(shapes) != 1:
+        raise ValueError(f"the decoder's caches have shapes {sorted(shapes)}; expected the same for all")
+    dtypes = {cache.dtype for cache in caches.values()}
+    about |= {"caches": len(caches), "cache_shape": list(*shapes), "cache_dtype": str(*dtypes).removeprefix("torch.")}
+    metadata = {_PT2 + name: str(value).strip("[]").replace(" ", "") for name, value in about.items()}
+    inputs, sizes = _example(chunk)
+    _export_pt2(
+        _CachesAsInputs(decoder, list(caches)).eval(),
+        (*inputs, [torch.zeros_like(cache) for cache in caches.values()]),
+        path,
+        dynamic_shapes=(*sizes, [None] * len(caches)),
+        metadata=metadata,
+    )
+
+
+def _exists(path: str | os.PathLike) -> str:
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no file {os.fspath(path)}")
+    return os.fspath(path)
+
+
+def _check(numbers: dict[str, int]) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"its {name} is {value!r}; expected a positive number")
+
+
+def load_pte(path: str | os.PathLike) -> ExportedDecoder:
+    """Loads what :func:`export_pte` wrote, into ExecuTorch's runtime in this process.
+
+    Raises:
+        ImportError: executorch is not installed, or lowbit was built without it.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no program of a decoder.
+    """
+    path = _exists(path)
+    import_module("lowbit.executorch").register()
+    try:
+        program = import_module("executorch.runtime").Runtime.get().load_program(path)
+        numbers = {name: program.load_method(method).execute(())[0] for name, method in _PTE_NUMBERS.items()}
+        _check(numbers)
+        stop = tuple(program.load_method(_PTE_STOP).execute(()))
+        forward = program.load_method("forward")
+    except Exception as error:
+        raise ValueError(f"{path} does not load, or is not what lowbit.llm.export_pte writes: {error}") from error
+    return ExportedDecoder(**numbers, stop=stop, _run=lambda tokens, start: forward.execute((tokens, start))[0])
+
+
+def load_pt2(path: str | os.PathLike) -> ExportedDecoder:
+    """Loads what :func:`export_pt2` wrote. It holds machine code: load only files that you trust as much as a program.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no package of a decoder.
+    """
+    path = _exists(path)
+    try:
+        package = import_module("torch._inductor").aoti_load_package(path)
+        metadata = package.loader.get_metadata()
+        about = {name.removeprefix(_PT2): value for name, value in metadata.items() if name.startswith(_PT2)}
+        numbers = {name: int(about[name]) for name in _PTE_NUMBERS}
+        _check(numbers)
+        stop = tuple(int(token) for token in about["stop"].split(",") if token)
+        shape = [int(size) for size in about["cache_shape"].split(",")]
+        dtype = getattr(torch, about["cache_dtype"])
+        caches = [torch.zeros(shape, dtype=dtype) for _ in range(int(about["caches"]))]
+    except Exception as error:
+        raise ValueError(f"{path} does not load, or is not what lowbit.llm.export_pt2 writes: {error}") from error
+    return ExportedDecoder(**numbers, stop=stop, _run=lambda tokens, start: package(tokens, start, caches))

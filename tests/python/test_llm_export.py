@@ -1,0 +1,329 @@
+"""A small trained language model in ExecuTorch and AOTInductor, from Python and from C++: the tokens of eager.
+
+lowbit's operators have the same bits everywhere. What lies between them (norms, rotary embeddings, activation functions)
+is XNNPACK's or AOTInductor's there, whose last bits may differ: logits are near eager's, and the likeliest token is the
+same.
+"""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit
+import lowbit.llm
+from reference import HEADER_BYTES
+from runners import ARM_RUNNERS, CPUS, EXAMPLE, KINDS, Runner, native, packed_bytes_altered
+
+transformers = pytest.importorskip("transformers")
+
+# executorch and torch.export warn of their own and each other's old calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:" + what)
+    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental", "Mutation on a buffer")
+]
+
+MODEL = EXAMPLE.parent / "tiny_llama" / "model"
+MAX_LENGTH, CHUNK, NEW = 256, 32, 32
+# The second is longer than a chunk, and than two.
+PROMPTS = ["Return the", " ".join(["The following example shows how to use the class in a program."] * 6)]
+BITS = [8, 4]
+
+
+@dataclass
+class Exported:
+    decoder: lowbit.llm.Decoder
+    prompts: list[list[int]]
+    expected: list[list[int]]  # NEW tokens for each prompt, in eager
+    files: dict[str, Path]  # by kind
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(MODEL)
+
+
+def quantised(bits: int) -> torch.nn.Module:
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    embedding = lowbit.EmbeddingConfig(bits=bits, group_size=32)
+    return lowbit.quantize_(
+        model, {"*": lowbit.LinearConfig(bits=bits, group_size=32), "*embed_tokens": embedding}
+    )
+
+
+@pytest.fixture(scope="session")
+def exported(executorch, tokenizer, tmp_path_factory) -> dict[int, Exported]:
+    """By bits. A .pt2 takes long to compile, so there is one."""
+    result = {}
+    for bits in BITS:
+        decoder = lowbit.llm.Decoder(quantised(bits), MAX_LENGTH)
+        prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+        assert len(prompts[0]) < CHUNK and 2 * CHUNK < len(prompts[1]) < MAX_LENGTH - NEW
+        expected = [lowbit.llm.generate(decoder, p, NEW, max_length=MAX_LENGTH).tokens for p in prompts]
+        assert all(len(tokens) == NEW and len(set(tokens)) > 8 for tokens in expected)
+        files, directory = {}, tmp_path_factory.mktemp(f"tiny-{bits}")
+        for kind in KINDS if bits == 4 else ["pte"]:
+            files[kind] = directory / f"tiny.{kind}"
+            getattr(lowbit.llm, f"export_{kind}")(decoder, files[kind], chunk=CHUNK)
+        result[bits] = Exported(decoder, prompts, expected, files)
+    return result
+
+
+FILES = [(bits, kind) for bits in BITS for kind in KINDS if bits == 4 or kind == "pte"]
+
+
+def load(exported: dict[int, Exported], bits: int, kind: str) -> lowbit.llm.ExportedDecoder:
+    return getattr(lowbit.llm, f"load_{kind}")(exported[bits].files[kind])
+
+
+@pytest.fixture(params=[f"{kind} {cpu}" for kind in KINDS for cpu in CPUS])
+def runner(runners, request) -> Runner:
+    kind, cpu = request.param.split()
+    return runners({"pte": "llm_runner", "pt2": "llm_runner_pt2"}[kind], cpu)
+
+
+def listed(tokens: list[int]) -> str:
+    return ",".join(map(str, tokens))
+
+
+# In C++.
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_runner_makes_the_tokens_of_eager(runner, exported, bits):
+    if runner.kind not in exported[bits].files:
+        pytest.skip("compiled at 4 bits only")
+    for prompt, expected in zip(exported[bits].prompts, exported[bits].expected, strict=True):
+        process = runner("--ids", listed(prompt), "--max-new-tokens", NEW, exported[bits].files[runner.kind])
+        assert process.returncode == 0, process.stderr
+        assert [int(token) for token in process.stdout.split()] == expected
+        assert process.stderr == ""
+
+
+def test_the_runner_samples(runner, exported):
+    prompt, file = exported[4].prompts[0], exported[4].files[runner.kind]
+
+    def tokens(*options) -> list[int]:
+        process = runner("--ids", listed(prompt), "--max-new-tokens", NEW, *options, file)
+        assert process.returncode == 0, process.stderr
+        return [int(token) for token in process.stdout.split()]
+
+    likeliest = exported[4].expected[0]
+    drawn = tokens("--temperature", 1.5, "--seed", 1)
+    assert drawn == tokens("--temperature", 1.5, "--seed", 1, "--threads", 1)
+    assert drawn != likeliest and drawn != tokens("--temperature", 1.5, "--seed", 2)
+    # Only one token is left to draw from; and the others have no probability left.
+    assert tokens("--temperature", 1.5, "--top-p", 0) == tokens("--temperature", 0.0001) == likeliest
+
+
+def test_the_runner_stops(runner, exported):
+    """At the end of the text that the model has room for."""
+    prompt, file = exported[4].prompts[0] * 100, exported[4].files[runner.kind]
+    process = runner("--ids", listed(prompt[: MAX_LENGTH - 3]), "--stats", file)
+    assert process.returncode == 0, process.stderr
+    assert len(process.stdout.split()) <= 3
+    assert re.search(rf"^prompt: {MAX_LENGTH - 3} tokens in \S+ s, \S+ tokens/s$", process.stderr, re.M)
+
+
+def test_the_runner_refuses(runner, exported, tmp_path):
+    file = exported[4].files[runner.kind]
+    for arguments, expected in (
+        ([file], "no prompt was given"),
+        (["--ids", "1"], "no model was given"),
+        (["--ids", "1,,2", file], "--ids is '1,,2'; expected numbers with commas"),
+        (["--ids", "1,2,", file], "--ids is '1,2,'; expected numbers"),
+        (["--ids", "1;2", file], "--ids is '1;2'; expected numbers"),
+        (["--ids", "99999999999999999999", file], "expected numbers"),
+        (["--ids", "5,2048", file], "the prompt has token 2048; expected 0 to 2047"),
+        (["--ids", "5,-1", file], "the prompt has token -1; expected 0 to 2047"),
+        (["--ids", listed([5] * MAX_LENGTH), file], f"has {MAX_LENGTH} tokens; expected fewer than the model's"),
+        (["--ids", "5", "--max-new-tokens", "0", file], "--max-new-tokens is '0'; expected a number from 1"),
+        (["--ids", "5", "--temperature", "nan", file], "--temperature is 'nan'; expected a number from 0"),
+        (["--ids", "5", "--top-p", "2", file], "--top-p is '2'; expected"),
+        (["--ids", "5", "--threads", "x", file], "--threads is 'x'; expected"),
+        (["--ids", "5", "--nonsense", file], "there is no option --nonsense"),
+        (["--ids", "5", file, file], "more than one model"),
+        (["--ids", "5", file, "--seed"], "--seed needs a value"),
+        (["--ids", "5", tmp_path / f"none.{runner.kind}"], f"none.{runner.kind} does not load"),
+    ):
+        message = runner.refusal(*arguments)
+        assert expected in message, (arguments, message)
+
+
+def test_the_runner_refuses_files(runner, exported, tmp_path):
+    file = exported[4].files[runner.kind]
+    data, broken = file.read_bytes(), tmp_path / f"broken.{runner.kind}"
+    for length in (0, 40, len(data) // 2, len(data) - 200):
+        broken.write_bytes(data[:length])
+        assert f"{broken} does not load" in runner.refusal("--ids", "5", broken), length
+    packed_bytes_altered(file, broken, HEADER_BYTES - 1)
+    message = runner.refusal("--ids", "5", broken)
+    assert "the call failed" in message and "packed" in message
+
+
+def test_the_runner_refuses_other_models(runner, executorch, tmp_path):
+    other = tmp_path / f"other.{runner.kind}"
+    getattr(lowbit, f"export_{runner.kind}")(torch.nn.ReLU(), (torch.zeros(2),), other)
+    expected = {"pte": "does not take tokens [1, s] and start [1], both int64", "pt2": "has no 'lowbit.llm.max_length'"}
+    assert expected[runner.kind] in runner.refusal("--ids", "5", other)
+    if runner.kind == "pte":
+        step = exported_step_without_constants(other)
+        assert "has no method 'get_max_context_len'" in runner.refusal("--ids", "5", step)
+
+
+def exported_step_without_constants(path: Path) -> Path:
+    class Step(torch.nn.Module):
+        def forward(self, tokens, start):
+            return (tokens + start).float()
+
+    lowbit.export_pte(Step(), (torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)), path)
+    return path
+
+
+@native
+def test_neither_python_nor_torch_is_needed(runners):
+    libraries = {name: runners(name, "here").libraries() for name in ("llm_runner", "llm_runner_pt2")}
+    assert {"liblowbit.so", "lowbit_executorch.so", "libexecutorch.so"} <= libraries["llm_runner"]
+    assert not [name for name in libraries["llm_runner"] if name.startswith(("libtorch", "libc10"))]
+    assert not [name for names in libraries.values() for name in names if "python" in name]
+
+
+@native
+def test_text_to_text(runners, exported, tokenizer):
+    process = subprocess.run(
+        [sys.executable, EXAMPLE / "llm.py", "--tokenizer", MODEL, "--prompt", PROMPTS[0],
+         *runners("llm_runner", "here").command, "--max-new-tokens", str(NEW), exported[4].files["pte"]],
+        capture_output=True, text=True, timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == tokenizer.decode(exported[4].expected[0], skip_special_tokens=True) + "\n"
+
+
+# In Python.
+
+
+@native
+@pytest.mark.parametrize("bits, kind", FILES)
+def test_generate_makes_the_tokens_of_eager(exported, bits, kind):
+    step = load(exported, bits, kind)
+    assert (step.max_length, step.chunk, step.vocabulary, step.stop) == (MAX_LENGTH, CHUNK, 2048, (1,))
+    for prompt, expected in zip(exported[bits].prompts, exported[bits].expected, strict=True):
+        result = lowbit.llm.generate(step, prompt, NEW, max_length=step.max_length, stop=step.stop)
+        assert result.tokens == expected
+
+
+@native
+@torch.inference_mode()
+@pytest.mark.parametrize("bits, kind", FILES)
+def test_pieces(exported, bits, kind):
+    """However a text is cut into calls, and whatever the caches held before, the logits have the same bits."""
+    step, decoder = load(exported, bits, kind), exported[bits].decoder
+    text = torch.tensor([exported[bits].prompts[1]])
+    length = text.shape[1]
+    whole = step(text, torch.tensor([0]))
+    expected = decoder(text, torch.tensor([0]))
+    assert whole.shape == expected.shape and whole.dtype == expected.dtype
+    assert (whole - expected).abs().max() < 0.02 * expected.abs().max()
+    for pieces in ([1] * length, [CHUNK] * 2 + [length - 2 * CHUNK], [5, length - 6, 1]):
+        start = 0
+        for size in pieces:
+            logits = step(text[:, start : start + size], torch.tensor([start]))
+            start += size
+        assert start == length and torch.equal(logits, whole), pieces
+    # The caches matter: the last token alone, and behind another text, are something else.
+    assert not torch.equal(step(text[:, -1:], torch.tensor([0])), whole)
+    step(text.flip(1), torch.tensor([0]))
+    assert not torch.equal(step(text[:, -1:], torch.tensor([length - 1])), whole)
+
+
+@native
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_calls(exported, kind):
+    step = load(exported, 4, kind)
+    one, zero = torch.tensor([[5]]), torch.tensor([0])
+    good = step(one, zero)
+    for tokens, start, expected in (
+        (one.int(), zero, "tokens is torch.int32"),
+        (one[0], zero, r"tokens is torch.int64 \[1\]; expected int64 \[1, s\]"),
+        (one[:, :0], zero, r"tokens is torch.int64 \[1, 0\]"),
+        (one, zero[0], r"start is torch.int64 \[\]; expected int64 \[1\]"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            step(tokens, start)
+    for tokens, start in ((one * 2048, zero), (-one, zero), (one, zero + MAX_LENGTH), (one, zero - 1)):
+        with pytest.raises((RuntimeError, IndexError)):
+            step(tokens, start)
+    assert torch.equal(step(one, zero), good)
+
+
+@native
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_files(exported, kind, tmp_path):
+    load_file = getattr(lowbit.llm, f"load_{kind}")
+    with pytest.raises(FileNotFoundError, match="there is no file .*none"):
+        load_file(tmp_path / "none")
+    other = tmp_path / f"other.{kind}"
+    other.write_bytes(exported[4].files[kind].read_bytes()[:5000])
+    with pytest.raises(ValueError, match=f"other.{kind} does not load, or is not what lowbit.llm.export_{kind} writes"):
+        load_file(other)
+    getattr(lowbit, f"export_{kind}")(torch.nn.ReLU(), (torch.zeros(2),), other)
+    with pytest.raises(ValueError, match=f"other.{kind} does not load, or is not what lowbit.llm.export_{kind} writes"):
+        load_file(other)
+
+
+@native
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_exports(exported, kind, tmp_path):
+    export = getattr(lowbit.llm, f"export_{kind}")
+    for chunk in (0, MAX_LENGTH + 1):
+        with pytest.raises(ValueError, match=f"chunk is {chunk}; expected 1 to the decoder's max_length of 256"):
+            export(exported[4].decoder, tmp_path / f"m.{kind}", chunk=chunk)
+    with pytest.raises(ValueError, match=f"ends in .{kind}"):
+        export(exported[4].decoder, tmp_path / "m.bin")
+    assert not list(tmp_path.iterdir())
+
+
+@native
+def test_a_file_of_single_steps_and_stop_tokens(exported, executorch, runners, tokenizer, tmp_path):
+    """With a chunk of 1 nothing is dynamic. Stop tokens of one's own end the text."""
+    prompt, expected = exported[4].prompts[0], exported[4].expected[0]
+    stop = next(token for token in expected[4:] if expected.index(token) > 4)
+    file = tmp_path / "single.pte"
+    lowbit.llm.export_pte(exported[4].decoder, file, chunk=1, stop=[2047, stop], xnnpack=False)
+    until = expected[: expected.index(stop)]
+    step = lowbit.llm.load_pte(file)
+    assert step.chunk == 1 and step.stop == (2047, stop)
+    assert lowbit.llm.generate(step, prompt, NEW, max_length=step.max_length, stop=step.stop).tokens == until
+    process = runners("llm_runner", "here")("--ids", listed(prompt), file)
+    assert process.stdout.split() == [str(token) for token in until], process.stderr
+
+
+TEXT_LLM_RUNNER = """
+import sys
+import lowbit.executorch
+lowbit.executorch.register()
+from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
+model, tokenizer, prompt, new = sys.argv[1:]
+pieces = []
+runner = TextLLMRunner(model, tokenizer)
+config = GenerationConfig(echo=False, temperature=0.0, max_new_tokens=int(new), num_bos=0, num_eos=0)
+for _ in range(2):
+    runner.generate(prompt, config, pieces.append)
+    runner.reset()
+sys.stdout.write("<<" + "".join(pieces) + ">>")
+"""
+
+
+@native
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("prompt", [0, 1])
+def test_executorchs_own_runner(exported, run_python, tokenizer, bits, prompt):
+    """TextLLMRunner, twice with the same text; in a process of its own, because it has its own threads."""
+    process = run_python(TEXT_LLM_RUNNER, exported[bits].files["pte"], MODEL / "tokenizer.json", PROMPTS[prompt], NEW)
+    assert process.returncode == 0, process.stderr
+    text = tokenizer.decode(exported[bits].expected[prompt], skip_special_tokens=True)
+    assert f"<<{text}{text}>>" in process.stdout, process.stderr
