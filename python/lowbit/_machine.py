@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 
@@ -22,3 +23,13 @@ def cpu_name() -> str:
             if command != ["lscpu"] or line.startswith("Model name:"):
                 return line.split(":", 1)[-1].strip()
     return platform.processor() or platform.machine()
+
+
+def peak_memory() -> int | None:
+    """The most memory that this process has had at once, in bytes (resident); None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

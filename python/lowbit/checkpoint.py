@@ -94,13 +94,14 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
     """What is in a checkpoint, packed or not, in the order of the files. Only headers are read.
 
     Args:
-        path: a directory with model.safetensors or model.safetensors.index.json.
+        path: a directory with model.safetensors or model.safetensors.index.json, or one .safetensors file.
 
     Raises:
         OSError: there is no such checkpoint, or a shard is missing.
         ValueError: a file is damaged, or disagrees with the index.
     """
-    files, weight_map = files_of(Path(path))
+    path = Path(path)
+    files, weight_map = ([path], None) if path.is_file() else files_of(path)
     tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
     return [
         _entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None) for stored in tensors

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -129,7 +130,7 @@ class LowBitConfig(QuantizationConfigMixin):
 
     def select(self, model: torch.nn.Module) -> dict[str, LinearConfig | EmbeddingConfig]:
         """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`."""
-        selected, overridden = {}, set()
+        selected, overridden, unused = {}, set(), set(self.overrides)
         modules = dict(model.named_modules(remove_duplicate=False))
         # Layers that an architecture computes in float32, whose weights its code reads (T5's "wo").
         precise = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
@@ -140,6 +141,7 @@ class LowBitConfig(QuantizationConfigMixin):
             if kind is None:
                 continue
             matching = [pattern for pattern in self.overrides if fnmatchcase(name, pattern)]
+            unused.difference_update(matching)
             config = self._layer_config(kind, matching[-1] if matching else None)
             if matching:
                 overridden.add(name)
@@ -153,6 +155,9 @@ class LowBitConfig(QuantizationConfigMixin):
                     selected[head] = _KINDS[type(modules[head])](**vars(selected[table]))
                 elif table in overridden:
                     del selected[head]  # left as it is, as its table is
+        for pattern in sorted(unused):
+            what = f"no linear layer or embedding of {type(model).__name__}"
+            warnings.warn(f"the pattern {pattern!r} matches {what}", stacklevel=2)
         return selected
 
 

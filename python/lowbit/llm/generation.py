@@ -19,6 +19,7 @@ class Generation:
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0  # until the first new token is known
     decode_seconds: float = 0.0  # for all further ones
+    stopped: str = "max_new_tokens"  # what ended the text: that, "max_length" or "stop"
 
     @property
     def prefill_rate(self) -> float:
@@ -49,7 +50,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
     if top_p is not None and top_p < 1:
         ordered, order = probabilities.sort(descending=True)
         # Keeps the smallest set of tokens that reaches top_p: the first one always.
-        ordered[ordered.cumsum(0) - ordered >= top_p] = 0
+        ordered[1:][ordered.cumsum(0)[:-1] >= top_p] = 0
         probabilities = torch.zeros_like(probabilities).scatter_(0, order, ordered)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
@@ -100,6 +101,8 @@ def generate(
     result = Generation(prompt_tokens=len(prompt))
     tokens = torch.tensor([prompt])
     start = torch.zeros(1, dtype=torch.int64)
+    if len(prompt) + max_new_tokens > max_length:
+        result.stopped = "max_length"
     begin = time.perf_counter()
     for _ in range(min(max_new_tokens, max_length - len(prompt))):
         token = sample(step(tokens, start)[0], temperature, top_k, top_p, generator)
@@ -108,6 +111,7 @@ def generate(
             result.prefill_seconds, decode_begin = now - begin, now
         result.decode_seconds = now - decode_begin
         if token in stop:
+            result.stopped = "stop"
             break
         result.tokens.append(token)
         if on_token is not None:

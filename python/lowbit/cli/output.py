@@ -1,0 +1,172 @@
+"""What the commands share: where results, progress and errors go."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+PIPE_WIDTH = 120  # columns, where the output is no terminal
+
+
+def console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A table of figures: the first column is text, those behind are aligned to the right."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="right" if index else "left", no_wrap=bool(index))
+    return made
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.{3 - len(str(int(count / scale))) if count < 100 * scale else 0}f} {unit}"
+    return f"{count:.0f} B"
+
+
+class Output:
+    """One command's output: a result on stdout, the rest on stderr."""
+
+    def __init__(self, as_json: bool):
+        self.as_json = as_json
+        self.out = console(stderr=False)
+        self.err = console(stderr=True)
+
+    def result(self, document: dict[str, Any], *shown: Any) -> None:
+        """The result, once: as a JSON document, or as what is shown to people (texts and tables of rich)."""
+        if self.as_json:
+            print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
+        else:
+            for item in shown:
+                self.out.print(item, markup=False) if isinstance(item, str) else self.out.print(item)
+
+    def note(self, text: str) -> None:
+        """A line for people, on stderr."""
+        self.err.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def progress(self, what: str, unit: str | None = None) -> Iterator[Callable[..., None]]:
+        """A progress bar around a long step; without a terminal, one line when it begins.
+
+        Yields ``advance(done, total, detail="")``, which may also never be called: then the time counts alone.
+        ``unit`` is "bytes" or a plural for what is counted.
+        """
+        if not self.err.is_terminal:
+            self.note(f"{what} ...")
+            yield lambda done, total, detail="": None
+            return
+        counted = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)] if unit else []
+        columns = [
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            *([BarColumn(), *counted, TimeRemainingColumn()] if unit else []),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[detail]}", style="dim"),
+        ]
+        with Progress(*columns, console=self.err, transient=True) as bar:
+            task = bar.add_task(what, total=None, detail="")
+
+            def advance(done: int, total: int, detail: str = "") -> None:
+                bar.update(task, completed=done, total=total, detail=detail)
+
+            yield advance
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: null says that there is no such number."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def reporting(as_json: bool, debug: bool) -> Iterator[None]:
+    """Turns what users can put right into one line and exit code 1. A bug keeps its traceback."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that half-written files are removed
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # typer ends the process quietly
+    except (ValueError, OSError, ImportError) as error:
+        if debug:
+            raise
+        message = describe(error)
+        if as_json:
+            print(
+                json.dumps({"error": {"type": type(error).__name__, "message": message}}, ensure_ascii=False),
+                flush=True,
+            )
+        print(f"lowbit: error: {message}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line."""
+    text = str(error)
+    if isinstance(error, ImportError):
+        missing = [package for package in ("transformers", "safetensors") if importlib.util.find_spec(package) is None]
+        if missing:
+            text = f"{' and '.join(missing)} not installed; install it with: pip install 'lowbit[llm]'"
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return " ".join(text.split()) or type(error).__name__
+
+
+class _Without(logging.Filter):
+    def __init__(self, *beginnings: str):
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._beginnings)
+
+
+def quieten() -> None:
+    """Keeps back what other libraries say to their own developers; warnings become one line."""
+    # torchao, which executorch brings and transformers imports, tries libraries for other machines and other Pythons,
+    logging.getLogger("torchao").addFilter(_Without("Failed to load ", "Skipping import of cpp extensions"))
+    # and registers enums in a way that this torch finds old.
+    logging.getLogger("torch.utils._pytree").addFilter(_Without("<enum "))
+    # torch's profiler says that it starts and stops; this is read when it does.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # ExecuTorch explains what becomes of caches, which lowbit.llm knows.
+    warnings.filterwarnings("ignore", "Mutation on a buffer in the model is detected")
+    for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(message: Warning | str, *details: Any) -> None:
+    print(f"lowbit: warning: {' '.join(str(message).split())}", file=sys.stderr)

@@ -1,0 +1,82 @@
+"""How well a language model predicts a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The outcome of :func:`perplexity`."""
+
+    tokens: int  # that were predicted: all but the first
+    nats: float  # the sum of -log(probability) over them
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean over the predicted tokens."""
+        return math.exp(self.nats / self.tokens) if self.nats / self.tokens < 709 else math.inf
+
+    def bits_per_byte(self, size: int) -> float:
+        """Bits for each of the ``size`` bytes of the text: comparable between models with different tokenizers."""
+        return self.nats / math.log(2) / size
+
+
+@torch.inference_mode()
+def perplexity(
+    model: torch.nn.Module,
+    tokens: Sequence[int],
+    *,
+    window: int = 512,
+    stride: int = 256,
+    progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """Perplexity of a text, with strided windows.
+
+    The first window is the first ``window`` tokens. Each further one begins ``stride`` tokens later and predicts the
+    tokens that the one before did not reach, the last ``stride`` of its own. So every token but the first is predicted
+    once, behind at least ``window - stride`` others, as far as there are so many.
+
+    Args:
+        model: a causal language model of transformers, quantised or not, in eval mode.
+        tokens: ids of the text, at least two.
+        window: tokens per call of the model; 2 or more, and no more than the model has positions.
+        stride: 1 to window - 1; window / 2 is usual. Smaller ones give every token more context and take longer.
+        progress: called as ``progress(tokens predicted, tokens to predict)`` after each window.
+
+    Raises:
+        ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range.
+    """
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if window < 2 or (limit is not None and window > limit):
+        raise ValueError(f"window is {window}; expected 2 to {limit or 'any number'}, the model's positions")
+    if not 1 <= stride < window:
+        raise ValueError(
+            f"stride is {stride}; expected 1 to {window - 1}: the first token of a window is not predicted in it"
+        )
+    ids = torch.tensor(tokens, dtype=torch.int64)
+    if ids.numel() < 2:
+        raise ValueError(f"the text has {ids.numel()} tokens; expected 2 or more")
+    if int(ids.max()) >= config.vocab_size or int(ids.min()) < 0:
+        raise ValueError(
+            f"the text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {config.vocab_size - 1}: "
+            "the tokenizer is another model's"
+        )
+    nats, done = 0.0, 1
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window, len(ids))
+        new = end - done
+        # The logits behind token i predict token i + 1: one more than there are new tokens, and not the last.
+        logits = model(ids[None, begin:end], use_cache=False, logits_to_keep=new + 1).logits[0, :-1].float()
+        nats += torch.nn.functional.cross_entropy(logits, ids[done:end], reduction="sum").item()
+        done = end
+        if progress is not None:
+            progress(done - 1, len(ids) - 1)
+        if end == len(ids):
+            break
+    return Perplexity(len(ids) - 1, nats)

@@ -1,0 +1,86 @@
+"""Strided windows beside a plain computation, token by token."""
+
+import math
+
+import pytest
+import torch
+import transformers
+
+import lowbit
+from lowbit.llm.perplexity import Perplexity, perplexity
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def context_of(token: int, window: int, stride: int) -> int:
+    """Where the window begins that predicts a token: the first one that reaches it."""
+    begin = 0
+    while begin + window <= token:
+        begin += stride
+    return begin
+
+
+@pytest.mark.parametrize(
+    "length, window, stride", [(40, 16, 8), (40, 16, 5), (41, 16, 15), (40, 2, 1), (10, 16, 8), (16, 16, 8), (2, 4, 2)]
+)
+@torch.inference_mode()
+def test_every_token_is_predicted_once_from_its_window(model, length, window, stride):
+    tokens = torch.randint(50, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    nats = 0.0
+    for token in range(1, length):
+        begin = context_of(token, window, stride)
+        assert token - begin >= min(token, window - stride)  # what the docstring promises
+        logits = model(torch.tensor([tokens[begin:token]])).logits[0, -1]
+        nats -= float(logits.double().log_softmax(0)[tokens[token]])
+    seen = []
+    result = perplexity(model, tokens, window=window, stride=stride, progress=lambda *counts: seen.append(counts))
+    assert result.tokens == length - 1
+    assert math.isclose(result.nats, nats, rel_tol=1e-5)
+    assert math.isclose(result.perplexity, math.exp(nats / (length - 1)), rel_tol=1e-5)
+    assert seen == sorted(seen) and seen[-1] == (length - 1, length - 1)
+
+
+def test_a_quantised_model(model):
+    tokens = torch.randint(50, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    packed = lowbit.quantize_(
+        transformers.LlamaForCausalLM(model.config).eval(),
+        {"*": lowbit.LinearConfig(bits=2), "*embed*": lowbit.EmbeddingConfig(bits=2)},
+    )
+    result = perplexity(packed, tokens, window=32, stride=16)
+    with torch.inference_mode():
+        logits = packed(torch.tensor([tokens[:-1]])).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="sum")
+    assert math.isclose(result.nats, float(expected), rel_tol=1e-5)
+
+
+def test_figures():
+    result = Perplexity(tokens=4, nats=8 * math.log(2))
+    assert math.isclose(result.perplexity, 4)
+    assert math.isclose(result.bits_per_byte(16), 0.5)
+    assert Perplexity(tokens=1, nats=1e4).perplexity == math.inf
+
+
+@pytest.mark.parametrize(
+    "tokens, window, stride, message",
+    [
+        ([1], 16, 8, "the text has 1 tokens; expected 2 or more"),
+        ([], 16, 8, "the text has 0 tokens; expected 2 or more"),
+        ([1, 50], 16, 8, "the text has token ids from 1 to 50; expected 0 to 49: the tokenizer is another model's"),
+        ([1, 2], 1, 1, "window is 1; expected 2 to 64, the model's positions"),
+        ([1, 2], 65, 1, "window is 65; expected 2 to 64, the model's positions"),
+        ([1, 2], 16, 16, "stride is 16; expected 1 to 15: the first token of a window is not predicted in it"),
+        ([1, 2], 16, 0, "stride is 0; expected 1 to 15: the first token of a window is not predicted in it"),
+    ],
+)
+def test_bad_input(model, tokens, window, stride, message):
+    with pytest.raises(ValueError) as caught:
+        perplexity(model, tokens, window=window, stride=stride)
+    assert str(caught.value) == message
