@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 import typer.main
 import typer.testing
 

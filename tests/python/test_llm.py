@@ -16,9 +16,7 @@ from lowbit.llm import (
     Decoder,
     bench,
     compile_decoder,
-    export_decoder,
     generate,
-    load_decoder,
     random_model,
     sample,
     shape_config,
@@ -174,30 +172,6 @@ def test_ahead_of_time():
     assert torch.equal(run(step, PROMPT, [1] * len(PROMPT)), run(step, PROMPT, [1] * len(PROMPT)))
     with pytest.raises(ValueError, match="backend is 'gcc'; expected 'aot' or 'inductor'"):
         compile_decoder(decoder, "gcc")
-
-
-def test_a_package(tmp_path):
-    decoder = Decoder(make("qwen3"), 64)
-    path = tmp_path / "decoder.pt2"
-    export_decoder(decoder, path)
-    assert path.stat().st_size < 2_000_000  # the weights and caches once
-    step, other = load_decoder(path), load_decoder(path)
-    check_step(step, decoder, 0.05)
-    # Each has caches of its own.
-    whole = run(step, PROMPT, [6, 5])
-    run(step, PROMPT[:6])
-    run(other, PROMPT[::-1])
-    with torch.inference_mode():
-        assert torch.equal(step(torch.tensor([PROMPT[6:]]), torch.tensor([6])), whole)
-
-
-def test_packages_that_are_none(tmp_path):
-    with pytest.raises(ValueError, match=r"expected a name that ends in \.pt2"):
-        export_decoder(Decoder(make("llama"), 64), tmp_path / "decoder.bin")
-    assert not list(tmp_path.iterdir())
-    lowbit.export_pt2(torch.nn.ReLU(), (torch.zeros(4),), tmp_path / "other.pt2")
-    with pytest.raises(ValueError, match=r"has the models \['model'\]; expected decode and prefill"):
-        load_decoder(tmp_path / "other.pt2")
 
 
 @pytest.mark.parametrize("length", [0, -16, 20])

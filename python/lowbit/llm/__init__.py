@@ -1,6 +1,6 @@
 """Language models: decoding with a static KV cache, compiled or exported or not, and generation. Needs transformers."""
 
-from .compiled import Step, compile_decoder, export_decoder, load_decoder
+from .compiled import Step, compile_decoder
 from .decoder import Decoder
 from .export import ExportedDecoder, export_pt2, export_pte, load_pt2, load_pte
 from .generation import Generation, generate, sample
@@ -12,11 +12,9 @@ __all__ = [
     "Generation",
     "Step",
     "compile_decoder",
-    "export_decoder",
     "export_pt2",
     "export_pte",
     "generate",
-    "load_decoder",
     "load_pt2",
     "load_pte",
     "random_model",

@@ -1,8 +1,7 @@
-"""Decoders as machine code: with torch.compile, with AOTInductor in this process, and as .pt2 packages."""
+"""Decoders as machine code in this process: by torch.compile, or by AOTInductor. :mod:`.export` writes files."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from importlib import import_module
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..export import _replacing
 from .decoder import Decoder
 
 # Loops over fewer values than this for each thread run on one thread. At one token there are a few thousand values,
@@ -27,9 +25,9 @@ _OPTIONS: dict[int, dict[str, Any]] = {
 class Step:
     """A compiled decoder: one graph for one token, one for any larger number; they share weights and caches."""
 
-    def __init__(self, one: Callable, many: Callable, max_length: int, owner: Any = None):
-        self._one, self._many, self.max_length = one, many, max_length
-        self._owner = owner  # of memory that the graphs use
+    def __init__(self, one: Callable, many: Callable, decoder: Decoder):
+        self._one, self._many, self.max_length = one, many, decoder.max_length
+        self._decoder = decoder  # owns memory that the graphs use
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
         """As :meth:`Decoder.forward`.
@@ -70,59 +68,19 @@ def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
             torch.compile(decoder, fullgraph=True, dynamic=tokens > 1, options=guards | _OPTIONS[tokens])
             for tokens in (1, 2)
         )
-        return Step(one, many, decoder.max_length)
+        return Step(one, many, decoder)
     if backend != "aot":
         raise ValueError(f"backend is {backend!r}; expected 'aot' or 'inductor'")
     # A package without weights: the decoder's are lent to both graphs.
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "decoder.pt2"
-        _package(decoder, path, {})
-        step = load_decoder(path, _tensors(decoder))
-    step._owner = decoder
-    return step
-
-
-def export_decoder(decoder: Decoder, path: str | os.PathLike) -> None:
-    """Writes a package (.pt2) of a decoder, for :func:`load_decoder`; needs a C++ compiler here, and none there.
-
-    It holds two models, "decode" for one token and "prefill" for any larger number, and the weights once.
-
-    Args:
-        decoder: quantised or not.
-        path: a name that ends in .pt2; replaced in one step, and untouched when the export fails.
-
-    Raises:
-        ValueError, OSError: path does not end in .pt2, or cannot be written.
-        Exception: whatever torch.export and AOTInductor raise.
-    """
-    with _replacing(path, ".pt2") as written:
-        _package(decoder, written, {"aot_inductor.package_constants_on_disk_format": "pickle_weights"})
-
-
-def load_decoder(path: str | os.PathLike, tensors: dict[str, Tensor] | None = None) -> Step:
-    """Loads a package of :func:`export_decoder`.
-
-    Args:
-        path: of the package.
-        tensors: weights and caches by name, to use in place of the package's.
-
-    Returns:
-        A step for :func:`generate`, with caches of its own.
-
-    Raises:
-        ValueError: the package holds no decoder.
-        Exception: whatever torch raises on a file that is no package, or one for another CPU.
-    """
-    archive = import_module("torch.export.pt2_archive._package")
-    models = archive.load_pt2(str(path), load_weights_from_disk=tensors is None).aoti_runners
-    if not {"decode", "prefill"} <= models.keys():
-        raise ValueError(f"{path} has the models {sorted(models)}; expected decode and prefill")
-    if tensors is not None:
-        for model in models.values():
-            lent = {name: tensors[name] for name in model.get_constant_fqns()}
-            model.load_constants(lent, check_full_update=True, user_managed=True)
-    max_length = int(models["decode"].get_metadata()["max_length"])
-    return Step(models["decode"], models["prefill"], max_length, tensors)
+        _package(decoder, path)
+        models = import_module("torch.export.pt2_archive._package").load_pt2(str(path)).aoti_runners
+    tensors = _tensors(decoder)
+    for model in models.values():
+        lent = {name: tensors[name] for name in model.get_constant_fqns()}
+        model.load_constants(lent, check_full_update=True, user_managed=True)
+    return Step(models["decode"], models["prefill"], decoder)
 
 
 def _tensors(decoder: Decoder) -> dict[str, Tensor]:
@@ -130,7 +88,8 @@ def _tensors(decoder: Decoder) -> dict[str, Tensor]:
     return found | dict(decoder.named_buffers(remove_duplicate=False))
 
 
-def _package(decoder: Decoder, path: Path, options: dict[str, Any]) -> None:
+def _package(decoder: Decoder, path: Path) -> None:
+    """Two models, "decode" and "prefill", without weights."""
     aot_compile = import_module("torch._inductor").aot_compile
     files = {}
     for name, tokens in (("decode", 1), ("prefill", 2)):
@@ -144,9 +103,7 @@ def _package(decoder: Decoder, path: Path, options: dict[str, Any]) -> None:
                 options={
                     "aot_inductor.package": True,
                     "aot_inductor.package_constants_in_so": False,
-                    "aot_inductor.metadata": {"max_length": str(decoder.max_length)},
                     **_OPTIONS[tokens],
-                    **options,
                 },
             )
     import_module("torch._inductor.package").package_aoti(str(path), files)
