@@ -5,9 +5,9 @@
 //   activations: two rows of m, zipped by 64-bit lanes: row 0: 8 inputs | row 1: 8 inputs
 //   smmla sums[2 i + c], activations of pair i, weights of pair c: 2 rows of m x 2 rows of weights, 8 inputs
 //
-// The float sums stay in this 2x2 order while they are in registers, with every pair of scales in both halves of one:
-// weights are zipped when they are unpacked, by the store (st2), activations when they are copied, and sums only at the
-// ends of a piece. A last single row is paired with a copy of itself. Bounds of the sums: gemm_neon.h.
+// Float sums stay in this 2x2 order until the heads, with every pair of scales in both halves of a register: weights
+// are zipped when they are unpacked, by the store (st2), activations when they are copied, and sums at the heads. A
+// last single row is paired with a copy of itself. Bounds of the sums: gemm_neon.h.
 
 #include <arm_neon.h>
 
@@ -19,56 +19,68 @@ extern const Table<LinearKernel> kLinearNeonDot;
 
 namespace {
 
-// Stores two registers zipped by 32-bit lanes, and moves the pointer on. st2 wants neighbours: named ones, so that the
-// codes are unpacked into them.
+// Two registers by one instruction that also moves the pointer on. It wants neighbours: named ones, so that codes are
+// unpacked into them.
 template <int First>
-struct Zip;
+struct Two;
 
-#define LOWBIT_ZIP(first, second)                                                                              \
-  template <>                                                                                                  \
-  struct Zip<first> {                                                                                          \
-    [[gnu::always_inline]] static void store(uint8_t*& at, uint8x16_t even, uint8x16_t odd) {                  \
-      register uint8x16_t v0 __asm__("v" #first) = even;                                                       \
-      register uint8x16_t v1 __asm__("v" #second) = odd;                                                       \
-      __asm__ volatile("st2 {%1.4s, %2.4s}, [%0], #32" : "+r"(at) : "w"(v0), "w"(v1) : "memory");              \
-    }                                                                                                          \
+#define LOWBIT_TWO(first, second)                                                                        \
+  template <>                                                                                            \
+  struct Two<first> {                                                                                    \
+    /* Zipped by 32-bit lanes. */                                                                        \
+    [[gnu::always_inline]] static void store_zipped(uint8_t*& at, uint8x16_t even, uint8x16_t odd) {     \
+      register uint8x16_t v0 __asm__("v" #first) = even;                                                 \
+      register uint8x16_t v1 __asm__("v" #second) = odd;                                                 \
+      __asm__ volatile("st2 {%1.4s, %2.4s}, [%0], #32" : "+r"(at) : "w"(v0), "w"(v1) : "memory");        \
+    }                                                                                                    \
+    /* 8 bytes each, twice. `Step`: how far the pointer moves. */                                        \
+    template <int64_t Step>                                                                              \
+    [[gnu::always_inline]] static void load_twice(const uint8_t*& at, float32x4_t (&to)[2]) {            \
+      register float32x4_t v0 __asm__("v" #first), v1 __asm__("v" #second);                               \
+      if constexpr (Step == 16) {                                                                        \
+        __asm__ volatile("ld2r {%0.2d, %1.2d}, [%2], #16" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");  \
+      } else {                                                                                           \
+        __asm__ volatile("ld2r {%0.2d, %1.2d}, [%2], %3"                                                 \
+                         : "=w"(v0), "=w"(v1), "+r"(at) : "r"(Step) : "memory");                         \
+      }                                                                                                  \
+      to[0] = v0, to[1] = v1;                                                                            \
+    }                                                                                                    \
   }
-LOWBIT_ZIP(16, 17);
-LOWBIT_ZIP(18, 19);
-LOWBIT_ZIP(20, 21);
-LOWBIT_ZIP(22, 23);
-LOWBIT_ZIP(24, 25);
-LOWBIT_ZIP(26, 27);
-LOWBIT_ZIP(28, 29);
-LOWBIT_ZIP(30, 31);
-#undef LOWBIT_ZIP
+LOWBIT_TWO(0, 1);
+LOWBIT_TWO(2, 3);
+LOWBIT_TWO(16, 17);
+LOWBIT_TWO(18, 19);
+LOWBIT_TWO(20, 21);
+LOWBIT_TWO(22, 23);
+LOWBIT_TWO(24, 25);
+LOWBIT_TWO(26, 27);
+LOWBIT_TWO(28, 29);
+LOWBIT_TWO(30, 31);
+#undef LOWBIT_TWO
 
 struct MatrixTile {
   static constexpr int kRowStep = 2;
   template <int Rows>
   static constexpr int kPass = Rows <= 2 ? 4 : Rows <= 4 ? 2 : 1;
 
-  static constexpr int kScaleRegisters = 2;
-  using QuarterScales = float32x4x2_t;
+  static constexpr int kScales = 2;
 
   // Each pair of scales twice.
-  [[gnu::always_inline]] static QuarterScales next_scales(const uint8_t*& at) {
-    const float64x2x2_t pairs = vld2q_dup_f64(reinterpret_cast<const double*>(at));
-    at += 16;
-    __asm__ volatile("" : "+r"(at));
-    return {{vreinterpretq_f32_f64(pairs.val[0]), vreinterpretq_f32_f64(pairs.val[1])}};
+  template <int First, int64_t Step>
+  [[gnu::always_inline]] static void next_scales(const uint8_t*& at, float32x4_t (&to)[2]) {
+    Two<First>::template load_twice<Step>(at, to);
   }
 
   // Two quarters of a block, the lines of each zipped in pairs.
-  [[gnu::always_inline]] static void store_pairs(uint8_t*& at, const Pair (&line)[kBlockLines]) {
-    Zip<16>::store(at, line[0].q0, line[1].q0);
-    Zip<18>::store(at, line[2].q0, line[3].q0);
-    Zip<20>::store(at, line[4].q0, line[5].q0);
-    Zip<22>::store(at, line[6].q0, line[7].q0);
-    Zip<24>::store(at, line[0].q1, line[1].q1);
-    Zip<26>::store(at, line[2].q1, line[3].q1);
-    Zip<28>::store(at, line[4].q1, line[5].q1);
-    Zip<30>::store(at, line[6].q1, line[7].q1);
+  [[gnu::always_inline]] static void store_pairs(uint8_t* (&halves)[2], const Pair (&line)[kBlockLines]) {
+    Two<16>::store_zipped(halves[0], line[0].q0, line[1].q0);
+    Two<18>::store_zipped(halves[0], line[2].q0, line[3].q0);
+    Two<20>::store_zipped(halves[1], line[4].q0, line[5].q0);
+    Two<22>::store_zipped(halves[1], line[6].q0, line[7].q0);
+    Two<24>::store_zipped(halves[0], line[0].q1, line[1].q1);
+    Two<26>::store_zipped(halves[0], line[2].q1, line[3].q1);
+    Two<28>::store_zipped(halves[1], line[4].q1, line[5].q1);
+    Two<30>::store_zipped(halves[1], line[6].q1, line[7].q1);
   }
 
   template <int Rows>
@@ -90,28 +102,19 @@ struct MatrixTile {
     sum0 = sum1 = vcombine_s32(vget_low_s32(sum0), vget_low_s32(sum1));
   }
 
-  template <int Rows>
-  [[gnu::always_inline]] static void load(const float* acc, float32x4_t (&y)[Rows]) {
-    unroll<Rows / 2>([&](auto i) __attribute__((always_inline)) {
-      const float64x2_t row0 = vreinterpretq_f64_f32(vld1q_f32(acc + 8 * i));
-      const float64x2_t row1 = vreinterpretq_f64_f32(vld1q_f32(acc + 8 * i + 4));
-      y[2 * i] = vreinterpretq_f32_f64(vzip1q_f64(row0, row1));
-      y[2 * i + 1] = vreinterpretq_f32_f64(vzip2q_f64(row0, row1));
-    });
-  }
-
-  template <int Rows>
-  [[gnu::always_inline]] static void store(float* acc, const float32x4_t (&y)[Rows]) {
-    unroll<Rows / 2>([&](auto i) __attribute__((always_inline)) {
-      const float64x2_t pair0 = vreinterpretq_f64_f32(y[2 * i]), pair1 = vreinterpretq_f64_f32(y[2 * i + 1]);
-      vst1q_f32(acc + 8 * i, vreinterpretq_f32_f64(vzip1q_f64(pair0, pair1)));
-      vst1q_f32(acc + 8 * i + 4, vreinterpretq_f32_f64(vzip2q_f64(pair0, pair1)));
+  // Two rows of float sums, of quarters that are `next` floats apart.
+  [[gnu::always_inline]] static void rows(const float* acc, int64_t next, float32x4_t (&y)[2][kQuarters]) {
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+      const float64x2_t pair0 = vreinterpretq_f64_f32(vld1q_f32(acc + q * next));
+      const float64x2_t pair1 = vreinterpretq_f64_f32(vld1q_f32(acc + q * next + 4));
+      y[0][q] = vreinterpretq_f32_f64(vzip1q_f64(pair0, pair1));
+      y[1][q] = vreinterpretq_f32_f64(vzip2q_f64(pair0, pair1));
     });
   }
 
   template <int Rows>
   [[gnu::always_inline]] static void add_half(int32x4_t (&sums)[Rows], const uint8x16_t (&lines)[4],
-                                              const uint8x16_t (&inputs)[registers_of(Rows)]) {
+                                              const uint8x16_t (&inputs)[Rows]) {
     unroll<2>([&](auto eight) __attribute__((always_inline)) {
       unroll<Rows>([&](auto i) __attribute__((always_inline)) {
         constexpr int kPair = i / 2, kColumns = i % 2;

@@ -15,23 +15,20 @@ struct DotTile {
   template <int Rows>
   static constexpr int kPass = Rows <= 2 ? 4 : Rows <= 5 ? 2 : 1;
 
-  static constexpr int kScaleRegisters = 1;
-  struct QuarterScales {
-    float32x4_t val[1];
-  };
 
-  [[gnu::always_inline]] static QuarterScales next_scales(const uint8_t*& at) {
-    uint8x16_t scale[1];
-    next<1, 0>(at, scale);
-    return {{vreinterpretq_f32_u8(scale[0])}};
+  static constexpr int kScales = 1;
+
+  template <int First, int Step>
+  [[gnu::always_inline]] static void next_scales(const uint8_t*& at, float32x4_t (&to)[1]) {
+    __asm__ volatile("ldr %q0, [%1], %2" : "=w"(to[0]), "+r"(at) : "i"(Step) : "memory");
   }
 
   // Two quarters of a block.
-  [[gnu::always_inline]] static void store_pairs(uint8_t*& to, const Pair (&line)[kBlockLines]) {
-    Four<16>::store(to, line[0].q0, line[1].q0, line[2].q0, line[3].q0);
-    Four<20>::store(to, line[4].q0, line[5].q0, line[6].q0, line[7].q0);
-    Four<24>::store(to, line[0].q1, line[1].q1, line[2].q1, line[3].q1);
-    Four<28>::store(to, line[4].q1, line[5].q1, line[6].q1, line[7].q1);
+  [[gnu::always_inline]] static void store_pairs(uint8_t* (&halves)[2], const Pair (&line)[kBlockLines]) {
+    Four<16>::store(halves[0], line[0].q0, line[1].q0, line[2].q0, line[3].q0);
+    Four<20>::store(halves[1], line[4].q0, line[5].q0, line[6].q0, line[7].q0);
+    Four<24>::store(halves[0], line[0].q1, line[1].q1, line[2].q1, line[3].q1);
+    Four<28>::store(halves[1], line[4].q1, line[5].q1, line[6].q1, line[7].q1);
   }
 
   template <int Rows>
@@ -55,19 +52,14 @@ struct DotTile {
   // The group sums of two rows, each in all lanes.
   [[gnu::always_inline]] static void arrange(int32x4_t&, int32x4_t&) {}
 
-  template <int Rows>
-  [[gnu::always_inline]] static void load(const float* acc, float32x4_t (&y)[Rows]) {
-    unroll<Rows>([&](auto i) __attribute__((always_inline)) { y[i] = vld1q_f32(acc + 4 * i); });
-  }
-
-  template <int Rows>
-  [[gnu::always_inline]] static void store(float* acc, const float32x4_t (&y)[Rows]) {
-    unroll<Rows>([&](auto i) __attribute__((always_inline)) { vst1q_f32(acc + 4 * i, y[i]); });
+  // A row of float sums, of quarters that are `next` floats apart.
+  [[gnu::always_inline]] static void rows(const float* acc, int64_t next, float32x4_t (&y)[1][kQuarters]) {
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { y[0][q] = vld1q_f32(acc + q * next); });
   }
 
   template <int Rows>
   [[gnu::always_inline]] static void add_half(int32x4_t (&sums)[Rows], const uint8x16_t (&lines)[4],
-                                              const uint8x16_t (&inputs)[registers_of(Rows)]) {
+                                              const uint8x16_t (&inputs)[Rows]) {
     unroll<4>([&](auto j) __attribute__((always_inline)) {
       unroll<Rows>([&](auto i) __attribute__((always_inline)) {
         sums[i] = vdotq_laneq_s32(sums[i], vreinterpretq_s8_u8(lines[j]), vreinterpretq_s8_u8(inputs[i]), j);

@@ -88,6 +88,12 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "lowest_activations_16", .m = m, .n = 16, .k = 80, .group_size = 16, .values = Values::lowest},
       {.name = "highest_activations_64", .m = m, .n = 16, .k = 160, .group_size = 64, .values = Values::highest},
       {.name = "lowest_by_zero", .m = m, .n = 16, .k = 256, .group_size = 128, .values = Values::lowest_by_zero},
+      // Group sums about 2^22, the bound of an exact conversion by subtraction: below it at 4 blocks, beyond at more.
+      {.name = "lowest_activations_8_rows", .m = 8, .n = 16, .k = 256, .group_size = 128, .values = Values::lowest},
+      {.name = "lowest_160", .m = 8, .n = 16, .k = 320, .group_size = 160, .values = Values::lowest},
+      {.name = "highest_256", .m = 9, .n = 16, .k = 512, .group_size = 256, .values = Values::highest},
+      {.name = "lowest_256", .m = 9, .n = 16, .k = 512, .group_size = 256, .values = Values::lowest},
+      {.name = "lowest_per_channel", .m = 9, .n = 16, .k = 4128, .group_size = 0, .values = Values::lowest},
       {.name = "highest_32", .m = m, .n = 16, .k = 64, .group_size = 32, .values = Values::highest},
       {.name = "lowest_by_zero_32", .m = m, .n = 16, .k = 64, .group_size = 32, .values = Values::lowest_by_zero},
       {.name = "huge_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::huge},

@@ -1,0 +1,236 @@
+// The tiles of gemm_neon.h: up to 8 rows of m times some quarters of a panel (4 outputs each), through a piece of k.
+//
+//   groups of one block   8 rows x 1 quarter: 8 int32 sums, 8 float sums that stay in registers for the whole piece
+//   longer ones           8 rows x 2 quarters: 16 int32 sums; the float sums are in memory, updated once per group
+//
+// Both have 8 registers of activations (16 inputs of every row) and 4 of weights. Longer ones load activations half as
+// often, and have sums enough for a core with four pipes of three cycles (smmla on Neoverse V1); but every group costs
+// them a load and a store of every float sum, which does not pay for one block. Fewer rows take more quarters at once.
+//
+// Conversion: where all sums of groups are below 2^22, they start at the bits of the float kShift. They end as those of
+// kShift + sum, and a subtraction, which is exact, gives float(sum), as scvtf does; but cores from Neoverse N1 to V2
+// subtract four times as fast as they convert.
+#pragma once
+
+#include "panel_neon.h"
+#include "registers_neon.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int kPieceBlocks = 16;
+constexpr int kHalfQuarterBytes = 64;  // of an unpacked block: 4 lines
+constexpr int kHalfBytes = kQuarters * kHalfQuarterBytes;
+constexpr int kHalvesBytes = kPieceBlocks * kHalfBytes;  // from the first halves of the blocks to the second ones
+constexpr float kShift = 0x1.8p23f;
+constexpr int32_t kShiftBits = 0x4b400000;
+constexpr int64_t kShiftedBelow = 1 << 22;
+
+// What a tile's rows take in memory, in registers: padded to whole fours where that saves a load. What lies behind the
+// rows is never used.
+constexpr int registers_of(int rows) { return rows == 3 ? 4 : rows == 6 || rows == 7 ? 8 : rows; }
+
+// What tiles read and write: some rows of m, one panel, one piece of k.
+struct TileArgs {
+  int64_t tiles;           // of the same number of rows, adjacent
+  const uint8_t* weights;  // first halves of the blocks, each 4 quarters; then the second ones: Tile::store_pairs()
+  const uint8_t* a;        // of each block and half of it: registers_of(rows), as Tile::copy_block() leaves them
+  const int32_t* starts;   // of each group: registers_of(rows); affine: then as many with float(A)
+  const float* scales;     // of each group and quarter: 4 scales; affine: then 4 mins
+  float* acc;              // the float sums: of each quarter: registers_of(rows), in the order of Tile
+  int32_t* parts;          // the int32 sums of a group that is longer than a piece; as acc
+  int64_t groups, group_blocks;
+  bool begins, ends;       // whether the piece begins and ends its groups
+  bool shifted;            // whether sums start at kShiftBits
+};
+
+// The next registers_of(Rows) registers, of which the first ones are used.
+template <int Rows, int First, class Vector>
+[[gnu::always_inline]] inline void next_rows(const uint8_t*& at, Vector (&to)[Rows]) {
+  Vector all[registers_of(Rows)];
+  next<registers_of(Rows), First>(at, all);
+  unroll<Rows>([&](auto i) __attribute__((always_inline)) { to[i] = all[i]; });
+}
+
+// All rows, in whatever registers. For sums that a loop keeps: names would make GCC copy or spill them.
+template <int Rows, class Vector>
+[[gnu::always_inline]] inline void load_rows(const void* from, Vector (&to)[Rows]) {
+  unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
+    constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
+    load_pair<kNext != kRow>(from, 16 * kRow, to[kRow], to[kNext]);
+  });
+}
+
+template <int Rows, class Vector>
+[[gnu::always_inline]] inline void store_rows(void* to, const Vector (&v)[Rows]) {
+  unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
+    constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
+    store_pair<kNext != kRow>(to, 16 * kRow, v[kRow], v[kNext]);
+  });
+}
+
+// Adds the products of a block to the sums of `Pass` quarters.
+template <class Tile, int Rows, int Pass>
+[[gnu::always_inline]] inline void add_block(const uint8_t*& a, const uint8_t* (&weights)[2],
+                                             int32x4_t (&sums)[Pass][Rows]) {
+  unroll<2>([&](auto half) __attribute__((always_inline)) {
+    uint8x16_t inputs[Rows];
+    next_rows<Rows, 4>(a, inputs);
+    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+      uint8x16_t lines[4];
+      constexpr int kSkipped = q + 1 < Pass ? 0 : (kQuarters - Pass) * kHalfQuarterBytes;
+      Four<0>::load<kHalfQuarterBytes + kSkipped>(weights[half], lines);
+      Tile::template add_half<Rows>(sums[q], lines, inputs);
+#if defined(__clang__)
+      in_order(sums[q]);  // it would mix the halves, and spill; GCC does not, and would copy sums here
+#endif
+    });
+  });
+}
+
+template <int Rows>
+[[gnu::always_inline]] inline void to_float(const int32x4_t (&sums)[Rows], float32x4_t (&values)[Rows]) {
+  unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+    values[i] = vsubq_f32(vreinterpretq_f32_s32(sums[i]), vdupq_n_f32(kShift));
+  });
+}
+
+template <int Count, int Rows>
+[[gnu::always_inline]] inline void add_scaled(float32x4_t (&y)[Rows], const float32x4_t (&scales)[Count],
+                                              const float32x4_t (&values)[Rows]) {
+  unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+    y[i] = vfmaq_f32(y[i], scales[i % Count], values[i]);
+  });
+}
+
+// The scales of quarter q of Pass and, with Affine, its mins.
+template <class Tile, bool Affine, int Pass, int Q>
+[[gnu::always_inline]] inline void next_scales(const uint8_t*& at, float32x4_t (&scales)[Tile::kScales],
+                                               float32x4_t (&mins)[Tile::kScales]) {
+  constexpr int kBytes = 16 + (Q + 1 < Pass ? 0 : (kQuarters - Pass) * (Affine ? 32 : 16));
+  Tile::template next_scales<0, Affine ? 16 : kBytes>(at, scales);
+  if constexpr (Affine) Tile::template next_scales<2, kBytes>(at, mins);
+}
+
+// Groups of one block.
+template <class Tile, int Rows, bool Affine, int Pass>
+[[gnu::always_inline]] inline void run_short(const TileArgs& args, int quarter) {
+  const uint8_t* a = args.a;
+  const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
+                               args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
+  const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
+  const uint8_t* starts = reinterpret_cast<const uint8_t*>(args.starts);
+  float32x4_t y[Pass][Rows];
+  const auto acc = [&](int q) __attribute__((always_inline)) {
+    return args.acc + 4 * registers_of(Rows) * (quarter + q);
+  };
+  unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(acc(q), y[q]); });
+  int64_t groups = args.groups;
+  do {
+    int32x4_t sums[Pass][Rows];
+    const uint8_t* from;
+    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+      from = starts;
+      next_rows<Rows, 16 + 4 * (q % 2)>(from, sums[q]);
+    });
+    starts = from;
+    add_block<Tile>(a, weights, sums);
+    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+      float32x4_t values[Rows], scale[Tile::kScales], min[Tile::kScales];
+      next_scales<Tile, Affine, Pass, q>(scales, scale, min);
+      to_float(sums[q], values);
+      add_scaled(y[q], scale, values);
+      in_order(y[q]);
+      if constexpr (Affine) {
+        from = starts;
+        next_rows<Rows, 16>(from, values);
+        add_scaled(y[q], min, values);
+        in_order(y[q]);
+      }
+    });
+    starts = from;
+  } while (--groups != 0);
+  unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(acc(q), y[q]); });
+}
+
+// Groups of several blocks, or a part of one.
+template <class Tile, int Rows, bool Affine, int Pass>
+[[gnu::always_inline]] inline void run_long(const TileArgs& args, int quarter) {
+  constexpr int kRegisters = registers_of(Rows);
+  const uint8_t* a = args.a;
+  const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
+                               args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
+  const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
+  const int32_t* starts = args.starts;
+  float* acc = args.acc + 4 * kRegisters * quarter;
+  int64_t groups = args.groups;
+  do {
+    int32x4_t sums[Pass][Rows];
+    unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(starts, sums[q]); });
+    int64_t blocks = args.group_blocks;
+    do {
+      add_block<Tile>(a, weights, sums);
+    } while (--blocks != 0);
+    if (!args.begins || !args.ends) {
+      unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+        int32_t* parts = args.parts + 4 * kRegisters * (quarter + q);
+        if (!args.begins) {
+          unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+            sums[q][i] = vaddq_s32(sums[q][i], vld1q_s32(parts + 4 * i));
+          });
+        }
+        if (!args.ends) store_rows(parts, sums[q]);
+      });
+      if (!args.ends) return;
+    }
+    float32x4_t values[Pass][Rows];
+    if (args.shifted) {
+      unroll<Pass>([&](auto q) __attribute__((always_inline)) { to_float(sums[q], values[q]); });
+    } else {
+      unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+        unroll<Rows>([&](auto i) __attribute__((always_inline)) { values[q][i] = vcvtq_f32_s32(sums[q][i]); });
+      });
+    }
+    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+      float32x4_t scale[Tile::kScales], min[Tile::kScales];
+      next_scales<Tile, Affine, Pass, q>(scales, scale, min);
+      const uint8_t* old = reinterpret_cast<const uint8_t*>(acc + 4 * kRegisters * q);
+      const uint8_t* const factors = reinterpret_cast<const uint8_t*>(starts + 4 * kRegisters);
+      unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
+        constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
+        float32x4_t y[kRows], value[kRows];
+        next_rows<kRows, 4>(old, y);
+        unroll<kRows>([&](auto i) __attribute__((always_inline)) { value[i] = values[q][kFirst + i]; });
+        add_scaled(y, scale, value);
+        if constexpr (Affine) {
+          load_rows(factors + 64 * four, value);
+          add_scaled(y, min, value);
+        }
+        store_rows(acc + 4 * kRegisters * q + 16 * four, y);
+      });
+    });
+    starts += kRegisters * (Affine ? 8 : 4);
+  } while (--groups != 0);
+}
+
+template <class Tile, int Rows, bool Affine, bool Short>
+void run_tiles(const TileArgs& all) {
+  TileArgs args = all;
+  constexpr int kPass = Short ? Tile::template kPass<Rows> : Rows <= 4 ? 4 : 2;
+  for (; args.tiles > 0; --args.tiles) {
+    for (int quarter = 0; quarter < kQuarters; quarter += kPass) {
+      if constexpr (Short) {
+        run_short<Tile, Rows, Affine, kPass>(args, quarter);
+      } else {
+        run_long<Tile, Rows, Affine, kPass>(args, quarter);
+      }
+    }
+    args.a += args.groups * args.group_blocks * registers_of(Rows) * kBlockInputs;
+    args.starts += args.groups * registers_of(Rows) * (Affine ? 8 : 4);
+    args.acc += registers_of(Rows) * kPanelRows;
+    args.parts += registers_of(Rows) * kPanelRows;
+  }
+}
+
+}  // namespace
+}  // namespace lowbit

@@ -1,0 +1,110 @@
+// Loads and stores of several registers by one instruction, for the tiles of gemm_neon.h: what compilers do not find by
+// themselves, or not without copies.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+
+#include "../bits/unpack_neon.h"
+
+namespace lowbit {
+namespace {
+
+// Four adjacent registers and 64 bytes, by one instruction that also moves the pointer on. The registers are named: of
+// a choice of its own GCC makes copies, because it plans such neighbours apart from what they are computed from.
+template <int First>
+struct Four;
+
+#define LOWBIT_FOUR(first, second, third, fourth)                                                      \
+  template <>                                                                                          \
+  struct Four<first> {                                                                                 \
+    /* `Step`: how far the pointer moves. */                                                           \
+    template <int64_t Step = 64, class Vector>                                                         \
+    [[gnu::always_inline]] static void load(const uint8_t*& at, Vector* to) {                          \
+      register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
+      register Vector v2 __asm__("v" #third), v3 __asm__("v" #fourth);                                 \
+      if constexpr (Step == 64) {                                                                      \
+        __asm__ volatile("ld1 {%0.16b, %1.16b, %2.16b, %3.16b}, [%4], #64"                             \
+                         : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3), "+r"(at) : : "memory");             \
+      } else {                                                                                         \
+        __asm__ volatile("ld1 {%0.16b, %1.16b, %2.16b, %3.16b}, [%4], %5"                              \
+                         : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3), "+r"(at) : "r"(Step) : "memory");   \
+      }                                                                                                \
+      to[0] = v0, to[1] = v1, to[2] = v2, to[3] = v3;                                                  \
+    }                                                                                                  \
+    [[gnu::always_inline]] static void store(uint8_t*& at, uint8x16_t a, uint8x16_t b, uint8x16_t c,   \
+                                             uint8x16_t d) {                                           \
+      register uint8x16_t v0 __asm__("v" #first) = a;                                                  \
+      register uint8x16_t v1 __asm__("v" #second) = b;                                                 \
+      register uint8x16_t v2 __asm__("v" #third) = c;                                                  \
+      register uint8x16_t v3 __asm__("v" #fourth) = d;                                                 \
+      __asm__ volatile("st1 {%1.16b, %2.16b, %3.16b, %4.16b}, [%0], #64"                               \
+                       : "+r"(at) : "w"(v0), "w"(v1), "w"(v2), "w"(v3) : "memory");                    \
+    }                                                                                                  \
+  }
+LOWBIT_FOUR(0, 1, 2, 3);
+LOWBIT_FOUR(4, 5, 6, 7);
+LOWBIT_FOUR(8, 9, 10, 11);
+LOWBIT_FOUR(16, 17, 18, 19);
+LOWBIT_FOUR(20, 21, 22, 23);
+LOWBIT_FOUR(24, 25, 26, 27);
+LOWBIT_FOUR(28, 29, 30, 31);
+#undef LOWBIT_FOUR
+
+// Adjacent registers, fours of them named from v<First> on.
+template <int Count, int First, class Vector>
+[[gnu::always_inline]] inline void next(const uint8_t*& at, Vector* to) {
+  if constexpr (Count >= 4) {
+    Four<First>::load(at, to);
+    if constexpr (Count > 4) next<Count - 4, First + 4>(at, to + 4);
+  } else if constexpr (Count >= 2) {
+    __asm__ volatile("ldp %q0, %q1, [%2], #32" : "=w"(to[0]), "=w"(to[1]), "+r"(at) : : "memory");
+    if constexpr (Count > 2) next<Count - 2, First>(at, to + 2);
+  } else {
+    __asm__ volatile("ldr %q0, [%1], #16" : "=w"(to[0]), "+r"(at) : : "memory");
+  }
+}
+
+// Two registers by one instruction: GCC 12 does not find pairs by itself.
+template <class Vector>
+[[gnu::always_inline]] inline void next_pair(const int8_t*& at, Vector& v0, Vector& v1) {
+  __asm__ volatile("ldp %q0, %q1, [%2], #32" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");
+}
+
+template <bool Both = true, class Vector>
+[[gnu::always_inline]] inline void load_pair(const void* from, int bytes, Vector& v0, Vector& v1) {
+  if constexpr (Both) {
+    __asm__ volatile("ldp %q0, %q1, [%2, %3]" : "=w"(v0), "=w"(v1) : "r"(from), "i"(bytes) : "memory");
+  } else {
+    __asm__ volatile("ldr %q0, [%1, %2]" : "=w"(v0) : "r"(from), "i"(bytes) : "memory");
+  }
+}
+
+template <bool Both = true, class Vector>
+[[gnu::always_inline]] inline void store_pair(void* to, int bytes, Vector v0, Vector v1) {
+  if constexpr (Both) {
+    __asm__ volatile("stp %q0, %q1, [%2, %3]" : : "w"(v0), "w"(v1), "r"(to), "i"(bytes) : "memory");
+  } else {
+    __asm__ volatile("str %q0, [%1, %2]" : : "w"(v0), "r"(to), "i"(bytes) : "memory");
+  }
+}
+
+// One value in all lanes.
+[[gnu::always_inline]] inline int32x4_t next_dup(const int32_t*& at) {
+  int32x4_t v;
+  __asm__ volatile("ld1r {%0.4s}, [%1], #4" : "=w"(v), "+r"(at) : : "memory");
+  return v;
+}
+
+// Nothing that is behind this is done before it. Compilers would load ahead and run out of registers.
+template <int Count, class Vector>
+[[gnu::always_inline]] inline void in_order(Vector (&v)[Count]) {
+  unroll<Count>([&](auto i) __attribute__((always_inline)) {
+    Vector& each = v[i];
+    __asm__ volatile("" : "+w"(each));
+  });
+}
+
+}  // namespace
+}  // namespace lowbit
