@@ -670,10 +670,11 @@ def test_no_space(tmp_path):
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(number, code, tmp_path, run_python):
     script = """
-import os, sys
+import os, signal, sys
 import lowbit.checkpoint
 from lowbit.cli import main
 number, target = int(sys.argv.pop(1)), sys.argv[3]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 pack = lowbit.checkpoint._pack
 def interrupted(*arguments):
     pack(*arguments)
