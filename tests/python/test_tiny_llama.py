@@ -19,7 +19,7 @@ import perplexity
 import train
 
 MODEL = EXAMPLE / "model"
-BOUND = 40.0  # perplexity; see README.md for what it is
+BOUND = 60.0  # perplexity; README.md has what it is, and one who guesses among all tokens has 2048
 
 
 @pytest.fixture(scope="module", autouse=True)
