@@ -46,7 +46,7 @@ def run(
 ) -> subprocess.CompletedProcess:
     """Runs the installed `lowbit`."""
     return subprocess.run(
-        [LOWBIT, *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=300, cwd=cwd,
+        [LOWBIT, *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=900, cwd=cwd,
         env={**os.environ, **environment},
     )  # fmt: skip
 
