@@ -42,8 +42,9 @@ def count(plugin: pathlib.Path, scratch: pathlib.Path) -> dict:
     markers, counts = build(scratch), scratch / "peer"
     found: dict = {}
     for cpu, (name, isa, cores) in CPUS.items():
+        # A lowbit that is installed there must not be loaded before the one that was just built.
         environment = os.environ | {"QEMU_CPU": cpu, "QEMU_PLUGIN": f"{plugin},out={counts},blocks=on",
-                                    "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+                                    "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         text = run([PYTHON / "bin/python", "-W", "ignore", ROOT / "bench/arm_peer_guest.py", markers,
                     BUILD / "lowbit_torch.so"], f"counting KleidiAI on {cpu}", environment=environment)
         calls = Trace(counts.read_text()).calls
