@@ -302,15 +302,15 @@ def test_generate_runs_what_was_compiled(packed, expected, monkeypatch):
     assert calls == [expected.prompt_tokens, 1, 1, 1]
 
 
-def test_no_compiler(packed, tmp_path, monkeypatch):
+def test_no_compiler(packed, tmp_path):
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     for arguments in (
         ("generate", packed[0], "--prompt", PROMPT, "--compile"), ("bench", packed[0]),
         ("export", packed[0], "--to", "pt2", "--output", tmp_path / "m.pt2"),
     ):  # fmt: skip
-        assert "Install g++ or clang" in error(invoke(*arguments))
+        with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+            assert "Install g++ or clang" in error(invoke(*arguments))
 
 
 def test_generate_stops(packed, expected, tmp_path):
@@ -383,7 +383,21 @@ def test_eval(packed, tmp_path):
 # export
 
 
-def test_export_pte(packed, expected, executorch, tmp_path):
+@torch.inference_mode()
+def check_likeliest(packed, step) -> None:
+    """Each token that an exported program makes is the likeliest one in eager behind those before it, or all but: between
+    lowbit's operators the two round bfloat16 differently."""
+    text = load_tokenizer(FLOAT)(PROMPT)["input_ids"]
+    made = llm.generate(step, text, 40, max_length=128, stop=step.stop).tokens
+    assert len(made) == 40
+    decoder, start = llm.Decoder(load_model(packed[0]), 128), 0
+    for token in made:
+        logits = decoder(torch.tensor([text]), torch.tensor([start]))[0]
+        assert logits.max() - logits[token] < 0.5
+        start, text = start + len(text), [token]
+
+
+def test_export_pte(packed, executorch, tmp_path):
     result = run("export", packed[0], "--to", "pte", "--output", tmp_path / "m.pte", "--max-length", 128, "--json")
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines() == [f"loading {packed[0]} ...", f"exporting to {tmp_path / 'm.pte'} ..."]
@@ -392,11 +406,10 @@ def test_export_pte(packed, expected, executorch, tmp_path):
     assert said["bytes"] == (tmp_path / "m.pte").stat().st_size
     step = llm.load_pte(tmp_path / "m.pte")
     assert (step.max_length, step.chunk) == (128, 128) == (said["max_length"], said["chunk"])
-    tokens = load_tokenizer(FLOAT)(PROMPT)["input_ids"]
-    assert llm.generate(step, tokens, 40, max_length=128, stop=step.stop).tokens == expected.tokens
+    check_likeliest(packed, step)
 
 
-def test_export_pt2(packed, expected, tmp_path):
+def test_export_pt2(packed, tmp_path):
     result = invoke(
         "export", packed[0], "--to", "pt2", "--output", tmp_path / "m.pt2", "--max-length", 128, "--chunk", 64
     )
@@ -404,8 +417,7 @@ def test_export_pt2(packed, expected, tmp_path):
     assert result.stdout.startswith(f"{tmp_path / 'm.pt2'}: ")
     step = llm.load_pt2(tmp_path / "m.pt2")
     assert (step.max_length, step.chunk) == (128, 64)
-    tokens = load_tokenizer(FLOAT)(PROMPT)["input_ids"]
-    assert llm.generate(step, tokens, 40, max_length=128, stop=step.stop).tokens == expected.tokens
+    check_likeliest(packed, step)
 
 
 # bench, tune and info

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import _C, nn
-from .._machine import cpu_name
+from .._machine import cpu_name, peak_memory
 from ..quantize import EmbeddingConfig, LinearConfig
 from .compiled import compile_decoder
 from .decoder import Decoder
@@ -75,12 +73,6 @@ def profile(step: Callable, position: int, count: int = 8) -> dict[str, float]:
         if event.key.startswith("lowbit::") and name in parts:
             parts[name] += 1e-6 * event.self_cpu_time_total / count
     return parts | {"rest": total / count - sum(parts.values())}
-
-
-def peak_memory() -> int:
-    """The most memory that this process had, in bytes."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
 
 
 def make_step(decoder: Decoder, mode: str) -> Callable:
