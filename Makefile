@@ -16,6 +16,9 @@ ARM_PYTHON_CPUS := a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i
 ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
+# Whole files in parallel: most tests use one thread.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
 .PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
   test-kleidiai arm-python-lowbit wheel-aarch64 \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
@@ -99,7 +102,7 @@ test-arm-runner: $(VENV)/installed arm-python-lowbit
 	  -Dexecutorch_DIR=$(ARM_PYTHON_PACKAGES)/executorch/lib/cmake/executorch
 	$(BIN)/cmake --build build/arm-runner -j $(JOBS)
 	HF_HUB_OFFLINE=1 LOWBIT_TEST_ARM_RUNNERS=$(abspath build/arm-runner) \
-	  $(BIN)/python -m pytest tests/python/test_cpp_runners.py tests/python/test_llm_export.py
+	  $(PYTEST) tests/python/test_cpp_runners.py tests/python/test_llm_export.py
 
 # The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer.
 test-sanitize: $(VENV)/requirements
@@ -121,7 +124,7 @@ test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
 	done
 
 test-python: $(VENV)/installed
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/python
+	HF_HUB_OFFLINE=1 $(PYTEST) tests/python
 
 # lowbit beside torch, and beside onnxruntime and llama.cpp's ggml after `make bench-peers`, with this machine's roofs.
 COMPARE = $(BIN)/python bench/compare.py --roofs build/bench/bench/roofs
