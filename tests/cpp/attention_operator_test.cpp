@@ -1,6 +1,7 @@
 // The attention operator: what it writes to the caches, strides, cuts of a text, threads, refusals. ctest runs this
 // once per LOWBIT_ISA.
 
+#include <algorithm>
 #include <gtest/gtest.h>
 
 #include "../../kernels/registry.h"
@@ -54,8 +55,8 @@ struct Model {
       const std::vector<uint8_t> bytes = out.bytes();
       const size_t size = static_cast<size_t>(count) * row;
       for (size_t b = 0; b < static_cast<size_t>(batch); ++b) {
-        std::memcpy(all.data() + (b * static_cast<size_t>(length) + static_cast<size_t>(start)) * row,
-                    bytes.data() + b * size, size);
+        std::copy_n(bytes.data() + b * size, size,
+                    all.data() + (b * static_cast<size_t>(length) + static_cast<size_t>(start)) * row);
       }
       start += count;
     }

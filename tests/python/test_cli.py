@@ -47,7 +47,7 @@ def run(
     """Runs the installed `lowbit`."""
     return subprocess.run(
         [LOWBIT, *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=900, cwd=cwd,
-        env={**os.environ, **environment},
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"} | environment,
     )  # fmt: skip
 
 
@@ -55,7 +55,8 @@ def invoke(*arguments, stdin: str | None = None):
     """The same in this process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM,)}
     try:
-        return typer.testing.CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+        runner = typer.testing.CliRunner(env={"COLUMNS": None})  # a pytest that runs tests in parallel sets it
+        return runner.invoke(app, [str(argument) for argument in arguments], input=stdin)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
