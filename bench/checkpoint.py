@@ -22,28 +22,19 @@ import torch
 
 from lowbit._machine import cpu_name
 from lowbit._safetensors import INDEX, Writer
+from lowbit.llm.shapes import NAMES, shape_config
 
-MODELS = {
-    "llama-3.1-8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-    },
-    "llama-3.2-1b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 SHARD_BYTES = 5_000_000_000
 
 
-def make(directory: Path, sizes: dict) -> int:
-    """Writes a sharded bfloat16 checkpoint; returns its bytes. Memory: some megabytes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make(directory: Path, name: str) -> int:
+    """Writes a sharded bfloat16 checkpoint of a named shape; returns its bytes. Memory: some megabytes."""
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(**sizes, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"], dtype="bfloat16")
-    config.architectures = ["LlamaForCausalLM"]
+    config = shape_config(name)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}  # without tied ones
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
@@ -129,7 +120,7 @@ def evict(directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where there is room: 21 GB for the 8B model")
-    parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    parser.add_argument("--model", choices=NAMES, default="llama-3.1-8b")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--scale", choices=("mse", "absmax"), default="mse")
@@ -141,7 +132,7 @@ def main() -> None:
     base = Path(tempfile.mkdtemp(prefix="lowbit-", dir=arguments.directory))
     try:
         begin = time.perf_counter()
-        size = make(base / "float", MODELS[arguments.model])
+        size = make(base / "float", arguments.model)
         print(f"made {size / 1e9:.2f} GB of bfloat16 in {time.perf_counter() - begin:.0f} s", flush=True)
         done = run(
             QUANTISE, base / "float", base / "packed", arguments.bits, arguments.group_size, arguments.scale,

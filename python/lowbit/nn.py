@@ -195,3 +195,12 @@ class Embedding(_Packed):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
         return f"{self.num_embeddings}, {self.embedding_dim}, {padding}" + self._format_repr()
+
+
+def in_place_of(
+    layer: torch.nn.Linear | torch.nn.Embedding, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype
+) -> Linear | Embedding:
+    """The module with this packed weight that replaces a float layer; ``dtype`` is that of an embedding's output."""
+    if isinstance(layer, torch.nn.Embedding):
+        return Embedding(packed_weight, dtype, layer.padding_idx)
+    return Linear(packed_weight)

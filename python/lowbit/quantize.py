@@ -253,10 +253,7 @@ def quantize_(
                         shared = quantize_tensor(module.weight, selected[name], bias=next(iter(biases.values()), None))
                         shared = in_huge_pages(shared)
                     packed = shared
-                if isinstance(module, torch.nn.Embedding):
-                    replacement = nn.Embedding(packed, module.weight.dtype, module.padding_idx)
-                else:
-                    replacement = nn.Linear(packed)
+                replacement = nn.in_place_of(module, packed, module.weight.dtype)
                 replaced[id(module)] = replacement.train(module.training)
             model.set_submodule(name, replaced[id(module)])
             modules[name] = None  # lets go of the float weight as soon as it is packed

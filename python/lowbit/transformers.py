@@ -249,10 +249,7 @@ def place_packed(
                 f"{where} is packed, but {type(model).__name__} has {found} there; expected Linear or Embedding"
             )
         _check_fits(where, info, layer)
-        if isinstance(layer, torch.nn.Embedding):
-            model.set_submodule(name, nn.Embedding(info, dtype, layer.padding_idx))
-        else:
-            model.set_submodule(name, nn.Linear(info))
+        model.set_submodule(name, nn.in_place_of(layer, info, dtype))
     shared = {}
     for target, source in ties.items():
         if target not in packed and source not in packed:
@@ -287,11 +284,7 @@ def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> Non
 def share_packed(model, shared: Mapping[str, tuple[str, torch.nn.Module]], dtype: torch.dtype) -> None:
     """Puts a packed layer where :func:`place_packed` has left one out."""
     for name, (owner, layer) in shared.items():
-        packed = model.get_submodule(owner).packed_weight
-        if isinstance(layer, torch.nn.Embedding):
-            model.set_submodule(name, nn.Embedding(packed, dtype, layer.padding_idx))
-        else:
-            model.set_submodule(name, nn.Linear(packed))
+        model.set_submodule(name, nn.in_place_of(layer, model.get_submodule(owner).packed_weight, dtype))
 
 
 def _verify(model, where: Mapping[str, str]) -> None:
@@ -496,10 +489,7 @@ class _Quantize(ConversionOps):
             except (TypeError, ValueError):
                 left[name] = value
                 continue
-            if isinstance(layer, torch.nn.Embedding):
-                quantised = nn.Embedding(packed, weight.dtype, layer.padding_idx)
-            else:
-                quantised = nn.Linear(packed)
+            quantised = nn.in_place_of(layer, packed, weight.dtype)
             quantised._is_hf_initialized = True
             model.set_submodule(path, quantised)
             missing_keys.discard(name)

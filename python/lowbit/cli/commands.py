@@ -566,8 +566,9 @@ def bench(
         f"{figures['threads']} threads of {figures['machine']}, memory read at {size(figures['read_bandwidth'])}/s"
     )
     weights = f"{size(figures['packed_bytes_per_token'])} of packed weights per token"
-    memory = f"peak memory {size(figures['peak_memory_bytes'])}"
-    output.result({"model": model, **figures}, f"{model}: {weights}; {machine}", shown, memory)
+    memory = figures["peak_memory_bytes"]
+    used = [] if memory is None else [f"peak memory {size(memory)}"]
+    output.result({"model": model, **figures}, f"{model}: {weights}; {machine}", shown, *used)
 
 
 @_command("tune")

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..export import export_pt2 as _export_pt2
 from ..export import export_pte as _export_pte
 from .decoder import Decoder
+from .loading import stop_tokens
 
 # Of a .pte, methods without arguments: names that ExecuTorch's own runners of language models read too.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
@@ -70,17 +71,6 @@ class _CachesAsInputs(torch.nn.Module):
         return torch.func.functional_call(self.decoder, dict(zip(self.names, caches)), (tokens, start))
 
 
-def _stop_tokens(decoder: Decoder, stop: Iterable[int] | None) -> list[int]:
-    if stop is None:
-        for config in (getattr(decoder.model, "generation_config", None), decoder.model.config.get_text_config()):
-            stop = getattr(config, "eos_token_id", None)
-            if stop is not None:
-                break
-        else:
-            stop = []
-    return [stop] if isinstance(stop, int) else [int(token) for token in stop]
-
-
 def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[str, int | list[int]]:
     if not 1 <= chunk <= decoder.max_length:
         raise ValueError(f"chunk is {chunk}; expected 1 to the decoder's max_length of {decoder.max_length}")
@@ -88,7 +78,7 @@ def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[
         "max_length": decoder.max_length,
         "chunk": chunk,
         "vocabulary": int(decoder.model.config.get_text_config().vocab_size),
-        "stop": _stop_tokens(decoder, stop),
+        "stop": stop_tokens(decoder.model) if stop is None else [int(token) for token in stop],
     }
 
 

@@ -182,7 +182,7 @@ def load_tokenizer(path: str | os.PathLike):
     return tokenizer
 
 
-def stop_tokens(model: torch.nn.Module, tokenizer) -> list[int]:
+def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
     """The ids that end a text: what generation_config.json, config.json or the tokenizer says, in this order."""
     configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
     ids = next((ids for ids in (getattr(config, "eos_token_id", None) for config in configs) if ids is not None), None)

@@ -209,8 +209,5 @@ def random_model(
         bias = any(getattr(layer, "bias", None) is not None for layer in layers)
         packed = in_huge_pages(_random_packed(pool(chosen.bits), n, k, bias, chosen, generator))
         for name, layer in zip(names, layers, strict=True):
-            if isinstance(layer, torch.nn.Embedding):
-                model.set_submodule(name, nn.Embedding(packed, dtype, layer.padding_idx).eval())
-            else:
-                model.set_submodule(name, nn.Linear(packed).eval())
+            model.set_submodule(name, nn.in_place_of(layer, packed, dtype).eval())
     return model
