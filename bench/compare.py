@@ -145,7 +145,7 @@ class Comparison:
         self.begin = time.monotonic()
         self.samples: dict[tuple, list[float]] = {}
         self.roofs: Roofs | None = None
-        self.reads: dict[tuple[str, int], list[float]] = {}  # section, threads -> GB/s in each round
+        self.reads: dict[tuple, list[float]] = {}  # GB/s just before each sample of one row
         self.results = {
             "complete": False,
             "command": shlex.join(["python3", *sys.argv]),
@@ -251,18 +251,18 @@ class Comparison:
     def run(self, section: Section) -> None:
         ready = self.prepare(section)
         failed = set()
-        said = read = None
+        said = None
         for number, m, threads, spec in self.turns(section, ready):
             if number != said:
                 self.say(f"{section.title}: round {number + 1} of {max(section.rounds.values())}")
                 said = number
-            if m == 1 and read != (number, threads):  # the bandwidth's turn, among those that it is compared with
-                time.sleep(PAUSE)
-                self.reads.setdefault((section.title, threads), []).append(self.roofs.read_gbs(threads))
-                read = (number, threads)
             name = spec["name"]
             if name in failed:
                 continue
+            read = None
+            if m == 1:  # what it is compared with; neighbours take their share of the bandwidth, and not always the same
+                time.sleep(PAUSE)
+                read = self.roofs.read_gbs(threads)
             time.sleep(PAUSE)
             from_memory = m <= MOST_ROWS_FROM_MEMORY
             process = self.processes[self.library_of[name]]
@@ -272,9 +272,10 @@ class Comparison:
                 failed.add(name)
                 self.absent(f"{name}, {section.n} x {section.k}, {m} rows", str(failure))
                 continue
-            self.samples.setdefault((section.title, name, section.n, section.k, m, threads), []).append(
-                seconds / spec["copies"] if from_memory else seconds
-            )
+            key = (section.title, name, section.n, section.k, m, threads)
+            self.samples.setdefault(key, []).append(seconds / spec["copies"] if from_memory else seconds)
+            if read is not None:
+                self.reads.setdefault(key, []).append(read)
         for process in self.processes.values():
             if not process.dead:
                 process.call(PREPARE_SECONDS, "release")
@@ -283,17 +284,15 @@ class Comparison:
         """Medians of what has been measured so far."""
         specs = {spec["name"]: spec for spec in self.results["contenders"]}
         self.results["results"] = []
-        by_section: dict[str, dict[str, float]] = {}
-        for (title, threads), gbs in self.reads.items():
-            by_section.setdefault(title, {})[str(threads)] = statistics.median(gbs)
-        self.results["roofs"]["read_gbs_by_section"] = by_section
-        for threads in {threads for _, threads in self.reads}:
-            every = [value for (_, count), gbs in self.reads.items() if count == threads for value in gbs]
+        for threads in {key[-1] for key in self.reads}:
+            every = [gbs for key, reads in self.reads.items() if key[-1] == threads for gbs in reads]
             self.results["roofs"]["read_gbs"][str(threads)] = statistics.median(every)
-        for (title, name, n, k, m, threads), samples in self.samples.items():
+        for key, samples in self.samples.items():
+            title, name, n, k, m, threads = key
             seconds = statistics.median(samples)
             moved = specs[name]["bytes"][f"{n}x{k}"]
-            read = self.results["roofs"]["read_gbs_by_section"].get(title, {}).get(str(threads))
+            reads = self.reads.get(key)
+            shares = [moved / sample * 1e-9 / read for sample, read in zip(samples, reads or [])]
             self.results["results"].append(
                 {
                     "section": title,
@@ -306,7 +305,8 @@ class Comparison:
                     "samples": samples,
                     "weights_per_ns": n * k / seconds * 1e-9,
                     "gops": 2 * m * n * k / seconds * 1e-9,
-                    "share_of_bandwidth": moved / seconds * 1e-9 / read if m == 1 and read else None,
+                    "read_gbs": reads,
+                    "share_of_bandwidth": statistics.median(shares) if shares else None,
                 }
             )
         self.results["seconds"] = time.monotonic() - self.begin
@@ -432,7 +432,7 @@ def parse() -> argparse.Namespace:
     )
     cache = last_level_cache() or 32 << 20
     options.cycled_bytes = max(CYCLED_BYTES, 8 * cache)
-    options.mebibytes = max(1024, 8 * cache >> 20)
+    options.mebibytes = max(256, 8 * cache >> 20)
     if options.quick:
         options.cycled_bytes, options.least_pass_bytes, options.least_seconds, options.mebibytes = 0, 1, 0.0, 8
     options.sweep = tuple(options.sweep)

@@ -14,8 +14,8 @@ FLOAT_COUNTERPART = "lowbit 4 bits g128"  # what float contenders are compared w
 
 
 METHOD = """\
-Bandwidth: a pass over {mebibytes} MiB in huge pages, in the fastest of several numbers of streams with prefetch; it takes
-its turn in every round with one row, and the median of all rounds is given. Peak: the ISA's int8 dot product on
+Bandwidth: a pass over {mebibytes} MiB in huge pages, in as many streams as are fastest here, with or without prefetch.
+There is one before each time with one row; the median of all is given. Peak: the ISA's int8 dot product on
 registers (not AMX, which some peers use where a CPU has it), the best of many short passes.
 
 ## How it was measured
@@ -32,8 +32,8 @@ registers (not AMX, which some peers use where a CPU has it), the best of many s
 * lowbit's weights are symmetric. g128: groups of 128. Means over shapes are geometric. A ratio above 1 says that lowbit
   is faster; float contenders are compared with {counterpart}, others with the same width in groups of 32 or 128.
 * lowbit's weights lie in huge pages where the system gives them, as `quantize_` and `use_huge_pages` leave them.
-* Share of the read bandwidth: packed bytes (codes, scales, sums) / median time / the median bandwidth of the same rounds
-  with as many threads. The two are measured apart, so a share can be a little above 100 %.
+* Share of the read bandwidth: packed bytes (codes, scales, sums) / time / the bandwidth measured just before with as many
+  threads; the median of the rounds. The two are measured apart, so a share can be a little above 100 %.
 """
 
 

@@ -4,8 +4,9 @@
 //
 //   {"buffer_bytes": ..., "read_gbs": {"1": ...}, "int8_isa": "avx512vnni", "int8_gops": {"1": ...}}
 //
-// With --serve it then stays: for each line with a number of threads that it reads, it measures the bandwidth once more
-// and writes it, so that whoever compares it with something can measure both in turns.
+// With --serve it then stays: for each line with one of those numbers of threads that it reads, it measures the bandwidth
+// by one more pass, in the pattern that was fastest, and writes it, so that whoever compares it with something can
+// measure both in turns.
 //
 // read_gbs: 1e9 bytes per second from a buffer of N MiB (ops/read_bandwidth.h). int8_gops: 1e9 multiplications and
 // additions per second of the CPU's widest int8 dot product, on registers only; null where there is none.
@@ -15,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <string>
 
 #include "../kernels/isa.h"
@@ -168,9 +170,12 @@ int run(int argc, char** argv) {
   }
   const DotProduct* dot = widest_dot_product();
   std::string reads, ops;
+  std::map<int, Pattern> patterns;  // by threads
   for (const int threads : thread_counts) {
     const char* comma = reads.empty() ? "" : ", ";
-    reads += comma + entry(threads, 1e-9 * read_bandwidth(memory, bytes, threads, 3));
+    const Bandwidth found = read_bandwidth(memory, bytes, threads, 3);
+    reads += comma + entry(threads, 1e-9 * found.bytes_per_second);
+    patterns[threads] = found.pattern;
     if (dot != nullptr) ops += comma + entry(threads, int8_gops(*dot, threads));
   }
   std::printf("{\"buffer_bytes\": %lld, \"read_gbs\": {%s}, \"int8_isa\": ",
@@ -181,8 +186,8 @@ int run(int argc, char** argv) {
     std::printf("null, \"int8_gops\": null}\n");
   }
   std::fflush(stdout);
-  for (int threads; serve && std::scanf("%d", &threads) == 1 && threads >= 1 && threads <= 65536;) {
-    std::printf("%.4g\n", 1e-9 * read_bandwidth(memory, bytes, threads, 1));
+  for (int threads; serve && std::scanf("%d", &threads) == 1 && patterns.count(threads) != 0;) {
+    std::printf("%.4g\n", 1e-9 * read_pass(memory, bytes, threads, patterns[threads]));
     std::fflush(stdout);
   }
   return 0;

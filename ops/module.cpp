@@ -210,7 +210,7 @@ double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
     throw py::value_error("read_bandwidth needs a thread or more, and a MiB for each");
   }
   py::gil_scoped_release release;
-  return bench::read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1);
+  return bench::read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1).bytes_per_second;
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // How fast this machine reads memory, in bytes per second: the roof of every GEMV from memory. A pass reads a buffer
-// once: each thread its own part, in several streams with prefetch, which keeps enough lines in flight.
+// once: each thread its own part, in the pattern that keeps enough lines in flight.
 #pragma once
 
 #include <algorithm>
@@ -12,27 +12,34 @@
 
 namespace lowbit::bench {
 
-constexpr int64_t kLine = 64;        // bytes
-constexpr int64_t kPrefetch = 2048;  // bytes ahead
+constexpr int64_t kLine = 64;  // bytes
 
 struct Part {
   const uint8_t* begin;
   int64_t bytes;  // of one stream; a multiple of 4 lines
 };
 
-// Reads `streams` neighbouring parts in step, 4 lines at a time, and returns something that depends on every byte.
-using ReadLoop = uint64_t (*)(Part part, int streams);
+// How the lines come: `streams` neighbouring parts of the memory in step, with prefetch so many bytes ahead (0: the CPU's
+// own only). What is fastest depends on the CPU.
+struct Pattern {
+  int streams;
+  int64_t ahead;
+};
+inline constexpr Pattern kPatterns[] = {{1, 0}, {2, 0}, {4, 0}, {1, 2048}, {2, 2048}, {4, 2048}, {8, 2048}};
+
+// Reads 4 lines of each stream at a time, and returns something that depends on every byte.
+using ReadLoop = uint64_t (*)(Part part, Pattern pattern);
 
 // One loop per width of the registers. A template will not do: the compiler has to know the target of each.
 #define LOWBIT_READ_LOOP(NAME, TARGET, BYTES)                                       \
-  TARGET inline uint64_t NAME(Part part, int streams) {                             \
+  TARGET inline uint64_t NAME(Part part, Pattern pattern) {                         \
     typedef uint64_t Vector __attribute__((vector_size(BYTES)));                    \
     Vector sums[4] = {};                                                            \
     for (int64_t i = 0; i < part.bytes; i += 4 * kLine) {                           \
-      for (int stream = 0; stream < streams; ++stream) {                            \
+      for (int stream = 0; stream < pattern.streams; ++stream) {                    \
         const uint8_t* lines = part.begin + stream * part.bytes + i;                \
         for (int line = 0; line < 4; ++line) {                                      \
-          __builtin_prefetch(lines + line * kLine + kPrefetch);                     \
+          if (pattern.ahead > 0) __builtin_prefetch(lines + line * kLine + pattern.ahead); \
           for (int64_t offset = 0; offset < kLine; offset += BYTES) {               \
             Vector vector;                                                          \
             __builtin_memcpy(&vector, lines + line * kLine + offset, sizeof vector); \
@@ -84,18 +91,29 @@ double seconds_together(int threads, Work work) {
   return std::chrono::duration<double>(*std::max_element(ends.begin(), ends.end()) - begin).count();
 }
 
-// The best of `passes` passes, for 1, 2, 4 and 8 streams per thread each, in bytes per second.
-inline double read_bandwidth(const uint8_t* memory, int64_t bytes, int threads, int passes) {
+// One pass in a pattern, in bytes per second.
+inline double read_pass(const uint8_t* memory, int64_t bytes, int threads, Pattern pattern) {
   static std::atomic<uint64_t> sink;  // keeps the loops
   const ReadLoop loop = widest_read_loop();
-  double best = 0.0;
+  const int64_t part = bytes / (threads * pattern.streams) / (4 * kLine) * (4 * kLine);
+  const double seconds = seconds_together(threads, [&](int thread) {
+    sink ^= loop({memory + thread * pattern.streams * part, part}, pattern);
+  });
+  return static_cast<double>(part * pattern.streams * threads) / seconds;
+}
+
+struct Bandwidth {
+  double bytes_per_second;
+  Pattern pattern;
+};
+
+// The best of `passes` passes in each pattern.
+inline Bandwidth read_bandwidth(const uint8_t* memory, int64_t bytes, int threads, int passes) {
+  Bandwidth best{};
   for (int pass = 0; pass < passes; ++pass) {
-    for (const int streams : {1, 2, 4, 8}) {
-      const int64_t part = bytes / (threads * streams) / (4 * kLine) * (4 * kLine);
-      const double seconds = seconds_together(threads, [&](int thread) {
-        sink ^= loop({memory + thread * streams * part, part}, streams);
-      });
-      best = std::max(best, static_cast<double>(part * streams * threads) / seconds);
+    for (const Pattern pattern : kPatterns) {
+      const double found = read_pass(memory, bytes, threads, pattern);
+      if (found > best.bytes_per_second) best = {found, pattern};
     }
   }
   return best;

@@ -57,14 +57,6 @@ struct Totals {
   }
 };
 
-template <int Bits>
-[[gnu::always_inline]] inline void prefetch_block(const uint8_t* block) {
-  constexpr int kAhead = 4096;  // as measured for AVX-512
-  for (int i = 0; i < Bits; ++i) {
-    _mm_prefetch(reinterpret_cast<const char*>(block) + i * kLineBytes + kAhead, _MM_HINT_T0);
-  }
-}
-
 // Some rows of activations times one panel.
 template <class Sums, bool Affine>
 [[gnu::always_inline]] inline void tile(const LinearArgs& args, const uint8_t* panel, int64_t row, int64_t column) {
@@ -108,7 +100,6 @@ template <class Sums, bool Affine>
         count -= run;
         sums.begin_run();
         for (; run > 0; --run, at += kBlockBytes, a += kBlockInputs) {
-          prefetch_block<Sums::kBits>(at);
           sums.template add<0, 8>(at, a, stride);
         }
         sums.end_run();
@@ -130,7 +121,6 @@ template <class Sums, bool Affine>
     };
     for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
       scales = at + kBlockBytes;
-      prefetch_block<Sums::kBits>(at);
       sums.template add<0, 4>(at, a, stride);
       end_of_half();
       if (group == groups) break;  // k ends in the first half of the last block
