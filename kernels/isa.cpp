@@ -9,6 +9,10 @@
 #include <sys/sysctl.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace lowbit {
@@ -70,6 +74,16 @@ uint64_t enabled_state() {
   return (uint64_t{edx} << 32) | eax;
 }
 
+// Linux saves the tile registers only of processes that have asked for it. The answer holds for all threads, and for good.
+bool may_use_tiles() {
+#ifdef __linux__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return true;
+#endif
+}
+
 IsaBits detect() {
   struct { unsigned a, b, c, d; } leaf1{}, leaf7{}, leaf71{};
   if (!__get_cpuid(1, &leaf1.a, &leaf1.b, &leaf1.c, &leaf1.d)) return kPortable;
@@ -87,7 +101,7 @@ IsaBits detect() {
   const bool avx512 = avx2 && (state & kZmm) == kZmm && has(leaf7.b, 16) && has(leaf7.b, 17) &&
                       has(leaf7.b, 30) && has(leaf7.b, 31) && has(leaf7.c, 11);
   if (avx512) bits |= kAvx512Vnni;
-  if (avx512 && (state & kTile) == kTile && has(leaf7.d, 24) && has(leaf7.d, 25)) bits |= kAmx;
+  if (avx512 && (state & kTile) == kTile && has(leaf7.d, 24) && has(leaf7.d, 25) && may_use_tiles()) bits |= kAmx;
   return bits;
 }
 

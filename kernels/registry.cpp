@@ -8,7 +8,7 @@ namespace lowbit {
 // The tables, one per ISA file.
 extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx2, kQuantizeAvx512Vnni;
 extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, kLinearI8mm;
-extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvx512Vnni;
+extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvx512Vnni, kLinearAmx;
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
 extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionAvx2, kAttentionAvx512Vnni;
 
@@ -22,7 +22,7 @@ constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbed
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2,
+constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAmx, &kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2,
                                                   &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
                                                         &kEmbeddingPortable};

@@ -1,0 +1,201 @@
+// What the AVX-512 kernels share: up to 4 rows of activations times 16 output rows, one register of int32 sums each.
+//
+//   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       one zmm register
+//   vpdpbusd sums, line, broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
+//
+// A block is unpacked once (bits/unpack_avx512.h) for up to 4 rows of activations. Fields stay at their bit position p; sums of
+// different p have their own accumulators, joined by a shift once per group. Each accumulator holds at most
+// 65536 * 128 * 255 < 2^31 (kMaxGroupInputs); the symmetric start value may wrap it, which the final sum undoes.
+// Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
+// No software prefetch: 4 KB ahead was 1.05 times slower from memory on Zen 4, and 1.1 from the caches: a matrix is one
+// stream.
+#pragma once
+
+#include <immintrin.h>
+
+#include <utility>
+
+#include "../bits/simd_avx512.h"
+#include "../bits/unpack_avx512.h"
+#include "../ukernel.h"
+#include "tiles_of_rows.h"
+
+namespace lowbit {
+namespace {
+
+// How the eight lines share accumulators: one chain per distinct shift, or several for few shifts and one row of m.
+template <int Bits, int Rows>
+struct Chains {
+  int shift[8] = {};  // of each chain
+  int of_line[8] = {};
+  int count = 0;
+
+  constexpr Chains() {
+    constexpr int kSplit = Rows > 1 ? 1 : Bits == 8 ? 4 : Bits >= 4 ? 2 : 1;
+    int key[8] = {};
+    for (int j = 0; j < 8; ++j) {
+      const int wanted = Unpack<Bits>::shift[j] * 8 + j % kSplit;
+      int found = count;
+      for (int c = 0; c < count; ++c) {
+        if (key[c] == wanted) found = c;
+      }
+      if (found == count) {
+        key[count] = wanted;
+        shift[count++] = Unpack<Bits>::shift[j];
+      }
+      of_line[j] = found;
+    }
+  }
+};
+
+[[gnu::always_inline]] inline __m512i broadcast4(const int8_t* a) {
+  int32_t word;
+  std::memcpy(&word, a, 4);
+  return _mm512_set1_epi32(word);
+}
+
+template <int Bits, int Rows>
+struct Sums {
+  static constexpr Chains<Bits, Rows> kChains{};
+  __m512i chain[Rows][kChains.count];
+
+  // Starts a group: the first chain carries -2^(bits-1) times the group's activation sum.
+  template <bool Affine>
+  [[gnu::always_inline]] void start(const int32_t* group_sum, int64_t stride) {
+    for (int i = 0; i < Rows; ++i) {
+      for (int c = 0; c < kChains.count; ++c) chain[i][c] = _mm512_setzero_si512();
+      if constexpr (!Affine && level_factor(Bits) == 1) {
+        static_assert(kChains.shift[0] == 0);
+        chain[i][0] = _mm512_set1_epi32(-level_offset(Bits) * group_sum[i * stride]);
+      }
+    }
+  }
+
+  template <int FirstLine, int Lines>
+  [[gnu::always_inline]] void add(const __m512i (&line)[8], const int8_t* a, int64_t stride) {
+    for (int j = FirstLine; j < FirstLine + Lines; ++j) {
+      for (int i = 0; i < Rows; ++i) {
+        __m512i& sum = chain[i][kChains.of_line[j]];
+        sum = _mm512_dpbusd_epi32(sum, line[j], broadcast4(a + i * stride + 4 * j));
+      }
+    }
+  }
+
+  template <bool Affine>
+  [[gnu::always_inline]] __m512 join(int i, int32_t group_sum) const {
+    __m512i total = chain[i][0];
+    for (int c = 1; c < kChains.count; ++c) {
+      const int shift = kChains.shift[c];
+      total = _mm512_add_epi32(total, shift == 0 ? chain[i][c] : _mm512_srai_epi32(chain[i][c], static_cast<unsigned>(shift)));
+    }
+    if constexpr (!Affine && level_factor(Bits) == 2) {
+      total = _mm512_sub_epi32(_mm512_slli_epi32(total, 1), _mm512_set1_epi32(group_sum));
+    }
+    return _mm512_cvtepi32_ps(total);
+  }
+};
+
+[[gnu::always_inline]] inline __m512 load_scales(const uint8_t* scales) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
+}
+
+template <int Bits>
+[[gnu::always_inline]] inline void unpack_block(const uint8_t* block, __m512i (&line)[8]) {
+  __m512i packed[Bits];
+  for (int i = 0; i < Bits; ++i) packed[i] = _mm512_loadu_si512(block + i * kLineBytes);
+  Unpack<Bits>::lines(packed, line);
+}
+
+// `Rows` rows of activations times one panel. With `Halves` groups may end in the middle of a block.
+template <int Bits, bool Affine, bool Halves, int Rows>
+[[gnu::always_inline]] inline void tile(const LinearArgs& args, const uint8_t* panel, int64_t row, __mmask16 columns,
+                                        int64_t first_column) {
+  const Layout& layout = args.layout;
+  const int64_t stride = layout.blocks * kBlockInputs;
+  const int64_t groups = layout.groups;
+  const int8_t* a = args.a + row * stride;
+  const int32_t* group_sums = args.group_sums + row * groups;
+  const uint8_t* at = panel;  // walks the panel from front to back
+
+  __m512 acc[Rows];
+  for (int i = 0; i < Rows; ++i) acc[i] = _mm512_setzero_ps();
+  Sums<Bits, Rows> sums;
+  __m512i line[8];
+
+  constexpr int64_t kBlockBytes = Bits * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  const auto finish_group = [&](int64_t group, const uint8_t* scales) __attribute__((always_inline)) {
+    const __m512 scale = load_scales(scales);
+    for (int i = 0; i < Rows; ++i) {
+      const int32_t group_sum = group_sums[i * groups + group];
+      acc[i] = _mm512_fmadd_ps(scale, sums.template join<Affine>(i, group_sum), acc[i]);
+      if constexpr (Affine) {
+        const __m512 min = load_scales(scales + 2 * kPanelRows);
+        acc[i] = _mm512_fmadd_ps(min, _mm512_set1_ps(static_cast<float>(group_sum)), acc[i]);
+      }
+    }
+  };
+
+  if constexpr (!Halves) {
+    const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
+    int64_t left = layout.blocks;
+    for (int64_t group = 0; group < groups; ++group) {
+      sums.template start<Affine>(group_sums + group, groups);
+      const int64_t count = left < group_blocks ? left : group_blocks;
+      left -= count;
+      for (int64_t b = 0; b < count; ++b, at += kBlockBytes, a += kBlockInputs) {
+        unpack_block<Bits>(at, line);
+        sums.template add<0, 8>(line, a, stride);
+      }
+      finish_group(group, at);
+      at += kGroupBytes;
+    }
+  } else {
+    const int64_t group_halves = layout.group_size / kHalfInputs;
+    int64_t left = group_halves, group = 0;
+    sums.template start<Affine>(group_sums, groups);
+    const uint8_t* scales;
+    const auto end_of_half = [&]() __attribute__((always_inline)) {
+      if (--left > 0) return;
+      finish_group(group, scales);
+      scales += kGroupBytes;
+      left = group_halves;
+      if (++group < groups) sums.template start<Affine>(group_sums + group, groups);
+    };
+    for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
+      unpack_block<Bits>(at, line);
+      scales = at + kBlockBytes;
+      sums.template add<0, 4>(line, a, stride);
+      end_of_half();
+      if (group == groups) break;  // k ends in the first half of the last block
+      sums.template add<4, 4>(line, a, stride);
+      end_of_half();
+    }
+    if (group < groups) finish_group(group, scales);
+  }
+
+  const uint8_t* head = panel + layout.head_offset;
+  const __m512 row_scale = _mm512_loadu_ps(head);
+  const __m512 row_sum = _mm512_loadu_ps(head + 4 * kPanelRows);
+  const __m512 bias = _mm512_loadu_ps(head + 8 * kPanelRows);
+  for (int i = 0; i < Rows; ++i) {
+    const __m512 corrected = _mm512_fnmadd_ps(_mm512_set1_ps(args.zeros[row + i]), row_sum, acc[i]);
+    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(args.scales[row + i]), row_scale);
+    store16(args.out, args.out_dtype, (row + i) * args.out_stride + first_column,
+            _mm512_fmadd_ps(scale, corrected, bias), columns);
+  }
+}
+
+template <int Bits, bool Affine, bool Halves, int MostRows>
+void run_panels(const LinearArgs& args) {
+  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
+    const uint8_t* panel = args.panels + p * args.layout.panel_bytes;
+    const int64_t column = p * kPanelRows;
+    const __mmask16 columns = first_lanes(args.layout.n - column);
+    for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows) __attribute__((always_inline)) {
+      tile<Bits, Affine, Halves, rows()>(args, panel, row, columns, column);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace lowbit
