@@ -64,6 +64,7 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "groups_48", .m = 4, .n = 20, .k = 149, .group_size = 48},
       {.name = "groups_48_whole", .m = 1, .n = 20, .k = 144, .group_size = 48},
       {.name = "groups_80", .m = 4, .n = 20, .k = 200, .group_size = 80},
+      {.name = "groups_96", .m = 5, .n = 20, .k = 330, .group_size = 96},
       {.name = "groups_128", .m = 4, .n = 20, .k = 300, .group_size = 128},
       {.name = "many_rows_and_panels", .m = 37, .n = 150, .k = 330, .group_size = 32},
       {.name = "groups_512", .m = 6, .n = 20, .k = 1300, .group_size = 512},
