@@ -296,7 +296,7 @@ void run(const LinearArgs& args) {
   affine ? run_chunks<Bits, true>(args) : run_chunks<Bits, false>(args);
 }
 
-// From 8 rows on: by count of instructions, below that AVX-512 VNNI needs no more time for the products than the
+// From 8 rows on, an estimate: below that AVX-512 VNNI should need no more time for the products than the
 // unpacking to memory takes here. No CPU with AMX was at hand to measure it.
 #define ROW(bits) {"linear_a8w" #bits "_8x16_amx", kAmx, Format::panel16, bits, 8, 16, run<bits>}
 constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
