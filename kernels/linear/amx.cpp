@@ -98,10 +98,9 @@ struct Rows {
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline void block_to_bytes(const uint8_t* block, uint8_t* lines) {
   __m512i line[8];
-  unpack_block<Bits>(block, line);
+  unpack_block<Bits, true>(block, line);
   for (int j = 0; j < 8; ++j) {
-    // A field's lower bits are zero, so nothing crosses into the byte below.
-    __m512i byte = _mm512_srli_epi16(line[j], Unpack<Bits>::shift[j]);
+    __m512i byte = line[j];
     if constexpr (!Affine && level_factor(Bits) == 2) byte = _mm512_add_epi8(byte, byte);
     if constexpr (!Affine) byte = _mm512_sub_epi8(byte, byte_mask(level_offset(Bits)));
     _mm512_store_si512(lines + j * kLineBytes, byte);

@@ -1,4 +1,4 @@
-// linear_a8w<b>_{1,2}x16_avx512vnni: int8 activations times b-bit weights, 16 output rows to a register (linear_avx512.h).
+// linear_a8w<b>_{1,2}x16_avx512vnni: int8 activations times b-bit weights, 16 outputs to a register (linear_avx512.h).
 
 #include "linear_avx512.h"
 
@@ -17,7 +17,7 @@ void run(const LinearArgs& args) {
 #define ROW(bits, m, most_rows) \
   {"linear_a8w" #bits "_" #m "x16_avx512vnni", kAvx512Vnni, Format::panel16, bits, m, 16, run<bits, most_rows>}
 constexpr LinearKernel kRows[] = {
-    ROW(1, 2, 4), ROW(2, 2, 4), ROW(3, 2, 4), ROW(4, 2, 4), ROW(5, 2, 4), ROW(6, 2, 4), ROW(7, 2, 4), ROW(8, 2, 4),
+    ROW(1, 2, 8), ROW(2, 2, 8), ROW(3, 2, 8), ROW(4, 2, 8), ROW(5, 2, 8), ROW(6, 2, 8), ROW(7, 2, 8), ROW(8, 2, 8),
     ROW(1, 1, 1), ROW(2, 1, 1), ROW(3, 1, 1), ROW(4, 1, 1), ROW(5, 1, 1), ROW(6, 1, 1), ROW(7, 1, 1), ROW(8, 1, 1)};
 #undef ROW
 

@@ -1,11 +1,12 @@
-// What the AVX-512 kernels share: up to 4 rows of activations times 16 output rows, one register of int32 sums each.
+// What the AVX-512 kernels share: up to 8 rows of activations times 16 output rows, one register of int32 sums each.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       one zmm register
 //   vpdpbusd sums, line, broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
 //
-// A block is unpacked once (bits/unpack_avx512.h) for up to 4 rows of activations. Fields stay at their bit position p; sums of
-// different p have their own accumulators, joined by a shift once per group. Each accumulator holds at most
+// A block is unpacked once (bits/unpack_avx512.h) for all rows of a tile. For up to 4 rows fields stay at their bit position
+// p; sums of different p have their own accumulators, joined by a shift once per group. Each accumulator holds at most
 // 65536 * 128 * 255 < 2^31 (kMaxGroupInputs); the symmetric start value may wrap it, which the final sum undoes.
+// More rows have no registers for that, and less need: their fields are shifted down, on pipes that vpdpbusd leaves free.
 // Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
 // No software prefetch: 4 KB ahead was 1.05 times slower from memory on Zen 4, and 1.1 from the caches: a matrix is one
 // stream.
@@ -23,7 +24,10 @@
 namespace lowbit {
 namespace {
 
-// How the eight lines share accumulators: one chain per distinct shift, or several for few shifts and one row of m.
+template <int Rows>
+inline constexpr bool kShiftedDown = Rows > 4;
+
+// How the eight lines share accumulators: one chain per distinct shift, or several for few shifts and few rows of m.
 template <int Bits, int Rows>
 struct Chains {
   int shift[8] = {};  // of each chain
@@ -31,17 +35,19 @@ struct Chains {
   int count = 0;
 
   constexpr Chains() {
-    constexpr int kSplit = Rows > 1 ? 1 : Bits == 8 ? 4 : Bits >= 4 ? 2 : 1;
+    constexpr int kFew = Bits == 8 ? 4 : Bits >= 4 ? 2 : 1;
+    constexpr int kSplit = kShiftedDown<Rows> ? 1 : Rows > 2 ? kFew == 4 ? 2 : 1 : kFew;
     int key[8] = {};
     for (int j = 0; j < 8; ++j) {
-      const int wanted = Unpack<Bits>::shift[j] * 8 + j % kSplit;
+      const int line_shift = kShiftedDown<Rows> ? 0 : Unpack<Bits>::shift[j];
+      const int wanted = line_shift * 8 + j % kSplit;
       int found = count;
       for (int c = 0; c < count; ++c) {
         if (key[c] == wanted) found = c;
       }
       if (found == count) {
         key[count] = wanted;
-        shift[count++] = Unpack<Bits>::shift[j];
+        shift[count++] = line_shift;
       }
       of_line[j] = found;
     }
@@ -99,11 +105,15 @@ struct Sums {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
 }
 
-template <int Bits>
+// Lines of codes, at their bit positions or shifted down.
+template <int Bits, bool ShiftedDown>
 [[gnu::always_inline]] inline void unpack_block(const uint8_t* block, __m512i (&line)[8]) {
   __m512i packed[Bits];
   for (int i = 0; i < Bits; ++i) packed[i] = _mm512_loadu_si512(block + i * kLineBytes);
   Unpack<Bits>::lines(packed, line);
+  if constexpr (ShiftedDown) {  // a field's lower bits are zero: nothing crosses into the byte below
+    for (int j = 0; j < 8; ++j) line[j] = _mm512_srli_epi16(line[j], Unpack<Bits>::shift[j]);
+  }
 }
 
 // `Rows` rows of activations times one panel. With `Halves` groups may end in the middle of a block.
@@ -143,7 +153,7 @@ template <int Bits, bool Affine, bool Halves, int Rows>
       const int64_t count = left < group_blocks ? left : group_blocks;
       left -= count;
       for (int64_t b = 0; b < count; ++b, at += kBlockBytes, a += kBlockInputs) {
-        unpack_block<Bits>(at, line);
+        unpack_block<Bits, kShiftedDown<Rows>>(at, line);
         sums.template add<0, 8>(line, a, stride);
       }
       finish_group(group, at);
@@ -162,7 +172,7 @@ template <int Bits, bool Affine, bool Halves, int Rows>
       if (++group < groups) sums.template start<Affine>(group_sums + group, groups);
     };
     for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
-      unpack_block<Bits>(at, line);
+      unpack_block<Bits, kShiftedDown<Rows>>(at, line);
       scales = at + kBlockBytes;
       sums.template add<0, 4>(line, a, stride);
       end_of_half();
