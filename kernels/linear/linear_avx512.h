@@ -3,9 +3,9 @@
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       one zmm register
 //   vpdpbusd sums, line, broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
 //
-// A block is unpacked once (bits/unpack_avx512.h) for all rows of a tile. For up to 4 rows fields stay at their bit position
-// p; sums of different p have their own accumulators, joined by a shift once per group. Each accumulator holds at most
-// 65536 * 128 * 255 < 2^31 (kMaxGroupInputs); the symmetric start value may wrap it, which the final sum undoes.
+// A block is unpacked once (bits/unpack_avx512.h) for all rows of a tile. For up to 4 rows fields stay at their bit
+// position p; sums of different p have their own accumulators, joined by a shift once per group. Each of them holds at
+// most 65536 * 128 * 255 < 2^31 (kMaxGroupInputs); the symmetric start value may wrap it, which the final sum undoes.
 // More rows have no registers for that, and less need: their fields are shifted down, on pipes that vpdpbusd leaves free.
 // Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
 // No software prefetch: 4 KB ahead was 1.05 times slower from memory on Zen 4, and 1.1 from the caches: a matrix is one
@@ -92,7 +92,8 @@ struct Sums {
     __m512i total = chain[i][0];
     for (int c = 1; c < kChains.count; ++c) {
       const int shift = kChains.shift[c];
-      total = _mm512_add_epi32(total, shift == 0 ? chain[i][c] : _mm512_srai_epi32(chain[i][c], static_cast<unsigned>(shift)));
+      const __m512i sum = shift == 0 ? chain[i][c] : _mm512_srai_epi32(chain[i][c], static_cast<unsigned>(shift));
+      total = _mm512_add_epi32(total, sum);
     }
     if constexpr (!Affine && level_factor(Bits) == 2) {
       total = _mm512_sub_epi32(_mm512_slli_epi32(total, 1), _mm512_set1_epi32(group_sum));

@@ -7,8 +7,8 @@
 namespace lowbit {
 namespace {
 
-// How many of `left` rows the next tile takes, `most` or fewer. No row but an only one pays for unpacking alone: tiles of
-// up to 4 take 5 rows as 3 and 2.
+// How many of `left` rows the next tile takes, `most` or fewer. No row but an only one pays for unpacking alone: tiles
+// of up to 4 take 5 rows as 3 and 2.
 constexpr int tile_rows(int64_t left, int most) {
   return left == most + 1 ? most / 2 + 1 : left < most ? static_cast<int>(left) : most;
 }
