@@ -10,6 +10,9 @@ SOURCES := $(shell find kernels ops cmake adapters -type f) CMakeLists.txt pypro
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
 ARM_CPUS := cortex-a53:neon a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
 
+# The x86 CPUs that the C++ tests of this machine are emulated on, each with the ISAs whose rows are run there.
+X86_CPUS := arrow_lake:avxvnni sapphire_rapids:avx512vnni
+
 # The same for Python on Arm; torch's own kernels need more than a cortex-a53.
 ARM_PYTHON := build/arm-python/bin/python
 ARM_PYTHON_CPUS := a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
@@ -19,7 +22,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 # Whole files in parallel: most tests use one thread.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
+.PHONY: demo test test-x86 test-emulated-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
   test-kleidiai arm-python-lowbit wheel-aarch64 \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
@@ -28,6 +31,10 @@ demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
 test: test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner test-kleidiai
+# The emulated CPUs run what is built for this machine.
+ifeq ($(shell uname -m),x86_64)
+test: test-emulated-x86
+endif
 
 $(VENV)/requirements: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
@@ -44,6 +51,21 @@ test-x86: $(VENV)/requirements
 	$(CMAKE) -S . -B build/test-host -DLOWBIT_BUILD_TESTS=ON
 	$(BIN)/cmake --build build/test-host -j $(JOBS)
 	$(BIN)/ctest --test-dir build/test-host -j $(JOBS) --output-on-failure --no-tests=error
+
+# The kernels and the operators on x86 CPUs that this machine is not. The tests *InChunks take minutes there, and test what
+# all ISAs share.
+test-emulated-x86: test-x86 build/x86-emulator
+	set -e; for cpu in $(X86_CPUS); do for isa in $$(echo $${cpu##*:} | tr , ' '); do \
+	  echo "== x86, emulated $${cpu%%:*}, $$isa"; \
+	  run="scripts/emulate_x86.sh $${cpu%%:*} build/test-host/tests/cpp"; \
+	  LOWBIT_TEST_ISA=$$isa LOWBIT_REQUIRE_ISA=$$isa $$run/kernel_tests --gtest_brief=1; \
+	  LOWBIT_ISA=$$isa $$run/operator_tests --gtest_brief=1 --gtest_filter=-*InChunks; \
+	  LOWBIT_ISA=$$isa $$run/isa_cap_tests --gtest_brief=1; \
+	done; done
+
+build/x86-emulator: scripts/x86_emulator.sh scripts/bochs.patch | $(VENV)/requirements
+	scripts/need.sh test
+	JOBS=$(JOBS) scripts/x86_emulator.sh $@
 
 test-arm: $(VENV)/requirements
 	scripts/need.sh test

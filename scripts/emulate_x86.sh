@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs a program of this machine on an emulated x86 CPU, with this machine's libraries, the settings LOWBIT_* and GTEST_*,
-# and nothing else of this machine: output and exit status are the program's.
+# Runs a program of this machine on an emulated x86 CPU, with its libraries, the settings LOWBIT_* and GTEST_*, and
+# nothing else of this machine: output and exit status are the program's.
 #   scripts/emulate_x86.sh CPU PROGRAM [ARGUMENT...]
-# CPU is one that `build/x86-emulator/bochs --help cpu` lists. TIMEOUT=600 are the seconds that it may take.
+# CPU is one that `build/x86-emulator/bochs --help cpu` lists. TIMEOUT=900 are the seconds that it may take.
 set -euo pipefail
 
 emulator=$(cd "$(dirname "$0")/.." && pwd)/build/x86-emulator
@@ -12,6 +12,8 @@ shift 2
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
+[ -x "$emulator/bochs" ] || { echo "$emulator is missing: make build/x86-emulator" >&2; exit 1; }
+[ -x "$program" ] || { echo "$program is no program" >&2; exit 1; }
 mkdir -p "$work"/guest/{bin,dev,proc,tmp} "$work/disk"
 cp "$emulator/busybox" "$work/guest/bin"
 libraries=$({ ldd "$program" 2>/dev/null || true; } | grep -o '/[^ )]*' || true)
@@ -21,7 +23,7 @@ cp -L --parents "$program" $libraries "$work/guest"
 # The last line tells the status; what comes after it is Linux.
 cat >"$work/guest/init" <<GUEST
 #!/bin/busybox sh
-export PATH=/bin
+export PATH=/bin TERM=dumb
 busybox mount -t devtmpfs dev /dev
 busybox mount -t proc proc /proc
 exec </dev/null >/dev/ttyS0 2>&1
@@ -66,12 +68,12 @@ error: action=ignore
 info: action=ignore
 BOCHS
 touch "$work/output"
-timeout "${TIMEOUT:-600}" "$emulator/bochs" -q -f "$work/bochsrc" </dev/null >"$work/bochs" 2>&1 || ended=$?
+timeout "${TIMEOUT:-900}" "$emulator/bochs" -q -f "$work/bochsrc" </dev/null >"$work/bochs" 2>&1 || ended=$?
 
 sed -e '1,/^program starts/d' -e '/^program ends: /,$d' "$work/output"
 status=$(sed -n 's/^program ends: \([0-9]*\).*/\1/p' "$work/output")
 if [ -z "$status" ]; then
-  [ "${ended:-0}" != 124 ] || echo "the emulated CPU was stopped after ${TIMEOUT:-600} seconds" >&2
+  [ "${ended:-0}" != 124 ] || echo "the emulated CPU was stopped after ${TIMEOUT:-900} seconds" >&2
   echo "$program did not end on the emulated $cpu; Linux and Bochs said:" >&2
   tail -n 30 "$work/output" "$work/bochs" "$work/log" >&2
   exit 1
