@@ -67,7 +67,7 @@ panic: action=fatal
 error: action=ignore
 info: action=ignore
 BOCHS
-touch "$work/output"
+touch "$work/output" "$work/log"
 timeout "${TIMEOUT:-900}" "$emulator/bochs" -q -f "$work/bochsrc" </dev/null >"$work/bochs" 2>&1 || ended=$?
 
 sed -e '1,/^program starts/d' -e '/^program ends: /,$d' "$work/output"
