@@ -10,6 +10,10 @@ SOURCES := $(shell find kernels ops cmake adapters -type f) CMakeLists.txt pypro
 # The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
 ARM_CPUS := cortex-a53:neon a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
 
+# What of this machine's C++ tests runs on emulated x86 CPUs: which tests, the CPU, the ISA that must be covered there.
+X86_RUNS := kernels/sapphire_rapids/avx512vnni kernels/sapphire_rapids/amx kernels/arrow_lake/avxvnni \
+  operators/sapphire_rapids/amx operators/arrow_lake/avxvnni
+
 # The same for Python on Arm; torch's own kernels need more than a cortex-a53.
 ARM_PYTHON := build/arm-python/bin/python
 ARM_PYTHON_CPUS := a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
@@ -19,7 +23,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 # Whole files in parallel: most tests use one thread.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
+.PHONY: demo test test-x86 test-emulated-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
   test-kleidiai arm-python-lowbit wheel-aarch64 \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
@@ -28,6 +32,10 @@ demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
 test: test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner test-kleidiai
+# The emulated CPUs run what is built for this machine.
+ifeq ($(shell uname -m),x86_64)
+test: test-emulated-x86
+endif
 
 $(VENV)/requirements: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
@@ -44,6 +52,26 @@ test-x86: $(VENV)/requirements
 	$(CMAKE) -S . -B build/test-host -DLOWBIT_BUILD_TESTS=ON
 	$(BIN)/cmake --build build/test-host -j $(JOBS)
 	$(BIN)/ctest --test-dir build/test-host -j $(JOBS) --output-on-failure --no-tests=error
+
+# The kernels and the operators on x86 CPUs that this machine is not. The tests *InChunks take minutes there, and test what
+# all ISAs share.
+test-emulated-x86: test-x86 build/x86-emulator
+	$(MAKE) --no-print-directory -j $(JOBS) --output-sync $(X86_RUNS:%=emulated/%)
+
+.PHONY: $(X86_RUNS:%=emulated/%)
+$(X86_RUNS:%=emulated/%):
+	@set -e -- $(subst /, ,$@); echo "== x86, emulated $$3, $$4: $$2"; \
+	run="scripts/emulate_x86.sh $$3 build/test-host/tests/cpp"; \
+	if [ $$2 = kernels ]; then \
+	  LOWBIT_TEST_ISA=$$4 LOWBIT_REQUIRE_ISA=$$4 $$run/kernel_tests --gtest_brief=1; \
+	else \
+	  LOWBIT_ISA=$$4 $$run/operator_tests --gtest_brief=1 --gtest_filter=-*InChunks; \
+	  LOWBIT_ISA=$$4 $$run/isa_cap_tests --gtest_brief=1; \
+	fi
+
+build/x86-emulator: scripts/x86_emulator.sh | $(VENV)/requirements
+	scripts/need.sh test
+	JOBS=$(JOBS) scripts/x86_emulator.sh $@
 
 test-arm: $(VENV)/requirements
 	scripts/need.sh test

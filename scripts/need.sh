@@ -23,6 +23,11 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need debootstrap test -x /usr/sbin/debootstrap
   need debian-archive-keyring test -f /usr/share/keyrings/debian-archive-keyring.gpg
   need gpgv has gpgv
+  # The emulated x86 CPUs: scripts/x86_emulator.sh, scripts/emulate_x86.sh
+  need make has make
+  need xz-utils has xz
+  need cpio has cpio
+  need xorriso has xorriso
 fi
 if [ "${1:-build}" = bench ]; then
   need libbenchmark-dev test -f /usr/include/benchmark/benchmark.h

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Sets up Bochs, an emulator of x86 CPUs that have AVX-512, AVX-VNNI and AMX whatever this machine has, and a Linux for
+# it: no root, no screen. scripts/emulate_x86.sh runs a program on it.
+#   scripts/x86_emulator.sh DIRECTORY
+# All of it is Debian 13's; Bochs is compiled, for its AMX has to be mended. About 35 MB are downloaded and 20 MB stay.
+# DEBIAN_MIRROR names the mirror; without it, that of this machine's apt or debootstrap's.
+set -euo pipefail
+
+target=${1:?usage: scripts/x86_emulator.sh DIRECTORY}
+for tool in apt-get /usr/sbin/debootstrap dpkg-deb g++ make xz; do
+  command -v "$tool" >/dev/null || {
+    echo "$tool is missing; \`scripts/need.sh test\` installs what is needed on Debian and Ubuntu" >&2
+    exit 1
+  }
+done
+
+# Built aside and renamed at the end: what has the right name is whole.
+new=$target.new
+rm -rf "$new"
+mkdir -p "$new"/{apt/lists/partial,apt/archives/partial,packages,root,bochs}
+new=$(cd "$new" && pwd)
+target=${new%.new}
+
+mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' \
+  'Label: Debian' | grep -E -m 1 '^(https?|file):' || true)}
+mirror=${mirror:-$(sed -n 's/^DEF_MIRROR="\(.*\)"$/\1/p' /usr/sbin/debootstrap)}
+for kind in deb deb-src; do
+  echo "$kind [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main"
+done >"$new/apt/sources.list"
+touch "$new/apt/status"
+
+# Debian 13's packages beside those of this machine's apt.
+apt() {
+  "$1" -q -o Dir::State="$new/apt" -o Dir::State::Status="$new/apt/status" -o Dir::Cache="$new/apt" \
+    -o Dir::Etc::SourceList="$new/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null \
+    -o Dir::Etc::Preferences=/dev/null -o Dir::Etc::PreferencesParts=/dev/null \
+    -o APT::Architecture=amd64 -o APT::Architectures::=amd64 \
+    -o Acquire::Languages=none -o APT::Sandbox::User= "${@:2}" >"$new/apt.log" 2>&1 || {
+    tail -n 20 "$new/apt.log" >&2
+    echo "$1 failed; DEBIAN_MIRROR=<URL> chooses another Debian mirror than $mirror" >&2
+    exit 1
+  }
+}
+echo "x86 emulator: fetching Debian packages"
+cd "$new/packages"
+apt apt-get update
+apt apt-cache depends linux-image-cloud-amd64
+linux=$(sed -n 's/^ *Depends: \(linux-image-.*\)/\1/p' "$new/apt.log")
+apt apt-get download "$linux" bochsbios vgabios isolinux syslinux-common busybox-static
+apt apt-get source --download-only --tar-only bochs
+for package in *.deb; do dpkg-deb -x "$package" "$new/root"; done
+tar -xf bochs_*.orig.tar.* -C "$new/bochs" --strip-components=1
+
+cd "$new/bochs"
+mend() {  # FILE EDIT: one that has to find its place
+  sed -e "$2" "$1" >mended
+  ! cmp -s "$1" mended || { echo "Bochs' $1 is not as expected: nothing to do for $2" >&2; exit 1; }
+  cp mended "$1"
+}
+# What is wrong in the AMX of Bochs 3.0. Products of int8 take every byte as unsigned.
+mend cpu/avx/amx.cc '/^[A-Z].* DPBDSS(/,/^}/ s/Bit8u/Bit8s/g'
+mend cpu/avx/amx.cc '/^[A-Z].* DPBDSU(/,/^}/ { /xbyte\[4\]/ s/Bit8u/Bit8s/g }'
+mend cpu/avx/amx.cc '/^[A-Z].* DPBDUS(/,/^}/ { /ybyte\[4\]/ s/Bit8u/Bit8s/g }'
+# A process that is switched loses its tiles: rows and bytes change places, half of the rows are left out, and tiles in use
+# count as unused.
+mend cpu/xsave.cc 's/\(vmm16u(8+n) *=.*\)\.rows;/\1.bytes_per_row;/'
+mend cpu/xsave.cc 's/\(vmmubyte(48+n) *=.*\)\.bytes_per_row;/\1.rows;/'
+mend cpu/xsave.cc 's/row < BX_TILE_REGISTERS/row < BX_TILE_MAX_ROWS/'
+mend cpu/xsave.cc 's/tile_use_tracker == 0/tile_use_tracker != 0/'
+# XFD, a trap at the first use of a tile, is missing, and without it Linux leaves AMX off.
+mend cpu/cpuid.cc '/BX_ISA_XSAVES/ { n; s/(1<<3);/(1<<3) | (1<<4);/ }'
+mend cpu/cpuid.cc 's/^      leaf->ecx = (cpu->ia32_xss_suppmask .*/&\n      if (subfunction == 18) leaf->ecx |= 4;/'
+mend cpu/proc_ctrl.cc '/^void .*BX_CPU_C::handleAvxModeChange/i Bit64u xfd[2];  // XFD and XFD_ERROR'
+mend cpu/proc_ctrl.cc 's/^ *if (! long64_mode() .*OSXSAVE() ||$/&\n      (xfd[0] \& BX_XCR0_XTILEDATA_MASK) ||/'
+mend cpu/proc_ctrl.cc '/::BxNoAMX/,/BX_ASSERT/ s/^  BX_ASSERT/  xfd[1] = BX_XCR0_XTILEDATA_MASK;\n  exception(BX_NM_EXCEPTION, 0);\n&/'
+index='if (index == BX_MSR_IA32_XFD || index == BX_MSR_IA32_XFD_ERROR)'
+mend cpu/msr.cc '/^bool .*::handle_unknown_rdmsr(/i extern Bit64u xfd[2];'
+mend cpu/msr.cc "/^bool .*::handle_unknown_rdmsr(/,/{/ s/^{/&\n  $index { *msr = xfd[index - BX_MSR_IA32_XFD]; return true; }/"
+mend cpu/msr.cc "/^bool .*::handle_unknown_wrmsr(/,/{/ s/^{/&\n  $index {\n    xfd[index - BX_MSR_IA32_XFD] = val_64;\n    handleAvxModeChange();\n    return true;\n  }/"
+
+echo "x86 emulator: compiling Bochs"
+{
+  ./configure --quiet --enable-x86-64 --enable-cpu-level=6 --enable-avx --enable-evex --enable-amx \
+    --enable-all-optimizations --disable-docbook --with-nogui --without-x CFLAGS="-O2 -w" CXXFLAGS="-O2 -w" &&
+    make -j "${JOBS:-2}" bochs CXX="${CMAKE_CXX_COMPILER_LAUNCHER:-} g++"
+} >"$new/make.log" 2>&1 || {
+  tail -n 20 "$new/make.log" >&2
+  exit 1
+}
+
+mkdir "$new/done"
+cd "$new/done"
+cp "$new/bochs/bochs" "$new"/root/usr/share/bochs/BIOS-bochs-latest "$new"/root/usr/share/vgabios/vgabios.bin \
+  "$new"/root/usr/lib/ISOLINUX/isolinux.bin "$new"/root/usr/lib/syslinux/modules/bios/ldlinux.c32 \
+  "$new"/root/usr/bin/busybox .
+cp "$new"/root/boot/vmlinuz-* vmlinuz
+strip bochs
+rm -rf "$target"
+mv "$new/done" "$target"
+rm -rf "$new"
