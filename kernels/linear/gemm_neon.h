@@ -39,7 +39,6 @@
 namespace lowbit {
 namespace {
 
-constexpr int kTileRows = 8;
 constexpr int kChunkRows = 32;
 constexpr int kChunkPanels = 8;
 
@@ -148,6 +147,12 @@ struct Width {
   int32_t most;    // the greatest code or magnitude of a level
 };
 
+[[gnu::always_inline]] inline void load_bias(const LinearArgs& args, int64_t panel, Heads& heads) {
+  const uint8_t* bias = head(args, panel, 2);
+  load_pair(bias, 0, heads.bias[0], heads.bias[1]);
+  load_pair(bias, 32, heads.bias[2], heads.bias[3]);
+}
+
 template <class Tile, bool Affine>
 struct Gemm {
   static constexpr int kStartLanes = Affine ? 8 : 4;  // of a group and a row
@@ -185,7 +190,8 @@ struct Gemm {
 
   // Adjacent tiles of the same number of rows.
   struct Band {
-    int64_t first, at;  // its first row, and that row's place in registers
+    int64_t first, at;  // its first row, and that row's place in registers of activations
+    int64_t tile;       // its first tile
     int64_t tiles, height;
     void (*run)(const TileArgs&);
     TileArgs piece;
@@ -199,12 +205,13 @@ struct Gemm {
       rest += kTileRows;
     }
     const int64_t half = rest > kTileRows ? padded((rest + 1) / 2) : rest;
-    int64_t first = 0, at = 0;
+    int64_t first = 0, at = 0, tile = 0;
     int count = 0;
     const auto add = [&](int64_t tiles, int64_t height) {
       if (tiles == 0 || height == 0) return;
-      bands[count++] = {first, at, tiles, height, nullptr, {}};
+      bands[count++] = {first, at, tile, tiles, height, nullptr, {}};
       first += tiles * height;
+      tile += tiles;
       at += tiles * registers_of(static_cast<int>(height));
     };
     add(full, kTileRows);
@@ -240,7 +247,7 @@ struct Gemm {
     Band bands[3];
     const int count = cut(rows, bands);
     const Band& last = bands[count - 1];
-    const int64_t panel_floats = (last.at + last.tiles * registers_of(static_cast<int>(last.height))) * kPanelRows;
+    const int64_t panel_floats = (last.tile + last.tiles) * kTileFloats;
     std::memset(scratch.acc, 0, static_cast<size_t>(panels * panel_floats) * sizeof(float));
 
     TileArgs piece{};
@@ -264,8 +271,8 @@ struct Gemm {
       for (int64_t p = 0; p < panels; ++p, packed += layout.panel_bytes) {
         width.unpack(packed, piece, scratch);
         for (int b = 0; b < count; ++b) {
-          bands[b].piece.acc = scratch.acc + p * panel_floats + kPanelRows * bands[b].at;
-          bands[b].piece.parts = scratch.parts + p * panel_floats + kPanelRows * bands[b].at;
+          bands[b].piece.acc = scratch.acc + p * panel_floats + bands[b].tile * kTileFloats;
+          bands[b].piece.parts = scratch.parts + p * panel_floats + bands[b].tile * kTileFloats;
           bands[b].run(bands[b].piece);
         }
       }
@@ -273,18 +280,18 @@ struct Gemm {
     const LinearArgs call = args;  // stores to the output cannot change a copy, so it is not read again for every row
     with_dtype(call.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
       for (int64_t p = 0; p < panels; ++p) {
-        const Heads heads = load_heads(call, panel + p);
+        Heads heads = load_heads(call, panel + p);
         const float* acc = scratch.acc + p * panel_floats;
         int64_t i = 0;
         for (int b = 0; b < count; ++b) {
-          const int64_t quarter_floats = 4 * registers_of(static_cast<int>(bands[b].height));
-          for (int64_t tile = 0; tile < bands[b].tiles; ++tile, acc += kQuarters * quarter_floats) {
+          for (int64_t tile = 0; tile < bands[b].tiles; ++tile, acc += kTileFloats) {
             const int64_t height = rows - i < bands[b].height ? rows - i : bands[b].height;
             for (int64_t r = 0; r < height; r += Tile::kRowStep) {
               float32x4_t y[Tile::kRowStep][kQuarters];
-              Tile::rows(acc + 4 * r, quarter_floats, y);
+              Tile::rows(acc + 4 * r, y);
               unroll<Tile::kRowStep>([&](auto next) __attribute__((always_inline)) {
                 const int64_t at = r + next < height ? r + next : r;
+                load_bias(call, panel + p, heads);  // an fma overwrites it, and copies are more instructions
                 store_outputs<dtype()>(call, panel + p, row + i + at, heads, y[next]);
               });
             }

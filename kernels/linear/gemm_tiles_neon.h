@@ -18,6 +18,7 @@
 namespace lowbit {
 namespace {
 
+constexpr int kTileRows = 8;
 constexpr int kPieceBlocks = 16;
 constexpr int kHalfQuarterBytes = 64;  // of an unpacked block: 4 lines
 constexpr int kHalfBytes = kQuarters * kHalfQuarterBytes;
@@ -25,6 +26,8 @@ constexpr int kHalvesBytes = kPieceBlocks * kHalfBytes;  // from the first halve
 constexpr float kShift = 0x1.8p23f;
 constexpr int32_t kShiftBits = 0x4b400000;
 constexpr int64_t kShiftedBelow = 1 << 22;
+constexpr int kQuarterFloats = 4 * kTileRows;  // of a tile's sums
+constexpr int kTileFloats = kQuarters * kQuarterFloats;
 
 // What a tile's rows take in memory, in registers: padded to whole fours where that saves a load. What lies behind the
 // rows is never used.
@@ -37,7 +40,7 @@ struct TileArgs {
   const uint8_t* a;        // of each block and half of it: registers_of(rows), as Tile::copy_block() leaves them
   const int32_t* starts;   // of each group: registers_of(rows); affine: then as many with float(A)
   const float* scales;     // of each group and quarter: 4 scales; affine: then 4 mins
-  float* acc;              // the float sums: of each quarter: registers_of(rows), in the order of Tile
+  float* acc;              // the float sums: of each quarter: 8 registers, the first ones used, in the order of Tile
   int32_t* parts;          // the int32 sums of a group that is longer than a piece; as acc
   int64_t groups, group_blocks;
   bool begins, ends;       // whether the piece begins and ends its groups
@@ -122,7 +125,7 @@ template <class Tile, int Rows, bool Affine, int Pass>
   const uint8_t* starts = reinterpret_cast<const uint8_t*>(args.starts);
   float32x4_t y[Pass][Rows];
   const auto acc = [&](int q) __attribute__((always_inline)) {
-    return args.acc + 4 * registers_of(Rows) * (quarter + q);
+    return args.acc + kQuarterFloats * (quarter + q);
   };
   unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(acc(q), y[q]); });
   int64_t groups = args.groups;
@@ -162,7 +165,7 @@ template <class Tile, int Rows, bool Affine, int Pass>
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
   const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
   const int32_t* starts = args.starts;
-  float* acc = args.acc + 4 * kRegisters * quarter;
+  float* acc = args.acc + kQuarterFloats * quarter;
   int64_t groups = args.groups;
   do {
     int32x4_t sums[Pass][Rows];
@@ -173,7 +176,7 @@ template <class Tile, int Rows, bool Affine, int Pass>
     } while (--blocks != 0);
     if (!args.begins || !args.ends) {
       unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-        int32_t* parts = args.parts + 4 * kRegisters * (quarter + q);
+        int32_t* parts = args.parts + kQuarterFloats * (quarter + q);
         if (!args.begins) {
           unroll<Rows>([&](auto i) __attribute__((always_inline)) {
             sums[q][i] = vaddq_s32(sums[q][i], vld1q_s32(parts + 4 * i));
@@ -194,7 +197,7 @@ template <class Tile, int Rows, bool Affine, int Pass>
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
       float32x4_t scale[Tile::kScales], min[Tile::kScales];
       next_scales<Tile, Affine, Pass, q>(scales, scale, min);
-      const uint8_t* old = reinterpret_cast<const uint8_t*>(acc + 4 * kRegisters * q);
+      const uint8_t* old = reinterpret_cast<const uint8_t*>(acc + kQuarterFloats * q);
       const uint8_t* const factors = reinterpret_cast<const uint8_t*>(starts + 4 * kRegisters);
       unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
         constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
@@ -206,7 +209,7 @@ template <class Tile, int Rows, bool Affine, int Pass>
           load_rows(factors + 64 * four, value);
           add_scaled(y, min, value);
         }
-        store_rows(acc + 4 * kRegisters * q + 16 * four, y);
+        store_rows(acc + kQuarterFloats * q + 16 * four, y);
       });
     });
     starts += kRegisters * (Affine ? 8 : 4);
@@ -227,8 +230,8 @@ void run_tiles(const TileArgs& all) {
     }
     args.a += args.groups * args.group_blocks * registers_of(Rows) * kBlockInputs;
     args.starts += args.groups * registers_of(Rows) * (Affine ? 8 : 4);
-    args.acc += registers_of(Rows) * kPanelRows;
-    args.parts += registers_of(Rows) * kPanelRows;
+    args.acc += kTileFloats;
+    args.parts += kTileFloats;
   }
 }
 

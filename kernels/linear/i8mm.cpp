@@ -102,11 +102,11 @@ struct MatrixTile {
     sum0 = sum1 = vcombine_s32(vget_low_s32(sum0), vget_low_s32(sum1));
   }
 
-  // Two rows of float sums, of quarters that are `next` floats apart.
-  [[gnu::always_inline]] static void rows(const float* acc, int64_t next, float32x4_t (&y)[2][kQuarters]) {
+  // Two rows of float sums.
+  [[gnu::always_inline]] static void rows(const float* acc, float32x4_t (&y)[2][kQuarters]) {
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-      const float64x2_t pair0 = vreinterpretq_f64_f32(vld1q_f32(acc + q * next));
-      const float64x2_t pair1 = vreinterpretq_f64_f32(vld1q_f32(acc + q * next + 4));
+      float64x2_t pair0, pair1;
+      load_pair(acc, q * kQuarterFloats * 4, pair0, pair1);
       y[0][q] = vreinterpretq_f32_f64(vzip1q_f64(pair0, pair1));
       y[1][q] = vreinterpretq_f32_f64(vzip2q_f64(pair0, pair1));
     });

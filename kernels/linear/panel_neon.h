@@ -27,16 +27,17 @@ struct Heads {
   float32x4_t row_scale[kQuarters], row_sum[kQuarters], bias[kQuarters];
 };
 
+// 16 float32 values: row scales, row sums, biases.
+[[gnu::always_inline]] inline const uint8_t* head(const LinearArgs& args, int64_t panel, int which) {
+  return args.panels + panel * args.layout.panel_bytes + args.layout.head_offset + 4 * which * kPanelRows;
+}
+
 [[gnu::always_inline]] inline Heads load_heads(const LinearArgs& args, int64_t panel) {
-  const uint8_t* at = args.panels + panel * args.layout.panel_bytes + args.layout.head_offset;
-  const auto load = [&](int head, int q) __attribute__((always_inline)) {
-    return vreinterpretq_f32_u8(vld1q_u8(at + 4 * (head * kPanelRows + 4 * q)));
-  };
   Heads heads;
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-    heads.row_scale[q] = load(0, q);
-    heads.row_sum[q] = load(1, q);
-    heads.bias[q] = load(2, q);
+    heads.row_scale[q] = vreinterpretq_f32_u8(vld1q_u8(head(args, panel, 0) + 16 * q));
+    heads.row_sum[q] = vreinterpretq_f32_u8(vld1q_u8(head(args, panel, 1) + 16 * q));
+    heads.bias[q] = vreinterpretq_f32_u8(vld1q_u8(head(args, panel, 2) + 16 * q));
   });
   return heads;
 }
