@@ -64,11 +64,12 @@ template <int Rows, class Vector>
   });
 }
 
-template <int Rows, class Vector>
+// `At`: where, in bytes from `to`.
+template <int At = 0, int Rows, class Vector>
 [[gnu::always_inline]] inline void store_rows(void* to, const Vector (&v)[Rows]) {
   unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
     constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
-    store_pair<kNext != kRow>(to, 16 * kRow, v[kRow], v[kNext]);
+    store_pair<kNext != kRow>(to, At + 16 * kRow, v[kRow], v[kNext]);
   });
 }
 
@@ -164,12 +165,17 @@ template <class Tile, int Rows, bool Affine, int Pass>
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
   const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
-  const int32_t* starts = args.starts;
+  const uint8_t* starts = reinterpret_cast<const uint8_t*>(args.starts);
   float* acc = args.acc + kQuarterFloats * quarter;
   int64_t groups = args.groups;
   do {
     int32x4_t sums[Pass][Rows];
-    unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(starts, sums[q]); });
+    const uint8_t* from;
+    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+      from = starts;
+      next_rows<Rows, 16 + 16 / Pass * q>(from, sums[q]);
+    });
+    starts = from;
     int64_t blocks = args.group_blocks;
     do {
       add_block<Tile>(a, weights, sums);
@@ -194,11 +200,11 @@ template <class Tile, int Rows, bool Affine, int Pass>
         unroll<Rows>([&](auto i) __attribute__((always_inline)) { values[q][i] = vcvtq_f32_s32(sums[q][i]); });
       });
     }
+    const uint8_t* old;
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
       float32x4_t scale[Tile::kScales], min[Tile::kScales];
       next_scales<Tile, Affine, Pass, q>(scales, scale, min);
-      const uint8_t* old = reinterpret_cast<const uint8_t*>(acc + kQuarterFloats * q);
-      const uint8_t* const factors = reinterpret_cast<const uint8_t*>(starts + 4 * kRegisters);
+      if constexpr (q == 0 || kRegisters != kTileRows) old = reinterpret_cast<uint8_t*>(acc + kQuarterFloats * q);
       unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
         constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
         float32x4_t y[kRows], value[kRows];
@@ -206,13 +212,13 @@ template <class Tile, int Rows, bool Affine, int Pass>
         unroll<kRows>([&](auto i) __attribute__((always_inline)) { value[i] = values[q][kFirst + i]; });
         add_scaled(y, scale, value);
         if constexpr (Affine) {
-          load_rows(factors + 64 * four, value);
+          load_rows(starts + 64 * four, value);
           add_scaled(y, min, value);
         }
-        store_rows(acc + kQuarterFloats * q + 16 * four, y);
+        store_rows<kQuarterFloats * 4 * q + 64 * four>(acc, y);
       });
     });
-    starts += kRegisters * (Affine ? 8 : 4);
+    if constexpr (Affine) starts += 16 * kRegisters;
   } while (--groups != 0);
 }
 
