@@ -129,31 +129,44 @@ template <class Tile, int Rows, bool Affine, int Pass>
     return args.acc + kQuarterFloats * (quarter + q);
   };
   unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(acc(q), y[q]); });
-  int64_t groups = args.groups;
-  do {
+  const auto settle = [](auto& sums) __attribute__((always_inline)) {
+    if constexpr (Pass == 1) {
+      pin<Rows, 24>(sums);
+    } else {
+      in_order(sums);
+    }
+  };
+  const auto next_group = [&]() __attribute__((always_inline)) {
     int32x4_t sums[Pass][Rows];
     const uint8_t* from;
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
       from = starts;
-      next_rows<Rows, 16 + 4 * (q % 2)>(from, sums[q]);
+      next_rows<Rows, 16 + 4 * q>(from, sums[q]);
     });
     starts = from;
     add_block<Tile>(a, weights, sums);
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
       float32x4_t values[Rows], scale[Tile::kScales], min[Tile::kScales];
+      pin<(Pass == 1 || Rows < 4 ? Rows : 4), 16 + 4 * q>(sums[q]);
       next_scales<Tile, Affine, Pass, q>(scales, scale, min);
       to_float(sums[q], values);
       add_scaled(y[q], scale, values);
-      in_order(y[q]);
+      settle(y[q]);
       if constexpr (Affine) {
         from = starts;
         next_rows<Rows, 16>(from, values);
         add_scaled(y[q], min, values);
-        in_order(y[q]);
+        settle(y[q]);
       }
     });
     starts = from;
-  } while (--groups != 0);
+  };
+  // Two in a turn, which saves half of the loop's own instructions.
+  for (int64_t pairs = args.groups / 2; pairs != 0; --pairs) {
+    next_group();
+    next_group();
+  }
+  if (args.groups % 2 != 0) next_group();
   unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(acc(q), y[q]); });
 }
 
@@ -204,7 +217,7 @@ template <class Tile, int Rows, bool Affine, int Pass>
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
       float32x4_t scale[Tile::kScales], min[Tile::kScales];
       next_scales<Tile, Affine, Pass, q>(scales, scale, min);
-      if constexpr (q == 0 || kRegisters != kTileRows) old = reinterpret_cast<uint8_t*>(acc + kQuarterFloats * q);
+      if constexpr (q == 0 || Rows != kTileRows) old = reinterpret_cast<uint8_t*>(acc + kQuarterFloats * q);
       unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
         constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
         float32x4_t y[kRows], value[kRows];
