@@ -39,16 +39,19 @@
 namespace lowbit {
 namespace {
 
-constexpr int kChunkRows = 32;
+constexpr int kChunkRows = 64;
 constexpr int kChunkPanels = 8;
 
 struct Scratch {
   alignas(64) uint8_t weights[2 * kHalvesBytes];
   alignas(64) uint8_t a[kChunkRows * kPieceBlocks * kBlockInputs];
-  alignas(64) int32_t starts[kChunkRows * kPieceBlocks * 8];
+  alignas(64) int32_t starts[kChunkRows * (1 + kPieceBlocks) * 8];
   alignas(64) float scales[kPieceBlocks * kPanelRows * 2];
   alignas(64) float acc[kChunkPanels * kChunkRows * kPanelRows];
-  alignas(64) int32_t parts[kChunkPanels * kChunkRows * kPanelRows];
+
+  // The int32 sums of a group that is longer than a piece: behind its starts, where those of other groups would lie.
+  int32_t* parts() { return starts + kChunkRows * 8; }
+  static_assert(kChunkPanels * kPanelRows <= kPieceBlocks * 8);
 };
 
 // Two quarters of a block, for Unpack::lines(): the eight lines as bytes.
@@ -272,7 +275,7 @@ struct Gemm {
         width.unpack(packed, piece, scratch);
         for (int b = 0; b < count; ++b) {
           bands[b].piece.acc = scratch.acc + p * panel_floats + bands[b].tile * kTileFloats;
-          bands[b].piece.parts = scratch.parts + p * panel_floats + bands[b].tile * kTileFloats;
+          bands[b].piece.parts = scratch.parts() + p * panel_floats + bands[b].tile * kTileFloats;
           bands[b].run(bands[b].piece);
         }
       }
