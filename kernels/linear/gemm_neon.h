@@ -280,29 +280,40 @@ struct Gemm {
         }
       }
     }
-    const LinearArgs call = args;  // stores to the output cannot change a copy, so it is not read again for every row
-    with_dtype(call.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
+    with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
       for (int64_t p = 0; p < panels; ++p) {
-        Heads heads = load_heads(call, panel + p);
+        const int64_t columns = args.layout.n - (panel + p) * kPanelRows;
         const float* acc = scratch.acc + p * panel_floats;
-        int64_t i = 0;
-        for (int b = 0; b < count; ++b) {
-          for (int64_t tile = 0; tile < bands[b].tiles; ++tile, acc += kTileFloats) {
-            const int64_t height = rows - i < bands[b].height ? rows - i : bands[b].height;
-            for (int64_t r = 0; r < height; r += Tile::kRowStep) {
-              float32x4_t y[Tile::kRowStep][kQuarters];
-              Tile::rows(acc + 4 * r, y);
-              unroll<Tile::kRowStep>([&](auto next) __attribute__((always_inline)) {
-                const int64_t at = r + next < height ? r + next : r;
-                load_bias(call, panel + p, heads);  // an fma overwrites it, and copies are more instructions
-                store_outputs<dtype()>(call, panel + p, row + i + at, heads, y[next]);
-              });
-            }
-            i += height;
-          }
+        if (columns >= kPanelRows) {
+          finish<dtype()>(acc, panel + p, row, rows, bands, Index<kPanelRows>{});
+        } else {
+          finish<dtype()>(acc, panel + p, row, rows, bands, columns);
         }
       }
     });
+  }
+
+  // The outputs of a panel.
+  template <DType T, class Columns>
+  [[gnu::always_inline]] void finish(const float* acc, int64_t panel, int64_t row, int64_t rows, const Band* band,
+                                     Columns columns) const {
+    const LinearArgs call = args;  // stores to the output cannot change a copy, so it is not read again for every row
+    Heads heads = load_heads(call, panel);
+    for (const int64_t end = row + rows; row < end; ++band) {
+      for (int64_t tile = 0; tile < band->tiles; ++tile, acc += kTileFloats) {
+        const int64_t tile_end = end - row < band->height ? end : row + band->height;
+        for (const float* sums = acc; row < tile_end; row += Tile::kRowStep, sums += 4 * Tile::kRowStep) {
+          float32x4_t y[Tile::kRowStep][kQuarters];
+          Tile::rows(sums, y);
+          unroll<Tile::kRowStep>([&](auto next) __attribute__((always_inline)) {
+            if (next != 0 && row + next == tile_end) return;  // a copy of the last row
+            load_bias(call, panel, heads);  // an fma overwrites it, and copies are more instructions
+            store_outputs<T>(call, panel, row + next, heads, y[next], columns);
+          });
+        }
+        row = tile_end;
+      }
+    }
   }
 
   void run() {

@@ -42,17 +42,22 @@ struct Heads {
   return heads;
 }
 
-// The outputs of a row of m and a panel, from their sums over all groups.
+// The outputs of a row of m and a panel, from their sums over all groups; the first `columns` of them.
 template <DType T>
 [[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
-                                                 const Heads& heads, float32x4_t (&y)[kQuarters]) {
+                                                 const Heads& heads, float32x4_t (&y)[kQuarters], int64_t columns) {
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
     const float32x4_t corrected = vfmsq_n_f32(y[q], heads.row_sum[q], args.zeros[row]);
     const float32x4_t scale = vmulq_n_f32(heads.row_scale[q], args.scales[row]);
     y[q] = vfmaq_f32(heads.bias[q], scale, corrected);
   });
-  const int64_t column = panel * kPanelRows;
-  store_first<T>(args.out, row * args.out_stride + column, y, args.layout.n - column);
+  store_first<T>(args.out, row * args.out_stride + panel * kPanelRows, y, columns);
+}
+
+template <DType T>
+[[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
+                                                 const Heads& heads, float32x4_t (&y)[kQuarters]) {
+  store_outputs<T>(args, panel, row, heads, y, args.layout.n - panel * kPanelRows);
 }
 
 template <class Body>
