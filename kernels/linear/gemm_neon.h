@@ -118,29 +118,42 @@ template <class Tile, int Rows, bool Affine>
 template <class Tile, int Bits, bool Affine>
 [[gnu::noinline]] void unpack(const uint8_t* block, const TileArgs& piece, Scratch& scratch) {
   uint8_t* halves[2] = {scratch.weights, scratch.weights + kHalvesBytes};
-  float* scales = scratch.scales;
+  uint8_t* scales = reinterpret_cast<uint8_t*>(scratch.scales);
+  const auto unpack_block = [&]() __attribute__((always_inline)) {
+    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+      Pair line[kBlockLines];
+      Unpack<Bits>::lines(BytePairs<Bits, Affine>{block + 32 * pair, line});
+      Tile::store_pairs(halves, line);  // moves on
+    });
+    block += Bits * kLineBytes;
+  };
+  const auto unpack_scales = [&]() __attribute__((always_inline)) {
+    const Scales scale = load_scales(block), min = Affine ? load_scales(block + 2 * kPanelRows) : scale;
+    if constexpr (Affine) {
+      Four<16>::store(scales, scale.q[0], min.q[0], scale.q[1], min.q[1]);
+      Four<20>::store(scales, scale.q[2], min.q[2], scale.q[3], min.q[3]);
+    } else {
+      Four<16>::store(scales, scale.q[0], scale.q[1], scale.q[2], scale.q[3]);
+    }
+    block += (Affine ? 4 : 2) * kPanelRows;
+  };
+  int64_t groups = piece.groups;
   const int64_t group_blocks = piece.group_blocks;
   const bool ends = piece.ends;
-  for (int64_t groups = piece.groups; groups != 0; --groups) {
+  if (group_blocks == 1 && ends) {
+    do {
+      unpack_block();
+      unpack_scales();
+    } while (--groups != 0);
+    return;
+  }
+  do {
     int64_t blocks = group_blocks;
     do {
-      unroll<2>([&](auto pair) __attribute__((always_inline)) {
-        Pair line[kBlockLines];
-        Unpack<Bits>::lines(BytePairs<Bits, Affine>{block + 32 * pair, line});
-        Tile::store_pairs(halves, line);  // moves on
-      });
-      block += Bits * kLineBytes;
+      unpack_block();
     } while (--blocks != 0);
-    if (!ends) return;
-    const Scales scale = load_scales(block), min = Affine ? load_scales(block + 2 * kPanelRows) : scale;
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-      constexpr int kLanes = Affine ? 8 : 4;
-      vst1q_f32(scales + kLanes * q, scale.q[q]);
-      if constexpr (Affine) vst1q_f32(scales + kLanes * q + 4, min.q[q]);
-    });
-    scales += kPanelRows * (Affine ? 2 : 1);
-    block += (Affine ? 4 : 2) * kPanelRows;
-  }
+    if (ends) unpack_scales();
+  } while (--groups != 0);
 }
 
 // What depends on the width.

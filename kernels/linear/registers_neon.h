@@ -56,12 +56,10 @@ struct Four;
         v[3] = v3;                                                                                     \
       }                                                                                                \
     }                                                                                                  \
-    [[gnu::always_inline]] static void store(uint8_t*& at, uint8x16_t a, uint8x16_t b, uint8x16_t c,   \
-                                             uint8x16_t d) {                                           \
-      register uint8x16_t v0 __asm__("v" #first) = a;                                                  \
-      register uint8x16_t v1 __asm__("v" #second) = b;                                                 \
-      register uint8x16_t v2 __asm__("v" #third) = c;                                                  \
-      register uint8x16_t v3 __asm__("v" #fourth) = d;                                                 \
+    template <class Vector>                                                                            \
+    [[gnu::always_inline]] static void store(uint8_t*& at, Vector a, Vector b, Vector c, Vector d) {   \
+      register Vector v0 __asm__("v" #first) = a, v1 __asm__("v" #second) = b;                         \
+      register Vector v2 __asm__("v" #third) = c, v3 __asm__("v" #fourth) = d;                         \
       __asm__ volatile("st1 {%1.16b, %2.16b, %3.16b, %4.16b}, [%0], #64"                               \
                        : "+r"(at) : "w"(v0), "w"(v1), "w"(v2), "w"(v3) : "memory");                    \
     }                                                                                                  \
