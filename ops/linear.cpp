@@ -19,8 +19,8 @@ constexpr int64_t kClaimValues = 1 << 13;
 constexpr int64_t kClaimProducts = 1 << 14;
 // A kernel for many rows prepares the activations of a claim once, for up to so many panels.
 constexpr int64_t kClaimPanels = 8;
-// The activations of a band stay in a second-level cache while the weights stream past them; bands have whole chunks of
-// rows, for which kernels unpack a panel once.
+// The activations of a band stay in a second-level cache while the weights stream past them; kernels unpack a panel once
+// for so many rows or more, so bands have about a multiple of them.
 constexpr int64_t kBandBytes = 256 << 10;
 constexpr int64_t kBandRows = 32;
 // So many tiles per thread, if there can be: bands get shorter when there are few panels.

@@ -1,7 +1,7 @@
 // quantize_neon: one activation row to int8 and its group sums, 16 values at a time. Formula and edge cases: ukernel.h.
 //
-//   pass 1   the range, by integer maxima of values as they lie in memory; a NaN in the row is an end of it, so that the
-//            range itself tells whether the row is finite
+//   pass 1   the range, by integer maxima of the values as they lie in memory; a NaN becomes an end of it, so that
+//            the range itself tells whether the row is finite
 //   pass 2   a = sat8(fcvtns(fma(x, inv, z))): rounded to nearest, ties to even, in four registers of four values
 //
 // A rounded value lies in [-129, 128], give or take a rounding error, so the step from 32 to 16 bits needs no

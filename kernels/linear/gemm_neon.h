@@ -2,7 +2,7 @@
 // instructions that multiply, and the order of rows that they need; gemm_tiles_neon.h has the loops around them, this
 // header everything else.
 //
-//   up to 32 rows of m x up to 8 panels, their float sums in a scratch on the stack:
+//   up to 64 rows of m x up to 8 panels, their float sums in a scratch on the stack:
 //     for each piece of k, at most 512 inputs (whole groups, or a part of a long group):
 //       the rows' activations and group sums are copied in the order in which tiles read them     once for all panels
 //       for each panel: codes are unpacked to bytes, scales to float32                            once for all rows
@@ -17,19 +17,27 @@
 // Everything a tile reads lies in the order in which it is read, and ld1 takes 64 bytes and moves the pointer on.
 // Starts are stored for every lane: four of them are one load then instead of four dup, which would take pipes of
 // the products. The float sums stay in the order of a tile's registers until the heads.
-// Instructions per 128 weights and row (a unit) of a tile of 8 rows, GCC 12; docs/arm_cost.md has what comes out:
+// Instructions per 128 weights and row (a unit) of a tile of 8 rows, symmetric, GCC 12, from the disassembly, which has
+// no spills (nor has Clang 19's); docs/arm_cost.md has what comes out:
 //   groups of one block   the products (8 sdot or 4 smmla), 6/8 loads of weights and activations
-//                         per group: 2/8 loads of starts, 2 (convert, fma), 1/8 load of scales, 2/8 loop
+//                         per group: 2/8 loads of starts, 2 (convert, fma), 1/8 load of scales, 1/8 loop
+//                         2/10 for the float sums and pointers at both ends of a piece
 //   longer ones           the products, 8/16 loads of weights and activations, 2/16 loop per block
-//                         per group (of n blocks): (8 loads of starts, 32 convert and fma, 12 for float sums in memory,
+//                         per group (of n blocks): (5 loads of starts, 32 convert and fma, 13 for float sums in memory,
 //                         2 loads of scales, 4 loop) / 16 n
-//   once per call         about 1/2 for activations, heads and the driver, at 1024 inputs
-//   unpacking, divided by m: 17 at 4 bits, 10 at 8, 23 to 26 at the others
-// 12 rows would save 0.2 of a unit, but most m are no multiple of that. Convert and fma cannot go: the order of float
-// operations is the contract. So 16 rows stay at about 13.5 (sdot) and 9.5 (smmla) instructions at 4 bits and groups of
-// 32, and at 11 and 7.4 at groups of 128, where the products alone and their loads are 8.6 and 4.6.
+//                         1.5/10 for the ends of a piece (sdot: 2.7/10)
+//   once per call         1/10 to 2/10 copying activations and starts, 3/10 to 4/10 heads and driver, at 1024 inputs
+//   unpacking, / m        bits    1     2     3     4     5     6     7     8
+//                         smmla   22.4  18.8  21.4  15.8  22.3  20.8  24.3  9.8   sdot 2 less (st1 of 4 registers for
+//                                                                                 st2); groups of 32: 0.6 more (scales)
+//     of which a block of 4 units has 2 ldp per bit, 4 times 16, 12, 14, 8, 14, 12, 14, 0 to make bytes, 16 st2
+// Without a single instruction for loops and pointers, 16 rows at groups of 128 would be at 5.6 (smmla) or 9.6 (sdot)
+// and a 16th of the unpacking: for 1 to 8 bits 6.9 6.7 6.8 6.5 6.9 6.8 6.9 6.1 with smmla, 10.7 10.5 10.7 10.3 10.7
+// 10.6 10.8 9.9 with sdot. So 6.5 and 10.5 are for more rows, and met at 64. Convert and fma cannot go: the order of
+// float operations is the contract. Tiles of 12 rows would save 0.2, but most m are no multiple of that. Making bytes
+// of 1 bit by tables (tbl) would save 6 of its 22, at half the rate: by the model it takes up to 20 % more cycles.
 //
-// The scratch takes 74 KB of the stack, of which a tile, a panel and a piece use 18 KB at a time (weights 8,
+// The scratch takes 108 KB of the stack, of which a tile, a panel and a piece use 18 KB at a time (weights 8,
 // activations 4, starts 2 to 4, scales 1 to 2): they stay in a first-level cache. A group that is longer than a piece
 // keeps its int32 sums there.
 #pragma once

@@ -87,8 +87,8 @@ template <int Count, int First, class Vector>
   }
 }
 
-// Nothing that is behind this is done before it, and `v` is in registers named from v<First> on then. For values that are
-// loaded into them and replaced in a loop: GCC would copy them to others.
+// Nothing that is behind this is done before it, and `v` is in registers named from v<First> on then. For values that
+// loops load into them and replace: GCC would copy them to others.
 template <int Count, int First, class Vector>
 [[gnu::always_inline]] inline void pin(Vector* v) {
   unroll<(Count + 3) / 4>([&](auto four) __attribute__((always_inline)) {
