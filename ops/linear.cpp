@@ -19,9 +19,10 @@ constexpr int64_t kClaimValues = 1 << 13;
 constexpr int64_t kClaimProducts = 1 << 14;
 // A kernel for many rows prepares the activations of a claim once, for up to so many panels.
 constexpr int64_t kClaimPanels = 8;
-// The activations of a band stay in a cache while the weights stream past them, once per band; bands have whole chunks of
-// rows, for which kernels unpack a panel once. On x86 a band may fill a second-level cache and more: there 128 rows of
-// 14336 inputs were 1.2 times faster in bands of 2 MiB than of 256 KiB (Zen 4). On Arm that cache is smaller as a rule.
+// The activations of a band stay in a cache while the weights stream past them, once per band; kernels unpack a panel once
+// for so many rows or more, so bands have about a multiple of them. On x86 a band may fill a second-level cache and more:
+// there 128 rows of 14336 inputs were 1.2 times faster in bands of 2 MiB than of 256 KiB (Zen 4). On Arm that cache is
+// smaller as a rule.
 #if defined(__x86_64__)
 constexpr int64_t kBandBytes = 2 << 20;
 #else

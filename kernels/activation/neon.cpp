@@ -1,7 +1,7 @@
 // quantize_neon: one activation row to int8 and its group sums, 16 values at a time. Formula and edge cases: ukernel.h.
 //
-//   pass 1   lo = fmin(lo, x), hi = fmax(hi, x), which keep a NaN once they have met one, so that the range itself
-//            tells whether the row is finite
+//   pass 1   the range, by integer maxima of the values as they lie in memory; a NaN becomes an end of it, so that
+//            the range itself tells whether the row is finite
 //   pass 2   a = sat8(fcvtns(fma(x, inv, z))): rounded to nearest, ties to even, in four registers of four values
 //
 // A rounded value lies in [-129, 128], give or take a rounding error, so the step from 32 to 16 bits needs no
@@ -49,14 +49,43 @@ template <DType T>
   return load16<T>(buffer, 0);
 }
 
+// The least and the greatest value and 0, by integers: as unsigned ones, negative values are above all others, in the
+// reverse order; as signed ones, the others are, in order. NaN is beyond infinity on both sides.
+template <DType T>
 struct Range {
-  float32x4_t lo0, lo1, hi0, hi1;
+  uint8x16_t lo[2] = {}, hi[2] = {};
 
-  [[gnu::always_inline]] void add(const Values& x) {
-    lo0 = vminq_f32(vminq_f32(lo0, x.q0), x.q2);
-    lo1 = vminq_f32(vminq_f32(lo1, x.q1), x.q3);
-    hi0 = vmaxq_f32(vmaxq_f32(hi0, x.q0), x.q2);
-    hi1 = vmaxq_f32(vmaxq_f32(hi1, x.q1), x.q3);
+  template <int I>
+  [[gnu::always_inline]] void add(uint8x16_t x) {
+    if constexpr (T == DType::f32) {
+      const uint32x4_t u = vmaxq_u32(vreinterpretq_u32_u8(lo[I]), vreinterpretq_u32_u8(x));
+      const int32x4_t s = vmaxq_s32(vreinterpretq_s32_u8(hi[I]), vreinterpretq_s32_u8(x));
+      lo[I] = vreinterpretq_u8_u32(u), hi[I] = vreinterpretq_u8_s32(s);
+    } else {
+      const uint16x8_t u = vmaxq_u16(vreinterpretq_u16_u8(lo[I]), vreinterpretq_u16_u8(x));
+      const int16x8_t s = vmaxq_s16(vreinterpretq_s16_u8(hi[I]), vreinterpretq_s16_u8(x));
+      lo[I] = vreinterpretq_u8_u16(u), hi[I] = vreinterpretq_u8_s16(s);
+    }
+  }
+
+  // Or GCC computes in other registers and copies.
+  [[gnu::always_inline]] void settle() {
+    __asm__("" : "+w"(lo[0]), "+w"(lo[1]), "+w"(hi[0]), "+w"(hi[1]));
+  }
+
+  [[gnu::always_inline]] void reduce(float& least, float& greatest) {
+    add<0>(lo[1]);  // neither changes the other's result
+    add<0>(hi[1]);
+    if constexpr (T == DType::f32) {
+      const uint32_t u = vmaxvq_u32(vreinterpretq_u32_u8(lo[0]));
+      least = u >> 31 != 0 ? float_from_bits(u) : 0.0f;
+      greatest = float_from_bits(static_cast<uint32_t>(vmaxvq_s32(vreinterpretq_s32_u8(hi[0]))));
+    } else {
+      const uint16_t u = vmaxvq_u16(vreinterpretq_u16_u8(lo[0]));
+      const int16_t s = vmaxvq_s16(vreinterpretq_s16_u8(hi[0]));
+      least = u >> 15 != 0 ? load_as_f32(&u, T, 0) : 0.0f;
+      greatest = load_as_f32(&s, T, 0);
+    }
   }
 };
 
@@ -82,19 +111,23 @@ struct Range {
 }
 
 template <DType T>
-[[gnu::always_inline]] inline Range find_range(const void* x, int64_t k) {
-  const float32x4_t none = vdupq_n_f32(0.0f);
-  Range range{none, none, none, none};
-  int64_t i = 0;
-  for (; i + 2 * kStep <= k; i += 2 * kStep) {
-    range.add(load16<T>(x, i));
-    range.add(load16<T>(x, i + kStep));
+[[gnu::always_inline]] inline Range<T> find_range(const void* x, int64_t k) {
+  Range<T> range;
+  const auto* at = static_cast<const uint8_t*>(x);
+  int64_t bytes = k * size_of(T);
+  for (; bytes >= 128; bytes -= 128, at += 128) {
+    for (int i = 0; i < 128; i += 32) {
+      range.template add<0>(vld1q_u8(at + i));
+      range.template add<1>(vld1q_u8(at + i + 16));
+    }
+    range.settle();
   }
-  if (i + kStep <= k) {
-    range.add(load16<T>(x, i));
-    i += kStep;
+  for (; bytes >= 16; bytes -= 16, at += 16) range.template add<0>(vld1q_u8(at));
+  if (bytes > 0) {
+    uint8_t buffer[16] = {};
+    std::memcpy(buffer, at, static_cast<size_t>(bytes));
+    range.template add<0>(vld1q_u8(buffer));
   }
-  if (i < k) range.add(load_first<T>(x, i, k - i));
   return range;
 }
 
@@ -106,9 +139,8 @@ void quantize(const QuantizeArgs& args) {
   int32_t* group_sum = args.group_sums;
   const int64_t k = args.k, group_inputs = args.group_inputs, k_padded = args.k_padded;
 
-  const Range range = find_range<T>(x, k);
-  const float lo = vminvq_f32(vminq_f32(range.lo0, range.lo1));
-  const float hi = vmaxvq_f32(vmaxq_f32(range.hi0, range.hi1));
+  float lo, hi;
+  find_range<T>(x, k).reduce(lo, hi);
   float scale = hi / 255.0f - lo / 255.0f;
   const bool finite = lo >= -0x1.fffffep127f && hi <= 0x1.fffffep127f;  // false for NaN
   if (!finite || scale < 0x1p-126f) {

@@ -2,7 +2,7 @@
 // instructions that multiply, and the order of rows that they need; gemm_tiles_neon.h has the loops around them, this
 // header everything else.
 //
-//   up to 32 rows of m x up to 8 panels, their float sums in a scratch on the stack:
+//   up to 64 rows of m x up to 8 panels, their float sums in a scratch on the stack:
 //     for each piece of k, at most 512 inputs (whole groups, or a part of a long group):
 //       the rows' activations and group sums are copied in the order in which tiles read them     once for all panels
 //       for each panel: codes are unpacked to bytes, scales to float32                            once for all rows
@@ -17,19 +17,27 @@
 // Everything a tile reads lies in the order in which it is read, and ld1 takes 64 bytes and moves the pointer on.
 // Starts are stored for every lane: four of them are one load then instead of four dup, which would take pipes of
 // the products. The float sums stay in the order of a tile's registers until the heads.
-// Instructions per 128 weights and row (a unit) of a tile of 8 rows, GCC 12; docs/arm_cost.md has what comes out:
+// Instructions per 128 weights and row (a unit) of a tile of 8 rows, symmetric, GCC 12, from the disassembly, which has
+// no spills (nor has Clang 19's); docs/arm_cost.md has what comes out:
 //   groups of one block   the products (8 sdot or 4 smmla), 6/8 loads of weights and activations
-//                         per group: 2/8 loads of starts, 2 (convert, fma), 1/8 load of scales, 2/8 loop
+//                         per group: 2/8 loads of starts, 2 (convert, fma), 1/8 load of scales, 1/8 loop
+//                         2/10 for the float sums and pointers at both ends of a piece
 //   longer ones           the products, 8/16 loads of weights and activations, 2/16 loop per block
-//                         per group (of n blocks): (8 loads of starts, 32 convert and fma, 12 for float sums in memory,
+//                         per group (of n blocks): (5 loads of starts, 32 convert and fma, 13 for float sums in memory,
 //                         2 loads of scales, 4 loop) / 16 n
-//   once per call         about 1/2 for activations, heads and the driver, at 1024 inputs
-//   unpacking, divided by m: 17 at 4 bits, 10 at 8, 23 to 26 at the others
-// 12 rows would save 0.2 of a unit, but most m are no multiple of that. Convert and fma cannot go: the order of float
-// operations is the contract. So 16 rows stay at about 13.5 (sdot) and 9.5 (smmla) instructions at 4 bits and groups of
-// 32, and at 11 and 7.4 at groups of 128, where the products alone and their loads are 8.6 and 4.6.
+//                         1.5/10 for the ends of a piece (sdot: 2.7/10)
+//   once per call         1/10 to 2/10 copying activations and starts, 3/10 to 4/10 heads and driver, at 1024 inputs
+//   unpacking, / m        bits    1     2     3     4     5     6     7     8
+//                         smmla   22.4  18.8  21.4  15.8  22.3  20.8  24.3  9.8   sdot 2 less (st1 of 4 registers for
+//                                                                                 st2); groups of 32: 0.6 more (scales)
+//     of which a block of 4 units has 2 ldp per bit, 4 times 16, 12, 14, 8, 14, 12, 14, 0 to make bytes, 16 st2
+// Without a single instruction for loops and pointers, 16 rows at groups of 128 would be at 5.6 (smmla) or 9.6 (sdot)
+// and a 16th of the unpacking: for 1 to 8 bits 6.9 6.7 6.8 6.5 6.9 6.8 6.9 6.1 with smmla, 10.7 10.5 10.7 10.3 10.7
+// 10.6 10.8 9.9 with sdot. So 6.5 and 10.5 are for more rows, and met at 64. Convert and fma cannot go: the order of
+// float operations is the contract. Tiles of 12 rows would save 0.2, but most m are no multiple of that. Making bytes
+// of 1 bit by tables (tbl) would save 6 of its 22, at half the rate: by the model it takes up to 20 % more cycles.
 //
-// The scratch takes 74 KB of the stack, of which a tile, a panel and a piece use 18 KB at a time (weights 8,
+// The scratch takes 108 KB of the stack, of which a tile, a panel and a piece use 18 KB at a time (weights 8,
 // activations 4, starts 2 to 4, scales 1 to 2): they stay in a first-level cache. A group that is longer than a piece
 // keeps its int32 sums there.
 #pragma once
@@ -39,17 +47,19 @@
 namespace lowbit {
 namespace {
 
-constexpr int kTileRows = 8;
-constexpr int kChunkRows = 32;
+constexpr int kChunkRows = 64;
 constexpr int kChunkPanels = 8;
 
 struct Scratch {
   alignas(64) uint8_t weights[2 * kHalvesBytes];
   alignas(64) uint8_t a[kChunkRows * kPieceBlocks * kBlockInputs];
-  alignas(64) int32_t starts[kChunkRows * kPieceBlocks * 8];
+  alignas(64) int32_t starts[kChunkRows * (1 + kPieceBlocks) * 8];
   alignas(64) float scales[kPieceBlocks * kPanelRows * 2];
   alignas(64) float acc[kChunkPanels * kChunkRows * kPanelRows];
-  alignas(64) int32_t parts[kChunkPanels * kChunkRows * kPanelRows];
+
+  // The int32 sums of a group that is longer than a piece: behind its starts, where those of other groups would lie.
+  int32_t* parts() { return starts + kChunkRows * 8; }
+  static_assert(kChunkPanels * kPanelRows <= kPieceBlocks * 8);
 };
 
 // Two quarters of a block, for Unpack::lines(): the eight lines as bytes.
@@ -116,29 +126,42 @@ template <class Tile, int Rows, bool Affine>
 template <class Tile, int Bits, bool Affine>
 [[gnu::noinline]] void unpack(const uint8_t* block, const TileArgs& piece, Scratch& scratch) {
   uint8_t* halves[2] = {scratch.weights, scratch.weights + kHalvesBytes};
-  float* scales = scratch.scales;
+  uint8_t* scales = reinterpret_cast<uint8_t*>(scratch.scales);
+  const auto unpack_block = [&]() __attribute__((always_inline)) {
+    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+      Pair line[kBlockLines];
+      Unpack<Bits>::lines(BytePairs<Bits, Affine>{block + 32 * pair, line});
+      Tile::store_pairs(halves, line);  // moves on
+    });
+    block += Bits * kLineBytes;
+  };
+  const auto unpack_scales = [&]() __attribute__((always_inline)) {
+    const Scales scale = load_scales(block), min = Affine ? load_scales(block + 2 * kPanelRows) : scale;
+    if constexpr (Affine) {
+      Four<16>::store(scales, scale.q[0], min.q[0], scale.q[1], min.q[1]);
+      Four<20>::store(scales, scale.q[2], min.q[2], scale.q[3], min.q[3]);
+    } else {
+      Four<16>::store(scales, scale.q[0], scale.q[1], scale.q[2], scale.q[3]);
+    }
+    block += (Affine ? 4 : 2) * kPanelRows;
+  };
+  int64_t groups = piece.groups;
   const int64_t group_blocks = piece.group_blocks;
   const bool ends = piece.ends;
-  for (int64_t groups = piece.groups; groups != 0; --groups) {
+  if (group_blocks == 1 && ends) {
+    do {
+      unpack_block();
+      unpack_scales();
+    } while (--groups != 0);
+    return;
+  }
+  do {
     int64_t blocks = group_blocks;
     do {
-      unroll<2>([&](auto pair) __attribute__((always_inline)) {
-        Pair line[kBlockLines];
-        Unpack<Bits>::lines(BytePairs<Bits, Affine>{block + 32 * pair, line});
-        Tile::store_pairs(halves, line);  // moves on
-      });
-      block += Bits * kLineBytes;
+      unpack_block();
     } while (--blocks != 0);
-    if (!ends) return;
-    const Scales scale = load_scales(block), min = Affine ? load_scales(block + 2 * kPanelRows) : scale;
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-      constexpr int kLanes = Affine ? 8 : 4;
-      vst1q_f32(scales + kLanes * q, scale.q[q]);
-      if constexpr (Affine) vst1q_f32(scales + kLanes * q + 4, min.q[q]);
-    });
-    scales += kPanelRows * (Affine ? 2 : 1);
-    block += (Affine ? 4 : 2) * kPanelRows;
-  }
+    if (ends) unpack_scales();
+  } while (--groups != 0);
 }
 
 // What depends on the width.
@@ -147,6 +170,12 @@ struct Width {
   int32_t factor;  // of a group's activation sum in its integer part
   int32_t most;    // the greatest code or magnitude of a level
 };
+
+[[gnu::always_inline]] inline void load_bias(const LinearArgs& args, int64_t panel, Heads& heads) {
+  const uint8_t* bias = head(args, panel, 2);
+  load_pair(bias, 0, heads.bias[0], heads.bias[1]);
+  load_pair(bias, 32, heads.bias[2], heads.bias[3]);
+}
 
 template <class Tile, bool Affine>
 struct Gemm {
@@ -185,7 +214,8 @@ struct Gemm {
 
   // Adjacent tiles of the same number of rows.
   struct Band {
-    int64_t first, at;  // its first row, and that row's place in registers
+    int64_t first, at;  // its first row, and that row's place in registers of activations
+    int64_t tile;       // its first tile
     int64_t tiles, height;
     void (*run)(const TileArgs&);
     TileArgs piece;
@@ -199,12 +229,13 @@ struct Gemm {
       rest += kTileRows;
     }
     const int64_t half = rest > kTileRows ? padded((rest + 1) / 2) : rest;
-    int64_t first = 0, at = 0;
+    int64_t first = 0, at = 0, tile = 0;
     int count = 0;
     const auto add = [&](int64_t tiles, int64_t height) {
       if (tiles == 0 || height == 0) return;
-      bands[count++] = {first, at, tiles, height, nullptr, {}};
+      bands[count++] = {first, at, tile, tiles, height, nullptr, {}};
       first += tiles * height;
+      tile += tiles;
       at += tiles * registers_of(static_cast<int>(height));
     };
     add(full, kTileRows);
@@ -240,7 +271,7 @@ struct Gemm {
     Band bands[3];
     const int count = cut(rows, bands);
     const Band& last = bands[count - 1];
-    const int64_t panel_floats = (last.at + last.tiles * registers_of(static_cast<int>(last.height))) * kPanelRows;
+    const int64_t panel_floats = (last.tile + last.tiles) * kTileFloats;
     std::memset(scratch.acc, 0, static_cast<size_t>(panels * panel_floats) * sizeof(float));
 
     TileArgs piece{};
@@ -264,35 +295,46 @@ struct Gemm {
       for (int64_t p = 0; p < panels; ++p, packed += layout.panel_bytes) {
         width.unpack(packed, piece, scratch);
         for (int b = 0; b < count; ++b) {
-          bands[b].piece.acc = scratch.acc + p * panel_floats + kPanelRows * bands[b].at;
-          bands[b].piece.parts = scratch.parts + p * panel_floats + kPanelRows * bands[b].at;
+          bands[b].piece.acc = scratch.acc + p * panel_floats + bands[b].tile * kTileFloats;
+          bands[b].piece.parts = scratch.parts() + p * panel_floats + bands[b].tile * kTileFloats;
           bands[b].run(bands[b].piece);
         }
       }
     }
-    const LinearArgs call = args;  // stores to the output cannot change a copy, so it is not read again for every row
-    with_dtype(call.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
+    with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
       for (int64_t p = 0; p < panels; ++p) {
-        const Heads heads = load_heads(call, panel + p);
+        const int64_t columns = args.layout.n - (panel + p) * kPanelRows;
         const float* acc = scratch.acc + p * panel_floats;
-        int64_t i = 0;
-        for (int b = 0; b < count; ++b) {
-          const int64_t quarter_floats = 4 * registers_of(static_cast<int>(bands[b].height));
-          for (int64_t tile = 0; tile < bands[b].tiles; ++tile, acc += kQuarters * quarter_floats) {
-            const int64_t height = rows - i < bands[b].height ? rows - i : bands[b].height;
-            for (int64_t r = 0; r < height; r += Tile::kRowStep) {
-              float32x4_t y[Tile::kRowStep][kQuarters];
-              Tile::rows(acc + 4 * r, quarter_floats, y);
-              unroll<Tile::kRowStep>([&](auto next) __attribute__((always_inline)) {
-                const int64_t at = r + next < height ? r + next : r;
-                store_outputs<dtype()>(call, panel + p, row + i + at, heads, y[next]);
-              });
-            }
-            i += height;
-          }
+        if (columns >= kPanelRows) {
+          finish<dtype()>(acc, panel + p, row, rows, bands, Index<kPanelRows>{});
+        } else {
+          finish<dtype()>(acc, panel + p, row, rows, bands, columns);
         }
       }
     });
+  }
+
+  // The outputs of a panel.
+  template <DType T, class Columns>
+  [[gnu::always_inline]] void finish(const float* acc, int64_t panel, int64_t row, int64_t rows, const Band* band,
+                                     Columns columns) const {
+    const LinearArgs call = args;  // stores to the output cannot change a copy, so it is not read again for every row
+    Heads heads = load_heads(call, panel);
+    for (const int64_t end = row + rows; row < end; ++band) {
+      for (int64_t tile = 0; tile < band->tiles; ++tile, acc += kTileFloats) {
+        const int64_t tile_end = end - row < band->height ? end : row + band->height;
+        for (const float* sums = acc; row < tile_end; row += Tile::kRowStep, sums += 4 * Tile::kRowStep) {
+          float32x4_t y[Tile::kRowStep][kQuarters];
+          Tile::rows(sums, y);
+          unroll<Tile::kRowStep>([&](auto next) __attribute__((always_inline)) {
+            if (next != 0 && row + next == tile_end) return;  // a copy of the last row
+            load_bias(call, panel, heads);  // an fma overwrites it, and copies are more instructions
+            store_outputs<T>(call, panel, row + next, heads, y[next], columns);
+          });
+        }
+        row = tile_end;
+      }
+    }
   }
 
   void run() {

@@ -18,6 +18,7 @@
 namespace lowbit {
 namespace {
 
+constexpr int kTileRows = 8;
 constexpr int kPieceBlocks = 16;
 constexpr int kHalfQuarterBytes = 64;  // of an unpacked block: 4 lines
 constexpr int kHalfBytes = kQuarters * kHalfQuarterBytes;
@@ -25,6 +26,8 @@ constexpr int kHalvesBytes = kPieceBlocks * kHalfBytes;  // from the first halve
 constexpr float kShift = 0x1.8p23f;
 constexpr int32_t kShiftBits = 0x4b400000;
 constexpr int64_t kShiftedBelow = 1 << 22;
+constexpr int kQuarterFloats = 4 * kTileRows;  // of a tile's sums
+constexpr int kTileFloats = kQuarters * kQuarterFloats;
 
 // What a tile's rows take in memory, in registers: padded to whole fours where that saves a load. What lies behind the
 // rows is never used.
@@ -37,7 +40,7 @@ struct TileArgs {
   const uint8_t* a;        // of each block and half of it: registers_of(rows), as Tile::copy_block() leaves them
   const int32_t* starts;   // of each group: registers_of(rows); affine: then as many with float(A)
   const float* scales;     // of each group and quarter: 4 scales; affine: then 4 mins
-  float* acc;              // the float sums: of each quarter: registers_of(rows), in the order of Tile
+  float* acc;              // the float sums: of each quarter: 8 registers, the first ones used, in the order of Tile
   int32_t* parts;          // the int32 sums of a group that is longer than a piece; as acc
   int64_t groups, group_blocks;
   bool begins, ends;       // whether the piece begins and ends its groups
@@ -61,11 +64,12 @@ template <int Rows, class Vector>
   });
 }
 
-template <int Rows, class Vector>
+// `At`: where, in bytes from `to`.
+template <int At = 0, int Rows, class Vector>
 [[gnu::always_inline]] inline void store_rows(void* to, const Vector (&v)[Rows]) {
   unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
     constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
-    store_pair<kNext != kRow>(to, 16 * kRow, v[kRow], v[kNext]);
+    store_pair<kNext != kRow>(to, At + 16 * kRow, v[kRow], v[kNext]);
   });
 }
 
@@ -122,34 +126,47 @@ template <class Tile, int Rows, bool Affine, int Pass>
   const uint8_t* starts = reinterpret_cast<const uint8_t*>(args.starts);
   float32x4_t y[Pass][Rows];
   const auto acc = [&](int q) __attribute__((always_inline)) {
-    return args.acc + 4 * registers_of(Rows) * (quarter + q);
+    return args.acc + kQuarterFloats * (quarter + q);
   };
   unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(acc(q), y[q]); });
-  int64_t groups = args.groups;
-  do {
+  const auto settle = [](auto& sums) __attribute__((always_inline)) {
+    if constexpr (Pass == 1) {
+      pin<Rows, 24>(sums);
+    } else {
+      in_order(sums);
+    }
+  };
+  const auto next_group = [&]() __attribute__((always_inline)) {
     int32x4_t sums[Pass][Rows];
     const uint8_t* from;
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
       from = starts;
-      next_rows<Rows, 16 + 4 * (q % 2)>(from, sums[q]);
+      next_rows<Rows, 16 + 4 * q>(from, sums[q]);
     });
     starts = from;
     add_block<Tile>(a, weights, sums);
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
       float32x4_t values[Rows], scale[Tile::kScales], min[Tile::kScales];
+      pin<(Pass == 1 || Rows < 4 ? Rows : 4), 16 + 4 * q>(sums[q]);
       next_scales<Tile, Affine, Pass, q>(scales, scale, min);
       to_float(sums[q], values);
       add_scaled(y[q], scale, values);
-      in_order(y[q]);
+      settle(y[q]);
       if constexpr (Affine) {
         from = starts;
         next_rows<Rows, 16>(from, values);
         add_scaled(y[q], min, values);
-        in_order(y[q]);
+        settle(y[q]);
       }
     });
     starts = from;
-  } while (--groups != 0);
+  };
+  // Two in a turn, which saves half of the loop's own instructions.
+  for (int64_t pairs = args.groups / 2; pairs != 0; --pairs) {
+    next_group();
+    next_group();
+  }
+  if (args.groups % 2 != 0) next_group();
   unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(acc(q), y[q]); });
 }
 
@@ -161,19 +178,24 @@ template <class Tile, int Rows, bool Affine, int Pass>
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
   const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
-  const int32_t* starts = args.starts;
-  float* acc = args.acc + 4 * kRegisters * quarter;
+  const uint8_t* starts = reinterpret_cast<const uint8_t*>(args.starts);
+  float* acc = args.acc + kQuarterFloats * quarter;
   int64_t groups = args.groups;
   do {
     int32x4_t sums[Pass][Rows];
-    unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(starts, sums[q]); });
+    const uint8_t* from;
+    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+      from = starts;
+      next_rows<Rows, 16 + 16 / Pass * q>(from, sums[q]);
+    });
+    starts = from;
     int64_t blocks = args.group_blocks;
     do {
       add_block<Tile>(a, weights, sums);
     } while (--blocks != 0);
     if (!args.begins || !args.ends) {
       unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-        int32_t* parts = args.parts + 4 * kRegisters * (quarter + q);
+        int32_t* parts = args.parts + kQuarterFloats * (quarter + q);
         if (!args.begins) {
           unroll<Rows>([&](auto i) __attribute__((always_inline)) {
             sums[q][i] = vaddq_s32(sums[q][i], vld1q_s32(parts + 4 * i));
@@ -191,11 +213,11 @@ template <class Tile, int Rows, bool Affine, int Pass>
         unroll<Rows>([&](auto i) __attribute__((always_inline)) { values[q][i] = vcvtq_f32_s32(sums[q][i]); });
       });
     }
+    const uint8_t* old;
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
       float32x4_t scale[Tile::kScales], min[Tile::kScales];
       next_scales<Tile, Affine, Pass, q>(scales, scale, min);
-      const uint8_t* old = reinterpret_cast<const uint8_t*>(acc + 4 * kRegisters * q);
-      const uint8_t* const factors = reinterpret_cast<const uint8_t*>(starts + 4 * kRegisters);
+      if constexpr (q == 0 || Rows != kTileRows) old = reinterpret_cast<uint8_t*>(acc + kQuarterFloats * q);
       unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
         constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
         float32x4_t y[kRows], value[kRows];
@@ -203,13 +225,13 @@ template <class Tile, int Rows, bool Affine, int Pass>
         unroll<kRows>([&](auto i) __attribute__((always_inline)) { value[i] = values[q][kFirst + i]; });
         add_scaled(y, scale, value);
         if constexpr (Affine) {
-          load_rows(factors + 64 * four, value);
+          load_rows(starts + 64 * four, value);
           add_scaled(y, min, value);
         }
-        store_rows(acc + 4 * kRegisters * q + 16 * four, y);
+        store_rows<kQuarterFloats * 4 * q + 64 * four>(acc, y);
       });
     });
-    starts += kRegisters * (Affine ? 8 : 4);
+    if constexpr (Affine) starts += 16 * kRegisters;
   } while (--groups != 0);
 }
 
@@ -227,8 +249,8 @@ void run_tiles(const TileArgs& all) {
     }
     args.a += args.groups * args.group_blocks * registers_of(Rows) * kBlockInputs;
     args.starts += args.groups * registers_of(Rows) * (Affine ? 8 : 4);
-    args.acc += registers_of(Rows) * kPanelRows;
-    args.parts += registers_of(Rows) * kPanelRows;
+    args.acc += kTileFloats;
+    args.parts += kTileFloats;
   }
 }
 

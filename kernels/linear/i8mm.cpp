@@ -33,6 +33,12 @@ struct Two;
       register uint8x16_t v1 __asm__("v" #second) = odd;                                                 \
       __asm__ volatile("st2 {%1.4s, %2.4s}, [%0], #32" : "+r"(at) : "w"(v0), "w"(v1) : "memory");        \
     }                                                                                                    \
+    /* The same by 64-bit lanes. */                                                                      \
+    [[gnu::always_inline]] static void store_zipped_halves(uint8_t*& at, uint8x16_t even, uint8x16_t odd) {\
+      register uint8x16_t v0 __asm__("v" #first) = even;                                                 \
+      register uint8x16_t v1 __asm__("v" #second) = odd;                                                 \
+      __asm__ volatile("st2 {%1.2d, %2.2d}, [%0], #32" : "+r"(at) : "w"(v0), "w"(v1) : "memory");        \
+    }                                                                                                    \
     /* 8 bytes each, twice. `Step`: how far the pointer moves. */                                        \
     template <int64_t Step>                                                                              \
     [[gnu::always_inline]] static void load_twice(const uint8_t*& at, float32x4_t (&to)[2]) {            \
@@ -85,14 +91,12 @@ struct MatrixTile {
 
   template <int Rows>
   [[gnu::always_inline]] static void copy_block(uint8_t* to, const int8_t* (&from)[Rows]) {
-    unroll<Rows / 2>([&](auto p) __attribute__((always_inline)) {
-      constexpr int kRow = 2 * p;
-      int64x2_t row0[2], row1[2];
-      next_pair(from[kRow], row0[0], row0[1]);
-      next_pair(from[kRow + 1], row1[0], row1[1]);
-      unroll<2>([&](auto half) __attribute__((always_inline)) {
-        store_pair(to, 16 * (registers_of(Rows) * half + kRow), vzip1q_s64(row0[half], row1[half]),
-                   vzip2q_s64(row0[half], row1[half]));
+    uint8x16_t row[Rows][2];
+    unroll<Rows>([&](auto r) __attribute__((always_inline)) { next_pair(from[r], row[r][0], row[r][1]); });
+    unroll<2>([&](auto half) __attribute__((always_inline)) {
+      uint8_t* at = to + 16 * registers_of(Rows) * half;
+      unroll<Rows / 2>([&](auto p) __attribute__((always_inline)) {
+        Two<16 + 4 * p + 2 * half>::store_zipped_halves(at, row[2 * p][half], row[2 * p + 1][half]);
       });
     });
   }
@@ -102,11 +106,11 @@ struct MatrixTile {
     sum0 = sum1 = vcombine_s32(vget_low_s32(sum0), vget_low_s32(sum1));
   }
 
-  // Two rows of float sums, of quarters that are `next` floats apart.
-  [[gnu::always_inline]] static void rows(const float* acc, int64_t next, float32x4_t (&y)[2][kQuarters]) {
+  // Two rows of float sums.
+  [[gnu::always_inline]] static void rows(const float* acc, float32x4_t (&y)[2][kQuarters]) {
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-      const float64x2_t pair0 = vreinterpretq_f64_f32(vld1q_f32(acc + q * next));
-      const float64x2_t pair1 = vreinterpretq_f64_f32(vld1q_f32(acc + q * next + 4));
+      float64x2_t pair0, pair1;
+      load_pair(acc, q * kQuarterFloats * 4, pair0, pair1);
       y[0][q] = vreinterpretq_f32_f64(vzip1q_f64(pair0, pair1));
       y[1][q] = vreinterpretq_f32_f64(vzip2q_f64(pair0, pair1));
     });

@@ -263,7 +263,7 @@ void run_many(const LinearArgs& args) {
 #define ROW(bits, m, run) {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>}
 constexpr LinearKernel kRows[] = {
     ROW(1, 3, run_many), ROW(2, 2, run_many), ROW(3, 2, run_many), ROW(4, 2, run_many),
-    ROW(5, 2, run_many), ROW(6, 2, run_many), ROW(7, 2, run_many), ROW(8, 4, run_many),
+    ROW(5, 2, run_many), ROW(6, 2, run_many), ROW(7, 2, run_many), ROW(8, 3, run_many),
     ROW(1, 1, run),      ROW(2, 1, run),      ROW(3, 1, run),      ROW(4, 1, run),
     ROW(5, 1, run),      ROW(6, 1, run),      ROW(7, 1, run),      ROW(8, 1, run),
 };

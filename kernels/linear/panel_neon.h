@@ -27,31 +27,37 @@ struct Heads {
   float32x4_t row_scale[kQuarters], row_sum[kQuarters], bias[kQuarters];
 };
 
+// 16 float32 values: row scales, row sums, biases.
+[[gnu::always_inline]] inline const uint8_t* head(const LinearArgs& args, int64_t panel, int which) {
+  return args.panels + panel * args.layout.panel_bytes + args.layout.head_offset + 4 * which * kPanelRows;
+}
+
 [[gnu::always_inline]] inline Heads load_heads(const LinearArgs& args, int64_t panel) {
-  const uint8_t* at = args.panels + panel * args.layout.panel_bytes + args.layout.head_offset;
-  const auto load = [&](int head, int q) __attribute__((always_inline)) {
-    return vreinterpretq_f32_u8(vld1q_u8(at + 4 * (head * kPanelRows + 4 * q)));
-  };
   Heads heads;
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-    heads.row_scale[q] = load(0, q);
-    heads.row_sum[q] = load(1, q);
-    heads.bias[q] = load(2, q);
+    heads.row_scale[q] = vreinterpretq_f32_u8(vld1q_u8(head(args, panel, 0) + 16 * q));
+    heads.row_sum[q] = vreinterpretq_f32_u8(vld1q_u8(head(args, panel, 1) + 16 * q));
+    heads.bias[q] = vreinterpretq_f32_u8(vld1q_u8(head(args, panel, 2) + 16 * q));
   });
   return heads;
 }
 
-// The outputs of a row of m and a panel, from their sums over all groups.
+// The outputs of a row of m and a panel, from their sums over all groups; the first `columns` of them.
 template <DType T>
 [[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
-                                                 const Heads& heads, float32x4_t (&y)[kQuarters]) {
+                                                 const Heads& heads, float32x4_t (&y)[kQuarters], int64_t columns) {
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
     const float32x4_t corrected = vfmsq_n_f32(y[q], heads.row_sum[q], args.zeros[row]);
     const float32x4_t scale = vmulq_n_f32(heads.row_scale[q], args.scales[row]);
     y[q] = vfmaq_f32(heads.bias[q], scale, corrected);
   });
-  const int64_t column = panel * kPanelRows;
-  store_first<T>(args.out, row * args.out_stride + column, y, args.layout.n - column);
+  store_first<T>(args.out, row * args.out_stride + panel * kPanelRows, y, columns);
+}
+
+template <DType T>
+[[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
+                                                 const Heads& heads, float32x4_t (&y)[kQuarters]) {
+  store_outputs<T>(args, panel, row, heads, y, args.layout.n - panel * kPanelRows);
 }
 
 template <class Body>

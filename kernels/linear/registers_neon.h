@@ -33,12 +33,33 @@ struct Four;
       }                                                                                                \
       to[0] = v0, to[1] = v1, to[2] = v2, to[3] = v3;                                                  \
     }                                                                                                  \
-    [[gnu::always_inline]] static void store(uint8_t*& at, uint8x16_t a, uint8x16_t b, uint8x16_t c,   \
-                                             uint8x16_t d) {                                           \
-      register uint8x16_t v0 __asm__("v" #first) = a;                                                  \
-      register uint8x16_t v1 __asm__("v" #second) = b;                                                 \
-      register uint8x16_t v2 __asm__("v" #third) = c;                                                  \
-      register uint8x16_t v3 __asm__("v" #fourth) = d;                                                 \
+    template <int Count, class Vector>                                                                 \
+    [[gnu::always_inline]] static void pin(Vector* v) {                                                \
+      if constexpr (Count > 0) {                                                                       \
+        register Vector v0 __asm__("v" #first) = v[0];                                                 \
+        __asm__ volatile("" : "+w"(v0));                                                               \
+        v[0] = v0;                                                                                     \
+      }                                                                                                \
+      if constexpr (Count > 1) {                                                                       \
+        register Vector v1 __asm__("v" #second) = v[1];                                                \
+        __asm__ volatile("" : "+w"(v1));                                                               \
+        v[1] = v1;                                                                                     \
+      }                                                                                                \
+      if constexpr (Count > 2) {                                                                       \
+        register Vector v2 __asm__("v" #third) = v[2];                                                 \
+        __asm__ volatile("" : "+w"(v2));                                                               \
+        v[2] = v2;                                                                                     \
+      }                                                                                                \
+      if constexpr (Count > 3) {                                                                       \
+        register Vector v3 __asm__("v" #fourth) = v[3];                                                \
+        __asm__ volatile("" : "+w"(v3));                                                               \
+        v[3] = v3;                                                                                     \
+      }                                                                                                \
+    }                                                                                                  \
+    template <class Vector>                                                                            \
+    [[gnu::always_inline]] static void store(uint8_t*& at, Vector a, Vector b, Vector c, Vector d) {   \
+      register Vector v0 __asm__("v" #first) = a, v1 __asm__("v" #second) = b;                         \
+      register Vector v2 __asm__("v" #third) = c, v3 __asm__("v" #fourth) = d;                         \
       __asm__ volatile("st1 {%1.16b, %2.16b, %3.16b, %4.16b}, [%0], #64"                               \
                        : "+r"(at) : "w"(v0), "w"(v1), "w"(v2), "w"(v3) : "memory");                    \
     }                                                                                                  \
@@ -64,6 +85,16 @@ template <int Count, int First, class Vector>
   } else {
     __asm__ volatile("ldr %q0, [%1], #16" : "=w"(to[0]), "+r"(at) : : "memory");
   }
+}
+
+// Nothing that is behind this is done before it, and `v` is in registers named from v<First> on then. For values that
+// loops load into them and replace: GCC would copy them to others.
+template <int Count, int First, class Vector>
+[[gnu::always_inline]] inline void pin(Vector* v) {
+  unroll<(Count + 3) / 4>([&](auto four) __attribute__((always_inline)) {
+    constexpr int kCount = Count - 4 * four < 4 ? Count - 4 * four : 4;
+    Four<First + 4 * four>::template pin<kCount>(v + 4 * four);
+  });
 }
 
 // Two registers by one instruction: GCC 12 does not find pairs by itself.

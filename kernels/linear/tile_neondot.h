@@ -15,7 +15,6 @@ struct DotTile {
   template <int Rows>
   static constexpr int kPass = Rows <= 2 ? 4 : Rows <= 5 ? 2 : 1;
 
-
   static constexpr int kScales = 1;
 
   template <int First, int Step>
@@ -52,9 +51,9 @@ struct DotTile {
   // The group sums of two rows, each in all lanes.
   [[gnu::always_inline]] static void arrange(int32x4_t&, int32x4_t&) {}
 
-  // A row of float sums, of quarters that are `next` floats apart.
-  [[gnu::always_inline]] static void rows(const float* acc, int64_t next, float32x4_t (&y)[1][kQuarters]) {
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { y[0][q] = vld1q_f32(acc + q * next); });
+  // A row of float sums.
+  [[gnu::always_inline]] static void rows(const float* acc, float32x4_t (&y)[1][kQuarters]) {
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { y[0][q] = vld1q_f32(acc + q * kQuarterFloats); });
   }
 
   template <int Rows>
