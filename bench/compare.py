@@ -260,7 +260,7 @@ class Comparison:
             if name in failed:
                 continue
             read = None
-            if m == 1:  # what it is compared with; neighbours take their share of the bandwidth, and not always the same
+            if m == 1:  # neighbours on the machine take some of the bandwidth, now more, now less
                 time.sleep(PAUSE)
                 read = self.roofs.read_gbs(threads)
             time.sleep(PAUSE)

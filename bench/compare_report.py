@@ -32,8 +32,8 @@ registers (not AMX, which some peers use where a CPU has it), the best of many s
 * lowbit's weights are symmetric. g128: groups of 128. Means over shapes are geometric. A ratio above 1 says that lowbit
   is faster; float contenders are compared with {counterpart}, others with the same width in groups of 32 or 128.
 * lowbit's weights lie in huge pages where the system gives them, as `quantize_` and `use_huge_pages` leave them.
-* Share of the read bandwidth: packed bytes (codes, scales, sums) / time / the bandwidth measured just before with as many
-  threads; the median of the rounds. The two are measured apart, so a share can be a little above 100 %.
+* Share of the read bandwidth: packed bytes (codes, scales, sums) / time / the bandwidth measured just before with as
+  many threads; the median of the rounds. The two are measured apart, so a share can be a little above 100 %.
 """
 
 

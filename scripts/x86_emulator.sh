@@ -61,8 +61,8 @@ mend() {  # FILE EDIT: one that has to find its place
 mend cpu/avx/amx.cc '/^[A-Z].* DPBDSS(/,/^}/ s/Bit8u/Bit8s/g'
 mend cpu/avx/amx.cc '/^[A-Z].* DPBDSU(/,/^}/ { /xbyte\[4\]/ s/Bit8u/Bit8s/g }'
 mend cpu/avx/amx.cc '/^[A-Z].* DPBDUS(/,/^}/ { /ybyte\[4\]/ s/Bit8u/Bit8s/g }'
-# A process that is switched loses its tiles: rows and bytes change places, half of the rows are left out, and tiles in use
-# count as unused.
+# A process that is switched loses its tiles: rows and bytes change places, half of the rows are left out, and tiles in
+# use count as unused.
 mend cpu/xsave.cc 's/\(vmm16u(8+n) *=.*\)\.rows;/\1.bytes_per_row;/'
 mend cpu/xsave.cc 's/\(vmmubyte(48+n) *=.*\)\.bytes_per_row;/\1.rows;/'
 mend cpu/xsave.cc 's/row < BX_TILE_REGISTERS/row < BX_TILE_MAX_ROWS/'
@@ -72,11 +72,14 @@ mend cpu/cpuid.cc '/BX_ISA_XSAVES/ { n; s/(1<<3);/(1<<3) | (1<<4);/ }'
 mend cpu/cpuid.cc 's/^      leaf->ecx = (cpu->ia32_xss_suppmask .*/&\n      if (subfunction == 18) leaf->ecx |= 4;/'
 mend cpu/proc_ctrl.cc '/^void .*BX_CPU_C::handleAvxModeChange/i Bit64u xfd[2];  // XFD and XFD_ERROR'
 mend cpu/proc_ctrl.cc 's/^ *if (! long64_mode() .*OSXSAVE() ||$/&\n      (xfd[0] \& BX_XCR0_XTILEDATA_MASK) ||/'
-mend cpu/proc_ctrl.cc '/::BxNoAMX/,/BX_ASSERT/ s/^  BX_ASSERT/  xfd[1] = BX_XCR0_XTILEDATA_MASK;\n  exception(BX_NM_EXCEPTION, 0);\n&/'
-index='if (index == BX_MSR_IA32_XFD || index == BX_MSR_IA32_XFD_ERROR)'
+trap='xfd[1] = BX_XCR0_XTILEDATA_MASK; exception(BX_NM_EXCEPTION, 0);'
+mend cpu/proc_ctrl.cc "/::BxNoAMX/,/BX_ASSERT/ s/^  BX_ASSERT/  $trap\n&/"
+is_xfd='if (index == BX_MSR_IA32_XFD || index == BX_MSR_IA32_XFD_ERROR)'
+read='*msr = xfd[index - BX_MSR_IA32_XFD]; return true;'
+write='xfd[index - BX_MSR_IA32_XFD] = val_64; handleAvxModeChange(); return true;'
 mend cpu/msr.cc '/^bool .*::handle_unknown_rdmsr(/i extern Bit64u xfd[2];'
-mend cpu/msr.cc "/^bool .*::handle_unknown_rdmsr(/,/{/ s/^{/&\n  $index { *msr = xfd[index - BX_MSR_IA32_XFD]; return true; }/"
-mend cpu/msr.cc "/^bool .*::handle_unknown_wrmsr(/,/{/ s/^{/&\n  $index {\n    xfd[index - BX_MSR_IA32_XFD] = val_64;\n    handleAvxModeChange();\n    return true;\n  }/"
+mend cpu/msr.cc "/^bool .*::handle_unknown_rdmsr(/,/{/ s/^{/&\n  $is_xfd { $read }/"
+mend cpu/msr.cc "/^bool .*::handle_unknown_wrmsr(/,/{/ s/^{/&\n  $is_xfd { $write }/"
 
 echo "x86 emulator: compiling Bochs"
 {
