@@ -15,8 +15,8 @@ FLOAT_COUNTERPART = "lowbit 4 bits g128"  # what float contenders are compared w
 
 METHOD = """\
 Bandwidth: a pass over {mebibytes} MiB in huge pages, in as many streams as are fastest here, with or without prefetch.
-There is one before each time with one row; the median of all is given. Peak: the ISA's int8 dot product on
-registers (not AMX, which some peers use where a CPU has it), the best of many short passes.
+There is one before each time with one row; the median of all is given. Peak: the widest ISA's int8 product on
+registers, the best of many short passes.
 
 ## How it was measured
 
