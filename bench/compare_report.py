@@ -25,7 +25,7 @@ registers, the best of many short passes.
 * Up to {most_rows_from_memory} rows: a turn is a pass over copies of the weights, and {cycled:.1f} GB or more pass
   before they are used again, so they come from memory. More rows: one weight, again and again.
 * All contenders take turns; medians of {rounds} rounds with one row, {rounds_of_several_rows} with more (one, where
-  a call takes a second). A call that is not timed wakes the threads before each turn.
+  a call takes a second). Calls that are not timed wake the threads and the CPU before each turn.
 * Each library runs in a process of its own, all but one waiting: lowbit and torch share torch's OpenMP pool,
   onnxruntime and ggml have their own. All get the same number of threads; nothing is pinned; waiting and spinning are
   as each library has them by default.

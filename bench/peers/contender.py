@@ -140,9 +140,15 @@ class Library:
         }
 
     def time(self, name: str, m: int, threads: int, from_memory: bool, least_seconds: float) -> float:
-        """Seconds per call, or from memory: of one pass over the copies. An untimed call wakes the threads."""
+        """Seconds per call, or from memory: of one pass over the copies.
+
+        Untimed calls for ``least_seconds`` before that wake the threads, and the CPU, which is slower after a pause.
+        """
         runner = self.runners[name]
+        begin = time.perf_counter()
         runner.one(1, threads)
+        while time.perf_counter() - begin < least_seconds:
+            runner.one(1, threads)
         calls, begin = 0, time.perf_counter()
         if from_memory:
             runner.all(m, threads)
