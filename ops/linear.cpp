@@ -99,7 +99,7 @@ Status linear_prepared(const LinearKernel& kernel, const TensorView& x, const ui
   }
   float* const floats = reinterpret_cast<float*>(static_cast<char*>(memory.data()) + aligned(activation_bytes));
   const Parallel threads = rows * layout.k * layout.n < kParallelProducts ? Parallel() : parallel;
-  const int64_t rows_per_claim = (1 + kClaimValues / layout.k / kernel.m_step) * kernel.m_step;
+  const int64_t rows_per_claim = (1 + kClaimValues / layout.k / kernel.m_least) * kernel.m_least;
   const int64_t panels_per_claim = 1 + kClaimProducts / (layout.k * kPanelRows);
 
   for (int64_t first = 0; first < rows; first += chunk) {
@@ -217,7 +217,7 @@ Status linear(const TensorView& x, const TensorView& packed, int64_t out_feature
 
   const IsaBits isa = active_isa();
   const QuantizeKernel& quantize = choose_quantize(isa);
-  const LinearKernel& kernel = choose_linear(layout.format, layout.bits, rows, isa);
+  const LinearKernel& kernel = choose_linear(layout, rows, isa);
   if (kernel.run == nullptr) return no_kernel("linear", layout);
   const uint8_t* const panels = static_cast<const uint8_t*>(packed.data) + kHeaderBytes;
   if (kernel.prepare != nullptr) return linear_prepared(kernel, x, panels, layout, rows, out, parallel);

@@ -133,7 +133,7 @@ struct MatrixTile {
 template <int Bits>
 void run_rows(const LinearArgs& args) {
   for (const LinearKernel& kernel : kLinearNeonDot) {
-    if (kernel.bits == Bits && kernel.m_step == 1) return kernel.run(args);
+    if (kernel.bits == Bits && kernel.m_least == 1) return kernel.run(args);
   }
 }
 

@@ -25,7 +25,7 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
                                     .group_sums = group_sums.data(),
                                     .scale = &scale,
                                     .zero = &zero});
-    choose_linear(layout.format, layout.bits, 1, kPortable)
+    choose_linear(layout, 1, kPortable)
         .run({.panels = packed + kHeaderBytes,
               .layout = layout,
               .panel_begin = 0,
