@@ -70,7 +70,7 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
   const int64_t row_bytes = layout.k * element_bytes(out.type);
   const Parallel alone;
   parallel_1d(count * layout.k < kParallelValues ? alone : parallel, count, 1 + kParallelValues / 4 / layout.k,
-              [&](int64_t begin, int64_t end) {
+              [&](int, int64_t begin, int64_t end) {
                 EmbeddingArgs row = args;
                 for (int64_t i = begin; i < end; ++i) {
                   row.row = index_at(indices, i);

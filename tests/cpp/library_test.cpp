@@ -29,7 +29,7 @@ TEST(A_Refused, BrokenLibraries) {
   const Fault faults[] = {
       {"no_function", "has no function 'lowbit_kernels'"},
       {"null_library", "has no kernels for version 1"},
-      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 1"},
+      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 2"},
       {"other_size", "its structure LinearKernel has 48 bytes; expected 56"},
       {"no_vendor", "the vendor has no name"},
       {"bad_preference", "its preference is 9; expected 0 or 1"},
@@ -92,8 +92,8 @@ TEST(A_Refused, FormatIds) {
 }
 
 // The structures that libraries are compiled with. A change here needs another kKernelAbi.
-TEST(A_Refused, TheInterfaceIsVersion1) {
-  EXPECT_EQ(kKernelAbi, 1u);
+TEST(A_Refused, TheInterfaceIsVersion2) {
+  EXPECT_EQ(kKernelAbi, 2u);
   const AbiSizes sizes = KernelLibrary{}.sizes;
   EXPECT_EQ(offsetof(KernelLibrary, abi), 0u);
   EXPECT_EQ(offsetof(KernelLibrary, sizes), 4u);
@@ -104,7 +104,7 @@ TEST(A_Refused, TheInterfaceIsVersion1) {
   EXPECT_EQ(sizes.embedding_row, 32u);
   EXPECT_EQ(sizes.quantize_args, 72u);
   EXPECT_EQ(sizes.prepare_args, 152u);
-  EXPECT_EQ(sizes.linear_args, 200u);
+  EXPECT_EQ(sizes.linear_args, 208u);
   EXPECT_EQ(sizes.embedding_args, 136u);
   EXPECT_EQ(sizes.pack_args, 32u);
   EXPECT_EQ(sizes.unpack_args, 32u);

@@ -119,7 +119,7 @@ def test_the_example_runs_minilm(run_python, acme):
 FAULTS = {
     "no_function": "is no kernel library: it has no function 'lowbit_kernels'",
     "null_library": "has no kernels for version 1 of lowbit's kernel interface",
-    "other_abi": "its kernel interface is version 7; this build of lowbit has version 1",
+    "other_abi": "its kernel interface is version 7; this build of lowbit has version 2",
     "other_size": "its structure LinearKernel has 48 bytes; expected 56: build it with the headers of this version",
     "no_vendor": "the vendor has no name",
     "bad_preference": "its preference is 9; expected 0 or 1",
