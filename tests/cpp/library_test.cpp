@@ -28,7 +28,7 @@ struct Fault {
 TEST(A_Refused, BrokenLibraries) {
   const Fault faults[] = {
       {"no_function", "has no function 'lowbit_kernels'"},
-      {"null_library", "has no kernels for version 1"},
+      {"null_library", "has no kernels for version 2"},
       {"other_abi", "its kernel interface is version 7; this build of lowbit has version 2"},
       {"other_size", "its structure LinearKernel has 48 bytes; expected 56"},
       {"no_vendor", "the vendor has no name"},
@@ -234,6 +234,54 @@ TEST(C_OwnFormat, GoesThroughTheOperators) {
   Tensor index = index_tensor<int64_t>({7});
   EXPECT_TRUE(refused(embedding(index.view, rows.view, 100, out.view, {}),
                       "no embedding kernel for weights of 8 bits in format 'ROWS'"));
+}
+
+// A header that changes between two readings of it: what is packed is what was read first. The format's own function
+// changes it, which is when another thread could.
+namespace changing {
+uint8_t* header = nullptr;
+uint8_t headers[2][kHeaderBytes];
+int readings = 0, changed_at = 0;  // another matrix's header, after this reading and until the next
+bool mixed = false;
+constexpr int64_t kRows = 20;
+
+int64_t bytes(const Layout&) {
+  if (header != nullptr) std::memcpy(header, headers[++readings == changed_at], kHeaderBytes);
+  return 4096;
+}
+const char* pack(const Layout& layout, const PackArgs&, void*) {
+  mixed = mixed || layout.n != kRows;
+  return nullptr;
+}
+const char* unpack(const Layout&, const void*, const UnpackArgs&) { return nullptr; }
+}  // namespace changing
+
+TEST(C_OwnFormat, AHeaderThatChangesIsReadOnce) {
+  static const PackedFormat kFormats[] = {{vendor_format("CHNG"), changing::bytes, changing::pack, changing::unpack}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(3);
+  Tensor weights[2] = {Tensor(ElementType::u8, {kHeaderBytes + 4096}), Tensor(ElementType::u8, {kHeaderBytes + 4096})};
+  for (int i = 0; i < 2; ++i) {
+    const Layout layout = layout_of(i == 0 ? changing::kRows : 10 * changing::kRows, 64, 4, 32, Mapping::symmetric, false);
+    const Tensor source = bytes_tensor(packed(random_weights(layout, random)));
+    ASSERT_TRUE(repack(source.view, "CHNG", weights[i].view, {}).ok());
+    std::memcpy(changing::headers[i], weights[i].memory->data(), kHeaderBytes);
+  }
+  changing::mixed = false;
+  changing::header = weights[0].memory->data();
+  Tensor out(ElementType::u8, {kHeaderBytes + 4096});
+  for (int i = 1; i <= 4; ++i) {  // may be refused; but never the sizes of one with the memory of the other
+    std::memcpy(changing::header, changing::headers[0], kHeaderBytes);
+    changing::readings = 0;
+    changing::changed_at = i;
+    const Status status = repack(weights[0].view, "CHNG", out.view, {});
+    EXPECT_FALSE(changing::mixed) << status.message();
+  }
+  changing::header = nullptr;
+  EXPECT_TRUE(out.memory->intact());
 }
 
 TEST(D_Threads, ChooseWhileRowsAreAdded) {

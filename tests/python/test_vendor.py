@@ -118,7 +118,7 @@ def test_the_example_runs_minilm(run_python, acme):
 # What was found and what was expected, in a part of the message. The libraries: tests/vendor/faults.cpp.
 FAULTS = {
     "no_function": "is no kernel library: it has no function 'lowbit_kernels'",
-    "null_library": "has no kernels for version 1 of lowbit's kernel interface",
+    "null_library": "has no kernels for version 2 of lowbit's kernel interface",
     "other_abi": "its kernel interface is version 7; this build of lowbit has version 2",
     "other_size": "its structure LinearKernel has 48 bytes; expected 56: build it with the headers of this version",
     "no_vendor": "the vendor has no name",
