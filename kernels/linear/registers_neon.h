@@ -24,7 +24,10 @@ struct Four;
     [[gnu::always_inline]] static void load(const uint8_t*& at, Vector* to) {                          \
       register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
       register Vector v2 __asm__("v" #third), v3 __asm__("v" #fourth);                                 \
-      if constexpr (Step == 64) {                                                                      \
+      if constexpr (Step == 0) {                                                                       \
+        __asm__ volatile("ld1 {%0.16b, %1.16b, %2.16b, %3.16b}, [%4]"                                  \
+                         : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3) : "r"(at) : "memory");               \
+      } else if constexpr (Step == 64) {                                                               \
         __asm__ volatile("ld1 {%0.16b, %1.16b, %2.16b, %3.16b}, [%4], #64"                             \
                          : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3), "+r"(at) : : "memory");             \
       } else {                                                                                         \
