@@ -129,9 +129,9 @@ template <class Tile, int Rows, bool Affine>
         if constexpr (kNext != kRow) sum1 = next_dup(sums[kNext]);
         Tile::arrange(sum0, sum1);
         constexpr bool kPair = kNext != kRow;
-        store_pair<kPair>(starts, 16 * kRow, vmlaq_s32(shift, sum0, factors), vmlaq_s32(shift, sum1, factors));
+        store_pair<16 * kRow, kPair>(starts, vmlaq_s32(shift, sum0, factors), vmlaq_s32(shift, sum1, factors));
         if constexpr (Affine) {
-          store_pair<kPair>(starts, 16 * (kRegisters + kRow), vcvtq_f32_s32(sum0), vcvtq_f32_s32(sum1));
+          store_pair<16 * (kRegisters + kRow), kPair>(starts, vcvtq_f32_s32(sum0), vcvtq_f32_s32(sum1));
         }
       });
       starts += kRegisters * (Affine ? 32 : 16);
@@ -143,8 +143,7 @@ template <class Tile, int Rows, bool Affine>
 template <class Tile, Step Each, int Bits, bool Affine>
 [[gnu::noinline]] void unpack(const uint8_t* block, const TileArgs& piece, Scratch& scratch) {
   constexpr int kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  constexpr int kSecondHalves = Each == Step::half ? kHalfBytes : kHalvesBytes;
-  uint8_t* halves[2] = {scratch.weights, scratch.weights + kSecondHalves};
+  uint8_t* halves[2] = {scratch.weights, scratch.weights + kHalvesBytes};
   uint8_t* scales = reinterpret_cast<uint8_t*>(scratch.scales);
   const auto unpack_block = [&]() __attribute__((always_inline)) {
     unroll<2>([&](auto pair) __attribute__((always_inline)) {
@@ -155,11 +154,16 @@ template <class Tile, Step Each, int Bits, bool Affine>
     block += Bits * kLineBytes;
   };
   const auto unpack_scales = [&]() __attribute__((always_inline)) {
-    const Scales scale = load_scales(block), min = Affine ? load_scales(block + 2 * kPanelRows) : scale;
     if constexpr (Affine) {
-      Four<16>::store(scales, scale.q[0], min.q[0], scale.q[1], min.q[1]);
-      Four<20>::store(scales, scale.q[2], min.q[2], scale.q[3], min.q[3]);
+      unroll<2>([&](auto half) __attribute__((always_inline)) {
+        float16x8_t scale, min;
+        load_at<16 * half>(block, scale);
+        load_at<16 * half + 2 * kPanelRows>(block, min);
+        Four<16>::store(scales, vcvt_f32_f16(vget_low_f16(scale)), vcvt_f32_f16(vget_low_f16(min)),
+                        vcvt_high_f32_f16(scale), vcvt_high_f32_f16(min));
+      });
     } else {
+      const Scales scale = load_scales(block);
       Four<16>::store(scales, scale.q[0], scale.q[1], scale.q[2], scale.q[3]);
     }
     block += kGroupBytes;
@@ -168,13 +172,19 @@ template <class Tile, Step Each, int Bits, bool Affine>
   const int64_t group_steps = piece.group_steps;
   const bool ends = piece.ends;
   if constexpr (Each == Step::half) {
-    // Up to two groups end in a block. In front of a piece that begins in the middle of one, another group has ended.
+    if (group_steps == 1 && ends) {
+      for (; groups >= 2; groups -= 2) {
+        unpack_block();
+        unpack_scales();
+        unpack_scales();
+      }
+    }
+    int64_t blocks = group_steps == 1 ? groups : piece.blocks;
     int64_t left = piece.odd + group_steps;  // from this block to the end of the group
+    // The scales of the group that ends where this piece begins.
     int64_t passed = piece.odd ? kGroupBytes : 0;
-    for (int64_t blocks = piece.blocks; blocks != 0; --blocks) {
+    for (; blocks != 0; --blocks) {
       unpack_block();
-      halves[0] += kHalfBytes;
-      halves[1] += kHalfBytes;
       block += passed;
       passed = 0;
       left -= 2;
@@ -208,8 +218,8 @@ struct Width {
 
 [[gnu::always_inline]] inline void load_bias(const LinearArgs& args, int64_t panel, Heads& heads) {
   const uint8_t* bias = head(args, panel, 2);
-  load_pair(bias, 0, heads.bias[0], heads.bias[1]);
-  load_pair(bias, 32, heads.bias[2], heads.bias[3]);
+  load_pair<0>(bias, heads.bias[0], heads.bias[1]);
+  load_pair<32>(bias, heads.bias[2], heads.bias[3]);
 }
 
 template <class Tile, bool Affine>
@@ -322,6 +332,7 @@ struct Gemm {
     std::memset(scratch.acc, 0, static_cast<size_t>(panels * panel_floats) * sizeof(float));
 
     TileArgs piece{};
+    piece.weights = scratch.weights;
     piece.scales = scratch.scales;
     piece.shifted = layout.group_inputs() * 128 * width.most < kShiftedBelow;
     for (int64_t first = 0; first < steps; first += piece.groups * piece.group_steps) {
@@ -341,7 +352,6 @@ struct Gemm {
       }
       piece.blocks = piece.groups * piece.group_steps;
       if (halves) piece.blocks = (piece.odd + piece.blocks + 1) / 2;
-      piece.weights = scratch.weights + (piece.odd ? kHalfBytes : 0);
       const auto unpack = width.unpack[halves];
       for (int b = 0; b < count; ++b) start(bands[b], row, rows, block, group, piece);
       const uint8_t* packed = args.panels + panel * layout.panel_bytes + layout.block_offset(block);

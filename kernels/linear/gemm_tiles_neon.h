@@ -40,18 +40,17 @@ enum class Step { block, half };
 // What tiles read and write: some rows of m, one panel, one piece of k.
 struct TileArgs {
   int64_t tiles;           // of the same number of rows, adjacent
-  const uint8_t* weights;  // Step::block: first halves of the blocks, then the second ones; Step::half: halves as they
-                           // come; each 4 quarters of Tile::store_pairs()
+  int64_t blocks;          // in memory
+  const uint8_t* weights;  // first halves of the blocks, each 4 quarters; then the second ones: Tile::store_pairs()
   const uint8_t* a;        // of each block and half of it: registers_of(rows), as Tile::copy_block() leaves them
   const int32_t* starts;   // of each group: kStarts<Tile, rows> registers; affine: then as many with float(A)
   const float* scales;     // of each group and quarter: 4 scales; affine: then 4 mins
   float* acc;              // the float sums: of each quarter: 8 registers, the first ones used, in the order of Tile
   int32_t* parts;          // the int32 sums of a group that is longer than a piece; as acc
   int64_t groups, group_steps;
-  int64_t blocks;          // in memory
-  bool odd;                // whether the first half of the first block is left out
   bool begins, ends;       // whether the piece begins and ends its groups
   bool shifted;            // whether sums start at kShiftBits
+  bool odd;                // whether the first half of the first block belongs to the piece before
 };
 
 // The next registers_of(Rows) registers, of which the first ones are used.
@@ -67,7 +66,7 @@ template <int Rows, class Vector>
 [[gnu::always_inline]] inline void load_rows(const void* from, Vector (&to)[Rows]) {
   unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
     constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
-    load_pair<kNext != kRow>(from, 16 * kRow, to[kRow], to[kNext]);
+    load_pair<16 * kRow, kNext != kRow>(from, to[kRow], to[kNext]);
   });
 }
 
@@ -76,7 +75,7 @@ template <int At = 0, int Rows, class Vector>
 [[gnu::always_inline]] inline void store_rows(void* to, const Vector (&v)[Rows]) {
   unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
     constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
-    store_pair<kNext != kRow>(to, At + 16 * kRow, v[kRow], v[kNext]);
+    store_pair<At + 16 * kRow, kNext != kRow>(to, v[kRow], v[kNext]);
   });
 }
 
@@ -145,12 +144,18 @@ template <class Tile, int Rows, int Pass>
   });
 }
 
-// A block of 32 inputs, or half of one. `weights`: of its first and its second half.
+// `weights`: of the next half and of the one behind it.
 template <class Tile, Step Each, int Rows, int Pass>
 [[gnu::always_inline]] inline void add_step(const uint8_t*& a, const uint8_t* (&weights)[2],
                                             int32x4_t (&sums)[Pass][Rows]) {
   add_half<Tile>(a, weights[0], sums);
-  if constexpr (Each == Step::block) add_half<Tile>(a, weights[1], sums);
+  if constexpr (Each == Step::block) {
+    add_half<Tile>(a, weights[1], sums);
+  } else {
+    const uint8_t* next = weights[1];
+    weights[1] = weights[0];
+    weights[0] = next;
+  }
 }
 
 template <int Rows>
@@ -248,6 +253,11 @@ template <class Tile, Step Each, int Rows, bool Affine, int Pass>
   const uint8_t* a = args.a;
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
+  if (Each == Step::half && args.odd) {  // begins in the second half of the first block
+    const uint8_t* next = weights[0] + kHalfBytes;
+    weights[0] = weights[1];
+    weights[1] = next;
+  }
   const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
   const uint8_t* starts = reinterpret_cast<const uint8_t*>(args.starts);
   float* acc = args.acc + kQuarterFloats * quarter;

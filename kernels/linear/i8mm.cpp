@@ -116,7 +116,7 @@ struct MatrixTile {
   [[gnu::always_inline]] static void rows(const float* acc, float32x4_t (&y)[2][kQuarters]) {
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
       float64x2_t pair0, pair1;
-      load_pair(acc, q * kQuarterFloats * 4, pair0, pair1);
+      load_pair<q * kQuarterFloats * 4>(acc, pair0, pair1);
       y[0][q] = vreinterpretq_f32_f64(vzip1q_f64(pair0, pair1));
       y[1][q] = vreinterpretq_f32_f64(vzip2q_f64(pair0, pair1));
     });

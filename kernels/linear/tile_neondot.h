@@ -45,8 +45,8 @@ struct DotTile {
       int8x16_t row0[2], row1[2];
       next_pair(from[kRow], row0[0], row0[1]);
       next_pair(from[kRow + 1], row1[0], row1[1]);
-      store_pair(to, 16 * kRow, row0[0], row1[0]);
-      store_pair(to, 16 * (registers_of(Rows) + kRow), row0[1], row1[1]);
+      store_pair<16 * kRow>(to, row0[0], row1[0]);
+      store_pair<16 * (registers_of(Rows) + kRow)>(to, row0[1], row1[1]);
     });
     if constexpr (Rows % 2 != 0) {
       int8x16_t row[2];
