@@ -107,6 +107,8 @@ void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapp
   args.out = out.get();
   args.out_dtype = DType::f32;
   args.out_stride = w.layout.n;
+  const auto scratch = allocate<char>(kLinearScratchBytes);
+  args.scratch = scratch.get();
   for (auto unused : state) {
     kernel->run(args);
     benchmark::ClobberMemory();
@@ -233,10 +235,10 @@ void register_all() {
       const LinearKernel* row = &linear_kernel(i);
       if (row->bits != bits || !runs_here(row->isa)) continue;
       const std::string name = row->name;
-      const int64_t m = row->m_step == 1 ? 1 : kGemmRows;
-      const std::string shape_name = row->m_step == 1 ? "/gemv" : "/gemm" + std::to_string(kGemmRows);
+      const int64_t m = row->m_least == 1 ? 1 : kGemmRows;
+      const std::string shape_name = row->m_least == 1 ? "/gemv" : "/gemm" + std::to_string(kGemmRows);
       benchmark::RegisterBenchmark((name + shape_name).c_str(), linear, row, m, Mapping::symmetric);
-      if (row->m_step == 1) {
+      if (row->m_least == 1) {
         benchmark::RegisterBenchmark((name + shape_name + "/affine").c_str(), linear, row, m, Mapping::affine);
       }
     }

@@ -10,6 +10,7 @@
 #include "support/coverage.h"
 #include "support/guarded.h"
 #include "support/reference.h"
+#include "support/scratch.h"
 
 namespace lowbit::test {
 namespace {
@@ -31,7 +32,7 @@ struct Case {
 };
 
 std::vector<Case> cases_for(const LinearKernel& row) {
-  const int64_t m = row.m_step, n = row.n_step;
+  const int64_t m = row.m_least, n = row.n_step;
   std::vector<Case> cases = {
       {.name = "exact_tile", .m = m, .n = n, .k = 64, .group_size = 32},
       {.name = "tile_plus_one", .m = m + 1, .n = n + 1, .k = 96, .group_size = 32},
@@ -107,7 +108,7 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "garbage_padding_16", .m = 1, .n = 5, .k = 21, .group_size = 16, .padding_is_garbage = true},
   };
   // Every split of the rows into tiles and chunks, with groups of one block, of several, and longer than a piece.
-  if (row.m_step > 1) {
+  if (row.m_least > 1) {
     for (int64_t rows = 2; rows <= 33; ++rows) {
       cases.push_back({.name = "rows_32", .m = rows, .n = 16, .k = 64, .group_size = 32});
       cases.push_back({.name = "rows_64", .m = rows, .n = 16, .k = 160, .group_size = 64});
@@ -187,6 +188,7 @@ std::vector<uint8_t> run(const LinearKernel& kernel, const Case& c, LinearArgs a
   std::memset(out.data(), 0x5c, static_cast<size_t>(out.size()));
   args.out = out.data();
   args.out_dtype = dtype;
+  args.scratch = linear_scratch();
   kernel.run(args);
   EXPECT_TRUE(out.intact()) << "wrote outside of the output";
   return out.bytes();
@@ -213,10 +215,10 @@ class LinearRow : public testing::TestWithParam<RowRef> {
  protected:
   // Runs one case with every mapping, bias and output type; false after the first difference.
   bool case_is_right(const LinearKernel& kernel, const Case& c) {
-    const LinearKernel& portable = choose_linear(kernel.format, kernel.bits, c.m, kPortable);
     for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
       for (const bool has_bias : {false, true}) {
         const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, mapping, has_bias);
+        const LinearKernel& portable = choose_linear(layout, c.m, kPortable);
         Random random(static_cast<uint64_t>(kernel.bits * 1000 + c.m * 100 + c.n + c.k));
         Weights weights = random_weights(layout, random);
         const int code = c.values == Values::lowest_by_zero ? 0 : (1 << kernel.bits) - 1;
@@ -257,7 +259,7 @@ TEST_P(LinearRow, LargestGroup) {
   const LinearKernel& kernel = linear_kernel(GetParam().index);
   for (const Values values : {Values::lowest, Values::highest}) {
     const Case c{
-        .name = "largest_group", .m = kernel.m_step, .n = 2, .k = kMaxGroupInputs, .group_size = 0, .values = values};
+        .name = "largest_group", .m = kernel.m_least, .n = 2, .k = kMaxGroupInputs, .group_size = 0, .values = values};
     for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
       const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, mapping, false);
       Random random(kernel.bits);
