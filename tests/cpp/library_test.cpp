@@ -93,15 +93,15 @@ TEST(A_Refused, FormatIds) {
 }
 
 // The structures that libraries are compiled with. A change here needs another kKernelAbi.
-TEST(A_Refused, TheInterfaceIsVersion1) {
-  EXPECT_EQ(kKernelAbi, 1u);
+TEST(A_Refused, TheInterfaceIsVersion2) {
+  EXPECT_EQ(kKernelAbi, 2u);
   const AbiSizes sizes = KernelLibrary{}.sizes;
   EXPECT_EQ(offsetof(KernelLibrary, abi), 0u);
   EXPECT_EQ(offsetof(KernelLibrary, sizes), 4u);
   EXPECT_EQ(sizes.library, 128u);
   EXPECT_EQ(sizes.format, 32u);
   EXPECT_EQ(sizes.quantize_row, 24u);
-  EXPECT_EQ(sizes.linear_row, 56u);
+  EXPECT_EQ(sizes.linear_row, 64u);
   EXPECT_EQ(sizes.embedding_row, 32u);
   EXPECT_EQ(sizes.quantize_args, 72u);
   EXPECT_EQ(sizes.prepare_args, 152u);
