@@ -65,6 +65,8 @@ struct Scratch {
   static_assert(kChunkRows * (8 + kChunkPanels * kPanelRows) <= kMostStarts * 4);
 };
 
+static_assert(sizeof(Scratch) <= kLinearScratchBytes);
+
 // Two quarters of a block, for Unpack::lines(): the eight lines as bytes.
 template <int Bits, bool Affine>
 struct BytePairs {
@@ -227,12 +229,13 @@ struct Gemm {
   const LinearArgs& args;
   const Step step;
   const Width width;
-  Scratch scratch;
+  Scratch& scratch;
 
-  Gemm(const LinearArgs& linear_args, Width w)  // leaves the scratch as it is
+  Gemm(const LinearArgs& linear_args, Width w)
       : args(linear_args),
         step(linear_args.layout.group_inputs() % kBlockInputs == 0 ? Step::block : Step::half),
-        width(w) {}
+        width(w),
+        scratch(*static_cast<Scratch*>(linear_args.scratch)) {}
 
   // Calls with the number of rows of a tile as a constant.
   template <class Body>
