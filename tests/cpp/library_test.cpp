@@ -101,7 +101,7 @@ TEST(A_Refused, TheInterfaceIsVersion2) {
   EXPECT_EQ(sizes.library, 128u);
   EXPECT_EQ(sizes.format, 32u);
   EXPECT_EQ(sizes.quantize_row, 24u);
-  EXPECT_EQ(sizes.linear_row, 56u);
+  EXPECT_EQ(sizes.linear_row, 64u);
   EXPECT_EQ(sizes.embedding_row, 32u);
   EXPECT_EQ(sizes.quantize_args, 72u);
   EXPECT_EQ(sizes.prepare_args, 152u);
