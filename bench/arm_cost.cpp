@@ -88,6 +88,8 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
   std::vector<float> out(static_cast<size_t>(kMostRows * kOutputs));
   LinearArgs args{weights.packed.data() + kHeaderBytes, weights.layout, 0, weights.layout.panels, a.data(),
                   group_sums.data(), scales.data(), zeros.data(), 0, out.data(), DType::f32, kOutputs};
+  alignas(64) static char scratch[kLinearScratchBytes];
+  args.scratch = scratch;
   const auto is_chosen = [&](int64_t m) {
     IsaBits isa = kernel.isa;
     size_t count;

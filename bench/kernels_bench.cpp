@@ -111,6 +111,8 @@ void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapp
   args.out = out.get();
   args.out_dtype = DType::f32;
   args.out_stride = w.layout.n;
+  const auto scratch = allocate<char>(kLinearScratchBytes);
+  args.scratch = scratch.get();
   for (auto unused : state) {
     kernel->run(args);
     benchmark::ClobberMemory();

@@ -47,6 +47,10 @@ struct QuantizeArgs {
   float* zero;           // out: one, an integer in [-128, 127]
 };
 
+// Memory for a linear row's own use during a call. The operator owns it: threads may have little stack (musl's have 128
+// KiB), and a row allocates nothing.
+inline constexpr int64_t kLinearScratchBytes = 112 << 10;
+
 // Some rows of activations times some panels of a packed matrix.
 struct LinearArgs {
   const uint8_t* panels;     // panel 0 of the matrix (behind the header)
@@ -62,6 +66,7 @@ struct LinearArgs {
   int64_t out_stride;        // elements from one row of the output to the next, at least layout.n
   // What the row's own prepare() wrote, 64-byte aligned; then a, group_sums, scales and zeros are null.
   const void* activations = nullptr;
+  void* scratch = nullptr;   // kLinearScratchBytes, 64-byte aligned, of undefined content; of this call alone
 };
 
 // Some rows of activations into the form that a row of a vendor's packed format wants.

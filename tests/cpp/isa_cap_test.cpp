@@ -34,7 +34,12 @@ const LinearKernel* real_linear;
 const EmbeddingKernel* real_embedding;
 
 void run_quantize(const QuantizeArgs& args) { seen_quantize.ran = real_quantize->name, real_quantize->run(args); }
-void run_linear(const LinearArgs& args) { seen_linear.ran = real_linear->name, real_linear->run(args); }
+void run_linear(const LinearArgs& args) {
+  seen_linear.ran = real_linear->name;
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(args.scratch) % 64, 0u);
+  std::memset(args.scratch, 0xff, kLinearScratchBytes);  // the row's own memory, whatever it holds
+  real_linear->run(args);
+}
 void run_embedding(const EmbeddingArgs& args) { seen_embedding.ran = real_embedding->name, real_embedding->run(args); }
 
 // The library's own definition of the function whose (C++) symbol is given.

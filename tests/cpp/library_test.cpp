@@ -105,7 +105,7 @@ TEST(A_Refused, TheInterfaceIsVersion2) {
   EXPECT_EQ(sizes.embedding_row, 32u);
   EXPECT_EQ(sizes.quantize_args, 72u);
   EXPECT_EQ(sizes.prepare_args, 152u);
-  EXPECT_EQ(sizes.linear_args, 200u);
+  EXPECT_EQ(sizes.linear_args, 208u);
   EXPECT_EQ(sizes.embedding_args, 136u);
   EXPECT_EQ(sizes.pack_args, 32u);
   EXPECT_EQ(sizes.unpack_args, 32u);
@@ -254,6 +254,54 @@ TEST(C_OwnFormat, GoesThroughTheOperators) {
   Tensor index = index_tensor<int64_t>({7});
   EXPECT_TRUE(refused(embedding(index.view, rows.view, 100, out.view, {}),
                       "no embedding kernel for weights of 8 bits in format 'ROWS'"));
+}
+
+// A header that changes between two readings of it: what is packed is what was read first. The format's own function
+// changes it, which is when another thread could.
+namespace changing {
+uint8_t* header = nullptr;
+uint8_t headers[2][kHeaderBytes];
+int readings = 0, changed_at = 0;  // another matrix's header, after this reading and until the next
+bool mixed = false;
+constexpr int64_t kRows = 20;
+
+int64_t bytes(const Layout&) {
+  if (header != nullptr) std::memcpy(header, headers[++readings == changed_at], kHeaderBytes);
+  return 4096;
+}
+const char* pack(const Layout& layout, const PackArgs&, void*) {
+  mixed = mixed || layout.n != kRows;
+  return nullptr;
+}
+const char* unpack(const Layout&, const void*, const UnpackArgs&) { return nullptr; }
+}  // namespace changing
+
+TEST(C_OwnFormat, AHeaderThatChangesIsReadOnce) {
+  static const PackedFormat kFormats[] = {{vendor_format("CHNG"), changing::bytes, changing::pack, changing::unpack}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(3);
+  Tensor weights[2] = {Tensor(ElementType::u8, {kHeaderBytes + 4096}), Tensor(ElementType::u8, {kHeaderBytes + 4096})};
+  for (int i = 0; i < 2; ++i) {
+    const Layout layout = layout_of(i == 0 ? changing::kRows : 10 * changing::kRows, 64, 4, 32, Mapping::symmetric, false);
+    const Tensor source = bytes_tensor(packed(random_weights(layout, random)));
+    ASSERT_TRUE(repack(source.view, "CHNG", weights[i].view, {}).ok());
+    std::memcpy(changing::headers[i], weights[i].memory->data(), kHeaderBytes);
+  }
+  changing::mixed = false;
+  changing::header = weights[0].memory->data();
+  Tensor out(ElementType::u8, {kHeaderBytes + 4096});
+  for (int i = 1; i <= 4; ++i) {  // may be refused; but never the sizes of one with the memory of the other
+    std::memcpy(changing::header, changing::headers[0], kHeaderBytes);
+    changing::readings = 0;
+    changing::changed_at = i;
+    const Status status = repack(weights[0].view, "CHNG", out.view, {});
+    EXPECT_FALSE(changing::mixed) << status.message();
+  }
+  changing::header = nullptr;
+  EXPECT_TRUE(out.memory->intact());
 }
 
 TEST(D_Threads, ChooseWhileRowsAreAdded) {

@@ -10,6 +10,7 @@
 #include "support/coverage.h"
 #include "support/guarded.h"
 #include "support/reference.h"
+#include "support/scratch.h"
 
 namespace lowbit::test {
 namespace {
@@ -187,6 +188,7 @@ std::vector<uint8_t> run(const LinearKernel& kernel, const Case& c, LinearArgs a
   std::memset(out.data(), 0x5c, static_cast<size_t>(out.size()));
   args.out = out.data();
   args.out_dtype = dtype;
+  args.scratch = linear_scratch();
   kernel.run(args);
   EXPECT_TRUE(out.intact()) << "wrote outside of the output";
   return out.bytes();

@@ -1,0 +1,76 @@
+"""Models of transformers: without weights, of which kinds, and the progress of loading them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from ..files.config_json import CONFIG, read_config
+
+
+def causal_model_types() -> Collection[str]:
+    """The ``model_type`` of every causal language model that transformers knows."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+
+
+def meta_model(source: Path) -> transformers.PreTrainedModel:
+    """The model of a checkpoint, on the meta device.
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: transformers cannot build what it describes.
+    """
+    text = read_config(source)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        model_class = next((found for found in named if hasattr(found, "_from_config")), None)
+        with torch.device("meta"):
+            if model_class is not None:
+                return model_class._from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # configurations raise what they like: TypeError, AttributeError, errors of their own
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{source / CONFIG} describes a model of type {text.get('model_type')!r}, architectures "
+            f"{text.get('architectures')}, which transformers {transformers.__version__} does not build: {reason} "
+            "Models with code of their own are not supported; for new architectures install a newer transformers."
+        ) from error
+
+
+@contextmanager
+def counting(progress: Callable[[int, int], None] | None):
+    """Reports transformers' progress in loading to a function, instead of by a bar and a table of its own."""
+    class Counter:
+        def __init__(self, items=(), **kwargs):
+            self._items, self._total = items, kwargs.get("total") or len(items)
+
+        def __iter__(self):
+            for done, item in enumerate(self._items, 1):
+                yield item
+                if progress is not None:
+                    progress(done, self._total)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def __getattr__(self, name):  # whatever else a bar can do
+            return lambda *args, **kwargs: None
+
+    previous = logging.set_tqdm_hook(lambda factory, args, kwargs: Counter(*args, **kwargs))
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.set_tqdm_hook(previous)
