@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -35,6 +36,7 @@ from ._safetensors import (
     sync,
     sync_directory,
 )
+from .files.untrusted import interpreting, read_json
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
 if TYPE_CHECKING:
@@ -76,7 +78,10 @@ class CheckpointSummary:
 _DTYPES = {
     "F64": ("float64", 64), "F32": ("float32", 32), "BF16": ("bfloat16", 16), "F16": ("float16", 16),
     "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8), "U8": ("uint8", 8),
-    "BOOL": ("bool", 8),
+    "BOOL": ("bool", 8), "U16": ("uint16", 16), "U32": ("uint32", 32), "U64": ("uint64", 64), "C64": ("complex64", 64),
+    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6), "F4": ("float4_e2m1fn", 4),
 }  # fmt: skip
 
 
@@ -86,7 +91,8 @@ def _entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
     else:
         shape, group_size, mapping = stored.shape, None, None
-        kind, bits = _DTYPES.get(stored.dtype, (stored.dtype.lower(), 8))
+        elements = math.prod(shape)  # of a dtype that came later, their bits are what the file gives them
+        kind, bits = _DTYPES.get(stored.dtype, (stored.dtype.lower(), 8 * stored.bytes // elements if elements else 0))
     return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name)
 
 
@@ -148,8 +154,8 @@ class _Output:
         return Stored(self.name, path, "U8", (size,), 0, size)
 
 
-def _meta_model(source: Path):
-    """The model of a checkpoint without weights, and the text of its config.json as a dict."""
+def _meta_model(source: Path, tensors: int):
+    """The model of a checkpoint of so many tensors without weights, and the text of its config.json as a dict."""
     try:
         import transformers
     except ImportError as error:
@@ -159,31 +165,28 @@ def _meta_model(source: Path):
     path = source / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{source} has no config.json, which says what the tensors are for; copy it too")
-    try:
-        text = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(text, dict):
-            raise ValueError(f"found a {type(text).__name__}; expected an object")
-    except ValueError as error:
-        raise ValueError(f"{path} is not a config: {error}") from error
+    text = read_json(path)
     present = text.get("quantization_config")
     if present is not None:
         method = present.get("quant_method") if isinstance(present, dict) else present
         raise ValueError(f"{source} is quantised already, by the method {method!r}; expected float weights")
-    try:
+    from .hf.building import bounded, check_numbers
+
+    check_numbers(text, path)
+    with interpreting(
+        f"{path} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, which "
+        f"transformers {transformers.__version__} does not build; models with code of their own are not "
+        "supported, for a new architecture install a newer transformers"
+    ):
         config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        architectures = config.architectures if isinstance(config.architectures, list) else ()
+        named = [getattr(transformers, name, None) for name in architectures if isinstance(name, str)]
         model_class = next((found for found in named if hasattr(found, "_from_config")), None)
-        with torch.device("meta"):
+        with bounded(tensors, path):
             if model_class is not None:
                 model = model_class._from_config(config)
             else:
                 model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ValueError(
-            f"{path} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, "
-            f"which transformers {transformers.__version__} does not build: {str(error).splitlines()[0]} Models with "
-            "code of their own are not supported; for new architectures install a newer transformers."
-        ) from error
     return model, text
 
 
@@ -376,8 +379,8 @@ def quantize_checkpoint(
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
     files, weight_map = files_of(source)
-    model, description = _meta_model(source)
     tensors = read_files(files, weight_map)
+    model, description = _meta_model(source, len(tensors))
     outputs, left = _plan(model, config, tensors, source)
 
     # What transformers will take the new names for.

@@ -78,7 +78,7 @@ def generate(
             step = llm.compile_decoder(step)
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="replace")  # the text is for people
 
     def on_token(token: int) -> None:
         pieces.append(stream.push(token))

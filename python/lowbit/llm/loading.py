@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -12,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..files.untrusted import interpreting, read_json
+
 if TYPE_CHECKING:
     from ..transformers import LowBitConfig
+
+_GENERATION = "generation_config.json"
 
 
 def read_config(path: str | os.PathLike) -> dict[str, Any]:
@@ -33,13 +36,7 @@ def read_config(path: str | os.PathLike) -> dict[str, Any]:
     file = directory / "config.json"
     if not file.exists():
         raise FileNotFoundError(f"{directory} has no config.json; expected a checkpoint of transformers")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}; expected an object")
-    return config
+    return read_json(file)
 
 
 def is_packed(path: str | os.PathLike) -> bool:
@@ -88,26 +85,36 @@ def load_model(
 
     # First what needs no transformers, whose import takes seconds.
     directory = Path(path)
-    model_type = read_config(directory).get("model_type")
-    _safetensors.read_files(*_safetensors.files_of(directory))
+    file, text = directory / "config.json", read_config(directory)
+    model_type = text.get("model_type")
+    tensors = _safetensors.read_files(*_safetensors.files_of(directory))
+    if (directory / _GENERATION).exists():
+        read_json(directory / _GENERATION)
     packed = is_packed(directory)
     transformers = import_module("transformers")
     names = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if model_type not in names:
+    if not isinstance(model_type, str) or model_type not in names:
         raise ValueError(
-            f"{directory / 'config.json'} has model_type {model_type!r}, which transformers {transformers.__version__} "
+            f"{file} has model_type {model_type!r}, which transformers {transformers.__version__} "
             "does not know as a causal language model; for a new architecture install a newer transformers"
         )
     if packed and quantization is not None:
         raise ValueError(f"{directory} is packed already; to quantise it otherwise, start from the float checkpoint")
     # Not given as None: that would mean float weights.
     chosen = {} if quantization is None else {"quantization_config": quantization}
-    with _counting(progress):
+    from ..hf.building import bounded, check_fits, check_numbers
+
+    check_numbers(text, file)
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    with _counting(progress), interpreting(f"{directory} does not load"):
+        with interpreting(f"{file} describes no model that transformers {transformers.__version__} builds"):
+            config = transformers.AutoConfig.from_pretrained(directory, **options)
+            with bounded(len(tensors), file):
+                check_fits(transformers.AutoModelForCausalLM.from_config(config), tensors, directory)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype="auto",
-            local_files_only=True,
-            trust_remote_code=False,
+            **options,
             output_loading_info=True,  # reported below, in one line
             ignore_mismatched_sizes=True,
             **chosen,
@@ -167,14 +174,10 @@ def load_tokenizer(path: str | os.PathLike):
     directory = Path(path)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise FileNotFoundError(f"{directory} has no tokenizer.json; copy the files of its tokenizer there")
-    try:
+    with _counting(None), interpreting(f"the tokenizer in {directory} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # tokenizers raises nothing more precise on a damaged tokenizer.json
-        raise ValueError(f"the tokenizer in {directory} does not load: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{directory} has a {type(tokenizer).__name__}, written in Python; expected one with a tokenizer.json"
@@ -186,7 +189,10 @@ def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
     """The ids that end a text: what generation_config.json, config.json or the tokenizer says, in this order."""
     configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
     ids = next((ids for ids in (getattr(config, "eos_token_id", None) for config in configs) if ids is not None), None)
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    ids = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    if not all(isinstance(token, int) for token in ids):
+        raise ValueError(f"the eos_token_id of the model is {ids}; expected token ids, as generation_config.json names them")
+    return list(ids)
 
 
 class TextStream:

@@ -1,0 +1,1 @@
+"""The only place that touches what transformers does not document. ``import lowbit.transformers`` registers it."""
