@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import _C, ops
-from ._safetensors import (
+from .files.config_json import CONFIG, quantization_method, read_config
+from .files.replace import partial_directory, sync, sync_path
+from .files.safetensors import (
     DTYPES,
     INDEX,
     WEIGHTS,
@@ -29,18 +30,15 @@ from ._safetensors import (
     Writer,
     chunks,
     files_of,
-    read_bytes,
+    packed_info,
     read_files,
     read_rows,
     same_bytes,
-    sync,
-    sync_directory,
 )
-from .files.untrusted import interpreting, read_json
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
 if TYPE_CHECKING:
-    from .transformers import LowBitConfig
+    from .hf.config import LowBitConfig
 
 _BAND_WEIGHTS = 1 << 21  # quantised at a time: enough for many threads, little memory
 _PANEL_ROWS = 16
@@ -114,23 +112,6 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
     ]
 
 
-def packed_info(stored: Stored) -> ops.PackedInfo:
-    """What the header of a packed tensor in a file says; no other byte of it is read.
-
-    Raises:
-        ValueError: not a packed weight, of another version, or with an altered header.
-    """
-    try:
-        if stored.dtype != "U8" or len(stored.shape) != 1:
-            raise ValueError(
-                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension"
-            )
-        header = read_bytes(stored, 0, min(64, stored.bytes))
-        return ops.PackedInfo(**_C.info(header.data_ptr(), stored.bytes, False))
-    except ValueError as error:
-        raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
-
-
 @dataclass(frozen=True)
 class _Output:
     """A tensor to write: a copy of `source`, or with a config its packed form."""
@@ -152,42 +133,6 @@ class _Output:
             return Stored(self.name, path, self.source.dtype, self.source.shape, 0, self.source.bytes)
         size = self.info().total_bytes
         return Stored(self.name, path, "U8", (size,), 0, size)
-
-
-def _meta_model(source: Path, tensors: int):
-    """The model of a checkpoint of so many tensors without weights, and the text of its config.json as a dict."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"transformers is not installed: {error}. Install it with `pip install 'transformers>=5'`."
-        ) from error
-    path = source / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{source} has no config.json, which says what the tensors are for; copy it too")
-    text = read_json(path)
-    present = text.get("quantization_config")
-    if present is not None:
-        method = present.get("quant_method") if isinstance(present, dict) else present
-        raise ValueError(f"{source} is quantised already, by the method {method!r}; expected float weights")
-    from .hf.building import bounded, check_numbers
-
-    check_numbers(text, path)
-    with interpreting(
-        f"{path} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, which "
-        f"transformers {transformers.__version__} does not build; models with code of their own are not "
-        "supported, for a new architecture install a newer transformers"
-    ):
-        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-        architectures = config.architectures if isinstance(config.architectures, list) else ()
-        named = [getattr(transformers, name, None) for name in architectures if isinstance(name, str)]
-        model_class = next((found for found in named if hasattr(found, "_from_config")), None)
-        with bounded(tensors, path):
-            if model_class is not None:
-                model = model_class._from_config(config)
-            else:
-                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model, text
 
 
 def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
@@ -215,11 +160,11 @@ def _plan(
     model, config: LowBitConfig, tensors: dict[str, Stored], source: Path
 ) -> tuple[list[_Output], dict[str, str]]:
     """What to write, and the selected layers that stay float."""
-    from . import transformers as integration
+    from .hf.names import check_complete, given_by, names_in_model
 
-    names = integration.names_in_model(model, tensors)
+    names = names_in_model(model, tensors)
     state = model.state_dict()
-    integration.check_complete(model, integration.given_by(names), source)
+    check_complete(model, given_by(names), source)
     by_name = _called_in_model(model, names, tensors)
     selected = config.select(model)
     if not selected:
@@ -370,7 +315,10 @@ def quantize_checkpoint(
         ValueError: an unknown architecture, a damaged file, tensors that are missing, not finite or of another shape or
             dtype than the model's, or different configs for layers that share a weight. Nothing is left of target then.
     """
-    from .transformers import LowBitConfig, names_in_model, place_packed
+    from .hf.loading import meta_model
+    from .hf.names import names_in_model
+    from .hf.placing import place_packed
+    from .transformers import LowBitConfig
 
     begin = time.perf_counter()
     source, target = Path(source), Path(target).absolute()
@@ -379,8 +327,12 @@ def quantize_checkpoint(
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
     files, weight_map = files_of(source)
+    description = read_config(source)
+    method = quantization_method(description)
+    if method is not None:
+        raise ValueError(f"{source} is quantised already, by the method {method!r}; expected float weights")
     tensors = read_files(files, weight_map)
-    model, description = _meta_model(source, len(tensors))
+    model = meta_model(source, len(tensors))
     outputs, left = _plan(model, config, tensors, source)
 
     # What transformers will take the new names for.
@@ -400,51 +352,47 @@ def quantize_checkpoint(
     total = sum(output.source.bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
     _check_target(target, target_bytes)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
     try:
-        entries, read = [], 0
-        shards = list(_shards(outputs, max_shard_bytes))
-        for number, shard in enumerate(shards, 1):
-            name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            stored = [output.stored(partial / name) for output in shard]
-            entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
-            with Writer(partial / name, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
-                for output in shard:
+        with partial_directory(target) as partial:
+            entries, read = [], 0
+            shards = list(_shards(outputs, max_shard_bytes))
+            for number, shard in enumerate(shards, 1):
+                name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+                stored = [output.stored(partial / name) for output in shard]
+                entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+                with Writer(partial / name, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
+                    for output in shard:
 
-                    def done(count: int, name: str = output.name) -> None:
-                        nonlocal read
-                        read += count
-                        if progress is not None:
-                            progress(read, total, name)
+                        def done(count: int, name: str = output.name) -> None:
+                            nonlocal read
+                            read += count
+                            if progress is not None:
+                                progress(read, total, name)
 
-                    if output.config is not None:
-                        _pack(output, writer, done)
-                    else:
-                        for chunk in chunks(output.source):
-                            writer.write(chunk.numpy())
-                            done(chunk.numel())
-        if len(shards) > 1:
-            _write_json(
-                partial / INDEX,
-                {
-                    "metadata": {"total_size": target_bytes},
-                    "weight_map": {entry.name: entry.file for entry in entries},
-                },
-            )
-        for file in source.iterdir():
-            if file.is_file() and file.name != "config.json" and not file.name.endswith(_WEIGHT_FILES):
-                _copy(file, partial / file.name)
-        # Last: without it nothing loads.
-        _write_json(partial / "config.json", description | {"quantization_config": config.to_dict()})
-        umask = os.umask(0)
-        os.umask(umask)
-        partial.chmod(0o777 & ~umask)
-        sync_directory(partial)
-        os.rename(partial, target)
-        sync_directory(target.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                        if output.config is not None:
+                            _pack(output, writer, done)
+                        else:
+                            for chunk in chunks(output.source):
+                                writer.write(chunk.numpy())
+                                done(chunk.numel())
+            if len(shards) > 1:
+                _write_json(
+                    partial / INDEX,
+                    {
+                        "metadata": {"total_size": target_bytes},
+                        "weight_map": {entry.name: entry.file for entry in entries},
+                    },
+                )
+            for file in source.iterdir():
+                if file.is_file() and file.name != CONFIG and not file.name.endswith(_WEIGHT_FILES):
+                    _copy(file, partial / file.name)
+            # Last: without it nothing loads.
+            _write_json(partial / CONFIG, description | {"quantization_config": config.to_dict()})
+            sync_path(partial)
+            os.rename(partial, target)
+            sync_path(target.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             raise OSError(
                 error.errno,
                 f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of it "

@@ -10,7 +10,7 @@ from .memory import in_huge_pages
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
 
-class _Packed(torch.nn.Module):
+class Packed(torch.nn.Module):
     """A module whose weight is one packed buffer, ``packed_weight`` (uint8)."""
 
     def __init__(self, packed_weight: Tensor | ops.PackedInfo):
@@ -35,7 +35,7 @@ class _Packed(torch.nn.Module):
         rows = torch.arange(self.info.out_features)
         return ops.embedding(rows, self.packed_weight, self.info.in_features, dtype=dtype)
 
-    def to_format(self, format: str) -> _Packed:
+    def to_format(self, format: str) -> Packed:
         """Replaces the packed weight by the same weight in another format (:func:`lowbit.repack`); returns the module.
 
         A buffer that was shared with another module is shared no more.
@@ -86,7 +86,7 @@ class _Packed(torch.nn.Module):
             self._describe(self.packed_weight)
 
 
-class Linear(_Packed):
+class Linear(Packed):
     """A linear layer with 1- to 8-bit weights: int8 activations per row, quantised on the fly.
 
     Input [..., in_features] float32, bfloat16 or float16; output [..., out_features] of the same dtype.
@@ -135,7 +135,7 @@ class Linear(_Packed):
         )
 
 
-class Embedding(_Packed):
+class Embedding(Packed):
     """An embedding table of 1 to 8 bits per weight.
 
     Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``.
@@ -204,3 +204,28 @@ def in_place_of(
     if isinstance(layer, torch.nn.Embedding):
         return Embedding(packed_weight, dtype, layer.padding_idx)
     return Linear(packed_weight)
+
+
+def use_huge_pages(model: torch.nn.Module) -> int:
+    """Moves the packed weights of a model into huge pages, where Linux gives them on request.
+
+    Then a matrix that is read from memory comes faster: the CPU looks up a five-hundredth of the addresses, and fetches
+    ahead beyond 4 KiB. :func:`lowbit.quantize_` does it by itself; call this for weights that were loaded, and above all
+    for those mapped from a file, which then take memory of their own.
+
+    Args:
+        model: any; what it shares, such as the table of a tied head, stays shared.
+
+    Returns:
+        How many bytes were moved. Only weights of a huge page (2 MiB, usually) or more are. 0 where the system gives no huge
+        pages, or gives them unasked.
+    """
+    moved: dict[tuple[int, int], Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, Packed):
+            weight = module.packed_weight
+            key = (weight.data_ptr(), weight.numel())
+            if key not in moved:
+                moved[key] = in_huge_pages(weight)
+            module.packed_weight = moved[key]
+    return sum(tensor.numel() for (address, _), tensor in moved.items() if tensor.data_ptr() != address)

@@ -83,18 +83,31 @@ def describe(shape: tuple[int, int], bits: int, group_size: int | None, mapping:
     Raises:
         ValueError: as :func:`pack`.
     """
+    check_format(bits, group_size, mapping)
     n, k = shape
-    return PackedInfo(**_C.describe_packed(n, k, bits, _group_size_argument(group_size), mapping == "affine", has_bias))
+    return PackedInfo(**_C.describe_packed(n, k, bits, group_size or 0, mapping == "affine", has_bias))
 
 
-def _group_size_argument(group_size: int | None) -> int:
-    if group_size is None:
-        return 0
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size is {group_size!r}; expected an int or None")
-    if group_size <= 0:
-        raise ValueError(f"group_size is {group_size}; expected a positive multiple of 16, or None for one group per row")
-    return group_size
+def check_format(bits: int, group_size: int | None, mapping: str) -> None:
+    """Refuses what no packed weight can be.
+
+    Raises:
+        TypeError, ValueError: bits are not an int from 1 to 8, the group size is neither a positive multiple of 16 nor
+            None, or the mapping is not "symmetric" or "affine".
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int):
+        raise TypeError(f"bits is {bits!r}; expected an int")
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits is {bits}; expected 1 to 8")
+    if group_size is not None:
+        if isinstance(group_size, bool) or not isinstance(group_size, int):
+            raise TypeError(f"group_size is {group_size!r}; expected an int or None")
+        if group_size <= 0 or group_size % 16:
+            raise ValueError(
+                f"group_size is {group_size}; expected a positive multiple of 16, or None for one group per row"
+            )
+    if mapping not in ("symmetric", "affine"):
+        raise ValueError(f"mapping is {mapping!r}; expected 'symmetric' or 'affine'")
 
 
 def pack(
@@ -142,21 +155,16 @@ def pack(
             raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; expected the CPU")
-    if mapping not in ("symmetric", "affine"):
-        raise ValueError(f"mapping is {mapping!r}; expected 'symmetric' or 'affine'")
+    check_format(bits, group_size, mapping)
     if (mapping == "affine") != (mins is not None):
         raise ValueError(f"mapping is {mapping!r} {'without' if mins is None else 'with'} mins; affine weights have mins")
-    if isinstance(bits, bool) or not isinstance(bits, int):
-        raise TypeError(f"bits is {bits!r}; expected an int")
-    if not 1 <= bits <= 8:
-        raise ValueError(f"bits is {bits}; expected 1 to 8")
     return torch.ops.lowbit.pack(
         codes.detach().contiguous(),
         scales.detach().contiguous(),
         None if mins is None else mins.detach().contiguous(),
         None if bias is None else bias.detach().contiguous(),
         bits,
-        _group_size_argument(group_size),
+        group_size or 0,
     )
 
 

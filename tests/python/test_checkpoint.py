@@ -14,12 +14,8 @@ import lowbit
 from checkpoints import EMBED, HEAD, KINDS, NORM, UP, change_tensors, edit_json, load, save_model
 from lowbit import LowBitConfig, checkpoint, inspect_checkpoint, quantize_checkpoint
 
-CONFIG = LowBitConfig(
-    bits=4,
-    group_size=32,
-    embedding_bits=6,
-    overrides={"*.down_proj": {"bits": 3, "mapping": "affine", "scale": "absmax"}, "*.1.self_attn.o_proj": None},
-)
+OVERRIDES = {"*.down_proj": {"bits": 3, "mapping": "affine", "scale": "absmax"}, "*.1.self_attn.o_proj": None}
+CONFIG = LowBitConfig(bits=4, group_size=32, embedding_bits=6, overrides=OVERRIDES)
 
 
 def tensors_of(path) -> dict[str, torch.Tensor]:
@@ -76,7 +72,7 @@ def test_files_beside_the_weights(tmp_path):
         "mapping": "symmetric",
         "scale": "mse",
         "embedding_bits": 6,
-        "overrides": CONFIG.overrides,
+        "overrides": [list(pair) for pair in OVERRIDES.items()],
     }
     assert config == json.loads((source / "config.json").read_text())
     assert (tmp_path / "packed").stat().st_mode == source.stat().st_mode
@@ -291,7 +287,7 @@ def test_an_unknown_architecture(source, tmp_path):
 
 def test_a_broken_config(source, tmp_path):
     (source / "config.json").write_text('{"model_type": ')
-    refuse(source, tmp_path / "packed", ValueError, str(source / "config.json"), "is not a config")
+    refuse(source, tmp_path / "packed", ValueError, str(source / "config.json"), "is not JSON")
     (source / "config.json").unlink()
     refuse(source, tmp_path / "packed", OSError, "has no config.json")
 

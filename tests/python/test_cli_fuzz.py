@@ -1,8 +1,8 @@
-"""Whatever config.json, an index, a header, tokenizer.json or generation_config.json says, the commands that read it end
-with a result, or with one line and exit code 1; in time, in memory, and without anything left behind.
+"""Whatever config.json, an index, a header, tokenizer.json or generation_config.json says, the commands that read it
+end with a result, or with one line and exit code 1; in time, in memory, and with nothing left behind.
 
-The files of the shipped model are mutated as data (a value replaced, removed, renamed, repeated elsewhere), then as bytes.
-`LOWBIT_FUZZ_EXAMPLES=2000` tries that many for each file, other ones in each run; the few of every run are always the same.
+The files of the shipped model are changed as data (a value replaced, removed, renamed, wrapped), then as bytes.
+`LOWBIT_FUZZ_EXAMPLES=2000` tries that many for each file, others in each run; the few of every run are always the same.
 """
 
 import copy
@@ -30,8 +30,8 @@ MEMORY = 4 << 30  # bytes beyond what is mapped before
 
 HOSTILE = [
     None, True, False, -1, 0, 1, 2, 3, 16, 2**31 - 1, 2**31, 2**63 - 1, 2**64, 10**12, -(10**18), 10**400, 0.5, -1.5,
-    1e-320, 1e308, float("nan"), float("inf"), float("-inf"), "", "five", "../x", "float16", "[/b]", "a\0b", "\x1b[31m\n",
-    "\ud800", "é" * 300, [], {}, [[]], [None], [0] * 300, {"": {}}, ["a", 1], {"a": [1]},
+    1e-320, 1e308, float("nan"), float("inf"), float("-inf"), "", "five", "../x", "float16", "[/b]", "a\0b",
+    "\x1b[31m\n", "\ud800", "é" * 300, [], {}, [[]], [None], [0] * 300, {"": {}}, ["a", 1], {"a": [1]},
 ]  # fmt: skip
 
 

@@ -338,7 +338,9 @@ def test_config_errors():
         ({"group_size": 20}, ValueError, "group_size is 20; expected a positive multiple of 16"),
         ({"mapping": "linear"}, ValueError, "mapping is 'linear'"),
         ({"scale": "max"}, ValueError, "scale is 'max'"),
-        ({"overrides": [("lm_head", None)]}, TypeError, "overrides is a list; expected a dict"),
+        ({"overrides": "lm_head=8"}, TypeError, "overrides is a str; expected a dict of name patterns, or a list"),
+        ({"overrides": ["lm_head"]}, TypeError, "overrides has the entry lm_head; expected a name pattern"),
+        ({"overrides": [("lm_head", 8)]}, TypeError, "overrides has the entry 'lm_head': 8; expected a name pattern"),
         ({"overrides": {"lm_head": 8}}, TypeError, "overrides has the entry 'lm_head': 8; expected a name pattern"),
         ({"overrides": {"lm_head": {"width": 8}}}, TypeError, "expected a name pattern and a dict of bits, group_size"),
         ({"overrides": {"lm_head": {"bits": 0}}}, ValueError, "bits is 0"),
@@ -351,15 +353,38 @@ def test_config_errors():
         assert message in str(caught.value)
 
 
-def test_the_last_override_counts():
-    config = LowBitConfig(overrides={"*": {"bits": 2}, "*.mlp.*": {"group_size": None}, "*.up_proj": None})
+def test_the_last_override_counts(tmp_path):
+    # Not in the order of the alphabet, in which transformers writes the keys of config.json.
+    overrides = {"model.*": {"bits": 2}, "*.mlp.*": {"group_size": None}, "*.up_proj": None}
+    config = LowBitConfig(overrides=overrides)
     selected = config.select(make_model())
     assert UP not in selected
     assert selected["model.layers.0.self_attn.q_proj"] == lowbit.LinearConfig(bits=2)
     assert selected["model.layers.0.mlp.down_proj"] == lowbit.LinearConfig(bits=4, group_size=None)
     assert selected[EMBED] == lowbit.EmbeddingConfig(bits=2)
-    again = LowBitConfig.from_dict(json.loads(config.to_json_string()))
-    assert again.select(make_model()) == selected
+    assert selected[HEAD] == lowbit.LinearConfig(bits=4)
+
+    pairs = [list(pair) for pair in overrides.items()]
+    model = load(save_model(tmp_path / "source"), quantization_config=config)
+    model.save_pretrained(tmp_path / "saved")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "packed", config)
+    for path in ("saved", "packed"):
+        saved = json.loads((tmp_path / path / "config.json").read_text())["quantization_config"]
+        assert saved["overrides"] == pairs
+        assert load(tmp_path / path).config.quantization_config.select(make_model()) == selected
+    for same in (
+        LowBitConfig(overrides=pairs),
+        LowBitConfig(**config.to_dict()),
+        LowBitConfig.from_dict(json.loads(config.to_json_string())),
+        LowBitConfig.from_dict({"quant_method": "lowbit", "overrides": overrides}),  # as it was written once
+    ):
+        assert vars(same) == vars(config)
+
+
+def test_a_pattern_twice():
+    pairs = [("*", {"bits": 4}), (HEAD, {"bits": 8}), ("*", {"bits": 2})]
+    selected = LowBitConfig(overrides=pairs).select(make_model())
+    assert {config.bits for config in selected.values()} == {2}
 
 
 def test_imports(run_python):

@@ -135,8 +135,8 @@ def _end(number: int, frame: Any) -> None:
 def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> Iterator[None]:
     """Turns what users can put right into one line and exit code 1. A bug keeps its traceback.
 
-    Users can put right what we refuse (ValueError, OSError, ImportError), a machine that is too small, and a model whose
-    files make another library fail. Everything else is a bug.
+    Users can put right what we refuse (ValueError, OSError, ImportError), a machine that is too small, and a model
+    whose files make another library fail. Everything else is a bug.
     """
     for number in _ENDINGS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, and a shell's background jobs, ignore some

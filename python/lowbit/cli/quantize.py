@@ -46,6 +46,7 @@ def quantize(
         summary = lowbit.quantize_checkpoint(source, target, config, progress=advance)
     packed = [entry for entry in summary.entries if entry.kind == "packed"]
     packed_bytes = sum(entry.bytes for entry in packed)
+    left_bytes = sum(entry.bytes for entry in summary.entries if entry.name in summary.left)
     weights = sum(math.prod(entry.shape) for entry in packed)
     document = {
         "source": str(source),
@@ -57,7 +58,7 @@ def quantize(
         "packed_weights": weights,
         "bits_per_weight": 8 * packed_bytes / weights,
         "float_bytes": summary.target_bytes - packed_bytes,
-        "left_bytes": summary.left_bytes,
+        "left_bytes": left_bytes,
         "left_float": summary.left,
         "seconds": summary.seconds,
     }
@@ -70,25 +71,21 @@ def quantize(
     shown.add_row("left as they were", "", size(document["float_bytes"]), "")
     lines = _stays_float(summary)
     output.result(document, shown, *lines, f"{target} written in {summary.seconds:.1f} s")
-    if 2 * summary.left_bytes > summary.target_bytes:
+    if 2 * left_bytes > summary.target_bytes:
         output.warn(
             f"MOST OF THIS MODEL STAYS FLOAT: {len(summary.left)} matrices, "
-            f"{100 * summary.left_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
+            f"{100 * left_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
         )
 
 
 def _stays_float(summary: CheckpointSummary) -> list[str]:
     """A line for each reason why matrices stay float: how many, their share of the bytes written, and one of them."""
-    size_of = {entry.name: entry.bytes for entry in summary.entries}
-    by_reason: dict[str, list[str]] = {}
-    for name, why in summary.left.items():
-        by_reason.setdefault(why, []).append(name)
     lines = []
-    for why, names in by_reason.items():
-        bytes_ = sum(size_of[name] for name in names)
-        what = names[0] if len(names) == 1 else f"{len(names)} matrices ({names[0]}, ...)"
-        stay = "stays" if len(names) == 1 else "stay"
-        lines.append(f"{what} {stay} float, {100 * bytes_ / summary.target_bytes:.1f} % of the bytes: {why}")
+    for why in dict.fromkeys(summary.left.values()):
+        names = [name for name, reason in summary.left.items() if reason == why]
+        share = sum(entry.bytes for entry in summary.entries if entry.name in names) / summary.target_bytes
+        what = f"{names[0]} stays" if len(names) == 1 else f"{len(names)} matrices ({names[0]}, ...) stay"
+        lines.append(f"{what} float, {100 * share:.1f} % of the bytes: {why}")
     return lines
 
 

@@ -1,7 +1,7 @@
 """Models of transformers without weights, built of a config.json that may say anything, and held against the files.
 
-A model is built before its weights are read, and what a config.json describes may be larger than any machine. So what is
-built is bounded by what the files hold, and it has no memory until its shapes are theirs.
+A model is built before its weights are read, and what a config.json describes may be larger than any machine. So what
+is built is bounded by what the files hold, and it has no memory until its shapes are theirs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_modules
 
-if TYPE_CHECKING:
-    from .._safetensors import Stored
+from ..files.config_json import CONFIG
+from ..files.safetensors import Stored, packed_info
+from .names import check_complete, given_by, names_in_model
+from .placing import PACKED
 
 _MOST_LAYERS = 10_000  # real ones have up to some hundreds; configs make lists of this length
-_LAYERS = re.compile(r"^((num|n)_)?([a-z]+_)*layers?$")  # "num_hidden_layers", "n_layer"; not "hidden_size_per_layer_input"
+# "num_hidden_layers", "n_layer"; not "hidden_size_per_layer_input".
+_LAYERS = re.compile(r"^([a-z]+_)*layers?$")
 
 
 def check_numbers(config: Mapping[str, Any], file: Path) -> None:
@@ -50,7 +53,7 @@ def bounded(tensors: int, file: Path) -> Iterator[None]:
         count += 1
         if count > most:
             raise ValueError(
-                f"{file} describes a model of more than {most} modules; the files of the checkpoint have {tensors} tensors"
+                f"{file} describes a model of more than {most} modules; the checkpoint's files have {tensors} tensors"
             )
 
     handle = torch_modules.register_module_module_registration_hook(counted)
@@ -68,9 +71,6 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
         ValueError: a tensor of the files has another shape, tensors are missing, or the model's own tables, which are
             in no file, take more than this machine's memory.
     """
-    from ..checkpoint import packed_info
-    from ..transformers import PACKED, check_complete, given_by, names_in_model
-
     packed = {name for name in tensors if name.rpartition(".")[2] == PACKED}
     called = {name.removesuffix(PACKED) + "weight" if name in packed else name: name for name in tensors}
     names, state = names_in_model(model, called), model.state_dict()
@@ -95,6 +95,6 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if tables > memory:
         raise ValueError(
-            f"{directory / 'config.json'} describes a model whose tables take {tables / 1e9:.0f} GB beside its weights; "
+            f"{directory / CONFIG} describes a model whose tables take {tables / 1e9:.0f} GB beside its weights; "
             f"this machine has {memory / 1e9:.0f} GB of memory"
         )

@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..files.config_json import CONFIG, quantization_method, read_config
+from ..files.safetensors import files_of, read_files
 from ..files.untrusted import interpreting, read_json
 
 if TYPE_CHECKING:
-    from ..transformers import LowBitConfig
+    from ..hf.config import LowBitConfig
 
 _GENERATION = "generation_config.json"
-
-
-def read_config(path: str | os.PathLike) -> dict[str, Any]:
-    """config.json of a checkpoint.
-
-    Raises:
-        OSError: no such directory, or no config.json in it.
-        ValueError: it is not a JSON object.
-    """
-    directory = Path(path)
-    if not directory.is_dir():
-        found = "is a file" if directory.exists() else "does not exist"
-        raise NotADirectoryError(
-            f"{directory} {found}; expected a directory with config.json and model.safetensors. "
-            "From the Hugging Face Hub: hf download OWNER/NAME --local-dir DIRECTORY"
-        )
-    file = directory / "config.json"
-    if not file.exists():
-        raise FileNotFoundError(f"{directory} has no config.json; expected a checkpoint of transformers")
-    return read_json(file)
 
 
 def is_packed(path: str | os.PathLike) -> bool:
@@ -45,18 +26,18 @@ def is_packed(path: str | os.PathLike) -> bool:
     Raises:
         OSError, ValueError: as :func:`read_config`; or weights that another method has quantised, or a later lowbit.
     """
-    file, quantization = Path(path) / "config.json", read_config(path).get("quantization_config")
-    if quantization is None:
+    file, config = Path(path) / CONFIG, read_config(path)
+    method = quantization_method(config)
+    if method is None:
         return False
     from ..transformers import METHOD, LowBitConfig
 
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method != METHOD:
         raise ValueError(
             f"{file} says that the weights are quantised by the method {method!r}; expected {METHOD!r} or none"
         )
     try:
-        LowBitConfig(**quantization)
+        LowBitConfig(**config["quantization_config"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
     return True
@@ -81,40 +62,33 @@ def load_model(
         ValueError: an unknown architecture, a damaged file, tensors that are missing or of another shape than
             config.json says, or ``quantization`` for a packed checkpoint.
     """
-    from .. import _safetensors
-
     # First what needs no transformers, whose import takes seconds.
     directory = Path(path)
-    file, text = directory / "config.json", read_config(directory)
-    model_type = text.get("model_type")
-    tensors = _safetensors.read_files(*_safetensors.files_of(directory))
+    model_type = read_config(directory).get("model_type")
+    tensors = read_files(*files_of(directory))
     if (directory / _GENERATION).exists():
         read_json(directory / _GENERATION)
     packed = is_packed(directory)
     transformers = import_module("transformers")
-    names = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not isinstance(model_type, str) or model_type not in names:
+    from ..hf.building import check_fits
+    from ..hf.loading import causal_model_types, counting, meta_model
+
+    if not isinstance(model_type, str) or model_type not in causal_model_types():
         raise ValueError(
-            f"{file} has model_type {model_type!r}, which transformers {transformers.__version__} "
+            f"{directory / CONFIG} has model_type {model_type!r}, which transformers {transformers.__version__} "
             "does not know as a causal language model; for a new architecture install a newer transformers"
         )
     if packed and quantization is not None:
         raise ValueError(f"{directory} is packed already; to quantise it otherwise, start from the float checkpoint")
     # Not given as None: that would mean float weights.
     chosen = {} if quantization is None else {"quantization_config": quantization}
-    from ..hf.building import bounded, check_fits, check_numbers
-
-    check_numbers(text, file)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with _counting(progress), interpreting(f"{directory} does not load"):
-        with interpreting(f"{file} describes no model that transformers {transformers.__version__} builds"):
-            config = transformers.AutoConfig.from_pretrained(directory, **options)
-            with bounded(len(tensors), file):
-                check_fits(transformers.AutoModelForCausalLM.from_config(config), tensors, directory)
+    with counting(progress), interpreting(f"{directory} does not load"):
+        check_fits(meta_model(directory, len(tensors), causal=True), tensors, directory)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype="auto",
-            **options,
+            local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,  # reported below, in one line
             ignore_mismatched_sizes=True,
             **chosen,
@@ -129,40 +103,6 @@ def load_model(
     return model.eval()
 
 
-@contextmanager
-def _counting(progress: Callable[[int, int], None] | None):
-    """Reports transformers' progress in loading to a function, instead of by a bar and a table of its own."""
-    logging = import_module("transformers.utils.logging")
-
-    class Counter:
-        def __init__(self, items=(), **kwargs):
-            self._items, self._total = items, kwargs.get("total") or len(items)
-
-        def __iter__(self):
-            for done, item in enumerate(self._items, 1):
-                yield item
-                if progress is not None:
-                    progress(done, self._total)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def __getattr__(self, name):  # whatever else a bar can do
-            return lambda *args, **kwargs: None
-
-    previous = logging.set_tqdm_hook(lambda factory, args, kwargs: Counter(*args, **kwargs))
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.set_tqdm_hook(previous)
-
-
 def load_tokenizer(path: str | os.PathLike):
     """The fast tokenizer of a checkpoint.
 
@@ -171,10 +111,12 @@ def load_tokenizer(path: str | os.PathLike):
         OSError, ValueError: no tokenizer there, or none that decodes token by token.
     """
     transformers = import_module("transformers")
+    from ..hf.loading import counting
+
     directory = Path(path)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise FileNotFoundError(f"{directory} has no tokenizer.json; copy the files of its tokenizer there")
-    with _counting(None), interpreting(f"the tokenizer in {directory} does not load"):
+    with counting(None), interpreting(f"the tokenizer in {directory} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
@@ -191,7 +133,7 @@ def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
     ids = next((ids for ids in (getattr(config, "eos_token_id", None) for config in configs) if ids is not None), None)
     ids = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
     if not all(isinstance(token, int) for token in ids):
-        raise ValueError(f"the eos_token_id of the model is {ids}; expected token ids, as generation_config.json names them")
+        raise ValueError(f"the eos_token_id of the model is {ids}; expected token ids, as in {_GENERATION}")
     return list(ids)
 
 

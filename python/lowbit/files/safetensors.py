@@ -1,4 +1,4 @@
-"""Safetensors files as the checkpoint code needs them: what is where, rows of a tensor, and writing without a copy."""
+"""Safetensors files: what is where, rows of a tensor, what is packed, and writing without a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .files.untrusted import read_json
+from .. import _C, ops
+from .replace import sync
+from .untrusted import read_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -166,6 +168,23 @@ def same_bytes(first: Stored, second: Stored) -> bool:
     return all(torch.equal(a, b) for a, b in zip(chunks(first), chunks(second), strict=True))
 
 
+def packed_info(stored: Stored) -> ops.PackedInfo:
+    """What the header of a packed tensor in a file says; no other byte of it is read.
+
+    Raises:
+        ValueError: not a packed weight, of another version, or with an altered header.
+    """
+    try:
+        if stored.dtype != "U8" or len(stored.shape) != 1:
+            raise ValueError(
+                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension"
+            )
+        header = read_bytes(stored, 0, min(64, stored.bytes))
+        return ops.PackedInfo(**_C.info(header.data_ptr(), stored.bytes, False))
+    except ValueError as error:
+        raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
+
+
 class Writer:
     """A file whose tensors are known by name, dtype, shape and bytes, and are then written in this order."""
 
@@ -204,16 +223,3 @@ class Writer:
                 if self._file.tell() != self._end:
                     raise AssertionError(f"{self._file.tell()} bytes were written; the header says {self._end}")
                 sync(self._file)
-
-
-def sync(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""Round-to-nearest quantisation of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from .layers import KINDS, replace_layers
+from .patterns import Patterns
+from .quantize import Config, EmbeddingConfig, LinearConfig
+
+
+def _select(
+    model: torch.nn.Module,
+    config: Config | Mapping[str, Config | None],
+    filter_fn: Callable[[torch.nn.Module, str], bool] | None,
+) -> dict[str, Config]:
+    """The qualified names to quantise, each with its config."""
+    if isinstance(config, Config):
+        patterns = {"*": config}
+    elif isinstance(config, Mapping):
+        patterns = dict(config)
+        for pattern, value in patterns.items():
+            if not isinstance(pattern, str) or not (value is None or isinstance(value, Config)):
+                raise TypeError(
+                    f"config has the entry {pattern!r}: {value!r}; expected a name pattern and a LinearConfig, "
+                    "an EmbeddingConfig or None"
+                )
+    else:
+        raise TypeError(
+            f"config is a {type(config).__name__}; expected a LinearConfig, an EmbeddingConfig or a dict of patterns"
+        )
+
+    selected, ordered = {}, Patterns(patterns.items())
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = KINDS.get(type(module))
+        if kind is None:
+            continue
+        chosen = ordered.last(name, lambda value, kind=kind: value is None or isinstance(value, kind))
+        if chosen is not None and chosen[1] is not None and (filter_fn is None or filter_fn(module, name)):
+            selected[name] = chosen[1]
+    ordered.warn_unused("layer that its config applies to", stacklevel=3)
+    return selected
+
+
+def quantize_(
+    model: torch.nn.Module,
+    config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
+    filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
+) -> torch.nn.Module:
+    """Replaces the linear layers and embedding tables of a model by quantised ones, in place.
+
+    Args:
+        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth.
+        config: one config, for all layers of its kind; or shell-style patterns of qualified names (``"*embed*"``) to
+            configs, of which the last that matches wins, and None leaves a layer as it is.
+        filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it as it is.
+
+    Returns:
+        The model. A tensor that an embedding and an output head share is packed once, and stays shared.
+
+    Raises:
+        TypeError, ValueError: a wrong config, nothing to quantise, weights that are not finite or not on the CPU, or
+            different configs for layers that share a weight. The model is then unchanged.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if type(model) in (torch.nn.Linear, torch.nn.Embedding):
+        name = type(model).__name__
+        raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{name}.from_float(model, config)")
+    selected = _select(model, config, filter_fn)
+    if not selected:
+        raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
+
+    replace_layers(model, selected)
+    return model
