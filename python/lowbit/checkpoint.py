@@ -7,13 +7,16 @@ A packed checkpoint is loaded by transformers (:mod:`lowbit.transformers`).
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +24,7 @@ import torch
 
 from . import _C, ops
 from .files.config_json import CONFIG, quantization_method, read_config
-from .files.replace import partial_directory, sync, sync_path
+from .files.replace import PartialDirectory, resolve_new_directory, sync, sync_path
 from .files.safetensors import (
     DTYPES,
     INDEX,
@@ -35,6 +38,7 @@ from .files.safetensors import (
     read_rows,
     same_bytes,
 )
+from .layers import warn_of_floats
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
 if TYPE_CHECKING:
@@ -42,8 +46,15 @@ if TYPE_CHECKING:
 
 _BAND_WEIGHTS = 1 << 21  # quantised at a time: enough for many threads, little memory
 _PANEL_ROWS = 16
-_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf",
-                 ".h5", ".msgpack", ".onnx")  # fmt: skip
+_EXTRA = "not in {}"
+
+# Weights, in the form of any framework, and what indexes or describes such files.
+_WEIGHTS_OF_ALL_FRAMEWORKS = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*",
+    "*.gguf", "*.ggml", "*.h5", "*.h5.index.json", "*.msgpack", "*.msgpack.index.json", "*.ot", "*.onnx", "*.onnx_data",
+    "*.onnx.data", "*.pb", "*.tflite", "*.mlmodel", "*.npz", "*.pte", "*.pt2", "*.nemo", "*.pdparams",
+    "openvino_*.xml",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,8 @@ class CheckpointSummary:
     source_bytes: int  # of the tensors read
     target_bytes: int  # of the tensors written
     seconds: float
-    left: dict[str, str] = field(default_factory=dict)  # selected layers that stay float -> why
+    left: dict[str, str] = field(default_factory=dict)  # matrices (2 dimensions or more) that stay float -> why
+    left_bytes: int = 0  # of these in the target
 
 
 # What safetensors calls a dtype -> what torch calls it, and its bits.
@@ -159,16 +171,18 @@ def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str
 def _plan(
     model, config: LowBitConfig, tensors: dict[str, Stored], source: Path
 ) -> tuple[list[_Output], dict[str, str]]:
-    """What to write, and the selected layers that stay float."""
+    """What to write, and which matrices stay float, and why."""
+    from .hf.config import BY_OVERRIDES
     from .hf.names import check_complete, given_by, names_in_model
 
     names = names_in_model(model, tensors)
     state = model.state_dict()
     check_complete(model, given_by(names), source)
     by_name = _called_in_model(model, names, tensors)
-    selected = config.select(model)
+    selected, unselected = config.choose(model)
     if not selected:
         raise ValueError(f"config selects no layer of {type(model).__name__}")
+    warn_of_floats(model, selected, {name for name, why in unselected.items() if why == BY_OVERRIDES}, stacklevel=3)
 
     # By tensor, whatever in the model it becomes, its own name first.
     ties = model.all_tied_weights_keys
@@ -221,11 +235,32 @@ def _plan(
         floats = [layer for layer in weights if layer not in selected]
         if floats:
             outputs.append(_Output(called(floats[0], "weight"), tensors[key]))
-    found = {user for name in by_name for user in users[name]}
-    reason = "transformers computes its weight from other tensors of the file"
-    left = {layer: reason for layer in selected if f"{layer}.weight" not in found}
     dropped = {by_name[name].name for name in packed_biases if name in by_name}
-    return [output for output in outputs if output.config is not None or output.name not in dropped], left
+    outputs = [output for output in outputs if output.config is not None or output.name not in dropped]
+
+    left = {}
+    for output in outputs:
+        if output.config is not None or len(output.source.shape) < 2:
+            continue
+        name, targets = names[output.source.name]
+        if targets is None and name in state:
+            layer = name.rpartition(".")[0]
+            kind = type(model.get_submodule(layer)).__name__
+            left[output.name] = unselected.get(layer, f"in a layer of the kind {kind}, which lowbit does not pack")
+        elif targets is not None and targets[0] in state:
+            kind = type(model.get_submodule(targets[0].rpartition(".")[0])).__name__
+            left[output.name] = f"transformers makes it a part of {kind}, which lowbit does not pack"
+        else:
+            left[output.name] = _EXTRA.format(type(model).__name__)
+    extra = {name for name, why in left.items() if why == _EXTRA.format(type(model).__name__)}
+    if extra:
+        size = sum(output.source.bytes for output in outputs if output.name in extra)
+        warnings.warn(
+            f"{len(extra)} matrices of the files ({size / 1e6:.1f} MB) are not in {type(model).__name__}, {min(extra)} for "
+            "example: they are copied as they are",
+            stacklevel=3,
+        )
+    return outputs, left
 
 
 def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
@@ -269,23 +304,12 @@ def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
     yield sorted(shard, key=place)
 
 
-def _check_target(target: Path, needed: int) -> None:
-    if target.exists():
-        if not target.is_dir():
-            raise FileExistsError(f"{target} is a file; expected a directory that is empty or not there yet")
-        count = len(list(target.iterdir()))
-        if count:
-            raise FileExistsError(
-                f"{target} has {count} files; expected a directory that is empty or not there yet: choose another, or "
-                "delete it"
-            )
-    if not target.parent.is_dir():
-        raise NotADirectoryError(f"{target.parent} is not a directory; make it first")
-    free = shutil.disk_usage(target.parent).free
+def _check_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"{target.parent} has {free / 1e9:.2f} GB free; the packed checkpoint takes {needed / 1e9:.2f} GB",
+            f"{directory} has {free / 1e9:.2f} GB free; the packed checkpoint takes {needed / 1e9:.2f} GB",
         )
 
 
@@ -304,14 +328,16 @@ def quantize_checkpoint(
 
     Args:
         source: a directory with config.json and safetensors files, of any architecture that transformers knows.
-        target: a directory that is empty or not there yet. It appears when all is written, in one step; a run that is
-            killed leaves at most a hidden ``.NAME-*.partial`` beside it, which does not load.
+        target: a directory that is empty or not there yet; symbolic links are followed. It appears when all is written,
+            in one step, which is tried before the work begins; a run that is killed leaves at most a hidden
+            ``.NAME-*.partial`` beside it, which does not load, and which the next run to the same target removes.
         config: what to quantise, and how.
         max_shard_bytes: a file gets no second tensor beyond this many bytes.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band.
 
     Raises:
-        OSError: a file is missing or cannot be read; target is not empty; the disk is full.
+        OSError: a file is missing or cannot be read; target is not empty, a mount point, or cannot be written; the disk
+            is full. Only if the last step fails, although it had worked before, all is kept: the message says where.
         ValueError: an unknown architecture, a damaged file, tensors that are missing, not finite or of another shape or
             dtype than the model's, or different configs for layers that share a weight. Nothing is left of target then.
     """
@@ -327,10 +353,16 @@ def quantize_checkpoint(
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
     files, weight_map = files_of(source)
+    place = resolve_new_directory(target)
     description = read_config(source)
     method = quantization_method(description)
     if method is not None:
         raise ValueError(f"{source} is quantised already, by the method {method!r}; expected float weights")
+    if (source / "adapter_config.json").exists():
+        raise ValueError(
+            f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
+            "move the adapter away"
+        )
     tensors = read_files(files, weight_map)
     model = meta_model(source, len(tensors))
     outputs, left = _plan(model, config, tensors, source)
@@ -351,55 +383,89 @@ def quantize_checkpoint(
 
     total = sum(output.source.bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
-    _check_target(target, target_bytes)
-    try:
-        with partial_directory(target) as partial:
-            entries, read = [], 0
-            shards = list(_shards(outputs, max_shard_bytes))
-            for number, shard in enumerate(shards, 1):
-                name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-                stored = [output.stored(partial / name) for output in shard]
-                entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
-                with Writer(partial / name, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
-                    for output in shard:
+    read = 0
 
-                        def done(count: int, name: str = output.name) -> None:
-                            nonlocal read
-                            read += count
-                            if progress is not None:
-                                progress(read, total, name)
+    def done(count: int, name: str) -> None:
+        nonlocal read
+        read += count
+        if progress is not None:
+            progress(read, total, name)
 
-                        if output.config is not None:
-                            _pack(output, writer, done)
-                        else:
-                            for chunk in chunks(output.source):
-                                writer.write(chunk.numpy())
-                                done(chunk.numel())
-            if len(shards) > 1:
-                _write_json(
-                    partial / INDEX,
-                    {
-                        "metadata": {"total_size": target_bytes},
-                        "weight_map": {entry.name: entry.file for entry in entries},
-                    },
-                )
-            for file in source.iterdir():
-                if file.is_file() and file.name != CONFIG and not file.name.endswith(_WEIGHT_FILES):
-                    _copy(file, partial / file.name)
+    with PartialDirectory(place) as partial:
+        partial.rehearse()
+        _check_space(partial.path, target_bytes)
+        try:
+            entries = _write_tensors(partial.path, outputs, max_shard_bytes, done)
+            _copy_files(source, partial.path)
             # Last: without it nothing loads.
-            _write_json(partial / CONFIG, description | {"quantization_config": config.to_dict()})
-            sync_path(partial)
-            os.rename(partial, target)
-            sync_path(target.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise OSError(
-                error.errno,
-                f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of it "
-                "was kept. Make room, or choose another place",
-            ) from error
-        raise
-    return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left)
+            _write_json(partial.path / CONFIG, description | {"quantization_config": config.to_dict()})
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of "
+                    "it was kept. Make room, or choose another place",
+                ) from error
+            raise
+        partial.finish()
+    left_bytes = sum(output.source.bytes for output in outputs if output.config is None and output.name in left)
+    return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left, left_bytes)
+
+
+def _write_tensors(
+    directory: Path, outputs: list[_Output], max_shard_bytes: int, done: Callable[[int, str], None]
+) -> list[CheckpointEntry]:
+    entries = []
+    shards = list(_shards(outputs, max_shard_bytes))
+    for number, shard in enumerate(shards, 1):
+        file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
+        stored = [output.stored(file) for output in shard]
+        entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        with Writer(file, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
+            for output in shard:
+                if output.config is not None:
+                    _pack(output, writer, functools.partial(done, name=output.name))
+                else:
+                    for chunk in chunks(output.source):
+                        writer.write(chunk.numpy())
+                        done(chunk.numel(), output.name)
+    if len(shards) > 1:
+        weight_map = {entry.name: entry.file for entry in entries}
+        size = sum(entry.bytes for entry in entries)
+        _write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    return entries
+
+
+def _is_weights(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _WEIGHTS_OF_ALL_FRAMEWORKS)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copies what belongs to a checkpoint beside its weights: the tokenizer, settings, templates, a licence."""
+    modules = _modules(source)
+    for entry in sorted(source.iterdir()):
+        if entry.is_file():
+            if entry.name != CONFIG and not _is_weights(entry.name):
+                _copy(entry, target / entry.name)
+        elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+            files = [Path(parent) / name for parent, _, names in os.walk(entry) for name in names]
+            # A directory with weights in it holds another model or the same one for another framework (original/, onnx/).
+            if entry.name not in modules and any(_is_weights(file.name) for file in files):
+                continue
+            for file in filter(Path.is_file, files):
+                copied = target / file.relative_to(source)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                _copy(file, copied)
+                sync_path(copied.parent)
+
+
+def _modules(source: Path) -> set[str]:
+    """The directories that a model of sentence-transformers names; they may have small weights of their own."""
+    try:
+        listed = json.loads((source / "modules.json").read_text(encoding="utf-8"))
+        return {Path(module["path"]).parts[0] for module in listed if module["path"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
 
 
 def _write_json(path: Path, content: dict) -> None:

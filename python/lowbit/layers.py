@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +15,38 @@ from .quantize import Config, EmbeddingConfig, LinearConfig, check_layer, quanti
 # What can be packed. Exact types: a subclass may use its weight in its own way (the output projection of
 # nn.MultiheadAttention does, and a scaled embedding).
 KINDS = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
+
+
+def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chosen: set[str], stacklevel: int = 2) -> None:
+    """Warns, in one line, when more than a hundredth of the bytes of a float model's matrices stay float unasked.
+
+    Args:
+        model: also on the meta device.
+        selected: the layers that will be packed.
+        chosen: layers that stay float because the user says so; there is no warning of them.
+    """
+    packed, unasked, total, seen = 0, Counter(), 0, set()
+    # Selected layers first: a matrix that has several names is packed if one of its layers is.
+    for name, module in sorted(model.named_modules(), key=lambda pair: pair[0] not in selected):
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() < 2 or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            total += parameter.nbytes
+            if name in selected:
+                packed += parameter.nbytes
+            elif name not in chosen:
+                unasked[type(module).__name__] += parameter.nbytes
+    left = unasked.total()
+    if left <= total / 100:
+        return
+    largest = unasked.most_common(1)[0][0]
+    more = "" if len(unasked) == 1 else f" and {len(unasked) - 1} other kinds of layers"
+    share = f"{100 * left / total:.0f} % of the bytes of this {type(model).__name__}'s matrices stay float, in {largest}{more}"
+    only = "" if packed >= total / 2 else f"only {100 * packed / total:.0f} % are packed: "
+    warnings.warn(
+        f"{only}{share}; lowbit packs torch.nn.Linear and torch.nn.Embedding", stacklevel=stacklevel + 1
+    )
 
 
 def _leave_fused_paths(model: torch.nn.Module) -> None:

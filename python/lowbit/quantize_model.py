@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
 
-from .layers import KINDS, replace_layers
+from . import ops
+from .layers import KINDS, replace_layers, warn_of_floats
 from .patterns import Patterns
 from .quantize import Config, EmbeddingConfig, LinearConfig
 
@@ -44,6 +46,24 @@ def _select(
     return selected
 
 
+def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if type(module) in KINDS:
+            users.setdefault(id(module.weight), []).append(name)
+    for names in users.values():
+        packed, left = [name for name in names if name in selected], [name for name in names if name not in selected]
+        if packed and left:
+            weight, config = model.get_submodule(packed[0]).weight, selected[packed[0]]
+            size = ops.describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
+            warnings.warn(
+                f"{left[0]} and {packed[0]} share one weight, of which only {packed[0]} is packed: the model grows by "
+                f"{size / 1e6:.1f} MB instead of shrinking by {(weight.nbytes - size) / 1e6:.1f} MB. Give both a config of "
+                "the same bits, or None to both",
+                stacklevel=3,
+            )
+
+
 def quantize_(
     model: torch.nn.Module,
     config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
@@ -58,7 +78,13 @@ def quantize_(
         filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it as it is.
 
     Returns:
-        The model. A tensor that an embedding and an output head share is packed once, and stays shared.
+        The model. A tensor that an embedding and an output head share is packed once, and stays shared. If only one of
+        them is selected (a LinearConfig alone selects the head), the other keeps the float tensor, and the model grows by
+        the packed one; a warning says by how much. ``{"*": LinearConfig(), "*embed*": EmbeddingConfig()}`` packs both:
+        patterns with configs of the other kind are passed over.
+
+    Warns of patterns that match nothing, and of matrices in layers of other kinds, when they are more than a hundredth of
+    the model's bytes.
 
     Raises:
         TypeError, ValueError: a wrong config, nothing to quantise, weights that are not finite or not on the CPU, or
@@ -73,5 +99,8 @@ def quantize_(
     if not selected:
         raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
 
+    kinds = {name for name, module in model.named_modules(remove_duplicate=False) if type(module) in KINDS}
+    warn_of_floats(model, selected, kinds - selected.keys())
+    _warn_of_half_a_tie(model, selected)
     replace_layers(model, selected)
     return model

@@ -106,7 +106,9 @@ def test_inspect(tmp_path):
     assert after == summary.entries
     assert summary.target_bytes == sum(entry.bytes for entry in after)
     assert summary.source_bytes == sum(e.bytes for e in before.values() if not e.name.endswith("bias"))
-    assert summary.left == {}
+    left = "model.layers.1.self_attn.o_proj.weight"
+    assert summary.left == {left: "left float by its configuration"}
+    assert summary.left_bytes == 2 * 64 * 64
     entries = {entry.name: entry for entry in after}
     size = lowbit.quantize_tensor(torch.ones(64, 168), lowbit.LinearConfig(bits=3, mapping="affine")).numel()
     name = "model.layers.1.mlp.down_proj.packed_weight"

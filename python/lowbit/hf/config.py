@@ -18,6 +18,8 @@ METHOD = "lowbit"
 FORMAT_VERSION = 1
 
 _FIELDS = ("bits", "group_size", "mapping", "scale")
+BY_OVERRIDES = "left float by its configuration"
+BY_ARCHITECTURE = "the architecture computes it in float32"
 _NO_CHANGE: dict[str, Any] = {}
 
 
@@ -112,7 +114,14 @@ class LowBitConfig(QuantizationConfigMixin):
 
     def select(self, model: torch.nn.Module) -> dict[str, LinearConfig | EmbeddingConfig]:
         """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`."""
-        selected, overridden, patterns = {}, set(), Patterns(self.overrides)
+        return self.choose(model, stacklevel=3)[0]
+
+    def choose(
+        self, model: torch.nn.Module, stacklevel: int = 2
+    ) -> tuple[dict[str, LinearConfig | EmbeddingConfig], dict[str, str]]:
+        """As :meth:`select`; and linear layers and embeddings that stay float, each with the reason: ``BY_OVERRIDES`` or
+        ``BY_ARCHITECTURE``."""
+        selected, left, overridden, patterns = {}, {}, set(), Patterns(self.overrides)
         modules = dict(model.named_modules(remove_duplicate=False))
         # Layers that an architecture computes in float32, whose weights its code reads (T5's "wo").
         precise = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
@@ -126,8 +135,11 @@ class LowBitConfig(QuantizationConfigMixin):
             if found is not None:
                 overridden.add(name)
             elif precise & set(name.split(".")):
+                left[name] = BY_ARCHITECTURE
                 continue
-            if config is not None:
+            if config is None:
+                left[name] = BY_OVERRIDES
+            else:
                 selected[name] = config
         for head, table in tied_layers(model).items():
             if head not in overridden and isinstance(modules[table], torch.nn.Embedding) and head in selected:
@@ -135,5 +147,6 @@ class LowBitConfig(QuantizationConfigMixin):
                     selected[head] = KINDS[type(modules[head])](**vars(selected[table]))
                 elif table in overridden:
                     del selected[head]  # left as it is, as its table is
-        patterns.warn_unused(f"linear layer or embedding of {type(model).__name__}")
-        return selected
+                    left[head] = BY_OVERRIDES
+        patterns.warn_unused(f"linear layer or embedding of {type(model).__name__}", stacklevel)
+        return selected, left

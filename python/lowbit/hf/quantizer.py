@@ -12,10 +12,10 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 
 from .. import nn
 from ..files.safetensors import Stored, packed_info, read_files, read_metadata
-from ..layers import KINDS, replace_layers
+from ..layers import KINDS, replace_layers, warn_of_floats
 from ..memory import in_huge_pages
 from ..quantize import quantize_tensor
-from .config import METHOD
+from .config import BY_OVERRIDES, METHOD
 from .names import check_complete, given_by, names_in_model, tied_layers
 from .placing import PACKED, expanded_ties, mark_initialised, place_packed, share_packed, tie_packed, verify
 
@@ -83,9 +83,10 @@ class LowBitQuantizer(HfQuantizer):
             self._shared = place_packed(model, placed, floats, self._dtype)
             mark_initialised(model, placed)
             return
-        self._selected = self.quantization_config.select(model)
+        self._selected, left = self.quantization_config.choose(model)
         if not self._selected:
             raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
+        warn_of_floats(model, self._selected, {name for name, why in left.items() if why == BY_OVERRIDES})
         self._tied = {name for pair in tied_layers(model).items() for name in pair}
         mark_initialised(model, self._selected)
         for key, (name, targets) in names.items():
