@@ -3,10 +3,10 @@
 #include <cstdlib>
 #include <cstring>
 
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
+#if defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
 #ifdef __linux__
@@ -41,6 +41,14 @@ IsaBits detect() {
   return bits;
 }
 #else
+#if !defined(__linux__)
+// FreeBSD's name for it, with the same bits.
+unsigned long getauxval(int type) {
+  unsigned long value = 0;
+  return elf_aux_info(type, &value, sizeof value) == 0 ? value : 0;
+}
+#endif
+
 // Bit numbers of the Linux ABI; older C libraries lack the second name.
 constexpr unsigned long kHwcapAsimd = 1ul << 1;
 constexpr unsigned long kHwcapAsimdDp = 1ul << 20;

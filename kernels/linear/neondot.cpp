@@ -254,7 +254,6 @@ void run(const LinearArgs& args) {
 
 template <int Bits>
 void run_many(const LinearArgs& args) {
-  if (args.layout.group_inputs() % kBlockInputs != 0) return run<Bits>(args);  // row by row: half blocks are rare
   run_gemm<DotTile, Bits>(args);
 }
 

@@ -14,7 +14,9 @@ from runners import ARM_RUNNERS, EXAMPLE, QEMU, Runner, build
 
 # The same examples in every run: a failure can be repeated, and a pass means the same everywhere.
 hypothesis.settings.register_profile("lowbit", derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("lowbit")
+# `make soak`: other examples in every run, and many; a failure prints what repeats it.
+hypothesis.settings.register_profile("soak", max_examples=5000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("LOWBIT_HYPOTHESIS", "lowbit"))
 
 
 @pytest.fixture(autouse=True)
