@@ -39,7 +39,7 @@ def run(
 
 def invoke(*arguments, stdin: str | None = None):
     """The same in this process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM,)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         runner = typer.testing.CliRunner(env={"COLUMNS": None})  # a pytest that runs tests in parallel sets it
         return runner.invoke(app, [str(argument) for argument in arguments], input=stdin)

@@ -52,6 +52,62 @@ def test_errors_of_files(command, tmp_path):
         assert said in fails(model)
 
 
+@pytest.mark.parametrize("command", ["quantize", "generate", "tune"])
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"num_hidden_layers": "five"}, "'num_hidden_layers' expected int, got str"),
+        ({"num_hidden_layers": 9000}, "describes a model of more than 1940 modules"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers 1000000000000; expected at most 10000"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"intermediate_size": -4}, "negative dimension -4"),
+        ({"hidden_size": 10**12}, "expected [2048, 1000000000000], as config.json says"),
+        ({"vocab_size": 10**30}, "config.json describes a model of type 'llama'"),
+        ({"tie_word_embeddings": False}, "lacks 1 of the 48 tensors of LlamaForCausalLM: lm_head.weight"),
+        ({"architectures": 3, "hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"dtype": "float99"}, "has no attribute 'float99'"),
+    ],
+)
+def test_errors_of_configs(command, changes, said, tmp_path):
+    model = broken(tmp_path, config__json=config(**changes))
+    (tmp_path / "out").mkdir()
+    message = error(invoke(*READING[command](model, tmp_path / "out")))
+    assert said in message and str(model) in message
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_errors_of_json(name, tmp_path):
+    weights = {"model.safetensors": None} if "index" in name else {}
+    for content, said in (
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "has 'c' twice"),
+        (b'{"a": "\xff"}', "utf-8"),
+        (b" " * ((64 << 20) + 1), "67108865 bytes; expected at most 67108864"),
+        (b"[1]", "holds a list; expected an object"),
+    ):
+        changes = {name: content} | weights
+        model = broken(tmp_path, **{each.replace(".", "__"): value for each, value in changes.items()})
+        message = error(invoke("generate", model, "--prompt", PROMPT))
+        assert message.startswith(str(model / name)) and said in message
+        shutil.rmtree(model)
+
+
+def test_errors_of_what_belongs_to_another_model(tmp_path):
+    tokenizer = json.loads((FLOAT / "tokenizer.json").read_text())
+    other = {"id": 2048, "content": "<other>", "special": False}
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | other)
+    model = broken(tmp_path, tokenizer__json=json.dumps(tokenizer))
+    message = error(invoke("generate", model, "--prompt", "a <other> token"))
+    assert "2048" in message and str(model) in message and "another model" in message
+
+
+@pytest.mark.parametrize("temperature", ["1e-320", "1e-45", "1e308"])
+def test_every_temperature_draws(packed, temperature):
+    said = invoke("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 3, "--temperature", temperature)
+    assert said.exit_code == 0, said.exception
+
+
 def test_errors_of_packed_checkpoints(packed, tmp_path):
     later = tmp_path / "later"
     shutil.copytree(packed[0], later)
@@ -126,6 +182,13 @@ def test_usage_errors():
         (("quantize", FLOAT, "target", "--override", "lm_head"), "--override"),
         (("quantize", FLOAT, "target", "--override", "lm_head=x"), "--override"),
         (("export", FLOAT, "--to", "onnx", "--output", "m"), "--to"),
+        (("generate", FLOAT, "--prompt", "a", "--top-k", 0), "--top-k"),
+        (("generate", FLOAT, "--prompt", "a", "--top-p", 1.5), "--top-p"),
+        (("generate", FLOAT, "--prompt", "a", "--top-p", "nan"), "--top-p"),
+        (("generate", FLOAT, "--prompt", "a", "--temperature", -1), "--temperature"),
+        (("generate", FLOAT, "--prompt", "a", "--temperature", "inf"), "--temperature"),
+        (("generate", FLOAT, "--prompt", "a", "--temperature", "nan"), "--temperature"),
+        (("tune", FLOAT, "--seconds", "nan"), "--seconds"),
         (("frobnicate",), "frobnicate"),
     ):
         result = invoke(*arguments)

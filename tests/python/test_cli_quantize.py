@@ -3,13 +3,16 @@
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowbit
-from command_line import FLOAT, LOWBIT, documented_keys, error, invoke
+from command_line import FLOAT, LOWBIT, document, documented_keys, error, invoke
 
 
 def test_quantize_writes_what_the_library_writes(packed, tmp_path):
@@ -100,14 +103,20 @@ def test_no_space(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_interrupted(number, code, tmp_path, run_python):
     script = """
-import os, signal, sys
+import os, shutil, signal, sys
 import lowbit.checkpoint
 from lowbit.cli import main
 number, target = int(sys.argv.pop(1)), sys.argv[3]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup does with this one
+rmtree = shutil.rmtree
+def again(*arguments, **options):  # whoever is impatient sends a second one while the first one's work is removed
+    os.kill(os.getpid(), number)
+    rmtree(*arguments, **options)
+shutil.rmtree = again
 pack = lowbit.checkpoint._pack
 def interrupted(*arguments):
     pack(*arguments)
@@ -120,3 +129,74 @@ main()
     assert (result.returncode, result.stdout) == (code, "")
     assert result.stderr.splitlines() == [f"quantising {FLOAT} ..."]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nohup(tmp_path, run_python):
+    # Whoever starts a command with nohup wants it to go on when the terminal is closed.
+    script = """
+import os, signal
+import lowbit.checkpoint
+from lowbit.cli import main
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+pack = lowbit.checkpoint._pack
+def closed(*arguments):
+    os.kill(os.getpid(), signal.SIGHUP)
+    pack(*arguments)
+lowbit.checkpoint._pack = closed
+main()
+"""
+    result = run_python(script, "quantize", FLOAT, tmp_path / "new", "--scale", "absmax")
+    assert result.returncode == 0, result.stderr
+    assert len(lowbit.inspect_checkpoint(tmp_path / "new")) == 47
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_the_last_override_that_matches_counts(tmp_path):
+    overrides = ("*.0.*=4", "*.0.*.q_proj=8", "*.0.*=2", "*.1.*=float", "*.1.*=5")
+    more = [part for override in overrides for part in ("--override", override)]
+    result = invoke("quantize", FLOAT, tmp_path / "new", "--scale", "absmax", "--bits", 3, *more)
+    assert result.exit_code == 0, result.stderr
+    packed = [entry for entry in lowbit.inspect_checkpoint(tmp_path / "new") if entry.kind == "packed"]
+    bits = {layer: {entry.bits for entry in packed if f".layers.{layer}." in entry.name} for layer in range(3)}
+    assert bits == {0: {2}, 1: {5}, 2: {3}}
+
+
+def gpt2(path):
+    """A checkpoint whose matrices are mostly in layers that lowbit does not pack."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2, tie_word_embeddings=True)
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+def test_quantize_says_what_stays_float(tmp_path):
+    source = gpt2(tmp_path / "gpt2")
+    result = invoke("quantize", source, tmp_path / "new", "--override", "transformer.wpe=float")
+    assert result.exit_code == 0, result.stderr
+    entries = lowbit.inspect_checkpoint(tmp_path / "new")
+    total = sum(entry.bytes for entry in entries)
+    floats = [entry for entry in entries if entry.kind != "packed" and len(entry.shape) == 2]
+    conv = [entry for entry in floats if ".h." in entry.name]
+    share = 100 * sum(entry.bytes for entry in conv) / total
+    assert len(conv) == 8
+    assert re.search(rf"^8 matrices \(.*\) stay float, {share:.1f} % of the bytes: .*Conv1D", result.stdout, re.M)
+    assert re.search(r"^transformer\.wpe\.weight stays float, [\d.]+ % of the bytes: ", result.stdout, re.M)
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: MOST OF THIS MODEL")]
+    left = sum(entry.bytes for entry in floats)
+    assert warnings == [
+        f"lowbit: warning: MOST OF THIS MODEL STAYS FLOAT: 9 matrices, {100 * left / total:.0f} % of the bytes in "
+        f"{tmp_path / 'new'}"
+    ]
+    said = document(invoke("quantize", source, tmp_path / "again", "--json"))
+    assert len(said["left_float"]) == 8 and all("Conv1D" in why for why in said["left_float"].values())
+    assert said["left_bytes"] == sum(entry.bytes for entry in conv)
+
+
+def test_a_float_model_that_is_quantised_to_run_says_what_stays_float(tmp_path):
+    source = gpt2(tmp_path / "gpt2")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FLOAT / name, source)
+    # The tokenizer is another model's: with more tokens than this one has.
+    result = invoke("generate", source, "--prompt", "Return", "--bits", 4)
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: ")]
+    assert len(warnings) == 1 and "Conv1D" in warnings[0] and "stay float" in warnings[0]

@@ -61,7 +61,8 @@ def _register(name: str, command: Callable) -> None:
     @functools.wraps(command)
     def run(**arguments) -> None:
         quieten()
-        with reporting(arguments["as_json"], _state["debug"]):
+        model = next((arguments[name] for name in ("model", "source") if name in arguments), None)
+        with reporting(arguments["as_json"], _state["debug"], model):
             command(**arguments)
 
 

@@ -13,7 +13,18 @@ import typer
 from lowbit._machine import peak_memory
 
 from .models import load, need_compiler, positions, read_text, set_threads
-from .options import EmbeddingBits, GroupSize, Json, Mapping, MaxLength, Model, OptionalBits, Threads, make_config
+from .options import (
+    EmbeddingBits,
+    GroupSize,
+    Json,
+    Mapping,
+    MaxLength,
+    Model,
+    OptionalBits,
+    Threads,
+    finite,
+    make_config,
+)
 from .output import Output, size
 
 
@@ -29,7 +40,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the text into the model's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0, help="0 takes the most likely token, always.")
+        float, typer.Option("--temperature", min=0, callback=finite, help="0 takes the most likely token, always.")
     ] = 0.0,
     top_k: Annotated[
         int | None, typer.Option("--top-k", min=1, help="Draw from so many tokens.", show_default="all")
@@ -37,7 +48,12 @@ def generate(
     top_p: Annotated[
         float | None,
         typer.Option(
-            "--top-p", min=0, max=1, help="Draw from the likeliest that reach this probability.", show_default="1"
+            "--top-p",
+            min=0,
+            max=1,
+            callback=finite,
+            help="Draw from the likeliest that reach this probability.",
+            show_default="1",
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
@@ -70,6 +86,12 @@ def generate(
         message = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+    vocabulary = loaded.config.get_text_config().vocab_size
+    if any(not 0 <= token < vocabulary for token in ids):
+        raise ValueError(
+            f"the tokenizer in {model} gives the token {max(ids)}; expected 0 to {vocabulary - 1}, the model's "
+            "vocabulary: it is the tokenizer of another model"
+        )
     if max_length is None:
         max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
     step = llm.Decoder(loaded, max_length)
@@ -78,7 +100,7 @@ def generate(
             step = llm.compile_decoder(step)
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="replace")  # the text is for people
 
     def on_token(token: int) -> None:
         pieces.append(stream.push(token))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import lowbit
+from lowbit.files.untrusted import printable
 
 from .options import Json
 from .output import Output, size, table
@@ -40,7 +41,8 @@ def inspect(
         is_packed = entry.kind == "packed"
         group = "" if not is_packed else "row" if entry.group_size is None else str(entry.group_size)
         shape = " x ".join(map(str, entry.shape))
-        shown.add_row(entry.name, entry.kind, shape, str(entry.bits), group, entry.mapping or "", str(entry.bytes))
+        name, mapping = printable(entry.name), entry.mapping or ""
+        shown.add_row(name, entry.kind, shape, str(entry.bits), group, mapping, str(entry.bytes))
     total = f"{len(entries)} tensors, {size(document['bytes'])}"
     if packed:
         total += f"; {len(packed)} packed: {size(packed_bytes)}, {document['bits_per_weight']:.2f} bits per weight"

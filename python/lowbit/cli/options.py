@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -45,6 +46,13 @@ MaxLength = Annotated[
     int | None,
     typer.Option("--max-length", min=16, help="Tokens in the KV cache, a multiple of 16.", show_default=False),
 ]
+
+
+def finite(number: float | None) -> float | None:
+    """A callback of options: neither NaN nor infinite, which are numbers to Python and within every range or none."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number")
+    return number
 
 
 def parse_group_size(text: str) -> int | None:

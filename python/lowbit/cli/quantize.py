@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,9 @@ import lowbit
 
 from .options import Bits, EmbeddingBits, GroupSize, Json, Mapping, make_config, parse_group_size
 from .output import Output, size, table
+
+if TYPE_CHECKING:
+    from lowbit import CheckpointSummary
 
 
 def quantize(
@@ -37,12 +40,13 @@ def quantize(
 ) -> None:
     """Quantise a checkpoint, without ever holding it in memory."""
     output = Output(as_json)
-    overrides = dict(map(_override, override or ()))
+    overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
     config = make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
     with output.progress(f"quantising {source}", "bytes") as advance:
         summary = lowbit.quantize_checkpoint(source, target, config, progress=advance)
     packed = [entry for entry in summary.entries if entry.kind == "packed"]
     packed_bytes = sum(entry.bytes for entry in packed)
+    left_bytes = sum(entry.bytes for entry in summary.entries if entry.name in summary.left)
     weights = sum(math.prod(entry.shape) for entry in packed)
     document = {
         "source": str(source),
@@ -54,6 +58,7 @@ def quantize(
         "packed_weights": weights,
         "bits_per_weight": 8 * packed_bytes / weights,
         "float_bytes": summary.target_bytes - packed_bytes,
+        "left_bytes": left_bytes,
         "left_float": summary.left,
         "seconds": summary.seconds,
     }
@@ -64,8 +69,24 @@ def quantize(
         f"{len(packed)} packed layers", "", size(packed_bytes), f"{document['bits_per_weight']:.2f} bits per weight"
     )
     shown.add_row("left as they were", "", size(document["float_bytes"]), "")
-    left = [f"{name} stays float: {why}" for name, why in summary.left.items()]
-    output.result(document, shown, *left, f"{target} written in {summary.seconds:.1f} s")
+    lines = _stays_float(summary)
+    output.result(document, shown, *lines, f"{target} written in {summary.seconds:.1f} s")
+    if 2 * left_bytes > summary.target_bytes:
+        output.warn(
+            f"MOST OF THIS MODEL STAYS FLOAT: {len(summary.left)} matrices, "
+            f"{100 * left_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
+        )
+
+
+def _stays_float(summary: CheckpointSummary) -> list[str]:
+    """A line for each reason why matrices stay float: how many, their share of the bytes written, and one of them."""
+    lines = []
+    for why in dict.fromkeys(summary.left.values()):
+        names = [name for name, reason in summary.left.items() if reason == why]
+        share = sum(entry.bytes for entry in summary.entries if entry.name in names) / summary.target_bytes
+        what = f"{names[0]} stays" if len(names) == 1 else f"{len(names)} matrices ({names[0]}, ...) stay"
+        lines.append(f"{what} float, {100 * share:.1f} % of the bytes: {why}")
+    return lines
 
 
 def _override(text: str) -> tuple[str, dict | None]:

@@ -13,7 +13,7 @@ import lowbit
 from lowbit.threads import available_cpus
 
 from .models import is_shape, load_packed
-from .options import GroupSize, Json, ModelOrShape, OptionalBits, parse_group_size
+from .options import GroupSize, Json, ModelOrShape, OptionalBits, finite, parse_group_size
 from .output import Output, table
 
 
@@ -24,7 +24,9 @@ def tune(
     rows: Annotated[
         int, typer.Option("--rows", min=1, help="Rows of activations: 1 for decoding, more for a prompt.")
     ] = 1,
-    seconds: Annotated[float, typer.Option("--seconds", help="How long to measure, about.")] = 2.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.001, callback=finite, help="How long to measure, about.")
+    ] = 2.0,
     as_json: Json = False,
 ) -> None:
     """Measure with how many threads the linear layers run fastest."""

@@ -64,6 +64,8 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
     if top_k is not None and top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -math.inf
     probabilities = logits.softmax(0)
+    if probabilities.isnan().any():
+        raise ValueError("the model's logits are not finite: its weights are damaged, or not those of its config.json")
     if top_p is not None and top_p < 1:
         ordered, order = probabilities.sort(descending=True)
         # Keeps the smallest set of tokens that reaches top_p: the first one always.
