@@ -27,8 +27,8 @@ struct Sums : Totals<Bits, Rows, 1> {
   static constexpr bool kNibbles = Bits == 8;
   static constexpr int kMaxCode = (1 << (kNibbles ? 4 : Bits)) - 1;
   static constexpr int kLines = 32768 / (2 * 128 * kMaxCode);  // that int16 holds
-  static constexpr int kRunBlocks = !Halves && kLines >= 2 * kBlockLines ? kLines / kBlockLines : 1;
-  static constexpr bool kLongRuns = kRunBlocks > 1;
+  static constexpr bool kLongRuns = !Halves && kLines >= 2 * kBlockLines;
+  static constexpr int kRunBlocks = kLongRuns ? kLines / kBlockLines : 0;
   static constexpr int kMostLines = Halves ? kBlockLines / 2 : kBlockLines;
   static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // of a short run
   static_assert(kMaxCode <= 127 && kMostLines % kRun == 0);

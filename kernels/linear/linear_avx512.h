@@ -6,7 +6,8 @@
 // A block is unpacked once (bits/unpack_avx512.h) for all rows of a tile. For up to 4 rows fields stay at their bit
 // position p; sums of different p have their own accumulators, joined by a shift once per group. Each of them holds at
 // most 65536 * 128 * 255 < 2^31 (kMaxGroupInputs); the symmetric start value may wrap it, which the final sum undoes.
-// More rows have no registers for that; their fields are shifted down instead, on pipes that vpdpbusd leaves free.
+// More rows have no registers for that, and groups of half a block would join too often: there the fields are shifted
+// down when they are unpacked, once for all rows.
 // Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
 // No software prefetch: 4 KB ahead was 1.05 times slower from memory on Zen 4, and 1.1 from the caches: a matrix is one
 // stream.

@@ -13,7 +13,7 @@ namespace {
 //   kRunBlocks                 whole blocks that may be added between begin_run() and end_run(); 0: there are no runs
 //   start(group)               clears the integer sums
 //   begin_block(at)            the packed lines of a block, for the calls of add() that follow
-//   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations of the first row
+//   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
 //   finish(group, scales)      the group's float part
 //
 // With `Halves` groups may begin and end in the middle of a block. Without, group_inputs() is a multiple of 32.
