@@ -433,8 +433,11 @@ def test_imports(run_python):
     )
     assert process.stdout.splitlines()[-1] == "[]", process.stderr
     process = run_python("import sys; sys.modules['transformers'] = None; import lowbit; lowbit.LowBitConfig")
-    assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or too old: ")
-    assert "pip install 'transformers>=5'" in process.stderr
+    assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or not a version for ")
+    assert "pip install 'transformers>=5,<6'" in process.stderr
+    for version in ("4.57.6", "6.0.0"):
+        process = run_python(f"import transformers; transformers.__version__ = '{version}'; import lowbit.transformers")
+        assert f": found transformers {version}; expected 5.0.0 or later, below 6. Install it" in process.stderr
     with pytest.raises(AttributeError, match="module 'lowbit' has no attribute 'LowBitConfg'"):
         lowbit.LowBitConfg  # noqa: B018
 
