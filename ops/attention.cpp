@@ -61,6 +61,7 @@ Status read_start(const TensorView& start, int64_t* value) {
                          describe(start.shape).text);
   }
   std::memcpy(value, start.data, sizeof *value);
+  __asm__ volatile("" : "+r"(*value));  // read once: another thread may write to it meanwhile
   return {};
 }
 
@@ -227,10 +228,10 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
   }
   const bool alone = rows * cache_heads * row_products < kParallelProducts;
   parallel_2d(alone ? Parallel() : parallel, grid, many != nullptr ? many.get() : few,
-              [&](int64_t begin, int64_t end) {
+              [&](int, int64_t begin, int64_t end) {
                 for (int64_t row = begin; row < end; ++row) call.write(row / positions, row % positions);
               },
-              [&](int64_t cache_head, int64_t begin, int64_t end) {
+              [&](int, int64_t cache_head, int64_t begin, int64_t end) {
                 for (int64_t column = begin; column < end; ++column) {
                   const int64_t first = (grid.columns - 1 - column) * kAttentionRows;
                   call.attend(cache_head, first, first + kAttentionRows < rows ? first + kAttentionRows : rows);

@@ -1,10 +1,9 @@
-#include <cstdlib>
-#include <memory>
 #include <new>
 
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
+#include "scratch.h"
 
 namespace lowbit {
 namespace {
@@ -33,29 +32,6 @@ constexpr int64_t kBandRows = 32;
 constexpr int64_t kTilesPerThread = 8;
 // Rows of m that are quantised at once take up to about this much memory; more of them need another parallel region.
 constexpr int64_t kScratchBytes = 24 << 20;
-
-// One allocation for the quantised activations of a chunk of rows; small ones stay on the stack.
-class Scratch {
- public:
-  bool reserve(int64_t bytes) {
-    if (bytes <= static_cast<int64_t>(sizeof local_)) {
-      data_ = local_;
-      return true;
-    }
-    heap_.reset(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)));
-    data_ = heap_.get();
-    return data_ != nullptr;
-  }
-  void* data() { return data_; }
-
- private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  alignas(64) unsigned char local_[16384];
-  std::unique_ptr<void, Free> heap_;
-  void* data_ = nullptr;
-};
 
 constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -93,13 +69,14 @@ Status linear_prepared(const LinearKernel& kernel, const TensorView& x, const ui
     return Status::error("kernel '%s' wants %" PRId64 " bytes for %" PRId64 " rows of activations; expected 1 or more",
                          kernel.name, activation_bytes, chunk);
   }
-  Scratch memory;
-  if (!memory.reserve(aligned(activation_bytes) + chunk * row_bytes)) {
-    return Status::no_memory("no memory for %" PRId64 " bytes of activations", activation_bytes + chunk * row_bytes);
-  }
-  float* const floats = reinterpret_cast<float*>(static_cast<char*>(memory.data()) + aligned(activation_bytes));
   const Parallel threads = rows * layout.k * layout.n < kParallelProducts ? Parallel() : parallel;
-  const int64_t rows_per_claim = (1 + kClaimValues / layout.k / kernel.m_step) * kernel.m_step;
+  const int64_t float_bytes = aligned(chunk * row_bytes);
+  const int64_t bytes = aligned(activation_bytes) + float_bytes + threads.threads * kLinearScratchBytes;
+  const Scratch memory(bytes);
+  if (memory.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of activations", bytes);
+  float* const floats = reinterpret_cast<float*>(memory.data() + aligned(activation_bytes));
+  char* const kernel_scratch = memory.data() + aligned(activation_bytes) + float_bytes;
+  const int64_t rows_per_claim = (1 + kClaimValues / layout.k / kernel.m_least) * kernel.m_least;
   const int64_t panels_per_claim = 1 + kClaimProducts / (layout.k * kPanelRows);
 
   for (int64_t first = 0; first < rows; first += chunk) {
@@ -111,15 +88,16 @@ Status linear_prepared(const LinearKernel& kernel, const TensorView& x, const ui
     args.out_dtype = dtype;
     args.out_stride = layout.n;
     args.activations = memory.data();
-    parallel_1d(threads, args.m, rows_per_claim, [&](int64_t begin, int64_t end) {
+    parallel_1d(threads, args.m, rows_per_claim, [&](int, int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const char* row = static_cast<const char*>(x.data) + element_bytes(x.type) * offset_of(x, last, first + i);
         for (int64_t j = 0; j < layout.k; ++j) floats[i * layout.k + j] = load_as_f32(row, dtype, j * x.stride[last]);
       }
       kernel.prepare({floats, layout.k, layout, args.m, begin, end, memory.data()});
     });
-    parallel_1d(threads, layout.panels, panels_per_claim, [&](int64_t begin, int64_t end) {
+    parallel_1d(threads, layout.panels, panels_per_claim, [&](int worker, int64_t begin, int64_t end) {
       LinearArgs tile = args;
+      tile.scratch = kernel_scratch + worker * kLinearScratchBytes;
       tile.panel_begin = begin;
       tile.panel_end = end;
       kernel.run(tile);
@@ -217,7 +195,7 @@ Status linear(const TensorView& x, const TensorView& packed, int64_t out_feature
 
   const IsaBits isa = active_isa();
   const QuantizeKernel& quantize = choose_quantize(isa);
-  const LinearKernel& kernel = choose_linear(layout.format, layout.bits, rows, isa);
+  const LinearKernel& kernel = choose_linear(layout, rows, isa);
   if (kernel.run == nullptr) return no_kernel("linear", layout);
   const uint8_t* const panels = static_cast<const uint8_t*>(packed.data) + kHeaderBytes;
   if (kernel.prepare != nullptr) return linear_prepared(kernel, x, panels, layout, rows, out, parallel);
@@ -230,14 +208,15 @@ Status linear(const TensorView& x, const TensorView& packed, int64_t out_feature
   Grid grid = make_grid(chunk, layout, threads);
   const int64_t bands_bytes = grid.bands() * static_cast<int64_t>(sizeof(Band));
   const int64_t gather_bytes = x.stride[last] != 1 ? aligned(layout.k * element_bytes(x.type)) : 0;
-  const int64_t bytes = quantized_bytes + bands_bytes + chunk * gather_bytes;
-  Scratch scratch;
-  if (!scratch.reserve(bytes)) {
+  const int64_t bytes = quantized_bytes + bands_bytes + threads * (kLinearScratchBytes + gather_bytes);
+  const Scratch scratch(bytes);
+  if (scratch.data() == nullptr) {
     return Status::no_memory("no memory for %" PRId64 " bytes of quantised activations", bytes);
   }
   const Quantized quantized(scratch.data(), chunk, layout);
-  char* const band_memory = static_cast<char*>(scratch.data()) + quantized_bytes;
-  char* const gathered = band_memory + bands_bytes;
+  char* const band_memory = scratch.data() + quantized_bytes;
+  char* const kernel_scratch = band_memory + bands_bytes;
+  char* const gathered = kernel_scratch + threads * kLinearScratchBytes;
 
   LinearArgs args{};
   args.panels = panels;
@@ -248,20 +227,21 @@ Status linear(const TensorView& x, const TensorView& packed, int64_t out_feature
   for (int64_t begin = 0; begin < rows; begin += chunk) {
     grid.rows = rows - begin < chunk ? rows - begin : chunk;
     Band* const bands = new (band_memory) Band[static_cast<size_t>(grid.bands())];
-    const auto quantize_rows = [&](int64_t first, int64_t end) {
+    const auto quantize_rows = [&](int worker, int64_t first, int64_t end) {
       for (int64_t i = first; i < end; ++i) {
-        quantize_row(quantize, x, begin + i, i, layout, quantized, gathered + i * gather_bytes);
+        quantize_row(quantize, x, begin + i, i, layout, quantized, gathered + worker * gather_bytes);
       }
     };
     const bool few = grid.rows * layout.k < kParallelValues;
-    if (few) quantize_rows(0, grid.rows);
+    if (few) quantize_rows(0, 0, grid.rows);
     parallel_2d({threads, parallel.run}, grid, bands,
-                [&](int64_t first, int64_t end) {
-                  if (!few) quantize_rows(first, end);
+                [&](int worker, int64_t first, int64_t end) {
+                  if (!few) quantize_rows(worker, first, end);
                 },
-                [&](int64_t band, int64_t first_panel, int64_t end_panel) {
+                [&](int worker, int64_t band, int64_t first_panel, int64_t end_panel) {
                   const int64_t first = band * grid.band_rows;
                   LinearArgs tile = args;
+                  tile.scratch = kernel_scratch + worker * kLinearScratchBytes;
                   tile.m = grid.rows_of(band);
                   tile.a = quantized.a + first * layout.blocks * kBlockInputs;
                   tile.group_sums = quantized.group_sums + first * layout.groups;

@@ -54,8 +54,14 @@ py::dict describe(const char* family, const Kernel& kernel) {
 
 // Limits on m are bytes, so that beyond all of them the choice does not change any more.
 bool is_active(const LinearKernel& kernel, IsaBits isa) {
-  for (int64_t m = 1; m <= 256; ++m) {
-    if (&choose_linear(kernel.format, kernel.bits, m, isa) == &kernel) return true;
+  Layout layout{};
+  layout.format = kernel.format;
+  layout.bits = kernel.bits;
+  for (const int64_t group_size : {kBlockInputs, kHalfInputs}) {
+    layout.group_size = group_size;
+    for (int64_t m = 1; m <= 256; ++m) {
+      if (&choose_linear(layout, m, isa) == &kernel) return true;
+    }
   }
   return false;
 }
@@ -69,7 +75,7 @@ py::list kernels() {
     py::dict row = describe("linear", kernel);
     row["format"] = name_of(kernel.format).text;
     row["bits"] = int{kernel.bits};
-    row["tile"] = py::make_tuple(int{kernel.m_step}, int{kernel.n_step});
+    row["tile"] = py::make_tuple(int{kernel.m_least}, int{kernel.n_step});
     row["active"] = is_active(kernel, isa);
     rows.append(row);
   }

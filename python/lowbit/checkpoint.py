@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import math
 import os
 import shutil
 import time
@@ -87,7 +88,10 @@ class CheckpointSummary:
 _DTYPES = {
     "F64": ("float64", 64), "F32": ("float32", 32), "BF16": ("bfloat16", 16), "F16": ("float16", 16),
     "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8), "U8": ("uint8", 8),
-    "BOOL": ("bool", 8),
+    "BOOL": ("bool", 8), "U16": ("uint16", 16), "U32": ("uint32", 32), "U64": ("uint64", 64), "C64": ("complex64", 64),
+    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6), "F4": ("float4_e2m1fn", 4),
 }  # fmt: skip
 
 
@@ -97,7 +101,8 @@ def _entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
     else:
         shape, group_size, mapping = stored.shape, None, None
-        kind, bits = _DTYPES.get(stored.dtype, (stored.dtype.lower(), 8))
+        elements = math.prod(shape)  # of a dtype that came later, their bits are what the file gives them
+        kind, bits = _DTYPES.get(stored.dtype, (stored.dtype.lower(), 8 * stored.bytes // elements if elements else 0))
     return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name)
 
 
@@ -358,8 +363,8 @@ def quantize_checkpoint(
             f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
             "move the adapter away"
         )
-    model = meta_model(source)
     tensors = read_files(files, weight_map)
+    model = meta_model(source, len(tensors))
     outputs, left = _plan(model, config, tensors, source)
 
     # What transformers will take the new names for.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from .untrusted import read_json
 
 CONFIG = "config.json"
 
@@ -30,13 +31,7 @@ def read_config(directory: str | os.PathLike) -> dict[str, Any]:
             f"{directory} has no config.json, which says what the tensors are for; expected a checkpoint of "
             "transformers"
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # of what is nested some thousands deep
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}; expected an object")
-    return config
+    return read_json(file)
 
 
 def quantization_method(config: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import _C, ops
 from .replace import sync
+from .untrusted import read_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -98,10 +99,10 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
         raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}; found {found}")
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
-        plain = all(Path(name).name == name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        plain = all(Path(name).name == name and name.isprintable() for name in names)
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'{index} is not an index: {error!r}; expected {{"weight_map": {{tensor: file}}}}') from error
     if not names or not plain:
         raise ValueError(f"{index} names the files {names}; expected files of the same directory")

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from ..files.config_json import CONFIG, read_config
+from ..files.untrusted import interpreting
+from .building import bounded, check_numbers
 
 
 def causal_model_types() -> Collection[str]:
@@ -19,34 +20,38 @@ def causal_model_types() -> Collection[str]:
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
 
 
-def meta_model(source: Path) -> transformers.PreTrainedModel:
+def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transformers.PreTrainedModel:
     """The model of a checkpoint, on the meta device.
+
+    Args:
+        tensors: how many the files of the checkpoint have: what config.json describes must be in proportion.
+        causal: a causal language model, whatever class config.json names.
 
     Raises:
         OSError: there is no config.json.
-        ValueError: transformers cannot build what it describes.
+        ValueError: transformers cannot build what it describes, or it has far more modules than the files have tensors.
     """
-    text = read_config(source)
-    try:
+    text, file = read_config(source), source / CONFIG
+    check_numbers(text, file)
+    with interpreting(
+        f"{file} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, "
+        f"which transformers {transformers.__version__} does not build (models with code of their own are not "
+        "supported; for new architectures install a newer transformers)"
+    ):
         config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        names = config.architectures if isinstance(config.architectures, list) and not causal else ()
+        named = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
         model_class = next((found for found in named if hasattr(found, "_from_config")), None)
-        with torch.device("meta"):
+        with bounded(tensors, file):
             if model_class is not None:
                 return model_class._from_config(config)
             return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # configurations raise what they like: TypeError, AttributeError, errors of their own
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{source / CONFIG} describes a model of type {text.get('model_type')!r}, architectures "
-            f"{text.get('architectures')}, which transformers {transformers.__version__} does not build: {reason} "
-            "Models with code of their own are not supported; for new architectures install a newer transformers."
-        ) from error
 
 
 @contextmanager
 def counting(progress: Callable[[int, int], None] | None):
     """Reports transformers' progress in loading to a function, instead of by a bar and a table of its own."""
+
     class Counter:
         def __init__(self, items=(), **kwargs):
             self._items, self._total = items, kwargs.get("total") or len(items)

@@ -12,9 +12,12 @@ import torch
 
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.safetensors import files_of, read_files
+from ..files.untrusted import interpreting, read_json
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
+
+_GENERATION = "generation_config.json"
 
 
 def is_packed(path: str | os.PathLike) -> bool:
@@ -62,12 +65,15 @@ def load_model(
     # First what needs no transformers, whose import takes seconds.
     directory = Path(path)
     model_type = read_config(directory).get("model_type")
-    read_files(*files_of(directory))
+    tensors = read_files(*files_of(directory))
+    if (directory / _GENERATION).exists():
+        read_json(directory / _GENERATION)
     packed = is_packed(directory)
     transformers = import_module("transformers")
-    from ..hf.loading import causal_model_types, counting
+    from ..hf.building import check_fits
+    from ..hf.loading import causal_model_types, counting, meta_model
 
-    if model_type not in causal_model_types():
+    if not isinstance(model_type, str) or model_type not in causal_model_types():
         raise ValueError(
             f"{directory / CONFIG} has model_type {model_type!r}, which transformers {transformers.__version__} "
             "does not know as a causal language model; for a new architecture install a newer transformers"
@@ -76,7 +82,8 @@ def load_model(
         raise ValueError(f"{directory} is packed already; to quantise it otherwise, start from the float checkpoint")
     # Not given as None: that would mean float weights.
     chosen = {} if quantization is None else {"quantization_config": quantization}
-    with counting(progress):
+    with counting(progress), interpreting(f"{directory} does not load"):
+        check_fits(meta_model(directory, len(tensors), causal=True), tensors, directory)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype="auto",
@@ -104,17 +111,15 @@ def load_tokenizer(path: str | os.PathLike):
         OSError, ValueError: no tokenizer there, or none that decodes token by token.
     """
     transformers = import_module("transformers")
+    from ..hf.loading import counting
+
     directory = Path(path)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise FileNotFoundError(f"{directory} has no tokenizer.json; copy the files of its tokenizer there")
-    try:
+    with counting(None), interpreting(f"the tokenizer in {directory} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # tokenizers raises nothing more precise on a damaged tokenizer.json
-        raise ValueError(f"the tokenizer in {directory} does not load: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{directory} has a {type(tokenizer).__name__}, written in Python; expected one with a tokenizer.json"
@@ -126,7 +131,10 @@ def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
     """The ids that end a text: what generation_config.json, config.json or the tokenizer says, in this order."""
     configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
     ids = next((ids for ids in (getattr(config, "eos_token_id", None) for config in configs) if ids is not None), None)
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    ids = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    if not all(isinstance(token, int) for token in ids):
+        raise ValueError(f"the eos_token_id of the model is {ids}; expected token ids, as in {_GENERATION}")
+    return list(ids)
 
 
 class TextStream:
