@@ -114,7 +114,7 @@ QEMU_CPU=$(call cpu_of,$(1)) LOWBIT_REQUIRE_ISA=$(call isas_of,$(1)) $(CTEST) --
 endef
 
 test-arm: build-test-arm
-	$(call test-arm-cpu,$(firstword $(ARM_CPUS)))
+	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-LE soak)
 
 # Only what another CPU can change.
 test-arm-cpus: build-test-arm
@@ -208,6 +208,7 @@ test-versions: $(VENV)/installed
 # What takes too long for every change: operators and rows that all CPUs share on every emulated CPU, and random inputs by
 # the thousand, others in every run.
 soak: build-test-arm build/x86-emulator test-x86 $(VENV)/installed
+	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-L soak)
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-LE cpu))
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync X86_OPERATORS='*' $(X86_RUNS:%=emulated/%)
 	HF_HUB_OFFLINE=1 LOWBIT_HYPOTHESIS=soak $(PYTEST) tests/python -m hypothesis

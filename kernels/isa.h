@@ -33,7 +33,8 @@ struct IsaName {
 // The names of this processor's family, weakest first; the first is always "portable".
 LOWBIT_API const IsaName* isa_names(size_t* count);
 
-// The bits that the CPU and the operating system offer, without any cap. Read once.
+// The bits that the CPU and the operating system offer, without any cap; but AMX, which a process has to ask for and
+// then keeps, only where LOWBIT_ISA allows it and the system grants it. Read once.
 LOWBIT_API IsaBits cpu_isa();
 
 // cpu_isa() reduced by the environment variable LOWBIT_ISA. Read once.

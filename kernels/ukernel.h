@@ -21,7 +21,7 @@
 //   exp2(x), x <= 0  below -126: 0;  n = rint(x), r = x - n, 2^n * polynomial(r): attention/attention_impl.h
 //   16-bit outputs   rounded from the float32 result, to nearest, ties to even; NaN of attention: 0x7fc00000
 //
-// Preconditions are the operators' to check: kernels only assert them.
+// Preconditions are the operators' to check: kernels only assert them. Panels and outputs may lie at any address.
 #pragma once
 
 #include <cstddef>
@@ -60,7 +60,7 @@ struct LinearArgs {
   const int32_t* group_sums; // m rows of layout.groups values
   const float* scales;       // m
   const float* zeros;        // m
-  int64_t m;
+  int64_t m;                 // at least 1
   void* out;                 // row 0, column 0 of the whole output, in out_dtype
   DType out_dtype;
   int64_t out_stride;        // elements from one row of the output to the next, at least layout.n

@@ -5,6 +5,7 @@
 
 #include "../bits/read_row_avx2.h"
 #include "../bits/simd_avx2.h"
+#include "../bits/widths.h"
 #include "../ukernel.h"
 
 namespace lowbit {
@@ -58,7 +59,7 @@ void run(const EmbeddingArgs& args) {
 }
 
 #define ROW(bits) {"embedding_w" #bits "_avx2", kAvx2, Format::panel16, bits, run<bits>}
-constexpr EmbeddingKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace

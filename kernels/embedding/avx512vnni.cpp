@@ -4,6 +4,7 @@
 
 #include "../bits/read_row_avx2.h"
 #include "../bits/simd_avx512.h"
+#include "../bits/widths.h"
 #include "../ukernel.h"
 
 namespace lowbit {
@@ -52,7 +53,7 @@ void run(const EmbeddingArgs& args) {
 }
 
 #define ROW(bits) {"embedding_w" #bits "_avx512vnni", kAvx512Vnni, Format::panel16, bits, run<bits>}
-constexpr EmbeddingKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace

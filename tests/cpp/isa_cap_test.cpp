@@ -16,6 +16,9 @@
 
 #if defined(__linux__)
 #include <dlfcn.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace lowbit {
@@ -119,6 +122,31 @@ TEST(IsaCap, HoldsForActiveIsa) {
       EXPECT_NE(std::strstr(status.message(), names[i].name), nullptr) << names[i].name;
   }
 }
+
+#if defined(__linux__) && defined(__x86_64__)
+// The permission for tile registers is for good, and demands larger signal stacks: it is not asked for in vain.
+TEST(IsaCap, HoldsForThePermissionToUseTiles) {
+  constexpr long kGetPermission = 0x1022;
+  constexpr uint64_t kTileData = uint64_t{1} << 18;
+  const IsaBits isa = active_isa();
+  uint64_t permitted = 0;
+  if (syscall(SYS_arch_prctl, kGetPermission, &permitted) != 0) permitted = 0;  // Linux before 5.16: no tiles
+  EXPECT_EQ((permitted & kTileData) != 0, (isa & kAmx) != 0);
+}
+
+[[noreturn]] void exit_with_a_small_signal_stack() {
+  static char stack[4096];
+  const stack_t small{.ss_sp = stack, .ss_flags = 0, .ss_size = sizeof stack};
+  if (sigaltstack(&small, nullptr) != 0) std::exit(2);
+  std::exit((active_isa() & kAmx) != 0 ? 1 : 0);
+}
+
+// Where a thread has a signal stack without room for the tiles, the system says no, and AVX-512 VNNI is left.
+TEST(IsaCap, ASmallSignalStackLeavesOutTiles) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process, whose ISA has not been read
+  EXPECT_EXIT(exit_with_a_small_signal_stack(), testing::ExitedWithCode(0), "");
+}
+#endif
 
 #if defined(__linux__)
 // The first row of the tables (best first) that fits: worked out here from the rows alone.

@@ -113,6 +113,18 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       cases.push_back({.name = "rows_32", .m = rows, .n = 16, .k = 64, .group_size = 32});
       cases.push_back({.name = "rows_64", .m = rows, .n = 16, .k = 160, .group_size = 64});
     }
+    // Groups that end within a block: 16 inputs, and longer ones that begin in either half, as do pieces of a long group.
+    for (int64_t rows = 2; rows <= 17; ++rows) {
+      cases.push_back({.name = "rows_16", .m = rows, .n = 16, .k = 208, .group_size = 16});
+      cases.push_back({.name = "rows_48", .m = rows, .n = 16, .k = 170, .group_size = 48});
+    }
+    cases.push_back({.name = "rows_16_pieces", .m = 62, .n = 32, .k = 1104, .group_size = 16});
+    cases.push_back({.name = "rows_48_pieces", .m = 21, .n = 32, .k = 1050, .group_size = 48});
+    cases.push_back({.name = "rows_112_pieces", .m = 10, .n = 32, .k = 1000, .group_size = 112});
+    cases.push_back({.name = "rows_144_pieces", .m = 9, .n = 16, .k = 1300, .group_size = 144});
+    cases.push_back({.name = "rows_272_pieces", .m = 8, .n = 16, .k = 900, .group_size = 272});
+    cases.push_back({.name = "rows_528_pieces", .m = 9, .n = 16, .k = 1200, .group_size = 528});
+    cases.push_back({.name = "rows_1040_pieces", .m = 4, .n = 16, .k = 2200, .group_size = 1040});
     for (int64_t rows = 2; rows <= 8; ++rows) {
       cases.push_back({.name = "rows_per_channel", .m = rows, .n = 32, .k = 600, .group_size = 0});
     }
