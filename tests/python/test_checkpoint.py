@@ -247,9 +247,11 @@ def test_an_index_that_disagrees_with_the_files(sharded, tmp_path):
     edit_json(index, weight_map=weights | {NORM: "../elsewhere.safetensors"})
     refuse(sharded, tmp_path / "packed", ValueError, "../elsewhere.safetensors", "of the same directory")
     index.write_text("[1, 2]")
-    refuse(sharded, tmp_path / "packed", ValueError, "is not an index")
+    refuse(sharded, tmp_path / "packed", ValueError, f"{index} holds a list; expected an object")
     index.write_text("{")
-    refuse(sharded, tmp_path / "packed", ValueError, "is not an index")
+    refuse(sharded, tmp_path / "packed", ValueError, f"{index} is not JSON")
+    index.write_text("{}")
+    refuse(sharded, tmp_path / "packed", ValueError, f"{index} is not an index")
 
 
 def test_a_tensor_in_two_shards(sharded, tmp_path):
