@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__aarch64__) && (defined(__linux__) || defined(__FreeBSD__))
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -47,8 +47,14 @@ constexpr unsigned long kHwcapAsimdDp = 1ul << 20;
 constexpr unsigned long kHwcap2I8mm = 1ul << 13;
 
 IsaBits detect() {
+#if defined(__FreeBSD__)
+  unsigned long hwcap = 0, hwcap2 = 0;  // of the same bits as Linux'
+  elf_aux_info(AT_HWCAP, &hwcap, sizeof hwcap);
+  elf_aux_info(AT_HWCAP2, &hwcap2, sizeof hwcap2);
+#else
   const unsigned long hwcap = getauxval(AT_HWCAP);
   const unsigned long hwcap2 = getauxval(AT_HWCAP2);
+#endif
   IsaBits bits = kPortable;
   if (hwcap & kHwcapAsimd) bits |= kNeon;
   if (hwcap & kHwcapAsimdDp) bits |= kNeonDot;
@@ -112,7 +118,9 @@ IsaBits detect() { return kPortable; }
 
 #endif
 
+// What LOWBIT_ISA was when it was first asked for.
 struct Cap {
+  char name[64] = "";  // longer than any that is right
   const IsaName* entry = nullptr;
   Status status;
 };
@@ -120,8 +128,9 @@ struct Cap {
 const Cap& cap() {
   static const Cap cap = [] {
     Cap result;
-    const char* name = isa_cap();
-    if (name == nullptr) return result;
+    const char* name = std::getenv("LOWBIT_ISA");
+    if (name == nullptr || name[0] == '\0') return result;
+    std::strncpy(result.name, name, sizeof result.name - 1);
     char known[128] = "";
     for (const IsaName& entry : kNames) {
       if (std::strcmp(entry.name, name) == 0) result.entry = &entry;
@@ -149,12 +158,9 @@ IsaBits cpu_isa() {
   return bits;
 }
 
-const char* isa_cap() {
-  const char* name = std::getenv("LOWBIT_ISA");
-  return name != nullptr && name[0] != '\0' ? name : nullptr;
-}
+const char* isa_cap() { return cap().name[0] != '\0' ? cap().name : nullptr; }
 
-Status isa_cap_status() { return cap().status; }
+const Status& isa_cap_status() { return cap().status; }
 
 IsaBits active_isa() {
   static const IsaBits bits = cap().entry == nullptr ? cpu_isa() : cpu_isa() & cap().entry->allows;
