@@ -55,8 +55,14 @@ constexpr unsigned long kHwcapAsimdDp = 1ul << 20;
 constexpr unsigned long kHwcap2I8mm = 1ul << 13;
 
 IsaBits detect(IsaBits) {
+#if defined(__FreeBSD__)
+  unsigned long hwcap = 0, hwcap2 = 0;  // of the same bits as Linux'
+  elf_aux_info(AT_HWCAP, &hwcap, sizeof hwcap);
+  elf_aux_info(AT_HWCAP2, &hwcap2, sizeof hwcap2);
+#else
   const unsigned long hwcap = getauxval(AT_HWCAP);
   const unsigned long hwcap2 = getauxval(AT_HWCAP2);
+#endif
   IsaBits bits = kPortable;
   if (hwcap & kHwcapAsimd) bits |= kNeon;
   if (hwcap & kHwcapAsimdDp) bits |= kNeonDot;
@@ -123,7 +129,9 @@ IsaBits detect(IsaBits) { return kPortable; }
 
 #endif
 
+// What LOWBIT_ISA was when it was first asked for.
 struct Cap {
+  char name[64] = "";  // longer than any that is right
   const IsaName* entry = nullptr;
   Status status;
 };
@@ -131,8 +139,9 @@ struct Cap {
 const Cap& cap() {
   static const Cap cap = [] {
     Cap result;
-    const char* name = isa_cap();
-    if (name == nullptr) return result;
+    const char* name = std::getenv("LOWBIT_ISA");
+    if (name == nullptr || name[0] == '\0') return result;
+    std::strncpy(result.name, name, sizeof result.name - 1);
     char known[128] = "";
     for (const IsaName& entry : kNames) {
       if (std::strcmp(entry.name, name) == 0) result.entry = &entry;
@@ -162,12 +171,9 @@ IsaBits cpu_isa() {
   return bits;
 }
 
-const char* isa_cap() {
-  const char* name = std::getenv("LOWBIT_ISA");
-  return name != nullptr && name[0] != '\0' ? name : nullptr;
-}
+const char* isa_cap() { return cap().name[0] != '\0' ? cap().name : nullptr; }
 
-Status isa_cap_status() { return cap().status; }
+const Status& isa_cap_status() { return cap().status; }
 
 IsaBits active_isa() {
   static const IsaBits bits = cpu_isa() & allowed();
