@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .grid import Config, Quantised, levels_near, lowest_level, nearest, stored
+from .grid import Config, Quantised, levels_near, stored
 from .importance import in_groups, search, search_groups
 
 _LEAST_COLUMNS = 64  # of a block whose errors are passed on together
@@ -18,31 +18,29 @@ _MOST_COLUMNS = 512
 class Moments:
     """Second moments of a layer's inputs over the tokens of a calibration text.
 
-    ``square`` is the sum of ``x x^T`` for the inputs x that the layer gets in the quantised model. ``drift``, if known, is
-    the sum of ``(y - x) x^T``, y being the same tokens' inputs in the float model.
+    ``square`` is the sum of ``x x^T`` for the inputs x that the layer gets in the quantised model. ``drift``, if known,
+    is the sum of ``(y - x) x^T``, y being the same tokens' inputs in the float model.
     """
 
-    square: Tensor  # float32 [k, k]
+    square: Tensor  # float32 [k, k]; or [k], its diagonal, which is enough for importance
     drift: Tensor | None  # float32 [k, k]
     tokens: int
 
     def importance(self) -> Tensor:
         """The mean square of each input, float32 [k]; inputs that were never used count a little."""
-        mean = self.square.diagonal() / max(1, self.tokens)
+        square = self.square if self.square.dim() == 1 else self.square.diagonal()
+        mean = square / max(1, self.tokens)
         return mean + 1e-4 * mean.mean()
-
-
-class NotCalibratable(ValueError):
-    """The moments do not allow this method."""
 
 
 def _check(weight: Tensor, moments: Moments) -> None:
     k = weight.shape[1]
     if moments.square.shape != (k, k):
         raise ValueError(f"the moments have shape {list(moments.square.shape)}; expected {[k, k]}")
-    for name, tensor in (("inputs", moments.square), ("drift of the inputs", moments.drift)):
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"the {name} of the layer have NaN or infinite values; expected finite activations")
+    if not bool(torch.isfinite(moments.square).all()):
+        raise ValueError("the inputs of the layer have NaN or infinite values; expected finite activations")
+    if moments.drift is not None and not bool(torch.isfinite(moments.drift).all()):
+        raise ValueError("the inputs of the layer in the float model have NaN or infinite values; expected finite ones")
     if moments.tokens < 1:
         raise ValueError("the layer saw no tokens; expected at least one")
 
@@ -60,7 +58,7 @@ def _inverse_factor(square: Tensor) -> Tensor:
     try:
         return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(square)), upper=True)
     except torch.linalg.LinAlgError as error:
-        raise ValueError(f"the moments of the inputs are no positive definite matrix ({error}); raise the damping") from None
+        raise ValueError(f"the moments are not positive definite ({error}); expected a larger damping") from None
 
 
 def gptq(
@@ -77,8 +75,8 @@ def gptq(
 
     Inputs are rounded one after the other, and the error of each is made up for by the inputs behind it, as far as they
     are correlated: GPTQ (Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for
-    Generative Pre-trained Transformers", ICLR 2023), with its lazy updates by blocks and Cholesky factor. Moments with a
-    drift add the error that the inputs have already: GPTAQ (Li, Yin, Lee, Xiao, Panda: "GPTAQ: Efficient
+    Generative Pre-trained Transformers", ICLR 2023), with its lazy updates by blocks and Cholesky factor. Moments with
+    a drift add the error that the inputs have already: GPTAQ (Li, Yin, Lee, Xiao, Panda: "GPTAQ: Efficient
     Finetuning-Free Quantization for Asymmetric Calibration", ICML 2025).
 
     Scales are chosen by :func:`search`, weighted with what an error costs that the rest cannot make up for, when the
@@ -90,8 +88,8 @@ def gptq(
         config: bits, group size and mapping; its choice of scale does not count.
         damping: part of the mean of the diagonal that is added to the diagonal.
         correction: the factor of GPTAQ's term, 0 to 1.
-        by_importance: rounds the inputs with the largest mean square first ("act-order"). Groups stay runs of inputs, and
-            so their scales are chosen before the first code.
+        by_importance: rounds the inputs with the largest mean square first ("act-order"). Groups stay runs of inputs,
+            and so their scales are chosen before the first code.
         sweeps: of coordinate descent behind it (:func:`descend`).
 
     Raises:
@@ -166,7 +164,7 @@ def gptq(
 
 
 def target(weight: Tensor, moments: Moments, damping: float, correction: float) -> Tensor:
-    """The matrix whose outputs in the quantised model are nearest to the float layer's in the float one, float32 [n, k].
+    """The matrix [n, k] whose outputs in the quantised model are nearest to the float layer's in the float one.
 
     With a drift this is the weight plus ``correction`` times what least squares adds for it; without, the weight.
     """
@@ -183,9 +181,9 @@ def descend(
 ) -> None:
     """Improves a quantised matrix in place by coordinate descent on ``|(wanted - quantised) X|^2``.
 
-    A sweep goes through the inputs in order and moves each weight to the level that is best while all others stay as they
-    are (Behdin et al.: "QuantEase", 2023); behind each group its scale (and min) is fitted anew. Both only ever lower the
-    error, but for the rounding of scales to what is stored.
+    A sweep goes through the inputs in order and moves each weight to the level that is best while all others stay as
+    they are (Behdin et al.: "QuantEase", 2023); behind each group its scale (and min) is fitted anew. Both only ever
+    lower the error, but for the rounding of scales to what is stored.
 
     Args:
         quantised: for example from :func:`gptq`.

@@ -31,12 +31,11 @@ def stored(values: Tensor, largest: Tensor) -> Tensor:
     return torch.where(values.abs() < largest * _SMALLEST, 0.0, rounded)
 
 
-def lowest_level(bits: int) -> int:
-    return -1 if bits == 1 else -(2 ** (bits - 1))
-
-
 def levels_near(values: Tensor, scale: Tensor, min: Tensor | None, bits: int) -> Tensor:
-    """The levels nearest to ``values``, as floats: symmetric -2^(b-1) to 2^(b-1) - 1 (1 bit: -1 and 1), affine 0 to 2^b - 1."""
+    """The levels nearest to ``values``, as floats.
+
+    Symmetric: -2^(b-1) to 2^(b-1) - 1, at 1 bit -1 and 1. Affine: 0 to 2^b - 1.
+    """
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
     if min is not None:
         return ((values - min) * inverse).round_().clamp_(0, 2**bits - 1)

@@ -17,10 +17,10 @@ _STEP = 0.03
 def search(weight: Tensor, importance: Tensor | None, config: Config) -> Quantised:
     """Chooses scales (and mins) by trial, and rounds to nearest.
 
-    For each group the sum of ``importance * (weight - rounded)^2`` is made small: a number of ranges is tried, each with
-    the scale (and min) refitted to the levels that it gives by weighted least squares, and the best one is refitted a few
-    times more. With the mean square of each input as importance this is the error of the layer's output, if inputs were
-    independent; llama.cpp's importance matrices are the same (its k-quants search scales like this as well).
+    For each group the sum of ``importance * (weight - rounded)^2`` is made small: a number of ranges is tried, each
+    with the scale (and min) refitted to the levels that it gives by weighted least squares, and the best one is
+    refitted a few times more. With the mean square of each input as importance this is the error of the layer's output,
+    if inputs were independent; llama.cpp's importance matrices are the same (its k-quants search scales like this too).
 
     Args:
         weight: float32 [n, k], finite.
