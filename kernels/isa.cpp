@@ -55,14 +55,8 @@ constexpr unsigned long kHwcapAsimdDp = 1ul << 20;
 constexpr unsigned long kHwcap2I8mm = 1ul << 13;
 
 IsaBits detect(IsaBits) {
-#if defined(__FreeBSD__)
-  unsigned long hwcap = 0, hwcap2 = 0;  // of the same bits as Linux'
-  elf_aux_info(AT_HWCAP, &hwcap, sizeof hwcap);
-  elf_aux_info(AT_HWCAP2, &hwcap2, sizeof hwcap2);
-#else
   const unsigned long hwcap = getauxval(AT_HWCAP);
   const unsigned long hwcap2 = getauxval(AT_HWCAP2);
-#endif
   IsaBits bits = kPortable;
   if (hwcap & kHwcapAsimd) bits |= kNeon;
   if (hwcap & kHwcapAsimdDp) bits |= kNeonDot;
