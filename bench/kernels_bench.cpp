@@ -22,7 +22,7 @@
 
 #include "../kernels/pack.h"
 #include "../kernels/registry.h"
-#include "../ops/read_bandwidth.h"
+#include "read_bandwidth.h"
 
 namespace lowbit::bench {
 namespace {

@@ -123,7 +123,9 @@ IsaBits detect(IsaBits) { return kPortable; }
 
 #endif
 
+// What LOWBIT_ISA was when it was first asked for.
 struct Cap {
+  char name[64] = "";  // longer than any that is right
   const IsaName* entry = nullptr;
   Status status;
 };
@@ -131,8 +133,9 @@ struct Cap {
 const Cap& cap() {
   static const Cap cap = [] {
     Cap result;
-    const char* name = isa_cap();
-    if (name == nullptr) return result;
+    const char* name = std::getenv("LOWBIT_ISA");
+    if (name == nullptr || name[0] == '\0') return result;
+    std::strncpy(result.name, name, sizeof result.name - 1);
     char known[128] = "";
     for (const IsaName& entry : kNames) {
       if (std::strcmp(entry.name, name) == 0) result.entry = &entry;
@@ -162,12 +165,9 @@ IsaBits cpu_isa() {
   return bits;
 }
 
-const char* isa_cap() {
-  const char* name = std::getenv("LOWBIT_ISA");
-  return name != nullptr && name[0] != '\0' ? name : nullptr;
-}
+const char* isa_cap() { return cap().name[0] != '\0' ? cap().name : nullptr; }
 
-Status isa_cap_status() { return cap().status; }
+const Status& isa_cap_status() { return cap().status; }
 
 IsaBits active_isa() {
   static const IsaBits bits = cpu_isa() & allowed();

@@ -84,8 +84,8 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
             k_cache.shape.size[2], 0};
   if (Status status = check_new("k", k, q, sizes->kv_heads); !status.ok()) return status;
   if (Status status = check_new("v", v, q, sizes->kv_heads); !status.ok()) return status;
-  if (sizes->heads % sizes->kv_heads != 0) {
-    return Status::error("q has %" PRId64 " heads; expected a multiple of %" PRId64 ", the heads of the caches",
+  if (sizes->heads < 1 || sizes->heads % sizes->kv_heads != 0) {
+    return Status::error("q has %" PRId64 " heads; expected 1 or more times %" PRId64 ", the heads of the caches",
                          sizes->heads, sizes->kv_heads);
   }
   if (Status status = check_tensor("out", out, q.type, out_shape); !status.ok()) return status;
@@ -205,8 +205,11 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
                  const TensorView& v_cache, const TensorView& start, double scale, const TensorView& out,
                  const Parallel& parallel) {
   Sizes sizes;
+  if (Status status = check_isa_cap(); !status.ok()) return status;
   if (Status status = check(q, k, v, k_cache, v_cache, start, out, &sizes); !status.ok()) return status;
   if (k.shape.numel() == 0) return {};
+  const DefaultFloats floats;
+  __asm__ volatile("" : "+m"(scale));  // its product is rounded behind this line, too
   const Call call(sizes, q, k, v, k_cache, v_cache, scale, out);
 
   // A band of the grid is a head of the caches: its new positions are written before its queries run. The last rows,

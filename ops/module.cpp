@@ -4,12 +4,13 @@
 
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
+#include "../bench/read_bandwidth.h"
 #include "../kernels/format.h"
 #include "../kernels/registry.h"
 #include "load_kernels.h"
 #include "operators.h"
-#include "read_bandwidth.h"
 
 namespace py = pybind11;
 using namespace lowbit;
@@ -215,8 +216,13 @@ double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
   if (threads < 1 || size < (int64_t{1} << 20) * threads) {
     throw py::value_error("read_bandwidth needs a thread or more, and a MiB for each");
   }
-  py::gil_scoped_release release;
-  return bench::read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1).bytes_per_second;
+  try {
+    py::gil_scoped_release release;
+    return bench::read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1).bytes_per_second;
+  } catch (const std::system_error& error) {
+    raise_unless_ok(Status::system("%d threads cannot be started: %s", threads, error.what()));
+  }
+  return 0.0;  // never reached
 }
 
 }  // namespace

@@ -9,9 +9,9 @@ namespace lowbit {
 // Up to so much stays with a thread between its calls.
 inline constexpr int64_t kKeptBytes = 32 << 20;
 
-// `bytes` of memory, 64-byte aligned, of undefined content. The calling thread keeps it for its next call: new memory of
-// megabytes costs a page fault for every 4 KiB. More than kKeptBytes is given back after the call, the rest when the thread
-// ends.
+// `bytes` of memory, 64-byte aligned, of undefined content. The calling thread keeps it for its next call: new memory
+// of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is given back after the call, the rest when the
+// thread ends.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) : kept_(kept()) {

@@ -26,10 +26,11 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
         chosen: layers that stay float because the user says so; there is no warning of them.
     """
     packed, unasked, total, seen = 0, Counter(), 0, set()
+    tied = getattr(model, "all_tied_weights_keys", {})  # which transformers ties only after loading
     # Selected layers first: a matrix that has several names is packed if one of its layers is.
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0] not in selected):
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() < 2 or id(parameter) in seen:
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() < 2 or id(parameter) in seen or f"{name}.{leaf}" in tied:
                 continue
             seen.add(id(parameter))
             total += parameter.nbytes
@@ -43,7 +44,7 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
     largest = unasked.most_common(1)[0][0]
     more = "" if len(unasked) == 1 else f" and {len(unasked) - 1} other kinds of layers"
     share = f"{100 * left / total:.0f} % of the bytes of this {type(model).__name__}'s matrices stay float, in {largest}{more}"
-    only = "" if packed >= total / 2 else f"only {100 * packed / total:.0f} % are packed: "
+    only = "" if left < total / 2 else f"only {100 * packed / total:.0f} % are packed: "
     warnings.warn(
         f"{only}{share}; lowbit packs torch.nn.Linear and torch.nn.Embedding", stacklevel=stacklevel + 1
     )
@@ -115,8 +116,7 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
                         shared = quantize_tensor(module.weight, selected[name], bias=next(iter(biases.values()), None))
                         shared = in_huge_pages(shared)
                     packed = shared
-                replacement = nn.in_place_of(module, packed, module.weight.dtype)
-                replaced[id(module)] = replacement.train(module.training)
+                replaced[id(module)] = nn.in_place_of(module, packed, module.weight.dtype)
             model.set_submodule(name, replaced[id(module)])
             modules[name] = None  # lets go of the float weight as soon as it is packed
     _leave_fused_paths(model)

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -256,6 +257,29 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     return _linear(x, packed_weight, out_features)
 
 
+def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[int]) -> tuple[Tensor, ...]:
+    """Several :func:`linear` of the same input, which is quantised once; the results have the same bits.
+
+    Args:
+        x: [..., in_features] float32, bfloat16 or float16, any strides.
+        packed_weights: 1 to 16 weights from :func:`pack`, all of ``in_features`` inputs, of any widths and group sizes.
+        out_features: the rows of each.
+
+    Returns:
+        One tensor [..., out_features] of x's dtype for each weight: views of one tensor [..., sum of out_features].
+
+    The gradient with respect to x is that of :func:`linear`.
+
+    Raises:
+        ValueError: as :func:`linear`, or not as many weights as ``out_features``.
+    """
+    packed_weights, out_features = list(packed_weights), list(out_features)
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
+            return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
+    return torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
+
+
 def embedding(
     indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -315,6 +339,11 @@ getattr(inspect, "modulesbyfile", {})[os.path.abspath(__file__)] = __name__
 @torch.library.register_fake("lowbit::linear")
 def _(x, packed_weight, out_features):
     return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.register_fake("lowbit::linears")
+def _(x, packed_weights, out_features):
+    return x.new_empty((*x.shape[:-1], sum(out_features)))
 
 
 @torch.library.register_fake("lowbit::embedding")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -64,6 +66,30 @@ def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) 
             )
 
 
+@contextmanager
+def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
+    """Models of transformers, also inside others: what their save_pretrained must know."""
+    library = sys.modules.get("transformers.modeling_utils")  # if it is not loaded, nothing is made of it
+    if library is None or not any(isinstance(module, library.PreTrainedModel) for module in model.modules()):
+        yield
+        return
+    try:
+        from .hf.quantizer import describing
+    except ImportError as error:  # of another version: the model runs, but its files would load as random weights
+        reason = str(error)
+
+        def refuse(*arguments, **options):
+            raise RuntimeError(f"lowbit cannot save this quantised model: {reason}")
+
+        yield
+        for module in model.modules():
+            if isinstance(module, library.PreTrainedModel):
+                module.save_pretrained = refuse
+        return
+    with describing(model):
+        yield
+
+
 def quantize_(
     model: torch.nn.Module,
     config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
@@ -82,6 +108,9 @@ def quantize_(
         them is selected (a LinearConfig alone selects the head), the other keeps the float tensor, and the model grows by
         the packed one; a warning says by how much. ``{"*": LinearConfig(), "*embed*": EmbeddingConfig()}`` packs both:
         patterns with configs of the other kind are passed over.
+
+    A model of transformers gets a ``quantization_config``: what ``save_pretrained`` then saves, ``from_pretrained`` loads
+    after ``import lowbit.transformers``.
 
     Warns of patterns that match nothing, and of matrices in layers of other kinds, when they are more than a hundredth of
     the model's bytes.
@@ -102,5 +131,6 @@ def quantize_(
     kinds = {name for name, module in model.named_modules(remove_duplicate=False) if type(module) in KINDS}
     warn_of_floats(model, selected, kinds - selected.keys())
     _warn_of_half_a_tie(model, selected)
-    replace_layers(model, selected)
+    with _described_to_transformers(model):
+        replace_layers(model, selected)
     return model

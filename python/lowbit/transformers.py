@@ -12,7 +12,8 @@ try:
     from .hf.quantizer import LowBitQuantizer
 except ImportError as error:
     raise ImportError(
-        f"transformers is not installed, or too old: {error}. Install it with `pip install 'transformers>=5'`."
+        f"transformers is not installed, or not a version for lowbit: {error}. Install it with "
+        "`pip install 'transformers>=5,<6'`."
     ) from error
 
 __all__ = ["FORMAT_VERSION", "METHOD", "LowBitConfig", "LowBitQuantizer"]

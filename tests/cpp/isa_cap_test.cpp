@@ -148,6 +148,41 @@ TEST(IsaCap, ASmallSignalStackLeavesOutTiles) {
 }
 #endif
 
+TEST(IsaCap, IsReadOnce) {
+  const std::string before = isa_cap() == nullptr ? "" : isa_cap();
+  const char* const old = std::getenv("LOWBIT_ISA");
+  const std::string kept = old == nullptr ? "" : old;
+  setenv("LOWBIT_ISA", "portable", 1);
+  EXPECT_EQ(isa_cap() == nullptr ? "" : isa_cap(), before);
+  if (old != nullptr) setenv("LOWBIT_ISA", kept.c_str(), 1);
+  if (old == nullptr) unsetenv("LOWBIT_ISA");
+}
+
+// Whoever caps the instruction sets by a name that does not exist is told so by every operator, and gets no result.
+TEST(IsaCap, OperatorsRefuseAWrongName) {
+  if (isa_cap_status().ok()) GTEST_SKIP() << "LOWBIT_ISA is a name, or not set";
+  Random random(1);
+  const Layout layout = layout_of(20, 64, 4, 32, Mapping::symmetric, false);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  const Tensor x = random_tensor(ElementType::f32, {3, 64}, random), out(ElementType::f32, {3, 20});
+  EXPECT_TRUE(refused(linear(x.view, weight.view, 20, out.view, {}), "LOWBIT_ISA is 'nonsense'; expected one of: "));
+  const Tensor indices = index_tensor<int64_t>({3}), rows(ElementType::f32, {1, 64});
+  EXPECT_TRUE(refused(embedding(indices.view, weight.view, 64, rows.view, {}), "LOWBIT_ISA is 'nonsense'"));
+  const Tensor q = random_tensor(ElementType::f32, {1, 1, 1, 16}, random);
+  const Tensor keys = random_tensor(ElementType::f32, {1, 1, 16, 16}, random);
+  const Tensor start = index_tensor<int64_t>({0}), attended(ElementType::f32, {1, 1, 1, 16});
+  EXPECT_TRUE(refused(attention(q.view, q.view, q.view, keys.view, keys.view, start.view, 1.0, attended.view, {}),
+                      "LOWBIT_ISA is 'nonsense'"));
+  const Tensor codes(ElementType::u8, {20, 64}), scales(ElementType::f32, {20, 2}), mins(ElementType::f32, {0, 0});
+  EXPECT_TRUE(refused(pack(codes.view, scales.view, nullptr, nullptr, 4, 32, out.view, {}),
+                      "LOWBIT_ISA is 'nonsense'"));
+  EXPECT_TRUE(refused(unpack(weight.view, codes.view, scales.view, mins.view, mins.view, {}),
+                      "LOWBIT_ISA is 'nonsense'"));
+  EXPECT_TRUE(refused(repack(weight.view, "panel16", codes.view, {}), "LOWBIT_ISA is 'nonsense'"));
+  EXPECT_TRUE(refused(quantize(x.view, 4, 32, false, false, codes.view, scales.view, mins.view, {}),
+                      "LOWBIT_ISA is 'nonsense'"));
+}
+
 #if defined(__linux__)
 // The first row of the tables (best first) that fits: worked out here from the rows alone.
 const LinearKernel* best_linear(const Layout& layout, int64_t m, IsaBits isa) {
@@ -160,6 +195,7 @@ const LinearKernel* best_linear(const Layout& layout, int64_t m, IsaBits isa) {
 }
 
 TEST(IsaCap, HoldsForTheOperators) {
+  if (!isa_cap_status().ok()) GTEST_SKIP() << "LOWBIT_ISA is no name: the operators refuse";
   const IsaName* entry = entry_of(std::getenv("LOWBIT_ISA"));
   const bool is_set = isa_cap() != nullptr;
   const IsaBits expected = !is_set ? cpu_isa() : entry != nullptr ? cpu_isa() & entry->allows : IsaBits{kPortable};

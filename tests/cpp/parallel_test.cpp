@@ -1,5 +1,5 @@
-// parallel_1d and parallel_2d: every piece once, on any host's threads, and no piece waits for a stalled thread that others could
-// serve.
+// parallel_1d and parallel_2d: every piece once, on any host's threads, and no piece waits for a stalled thread that
+// others could serve. What a call works in, and its float settings.
 
 #include "../../ops/parallel.h"
 #include "../../ops/scratch.h"
@@ -92,7 +92,8 @@ TEST(Parallel, WorkersAreApart) {
   };
   parallel_1d(threads(kThreads), 2000, 1, [&](int worker, int64_t, int64_t) { visit(worker); });
   std::vector<Band> bands(100);
-  parallel_2d(threads(kThreads), Grid{100, 1, 1, 20, 1, 1}, bands.data(), [&](int worker, int64_t, int64_t) { visit(worker); },
+  parallel_2d(threads(kThreads), Grid{100, 1, 1, 20, 1, 1}, bands.data(),
+              [&](int worker, int64_t, int64_t) { visit(worker); },
               [&](int worker, int64_t, int64_t, int64_t) { visit(worker); });
 }
 

@@ -204,6 +204,26 @@ def test_bugs_keep_their_traceback(monkeypatch):
     assert repr(invoke("info").exception) == "RuntimeError('a bug')"
 
 
+def test_bugs_keep_their_traceback_within_other_libraries(packed, monkeypatch):
+    from lowbit.hf import quantizer
+
+    def fails(*arguments):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(quantizer, "place_packed", fails)  # transformers calls what calls it
+    assert repr(invoke("generate", packed[0], "--prompt", PROMPT).exception) == "TypeError('a bug')"
+
+
+def test_a_model_that_does_not_run(packed, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    code: dict = {"__name__": "transformers.models.llama.modeling_llama"}
+    exec("def forward(*arguments): raise RuntimeError('sizes do not match')", code)
+    monkeypatch.setattr(LlamaMLP, "forward", code["forward"])
+    message = error(invoke("eval", packed[0], "--text", TINY / "heldout.txt"))
+    assert message == f"the model in {packed[0]} does not run: RuntimeError: sizes do not match"
+
+
 def test_debug_shows_where_an_error_comes_from(tmp_path):
     result = invoke("--debug", "inspect", tmp_path)
     assert isinstance(result.exception, FileNotFoundError)

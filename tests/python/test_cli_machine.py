@@ -89,6 +89,7 @@ def test_info():
     assert set(said) | {"kernels", "supported", "active"} == documented_keys("info")
     assert said["isa"] == {**lowbit.isa(), "cap": "portable", "active": ["portable"]}
     assert (said["lowbit"], said["torch"]) == (lowbit.__version__, torch.__version__)
+    assert {"linear", "embedding", "attention"} <= set(said["kernels"])
     for family, isas in said["kernels"].items():
         for isa, counts in isas.items():
             rows = [row for row in lowbit.kernels() if (row["family"], row["isa"]) == (family, isa)]

@@ -1,6 +1,8 @@
 """lowbit in transformers: from_pretrained quantises and loads, save_pretrained saves, generate generates."""
 
 import json
+import pickle
+import sys
 
 import pytest
 import torch
@@ -210,6 +212,43 @@ def test_other_architectures(tmp_path, name):
     assert sum(key.endswith("packed_weight") for key in state) > 8
 
 
+@pytest.mark.filterwarnings("ignore:.*share one weight, of which only")
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_by_hand_and_saved(tmp_path, kind):
+    """quantize_ and save_pretrained: whatever was packed, from_pretrained gives the same model."""
+    source = save_model(tmp_path / "source", kind)
+    mixed = {"*": lowbit.LinearConfig(4), "*embed*": lowbit.EmbeddingConfig(6, 16), "*.0.mlp.up_proj": None}
+    mixed |= {"*down*": lowbit.LinearConfig(8, None, "affine"), HEAD: lowbit.LinearConfig(6, 16)}
+    for number, config in enumerate((mixed, lowbit.LinearConfig(3), {"*embed*": lowbit.EmbeddingConfig()})):
+        model, target = load(source), tmp_path / f"saved-{number}"
+        lowbit.quantize_(model, config)
+        model.save_pretrained(target)
+        again = load(target)
+        assert_same_model(again, model)
+        settings = again.config.quantization_config
+        assert settings.quant_method == "lowbit" and settings.select(load(source)).keys() == {
+            name for name, layer in model.named_modules() if isinstance(layer, lowbit.nn.Linear | lowbit.nn.Embedding)
+        }
+        for each in (model, again, pickle.loads(pickle.dumps(model))):
+            assert each.resize_token_embeddings(403) is each.get_input_embeddings()
+            with pytest.raises(ValueError, match="is packed, with 403 rows, and cannot get 512: .* before quantising"):
+                each.resize_token_embeddings(500, pad_to_multiple_of=64)
+        assert_same_model(again, model)
+    whole = torch.nn.ModuleDict({"language": load(source)})
+    lowbit.quantize_(whole, lowbit.LinearConfig())
+    whole["language"].save_pretrained(tmp_path / "part")
+    assert_same_model(load(tmp_path / "part"), whole["language"])
+
+
+def test_an_unsupported_transformers_saves_nothing_by_halves(tmp_path, monkeypatch):
+    model = make_model()
+    monkeypatch.setitem(sys.modules, "lowbit.hf.quantizer", None)
+    lowbit.quantize_(model, lowbit.LinearConfig())
+    with pytest.raises(RuntimeError, match="lowbit cannot save this quantised model: "):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 # Bad input.
 
 
@@ -394,8 +433,11 @@ def test_imports(run_python):
     )
     assert process.stdout.splitlines()[-1] == "[]", process.stderr
     process = run_python("import sys; sys.modules['transformers'] = None; import lowbit; lowbit.LowBitConfig")
-    assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or too old: ")
-    assert "pip install 'transformers>=5'" in process.stderr
+    assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or not a version for ")
+    assert "pip install 'transformers>=5,<6'" in process.stderr
+    for version in ("4.57.6", "6.0.0"):
+        process = run_python(f"import transformers; transformers.__version__ = '{version}'; import lowbit.transformers")
+        assert f": found transformers {version}; expected 5.0.0 or later, below 6. Install it" in process.stderr
     with pytest.raises(AttributeError, match="module 'lowbit' has no attribute 'LowBitConfg'"):
         lowbit.LowBitConfg  # noqa: B018
 

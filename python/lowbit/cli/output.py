@@ -196,6 +196,8 @@ def quieten() -> None:
     logging.getLogger("torch.utils._pytree").addFilter(_Without("<enum "))
     # torch's profiler says that it starts and stops; this is read when it does.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # transformers warns its own users of what they could have written otherwise.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # ExecuTorch explains what becomes of caches, which lowbit.llm knows.
     warnings.filterwarnings("ignore", "Mutation on a buffer in the model is detected")
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from glob import escape
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.quantizers import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .. import nn
 from ..layers import KINDS
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
@@ -150,3 +154,23 @@ class LowBitConfig(QuantizationConfigMixin):
                     left[head] = BY_OVERRIDES
         patterns.warn_unused(f"linear layer or embedding of {type(model).__name__}", stacklevel)
         return selected, left
+
+    @classmethod
+    def describing(cls, model: PreTrainedModel) -> LowBitConfig:
+        """The configuration of a model whose layers are packed already. Every layer that differs from most is an override."""
+        packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed)}
+        counted = Counter((layer.info.bits, layer.info.group_size, layer.info.mapping) for layer in packed.values())
+        common = counted.most_common(1)[0][0]
+        head = model.get_output_embeddings()  # named always: without an override, a tied one would follow its table
+        overrides: list[tuple[str, dict[str, Any] | None]] = []
+        for name, layer in model.named_modules():
+            if name in packed:
+                info = layer.info
+                fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), common, strict=False)
+                change = {field: own for field, own, usual in fields if own != usual}
+                if change or layer is head:
+                    overrides.append((escape(name), change))
+            elif type(layer) in KINDS:
+                overrides.append((escape(name), None))
+        bits, group_size, mapping = common
+        return cls(bits, group_size, mapping, overrides=overrides)

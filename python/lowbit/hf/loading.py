@@ -33,7 +33,7 @@ def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transform
     """
     text, file = read_config(source), source / CONFIG
     check_numbers(text, file)
-    with interpreting(
+    with counting(None), interpreting(
         f"{file} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, "
         f"which transformers {transformers.__version__} does not build (models with code of their own are not "
         "supported; for new architectures install a newer transformers)"
@@ -71,11 +71,19 @@ def counting(progress: Callable[[int, int], None] | None):
         def __getattr__(self, name):  # whatever else a bar can do
             return lambda *args, **kwargs: None
 
-    previous = logging.set_tqdm_hook(lambda factory, args, kwargs: Counter(*args, **kwargs))
     verbosity = logging.get_verbosity()
+    set_hook = getattr(logging, "set_tqdm_hook", None)
+    if set_hook is not None:
+        previous = set_hook(lambda factory, args, kwargs: Counter(*args, **kwargs))
+    else:  # the first versions 5: nothing to report, but no bar either
+        bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        logging.set_tqdm_hook(previous)
+        if set_hook is not None:
+            set_hook(previous)
+        elif bars:
+            logging.enable_progress_bar()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import transformers
 
 from .. import nn, ops
 from ..layers import KINDS
@@ -133,3 +135,29 @@ def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
         if kept != ties:
             part._tied_weights_keys = kept
             part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _resize(model, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args, **kwargs):
+    """In place of resize_token_embeddings, which would change one of table and head and then meet the other."""
+    table = model.get_input_embeddings()
+    size = table.num_embeddings if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of is not None:
+        size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+    if size != table.num_embeddings:
+        raise ValueError(
+            f"the embedding table or the head of this {type(model).__name__} is packed, with {table.num_embeddings} rows, and "
+            f"cannot get {size}: call resize_token_embeddings before quantising"
+        )
+    return table
+
+
+def refuse_resizing(model: transformers.PreTrainedModel) -> None:
+    """For each model in `model` whose embedding table or head is packed."""
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            try:
+                layers = part.get_input_embeddings(), part.get_output_embeddings()
+            except (NotImplementedError, AttributeError):  # no text
+                continue
+            if any(isinstance(layer, nn.Packed) for layer in layers):
+                part.resize_token_embeddings = functools.partial(_resize, part)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 
@@ -15,9 +18,18 @@ from ..files.safetensors import Stored, packed_info, read_files, read_metadata
 from ..layers import KINDS, replace_layers, warn_of_floats
 from ..memory import in_huge_pages
 from ..quantize import quantize_tensor
-from .config import BY_OVERRIDES, METHOD
+from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .names import check_complete, given_by, names_in_model, tied_layers
-from .placing import PACKED, expanded_ties, mark_initialised, place_packed, share_packed, tie_packed, verify
+from .placing import (
+    PACKED,
+    expanded_ties,
+    mark_initialised,
+    place_packed,
+    refuse_resizing,
+    share_packed,
+    tie_packed,
+    verify,
+)
 
 _SAVE = "lowbit_save"
 
@@ -142,6 +154,7 @@ class LowBitQuantizer(HfQuantizer):
             if left:
                 replace_layers(model, left)
         tie_packed(model, self._ties)
+        refuse_resizing(model)
         del self._ties, self._shared, self._where, self._selected
         return model
 
@@ -174,3 +187,29 @@ class _Quantize(ConversionOps):
             model.set_submodule(path, quantised)
             missing_keys.discard(name)
         return left
+
+
+@contextmanager
+def describing(model: torch.nn.Module) -> Iterator[None]:
+    """Around packing layers of a model by hand: models of transformers in it are saved and loaded as packed ones then.
+
+    Raises:
+        ValueError: a model is quantised by another method already.
+    """
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in models:
+        present = getattr(part, "hf_quantizer", None)
+        if present is not None and not isinstance(present, LowBitQuantizer):
+            method = present.quantization_config.quant_method
+            raise ValueError(f"{type(part).__name__} is quantised already, by the method {method!r}")
+    before = [(part, expanded_ties(part)) for part in models]
+    yield
+    for part, ties in before:
+        if not any(isinstance(layer, nn.Packed) for layer in part.modules()):
+            continue
+        tie_packed(part, ties)
+        refuse_resizing(part)
+        inside = any(part is not other and part in other.modules() for other in models)
+        if not inside:  # a part of a model is saved on its own rarely, and its configuration may be the whole one's
+            part.hf_quantizer = LowBitQuantizer(LowBitConfig.describing(part), pre_quantized=True)
+            part.config.quantization_config = part.hf_quantizer.quantization_config

@@ -1,0 +1,66 @@
+"""Quantisation with a calibration text: better than rounding to nearest, from 4 bits down by far.
+
+``calibrate`` does a model; ``calibrate.gptq`` and ``calibrate.importance`` do one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+METHODS = ("auto", "gptq", "importance")
+
+
+@dataclass
+class Calibration:
+    """What :func:`calibrate` did."""
+
+    tokens: int  # of the text, as often as the model saw them
+    methods: dict[str, str] = field(default_factory=dict)  # of each quantised layer: "gptq", "importance" or "nearest"
+    left: dict[str, str] = field(default_factory=dict)  # what stays float though it holds weights to multiply with: why
+
+
+def calibrate(
+    model,
+    data: Iterable[Any],
+    config: Any,
+    method: str = "auto",
+    *,
+    tokenizer: Any = None,
+    window: int = 512,
+    progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Quantises a model of transformers in place, with the help of a text that is like what it will be used on.
+
+    As :func:`lowbit.quantize_`, but scales and codes are chosen for little change of the layers' outputs on the text.
+    It goes through the blocks of the model in order: the inputs of a block come from the quantised blocks before it, so
+    that later layers make up for the errors of earlier ones. Besides the model, memory for two activations per token,
+    for one float block and for two float32 matrices [k, k] per input of k features is needed.
+
+    Embeddings are rounded to nearest. A head that shares its weight with an embedding is calibrated, and then shares
+    the packed weight.
+
+    Args:
+        model: a language or embedding model in eval mode, on the CPU.
+        data: texts, for which a ``tokenizer`` is needed; or inputs of the model, each int64 [batch, tokens] or a dict
+            with "input_ids". Of a language model's texts all tokens are put behind each other and cut into windows;
+            other models see each text by itself. Ten thousand tokens do; more are better below 4 bits.
+        config: as for :func:`lowbit.quantize_`, or a :class:`lowbit.LowBitConfig`.
+        method: "gptq" (:func:`lowbit.calibrate.gptq.gptq`, the better one, which takes as long as some ten passes over
+            the text), "importance" (:func:`lowbit.calibrate.importance.search` with the mean square of each input; one
+            pass), or "auto": gptq where a layer saw at least as many tokens as it has inputs, else importance.
+        tokenizer: of the model, for texts.
+        window: tokens of a language model's inputs.
+        progress: called as ``progress(layers done, layers)``.
+
+    Raises:
+        TypeError, ValueError: an unknown method, a wrong config, a text that is too short or has tokens the model does
+            not know, weights or activations that are not finite. Up to the first activations the model is unchanged.
+    """
+    from .model import run
+
+    return run(model, data, config, method, tokenizer=tokenizer, window=window, progress=progress)
+
+
+__all__ = ["METHODS", "Calibration", "calibrate"]

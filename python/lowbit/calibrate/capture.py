@@ -1,0 +1,102 @@
+"""What goes into modules while a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stop(Exception):
+    """Ends a run when all that was wanted is there."""
+
+
+@contextmanager
+def inputs_of(modules: dict[str, torch.nn.Module], take: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Calls ``take(name, input)`` whenever one of the modules is about to run."""
+    handles = []
+    for name, module in modules.items():
+
+        def hook(_, args, kwargs, name=name):
+            take(name, args[0] if args else kwargs["input"])
+
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class Call:
+    """How a block was called: its arguments without the hidden state that runs through all blocks."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    named: bool  # whether the hidden state was given by its name
+
+    def run(self, block: torch.nn.Module, hidden: Tensor) -> Tensor:
+        if self.named:
+            return hidden_of(block(*self.args, **{**self.kwargs, "hidden_states": hidden}))
+        return hidden_of(block(hidden, *self.args, **self.kwargs))
+
+
+def hidden_of(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@dataclass
+class Recorded:
+    """One run through a list of blocks."""
+
+    calls: list[Call]
+    first: Tensor | None  # what went into the first block
+    chained: bool  # whether each block was called once, in order, with what the one before gave
+
+
+@contextmanager
+def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False) -> Iterator[Recorded]:
+    """Records how the blocks are called, and with what; `stop_after` ends the run before the last block runs."""
+    recorded = Recorded([], None, True)
+    last: list[Any] = [None]
+    handles = []
+    for index, block in enumerate(blocks):
+
+        def before(_, args, kwargs, index=index):
+            named = not args
+            hidden = kwargs.get("hidden_states") if named else args[0]
+            if index != len(recorded.calls) or not isinstance(hidden, Tensor):
+                recorded.chained = False
+                return
+            if index == 0:
+                recorded.first = hidden.detach().clone()
+            elif not _same(hidden, last[0]):
+                recorded.chained = False
+            others = {name: value for name, value in kwargs.items() if not named or name != "hidden_states"}
+            recorded.calls.append(Call(args[1:], others, named))
+            if stop_after and index == len(blocks) - 1:
+                raise Stop
+
+        def after(_, args, output):
+            last[0] = hidden_of(output)
+
+        handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(block.register_forward_hook(after))
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
+        last[0] = None
+        recorded.chained &= len(recorded.calls) == len(blocks)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (
+        isinstance(b, Tensor) and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+    )

@@ -1,0 +1,97 @@
+"""Inputs of a model, from texts or as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Any]
+
+LEAST_TOKENS = 128
+_BATCH = 16  # texts or windows that the model sees at a time
+_SHORTEST = 8  # tokens of a window that is worth running
+
+
+def batches(model, data: Iterable[Any], tokenizer: Any, window: int) -> list[Batch]:
+    """The inputs, without padding where they are made here.
+
+    Raises:
+        TypeError, ValueError: neither texts nor inputs, texts without a tokenizer, or too few tokens.
+    """
+    if isinstance(data, str):
+        data = [data]
+    items = list(data)
+    if not items:
+        raise ValueError("the calibration text is empty; expected some thousand tokens")
+    if all(isinstance(item, str) for item in items):
+        if tokenizer is None:
+            raise TypeError("data are texts, but there is no tokenizer; give the model's with tokenizer=")
+        result = _of_texts(model, items, tokenizer, window)
+    else:
+        result = [_as_batch(item) for item in items]
+    count = sum(tokens_of(batch) for batch in result)
+    if count < LEAST_TOKENS:
+        raise ValueError(
+            f"the calibration text has {count} tokens; expected at least {LEAST_TOKENS}, and ten thousand "
+            "for a good result"
+        )
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    for batch in result:
+        ids = batch["input_ids"]
+        if vocabulary is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(
+                f"the calibration text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to "
+                f"{vocabulary - 1}: the tokenizer is another model's"
+            )
+    return result
+
+
+def tokens_of(batch: Batch) -> int:
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else int((mask != 0).sum())
+
+
+def _as_batch(item: Any) -> Batch:
+    if isinstance(item, Tensor):
+        item = {"input_ids": item}
+    try:
+        item = dict(item)
+        ids = item["input_ids"]
+        ok = isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()
+    except (TypeError, ValueError, KeyError):
+        ok = False
+    if not ok:
+        raise TypeError(
+            f"data has a {type(item).__name__}; expected texts, int64 tensors [batch, tokens], or dicts with such "
+            "input_ids"
+        )
+    return item
+
+
+def _of_texts(model, texts: list[str], tokenizer: Any, window: int) -> list[Batch]:
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or window
+    if window < _SHORTEST:
+        raise ValueError(f"window is {window}; expected at least {_SHORTEST}")
+    window = min(window, limit)
+    if getattr(model, "can_generate", lambda: False)():
+        ids = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
+        rows = [ids[begin : begin + window] for begin in range(0, len(ids), window)]
+        if len(rows) > 1 and len(rows[-1]) < _SHORTEST:
+            rows.pop()
+    else:
+        # Models with learnt positions often start them behind a padding token.
+        longest = min(window, limit - 2 if limit > 2 else limit)
+        rows = [tokenizer(text, truncation=True, max_length=longest, verbose=False)["input_ids"] for text in texts]
+    by_length: dict[int, list[list[int]]] = {}
+    for row in rows:
+        if row:
+            by_length.setdefault(len(row), []).append(row)
+    return [
+        {"input_ids": torch.tensor(same[begin : begin + _BATCH])}
+        for _, same in sorted(by_length.items(), reverse=True)
+        for begin in range(0, len(same), _BATCH)
+    ]

@@ -1,0 +1,253 @@
+"""calibrate: one matrix, its scales and codes, against plain references."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit
+from lowbit import LinearConfig
+from lowbit.calibrate.gptq import Moments, descend, gptq, target
+from lowbit.calibrate.grid import Quantised, nearest
+from lowbit.calibrate.importance import search
+from reference import MAPPINGS, WIDTHS
+
+TOKENS = 400
+
+
+def correlated(k: int, seed: int = 0) -> Tensor:
+    """Inputs [TOKENS, k] of which some are large and many depend on each other."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(k, k, generator=generator) * torch.rand(k, generator=generator) * 0.3 + torch.eye(k)
+    return torch.randn(TOKENS, k, generator=generator) @ mix
+
+
+def weights(n: int, k: int, seed: int = 1) -> Tensor:
+    return 0.05 * torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+
+
+def moments_of(x: Tensor, y: Tensor | None = None) -> Moments:
+    return Moments(x.T @ x, None if y is None else (y - x).T @ x, len(x))
+
+
+def output_error(weight: Tensor, quantised: Quantised, x: Tensor, y: Tensor | None = None) -> float:
+    """The mean squared error of the outputs, over that of zeros."""
+    wanted = (x if y is None else y).double() @ weight.double().T
+    found = x.double() @ quantised.dequantize().double().T
+    return float((found - wanted).square().sum() / wanted.square().sum())
+
+
+def nearest_by_lowbit(weight: Tensor, config: LinearConfig) -> Quantised:
+    unpacked = lowbit.unpack(lowbit.quantize_tensor(weight, config))
+    return nearest(weight, unpacked.scales, unpacked.mins, config)
+
+
+# Odd n; a short last group at 32 and 48; inputs that fill no block.
+SHAPES = [(21, 80, 32), (5, 50, 48), (33, 16, 16), (3, 7, None), (17, 130, None), (2, 600, None), (2, 1100, 528)]
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_what_was_chosen_is_what_is_stored(bits, mapping):
+    """The format rounds scales; codes must have been chosen for the rounded ones, and be the layer's weights."""
+    for n, k, group in SHAPES:
+        config = LinearConfig(bits, group, mapping)
+        weight, moments = weights(n, k), moments_of(correlated(k))
+        bias = weights(1, n)[0]
+        for quantised in (
+            search(weight, None, config),
+            search(weight, moments.importance(), config),
+            gptq(weight, moments, config),
+            gptq(weight, moments, config, by_importance=True, sweeps=1),
+        ):
+            packed = quantised.pack(bias)
+            unpacked = lowbit.unpack(packed)
+            assert torch.equal(unpacked.codes, quantised.codes()), (n, k, group)
+            assert torch.equal(unpacked.scales, quantised.scales), (n, k, group)
+            assert mapping == "symmetric" or torch.equal(unpacked.mins, quantised.mins), (n, k, group)
+            assert torch.equal(unpacked.bias, bias)
+            torch.testing.assert_close(
+                lowbit.nn.Linear(packed).dequantize(), quantised.dequantize(), rtol=1e-6, atol=1e-8
+            )
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_each_method_is_better_than_the_one_before(bits, mapping):
+    weight, x = weights(40, 96), correlated(96)
+    moments = moments_of(x)
+    for group in (16, 32, None):
+        config = LinearConfig(bits, group, mapping)
+        errors = [
+            output_error(weight, quantised, x)
+            for quantised in (
+                nearest_by_lowbit(weight, config),
+                search(weight, moments.importance(), config),
+                gptq(weight, moments, config),
+                gptq(weight, moments, config, sweeps=2),
+            )
+        ]
+        assert errors[0] > errors[1] > errors[2] > errors[3], (group, errors)
+        assert errors[2] < 0.85 * errors[0], (group, errors)
+
+
+def test_search_without_importance_beats_rounding_to_nearest():
+    weight = weights(64, 256)
+    for bits in (2, 3, 4):
+        for mapping in MAPPINGS:
+            config = LinearConfig(bits, 32, mapping)
+            ours, theirs = search(weight, None, config), nearest_by_lowbit(weight, config)
+            assert (ours.dequantize() - weight).square().sum() < (theirs.dequantize() - weight).square().sum()
+
+
+def test_importance_counts():
+    """An input that alone matters gets the error, as good as none; the others pay for it."""
+    weight = weights(16, 32)
+    importance = torch.full((32,), 1e-4)
+    importance[[3, 17]] = 1.0
+    config = LinearConfig(2, 32)
+    with_it, without = search(weight, importance, config), search(weight, None, config)
+    errors = [(each.dequantize() - weight).square().mean(0) for each in (with_it, without)]
+    assert errors[0][[3, 17]].mean() < 0.3 * errors[1][[3, 17]].mean()
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_weights_on_a_grid_stay_exact(bits, mapping):
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (9, 64), generator=generator, dtype=torch.uint8)
+    codes[:, ::32], codes[:, 1::32] = 0, 2**bits - 1  # both ends of every group
+    scales = torch.full((9, 2), 2.0**-6)
+    mins = torch.full((9, 2), -(2.0**-4)) if mapping == "affine" else None
+    weight = lowbit.nn.Linear(lowbit.pack(codes, scales, mins, bits=bits, group_size=32, mapping=mapping)).dequantize()
+    config = LinearConfig(bits, 32, mapping)
+    moments = moments_of(correlated(64))
+    for quantised in (search(weight, None, config), gptq(weight, moments, config, sweeps=2)):
+        torch.testing.assert_close(quantised.dequantize(), weight, rtol=0, atol=1e-6)
+
+
+# ---- GPTQ
+
+
+def plain_gptq(weight: Tensor, square: Tensor, grid: Quantised, order: list[int], damping: float) -> Tensor:
+    """As in the derivation: one input at a time, with the inverse of what is left, all in float64."""
+    square = square.double() + damping * square.double().diagonal().mean() * torch.eye(len(square))
+    work = weight.double().clone()
+    result = torch.empty_like(work)
+    scales = grid.per_input(grid.scales).double()
+    mins = None if grid.mins is None else grid.per_input(grid.mins)
+    for position, column in enumerate(order):
+        rest = order[position:]
+        inverse = torch.linalg.inv(square[rest][:, rest])
+        config = LinearConfig(grid.config.bits, None, grid.config.mapping)
+        min = None if mins is None else mins[:, [column]]
+        found = nearest(work[:, [column]].float(), scales[:, [column]].float(), min, config)
+        result[:, column] = found.dequantize()[:, 0]
+        error = (work[:, column] - result[:, column]) / inverse[0, 0]
+        work[:, rest] -= error[:, None] * inverse[0][None]
+    return result
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_gptq_is_what_the_paper_derives(mapping):
+    weight, x = weights(11, 70), correlated(70)
+    moments, config = moments_of(x), LinearConfig(3, 32, mapping)
+    order = torch.argsort(moments.square.diagonal(), descending=True, stable=True).tolist()
+    expected = plain_gptq(weight, moments.square, search(weight, moments.importance(), config), order, 0.01)
+    found = gptq(weight, moments, config, by_importance=True, damping=0.01)
+    torch.testing.assert_close(found.dequantize().double(), expected, rtol=0, atol=1e-6)
+
+
+def test_blocks_change_nothing():
+    """Errors are passed on by blocks of 128 inputs; the result is that of passing them on one by one."""
+    weight, x = weights(4, 300), correlated(300)
+    moments, config = moments_of(x), LinearConfig(4, None)
+    order = torch.argsort(moments.square.diagonal(), descending=True, stable=True).tolist()
+    expected = plain_gptq(weight, moments.square, search(weight, moments.importance(), config), order, 0.05)
+    found = gptq(weight, moments, config, by_importance=True, damping=0.05)
+    torch.testing.assert_close(found.dequantize().double(), expected, rtol=0, atol=1e-6)
+
+
+# At 2 bits most of the error is that of the weights. GPTAQ leaves what inputs before the present one should make up
+# for; coordinate descent does not.
+@pytest.mark.parametrize("bits, most", [(2, 0.9), (3, 0.8), (4, 0.7)])
+def test_the_correction_brings_outputs_back(bits, most):
+    """Inputs that have an error already: outputs must come near to those of the float inputs."""
+    y = correlated(64)
+    x = y + 0.3 * torch.roll(y, 1, 1) + 0.05 * torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    weight, config = weights(48, 64), LinearConfig(bits, 32)
+    plain, corrected = (gptq(weight, moments_of(x, y), config, correction=c) for c in (0.0, 1.0))
+    errors = [output_error(weight, each, x, y) for each in (plain, corrected)]
+    assert errors[1] < most * errors[0]
+    whole = gptq(weight, moments_of(x, y), config, correction=1.0, sweeps=2)
+    assert output_error(weight, whole, x, y) < 0.7 * errors[1]
+
+
+def test_the_target_is_least_squares():
+    y = correlated(24)
+    x = y + 0.2 * torch.roll(y, 1, 1)
+    weight = weights(6, 24)
+    expected = torch.linalg.lstsq(x.double(), y.double() @ weight.double().T).solution.T
+    found = target(weight, moments_of(x, y), 1e-9, 1.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_no_sweep_makes_it_worse(bits, mapping):
+    weight, x = weights(20, 80), correlated(80)
+    moments, config = moments_of(x), LinearConfig(bits, 32, mapping)
+    square = moments.square.double()
+    square = square + 0.01 * square.diagonal().mean() * torch.eye(80)
+
+    def loss(quantised: Quantised) -> float:
+        error = (quantised.dequantize() - weight).double()
+        return float(((error @ square) * error).sum())
+
+    quantised = nearest_by_lowbit(weight, config)
+    losses = [loss(quantised)]
+    for _ in range(4):
+        descend(quantised, weight, moments, sweeps=1)
+        losses.append(loss(quantised))
+    assert losses[1] < 0.8 * losses[0]
+    assert all(after <= before * 1.0001 for before, after in zip(losses, losses[1:]))
+
+
+def test_inputs_that_were_never_used_are_rounded_to_nearest():
+    x = correlated(64)
+    x[:, [0, 5, 40]] = 0.0
+    weight, config = weights(8, 64), LinearConfig(4, 32)
+    for quantised in (gptq(weight, moments_of(x), config), gptq(weight, moments_of(x), config, sweeps=2)):
+        error, step, size = (
+            values[:, [0, 5, 40]].abs()
+            for values in (quantised.dequantize() - weight, quantised.per_input(quantised.scales), weight)
+        )
+        assert (error <= 0.5001 * step + (size - 7 * step).clamp(min=0)).all()  # or beyond the levels
+    # No input was used at all.
+    quantised = gptq(weight, Moments(torch.zeros(64, 64), None, 10), config)
+    assert (quantised.dequantize() - weight).square().mean() < 0.02 * weight.square().mean()
+
+
+def test_zeros_stay_zeros():
+    for mapping in MAPPINGS:
+        for bits in WIDTHS:
+            quantised = gptq(torch.zeros(3, 40), moments_of(correlated(40)), LinearConfig(bits, 16, mapping), sweeps=1)
+            assert not quantised.dequantize().any() and lowbit.verify(quantised.pack())
+
+
+def test_repeats():
+    weight, moments = weights(30, 96), moments_of(correlated(96))
+    first, second = (gptq(weight, moments, LinearConfig(2, 32), sweeps=2).pack() for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_what_is_refused():
+    weight, x, config = weights(4, 32), correlated(32), LinearConfig(4, 32)
+    x[7, 3] = torch.nan
+    with pytest.raises(ValueError, match="inputs of the layer have NaN or infinite values"):
+        gptq(weight, moments_of(x), config)
+    with pytest.raises(ValueError, match="inputs of the layer in the float model have NaN"):
+        gptq(weight, moments_of(correlated(32), x), config)
+    with pytest.raises(ValueError, match=r"shape \[33, 33\]; expected \[32, 32\]"):
+        gptq(weight, moments_of(correlated(33)), config)
+    with pytest.raises(ValueError, match="saw no tokens"):
+        gptq(weight, Moments(torch.zeros(32, 32), None, 0), config)

@@ -1,0 +1,365 @@
+"""calibrate: whole models of transformers, block by block."""
+
+import copy
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lowbit
+from lowbit import EmbeddingConfig, LinearConfig
+from lowbit.calibrate import calibrate
+from lowbit.calibrate import model as implementation
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"
+SHARED = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def llama(tied: bool = True, **others) -> nn.Module:
+    config = transformers.LlamaConfig(
+        **SHARED, num_key_value_heads=2, intermediate_size=96, max_position_embeddings=64, tie_word_embeddings=tied,
+        initializer_range=0.1, **others,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    for module in model.modules():  # inputs of different sizes, as trained models have them
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.weight.data.copy_(torch.linspace(-1.5, 1.5, 64).exp()[torch.randperm(64)])
+    return model
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(**SHARED, intermediate_size=96, max_position_embeddings=64, initializer_range=0.1)
+    return transformers.BertModel(config).eval()
+
+
+def tokens(count: int = 4, length: int = 48, seed: int = 0, vocabulary: int = 120) -> list[torch.Tensor]:
+    """Batches [2, length] of a text in which a token says much about the next."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(0, 6, (count, 2, length), generator=generator)
+    return list((steps.cumsum(2) * 7 + torch.randint(0, vocabulary, (count, 2, 1), generator=generator)) % vocabulary)
+
+
+def hidden(model: nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        outputs = [model(input_ids=batch) for batch in batches]
+    return torch.cat([o.logits if hasattr(o, "logits") else o.last_hidden_state for o in outputs]).float()
+
+
+def errors(model: nn.Module, config, methods=("nearest", "importance", "gptq")) -> list[float]:
+    """Relative squared errors of the outputs on text that is not that of the calibration."""
+    test = tokens(seed=1)
+    wanted = hidden(model, test)
+    found = []
+    for method in methods:
+        changed = copy.deepcopy(model)
+        if method == "nearest":
+            lowbit.quantize_(changed, config)
+        else:
+            calibrate(changed, tokens(20), config, method)
+        found.append(float((hidden(changed, test) - wanted).square().sum() / wanted.square().sum()))
+    return found
+
+
+def linears(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def packed(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if type(module) is lowbit.nn.Linear}
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if name.endswith("packed_weight")}
+
+
+# ---- architectures
+
+
+def test_llama_gets_better():
+    for bits in (2, 3):
+        found = errors(llama(), LinearConfig(bits, 32))
+        assert found[2] < 0.7 * found[0], found
+        assert found[1] < found[0], found
+
+
+def test_llama_in_bfloat16():
+    model = llama().bfloat16()
+    names = linears(model)
+    result = calibrate(model, tokens(8), LinearConfig(4), "gptq")
+    assert packed(model) == names == set(result.methods)
+    assert hidden(model, tokens(1)).isfinite().all()
+
+
+def test_bert_gets_better():
+    found = errors(bert(), {"*": LinearConfig(2, 32), "*pooler*": None})
+    assert found[2] < 0.7 * found[0], found
+
+
+def test_padding_does_not_count():
+    """What is behind the mask can be anything."""
+    ids = tokens(8)
+    mask = torch.ones_like(ids[0])
+    mask[1, 30:] = 0
+    results = []
+    for padding in (0, 77):
+        model = copy.deepcopy(_BERT)
+        padded = [torch.where(mask == 1, batch, padding) for batch in ids]
+        data = [{"input_ids": batch, "attention_mask": mask} for batch in padded]
+        result = calibrate(model, data, LinearConfig(3), "gptq")
+        assert result.tokens == 8 * (48 + 30)
+        results.append(buffers(model))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+torch.manual_seed(5)
+_BERT = bert()
+
+
+def test_gpt2_keeps_its_conv1d_and_says_so():
+    config = transformers.GPT2Config(vocab_size=120, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    wte = {"*": LinearConfig(4), "transformer.wte": EmbeddingConfig(4)}
+    result = calibrate(model, tokens(), wte)
+    assert set(result.left) == {f"transformer.h.{i}.{name}" for i in range(2)
+                                for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert all("Conv1D" in reason for reason in result.left.values())
+    assert result.methods == {"lm_head": "gptq"}
+    assert model.lm_head.packed_weight is model.transformer.wte.packed_weight
+
+
+def test_t5_has_two_lists_of_blocks():
+    config = transformers.T5Config(vocab_size=120, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    data = [{"input_ids": a, "decoder_input_ids": b} for a, b in zip(tokens(8), tokens(8, 32, seed=3))]
+    names = {name for name in linears(model) if not name.endswith("wo")}  # whose dtype the architecture asks for
+    result = calibrate(model, data, {"*": LinearConfig(3), "*.wo": None, "lm_head": None}, "gptq")
+    assert packed(model) == names - {"lm_head"} == set(result.methods)
+    with torch.no_grad():
+        assert model(**data[0]).logits.isfinite().all()
+
+
+def test_fused_experts_are_said_to_stay_float():
+    config = transformers.MixtralConfig(
+        **SHARED, num_key_value_heads=2, intermediate_size=32, num_local_experts=4, max_position_embeddings=64
+    )
+    model = transformers.MixtralForCausalLM(config).eval()
+    result = calibrate(model, tokens(8), LinearConfig(4), "gptq")
+    experts = {name for name in result.left if re.search(r"experts$", name)}
+    assert len(experts) == 3 and all("experts in one tensor" in result.left[name] for name in experts)
+    assert packed(model) == set(result.methods) and "model.layers.0.self_attn.q_proj" in result.methods
+
+
+class Experts(nn.Module):
+    """A mixture of experts that are linear layers; the last one never gets a token."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(64, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)) for _ in range(5))
+
+    def forward(self, x):
+        rows = x.reshape(-1, 64)
+        best = self.router(rows).argmax(1)
+        out = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            if (best == index).any():
+                out[best == index] = expert(rows[best == index])
+        return out.view_as(x)
+
+
+def mixture() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = Experts()
+    return model
+
+
+def test_experts_that_are_linear_layers():
+    model = mixture()
+    names = linears(model)
+    result = calibrate(model, tokens(40), {"*": LinearConfig(3), "*router": None})
+    assert packed(model) == {name for name in names if not name.endswith("router")} == set(result.methods)
+    unused = {name for name, method in result.methods.items() if method == "nearest"}
+    assert {f"model.layers.{i}.mlp.experts.4.{part}" for i in range(3) for part in (0, 2)} <= unused
+    assert sum(".experts." in name and method == "gptq" for name, method in result.methods.items()) >= 6
+    found = errors(mixture(), {"*": LinearConfig(3), "*router": None}, ("nearest", "auto"))
+    assert found[1] < found[0], found
+
+
+class Detour(nn.Module):
+    """Blocks with something between them, which are no chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = transformers.LlamaConfig(**SHARED)
+        self.table = nn.Embedding(120, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x) + x)
+        return x
+
+
+class DetourBlocks(Detour):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
+
+
+@pytest.mark.parametrize("kind", [Detour, DetourBlocks])
+def test_blocks_that_are_no_chain(kind):
+    model = kind()
+    names, test = linears(model), tokens(seed=1)
+    wanted, plain = model(test[0]).detach(), lowbit.quantize_(copy.deepcopy(model), LinearConfig(2))
+    result = calibrate(model, tokens(20), LinearConfig(2), "gptq")
+    assert packed(model) == names and set(result.methods.values()) == {"gptq"}
+    with torch.no_grad():
+        found = [float((each(test[0]) - wanted).square().mean()) for each in (model, plain)]
+    assert found[0] < 0.8 * found[1]
+
+
+# ---- what is placed, and how it got there
+
+
+def test_inputs_come_from_the_quantised_blocks_before(monkeypatch):
+    """The moments of the last block are those of its inputs in the model as it is when the block's turn comes."""
+    model, data = llama(tied=False), tokens(4)
+    seen = {}
+    gptq = implementation.gptq
+
+    def spy(weight, moments, config, **options):
+        seen[len(seen)] = moments
+        return gptq(weight, moments, config, **options)
+
+    monkeypatch.setattr(implementation, "gptq", spy)
+    reference = copy.deepcopy(model)
+    result = calibrate(model, data, {"*": LinearConfig(2), "lm_head": None}, "gptq")
+    index = list(result.methods).index("model.layers.2.self_attn.q_proj")
+    totals = []
+    for each in (model, reference):
+        inputs = []
+        hook = each.model.layers[2].self_attn.q_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        hidden(each, data)
+        hook.remove()
+        totals.append(torch.cat([x.reshape(-1, 64) for x in inputs]))
+    ours, theirs = totals
+    torch.testing.assert_close(seen[index].square, ours.T @ ours, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(seen[index].drift, (theirs - ours).T @ ours, rtol=1e-3, atol=1e-1)
+    assert (theirs - ours).abs().mean() > 0.01
+
+
+def test_tied_head_and_embedding_stay_one():
+    model = llama()
+    result = calibrate(model, tokens(), {"*": LinearConfig(4), "model.embed_tokens": EmbeddingConfig(4)})
+    assert type(model.model.embed_tokens) is lowbit.nn.Embedding
+    assert model.lm_head.packed_weight is model.model.embed_tokens.packed_weight
+    assert result.methods["lm_head"] == "gptq"
+
+
+def test_low_bit_config_and_overrides():
+    model = llama(tied=False)
+    config = lowbit.LowBitConfig(bits=3, embedding_bits=8, overrides={"*down_proj": {"bits": 5}, "lm_head": None})
+    calibrate(model, tokens(), config)
+    kinds = lowbit.nn.Linear | lowbit.nn.Embedding
+    bits = {name: module.info.bits for name, module in model.named_modules() if isinstance(module, kinds)}
+    assert bits.pop("model.embed_tokens") == 8 and "lm_head" not in bits
+    assert {name.rpartition(".")[2]: width for name, width in bits.items()} == {
+        "q_proj": 3, "k_proj": 3, "v_proj": 3, "o_proj": 3, "gate_proj": 3, "up_proj": 3, "down_proj": 5,
+    }
+
+
+def test_same_bytes_again_and_progress():
+    base, runs, steps = llama(), [], []
+    for _ in range(2):
+        model = copy.deepcopy(base)
+        calibrate(model, tokens(), LinearConfig(2), progress=lambda done, total: steps.append((done, total)))
+        runs.append(buffers(model))
+    assert runs[0].keys() == runs[1].keys() and all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert steps[: len(steps) // 2] == [(i, 22) for i in range(23)]
+
+
+def test_the_model_is_as_before_but_for_its_layers():
+    model = llama().train()
+    model.config.use_cache = True
+    calibrate(model, tokens(), LinearConfig(4))
+    assert model.training and model.config.use_cache is True
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_auto_takes_gptq_where_there_are_enough_tokens():
+    result = calibrate(llama(), tokens(1, 40) + tokens(1, 40, seed=2), LinearConfig(4))  # 160 tokens
+    assert set(result.methods.values()) == {"gptq"}
+    model = llama()
+    model.model.layers[1].mlp.gate_proj = nn.Linear(64, 200)
+    model.model.layers[1].mlp.up_proj = nn.Linear(64, 200)
+    model.model.layers[1].mlp.down_proj = nn.Linear(200, 64)
+    result = calibrate(model, tokens(1, 40) + tokens(1, 40, seed=2), LinearConfig(4))
+    assert {name for name, method in result.methods.items() if method == "importance"} == {
+        "model.layers.1.mlp.down_proj"
+    }
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((tokens(), LinearConfig(4), "awq"), ValueError, "method is 'awq'; expected one of 'auto', 'gptq', 'import"),
+        ((tokens(1, 20), LinearConfig(4)), ValueError, "has 40 tokens; expected at least 128"),
+        (([], LinearConfig(4)), ValueError, "calibration text is empty"),
+        ((["some text"], LinearConfig(4)), TypeError, "there is no tokenizer"),
+        (([torch.ones(2, 100)], LinearConfig(4)), TypeError, "expected texts, int64 tensors"),
+        (([7], LinearConfig(4)), TypeError, "expected texts, int64 tensors"),
+        (([torch.full((2, 100), 120)], LinearConfig(4)), ValueError, "token ids from 120 to 120; expected 0 to 119"),
+        ((tokens(), EmbeddingConfig(4)), ValueError, "selects no torch.nn.Linear"),
+        ((tokens(), "4 bits"), TypeError, "config is a str"),
+        ((tokens(), {"*": 4}), TypeError, "config has the entry"),
+        ((tokens(), {"*": LinearConfig(4), "*embed*": EmbeddingConfig(8)}), ValueError, "share one weight"),
+    ],
+)
+def test_refused(arguments, error, message):
+    model = llama()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=re.escape(message)):
+        calibrate(model, *arguments)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_nan_weights_and_activations_are_refused():
+    model = llama()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="model.layers.1.mlp.up_proj.weight has NaN"):
+        calibrate(model, tokens(), LinearConfig(4))
+    for method in ("gptq", "importance"):
+        model = llama(tied=False)
+        model.model.layers[1].input_layernorm.weight.data[3] = torch.inf
+        with pytest.raises(ValueError, match=r"the inputs of model.layers.1.self_attn.\w+ have NaN"):
+            calibrate(model, tokens(), LinearConfig(4), method)
+
+
+# ---- real models
+
+
+def test_shipped_language_model_at_two_bits():
+    sys.path.insert(0, str(EXAMPLE))
+    import corpus
+    from lowbit.llm.perplexity import perplexity
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EXAMPLE / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(EXAMPLE / "model", dtype=torch.float32).eval()
+    texts = [text[:4000] for text in corpus.documents(corpus.read_heldout(), 40).values()][:6]
+    heldout = tokenizer("\n\n\n".join(list(corpus.read_heldout().values())[:2]))["input_ids"][:3000]
+    plain, calibrated = copy.deepcopy(model), copy.deepcopy(model)
+    config = {"*": LinearConfig(2), "model.embed_tokens": EmbeddingConfig(2)}
+    lowbit.quantize_(plain, config)
+    result = calibrate(calibrated, texts, config, tokenizer=tokenizer)
+    assert set(result.methods.values()) == {"gptq"} and len(result.methods) == 36
+    before, after, whole = (perplexity(each, heldout).perplexity for each in (plain, calibrated, model))
+    assert (after - whole) < 0.5 * (before - whole), (before, after, whole)
