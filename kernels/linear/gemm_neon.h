@@ -310,7 +310,8 @@ struct Gemm {
         a += registers_of(height) * piece.blocks * kBlockInputs;
         starts += 16 * kRegisters * kStarts<Tile, height> * piece.groups;
       }
-      const bool is_short = piece.group_steps == 1 && piece.begins && piece.ends && piece.shifted;
+      // A last group may be short, and begin within a block: run_long() can do that.
+      const bool is_short = piece.group_steps == 1 && piece.begins && piece.ends && piece.shifted && !piece.odd;
       if (step == Step::half) {
         band.run = is_short ? run_tiles<Tile, Step::half, height, Affine, true>
                             : run_tiles<Tile, Step::half, height, Affine, false>;
