@@ -249,7 +249,13 @@ void run_groups(const LinearArgs& args) {
     return Tiles ? run_tiles<Bits, Affine, 8, false>(args) : run_rows<Bits, Affine, Groups::blocks>(args);
   }
   if (group_inputs == kHalfInputs) {
-    return Tiles ? run_tiles<Bits, Affine, 4, true>(args) : run_rows<Bits, Affine, Groups::half_block>(args);
+    if constexpr (!Tiles) {
+      return run_rows<Bits, Affine, Groups::half_block>(args);
+    } else if constexpr (Bits == 8) {
+      return run_tiles<Bits, Affine, 4, true>(args);
+    } else {
+      return run_half_block_tiles<Bits, Affine>(args);
+    }
   }
   Tiles ? run_tiles<Bits, Affine, 4, false>(args) : run_rows<Bits, Affine, Groups::halves>(args);
 }
