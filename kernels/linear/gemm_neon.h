@@ -2,8 +2,8 @@
 // instructions that multiply, and the order of rows that they need; gemm_tiles_neon.h has the loops around them, this
 // header everything else.
 //
-//   up to 64 rows of m x up to 8 panels, their float sums in a scratch on the stack:
-//     for each piece of k, at most 512 inputs (whole groups, or a part of a long group):
+//   up to 64 rows of m x up to 8 panels, their float sums in the operator's scratch:
+//     for each piece of k, at most 512 inputs (whole groups, or a part of a long group), from any half block on:
 //       the rows' activations and group sums are copied in the order in which tiles read them     once for all panels
 //       for each panel: codes are unpacked to bytes, scales to float32                            once for all rows
 //                       tiles of up to 8 rows: exact int32 sums, then one fma per group
@@ -31,15 +31,14 @@
 //                         smmla   22.4  18.8  21.4  15.8  22.3  20.8  24.3  9.8   sdot 2 less (st1 of 4 registers for
 //                                                                                 st2); groups of 32: 0.6 more (scales)
 //     of which a block of 4 units has 2 ldp per bit, 4 times 16, 12, 14, 8, 14, 12, 14, 0 to make bytes, 16 st2
-// Without a single instruction for loops and pointers, 16 rows at groups of 128 would be at 5.6 (smmla) or 9.6 (sdot)
-// and a 16th of the unpacking: for 1 to 8 bits 6.9 6.7 6.8 6.5 6.9 6.8 6.9 6.1 with smmla, 10.7 10.5 10.7 10.3 10.7
-// 10.6 10.8 9.9 with sdot. So 6.5 and 10.5 are for more rows, and met at 64. Convert and fma cannot go: the order of
-// float operations is the contract. Tiles of 12 rows would save 0.2, but most m are no multiple of that. Making bytes
-// of 1 bit by tables (tbl) would save 6 of its 22, at half the rate: by the model it takes up to 20 % more cycles.
+//   groups of 16          a group is half a block. What is per group counts twice, products and loads as above.
+// What does not pay: tiles of 12 rows would save 0.2, but most m are no multiple of 12. Bytes of 1 bit by tables (tbl)
+// would save 6 of the 22 instructions, at half the rate: the model says up to 20 % more cycles. Convert and fma cannot
+// go: the order of float operations is the contract.
 //
-// The scratch takes 108 KB of the stack, of which a tile, a panel and a piece use 18 KB at a time (weights 8,
-// activations 4, starts 2 to 4, scales 1 to 2): they stay in a first-level cache. A group that is longer than a piece
-// keeps its int32 sums there.
+// Of the scratch (112 KiB) a tile, a panel and a piece use 18 KB at a time (groups of 16: 24), which stay in a
+// first-level cache: weights 8, activations 4, starts 2 to 4, scales 1 to 2. A group that is longer than a piece keeps
+// its int32 sums there.
 #pragma once
 
 #include "gemm_tiles_neon.h"
@@ -311,7 +310,8 @@ struct Gemm {
         a += registers_of(height) * piece.blocks * kBlockInputs;
         starts += 16 * kRegisters * kStarts<Tile, height> * piece.groups;
       }
-      const bool is_short = piece.group_steps == 1 && piece.begins && piece.ends && piece.shifted;
+      // A last group may be short, and begin within a block: run_long() can do that.
+      const bool is_short = piece.group_steps == 1 && piece.begins && piece.ends && piece.shifted && !piece.odd;
       if (step == Step::half) {
         band.run = is_short ? run_tiles<Tile, Step::half, height, Affine, true>
                             : run_tiles<Tile, Step::half, height, Affine, false>;

@@ -1,6 +1,7 @@
 // The tiles of gemm_neon.h: up to 8 rows of m times some quarters of a panel (4 outputs each), through a piece of k.
 //
-//   groups of one block   8 rows x 1 quarter: 8 int32 sums, 8 float sums that stay in registers for the whole piece
+//   groups of one block or half a block
+//                         8 rows x 1 quarter: 8 int32 sums, 8 float sums that stay in registers for the whole piece
 //   longer ones           8 rows x 2 quarters: 16 int32 sums; the float sums are in memory, updated once per group
 //
 // Both have 8 registers of activations (16 inputs of every row) and 4 of weights. Longer ones load activations half as

@@ -7,9 +7,10 @@
 //   addp, sadalp        pairs of lo and hi in int16, then in int32: one int32 lane is one output row ("folded"); or
 //   2 sadalp            int32 pairs, and one addp in int32 at the end of a group ("wide"), when addp would overflow
 //
-// An int16 sum of `lines` products holds while lines * c <= 256, where c is the largest weight: its lowest value is
-// lines * c * -128, and its highest is below that in magnitude because activations reach only 127 and no weight is -c.
-// (Weights that do reach -c need less than 256, and have it.) addp adds two sums, so folding needs lines * c <= 128.
+// How many lines fit an int16 sum? Each adds one product, of a weight up to c and an activation from -128 to 127. The
+// sum is lowest at lines * c * -128, which int16 holds while lines * c <= 256; at its highest it is smaller, because
+// activations end at 127. Where weights reach -c too, lines * c must be below 256, as it is in both tables below. addp
+// adds two such sums, so folding needs lines * c <= 128.
 //
 //   1x16   Weights are codes, or -1 for a set bit at 1 bit. Fields in place (bits/unpack_neon.h) have their own int16
 //          sums, joined by ssra once per block: 2 lines of 48 at 2 bits, 3 lines of 56 at 3.
@@ -248,7 +249,13 @@ void run_groups(const LinearArgs& args) {
     return Tiles ? run_tiles<Bits, Affine, 8, false>(args) : run_rows<Bits, Affine, Groups::blocks>(args);
   }
   if (group_inputs == kHalfInputs) {
-    return Tiles ? run_tiles<Bits, Affine, 4, true>(args) : run_rows<Bits, Affine, Groups::half_block>(args);
+    if constexpr (!Tiles) {
+      return run_rows<Bits, Affine, Groups::half_block>(args);
+    } else if constexpr (Bits == 8) {
+      return run_tiles<Bits, Affine, 4, true>(args);
+    } else {
+      return run_half_block_tiles<Bits, Affine>(args);
+    }
   }
   Tiles ? run_tiles<Bits, Affine, 4, false>(args) : run_rows<Bits, Affine, Groups::halves>(args);
 }

@@ -7,8 +7,9 @@
 // One int32 lane is one output row: no horizontal adds, and the 32 activations of a block are loaded once for all 16
 // rows. Integer part of a group, with S the sum of a * code and A the sum of a (ukernel.h):
 //   symmetric   S - 2^(b-1) A: the sums start there, so no weight pays for its zero point; affine   S
-//   1 bit       2 S - A. cmtst leaves -1 for a set bit, so the sums start at floor(A/2) and end at h = floor(A/2) - S;
-//               sli (shift left and insert) puts h over the lowest bit of A, which gives 2 h + A mod 2 = A - 2 S
+//   1 bit       2 S - A. cmtst leaves -1 for a set bit, so sums that start at floor(A/2) end at h = floor(A/2) - S.
+//               2 h + A mod 2 is A - 2 S, the negative of what is wanted. One instruction, sli (shift left and insert),
+//               makes it: h goes above the lowest bit of A
 //   8 bit       the bytes are code - 128: symmetric needs no start, affine starts at 128 A
 // Sums of fields at different bit positions p (bits/unpack_neon.h) stay apart and are joined by ssra once per group.
 // Every sum is an int32 that may wrap on its way; what leaves a group is at most 65536 * 128 * 255 < 2^31
@@ -129,10 +130,10 @@ template <Halves Wanted, int Bits>
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline float32x4_t finish(float32x4_t acc, const Sums<Bits>& sums, float32x4_t scale,
                                                  int32x4_t& parity) {
-  constexpr auto& kShift = kChains<Bits>.shift;
+  constexpr int kShift1 = kChains<Bits>.shift[1], kShift2 = kChains<Bits>.shift[2];
   int32x4_t total = sums.chain[0];
-  if constexpr (kChains<Bits>.count > 1) total = vsraq_n_s32(total, sums.chain[1], kShift[1]);
-  if constexpr (kChains<Bits>.count > 2) total = vsraq_n_s32(total, sums.chain[2], kShift[2]);
+  if constexpr (kChains<Bits>.count > 1) total = vsraq_n_s32(total, sums.chain[1], kShift1);
+  if constexpr (kChains<Bits>.count > 2) total = vsraq_n_s32(total, sums.chain[2], kShift2);
   if constexpr (Bits != 1) return vfmaq_f32(acc, scale, vcvtq_f32_s32(total));
   if constexpr (Affine) return vfmsq_f32(acc, scale, vcvtq_f32_s32(total));
   parity = vsliq_n_s32(parity, total, 1);

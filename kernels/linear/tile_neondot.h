@@ -69,7 +69,8 @@ struct DotTile {
                                               const uint8x16_t (&inputs)[Rows]) {
     unroll<4>([&](auto j) __attribute__((always_inline)) {
       unroll<Rows>([&](auto i) __attribute__((always_inline)) {
-        sums[i] = vdotq_laneq_s32(sums[i], vreinterpretq_s8_u8(lines[j]), vreinterpretq_s8_u8(inputs[i]), j);
+        constexpr int kLane = j;
+        sums[i] = vdotq_laneq_s32(sums[i], vreinterpretq_s8_u8(lines[j]), vreinterpretq_s8_u8(inputs[i]), kLane);
       });
     });
   }

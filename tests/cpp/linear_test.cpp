@@ -113,7 +113,7 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       cases.push_back({.name = "rows_32", .m = rows, .n = 16, .k = 64, .group_size = 32});
       cases.push_back({.name = "rows_64", .m = rows, .n = 16, .k = 160, .group_size = 64});
     }
-    // Groups that end within a block: 16 inputs, and longer ones that begin in either half, as do pieces of a long group.
+    // Groups that end within a block: 16 inputs, and longer ones, which begin in either half. So do pieces of k.
     for (int64_t rows = 2; rows <= 17; ++rows) {
       cases.push_back({.name = "rows_16", .m = rows, .n = 16, .k = 208, .group_size = 16});
       cases.push_back({.name = "rows_48", .m = rows, .n = 16, .k = 170, .group_size = 48});
