@@ -36,7 +36,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 # Whole files in parallel: most tests use one thread, and the fixtures of a file are made once.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
-.PHONY: demo test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python \
+.PHONY: demo models test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python \
   test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak \
   arm-python-lowbit wheel-aarch64 \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
@@ -254,6 +254,10 @@ endef
 # What a call costs on every surface, beside torch's own layer: docs/overhead.md.
 bench-overhead: $(VENV)/installed
 	$(BIN)/python bench/overhead.py
+
+# Every causal language model of transformers, tiny: which ones lowbit decodes. build/models has what an earlier run found.
+models: $(VENV)/installed
+	$(BIN)/python tests/models/causal_lm.py --write docs/models.md
 
 # The kernel benchmarks as one file for a 64-bit Arm Linux machine: copy it there and run it. QEMU shows that it runs.
 bench-arm: build/benchmark/source $(VENV)/requirements

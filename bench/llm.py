@@ -175,12 +175,6 @@ def tables(results: dict[str, Any]) -> str:
                     f"| {100 * mode['share_of_bandwidth']:.0f} % | {mode['prefill_tokens_per_second']:.0f} "
                     f"| {mode['seconds_to_first_token']:.2f} |"
                 )
-            lines += ["", "Milliseconds of a token, by torch's profiler, whose own time is in the last column:", ""]
-            lines += ["| | linear layers | attention | all else |", "|---" * 4 + "|"]
-            for mode in ours:
-                if "parts" in mode:
-                    parts = " | ".join(f"{1e3 * mode['parts'][part]:.2f}" for part in ("linear", "attention", "rest"))
-                    lines.append(f"| {mode['library']}, {mode['mode']} | {parts} |")
     return "\n".join(lines) + "\n"
 
 

@@ -27,7 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations and random weight
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lowbit
 import lowbit.llm
@@ -75,11 +75,43 @@ SIZES: list[tuple[str, Any]] = [
 DERIVED = ("layer_types", "layers_block_type", "mlp_layer_types", "attention_types", "no_rope_layers", "layers_types")
 DERIVED += ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "kv_share_map")
 # What does not come out by itself.
+_ALPHA = {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2, "linear_head_dim": 16, "linear_num_heads": 4, "num_expert_group": 1},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon": {"alibi": True, "new_decoder_architecture": False},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [128] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 64},
-    "reformer": {"attn_layers": ["local", "lsh"] * 2, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "hunyuan_v1_dense": _ALPHA,
+    "hunyuan_v1_moe": _ALPHA,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "ministral": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "nemotron": {"num_key_value_heads": 2},
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "lsh"] * 2,
+        "axial_pos_shape": [8, 16],
+        "axial_pos_embds_dim": [32, 32],
+    },
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "xlnet": {"d_head": 16},
-    "ctrl": {"n_positions": 128},
+    "xmod": {"default_language": "en_XX"},
 }
 SPECIAL_FLOATS = {"initializer_range": 0.2, "init_std": 0.2, "initializer_factor": 1.0}
 NO_TOKENS = ("bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "mask_token_id")
@@ -105,6 +137,8 @@ def tiny(value: Any, model_type: str = "") -> dict[str, Any]:
             arguments[name] = 1
         if name == "pad_token_id" and isinstance(usual, int):
             arguments[name] = 0
+    if "qk_rope_head_dim" in vars(value):  # keys of such attention are those of all heads
+        arguments |= {"num_key_value_heads": arguments["num_attention_heads"]}
     return arguments | SPECIAL.get(model_type, {})
 
 
@@ -113,9 +147,7 @@ def make(model_type: str) -> torch.nn.Module:
     torch.manual_seed(0)
     kind = transformers.CONFIG_MAPPING[model_type]
     config = kind(**tiny(kind(), model_type))
-    # The class that AutoModelForCausalLM takes.
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
-    model = (classes[0] if isinstance(classes, tuple) else classes)(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -161,6 +193,11 @@ def attempt(model: torch.nn.Module, kind: str, export: bool = True) -> Outcome:
         tokens = text(model.config.get_text_config().vocab_size)
         own = model(input_ids=tokens, use_cache=False).logits.float()
     except Exception as error:
+        try:
+            lowbit.llm.Decoder(model, MAX_LENGTH)
+        except ValueError as refusal:
+            if "the model raises" not in str(refusal):
+                return Outcome("refused", str(refusal))
         return Outcome("not tried", f"transformers' own forward raises {one_line(error)}")
     if not own.isfinite().all() or own.std() < 1e-6:
         return Outcome("not tried", "the logits of its random weights are not finite, or all the same")
@@ -232,12 +269,12 @@ def try_model(model_type: str, kinds: Iterable[str] = CLOSE, export: bool = True
             except Exception as error:
                 outcomes[kind] = Outcome("not tried", f"quantize_ raises {one_line(error)}")
                 continue
-        outcomes[kind] = attempt(this, kind, export)
+        # The graph is the same in floats, and a trace takes longer than all else.
+        outcomes[kind] = attempt(this, kind, export and kind != "float")
     return outcomes
 
 
 def _child(model_type: str, export: bool, path: Path) -> None:
-    torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         outcomes = try_model(model_type, export=export)
     said = {"versions": versions(), "class": class_name(model_type)}
@@ -258,6 +295,8 @@ def versions() -> list[str]:
 def run_all(names: list[str], cache: Path, jobs: int, seconds: float, export: bool) -> dict[str, dict]:
     """Each model in a process of its own, forked from this one, with a limit of time."""
     cache.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # a forked process has none of its parent's
+    make("llama")  # imports what all of them need, once
     results, waiting, running = {}, [], {}
     for name in names:
         path = cache / f"{name}.json"
@@ -306,13 +345,81 @@ def main() -> int:
     logging.disable(logging.WARNING)
     names = options.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     results = run_all(names, options.cache, options.jobs, options.seconds, not options.no_export)
-    wrong = 0
-    for name in names:
+    wrong = [name for name in names if "WRONG" in states(results[name])]
+    for name in options.names or wrong:
         for kind, outcome in results[name]["outcomes"].items():
-            if options.names or outcome["state"] == "WRONG":
-                print(name, kind, outcome["state"], outcome["reason"], outcome["export"], outcome["figures"])
-            wrong += outcome["state"] == "WRONG"
-    return int(bool(wrong))
+            print(name, kind, outcome["state"], outcome["reason"], outcome["export"], outcome["figures"])
+    if wrong:
+        return 1
+    if options.write:
+        options.write.write_text(document({name: results[name] for name in names}))
+    return 0
+
+
+def states(result: dict) -> list[str]:
+    return [outcome["state"] for outcome in result["outcomes"].values()]
+
+
+def document(results: dict[str, dict]) -> str:
+    """docs/models.md."""
+    sorts = {"right": [], "refused": [], "not tried": []}
+    for name, result in results.items():
+        found = states(result)
+        sorts["right" if "right" in found else "refused" if "refused" in found else "not tried"].append(name)
+    rounding = {kind: 0.0 for kind in CLOSE}
+    proofs = {kind: 0.0 for kind in CLOSE}
+    for name in sorts["right"]:
+        for kind, outcome in results[name]["outcomes"].items():
+            for what, figure in outcome["figures"].items():
+                most = proofs if what.startswith("proof") else rounding
+                most[kind] = max(most[kind], figure)
+
+    def cell(text: str) -> str:
+        text = text.split("): ", 1)[-1] if text.startswith("lowbit's decoder") else text
+        return text.removesuffix("; use transformers' generate(), which takes quantised models too").replace("|", "\\|")
+
+    found = versions()
+    lines = [
+        "# Which models lowbit decodes",
+        "",
+        "Written by `make models`: every causal language model of transformers, tiny and with random weights. transformers "
+        f"{found[0]}, torch {found[1]}.",
+        "",
+        f"Of {len(results)} model types {len(sorts['right'])} are right, {len(sorts['refused'])} are refused, and "
+        f"{len(sorts['not tried'])} were not tried. A model that is refused by `lowbit.llm.Decoder`, and so by `lowbit "
+        "generate`, `export` and `bench`, can be quantised all the same, and runs with transformers' `generate()`.",
+        "",
+        f"**Right** means: the logits of a text of {TEXT} tokens, whole, token by token and in three pieces, and {NEW} tokens "
+        "that were generated behind it, are those of transformers' own forward over the whole text, in floats and with "
+        f"linear layers of 4 bits. The logits may differ by {CLOSE['float']:g} standard deviations in floats and by "
+        f"{CLOSE['4 bits']:g} at 4 bits, where rounding makes more of itself; they differed by up to "
+        f"{rounding['float']:.1g} and {rounding['4 bits']:.2g}. After `release()` the model gives the same bits as before. "
+        "Exported means: `torch.export` of the decoder, for any number of tokens, at 4 bits, and the same logits from it. "
+        "What AOTInductor and ExecuTorch make of it was not tried here.",
+        "",
+        "**Refused** means: the decoder said this, and left the model as it was, to the bit.",
+        "",
+        "The decoder's own proof measures in parts of what the text before does to the logits: up to "
+        f"{proofs['float']:.1g} in floats and {proofs['4 bits']:.2g} at 4 bits for models that are right.",
+        "",
+        "| model type | class | | |",
+        "|---|---|---|---|",
+    ]
+    for name in sorted(results):
+        outcomes = results[name]["outcomes"]
+        state = next(state for state, members in sorts.items() if name in members)
+        said = []
+        if state == "right":
+            for kind, outcome in outcomes.items():
+                if outcome["state"] != "right":
+                    said.append(f"{kind}: {outcome['state']}: {cell(outcome['reason'])}")
+                elif outcome["export"] not in ("", "yes"):
+                    said.append(f"not exported: {cell(outcome['export'])}")
+            said = said or ["exported"]
+        else:
+            said.append(cell(next(outcome["reason"] for outcome in outcomes.values() if outcome["state"] == state)))
+        lines.append(f"| {name} | {results[name]['class']} | {state} | {'; '.join(said)} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -232,6 +232,32 @@ def test_release_gives_the_model_back(kind, attention):
     assert torch.equal(run(Decoder(model, 64), PROMPT), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_refused_model_is_as_before(dtype):
+    """Whatever is refused late, with the model in the decoder's hands already."""
+    model = make("llama", quantised=False).to(dtype)
+    kv = model.model.layers[1].self_attn
+    with torch.inference_mode():
+        before, logits = state(model), model(torch.tensor([PROMPT])).logits
+        for name, value, message in (
+            ("layer_idx", 0, "LlamaForCausalLM .*: 1 of its 2 layers use the decoder's caches; use transformers' generate"),
+            ("layer_idx", 7, "the model raises IndexError"),
+            ("is_causal", True, None),
+        ):
+            right, kv.__dict__[name] = kv.__dict__[name], value
+            if message is None:
+                Decoder(model, 64).release()
+            else:
+                with pytest.raises(ValueError, match=message):
+                    Decoder(model, 64)
+            kv.__dict__[name] = right
+            assert state(model) == before and torch.equal(model(torch.tensor([PROMPT])).logits, logits)
+        model.lm_head.weight[3, 3] = math.nan
+        with pytest.raises(ValueError, match="LlamaForCausalLM .model_type llama.: its logits are NaN"):
+            Decoder(model, 64)
+        assert state(model) == before
+
+
 def test_another_attention_behind_a_decoders_back():
     model = make("llama")
     with torch.inference_mode():
@@ -491,7 +517,8 @@ def test_the_section_of_the_document():
     }  # fmt: skip
     section = bench_llm.tables(results)
     assert "| lowbit, aot | 43.2 | 88 % | 321 | 1.60 |" in section and "absent: not there" in section
-    assert "| lowbit, aot | 20.00 | 1.00 | 0.50 |" in section
+    # A profile is one sample of one turn, whose bandwidth nobody measured: it may contradict the medians beside it.
+    assert "profiler" not in section and "20.00" not in section
     once = bench_llm.insert("# Title\n\n## Before\n", section)
     assert once.startswith("# Title\n\n## Before\n\n") and once.count(section) == 1
     around = once + "\n## Checkpoints\n"

@@ -265,14 +265,19 @@ def test_bad_calls(exported, kind):
     good = step(one, zero)
     for tokens, start, expected in (
         (one.int(), zero, "tokens is torch.int32"),
-        (one[0], zero, r"tokens is torch.int64 \[1\]; expected int64 \[1, s\]"),
+        (one[0], zero, r"tokens is torch.int64 \[1\]; expected torch.int64 \[1, s\]"),
         (one[:, :0], zero, r"tokens is torch.int64 \[1, 0\]"),
-        (one, zero[0], r"start is torch.int64 \[\]; expected int64 \[1\]"),
+        (one, zero[0], r"start is torch.int64 \[\]; expected torch.int64 \[1\]"),
     ):
         with pytest.raises(ValueError, match=expected):
             step(tokens, start)
-    for tokens, start in ((one * 2048, zero), (-one, zero), (one, zero + MAX_LENGTH), (one, zero - 1)):
-        with pytest.raises((RuntimeError, IndexError)):
+    for tokens, start, error, expected in (
+        (one * 2048, zero, ValueError, "there is no token 10240; expected 0 to 2047"),
+        (-one, zero, ValueError, "there is no token -5"),
+        (one, zero + MAX_LENGTH, IndexError, "start is 256 and there are 1 tokens; .* max_length of 256"),
+        (one, zero - 1, IndexError, "start is -1"),
+    ):
+        with pytest.raises(error, match=expected):
             step(tokens, start)
     assert torch.equal(step(one, zero), good)
 

@@ -21,30 +21,39 @@ _HARMLESS = frozenset(
 )
 
 
+class Unsupported(ValueError):
+    """What a model has that a decoder does not support: a sentence about it, without its name."""
+
+
+class NoCaches(Unsupported):
+    """Attention was called without a decoder's caches."""
+
+
 def attend(module, query, key, value, attention_mask, scaling=None, caches=None, start=None, **others):
     """Attention over a decoder's caches, as transformers calls it.
 
     query [1, heads, s, d], key and value [1, kv_heads, s, d].
 
     Raises:
-        ValueError: called without caches, or for attention of another kind.
+        NoCaches: called without caches.
+        Unsupported: for attention of another kind.
     """
     if caches is None:
-        raise ValueError(_TAKEN)
+        raise NoCaches(_TAKEN)
     k_cache, v_cache = caches[module.layer_idx]
     _check_window(others.pop("sliding_window", None), k_cache.shape[2])
     if attention_mask is not None:
-        raise ValueError("its attention has a mask or bias of its own, which the decoder's attention does not know")
+        raise Unsupported("its attention has a mask or bias of its own, which the decoder's attention does not know")
     for name, argument in others.items():
         if argument is not None and name not in _HARMLESS:
-            raise ValueError(f"its attention has {name}, which the decoder's attention does not know")
+            raise Unsupported(f"its attention has {name}, which the decoder's attention does not know")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, scale), None
 
 
 def _check_window(window: int | None, max_length: int) -> None:
     if window is not None and window < max_length:
-        raise ValueError(
+        raise Unsupported(
             f"its attention sees {window} positions only (a sliding window) and max_length is {max_length}; "
             f"expected a max_length of at most {window}"
         )
@@ -57,7 +66,7 @@ def check_config(config: Any, max_length: int) -> None:
         config: the text configuration of a model.
 
     Raises:
-        ValueError: says what the model has; its name stands before that.
+        Unsupported: says what it has.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None or any("sliding" in kind for kind in kinds):
@@ -65,10 +74,10 @@ def check_config(config: Any, max_length: int) -> None:
         _check_window(window if getattr(config, "use_sliding_window", None) is not False else None, max_length)
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None:  # transformers' default attention ignores it
-        raise ValueError(f"its attention caps its scores (softcap={cap}), which the decoder's attention does not know")
+        raise Unsupported(f"its attention caps its scores (softcap={cap}), which the decoder's attention does not know")
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < max_length:
-        raise ValueError(
+        raise Unsupported(
             f"its attention sees chunks of {chunk} positions only and max_length is {max_length}; "
             f"expected a max_length of at most {chunk}"
         )
@@ -78,7 +87,7 @@ def check_config(config: Any, max_length: int) -> None:
         if kind in ("dynamic", "longrope"):
             until = part.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
             if until is not None and max_length > until:
-                raise ValueError(
+                raise Unsupported(
                     f"its rotary embeddings (rope_type={kind}) change when a text grows beyond {until} tokens and "
                     f"max_length is {max_length}; expected a max_length of at most {until}"
                 )
@@ -87,9 +96,8 @@ def check_config(config: Any, max_length: int) -> None:
 class RotaryTable(torch.nn.Module):
     """Sines and cosines of rotary embeddings, once for all positions instead of once for each layer, head and call."""
 
-    def __init__(self, rotary: torch.nn.Module, positions: int, dtype: torch.dtype):
+    def __init__(self, cos: Tensor, sin: Tensor):
         super().__init__()
-        cos, sin = rotary(torch.zeros(1, dtype=dtype), torch.arange(positions)[None])
         self.register_buffer("cos", cos[0].clone(), persistent=False)
         self.register_buffer("sin", sin[0].clone(), persistent=False)
 
@@ -104,13 +112,16 @@ class RotaryTable(torch.nn.Module):
             raise ValueError(_TAKEN) from error
 
 
-def _is_tabulated(rotary: Any) -> bool:
+def _tabulated(rotary: Any, positions: int, dtype: torch.dtype) -> RotaryTable | None:
     # Some kinds change with the length of the text, or have tables for several kinds of layers.
-    return (
-        isinstance(rotary, torch.nn.Module)
-        and getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
-        and list(signature(rotary.forward).parameters) == ["x", "position_ids"]
-    )
+    if (
+        not isinstance(rotary, torch.nn.Module)
+        or getattr(rotary, "rope_type", None) not in ("default", "linear", "llama3", "yarn")
+        or list(signature(rotary.forward).parameters) != ["x", "position_ids"]
+    ):
+        return None
+    table = rotary(torch.zeros(1, dtype=dtype), torch.arange(positions)[None])
+    return RotaryTable(*table) if isinstance(table, tuple) and len(table) == 2 else None  # complex numbers elsewhere
 
 
 def _configs(model: torch.nn.Module) -> Iterator[Any]:
@@ -131,9 +142,7 @@ class Takeover:
 
     def __init__(self, model: torch.nn.Module, positions: int):
         """Gives a model :func:`attend` and rotary tables. An earlier takeover of the same model is ended."""
-        previous = getattr(model, _TAKEOVER, None)
-        if previous is not None:
-            previous.end(model)
+        give_back(model)
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
         self.active = True
         self._attention = [(config, config._attn_implementation_internal) for config in _configs(model)]
@@ -141,12 +150,12 @@ class Takeover:
         setattr(model, _TAKEOVER, self)
         for config, _ in self._attention:
             config._attn_implementation_internal = ATTENTION
-        tables: dict[int, RotaryTable] = {}  # one for layers that share theirs
+        tables: dict[int, RotaryTable | None] = {}  # one for layers that share theirs
         for module in list(model.modules()):
             rotary = getattr(module, "rotary_emb", None)
-            if _is_tabulated(rotary):
-                if id(rotary) not in tables:
-                    tables[id(rotary)] = RotaryTable(rotary, positions, model.dtype)
+            if rotary is not None and id(rotary) not in tables:
+                tables[id(rotary)] = _tabulated(rotary, positions, model.dtype)
+            if rotary is not None and tables[id(rotary)] is not None:
                 self._rotary.append((module, rotary))
                 module.rotary_emb = tables[id(rotary)]
 
@@ -166,12 +175,23 @@ class Takeover:
         delattr(model, _TAKEOVER)
 
 
-def is_taken(model: torch.nn.Module) -> bool:
-    """Whether a decoder has this model."""
-    return hasattr(model, _TAKEOVER)
-
-
 def give_back(model: torch.nn.Module) -> None:
     """Ends the takeover of a model, if there is one."""
-    if is_taken(model):
-        getattr(model, _TAKEOVER).end(model)
+    takeover = getattr(model, _TAKEOVER, None)
+    if takeover is not None:
+        takeover.end(model)
+
+
+def refusal(model: torch.nn.Module, error: Exception) -> ValueError:
+    """Says in a sentence why a decoder does not take a model."""
+    found = str(error).strip().split("\n")[0].rstrip(".")
+    if not getattr(model, "_can_set_attn_implementation", lambda: True)():
+        found = "its attention is code of its own, none that transformers lets others replace"
+    elif isinstance(error, NoCaches):
+        found = "its layers do not hand the decoder's caches on to their attention"
+    elif not isinstance(error, Unsupported):
+        found = f"the model raises {type(error).__name__}: {found}"
+    return ValueError(
+        f"lowbit's decoder is not for {type(model).__name__} (model_type {model.config.model_type}): {found}; use "
+        "transformers' generate(), which takes quantised models too"
+    )

@@ -71,7 +71,7 @@ class Decoder(torch.nn.Module):
             self._take(config)
         except Exception as error:
             decoding.give_back(model)
-            raise _refusal(model, error) from error
+            raise decoding.refusal(model, error) from error
 
     def _take(self, config: Any) -> None:
         decoding.check_config(config, self.max_length)
@@ -79,7 +79,7 @@ class Decoder(torch.nn.Module):
             reference = Reference(self.model, self.max_length)
         numbers = [getattr(config, name, None) for name in ("vocab_size", "num_hidden_layers", "num_attention_heads")]
         if not all(isinstance(number, int) and number > 0 for number in numbers):
-            raise ValueError("its configuration does not say how many layers and attention heads it has")
+            raise decoding.Unsupported("its configuration does not say how many layers and attention heads it has")
         self.vocabulary, self.layers, heads = numbers
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -151,14 +151,3 @@ class Decoder(torch.nn.Module):
             self.check()
             check_call(tokens, start, self.vocabulary, self.max_length)
         return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches(), keep=1)[:, -1]
-
-
-def _refusal(model: torch.nn.Module, error: Exception) -> ValueError:
-    name = f"{type(model).__name__} (model_type {model.config.model_type})"
-    found = str(error).strip().split("\n")[0]
-    if not isinstance(error, ValueError):
-        found = f"the model raises {type(error).__name__}: {found}"
-    return ValueError(
-        f"lowbit's decoder is not for {name}: {found.rstrip('.')}; use transformers' generate(), which takes quantised "
-        "models too"
-    )

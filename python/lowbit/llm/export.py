@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..export import export_pt2 as _export_pt2
 from ..export import export_pte as _export_pte
-from .decoder import Decoder
+from .decoder import Decoder, check_call
 from .loading import stop_tokens
 
 # Of a .pte, methods without arguments: names that ExecuTorch's own runners of language models read too.
@@ -47,13 +47,11 @@ class ExportedDecoder:
             [1, vocabulary] of the model's dtype: the logits behind the last token.
 
         Raises:
-            ValueError: another shape or dtype.
-            RuntimeError: the program failed, over a token that is not in the vocabulary or a text that is too long.
+            ValueError: another shape or dtype, or a token that is not in the vocabulary.
+            IndexError: the text is longer than max_length.
+            RuntimeError: the program failed.
         """
-        for name, tensor, dims in (("tokens", tokens, 2), ("start", start, 1)):
-            if tensor.dtype != torch.int64 or tensor.dim() != dims or tensor.shape[0] != 1 or not tensor.numel():
-                expected = "[1, s]" if dims == 2 else "[1]"
-                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected int64 {expected}")
+        check_call(tokens, start, self.vocabulary, self.max_length)
         for begin in range(0, tokens.shape[1], self.chunk):
             logits = self._run(tokens[:, begin : begin + self.chunk].contiguous(), start + begin)
         return logits

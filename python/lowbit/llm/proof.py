@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
+from ..hf.decoding import Unsupported
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -50,11 +51,11 @@ class Reference:
 
     def __init__(self, model: torch.nn.Module, max_length: int):
         """Raises:
-        ValueError: the model's logits are not numbers.
+        Unsupported: the model's logits are not numbers.
         Exception: whatever the model raises.
         """
         if "position_ids" not in signature(model.forward).parameters:
-            raise ValueError("it takes no position_ids, so it cannot be told where a text goes on")
+            raise Unsupported("it takes no position_ids, so it cannot be told where a text goes on")
         config = model.config.get_text_config()
         self.tokens = sample_text(config, min(TOKENS, max_length))
         count = self.tokens.shape[1]
@@ -62,7 +63,7 @@ class Reference:
         positions = torch.arange(count)
         self.whole = _own(model, self.tokens)
         if self.whole.isnan().any():
-            raise ValueError("its logits are NaN")
+            raise Unsupported("its logits are NaN")
         # Each token as if nothing were before it: what a decoder that forgets would make of it.
         alone = _own(model, self.tokens.T, position_ids=positions[:, None]).transpose(0, 1)
         self.effect = _size(alone, self.whole)
@@ -111,7 +112,7 @@ def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
         What was measured, by name.
 
     Raises:
-        ValueError: says what was found; the model's name stands before that.
+        Unsupported: says what was found.
         Exception: whatever the model raises.
     """
     tokens, count = reference.tokens, reference.tokens.shape[1]
@@ -121,9 +122,9 @@ def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
         logits = decoder.run(text, positions, torch.tensor([start]), caches)
         used = [layer for layer in range(decoder.layers) if caches.asked[layer]]
         if len(used) < decoder.layers:
-            raise ValueError(f"{len(used)} of its {decoder.layers} layers use the decoder's caches")
+            raise Unsupported(f"{len(used)} of its {decoder.layers} layers use the decoder's caches")
         if len(caches.asked) > len(used) or max(caches.asked.values()) > 1:
-            raise ValueError(f"its {decoder.layers} layers use the decoder's caches {caches.asked.total()} times a call")
+            raise Unsupported(f"its {decoder.layers} layers use the decoder's caches {caches.asked.total()} times a call")
         return logits
 
     def pieces(sizes: Sequence[int]) -> Tensor:
@@ -137,7 +138,7 @@ def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
         measured[name] = reference.difference(logits, expected)
         most = EXACT if reference.exact else most
         if not measured[name] <= most:
-            raise ValueError(
+            raise Unsupported(
                 f"{found} ({measured[name]:.2g} of what the text before does to them; rounding is below {most:g})"
             )
 

@@ -1,0 +1,96 @@
+"""The decoder on 44 architectures of transformers, tiny and with random weights: right, or refused and left as it was.
+
+`make models` tries all there are, and exports them too.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+import causal_lm
+
+OWN = "its attention is code of its own, none that transformers lets others replace"
+HALF = "2 of its 4 layers use the decoder's caches"
+NOT_HANDED = "its layers do not hand the decoder's caches on to their attention"
+NO_POSITIONS = "it takes no position_ids"
+OTHERS = "its logits are others than with its own attention"
+# Model type: what its refusal says, or None where the decoder is right.
+MODELS = {
+    # Recurrent layers or convolutions, which keep more of a text than keys and values.
+    "falcon_h1": "its logits are others when a text comes in pieces",
+    "granitemoehybrid": HALF,
+    "jamba": HALF,
+    "lfm2": HALF,
+    "mamba": NO_POSITIONS,
+    "minimax": HALF,
+    "qwen3_next": "1 of its 4 layers use the decoder's caches",
+    "recurrent_gemma": "1 of its 4 layers use the decoder's caches",
+    "rwkv": OWN,
+    # Attention of their own.
+    "bloom": OWN,
+    "codegen": OWN,
+    "falcon": OWN,
+    "gpt_neo": OWN,
+    "gptj": OWN,
+    "mpt": OWN,
+    "openai-gpt": OWN,
+    "roformer": OWN,
+    "xglm": OWN,
+    # Attention that sees what comes later, or is given more than the decoder's knows.
+    "bert": OTHERS,
+    "blenderbot-small": NO_POSITIONS,
+    "doge": "its attention has a mask or bias of its own",
+    "gemma2": "its attention caps its scores (softcap=50.0)",
+    "gpt_oss": "its attention has s_aux",
+    "apertus": None,
+    "biogpt": None,
+    "bitnet": None,
+    "cohere": None,
+    "gemma3_text": None,
+    "gemma3n_text": None,
+    "glm4": None,
+    "gpt2": None,
+    "gpt_neox": None,
+    "llama": None,
+    "llama4_text": None,
+    "mixtral": None,
+    "nemotron": NOT_HANDED,
+    "opt": None,
+    "persimmon": None,
+    "phi": None,
+    "phi3": None,
+    "qwen2_moe": None,
+    "smollm3": None,
+    "stablelm": NOT_HANDED,
+    "starcoder2": None,
+}
+
+
+@pytest.mark.parametrize("kind", causal_lm.CLOSE)
+@pytest.mark.parametrize("name", MODELS)
+def test_right_or_refused(name, kind):
+    outcome = causal_lm.try_model(name, [kind], export=False)[kind]
+    if MODELS[name] is None:
+        assert outcome.state == "right", outcome
+        assert max(value for name, value in outcome.figures.items() if not name.startswith("proof")) <= causal_lm.CLOSE[kind]
+    else:
+        assert outcome.state == "refused" and MODELS[name] in outcome.reason, outcome
+        assert f"(model_type {name})" in outcome.reason and "use transformers' generate()" in outcome.reason
+
+
+def test_the_models_are_what_they_should_be():
+    """A model of other sizes than the program asks for would show nothing: each kind of layer must be there."""
+    for name, kinds in (("lfm2", {"conv", "full_attention"}), ("jamba", {"linear_attention", "full_attention"})):
+        assert set(causal_lm.make(name).config.layer_types) == kinds
+    for name in ("llama", "gpt2"):
+        model = causal_lm.make(name)
+        assert sum(parameter.numel() for parameter in model.parameters()) < 1 << 18
+        assert causal_lm.quantise(model) > 0
+        tokens = causal_lm.text(128)
+        with torch.inference_mode():  # the text before a token matters
+            one, other = model(tokens).logits[:, -1], model(tokens.flip(1))
+            assert (one - other.logits[:, -1]).std() > 0.3 * one.std()
