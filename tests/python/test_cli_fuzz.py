@@ -35,6 +35,9 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+_HOSTILE = st.sampled_from(HOSTILE).map(copy.deepcopy)  # a copy, because the next change may be within it
+
+
 @st.composite
 def changed(draw, document):
     """A JSON document with one to three changes, any place at any depth alike."""
@@ -45,10 +48,10 @@ def changed(draw, document):
             key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
             parent, node = node, node[key]
         if parent is None:
-            return draw(st.sampled_from(HOSTILE))
+            return draw(_HOSTILE)
         kind = draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename", "wrap"]))
         if kind == "replace":
-            parent[key] = draw(st.sampled_from(HOSTILE))
+            parent[key] = draw(_HOSTILE)
         elif kind == "remove":
             del parent[key]
         elif kind == "wrap":
