@@ -49,10 +49,10 @@ demo: $(VENV)/installed
 # cores.
 test: test-x86 test-python test-arm test-arm-python
 
-# That, and the rest: every emulated CPU, the sanitizers, what needs an Arm torch, other versions of what we depend on.
+# That, and the rest: every emulated CPU, the sanitizers, what needs an Arm torch.
 test-all: test test-more
 
-test-more: test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai test-versions
+test-more: test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
 test-more: test-emulated-x86
