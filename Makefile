@@ -49,10 +49,10 @@ demo: $(VENV)/installed
 # cores.
 test: test-x86 test-python test-arm test-arm-python
 
-# That, and the rest: every emulated CPU, the sanitizers, what needs an Arm torch, other versions of what we depend on.
+# That, and the rest: every emulated CPU, the sanitizers, what needs an Arm torch.
 test-all: test test-more
 
-test-more: test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai test-versions
+test-more: test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
 test-more: test-emulated-x86
@@ -68,16 +68,19 @@ $(VENV)/installed: $(VENV)/requirements $(SOURCES)
 	$(INSTALL) install -q --no-build-isolation --no-deps -e .
 	touch $@
 
-test-x86: $(VENV)/requirements
+.PHONY: build-test-host
+build-test-host: $(VENV)/requirements
 	scripts/need.sh test
 	$(CONFIGURE) -S . -B build/test-host -DLOWBIT_BUILD_TESTS=ON
 	$(BIN)/cmake --build build/test-host -j $(JOBS)
+
+test-x86: build-test-host
 	$(CTEST) --test-dir build/test-host
 
 # The kernels and the operators on x86 CPUs that this machine is not. The tests *InChunks take minutes there, and test what
 # all ISAs share: `make soak` has them.
 X86_OPERATORS := -*InChunks
-test-emulated-x86: test-x86 build/x86-emulator
+test-emulated-x86: build-test-host build/x86-emulator
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync $(X86_RUNS:%=emulated/%)
 
 .PHONY: $(X86_RUNS:%=emulated/%)
@@ -207,7 +210,7 @@ test-versions: $(VENV)/installed
 
 # What takes too long for every change: operators and rows that all CPUs share on every emulated CPU, and random inputs by
 # the thousand, others in every run.
-soak: build-test-arm build/x86-emulator test-x86 $(VENV)/installed
+soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed
 	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-L soak)
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-LE cpu))
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync X86_OPERATORS='*' $(X86_RUNS:%=emulated/%)

@@ -1,5 +1,5 @@
-// For sources that use AMX through GCC's intrinsics, compiled with `-include`. Up to GCC 13 or so the intrinsics do not say
-// which memory they read: the compiler leaves out the stores to a tile configuration, or to a tile, that nothing else reads.
+// For sources that use AMX through GCC's intrinsics, compiled with `-include`. GCC 12's do not say which memory they
+// read: the compiler leaves out the stores to a tile configuration, or to a tile, that nothing else reads.
 // `ldtilecfg` then finds what lay on the stack, and the process ends by signal 11.
 #include <immintrin.h>
 

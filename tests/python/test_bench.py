@@ -257,7 +257,8 @@ class Product(Runner):
         return self.problem.x[:m] @ self.problem.repeat(self.problem.rows).T
     all = one
 def contender(name, dies_at=0):
-    return Contender(Spec(name, "none", 32, None, ""), lambda problem, copies, threads: Product(problem, copies, dies_at))
+    make = lambda problem, copies, threads: Product(problem, copies, dies_at)
+    return Contender(Spec(name, "none", 32, None, ""), make)
 def contenders():
     return [contender("first"), contender("dies when prepared", 8), contender("dies when timed", 128),
             contender("last")], [], {}

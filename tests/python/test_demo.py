@@ -87,12 +87,21 @@ def test_quality(finished):
     assert rows["8 bits"]["top5_overlap_percent"] > 85 and rows["4 bits"]["top5_overlap_percent"] > 60
 
 
-def test_times(finished):
-    for row in finished[2]["rows"]:
+def test_times_are_of_the_whole_model(finished):
+    """Orders of magnitude, against the bytes and products that no machine does without: no figure is made up of zeros."""
+    _, _, results = finished
+    rows = by_model(results)
+    for row in rows.values():
         for name in ("single_ms", "sentences_per_s"):
             first, third = row[f"{name}_quartiles"]
             assert 0 < first <= row[name] <= third
+        # 21 million weights of the encoder are multiplied with every token: below 100 TFLOPS on one thread.
+        assert row["single_ms"] > 2 * 21e6 * 4 / 1e14 * 1e3
+        assert row["sentences_per_s"] < 1e14 / (2 * 21e6 * 4)
+        # All that was timed happened while the demo ran.
+        assert row["single_ms"] / 1e3 < results["total_s"] and 1 / row["sentences_per_s"] < results["total_s"]
         assert (row["quantise_s"] is None) == ("float" in row["model"])
+        assert row["quantise_s"] is None or 0 < row["quantise_s"] < results["total_s"]
 
 
 def test_files_are_whole_and_alone(finished):

@@ -1,6 +1,7 @@
 """examples/tiny_llama: the model that comes with the repository, its text, and the training in small."""
 
 import math
+import platform
 import re
 import sys
 from pathlib import Path
@@ -156,12 +157,17 @@ def test_text_is_ascii_and_english(training_texts):
     assert len(re.findall(r"\bthe\b", text)) > len(text) / 200
 
 
-def test_held_out_text_is_what_the_script_writes(training_texts, tmp_path):
-    """Byte by byte with the Python that the model was trained with; others have other documentation."""
+def test_held_out_text_is_what_the_script_writes(training_texts, heldout, tmp_path):
+    """Byte by byte with the Python that the model was trained with; most of it with others, whose documentation differs."""
+    corpus.write_heldout(tmp_path / "again.txt", heldout)
+    assert (tmp_path / "again.txt").read_bytes() == corpus.HELDOUT.read_bytes()
     chosen = corpus.choose_heldout()
     corpus.write_heldout(tmp_path / "heldout.txt", chosen)
     assert corpus.read_heldout(tmp_path / "heldout.txt") == chosen
-    if corpus.fingerprint(training_texts) == train.SHIPPED_CORPUS:
+    same = [name for name in heldout if chosen.get(name) == heldout[name]]
+    assert len(same) >= len(heldout) / 2  # 3.13: 18 of 27
+    if platform.python_version() == train.SHIPPED_PYTHON:
+        assert corpus.fingerprint(training_texts) == train.SHIPPED_CORPUS
         assert (tmp_path / "heldout.txt").read_bytes() == corpus.HELDOUT.read_bytes()
 
 

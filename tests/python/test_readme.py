@@ -1,0 +1,83 @@
+"""What README.md and the documents tell a reader to type: it runs, and the names in it are there."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lowbit
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+LOWBIT = Path(sys.executable).with_name("lowbit")
+MINUTES = ("bench", "eval")  # commands that take minutes: that they and their options are there, and no more
+
+
+def python_lines(document: Path) -> list[str]:
+    """Its blocks of Python, with an empty line for every other line: what fails is named by the document's line."""
+    lines, inside = [], False
+    for line in document.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            inside = line == "```python"
+            lines.append("")
+        else:
+            lines.append(line if inside else "")
+    return lines
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The calls of `lowbit` in its indented blocks and shell fences, without comments."""
+    lines = re.findall(r"^(?: {4})?lowbit [a-z].*$", document.read_text(encoding="utf-8"), re.M)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A directory in which the repository's examples are found by their relative paths."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def run(command: list, directory: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert process.returncode == 0, f"{shlex.join(map(str, command))}\n{process.stdout}{process.stderr}"
+
+
+def test_python_of_the_readme_runs(executorch, directory):
+    lines = python_lines(README)
+    assert any(lines), "README.md has no block of Python"
+    (directory / "readme.py").write_text("\n".join(lines))
+    run([sys.executable, "readme.py"], directory)
+
+
+def test_commands_of_the_readme_run(executorch, directory):
+    found = commands(README)
+    assert found, "README.md has no call of lowbit"
+    for command in found:
+        run([LOWBIT, *command, *(["--help"] if command[0] in MINUTES else [])], directory)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_documents_exist(document):
+    """Also where a block is a part of a program: it compiles, and what it takes from lowbit is there."""
+    source = "\n".join(python_lines(document))
+    compile(source, str(document), "exec")
+    for name in sorted(set(re.findall(r"\blowbit(?:\.[A-Za-z_]\w*)+", source))):
+        found, path = lowbit, "lowbit"
+        for part in name.split(".")[1:]:
+            path += f".{part}"
+            try:
+                found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+            except ImportError:
+                pytest.fail(f"{document.name}: there is no {path}")
+            if not hasattr(found, "__path__") and not isinstance(found, type(sys)):
+                break  # an object of lowbit's; what it has is for its own tests
