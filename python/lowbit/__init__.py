@@ -16,7 +16,8 @@ from . import nn  # noqa: E402  (needs the operators)
 from ._library import isa, kernels, load_kernels  # noqa: E402
 from .export import export_pt2, export_pte  # noqa: E402
 from .memory import use_huge_pages  # noqa: E402
-from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linears, pack, repack, unpack, verify  # noqa: E402
+from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linears  # noqa: E402
+from .ops import pack, repack, unpack, verify  # noqa: E402
 from .quantize import EmbeddingConfig, LinearConfig, quantize_, quantize_tensor  # noqa: E402
 from .threads import ThreadTuning, tune_threads  # noqa: E402
 
