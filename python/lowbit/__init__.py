@@ -17,7 +17,8 @@ from ._library import isa, kernels, load_kernels  # noqa: E402
 from .calibrate import calibrate  # noqa: E402  (now: a later import of the package would hide the function)
 from .export import export_pt2, export_pte  # noqa: E402
 from .nn import use_huge_pages  # noqa: E402
-from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linears, pack, repack, unpack, verify  # noqa: E402
+from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linears  # noqa: E402
+from .ops import pack, repack, unpack, verify  # noqa: E402
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
 from .quantize_model import quantize_  # noqa: E402
 from .threads import ThreadTuning, tune_threads  # noqa: E402
