@@ -82,7 +82,7 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_llama_gets_better():
     for bits in (2, 3):
         found = errors(llama(), LinearConfig(bits, 32))
-        assert found[2] < 0.7 * found[0], found
+        assert found[2] < 0.8 * found[0], found
         assert found[1] < found[0], found
 
 
