@@ -7,34 +7,55 @@ BIN := $(abspath $(VENV))/bin
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
 SOURCES := $(shell find kernels ops cmake adapters -type f) CMakeLists.txt pyproject.toml
 
-# The Arm CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there.
-ARM_CPUS := cortex-a53:neon a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
+# A second compilation of the same file with the same flags costs nothing where there is ccache (scripts/need.sh test).
+CCACHE = $$(command -v ccache || true)
+export CCACHE_BASEDIR ?= $(CURDIR)
+CONFIGURE = $(CMAKE) -DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE)
+INSTALL = CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) $(BIN)/python -m pip
+CTEST := $(BIN)/ctest -j $(JOBS) --output-on-failure --no-tests=error
+
+# The CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there. The first has them
+# all: `make test` takes it alone. The others show that no kernel needs more than its ISA.
+ARM_CPUS := max:neon,neondot,i8mm cortex-a53:neon a64fx:neon cortex-a76:neon,neondot
+
+# The same for Python on Arm; torch's own kernels need more than a cortex-a53.
+ARM_PYTHON_CPUS := max:neon,neondot,i8mm a64fx:neon cortex-a76:neon,neondot
+
+# QEMU's name of a CPU of ours: its SVE is switched off, for it is slow and lowbit has nothing for it.
+qemu_cpu = $(patsubst max,max$(comma)sve=off,$(1))
+comma := ,
 
 # What of this machine's C++ tests runs on emulated x86 CPUs: which tests, the CPU, the ISA that must be covered there.
 X86_RUNS := kernels/sapphire_rapids/avx512vnni kernels/sapphire_rapids/amx kernels/arrow_lake/avxvnni \
   operators/sapphire_rapids/amx operators/arrow_lake/avxvnni
 
-# The same for Python on Arm; torch's own kernels need more than a cortex-a53.
 ARM_PYTHON := build/arm-python/bin/python
-ARM_PYTHON_CPUS := a64fx:neon cortex-a76:neon,neondot max,sve=off:neon,neondot,i8mm
 ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
-# Whole files in parallel: most tests use one thread.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# Whole files in parallel: most tests use one thread, and the fixtures of a file are made once.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
-.PHONY: demo test test-x86 test-emulated-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner \
-  test-kleidiai arm-python-lowbit wheel-aarch64 \
+.PHONY: demo test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python \
+  test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak \
+  arm-python-lowbit wheel-aarch64 \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
-test: test-x86 test-arm test-sanitize test-python test-arm-python test-arm-runner test-kleidiai
+# All that runs on this machine, and Arm on one emulated CPU: what a change needs. One part after the other, each on all
+# cores.
+test: test-x86 test-python test-arm test-arm-python
+
+# That, and the rest: every emulated CPU, the sanitizers, what needs an Arm torch, other versions of what we depend on.
+test-all: test test-more
+
+test-more: test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai test-versions
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
-test: test-emulated-x86
+test-more: test-emulated-x86
 endif
 
 $(VENV)/requirements: requirements.txt
@@ -44,17 +65,18 @@ $(VENV)/requirements: requirements.txt
 	touch $@
 
 $(VENV)/installed: $(VENV)/requirements $(SOURCES)
-	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	$(INSTALL) install -q --no-build-isolation --no-deps -e .
 	touch $@
 
 test-x86: $(VENV)/requirements
 	scripts/need.sh test
-	$(CMAKE) -S . -B build/test-host -DLOWBIT_BUILD_TESTS=ON
+	$(CONFIGURE) -S . -B build/test-host -DLOWBIT_BUILD_TESTS=ON
 	$(BIN)/cmake --build build/test-host -j $(JOBS)
-	$(BIN)/ctest --test-dir build/test-host -j $(JOBS) --output-on-failure --no-tests=error
+	$(CTEST) --test-dir build/test-host
 
 # The kernels and the operators on x86 CPUs that this machine is not. The tests *InChunks take minutes there, and test what
-# all ISAs share.
+# all ISAs share: `make soak` has them.
+X86_OPERATORS := -*InChunks
 test-emulated-x86: test-x86 build/x86-emulator
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync $(X86_RUNS:%=emulated/%)
 
@@ -65,7 +87,7 @@ $(X86_RUNS:%=emulated/%):
 	if [ $$2 = kernels ]; then \
 	  LOWBIT_TEST_ISA=$$4 LOWBIT_REQUIRE_ISA=$$4 $$run/kernel_tests --gtest_brief=1; \
 	else \
-	  LOWBIT_ISA=$$4 $$run/operator_tests --gtest_brief=1 --gtest_filter=-*InChunks; \
+	  LOWBIT_ISA=$$4 $$run/operator_tests --gtest_brief=1 --gtest_filter='$(X86_OPERATORS)'; \
 	  LOWBIT_ISA=$$4 $$run/isa_cap_tests --gtest_brief=1; \
 	fi
 
@@ -73,16 +95,30 @@ build/x86-emulator: scripts/x86_emulator.sh | $(VENV)/requirements
 	scripts/need.sh test
 	JOBS=$(JOBS) scripts/x86_emulator.sh $@
 
-test-arm: $(VENV)/requirements
+# C++ for Arm, cross-built; QEMU runs it.
+.PHONY: build-test-arm
+build-test-arm: $(VENV)/requirements
 	scripts/need.sh test
-	$(CMAKE) -S . -B build/test-arm -DLOWBIT_BUILD_TESTS=ON \
+	$(CONFIGURE) -S . -B build/test-arm -DLOWBIT_BUILD_TESTS=ON \
 	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake)
 	$(BIN)/cmake --build build/test-arm -j $(JOBS)
-	set -e; for cpu in $(ARM_CPUS); do \
-	  echo "== aarch64, emulated $${cpu%%:*}, must cover $${cpu##*:}"; \
-	  QEMU_CPU=$${cpu%%:*} LOWBIT_REQUIRE_ISA=$${cpu##*:} \
-	    $(BIN)/ctest --test-dir build/test-arm -j $(JOBS) --output-on-failure --no-tests=error; \
-	done
+
+# Of an entry of ARM_CPUS.
+cpu_of = $(call qemu_cpu,$(firstword $(subst :, ,$(1))))
+isas_of = $(lastword $(subst :, ,$(1)))
+
+define test-arm-cpu
+@echo "== aarch64, emulated $(call cpu_of,$(1)), must cover $(call isas_of,$(1))"
+QEMU_CPU=$(call cpu_of,$(1)) LOWBIT_REQUIRE_ISA=$(call isas_of,$(1)) $(CTEST) --test-dir build/test-arm $(2)
+
+endef
+
+test-arm: build-test-arm
+	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-LE soak)
+
+# Only what another CPU can change.
+test-arm-cpus: build-test-arm
+	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-L cpu))
 
 # Python 3.11 with torch for 64-bit Arm, to run under QEMU: $(ARM_PYTHON) is used as any python.
 $(ARM_PYTHON): scripts/arm_python.sh scripts/arm_python.txt | $(VENV)/requirements
@@ -95,7 +131,7 @@ wheel-aarch64: $(VENV)/requirements $(ARM_PYTHON)
 	scripts/need.sh test
 	rm -rf build/wheel-aarch64
 	SETUPTOOLS_EXT_SUFFIX=.cpython-311-aarch64-linux-gnu.so \
-	  $(BIN)/python -m pip wheel -q . -w build/wheel-aarch64 --no-build-isolation --no-deps --no-cache-dir \
+	  $(INSTALL) wheel -q . -w build/wheel-aarch64 --no-build-isolation --no-deps --no-cache-dir \
 	  -C build-dir=build/wheel-aarch64-objects \
 	  -C cmake.define.CMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) \
 	  -C cmake.define.PYBIND11_USE_CROSSCOMPILING=ON \
@@ -115,17 +151,26 @@ arm-python-lowbit: wheel-aarch64
 	  --target $(ARM_PYTHON_PACKAGES) build/wheel-aarch64/*.whl
 
 # Its results in Python, compared with those of this machine.
-test-arm-python: $(VENV)/installed arm-python-lowbit
+.PHONY: arm-python-results
+arm-python-results: $(VENV)/installed
 	$(BIN)/python tests/arm_python/same_bits.py write build/arm-python-results.pt
-	set -e; for cpu in $(ARM_PYTHON_CPUS); do \
-	  echo "== Python on aarch64, emulated $${cpu%%:*}, must use $${cpu##*:}"; \
-	  QEMU_CPU=$${cpu%%:*} $(ARM_PYTHON) -W ignore tests/arm_python/same_bits.py \
-	    check build/arm-python-results.pt --isa $${cpu##*:}; \
-	done
+
+define test-arm-python-cpu
+@echo "== Python on aarch64, emulated $(call cpu_of,$(1)), must use $(call isas_of,$(1))"
+QEMU_CPU=$(call cpu_of,$(1)) $(ARM_PYTHON) -W ignore tests/arm_python/same_bits.py \
+  check build/arm-python-results.pt --isa $(call isas_of,$(1))
+
+endef
+
+test-arm-python: arm-python-lowbit arm-python-results
+	$(call test-arm-python-cpu,$(firstword $(ARM_PYTHON_CPUS)))
+
+test-arm-python-cpus: arm-python-lowbit arm-python-results
+	$(foreach cpu,$(wordlist 2,99,$(ARM_PYTHON_CPUS)),$(call test-arm-python-cpu,$(cpu)))
 
 # examples/cpp for Arm, built with that wheel: what a .pte computes there, under QEMU, beside PyTorch here.
 test-arm-runner: $(VENV)/installed arm-python-lowbit
-	$(CMAKE) -S examples/cpp -B build/arm-runner -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) \
+	$(CONFIGURE) -S examples/cpp -B build/arm-runner -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) \
 	  -DPT2_RUNNER=OFF -Dlowbit_DIR=$(ARM_PYTHON_PACKAGES)/lowbit/lib/cmake/lowbit \
 	  -Dexecutorch_DIR=$(ARM_PYTHON_PACKAGES)/executorch/lib/cmake/executorch
 	$(BIN)/cmake --build build/arm-runner -j $(JOBS)
@@ -135,15 +180,15 @@ test-arm-runner: $(VENV)/installed arm-python-lowbit
 # The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer.
 test-sanitize: $(VENV)/requirements
 	scripts/need.sh test
-	$(CMAKE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
+	$(CONFIGURE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
-	$(BIN)/ctest --test-dir build/test-sanitize -j $(JOBS) --output-on-failure --no-tests=error
+	$(CTEST) --test-dir build/test-sanitize
 
 # The KleidiAI adapter with the KleidiAI in torch's Arm wheel: one emulated CPU for each of its kernels.
 ARM_TORCH := $(ARM_PYTHON_PACKAGES)/torch
 test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
 	scripts/need.sh test
-	$(CMAKE) -S . -B build/test-kleidiai -DLOWBIT_BUILD_TESTS=ON \
+	$(CONFIGURE) -S . -B build/test-kleidiai -DLOWBIT_BUILD_TESTS=ON \
 	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake) -DLOWBIT_KLEIDIAI_DIR=$(ARM_TORCH)/include \
 	  -DLOWBIT_KLEIDIAI_LIBRARY=$(ARM_TORCH)/lib/libtorch_cpu.so -DLOWBIT_KLEIDIAI_SYSROOT=$(abspath build/arm-python/root)
 	$(BIN)/cmake --build build/test-kleidiai -j $(JOBS) --target kleidiai_tests lowbit_kleidiai
@@ -152,7 +197,27 @@ test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
 	done
 
 test-python: $(VENV)/installed
+	scripts/need.sh test
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/python
+
+# With the oldest versions that pyproject.toml allows of what the language models and the command line need; the newest
+# are those of requirements.txt, which all other tests have.
+test-versions: $(VENV)/installed
+	HF_HUB_OFFLINE=1 scripts/test_versions.sh $(BIN) build/oldest-versions $(JOBS)
+
+# What takes too long for every change: operators and rows that all CPUs share on every emulated CPU, and random inputs by
+# the thousand, others in every run.
+soak: build-test-arm build/x86-emulator test-x86 $(VENV)/installed
+	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-L soak)
+	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-LE cpu))
+	$(MAKE) --no-print-directory -j $(JOBS) --output-sync X86_OPERATORS='*' $(X86_RUNS:%=emulated/%)
+	HF_HUB_OFFLINE=1 LOWBIT_HYPOTHESIS=soak $(PYTEST) tests/python -m hypothesis
+
+# Which lines the tests of this machine run, in C++ and in Python: totals and the worst files here, all of it in
+# build/coverage.
+coverage: $(VENV)/installed
+	scripts/need.sh test
+	JOBS=$(JOBS) HF_HUB_OFFLINE=1 scripts/coverage.sh $(BIN) build/coverage
 
 # lowbit beside torch, and beside onnxruntime and llama.cpp's ggml after `make bench-peers`, with this machine's roofs.
 COMPARE = $(BIN)/python bench/compare.py --roofs build/bench/bench/roofs
@@ -182,7 +247,7 @@ bench-kernels: $(VENV)/requirements
 
 define build-bench
 	scripts/need.sh bench
-	$(CMAKE) -S . -B build/bench -DLOWBIT_BUILD_BENCH=ON
+	$(CONFIGURE) -S . -B build/bench -DLOWBIT_BUILD_BENCH=ON
 	$(BIN)/cmake --build build/bench -j $(JOBS) --target $(1)
 endef
 
@@ -193,7 +258,7 @@ bench-overhead: $(VENV)/installed
 # The kernel benchmarks as one file for a 64-bit Arm Linux machine: copy it there and run it. QEMU shows that it runs.
 bench-arm: build/benchmark/source $(VENV)/requirements
 	scripts/need.sh test
-	$(CMAKE) -S . -B build/bench-arm -DLOWBIT_BUILD_BENCH=ON -DLOWBIT_BENCHMARK_DIR=$(abspath build/benchmark/source) \
+	$(CONFIGURE) -S . -B build/bench-arm -DLOWBIT_BUILD_BENCH=ON -DLOWBIT_BENCHMARK_DIR=$(abspath build/benchmark/source) \
 	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake)
 	$(BIN)/cmake --build build/bench-arm -j $(JOBS) --target kernels_bench
 	qemu-aarch64 build/bench-arm/bench/kernels_bench --benchmark_filter=quantize_neon/f32 --benchmark_min_time=0.001

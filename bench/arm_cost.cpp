@@ -24,9 +24,9 @@ namespace lowbit::bench {
 namespace {
 
 constexpr int64_t kOutputs = 128, kInputs = 1024;
-constexpr int64_t kGroupSizes[] = {32, 128};
+constexpr int64_t kGroupSizes[] = {16, 32, 128};
 constexpr int64_t kMostRows = 64;
-// At 4 bits, symmetric, the smallest groups: every m up to this for which the row is chosen.
+// At 4 bits, symmetric, groups of 32: every m up to this for which the row is chosen.
 constexpr int64_t kEveryRows = 33;
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
@@ -88,6 +88,8 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
   std::vector<float> out(static_cast<size_t>(kMostRows * kOutputs));
   LinearArgs args{weights.packed.data() + kHeaderBytes, weights.layout, 0, weights.layout.panels, a.data(),
                   group_sums.data(), scales.data(), zeros.data(), 0, out.data(), DType::f32, kOutputs};
+  alignas(64) static char scratch[kLinearScratchBytes];
+  args.scratch = scratch;
   const auto is_chosen = [&](int64_t m) {
     IsaBits isa = kernel.isa;
     size_t count;
@@ -95,11 +97,11 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
     for (size_t i = 0; i < count; ++i) {
       if (names[i].bit == kernel.isa) isa = names[i].allows;
     }
-    return &choose_linear(kernel.format, kernel.bits, m, isa) == &kernel;
+    return &choose_linear(weights.layout, m, isa) == &kernel;
   };
-  const bool every = kernel.bits == 4 && mapping == Mapping::symmetric && group_size == kGroupSizes[0];
+  const bool every = kernel.bits == 4 && mapping == Mapping::symmetric && group_size == 32;
   for (int64_t m = 1; m <= kMostRows; ++m) {
-    if (m < kernel.m_step) continue;
+    if (m < kernel.m_least) continue;
     if (m != 1 && m != 16 && m != kMostRows && !(every && m <= kEveryRows && is_chosen(m))) continue;
     args.m = m;
     const std::string task =
@@ -123,7 +125,7 @@ void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_siz
 }
 
 void count_embedding(const EmbeddingKernel& kernel, Mapping mapping, DType dtype) {
-  const Weights weights(kernel.bits, mapping, kGroupSizes[0]);
+  const Weights weights(kernel.bits, mapping, 32);
   std::vector<float> out(static_cast<size_t>(kInputs));
   const EmbeddingArgs args{weights.packed.data() + kHeaderBytes, weights.layout, 5, out.data(), dtype};
   count(kernel.name, std::string(name_of(mapping)) + " " + name_of(dtype), kInputs, [&] { kernel.run(args); });

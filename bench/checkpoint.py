@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from lowbit._machine import cpu_name
-from lowbit._safetensors import INDEX, Writer
+from lowbit.files.safetensors import INDEX, Writer
 from lowbit.llm.shapes import NAMES, shape_config
 
 SHARD_BYTES = 5_000_000_000

@@ -141,6 +141,7 @@ class Comparison:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.processes: dict[str, Process] = {}
+        self.ended: set[str] = set()  # contenders whose process ended under them: they get no other
         self.library_of: dict[str, str] = {}
         self.begin = time.monotonic()
         self.samples: dict[tuple, list[float]] = {}
@@ -202,35 +203,54 @@ class Comparison:
 
     def prepare(self, section: Section) -> list[dict]:
         """The contenders of a section that can run it, with their weights packed and their results checked."""
-        bytes_per_pass = max(self.options.least_pass_bytes, self.options.cycled_bytes / max(1, len(section.names)))
         ready = []
         for spec in self.results["contenders"]:
-            if spec["name"] not in section.names:
-                continue
-            process = self.processes[self.library_of[spec["name"]]]
-            try:
-                made = process.call(
-                    PREPARE_SECONDS,
-                    "prepare",
-                    spec["name"],
-                    section.n,
-                    section.k,
-                    max(section.rows),
-                    int(bytes_per_pass),
-                )
-            except Failed as failure:
-                self.absent(f"{spec['name']}, {section.n} x {section.k}", str(failure))
-                continue
-            # Also when it is NaN, which compares with nothing.
-            if spec["relative_error"] is None or not made["relative_error"] <= spec["relative_error"]:
-                spec["relative_error"] = made["relative_error"]
-            spec["bytes"][f"{section.n}x{section.k}"] = made["bytes"]
-            ready.append(spec | {"copies": made["copies"], "seconds_per_row": made["seconds_per_row"]})
+            if spec["name"] in section.names and spec["name"] not in self.ended:
+                made = self.prepare_one(section, spec, [entry["name"] for entry in ready])
+                if made is None:
+                    ready = [entry for entry in ready if entry["name"] not in self.ended]
+                    continue
+                # Also when it is NaN, which compares with nothing.
+                if spec["relative_error"] is None or not made["relative_error"] <= spec["relative_error"]:
+                    spec["relative_error"] = made["relative_error"]
+                spec["bytes"][f"{section.n}x{section.k}"] = made["bytes"]
+                ready.append(spec | {"copies": made["copies"], "seconds_per_row": made["seconds_per_row"]})
         cycled = sum(spec["copies"] * spec["bytes"][f"{section.n}x{section.k}"] for spec in ready)
         self.say(
             f"{section.title}: {len(ready)} contenders packed and checked, {cycled / 1e9:.1f} GB of weights in a round"
         )
         return ready
+
+    def prepare_one(self, section: Section, spec: dict, ready: list[str]) -> dict | None:
+        """Packs one contender's weights; None, and said why, where that fails."""
+        bytes_per_pass = max(self.options.least_pass_bytes, self.options.cycled_bytes / max(1, len(section.names)))
+        try:
+            return self.processes[self.library_of[spec["name"]]].call(
+                PREPARE_SECONDS, "prepare", spec["name"], section.n, section.k, max(section.rows), int(bytes_per_pass)
+            )
+        except Failed as failure:
+            self.absent(f"{spec['name']}, {section.n} x {section.k}", str(failure))
+            self.replace_process(section, spec["name"], ready)
+            return None
+
+    def replace_process(self, section: Section, name: str, ready: list[str]) -> None:
+        """Where a contender's process has ended, the library's others go on in a new one, without that contender."""
+        library = self.library_of[name]
+        if not self.processes[library].dead:
+            return
+        self.ended.add(name)
+        try:
+            self.processes[library] = Process(MODULES[library], self.options.threads)
+        except Failed as failure:
+            others = [other for other, of in self.library_of.items() if of == library and other not in self.ended]
+            self.ended.update(others)
+            for other in others:
+                self.absent(other, str(failure))
+            return
+        for spec in self.results["contenders"]:
+            others = [other for other in ready if self.library_of[other] == library and other not in self.ended]
+            if spec["name"] in others and self.prepare_one(section, spec, others[: others.index(spec["name"])]) is None:
+                self.ended.add(spec["name"])
 
     def turns(self, section: Section, ready: list[dict]) -> Iterator[tuple[int, int, int, dict]]:
         """Round, rows, threads, contender."""
@@ -257,7 +277,7 @@ class Comparison:
                 self.say(f"{section.title}: round {number + 1} of {max(section.rounds.values())}")
                 said = number
             name = spec["name"]
-            if name in failed:
+            if name in failed or name in self.ended:
                 continue
             read = None
             if m == 1:  # neighbours on the machine take some of the bandwidth, now more, now less
@@ -271,6 +291,7 @@ class Comparison:
             except Failed as failure:
                 failed.add(name)
                 self.absent(f"{name}, {section.n} x {section.k}, {m} rows", str(failure))
+                self.replace_process(section, name, [entry["name"] for entry in ready])
                 continue
             key = (section.title, name, section.n, section.k, m, threads)
             self.samples.setdefault(key, []).append(seconds / spec["copies"] if from_memory else seconds)

@@ -5,6 +5,8 @@
 //   kernels_bench --lowbit_memory                   weights larger than the caches: what a model's layers see
 //   kernels_bench --benchmark_filter=a8w4           one width; all of Google Benchmark's options work
 //
+// A linear row is timed as NAME/m<rows of activations>/g<group size>, and with "/affine" behind it.
+//
 // items_per_second counts weights (linear, packing) or values (quantisation, embedding), bytes_per_second packed
 // bytes (attention: keys and values) that were read; both per second of CPU time, so that other work on the machine
 // disturbs less. The header prints the read bandwidth of one thread for scale: a GEMV from memory cannot be faster.
@@ -20,13 +22,14 @@
 
 #include "../kernels/pack.h"
 #include "../kernels/registry.h"
-#include "../ops/read_bandwidth.h"
+#include "read_bandwidth.h"
 
 namespace lowbit::bench {
 namespace {
 
 constexpr int64_t kGroupSize = 32;
-constexpr int64_t kGemmRows = 64;  // activations of a GEMM; a GEMV has one
+constexpr int64_t kRows[] = {1, 4, 16, 64, 128};  // of activations; more than one for rows that are made for it
+constexpr int64_t kGroupSizes[] = {kGroupSize, 16};
 
 struct Shape {
   int64_t n, k;
@@ -62,8 +65,8 @@ struct Weights {
   Aligned<uint8_t> packed;
   std::vector<uint64_t> checksums;
 
-  Weights(int bits, Mapping mapping) {
-    require(make_layout(shape.n, shape.k, bits, kGroupSize, mapping, false, &layout));
+  Weights(int bits, Mapping mapping, int64_t group_size = kGroupSize) {
+    require(make_layout(shape.n, shape.k, bits, group_size, mapping, false, &layout));
     codes.resize(static_cast<size_t>(shape.n * shape.k));
     uint32_t state = 1;
     for (uint8_t& code : codes) code = static_cast<uint8_t>((state = state * 1664525u + 1013904223u) >> (32 - bits));
@@ -80,18 +83,19 @@ struct Weights {
   }
 };
 
-// One matrix at a time is kept: the benchmarks of a width run one after another.
-const Weights& weights_of(int bits, Mapping mapping) {
+// One matrix at a time is kept: the benchmarks of a matrix run one after another.
+const Weights& weights_of(int bits, Mapping mapping, int64_t group_size = kGroupSize) {
   static std::unique_ptr<Weights> kept;
-  if (kept == nullptr || kept->layout.bits != bits || kept->layout.mapping != mapping) {
+  if (kept == nullptr || kept->layout.bits != bits || kept->layout.mapping != mapping ||
+      kept->layout.group_size != group_size) {
     kept.reset();
-    kept = std::make_unique<Weights>(bits, mapping);
+    kept = std::make_unique<Weights>(bits, mapping, group_size);
   }
   return *kept;
 }
 
-void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapping mapping) {
-  const Weights& w = weights_of(kernel->bits, mapping);
+void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapping mapping, int64_t group_size) {
+  const Weights& w = weights_of(kernel->bits, mapping, group_size);
   const auto a = allocate<int8_t>(m * w.layout.blocks * kBlockInputs);
   const auto group_sums = allocate<int32_t>(m * w.layout.groups);
   const auto scales = allocate<float>(m), zeros = allocate<float>(m), out = allocate<float>(m * w.layout.n);
@@ -107,6 +111,8 @@ void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapp
   args.out = out.get();
   args.out_dtype = DType::f32;
   args.out_stride = w.layout.n;
+  const auto scratch = allocate<char>(kLinearScratchBytes);
+  args.scratch = scratch.get();
   for (auto unused : state) {
     kernel->run(args);
     benchmark::ClobberMemory();
@@ -206,7 +212,7 @@ void pack(benchmark::State& state, int bits, Mapping mapping) {
 double read_gbs() {
   constexpr int64_t kBytes = int64_t{256} << 20;
   const auto memory = allocate<uint8_t>(kBytes);
-  return 1e-9 * read_bandwidth(memory.get(), kBytes, 1, 2);
+  return 1e-9 * read_bandwidth(memory.get(), kBytes, 1, 2).bytes_per_second;
 }
 
 bool runs_here(IsaBits isa) { return (isa & ~cpu_isa()) == 0; }
@@ -229,15 +235,18 @@ void register_all() {
     }
   }
   for (int bits = 1; bits <= 8; ++bits) {
-    for (size_t i = 0; i < linear_kernel_count(); ++i) {
-      const LinearKernel* row = &linear_kernel(i);
-      if (row->bits != bits || !runs_here(row->isa)) continue;
-      const std::string name = row->name;
-      const int64_t m = row->m_step == 1 ? 1 : kGemmRows;
-      const std::string shape_name = row->m_step == 1 ? "/gemv" : "/gemm" + std::to_string(kGemmRows);
-      benchmark::RegisterBenchmark((name + shape_name).c_str(), linear, row, m, Mapping::symmetric);
-      if (row->m_step == 1) {
-        benchmark::RegisterBenchmark((name + shape_name + "/affine").c_str(), linear, row, m, Mapping::affine);
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      for (const int64_t group_size : kGroupSizes) {
+        for (size_t i = 0; i < linear_kernel_count(); ++i) {
+          const LinearKernel* row = &linear_kernel(i);
+          if (row->bits != bits || !runs_here(row->isa) || group_size % row->group_step != 0) continue;
+          for (const int64_t m : kRows) {
+            if (m < row->m_least || (row->m_least == 1 && m > 1)) continue;
+            const std::string name = std::string(row->name) + "/m" + std::to_string(m) + "/g" +
+                                     std::to_string(group_size) + (mapping == Mapping::affine ? "/affine" : "");
+            benchmark::RegisterBenchmark(name.c_str(), linear, row, m, mapping, group_size);
+          }
+        }
       }
     }
     for (size_t i = 0; i < embedding_kernel_count(); ++i) {
@@ -274,7 +283,7 @@ int main(int argc, char** argv) {
   char bandwidth[32];
   std::snprintf(bandwidth, sizeof bandwidth, "%.1f GB/s", read_gbs());
   benchmark::AddCustomContext("read bandwidth of one thread", bandwidth);
-  benchmark::AddCustomContext("weights", std::to_string(shape.n) + " x " + std::to_string(shape.k) + ", groups of 32");
+  benchmark::AddCustomContext("weights", std::to_string(shape.n) + " x " + std::to_string(shape.k));
   register_all();
   benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();

@@ -1,38 +1,10 @@
 #include "format.h"
 
-#include <bit>
 #include <cinttypes>
 #include <cstring>
 
-#include "registry.h"
-
 namespace lowbit {
 namespace {
-
-static_assert(std::endian::native == std::endian::little, "the packed format is little endian");
-
-constexpr char kMagic[8] = {'\x89', 'L', 'O', 'W', 'B', 'I', 'T', '\n'};
-
-struct Header {
-  char magic[8];
-  uint16_t version;
-  uint8_t format;
-  uint8_t bits;
-  uint8_t mapping;
-  uint8_t has_bias;
-  uint16_t reserved0;
-  int64_t n, k;
-  uint32_t group_size;
-  uint32_t vendor_format;
-  int64_t total_bytes;
-  uint64_t payload_checksum;
-  uint64_t header_checksum;  // over the 56 bytes before it
-};
-static_assert(sizeof(Header) == kHeaderBytes);
-static_assert(offsetof(Header, header_checksum) == 56);
-
-constexpr int64_t kMaxVendorBytes = int64_t{1} << 62;
-constexpr uint8_t kPanel16 = 0, kVendorFormat = 1;  // values of Header::format
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -65,11 +37,6 @@ uint64_t checksum(const void* data, int64_t size) {
 }
 
 uint64_t fold_checksum(uint64_t folded, uint64_t panel_checksum) { return mix(folded, panel_checksum); }
-
-// All of a vendor's bytes count as one panel.
-static uint64_t vendor_checksum(const void* data, const Layout& layout) {
-  return fold_checksum(0, checksum(static_cast<const char*>(data) + kHeaderBytes, layout.total_bytes - kHeaderBytes));
-}
 
 Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias,
                    Layout* layout) {
@@ -125,110 +92,12 @@ FormatName name_of(Format format) {
   return name;
 }
 
-Status make_vendor_layout(const Layout& layout, Format format, Layout* vendor_layout) {
-  const PackedFormat* const found = find_format(format);
-  if (found == nullptr) {
-    return Status::error("packed weight has the format '%s', which no loaded library has; load its kernels first",
-                         name_of(format).text);
-  }
-  Layout l = layout;
-  l.format = format;
-  l.block_bytes = l.group_bytes = l.head_offset = l.panel_bytes = l.total_bytes = 0;
-  const int64_t bytes = found->bytes(l);
-  if (bytes < 1 || bytes > kMaxVendorBytes) {
-    return Status::error("format '%s' does not hold %" PRId64 " x %" PRId64 " weights of %d bits, %s, group size %"
-                         PRId64, name_of(format).text, l.n, l.k, l.bits,
-                         l.mapping == Mapping::affine ? "affine" : "symmetric", l.group_size);
-  }
-  l.total_bytes = kHeaderBytes + round_up(bytes, 64);
-  *vendor_layout = l;
-  return {};
-}
-
-void seal_vendor_format(const Layout& layout, void* data) {
-  write_header(layout, vendor_checksum(data, layout), data);
-}
-
-void write_header(const Layout& layout, uint64_t payload_checksum, void* data) {
-  Header header{};
-  std::memcpy(header.magic, kMagic, sizeof kMagic);
-  header.version = kFormatVersion;
-  header.format = layout.format == Format::panel16 ? kPanel16 : kVendorFormat;
-  header.bits = static_cast<uint8_t>(layout.bits);
-  header.mapping = static_cast<uint8_t>(layout.mapping);
-  header.has_bias = layout.has_bias;
-  header.n = layout.n;
-  header.k = layout.k;
-  header.group_size = static_cast<uint32_t>(layout.group_size);
-  header.vendor_format = static_cast<uint32_t>(layout.format);
-  header.total_bytes = layout.total_bytes;
-  header.payload_checksum = payload_checksum;
-  header.header_checksum = checksum(&header, offsetof(Header, header_checksum));
-  std::memcpy(data, &header, sizeof header);
-}
-
-Status read_header(const void* data, int64_t size, Layout* layout) {
-  if (size < kHeaderBytes) {
-    return Status::error("packed weight has %" PRId64 " bytes; expected a header of %" PRId64 " bytes and more", size,
-                         kHeaderBytes);
-  }
-  Header header;
-  std::memcpy(&header, data, sizeof header);
-  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) {
-    return Status::error("not a packed weight: its first eight bytes are %02x%02x%02x%02x%02x%02x%02x%02x; "
-                         "expected 894c4f574249540a",
-                         header.magic[0] & 255, header.magic[1] & 255, header.magic[2] & 255, header.magic[3] & 255,
-                         header.magic[4] & 255, header.magic[5] & 255, header.magic[6] & 255, header.magic[7] & 255);
-  }
-  if (header.version != kFormatVersion) {
-    return Status::error("packed weight is of format version %d; this library reads version %d", header.version,
-                         kFormatVersion);
-  }
-  if (header.header_checksum != checksum(&header, offsetof(Header, header_checksum))) {
-    return Status::error("packed weight has an altered header: its checksum does not match");
-  }
-  const Format format = static_cast<Format>(header.vendor_format);
-  if (header.format > kVendorFormat || header.mapping > 1 || header.has_bias > 1 || header.reserved0 != 0 ||
-      (header.format == kPanel16) != (format == Format::panel16)) {
-    return Status::error("packed weight has format %d, mapping %d, bias flag %d; expected each to be 0 or 1",
-                         header.format, header.mapping, header.has_bias);
-  }
-  Layout expected;
-  if (Status status = make_layout(header.n, header.k, header.bits, header.group_size,
-                                  static_cast<Mapping>(header.mapping), header.has_bias != 0, &expected);
-      !status.ok()) {
-    return status;
-  }
-  if (format != Format::panel16) {
-    if (Status status = make_vendor_layout(expected, format, &expected); !status.ok()) return status;
-  }
-  if (header.total_bytes != expected.total_bytes || size != expected.total_bytes) {
-    return Status::error("packed weight has %" PRId64 " bytes, its header says %" PRId64 "; expected %" PRId64
-                         " for %" PRId64 " x %" PRId64 " weights of %d bits",
-                         size, header.total_bytes, expected.total_bytes, header.n, header.k, header.bits);
-  }
-  *layout = expected;
-  return {};
-}
-
 uint64_t fold_panels(const void* data, const Layout& layout, uint64_t folded) {
   const char* panel = static_cast<const char*>(data) + kHeaderBytes;
   for (int64_t p = 0; p < layout.panels; ++p, panel += layout.panel_bytes) {
     folded = fold_checksum(folded, checksum(panel, layout.panel_bytes));
   }
   return folded;
-}
-
-Status verify_payload(const void* data, const Layout& layout) {
-  Header header;
-  std::memcpy(&header, data, sizeof header);
-  const uint64_t folded =
-      layout.format == Format::panel16 ? fold_panels(data, layout, 0) : vendor_checksum(data, layout);
-  if (folded != header.payload_checksum) {
-    return Status::error("packed weight has altered bytes: their checksum is %016" PRIx64 "; the header says %016" PRIx64,
-                         folded, header.payload_checksum);
-  }
-  return {};
 }
 
 }  // namespace lowbit

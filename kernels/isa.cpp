@@ -3,10 +3,10 @@
 #include <cstdlib>
 #include <cstring>
 
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
+#if defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
 #ifdef __linux__
@@ -34,19 +34,27 @@ bool sysctl_flag(const char* name) {
   return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
 }
 
-IsaBits detect() {
+IsaBits detect(IsaBits) {
   IsaBits bits = kNeon;
   if (sysctl_flag("hw.optional.arm.FEAT_DotProd")) bits |= kNeonDot;
   if (sysctl_flag("hw.optional.arm.FEAT_I8MM")) bits |= kI8mm;
   return bits;
 }
 #else
+#if !defined(__linux__)
+// FreeBSD's name for it, with the same bits.
+unsigned long getauxval(int type) {
+  unsigned long value = 0;
+  return elf_aux_info(type, &value, sizeof value) == 0 ? value : 0;
+}
+#endif
+
 // Bit numbers of the Linux ABI; older C libraries lack the second name.
 constexpr unsigned long kHwcapAsimd = 1ul << 1;
 constexpr unsigned long kHwcapAsimdDp = 1ul << 20;
 constexpr unsigned long kHwcap2I8mm = 1ul << 13;
 
-IsaBits detect() {
+IsaBits detect(IsaBits) {
   const unsigned long hwcap = getauxval(AT_HWCAP);
   const unsigned long hwcap2 = getauxval(AT_HWCAP2);
   IsaBits bits = kPortable;
@@ -74,7 +82,9 @@ uint64_t enabled_state() {
   return (uint64_t{edx} << 32) | eax;
 }
 
-// Linux saves the tile registers only of processes that have asked for it. The answer holds for all threads, and for good.
+// Linux saves the tile registers only of processes that have asked for it. The answer holds for all threads, and for
+// good: every signal stack (sigaltstack) must then have room for the tiles. It says no where a thread already has a
+// smaller one.
 bool may_use_tiles() {
 #ifdef __linux__
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -84,7 +94,7 @@ bool may_use_tiles() {
 #endif
 }
 
-IsaBits detect() {
+IsaBits detect(IsaBits allowed) {
   struct { unsigned a, b, c, d; } leaf1{}, leaf7{}, leaf71{};
   if (!__get_cpuid(1, &leaf1.a, &leaf1.b, &leaf1.c, &leaf1.d)) return kPortable;
   const auto has = [](unsigned reg, int bit) { return (reg >> bit) & 1u; };
@@ -101,18 +111,21 @@ IsaBits detect() {
   const bool avx512 = avx2 && (state & kZmm) == kZmm && has(leaf7.b, 16) && has(leaf7.b, 17) &&
                       has(leaf7.b, 30) && has(leaf7.b, 31) && has(leaf7.c, 11);
   if (avx512) bits |= kAvx512Vnni;
-  if (avx512 && (state & kTile) == kTile && has(leaf7.d, 24) && has(leaf7.d, 25) && may_use_tiles()) bits |= kAmx;
+  const bool amx = avx512 && (state & kTile) == kTile && has(leaf7.d, 24) && has(leaf7.d, 25);
+  if (amx && (allowed & kAmx) != 0 && may_use_tiles()) bits |= kAmx;
   return bits;
 }
 
 #else
 
 constexpr IsaName kNames[] = {{"portable", kPortable, kPortable}};
-IsaBits detect() { return kPortable; }
+IsaBits detect(IsaBits) { return kPortable; }
 
 #endif
 
+// What LOWBIT_ISA was when it was first asked for.
 struct Cap {
+  char name[64] = "";  // longer than any that is right
   const IsaName* entry = nullptr;
   Status status;
 };
@@ -120,8 +133,9 @@ struct Cap {
 const Cap& cap() {
   static const Cap cap = [] {
     Cap result;
-    const char* name = isa_cap();
-    if (name == nullptr) return result;
+    const char* name = std::getenv("LOWBIT_ISA");
+    if (name == nullptr || name[0] == '\0') return result;
+    std::strncpy(result.name, name, sizeof result.name - 1);
     char known[128] = "";
     for (const IsaName& entry : kNames) {
       if (std::strcmp(entry.name, name) == 0) result.entry = &entry;
@@ -137,6 +151,8 @@ const Cap& cap() {
   return cap;
 }
 
+IsaBits allowed() { return cap().entry == nullptr ? ~IsaBits{0} : cap().entry->allows; }
+
 }  // namespace
 
 const IsaName* isa_names(size_t* count) {
@@ -145,19 +161,16 @@ const IsaName* isa_names(size_t* count) {
 }
 
 IsaBits cpu_isa() {
-  static const IsaBits bits = detect();
+  static const IsaBits bits = detect(allowed());
   return bits;
 }
 
-const char* isa_cap() {
-  const char* name = std::getenv("LOWBIT_ISA");
-  return name != nullptr && name[0] != '\0' ? name : nullptr;
-}
+const char* isa_cap() { return cap().name[0] != '\0' ? cap().name : nullptr; }
 
-Status isa_cap_status() { return cap().status; }
+const Status& isa_cap_status() { return cap().status; }
 
 IsaBits active_isa() {
-  static const IsaBits bits = cap().entry == nullptr ? cpu_isa() : cpu_isa() & cap().entry->allows;
+  static const IsaBits bits = cpu_isa() & allowed();
   return bits;
 }
 

@@ -33,17 +33,18 @@ struct IsaName {
 // The names of this processor's family, weakest first; the first is always "portable".
 LOWBIT_API const IsaName* isa_names(size_t* count);
 
-// The bits that the CPU and the operating system offer, without any cap. Read once.
+// The bits that the CPU and the operating system offer, without any cap; but AMX, which a process has to ask for and
+// then keeps, only where LOWBIT_ISA allows it and the system grants it. Read once.
 LOWBIT_API IsaBits cpu_isa();
 
 // cpu_isa() reduced by the environment variable LOWBIT_ISA. Read once.
 LOWBIT_API IsaBits active_isa();
 
-// An error when LOWBIT_ISA holds something that is not a name of this processor's family. active_isa() is
-// then kPortable; the host is expected to refuse to start.
-LOWBIT_API Status isa_cap_status();
+// An error when LOWBIT_ISA holds something that is not a name of this processor's family: the operators return it then.
+// active_isa() is kPortable.
+LOWBIT_API const Status& isa_cap_status();
 
-// The value of LOWBIT_ISA, or nullptr when it is not set or empty.
+// The value of LOWBIT_ISA, or nullptr when it was not set or empty. Read once; at most 63 characters.
 LOWBIT_API const char* isa_cap();
 
 }  // namespace lowbit

@@ -100,14 +100,18 @@ Status check_format_and_bits(const KernelLibrary& library, const Row& row) {
 Status check_linear(const KernelLibrary& library, const LinearKernel& row) {
   if (Status status = check_format_and_bits(library, row); !status.ok()) return status;
   const bool n_fits = row.n_step > 0 && (kPanelRows % row.n_step == 0 || row.n_step % kPanelRows == 0);
-  if (row.m_step < 1 || !n_fits) {
+  if (row.m_least < 1 || !n_fits) {
     return Status::error("row '%s' has the tile %d x %d; expected 1 row or more, and a divisor or multiple of %d "
                          "columns",
-                         row.name, row.m_step, row.n_step, kPanelRows);
+                         row.name, row.m_least, row.n_step, kPanelRows);
   }
-  if (row.m_most != 0 && row.m_most < row.m_step) {
+  if (row.m_most != 0 && row.m_most < row.m_least) {
     return Status::error("row '%s' is for at most %d rows of m; expected 0 or at least its tile's %d", row.name,
-                         row.m_most, row.m_step);
+                         row.m_most, row.m_least);
+  }
+  if (row.group_step != kHalfInputs && row.group_step != kBlockInputs) {
+    return Status::error("row '%s' is for groups of multiples of %d inputs; expected %d or %d", row.name,
+                         row.group_step, kHalfInputs, kBlockInputs);
   }
   if ((row.prepare == nullptr) != (row.activation_bytes == nullptr)) {
     return Status::error("row '%s' has only one of prepare and activation_bytes; expected both or none", row.name);

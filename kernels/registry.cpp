@@ -121,13 +121,16 @@ const QuantizeKernel& choose_quantize(IsaBits isa) {
   return *first(kQuantize, &KernelLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
 }
 
-const LinearKernel& choose_linear(Format format, int bits, int64_t m, IsaBits isa) {
-  const auto reads = [=](const LinearKernel& kernel) { return kernel.format == format && kernel.bits == bits; };
-  const auto suits = [=](const LinearKernel& kernel) {
-    return reads(kernel) && kernel.m_step <= m && (kernel.m_most == 0 || m <= kernel.m_most);
+const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) {
+  const auto reads = [&](const LinearKernel& kernel) {
+    return kernel.format == layout.format && kernel.bits == layout.bits;
+  };
+  const auto suits = [&](const LinearKernel& kernel) {
+    return reads(kernel) && kernel.m_least <= m && (kernel.m_most == 0 || m <= kernel.m_most) &&
+           layout.group_inputs() % kernel.group_step == 0;
   };
   if (const LinearKernel* found = first(kLinear, &KernelLibrary::linear, isa, suits)) return *found;
-  // Every row takes any m; one that is not made for this one is better than none.
+  // Every row takes any m and any groups; one that is not made for these is better than none.
   if (const LinearKernel* found = first(kLinear, &KernelLibrary::linear, isa, reads)) return *found;
   static constexpr LinearKernel kNone{"none", kPortable, Format::panel16, 0, 0, 0, nullptr};
   return kNone;

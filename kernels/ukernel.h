@@ -21,7 +21,7 @@
 //   exp2(x), x <= 0  below -126: 0;  n = rint(x), r = x - n, 2^n * polynomial(r): attention/attention_impl.h
 //   16-bit outputs   rounded from the float32 result, to nearest, ties to even; NaN of attention: 0x7fc00000
 //
-// Preconditions are the operators' to check: kernels only assert them.
+// Preconditions are the operators' to check: kernels only assert them. Panels and outputs may lie at any address.
 #pragma once
 
 #include <cstddef>
@@ -47,6 +47,10 @@ struct QuantizeArgs {
   float* zero;           // out: one, an integer in [-128, 127]
 };
 
+// Memory for a linear row's own use during a call. The operator owns it: threads may have little stack (musl's have 128
+// KiB), and a row allocates nothing.
+inline constexpr int64_t kLinearScratchBytes = 112 << 10;
+
 // Some rows of activations times some panels of a packed matrix.
 struct LinearArgs {
   const uint8_t* panels;     // panel 0 of the matrix (behind the header)
@@ -56,12 +60,13 @@ struct LinearArgs {
   const int32_t* group_sums; // m rows of layout.groups values
   const float* scales;       // m
   const float* zeros;        // m
-  int64_t m;
+  int64_t m;                 // at least 1
   void* out;                 // row 0, column 0 of the whole output, in out_dtype
   DType out_dtype;
   int64_t out_stride;        // elements from one row of the output to the next, at least layout.n
   // What the row's own prepare() wrote, 64-byte aligned; then a, group_sums, scales and zeros are null.
   const void* activations = nullptr;
+  void* scratch = nullptr;   // kLinearScratchBytes, 64-byte aligned, of undefined content; of this call alone
 };
 
 // Some rows of activations into the form that a row of a vendor's packed format wants.
@@ -70,7 +75,7 @@ struct PrepareArgs {
   int64_t x_stride;    // elements from one row to the next
   Layout layout;
   int64_t m;           // rows in all
-  int64_t begin, end;  // those to prepare; begin is a multiple of m_step, and so is end unless it is m
+  int64_t begin, end;  // those to prepare; begin is a multiple of the row's m_least, and so is end unless it is m
   void* activations;   // activation_bytes(layout, m) bytes for all rows
 };
 
@@ -115,17 +120,20 @@ struct QuantizeKernel {
 };
 
 struct LinearKernel {
-  const char* name;  // linear_a8w<bits>_<m_step>x<n_step>_<isa>
+  const char* name;  // linear_a8w<bits>_<m_least>x<n_step>_<isa>
   IsaBits isa;
   Format format;
   uint8_t bits;
-  uint8_t m_step, n_step;  // chosen from so many rows of m on; rows of weights at once. It takes any m, and all of n
+  uint8_t m_least, n_step;  // chosen from so many rows of m on; rows of weights at once. It takes any m, and all of n
   void (*run)(const LinearArgs&);
-  // For libraries (library.h). Calls of more rows than this go to another row of the table if one fits; 0: no limit.
+  // Calls of more rows than this go to another row of the table if one fits; 0: no limit.
   uint8_t m_most = 0;
   // Both or none, and only for a vendor's packed format: activations in a form of its own instead of QuantizeArgs'.
   int64_t (*activation_bytes)(const Layout&, int64_t m) = nullptr;
   void (*prepare)(const PrepareArgs&) = nullptr;
+  // Made for groups of so many inputs or a multiple: 32, whole blocks, or 16, all groups. Other groups go to another row
+  // if one fits, but a row is right for any.
+  uint8_t group_step = kHalfInputs;
 };
 
 struct EmbeddingKernel {

@@ -61,6 +61,7 @@ Status read_start(const TensorView& start, int64_t* value) {
                          describe(start.shape).text);
   }
   std::memcpy(value, start.data, sizeof *value);
+  __asm__ volatile("" : "+r"(*value));  // read once: another thread may write to it meanwhile
   return {};
 }
 
@@ -83,8 +84,8 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
             k_cache.shape.size[2], 0};
   if (Status status = check_new("k", k, q, sizes->kv_heads); !status.ok()) return status;
   if (Status status = check_new("v", v, q, sizes->kv_heads); !status.ok()) return status;
-  if (sizes->heads % sizes->kv_heads != 0) {
-    return Status::error("q has %" PRId64 " heads; expected a multiple of %" PRId64 ", the heads of the caches",
+  if (sizes->heads < 1 || sizes->heads % sizes->kv_heads != 0) {
+    return Status::error("q has %" PRId64 " heads; expected 1 or more times %" PRId64 ", the heads of the caches",
                          sizes->heads, sizes->kv_heads);
   }
   if (Status status = check_tensor("out", out, q.type, out_shape); !status.ok()) return status;
@@ -204,8 +205,11 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
                  const TensorView& v_cache, const TensorView& start, double scale, const TensorView& out,
                  const Parallel& parallel) {
   Sizes sizes;
+  if (Status status = check_isa_cap(); !status.ok()) return status;
   if (Status status = check(q, k, v, k_cache, v_cache, start, out, &sizes); !status.ok()) return status;
   if (k.shape.numel() == 0) return {};
+  const DefaultFloats floats;
+  __asm__ volatile("" : "+m"(scale));  // its product is rounded behind this line, too
   const Call call(sizes, q, k, v, k_cache, v_cache, scale, out);
 
   // A band of the grid is a head of the caches: its new positions are written before its queries run. The last rows,
@@ -227,10 +231,10 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
   }
   const bool alone = rows * cache_heads * row_products < kParallelProducts;
   parallel_2d(alone ? Parallel() : parallel, grid, many != nullptr ? many.get() : few,
-              [&](int64_t begin, int64_t end) {
+              [&](int, int64_t begin, int64_t end) {
                 for (int64_t row = begin; row < end; ++row) call.write(row / positions, row % positions);
               },
-              [&](int64_t cache_head, int64_t begin, int64_t end) {
+              [&](int, int64_t cache_head, int64_t begin, int64_t end) {
                 for (int64_t column = begin; column < end; ++column) {
                   const int64_t first = (grid.columns - 1 - column) * kAttentionRows;
                   call.attend(cache_head, first, first + kAttentionRows < rows ? first + kAttentionRows : rows);

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "../kernels/format.h"
+#include "../kernels/isa.h"
 #include "../kernels/status.h"
 #include "tensor_view.h"
 
@@ -23,6 +24,12 @@ inline ShapeText describe(const Shape& shape) {
   }
   std::snprintf(result.text + at, sizeof result.text - static_cast<size_t>(at), "]");
   return result;
+}
+
+// Somebody who caps the instruction sets wants to know what runs, and a wrong name does not say what he meant.
+inline Status check_isa_cap() {
+  if (const Status& status = isa_cap_status(); !status.ok()) return status;
+  return {};
 }
 
 inline Status check_on_cpu(const char* name, const TensorView& tensor) {
@@ -54,6 +61,7 @@ inline Status no_kernel(const char* family, const Layout& layout) {
 // The layout of a packed [n, k] matrix of the shape of `tensor`.
 inline Status matrix_layout(const char* name_has, const TensorView& tensor, int bits, int64_t group_size, bool affine,
                             bool has_bias, Layout* layout) {
+  if (Status status = check_isa_cap(); !status.ok()) return status;
   if (tensor.shape.ndim != 2) {
     return Status::error("%s shape %s; expected two dimensions [n, k]", name_has, describe(tensor.shape).text);
   }

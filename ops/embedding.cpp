@@ -1,6 +1,7 @@
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
+#include "scratch.h"
 
 namespace lowbit {
 namespace {
@@ -8,16 +9,19 @@ namespace {
 // Below this many values a second thread costs more than it saves.
 constexpr int64_t kParallelValues = 1 << 15;
 
+// Whoever lent the memory may change it meanwhile, so it is read once: here.
 int64_t index_at(const TensorView& indices, int64_t flat) {
   const char* at = static_cast<const char*>(indices.data) +
                    element_bytes(indices.type) * offset_of(indices, indices.shape.ndim, flat);
   if (indices.type == ElementType::i64) {
     int64_t index;
     std::memcpy(&index, at, sizeof index);
+    __asm__ volatile("" : "+r"(index));  // the compiler must not read it again either
     return index;
   }
   int32_t index;
   std::memcpy(&index, at, sizeof index);
+  __asm__ volatile("" : "+r"(index));
   return index;
 }
 
@@ -52,13 +56,19 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
   }
   if (Status status = check_tensor("out", out, out.type, out_shape); !status.ok()) return status;
 
+  // All indices are checked before a row is written, so that a refused call writes nothing. What was checked is what is used:
+  // another thread may write to the caller's indices meanwhile.
   const int64_t count = indices.shape.numel();
+  const Scratch scratch(count * static_cast<int64_t>(sizeof(int64_t)));
+  if (scratch.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " indices", count);
+  int64_t* const rows = reinterpret_cast<int64_t*>(scratch.data());
   for (int64_t i = 0; i < count; ++i) {
     const int64_t index = index_at(indices, i);
     if (index < 0 || index >= layout.n) {
       return Status::out_of_range("index %" PRId64 " (number %" PRId64 " of %" PRId64 ") is out of range; expected 0 to %"
                                   PRId64, index, i, count, layout.n - 1);
     }
+    rows[i] = index;
   }
 
   const EmbeddingKernel& kernel = choose_embedding(layout.format, layout.bits, active_isa());
@@ -70,10 +80,10 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
   const int64_t row_bytes = layout.k * element_bytes(out.type);
   const Parallel alone;
   parallel_1d(count * layout.k < kParallelValues ? alone : parallel, count, 1 + kParallelValues / 4 / layout.k,
-              [&](int64_t begin, int64_t end) {
+              [&](int, int64_t begin, int64_t end) {
                 EmbeddingArgs row = args;
                 for (int64_t i = begin; i < end; ++i) {
-                  row.row = index_at(indices, i);
+                  row.row = rows[i];
                   row.out = static_cast<char*>(out.data) + i * row_bytes;
                   kernel.run(row);
                 }

@@ -138,6 +138,39 @@ Status run_linear(Span<EValue*> values) {
   return lowbit::linear(x_view, view_of(packed_weight), out_features, out_view, executorch_threads());
 }
 
+Status run_linears(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
+                                               {"packed_weights", Tag::ListTensor},
+                                               {"out_features", Tag::ListInt},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const Tensor& x = values[0]->toTensor();
+  const auto weight_list = values[1]->tryToTensorList();
+  const auto size_list = values[2]->tryToIntList();
+  if (!weight_list.ok() || !size_list.ok()) return Status::error("a list has elements of another kind");
+  const ArrayRef<Tensor> packed_weights = *weight_list;
+  const ArrayRef<int64_t> out_features = *size_list;
+  Tensor& out = values[3]->toTensor();
+  if (packed_weights.size() != out_features.size()) {
+    return Status::error("there are %zu packed_weights and %zu out_features; expected as many", packed_weights.size(),
+                         out_features.size());
+  }
+
+  const TensorView x_view = view_of(x);
+  const int64_t count = static_cast<int64_t>(out_features.size());
+  Shape shape;
+  if (Status status = lowbit::linears_shape(x_view, out_features.data(), count, &shape); !status.ok()) return status;
+  const TensorView out_view = resized(out, shape);
+  TensorView packed[lowbit::kMostMatrices];
+  for (size_t i = 0; i < packed_weights.size(); ++i) {
+    if (Status status = check_memory({&x, &packed_weights[i]}, {&out}); !status.ok()) return status;
+    packed[i] = view_of(packed_weights[i]);
+  }
+  return lowbit::linears(x_view, packed, out_features.data(), count, out_view, executorch_threads());
+}
+
 // The dtype is the output's, which export gave the type that `dtype` asks for.
 Status run_embedding(Span<EValue*> values) {
   if (Status status = check_arguments(values, {{"indices", Tag::Tensor},
@@ -187,7 +220,7 @@ Status run_attention(Span<EValue*> values) {
                            out_view, executorch_threads());
 }
 
-constexpr char kLinear[] = "lowbit::linear.out", kEmbedding[] = "lowbit::embedding.out";
+constexpr char kLinear[] = "lowbit::linear.out", kLinears[] = "lowbit::linears.out", kEmbedding[] = "lowbit::embedding.out";
 constexpr char kAttention[] = "lowbit::attention.out";
 
 template <const char* name, Status (*run)(Span<EValue*>), size_t out>
@@ -199,8 +232,9 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
 }
 
 const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
+                           Kernel(kLinears, kernel<kLinears, run_linears, 3>),
                            Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>),
                            Kernel(kAttention, kernel<kAttention, run_attention, 7>)};
-[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 3));
+[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 4));
 
 }  // namespace

@@ -1,10 +1,10 @@
-#include <cstdlib>
-#include <memory>
 #include <new>
 
 #include "../kernels/registry.h"
 #include "check.h"
+#include "float_environment.h"
 #include "operators.h"
+#include "scratch.h"
 
 namespace lowbit {
 namespace {
@@ -31,95 +31,187 @@ constexpr int64_t kBandBytes = 256 << 10;
 constexpr int64_t kBandRows = 32;
 // So many tiles per thread, if there can be: bands get shorter when there are few panels.
 constexpr int64_t kTilesPerThread = 8;
-// Rows of m that are quantised at once take up to about this much memory; more of them need another parallel region.
-constexpr int64_t kScratchBytes = 24 << 20;
-
-// One allocation for the quantised activations of a chunk of rows; small ones stay on the stack.
-class Scratch {
- public:
-  bool reserve(int64_t bytes) {
-    if (bytes <= static_cast<int64_t>(sizeof local_)) {
-      data_ = local_;
-      return true;
-    }
-    heap_.reset(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)));
-    data_ = heap_.get();
-    return data_ != nullptr;
-  }
-  void* data() { return data_; }
-
- private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  alignas(64) unsigned char local_[16384];
-  std::unique_ptr<void, Free> heap_;
-  void* data_ = nullptr;
-};
+// Rows of m that are quantised at once take up to about this much memory, which the thread keeps (scratch.h); more of
+// them need another parallel region.
+constexpr int64_t kScratchBytes = 8 << 20;
 
 constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-struct Quantized {
-  int8_t* a;
-  int32_t* group_sums;
-  float* scales;
-  float* zeros;
+int64_t at_least_1(int64_t value) { return value < 1 ? 1 : value; }
 
-  static int64_t bytes(int64_t m, const Layout& layout) {
-    return aligned(m * layout.blocks * kBlockInputs) + aligned(m * layout.groups * 4) + 2 * aligned(m * 4);
-  }
+// Rows that are quantised at once, of so many bytes each.
+int64_t rows_at_once(int64_t rows, int64_t row_bytes) {
+  const int64_t limit = kScratchBytes / row_bytes;
+  const int64_t whole_bands = limit < kBandRows ? kBandRows : limit / kBandRows * kBandRows;
+  return rows <= limit || rows < whole_bands ? rows : whole_bands;
+}
 
-  Quantized(void* memory, int64_t m, const Layout& layout) {
-    char* at = static_cast<char*>(memory);
-    a = reinterpret_cast<int8_t*>(at);
-    at += aligned(m * layout.blocks * kBlockInputs);
-    group_sums = reinterpret_cast<int32_t*>(at);
-    at += aligned(m * layout.groups * 4);
-    scales = reinterpret_cast<float*>(at);
-    zeros = reinterpret_cast<float*>(at + aligned(m * 4));
+// A matrix of a call, and where its results go.
+struct Matrix {
+  Layout layout;
+  const uint8_t* panels;
+  const LinearKernel* kernel;
+  int64_t first_panel;  // among the panels of all matrices of the call
+  char* out;            // row 0, this matrix's first column
+  int sums;             // which of the group sums it reads: one kind for each group size
+};
+
+// The matrices of a call. All of them have k inputs.
+struct Matrices {
+  Matrix of[kMostMatrices];
+  int count = 0;
+  int64_t k, blocks, panels = 0, outputs = 0;
+  int64_t group_inputs[kMostMatrices], groups[kMostMatrices];
+  int kinds_of_sums = 0;
+
+  void add(const Layout& layout, const uint8_t* bytes) {
+    k = layout.k;
+    blocks = layout.blocks;
+    int kind = 0;
+    while (kind < kinds_of_sums && group_inputs[kind] != layout.group_inputs()) ++kind;
+    group_inputs[kind] = layout.group_inputs();
+    groups[kind] = layout.groups;
+    if (kind == kinds_of_sums) ++kinds_of_sums;
+    of[count++] = {layout, bytes + kHeaderBytes, nullptr, panels, nullptr, kind};
+    panels += layout.panels;
+    outputs += layout.n;
   }
 };
 
+// Some rows of x as the kernels read them: int8 values, and the sums of their groups for every group size of the
+// matrices.
+class QuantizedRows {
+ public:
+  QuantizedRows(const TensorView& x, const Matrices& matrices, const QuantizeKernel& kernel)
+      : x_(x), matrices_(matrices), kernel_(kernel), gather_(x.stride[x.shape.ndim - 1] != 1 && matrices.k > 1) {}
+
+  int64_t bytes(int64_t rows) const {
+    int64_t sum = aligned(rows * matrices_.blocks * kBlockInputs) + 2 * aligned(rows * 4);
+    for (int i = 0; i < matrices_.kinds_of_sums; ++i) sum += aligned(rows * matrices_.groups[i] * 4);
+    return sum;
+  }
+  // Of a row that has to be gathered, for each worker.
+  int64_t gather_bytes() const { return gather_ ? aligned(matrices_.k * element_bytes(x_.type)) : 0; }
+
+  // Where the rows lie: bytes(rows) of memory.
+  void place(char* memory, int64_t rows) {
+    const auto take = [&memory](int64_t bytes) {
+      char* const taken = memory;
+      memory += aligned(bytes);
+      return taken;
+    };
+    a_ = reinterpret_cast<int8_t*>(take(rows * matrices_.blocks * kBlockInputs));
+    for (int i = 0; i < matrices_.kinds_of_sums; ++i) {
+      group_sums_[i] = reinterpret_cast<int32_t*>(take(rows * matrices_.groups[i] * 4));
+    }
+    scales_ = reinterpret_cast<float*>(take(rows * 4));
+    zeros_ = reinterpret_cast<float*>(take(rows * 4));
+  }
+
+  // Row `row` of x becomes row `index`. A second group size quantises once more: the values come out the same.
+  void quantize(int64_t row, int64_t index, char* gathered) const {
+    const int last = x_.shape.ndim - 1;
+    const int64_t item = element_bytes(x_.type);
+    const char* source = static_cast<const char*>(x_.data) + item * offset_of(x_, last, row);
+    if (gather_) {
+      for (int64_t i = 0; i < matrices_.k; ++i) {
+        std::memcpy(gathered + i * item, source + i * item * x_.stride[last], static_cast<size_t>(item));
+      }
+      source = gathered;
+    }
+    QuantizeArgs args{};
+    args.x = source;
+    args.x_dtype = dtype_of(x_.type);
+    args.k = matrices_.k;
+    args.k_padded = matrices_.blocks * kBlockInputs;
+    args.a = a_ + index * args.k_padded;
+    args.scale = scales_ + index;
+    args.zero = zeros_ + index;
+    for (int i = 0; i < matrices_.kinds_of_sums; ++i) {
+      args.group_inputs = matrices_.group_inputs[i];
+      args.group_sums = group_sums_[i] + index * matrices_.groups[i];
+      kernel_.run(args);
+    }
+  }
+
+  // As the kernel of a matrix takes them, from row `first` on.
+  void give(LinearArgs& args, const Matrix& matrix, int64_t first) const {
+    args.a = a_ + first * matrices_.blocks * kBlockInputs;
+    args.group_sums = group_sums_[matrix.sums] + first * matrix.layout.groups;
+    args.scales = scales_ + first;
+    args.zeros = zeros_ + first;
+  }
+
+ private:
+  const TensorView& x_;
+  const Matrices& matrices_;
+  const QuantizeKernel& kernel_;
+  const bool gather_;
+  int8_t* a_ = nullptr;
+  int32_t* group_sums_[kMostMatrices];
+  float *scales_ = nullptr, *zeros_ = nullptr;
+};
+
+// Panels [begin, end) of all matrices, for the rows of `args`: whose m, scratch, out_dtype and out_stride are set.
+void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int64_t first_row, int64_t out_offset,
+                LinearArgs args, int64_t begin, int64_t end) {
+  for (int i = 0; i < matrices.count; ++i) {
+    const Matrix& matrix = matrices.of[i];
+    const int64_t behind = matrix.first_panel + matrix.layout.panels;
+    if (behind <= begin || matrix.first_panel >= end) continue;
+    args.panels = matrix.panels;
+    args.layout = matrix.layout;
+    args.panel_begin = begin > matrix.first_panel ? begin - matrix.first_panel : 0;
+    args.panel_end = (end < behind ? end : behind) - matrix.first_panel;
+    args.out = matrix.out + out_offset;
+    quantized.give(args, matrix, first_row);
+    matrix.kernel->run(args);
+  }
+}
+
 // linear() on a row that prepares activations in a form of its own. `rows` of x, all checked.
-Status linear_prepared(const LinearKernel& kernel, const TensorView& x, const uint8_t* panels, const Layout& layout,
-                       int64_t rows, const TensorView& out, const Parallel& parallel) {
+Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, int64_t out_stride,
+                       const Parallel& parallel) {
+  const LinearKernel& kernel = *matrix.kernel;
+  const Layout& layout = matrix.layout;
   const int last = x.shape.ndim - 1;
   const DType dtype = dtype_of(x.type);
   const int64_t row_bytes = layout.k * static_cast<int64_t>(sizeof(float));
-  int64_t chunk = kScratchBytes / row_bytes / kBandRows * kBandRows;
-  chunk = rows < kBandRows ? rows : chunk < kBandRows ? kBandRows : rows < chunk ? rows : chunk;
+  const int64_t chunk = rows_at_once(rows, row_bytes);
   const int64_t activation_bytes = kernel.activation_bytes(layout, chunk);
   if (activation_bytes < 1) {
     return Status::error("kernel '%s' wants %" PRId64 " bytes for %" PRId64 " rows of activations; expected 1 or more",
                          kernel.name, activation_bytes, chunk);
   }
-  Scratch memory;
-  if (!memory.reserve(aligned(activation_bytes) + chunk * row_bytes)) {
-    return Status::no_memory("no memory for %" PRId64 " bytes of activations", activation_bytes + chunk * row_bytes);
-  }
-  float* const floats = reinterpret_cast<float*>(static_cast<char*>(memory.data()) + aligned(activation_bytes));
   const Parallel threads = rows * layout.k * layout.n < kParallelProducts ? Parallel() : parallel;
-  const int64_t rows_per_claim = (1 + kClaimValues / layout.k / kernel.m_step) * kernel.m_step;
+  const int64_t float_bytes = aligned(chunk * row_bytes);
+  const int64_t bytes = aligned(activation_bytes) + float_bytes + threads.threads * kLinearScratchBytes;
+  const Scratch memory(bytes);
+  if (memory.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of activations", bytes);
+  float* const floats = reinterpret_cast<float*>(memory.data() + aligned(activation_bytes));
+  char* const kernel_scratch = memory.data() + aligned(activation_bytes) + float_bytes;
+  const int64_t rows_per_claim = (1 + kClaimValues / layout.k / kernel.m_least) * kernel.m_least;
   const int64_t panels_per_claim = 1 + kClaimProducts / (layout.k * kPanelRows);
 
   for (int64_t first = 0; first < rows; first += chunk) {
     LinearArgs args{};
-    args.panels = panels;
+    args.panels = matrix.panels;
     args.layout = layout;
     args.m = rows - first < chunk ? rows - first : chunk;
-    args.out = static_cast<char*>(out.data) + first * layout.n * element_bytes(out.type);
+    args.out = matrix.out + first * out_stride * element_bytes(x.type);
     args.out_dtype = dtype;
-    args.out_stride = layout.n;
+    args.out_stride = out_stride;
     args.activations = memory.data();
-    parallel_1d(threads, args.m, rows_per_claim, [&](int64_t begin, int64_t end) {
+    parallel_1d(threads, args.m, rows_per_claim, [&](int, int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const char* row = static_cast<const char*>(x.data) + element_bytes(x.type) * offset_of(x, last, first + i);
         for (int64_t j = 0; j < layout.k; ++j) floats[i * layout.k + j] = load_as_f32(row, dtype, j * x.stride[last]);
       }
       kernel.prepare({floats, layout.k, layout, args.m, begin, end, memory.data()});
     });
-    parallel_1d(threads, layout.panels, panels_per_claim, [&](int64_t begin, int64_t end) {
+    parallel_1d(threads, layout.panels, panels_per_claim, [&](int worker, int64_t begin, int64_t end) {
       LinearArgs tile = args;
+      tile.scratch = kernel_scratch + worker * kLinearScratchBytes;
       tile.panel_begin = begin;
       tile.panel_end = end;
       kernel.run(tile);
@@ -129,51 +221,74 @@ Status linear_prepared(const LinearKernel& kernel, const TensorView& x, const ui
 }
 
 // How the rows and panels of a call are cut, for `threads` threads.
-Grid make_grid(int64_t rows, const Layout& layout, int threads) {
-  const auto at_least_1 = [](int64_t value) { return value < 1 ? int64_t{1} : value; };
+Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   const auto whole_chunks = [&](int64_t value) { return at_least_1(value / kBandRows) * kBandRows; };
-  const int64_t cached = whole_chunks(kBandBytes / (layout.blocks * kBlockInputs));
-  const int64_t balanced = whole_chunks(rows * layout.panels / (kTilesPerThread * threads));
+  const int64_t cached = whole_chunks(kBandBytes / (matrices.blocks * kBlockInputs));
+  const int64_t balanced = whole_chunks(rows * matrices.panels / (kTilesPerThread * threads));
   Grid grid{};
   const int64_t most = cached < balanced ? cached : balanced;
   const int64_t bands = (rows + most - 1) / most;
   grid.rows = rows;
   grid.band_rows = (rows + bands - 1) / bands;  // equal bands: no last one of a row or two that pays for all unpacking
-  grid.prepare_rows = at_least_1(kClaimValues / layout.k);
-  grid.columns = layout.panels;
-  const int64_t panel_products = grid.rows_of(0) * layout.k * kPanelRows;
+  grid.prepare_rows = at_least_1(kClaimValues / matrices.k);
+  grid.columns = matrices.panels;
+  const int64_t panel_products = grid.rows_of(0) * matrices.k * kPanelRows;
   grid.least_columns = 1 + kClaimProducts / panel_products;
   grid.most_columns = grid.least_columns < kClaimPanels ? kClaimPanels : grid.least_columns;
   return grid;
 }
 
-void quantize_row(const QuantizeKernel& kernel, const TensorView& x, int64_t row, int64_t index, const Layout& layout,
-                  const Quantized& q, char* gathered) {
-  const int last = x.shape.ndim - 1;
-  const int64_t item = element_bytes(x.type);
-  const char* source = static_cast<const char*>(x.data) + item * offset_of(x, last, row);
-  if (x.stride[last] != 1 && layout.k > 1) {
-    for (int64_t i = 0; i < layout.k; ++i) {
-      std::memcpy(gathered + i * item, source + i * item * x.stride[last], static_cast<size_t>(item));
-    }
-    source = gathered;
+// All matrices, whose kernels read int8 rows. `rows` of x, all checked.
+Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t rows, const Parallel& parallel) {
+  QuantizedRows quantized(x, matrices, choose_quantize(active_isa()));
+  const int64_t chunk = rows_at_once(rows, quantized.bytes(1));
+  const int64_t products = chunk * matrices.k * matrices.panels * kPanelRows;
+  const int threads = products < kParallelProducts ? 1 : parallel.threads;
+  Grid grid = make_grid(chunk, matrices, threads);
+  const int64_t quantized_bytes = quantized.bytes(chunk);
+  const int64_t bands_bytes = grid.bands() * static_cast<int64_t>(sizeof(Band));
+  const int64_t worker_bytes = kLinearScratchBytes + quantized.gather_bytes();
+  const int64_t bytes = quantized_bytes + bands_bytes + threads * worker_bytes;
+  const Scratch scratch(bytes);
+  if (scratch.data() == nullptr) {
+    return Status::no_memory("no memory for %" PRId64 " bytes of quantised activations", bytes);
   }
-  QuantizeArgs args{};
-  args.x = source;
-  args.x_dtype = dtype_of(x.type);
-  args.k = layout.k;
-  args.k_padded = layout.blocks * kBlockInputs;
-  args.group_inputs = layout.group_inputs();
-  args.a = q.a + index * args.k_padded;
-  args.group_sums = q.group_sums + index * layout.groups;
-  args.scale = q.scales + index;
-  args.zero = q.zeros + index;
-  kernel.run(args);
+  quantized.place(scratch.data(), chunk);
+  char* const band_memory = scratch.data() + quantized_bytes;
+  char* const workers = band_memory + bands_bytes;
+
+  const DefaultFloats floats;
+  for (int64_t begin = 0; begin < rows; begin += chunk) {
+    grid.rows = rows - begin < chunk ? rows - begin : chunk;
+    Band* const bands = new (band_memory) Band[static_cast<size_t>(grid.bands())];
+    const auto quantize_rows = [&](int worker, int64_t first, int64_t end) {
+      char* const gathered = workers + worker * worker_bytes + kLinearScratchBytes;
+      for (int64_t i = first; i < end; ++i) quantized.quantize(begin + i, i, gathered);
+    };
+    const bool few = grid.rows * matrices.k < kParallelValues;
+    if (few) quantize_rows(0, 0, grid.rows);
+    parallel_2d({threads, parallel.run}, grid, bands,
+                [&](int worker, int64_t first, int64_t end) {
+                  if (!few) quantize_rows(worker, first, end);
+                },
+                [&](int worker, int64_t band, int64_t first_panel, int64_t end_panel) {
+                  const int64_t first = band * grid.band_rows;
+                  LinearArgs args{};
+                  args.m = grid.rows_of(band);
+                  args.out_dtype = dtype_of(x.type);
+                  args.out_stride = matrices.outputs;
+                  args.scratch = workers + worker * worker_bytes;
+                  const int64_t out_offset = (begin + first) * matrices.outputs * element_bytes(x.type);
+                  run_panels(matrices, quantized, first, out_offset, args, first_panel, end_panel);
+                });
+  }
+  return {};
 }
 
 }  // namespace
 
 Status read_packed(const TensorView& packed, Layout* layout) {
+  if (Status status = check_isa_cap(); !status.ok()) return status;
   if (Status status = check_on_cpu("packed_weight", packed); !status.ok()) return status;
   if (packed.type != ElementType::u8 || packed.shape.ndim != 1) {
     return Status::error("packed_weight has dtype %s and shape %s; expected uint8 and one dimension",
@@ -183,97 +298,86 @@ Status read_packed(const TensorView& packed, Layout* layout) {
   return read_header(packed.data, packed.shape.size[0], layout);
 }
 
-Status linear_shape(const TensorView& x, int64_t out_features, Shape* out) {
+Status linears_shape(const TensorView& x, const int64_t* out_features, int64_t count, Shape* out) {
   if (x.shape.ndim < 1) return Status::error("x has no dimensions; expected [..., in_features]");
-  if (out_features < 1) return Status::error("out_features is %" PRId64 "; expected 1 or more", out_features);
+  if (count < 1 || count > kMostMatrices) {
+    return Status::error("there are %" PRId64 " out_features; expected 1 to %d", count, kMostMatrices);
+  }
+  int64_t outputs = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (out_features[i] < 1) return Status::error("out_features is %" PRId64 "; expected 1 or more", out_features[i]);
+    if (__builtin_add_overflow(outputs, out_features[i], &outputs)) {
+      return Status::error("out_features is %" PRId64 "; expected less", out_features[i]);
+    }
+  }
   *out = x.shape;
-  out->size[out->ndim - 1] = out_features;
+  out->size[out->ndim - 1] = outputs;
   return {};
 }
 
-Status linear(const TensorView& x, const TensorView& packed, int64_t out_features, const TensorView& out,
-              const Parallel& parallel) {
-  Layout layout;
-  if (Status status = read_packed(packed, &layout); !status.ok()) return status;
+Status linear_shape(const TensorView& x, int64_t out_features, Shape* out) {
+  return linears_shape(x, &out_features, 1, out);
+}
+
+Status linears(const TensorView& x, const TensorView* packed, const int64_t* out_features, int64_t count,
+               const TensorView& out, const Parallel& parallel) {
   Shape out_shape;
-  if (Status status = linear_shape(x, out_features, &out_shape); !status.ok()) return status;
+  if (Status status = linears_shape(x, out_features, count, &out_shape); !status.ok()) return status;
   if (Status status = check_on_cpu("x", x); !status.ok()) return status;
   if (!is_activation_type(x.type)) {
     return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
   }
-  if (out_features != layout.n) {
-    return Status::error("out_features is %" PRId64 "; expected %" PRId64 ", the rows of the packed weight", out_features,
-                         layout.n);
-  }
   const int last = x.shape.ndim - 1;
-  if (x.shape.size[last] != layout.k) {
-    return Status::error("x has shape %s; expected [..., %" PRId64 "], the inputs of the packed weight",
-                         describe(x.shape).text, layout.k);
+  Matrices matrices;
+  for (int64_t i = 0; i < count; ++i) {
+    Layout layout;
+    if (Status status = read_packed(packed[i], &layout); !status.ok()) return status;
+    if (out_features[i] != layout.n) {
+      return Status::error("out_features is %" PRId64 "; expected %" PRId64 ", the rows of the packed weight",
+                           out_features[i], layout.n);
+    }
+    if (x.shape.size[last] != layout.k) {
+      return Status::error("x has shape %s; expected [..., %" PRId64 "], the inputs of the packed weight",
+                           describe(x.shape).text, layout.k);
+    }
+    matrices.add(layout, static_cast<const uint8_t*>(packed[i].data));
   }
   if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
 
-  const int64_t rows = x.shape.numel() / layout.k;
+  const int64_t rows = x.shape.numel() / matrices.k;
   if (rows == 0) return {};
-
-  const IsaBits isa = active_isa();
-  const QuantizeKernel& quantize = choose_quantize(isa);
-  const LinearKernel& kernel = choose_linear(layout.format, layout.bits, rows, isa);
-  if (kernel.run == nullptr) return no_kernel("linear", layout);
-  const uint8_t* const panels = static_cast<const uint8_t*>(packed.data) + kHeaderBytes;
-  if (kernel.prepare != nullptr) return linear_prepared(kernel, x, panels, layout, rows, out, parallel);
-
-  const int64_t limit = kScratchBytes / Quantized::bytes(1, layout);
-  const int64_t chunk = rows <= limit ? rows : limit < kBandRows ? kBandRows : limit / kBandRows * kBandRows;
-  const int64_t products = chunk * layout.k * layout.panels * kPanelRows;
-  const int threads = products < kParallelProducts ? 1 : parallel.threads;
-  const int64_t quantized_bytes = Quantized::bytes(chunk, layout);
-  Grid grid = make_grid(chunk, layout, threads);
-  const int64_t bands_bytes = grid.bands() * static_cast<int64_t>(sizeof(Band));
-  const int64_t gather_bytes = x.stride[last] != 1 ? aligned(layout.k * element_bytes(x.type)) : 0;
-  const int64_t bytes = quantized_bytes + bands_bytes + chunk * gather_bytes;
-  Scratch scratch;
-  if (!scratch.reserve(bytes)) {
-    return Status::no_memory("no memory for %" PRId64 " bytes of quantised activations", bytes);
+  char* column = static_cast<char*>(out.data);
+  bool prepared = false;
+  for (int i = 0; i < matrices.count; ++i) {
+    Matrix& matrix = matrices.of[i];
+    const Layout& layout = matrix.layout;
+    matrix.kernel = &choose_linear(layout, rows, active_isa());
+    if (matrix.kernel->run == nullptr) return no_kernel("linear", layout);
+    matrix.out = column;
+    column += layout.n * element_bytes(x.type);
+    prepared = prepared || matrix.kernel->prepare != nullptr;
   }
-  const Quantized quantized(scratch.data(), chunk, layout);
-  char* const band_memory = static_cast<char*>(scratch.data()) + quantized_bytes;
-  char* const gathered = band_memory + bands_bytes;
+  if (!prepared) return linear_quantized(matrices, x, rows, parallel);
 
-  LinearArgs args{};
-  args.panels = panels;
-  args.layout = layout;
-  args.out_dtype = dtype_of(out.type);
-  args.out_stride = layout.n;
-
-  for (int64_t begin = 0; begin < rows; begin += chunk) {
-    grid.rows = rows - begin < chunk ? rows - begin : chunk;
-    Band* const bands = new (band_memory) Band[static_cast<size_t>(grid.bands())];
-    const auto quantize_rows = [&](int64_t first, int64_t end) {
-      for (int64_t i = first; i < end; ++i) {
-        quantize_row(quantize, x, begin + i, i, layout, quantized, gathered + i * gather_bytes);
-      }
-    };
-    const bool few = grid.rows * layout.k < kParallelValues;
-    if (few) quantize_rows(0, grid.rows);
-    parallel_2d({threads, parallel.run}, grid, bands,
-                [&](int64_t first, int64_t end) {
-                  if (!few) quantize_rows(first, end);
-                },
-                [&](int64_t band, int64_t first_panel, int64_t end_panel) {
-                  const int64_t first = band * grid.band_rows;
-                  LinearArgs tile = args;
-                  tile.m = grid.rows_of(band);
-                  tile.a = quantized.a + first * layout.blocks * kBlockInputs;
-                  tile.group_sums = quantized.group_sums + first * layout.groups;
-                  tile.scales = quantized.scales + first;
-                  tile.zeros = quantized.zeros + first;
-                  tile.out = static_cast<char*>(out.data) + (begin + first) * layout.n * element_bytes(out.type);
-                  tile.panel_begin = first_panel;
-                  tile.panel_end = end_panel;
-                  kernel.run(tile);
-                });
+  // Rows with activations of their own share nothing.
+  Matrices rest;
+  for (int i = 0; i < matrices.count; ++i) {
+    const Matrix& matrix = matrices.of[i];
+    if (matrix.kernel->prepare != nullptr) {
+      if (Status status = linear_prepared(matrix, x, rows, matrices.outputs, parallel); !status.ok()) return status;
+      continue;
+    }
+    rest.add(matrix.layout, matrix.panels - kHeaderBytes);
+    rest.of[rest.count - 1].kernel = matrix.kernel;
+    rest.of[rest.count - 1].out = matrix.out;
   }
-  return {};
+  rest.outputs = matrices.outputs;
+  return rest.count == 0 ? Status() : linear_quantized(rest, x, rows, parallel);
+}
+
+Status linear(const TensorView& x, const TensorView& packed, int64_t out_features, const TensorView& out,
+              const Parallel& parallel) {
+  return linears(x, &packed, &out_features, 1, out, parallel);
 }
 
 }  // namespace lowbit

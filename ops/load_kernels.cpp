@@ -43,6 +43,7 @@ Status add_kernels(const KernelLibrary& library, const char* name) {
 }
 
 Status load_kernels(const char* path) {
+  if (const Status& status = isa_cap_status(); !status.ok()) return status;
   if (path[0] == '\0') return Status::error("the path of the kernel library is empty");  // dlopen: the program itself
   std::unique_ptr<void, Close> handle(dlopen(path, RTLD_NOW | RTLD_LOCAL));
   if (handle == nullptr) return Status::system("kernel library does not load: %s", tail(dlerror(), 250));

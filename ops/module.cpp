@@ -4,12 +4,13 @@
 
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
+#include "../bench/read_bandwidth.h"
 #include "../kernels/format.h"
 #include "../kernels/registry.h"
 #include "load_kernels.h"
 #include "operators.h"
-#include "read_bandwidth.h"
 
 namespace py = pybind11;
 using namespace lowbit;
@@ -54,8 +55,14 @@ py::dict describe(const char* family, const Kernel& kernel) {
 
 // Limits on m are bytes, so that beyond all of them the choice does not change any more.
 bool is_active(const LinearKernel& kernel, IsaBits isa) {
-  for (int64_t m = 1; m <= 256; ++m) {
-    if (&choose_linear(kernel.format, kernel.bits, m, isa) == &kernel) return true;
+  Layout layout{};
+  layout.format = kernel.format;
+  layout.bits = kernel.bits;
+  for (const int64_t group_size : {kBlockInputs, kHalfInputs}) {
+    layout.group_size = group_size;
+    for (int64_t m = 1; m <= 256; ++m) {
+      if (&choose_linear(layout, m, isa) == &kernel) return true;
+    }
   }
   return false;
 }
@@ -69,7 +76,7 @@ py::list kernels() {
     py::dict row = describe("linear", kernel);
     row["format"] = name_of(kernel.format).text;
     row["bits"] = int{kernel.bits};
-    row["tile"] = py::make_tuple(int{kernel.m_step}, int{kernel.n_step});
+    row["tile"] = py::make_tuple(int{kernel.m_least}, int{kernel.n_step});
     row["active"] = is_active(kernel, isa);
     rows.append(row);
   }
@@ -209,8 +216,13 @@ double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
   if (threads < 1 || size < (int64_t{1} << 20) * threads) {
     throw py::value_error("read_bandwidth needs a thread or more, and a MiB for each");
   }
-  py::gil_scoped_release release;
-  return bench::read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1).bytes_per_second;
+  try {
+    py::gil_scoped_release release;
+    return bench::read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1).bytes_per_second;
+  } catch (const std::system_error& error) {
+    raise_unless_ok(Status::system("%d threads cannot be started: %s", threads, error.what()));
+  }
+  return 0.0;  // never reached
 }
 
 }  // namespace

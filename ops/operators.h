@@ -1,5 +1,6 @@
 // The operators, for any host framework: they check their arguments, choose a kernel, cut the work into tiles and run it on
-// the host's threads. Each returns an error instead of reading or writing anything out of bounds.
+// the host's threads. Each returns an error instead of reading or writing anything out of bounds, and when LOWBIT_ISA
+// holds a name that does not exist (isa_cap_status()).
 //
 // Outputs are contiguous tensors that the caller allocated with the shape that the *_shape function gave.
 #pragma once
@@ -16,6 +17,13 @@ namespace lowbit {
 LOWBIT_API Status linear_shape(const TensorView& x, int64_t out_features, Shape* out);
 LOWBIT_API Status linear(const TensorView& x, const TensorView& packed, int64_t out_features, const TensorView& out,
                          const Parallel& parallel);
+
+// The same for 1 to kMostMatrices matrices of k inputs each, of any widths and group sizes: x is quantised once.
+// out [..., sum of out_features], the results next to each other; the bits are those of a call for each.
+inline constexpr int kMostMatrices = 16;
+LOWBIT_API Status linears_shape(const TensorView& x, const int64_t* out_features, int64_t count, Shape* out);
+LOWBIT_API Status linears(const TensorView& x, const TensorView* packed, const int64_t* out_features, int64_t count,
+                          const TensorView& out, const Parallel& parallel);
 
 // indices [...] int32 or int64, any strides;  out [..., embedding_dim] float32, bfloat16 or float16.
 LOWBIT_API Status embedding_shape(const TensorView& indices, int64_t embedding_dim, Shape* out);

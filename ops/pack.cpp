@@ -51,7 +51,7 @@ Status pack(const TensorView& codes, const TensorView& scales, const TensorView*
   if (checksums == nullptr) return Status::no_memory("no memory for %" PRId64 " checksums", layout.panels);
 
   FirstError error;
-  parallel_1d(parallel, layout.panels, panels_per_claim(layout), [&](int64_t begin, int64_t end) {
+  parallel_1d(parallel, layout.panels, panels_per_claim(layout), [&](int, int64_t begin, int64_t end) {
     error.report(begin, pack_panels(layout, args, begin, end, out.data, checksums.get()));
   });
   if (!error.status().ok()) return error.status();
@@ -87,7 +87,7 @@ Status unpack(const TensorView& packed, const TensorView& codes, const TensorVie
     return Status::error("a weight in format '%s' cannot be unpacked: %.200s", name_of(layout.format).text, reason);
   }
   parallel_1d(parallel, layout.panels, panels_per_claim(layout),
-              [&](int64_t begin, int64_t end) { unpack_panels(layout, packed.data, begin, end, args); });
+              [&](int, int64_t begin, int64_t end) { unpack_panels(layout, packed.data, begin, end, args); });
   return {};
 }
 

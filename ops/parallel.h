@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <thread>
 
+#include "float_environment.h"
+
 namespace lowbit {
 
 struct Parallel {
@@ -14,14 +16,16 @@ struct Parallel {
   void (*run)(int count, void (*task)(void* context, int index), void* context) = nullptr;
 };
 
-// Calls body(begin, end) over [0, count) in pieces of up to `step`. Threads claim the next piece when they are free, so a
-// slow or busy core takes fewer of them and does not hold up the rest. With one thread or one piece, all of it runs on
-// the caller's thread.
+// Calls body(worker, begin, end) over [0, count) in pieces of up to `step`. Threads claim the next piece when they are
+// free, so a slow or busy core takes fewer of them and does not hold up the rest. With one thread or one piece, all of it
+// runs on the caller's thread. `worker`, below parallel.threads, tells the threads of a call apart: each has its own.
+// Every body runs with the default float settings (float_environment.h).
 template <class Body>
 void parallel_1d(const Parallel& parallel, int64_t count, int64_t step, const Body& body) {
   const int64_t pieces = (count + step - 1) / step;
   if (parallel.threads <= 1 || pieces <= 1) {
-    if (count > 0) body(int64_t{0}, count);
+    const DefaultFloats floats;
+    if (count > 0) body(0, int64_t{0}, count);
     return;
   }
   struct Work {
@@ -35,13 +39,14 @@ void parallel_1d(const Parallel& parallel, int64_t count, int64_t step, const Bo
   const int tasks = pieces < parallel.threads ? static_cast<int>(pieces) : parallel.threads;
   parallel.run(
       tasks,
-      [](void* context, int) {
+      [](void* context, int worker) {
+        const DefaultFloats floats;
         Work& shared = *static_cast<Work*>(context);
         for (;;) {
           const int64_t begin = shared.next.fetch_add(shared.step, std::memory_order_relaxed);
           if (begin >= shared.count) return;
           const int64_t end = begin + shared.step;
-          (*shared.body)(begin, end < shared.count ? end : shared.count);
+          (*shared.body)(worker, begin, end < shared.count ? end : shared.count);
         }
       },
       &work);
@@ -73,28 +78,30 @@ struct alignas(64) Band {
   std::atomic<int64_t> claimed_rows{0}, prepared_rows{0}, claimed_columns{0};
 };
 
-// Calls prepare(begin, end) over all rows and tile(band, begin, end) over the columns of every band, in one parallel
-// region. Threads claim the next piece when they are free. With one thread or one tile, all of it runs on the caller's
-// thread. `bands`: one for each of the grid, as constructed.
+// Calls prepare(worker, begin, end) over all rows and tile(worker, band, begin, end) over the columns of every band, in
+// one parallel region; `worker` as above. Threads claim the next piece when they are free. With one thread or one tile,
+// all of it runs on the caller's thread. `bands`: one for each of the grid, as constructed.
 template <class Prepare, class Tile>
 void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const Prepare& prepare, const Tile& tile) {
   const int64_t count = grid.bands();
   const int64_t tiles = count * ((grid.columns + grid.least_columns - 1) / grid.least_columns);
   if (parallel.threads <= 1 || tiles <= 1) {
     if (tiles == 0) return;
-    prepare(int64_t{0}, grid.rows);
-    for (int64_t b = 0; b < count; ++b) tile(b, int64_t{0}, grid.columns);
+    const DefaultFloats floats;
+    prepare(0, int64_t{0}, grid.rows);
+    for (int64_t b = 0; b < count; ++b) tile(0, b, int64_t{0}, grid.columns);
     return;
   }
   const int threads = tiles < parallel.threads ? static_cast<int>(tiles) : parallel.threads;
-  auto work = [&] {
+  auto work = [&](int worker) {
+    const DefaultFloats floats;
     for (int64_t b = 0; b < count; ++b) {
       const int64_t first = b * grid.band_rows, rows = grid.rows_of(b);
       for (;;) {
         const int64_t begin = bands[b].claimed_rows.fetch_add(grid.prepare_rows, std::memory_order_relaxed);
         if (begin >= rows) break;
         const int64_t end = begin + grid.prepare_rows < rows ? begin + grid.prepare_rows : rows;
-        prepare(first + begin, first + end);
+        prepare(worker, first + begin, first + end);
         bands[b].prepared_rows.fetch_add(end - begin, std::memory_order_release);
       }
     }
@@ -112,14 +119,14 @@ void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const 
           const int64_t wanted = grid.claim(left + (count - 1 - b) * grid.columns, threads);
           const int64_t end = begin + (wanted < left ? wanted : left);
           if (!claimed.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-          tile(b, begin, end);
+          tile(worker, b, begin, end);
           begin = claimed.load(std::memory_order_relaxed);
         }
       }
       if (waits) std::this_thread::yield();
     }
   };
-  parallel.run(threads, [](void* context, int) { (*static_cast<decltype(work)*>(context))(); }, &work);
+  parallel.run(threads, [](void* context, int worker) { (*static_cast<decltype(work)*>(context))(worker); }, &work);
 }
 
 }  // namespace lowbit

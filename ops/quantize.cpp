@@ -38,7 +38,7 @@ Status quantize(const TensorView& weight, int bits, int64_t group_size, bool aff
 
   FirstError error;
   constexpr int64_t kClaimWeights = 1 << 16;
-  parallel_1d(parallel, layout.n, 1 + kClaimWeights / layout.k, [&](int64_t begin, int64_t end) {
+  parallel_1d(parallel, layout.n, 1 + kClaimWeights / layout.k, [&](int, int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> row(new (std::nothrow) float[static_cast<size_t>(layout.k)]);
     error.report(begin, row == nullptr ? Status::no_memory("no memory for a row of %" PRId64 " weights", layout.k)
                                        : round_to_nearest(layout, args, begin, end, row.get()));

@@ -9,9 +9,9 @@
 
 namespace lowbit {
 
-Status repack_shape(const TensorView& packed, const char* format, Layout* layout) {
-  Layout source;
-  if (Status s = read_packed(packed, &source); !s.ok()) return s;
+namespace {
+
+Status target_layout(const Layout& source, const char* format, Layout* layout) {
   Layout panel16;
   if (Status s = make_layout(source.n, source.k, source.bits, source.group_size, source.mapping, source.has_bias,
                              &panel16);
@@ -30,10 +30,19 @@ Status repack_shape(const TensorView& packed, const char* format, Layout* layout
   return make_vendor_layout(panel16, vendor_format(format), layout);
 }
 
+}  // namespace
+
+Status repack_shape(const TensorView& packed, const char* format, Layout* layout) {
+  Layout source;
+  if (Status s = read_packed(packed, &source); !s.ok()) return s;
+  return target_layout(source, format, layout);
+}
+
 Status repack(const TensorView& packed, const char* format, const TensorView& out, const Parallel& parallel) {
   Layout source, target;
   if (Status s = read_packed(packed, &source); !s.ok()) return s;
-  if (Status s = repack_shape(packed, format, &target); !s.ok()) return s;
+  // Of what was read above: the header's memory may have changed. unpack() reads it again, and refuses another shape.
+  if (Status s = target_layout(source, format, &target); !s.ok()) return s;
   if (Status s = check_tensor("out", out, ElementType::u8, {1, {target.total_bytes}}); !s.ok()) return s;
 
   const bool affine = source.mapping == Mapping::affine;

@@ -5,9 +5,11 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
+#include <vector>
 
 #include "operators.h"
 
@@ -21,13 +23,23 @@ using lowbit::TensorView;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// pybind11 maps these to ValueError, IndexError and MemoryError.
+// std::bad_alloc has no message of its own to set.
+class NoMemory : public std::bad_alloc {
+ public:
+  explicit NoMemory(const Status& status) : status_(status) {}
+  const char* what() const noexcept override { return status_.message(); }
+
+ private:
+  Status status_;
+};
+
+// pybind11 maps these to ValueError, IndexError, MemoryError and RuntimeError.
 void raise_unless_ok(const Status& status) {
   switch (status.kind()) {
     case Status::Kind::ok: return;
     case Status::Kind::invalid: throw std::invalid_argument(status.message());
     case Status::Kind::out_of_range: throw std::out_of_range(status.message());
-    case Status::Kind::no_memory:
+    case Status::Kind::no_memory: throw NoMemory(status);
     case Status::Kind::system: throw std::runtime_error(status.message());
   }
 }
@@ -89,6 +101,26 @@ Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features
   const Tensor out = allocate(shape, x.scalar_type());
   raise_unless_ok(lowbit::linear(x_view, view_of("packed_weight", packed_weight), out_features, view_of("out", out),
                                  torch_threads()));
+  return out;
+}
+
+Tensor linears(const Tensor& x, const std::vector<Tensor>& packed_weights, const std::vector<int64_t>& out_features) {
+  const TensorView x_view = view_of("x", x);
+  if (packed_weights.size() != out_features.size()) {
+    raise_unless_ok(Status::error("there are %zu packed_weights and %zu out_features; expected as many",
+                                  packed_weights.size(), out_features.size()));
+  }
+  const int64_t count = static_cast<int64_t>(out_features.size());
+  Shape shape;
+  raise_unless_ok(linears_shape(x_view, out_features.data(), count, &shape));
+  if (!is_activation_type(x_view.type)) {
+    raise_unless_ok(Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x_view.type)));
+  }
+  TensorView packed[lowbit::kMostMatrices];
+  for (size_t i = 0; i < packed_weights.size(); ++i) packed[i] = view_of("packed_weight", packed_weights[i]);
+  const Tensor out = allocate(shape, x.scalar_type());
+  raise_unless_ok(
+      lowbit::linears(x_view, packed, out_features.data(), count, view_of("out", out), torch_threads()));
   return out;
 }
 
@@ -172,6 +204,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& weight, int64_t bits, 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
   library.def("linear(Tensor x, Tensor packed_weight, int out_features) -> Tensor");
   library.def("linear.out(Tensor x, Tensor packed_weight, int out_features, *, Tensor(a!) out) -> Tensor(a!)");
+  library.def("linears(Tensor x, Tensor[] packed_weights, int[] out_features) -> Tensor");
+  library.def(
+      "linears.out(Tensor x, Tensor[] packed_weights, int[] out_features, *, Tensor(a!) out) -> Tensor(a!)");
   library.def("embedding(Tensor indices, Tensor packed_weight, int embedding_dim, *, ScalarType? dtype=None) -> Tensor");
   library.def(
       "embedding.out(Tensor indices, Tensor packed_weight, int embedding_dim, *, ScalarType? dtype=None, "
@@ -192,6 +227,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
+  library.impl("linears", TORCH_BOX(&linears));
   library.impl("embedding", TORCH_BOX(&embedding));
   library.impl("attention", TORCH_BOX(&attention));
   library.impl("pack", TORCH_BOX(&pack));

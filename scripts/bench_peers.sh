@@ -9,19 +9,28 @@ venv=$(dirname "$bin")
 "$bin/python" -m pip install -q -r bench/requirements-peers.txt
 
 llama=llama-cpp-python==0.3.36
-[ "$(cat "$venv/ggml/version" 2>/dev/null)" = "$llama with libllama" ] && exit 0
+made="$llama with libllama and scripts/amx_intrinsics.h"
+[ "$(cat "$venv/ggml/version" 2>/dev/null)" = "$made" ] && exit 0
 work=build/bench-peers
 rm -rf "$work"
 mkdir -p "$work"
 # Without isolation: pip asks the source package for its metadata, for which scikit-build-core is there already.
 "$bin/python" -m pip download -q --no-deps --no-build-isolation --no-binary llama-cpp-python -d "$work" "$llama"
 tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work" --strip-components=1
+# What ggml's AMX code needs of GCC; on a CPU without AMX none of it is compiled.
+flags=
+[ "$(uname -m)" = x86_64 ] && flags="-include $PWD/scripts/amx_intrinsics.h"
 # The libraries find each other in their own directory.
 "$bin/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -S "$work/vendor/llama.cpp" -B "$work/ggml" \
-  -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON \
+  -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DCMAKE_CXX_FLAGS="$flags" \
   -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF \
   -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF >"$work/configure.log"
 nice "$bin/cmake" --build "$work/ggml" --target llama
+if command -v objdump >/dev/null; then
+  for library in "$work"/ggml/bin/libggml-cpu.so; do
+    objdump -d --no-show-raw-insn "$library" | "$bin/python" scripts/check_tile_config.py "$library"
+  done
+fi
 CMAKE_ARGS=-DLLAMA_BUILD=OFF "$bin/python" -m pip install -q --no-build-isolation "$work"/llama_cpp_python-*.tar.gz
 rm -rf "$venv/ggml"
 mkdir "$venv/ggml"
@@ -30,4 +39,4 @@ find='from importlib.util import find_spec; print(find_spec("llama_cpp").submodu
 package=$("$bin/python" -c "$find")
 rm -rf "$package/lib"
 ln -s "$(cd "$venv/ggml" && pwd)" "$package/lib" # where it looks for the libraries
-echo "$llama with libllama" >"$venv/ggml/version"
+echo "$made" >"$venv/ggml/version"

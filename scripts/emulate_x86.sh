@@ -2,7 +2,7 @@
 # Runs a program of this machine on an emulated x86 CPU, with its libraries, the settings LOWBIT_* and GTEST_*, and
 # nothing else of this machine: output and exit status are the program's.
 #   scripts/emulate_x86.sh CPU PROGRAM [ARGUMENT...]
-# CPU is one that `build/x86-emulator/bochs --help cpu` lists. TIMEOUT=900 are the seconds that it may take.
+# CPU is one that `build/x86-emulator/bochs --help cpu` lists. TIMEOUT=3600 are the seconds that it may take.
 set -euo pipefail
 
 emulator=$(cd "$(dirname "$0")/.." && pwd)/build/x86-emulator
@@ -68,12 +68,12 @@ error: action=ignore
 info: action=ignore
 BOCHS
 touch "$work/output" "$work/log"
-timeout "${TIMEOUT:-900}" "$emulator/bochs" -q -f "$work/bochsrc" </dev/null >"$work/bochs" 2>&1 || ended=$?
+timeout "${TIMEOUT:-3600}" "$emulator/bochs" -q -f "$work/bochsrc" </dev/null >"$work/bochs" 2>&1 || ended=$?
 
 sed -e '1,/^program starts/d' -e '/^program ends: /,$d' "$work/output"
 status=$(sed -n 's/^program ends: \([0-9]*\).*/\1/p' "$work/output")
 if [ -z "$status" ]; then
-  [ "${ended:-0}" != 124 ] || echo "the emulated CPU was stopped after ${TIMEOUT:-900} seconds" >&2
+  [ "${ended:-0}" != 124 ] || echo "the emulated CPU was stopped after ${TIMEOUT:-3600} seconds" >&2
   echo "$program did not end on the emulated $cpu; Linux and Bochs said:" >&2
   tail -n 30 "$work/output" "$work/bochs" "$work/log" >&2
   exit 1

@@ -18,6 +18,7 @@ need python3-venv "${PYTHON:-python3}" -c 'import venv, ensurepip'
 if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need qemu-user has qemu-aarch64
   need g++-aarch64-linux-gnu has aarch64-linux-gnu-g++
+  need ccache has ccache
   need googletest test -f /usr/src/googletest/CMakeLists.txt
   # The emulated Arm Python: scripts/arm_python.sh
   need debootstrap test -x /usr/sbin/debootstrap

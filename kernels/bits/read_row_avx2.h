@@ -1,4 +1,4 @@
-// The 32 codes of one row of a block, with AVX2 (also for AVX-512 kernels): what an embedding reads.
+// One row of a panel, with AVX2 (also for AVX-512 kernels): what an embedding reads, 32 codes of a block at a time.
 //
 // A row has one 32-bit word (4 codes) in every packed line. They are collected in one register; lane j then takes the
 // word that holds the codes of unpacked line j, so that the 32 codes of the block come out in order. Where each lane
@@ -11,7 +11,7 @@
 
 #include <cstring>
 
-#include "codec.h"
+#include "../ukernel.h"
 
 namespace lowbit {
 namespace {
@@ -76,6 +76,39 @@ template <int Bits>
     codes = _mm256_or_si256(codes, _mm256_sllv_epi32(v, load8(run.left)));
   }
   return _mm256_xor_si256(codes, _mm256_set1_epi8(static_cast<char>(stored_flip(Bits))));
+}
+
+// Calls half(first, codes, scale, min) for each 16 inputs of the row that an embedding wants, from input `first` on:
+// they lie in one group. `codes` are 16 bytes; scale and min are those of the group, row scale included.
+template <int Bits, bool Affine, class Half>
+[[gnu::always_inline]] inline void for_each_half(const EmbeddingArgs& args, Half half) {
+  const Layout& layout = args.layout;
+  const uint8_t* panel = args.panels + (args.row / kPanelRows) * layout.panel_bytes;
+  const int64_t r = args.row % kPanelRows;
+  const float row_scale = load_as_f32(panel + layout.head_offset, DType::f32, r);
+  const int64_t group_inputs = layout.group_inputs();
+  int64_t group = 0, group_end = 0;
+  float scale = 0, min = 0;
+
+  const auto next = [&](int64_t first, __m128i codes) __attribute__((always_inline)) {
+    if (first >= layout.k) return;
+    if (first == group_end) {
+      const uint8_t* scales = panel + layout.scales_offset(group++);
+      scale = row_scale * load_as_f32(scales, DType::f16, r);
+      if constexpr (Affine) min = row_scale * load_as_f32(scales, DType::f16, kPanelRows + r);
+      group_end += group_inputs;
+    }
+    half(first, codes, scale, min);
+  };
+
+  for (int64_t b = 0; b < layout.blocks; ++b) {
+    // As layout.block_offset(b), without its division.
+    const int64_t ended = group_end <= b * kBlockInputs ? group : group - 1;
+    const uint8_t* block = panel + b * layout.block_bytes + ended * layout.group_bytes;
+    const __m256i codes = read_block<Bits>(block, r);
+    next(b * kBlockInputs, _mm256_castsi256_si128(codes));
+    next(b * kBlockInputs + kHalfInputs, _mm256_extracti128_si256(codes, 1));
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "../bits/read_row_avx2.h"
 #include "../bits/simd_avx2.h"
+#include "../bits/widths.h"
 #include "../ukernel.h"
 
 namespace lowbit {
@@ -21,35 +22,13 @@ template <int Bits, bool Affine>
 
 template <int Bits, bool Affine>
 void read_row(const EmbeddingArgs& args) {
-  const Layout& layout = args.layout;
-  const uint8_t* panel = args.panels + (args.row / kPanelRows) * layout.panel_bytes;
-  const int64_t r = args.row % kPanelRows;
-  const float row_scale = load_as_f32(panel + layout.head_offset, DType::f32, r);
-  const int64_t group_inputs = layout.group_inputs();
-  int64_t group = 0, group_end = 0;
-  __m256 scale = _mm256_setzero_ps(), min = _mm256_setzero_ps();
-
-  const auto half = [&](int64_t first, __m128i codes) __attribute__((always_inline)) {
-    if (first >= layout.k) return;
-    if (first == group_end) {
-      const uint8_t* scales = panel + layout.scales_offset(group++);
-      scale = _mm256_set1_ps(row_scale * load_as_f32(scales, DType::f16, r));
-      if constexpr (Affine) min = _mm256_set1_ps(row_scale * load_as_f32(scales, DType::f16, kPanelRows + r));
-      group_end += group_inputs;
-    }
-    const Float16 values{{dequantize<Bits, Affine>(codes, scale, min),
-                          dequantize<Bits, Affine>(_mm_srli_si128(codes, 8), scale, min)}};
-    store_first(args.out, args.out_dtype, first, values, layout.k - first);
-  };
-
-  for (int64_t b = 0; b < layout.blocks; ++b) {
-    // As layout.block_offset(b), without its division.
-    const int64_t ended = group_end <= b * kBlockInputs ? group : group - 1;
-    const uint8_t* block = panel + b * layout.block_bytes + ended * layout.group_bytes;
-    const __m256i codes = read_block<Bits>(block, r);
-    half(b * kBlockInputs, _mm256_castsi256_si128(codes));
-    half(b * kBlockInputs + kHalfInputs, _mm256_extracti128_si256(codes, 1));
-  }
+  for_each_half<Bits, Affine>(args, [&](int64_t first, __m128i codes, float scale, float min)
+                                        __attribute__((always_inline)) {
+    const __m256 scales = _mm256_set1_ps(scale), mins = _mm256_set1_ps(min);
+    const Float16 values{{dequantize<Bits, Affine>(codes, scales, mins),
+                          dequantize<Bits, Affine>(_mm_srli_si128(codes, 8), scales, mins)}};
+    store_first(args.out, args.out_dtype, first, values, args.layout.k - first);
+  });
 }
 
 template <int Bits>
@@ -58,7 +37,7 @@ void run(const EmbeddingArgs& args) {
 }
 
 #define ROW(bits) {"embedding_w" #bits "_avx2", kAvx2, Format::panel16, bits, run<bits>}
-constexpr EmbeddingKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "../bits/widths.h"
 #include "../ukernel.h"
 
 namespace lowbit {
@@ -42,7 +43,7 @@ void run(const EmbeddingArgs& args) {
 }
 
 #define ROW(bits) {"embedding_w" #bits "_portable", kPortable, Format::panel16, bits, run<bits>}
-constexpr EmbeddingKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace

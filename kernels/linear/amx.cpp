@@ -1,10 +1,10 @@
 // linear_a8w<b>_8x16_amx: int8 activations times b-bit weights, up to 16 rows of m by 16 outputs in one tile register.
 //
 //   A  16 rows of m x 64 inputs         B  16 lines of 64 bytes: 64 inputs x 16 outputs       C  16 x 16 int32 sums
-//   tdpbssd C, A, B                     16384 products; 8 lines, one block, where a group has an odd number of them
+//   tdpbssd C, A, B                     16384 products; 32 or 16 inputs where a group begins or ends there
 //
-//   up to 64 rows of m x up to 8 panels, their float sums in a scratch on the stack:
-//     for each piece of k, at most 512 inputs (whole groups, or a part of a long one):
+//   up to 64 rows of m x up to 8 panels, their float sums in the call's scratch memory:
+//     for each piece of k, 512 inputs (a group may have begun before it and may end behind it):
 //       the rows' activations are copied, tile by tile      once for all panels: rows of m may all lie in one cache set
 //       for each panel: codes are unpacked to bytes         once for all rows
 //                       tiles: exact int32 sums, by way of memory to float sums in registers, one fma per group
@@ -14,10 +14,12 @@
 // and no shift. All tiles of a call have the same number of rows: 17 rows are 9 and 8.
 //
 // Tile registers are set up for every call and released behind it: other libraries use them as well, and a thread
-// that has none in use is cheaper to switch. Groups that end in the middle of a block take the AVX-512 kernel.
+// that has none in use is cheaper to switch.
 
+#include <cassert>
 #include <cstring>
 
+#include "../bits/widths.h"
 #include "linear_avx512.h"
 
 namespace lowbit {
@@ -27,12 +29,15 @@ constexpr int kTileRows = 16;
 constexpr int kChunkTiles = 4;
 constexpr int kChunkRows = kChunkTiles * kTileRows;
 constexpr int kChunkPanels = 8;
-constexpr int kPieceBlocks = 16;
-constexpr int kStepInputs = 2 * kBlockInputs;
+// Along k everything is counted in half blocks of 16 inputs, 4 lines.
+constexpr int kPieceHalves = 32;
+constexpr int kStepHalves = 4;  // of a whole tile of activations
+constexpr int kStepInputs = kStepHalves * kHalfInputs;
+constexpr int kHalfBytes = kBlockLines / 2 * kLineBytes;
 constexpr int64_t kTileBytes = kTileRows * 64;
 
-// What each tile register holds.
-constexpr int kC = 0, kA = 1, kB = 2, kHalfA = 3, kHalfB = 4;
+// What each tile register holds: A and B of 64, 32 and 16 inputs.
+constexpr int kC = 0, kA = 1, kB = 2, kA32 = 3, kB32 = 4, kA16 = 5, kB16 = 6;
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -71,20 +76,24 @@ template <bool Affine, int A, int B>
 }
 
 struct Scratch {
-  alignas(64) int8_t a[kChunkRows * kPieceBlocks * kBlockInputs];    // tiles: steps of a tile of rows, rows, 64 inputs
-  alignas(64) uint8_t lines[kPieceBlocks * kBlockLines * kLineBytes];
-  alignas(64) float scales[kPieceBlocks][kPanelRows];                 // of each group of the piece
-  alignas(64) float mins[kPieceBlocks][kPanelRows];
+  alignas(64) int8_t a[kChunkRows * kPieceHalves * kHalfInputs];  // tiles: steps of a tile of rows, rows, 64 inputs
+  alignas(64) uint8_t lines[kPieceHalves * kHalfBytes];
+  alignas(64) float scales[kPieceHalves][kPanelRows];             // of each group that ends in the piece
+  alignas(64) float mins[kPieceHalves][kPanelRows];
   alignas(64) float acc[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];
-  alignas(64) int32_t parts[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];  // of a group begun in an earlier piece
+  alignas(64) int32_t parts[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];  // of the group at the piece's edge
   alignas(64) int32_t sums[kTileRows][kPanelRows];
 };
+static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
-// Some blocks of k: whole groups, or a part of one.
+// Some half blocks of k.
 struct Piece {
-  int64_t first_block, blocks;
-  int64_t first_group, group_blocks;  // the last group of a matrix may have fewer
-  bool begins, ends;                  // its (first) group, its (last) group
+  int64_t first, halves;
+  bool last;                   // the end of k is the end of its last group
+  int64_t first_group;
+  int64_t first_left;          // half blocks of the first group from the piece's beginning on
+  int64_t group_halves;
+  bool begins;                 // the first group begins with the piece
 };
 
 // Rows of m, and how they are cut into tiles.
@@ -107,35 +116,41 @@ template <int Bits, bool Affine>
   }
 }
 
-// A panel's part of a piece to bytes, and its groups' scales to float32; returns where the next piece begins.
+// A panel's part of a piece to bytes, and the scales of the groups that end there to float32; returns where the next
+// piece begins.
 template <int Bits, bool Affine>
 const uint8_t* unpack(const uint8_t* at, const Piece& piece, Scratch& scratch) {
   uint8_t* lines = scratch.lines;
-  int64_t left = piece.blocks;
-  for (int group = 0; left > 0; ++group) {
-    const int64_t count = left < piece.group_blocks ? left : piece.group_blocks;
-    left -= count;
-    for (int64_t b = 0; b < count; ++b, at += Bits * kLineBytes, lines += kBlockLines * kLineBytes) {
-      block_to_bytes<Bits, Affine>(at, lines);
+  int64_t left = piece.first_left;
+  int group = 0;
+  for (int64_t half = 0; half < piece.halves;) {
+    block_to_bytes<Bits, Affine>(at, lines);
+    at += Bits * kLineBytes;
+    lines += kBlockLines * kLineBytes;
+    for (int i = 0; i < 2 && half < piece.halves; ++i) {
+      const bool is_end = ++half == piece.halves && piece.last;
+      if (--left > 0 && !is_end) continue;
+      _mm512_store_ps(scratch.scales[group], load_scales(at));
+      if constexpr (Affine) _mm512_store_ps(scratch.mins[group], load_scales(at + 2 * kPanelRows));
+      at += (Affine ? 4 : 2) * kPanelRows;
+      left = piece.group_halves;
+      ++group;
     }
-    if (left == 0 && !piece.ends) break;
-    _mm512_store_ps(scratch.scales[group], load_scales(at));
-    if constexpr (Affine) _mm512_store_ps(scratch.mins[group], load_scales(at + 2 * kPanelRows));
-    at += (Affine ? 4 : 2) * kPanelRows;
   }
   return at;
 }
 
-// The activations of a piece, as tiles read them. Rows that the last tile lacks are left as they are; nobody reads what
-// comes of them.
+// The activations of a piece, as tiles read them. The last tile may have fewer rows than the others: what lies in its
+// remaining rows is multiplied as well, and the products are not used.
 void copy_activations(const LinearArgs& args, const Piece& piece, const Rows& rows, Scratch& scratch) {
   const int64_t stride = args.layout.blocks * kBlockInputs;
-  const int64_t bytes = piece.blocks * kBlockInputs, steps = (bytes + kStepInputs - 1) / kStepInputs;
+  const int64_t bytes = piece.halves * kHalfInputs, steps = (bytes + kStepInputs - 1) / kStepInputs;
   for (int64_t i = 0; i < rows.count; ++i) {
-    const int8_t* from = args.a + (rows.first + i) * stride + piece.first_block * kBlockInputs;
+    const int8_t* from = args.a + (rows.first + i) * stride + piece.first * kHalfInputs;
     int8_t* to = scratch.a + i / rows.tile_rows * steps * kTileBytes + i % rows.tile_rows * kStepInputs;
     for (int64_t at = 0; at < bytes; at += kStepInputs, to += kTileBytes) {
-      const __mmask64 inputs = bytes - at < kStepInputs ? 0xffffffffu : ~__mmask64{0};
+      const int64_t count = bytes - at < kStepInputs ? bytes - at : kStepInputs;
+      const __mmask64 inputs = ~__mmask64{0} >> (kStepInputs - count);
       _mm512_mask_storeu_epi8(to, inputs, _mm512_maskz_loadu_epi8(inputs, from + at));
     }
   }
@@ -146,40 +161,44 @@ template <bool Affine, int Vectors>
 void multiply_tile(const LinearArgs& args, const Piece& piece, const Rows& rows, int64_t number, int panel,
                    Scratch& scratch) {
   const int64_t groups = args.layout.groups;
-  const int64_t steps = (piece.blocks + 1) / 2;
+  const int64_t steps = (piece.halves + kStepHalves - 1) / kStepHalves;
   const int64_t first = number * rows.tile_rows, last = rows.count - 1 - first;
   float(*const acc)[kPanelRows] = scratch.acc[panel][number];
   int32_t(*const parts)[kPanelRows] = scratch.parts[panel][number];
   __m512 total[Vectors];
   for (int i = 0; i < Vectors; ++i) total[i] = _mm512_load_ps(acc[i]);
 
-  const int8_t* a = scratch.a + number * steps * kTileBytes;
-  const uint8_t* lines = scratch.lines;
-  int64_t left = piece.blocks, block = 0;
-  for (int group = 0; left > 0; ++group) {
-    const int64_t count = left < piece.group_blocks ? left : piece.group_blocks;
-    const bool begins = group > 0 || piece.begins, ends = count < left || piece.ends;
-    left -= count;
-    if (begins) {
+  const int8_t* const tiles = scratch.a + number * steps * kTileBytes;
+  int64_t half = 0, left = piece.first_left;
+  for (int group = 0; half < piece.halves; ++group, left = piece.group_halves) {
+    const bool ends = left <= piece.halves - half || piece.last;
+    const int64_t end = left < piece.halves - half ? half + left : piece.halves;
+    if (group > 0 || piece.begins) {
       zero_tile<kC>();
     } else {
       load_tile<kC>(parts, 64);
     }
-    // A block at an odd place of the piece is the second half of a step's tile of activations.
-    const auto half = [&]() __attribute__((always_inline)) {
-      load_tile<kHalfA>(a + block / 2 * kTileBytes + block % 2 * kBlockInputs, kStepInputs);
-      load_tile<kHalfB>(lines + block * kBlockLines * kLineBytes, kLineBytes);
-      multiply<Affine, kHalfA, kHalfB>();
-      ++block;
-    };
-    const int64_t end = block + count;
-    if (block % 2 != 0) half();
-    for (; block + 2 <= end; block += 2) {
-      load_tile<kA>(a + block / 2 * kTileBytes, kStepInputs);
-      load_tile<kB>(lines + block * kBlockLines * kLineBytes, kLineBytes);
-      multiply<Affine, kA, kB>();
+    while (half < end) {
+      const int64_t place = half % kStepHalves, count = end - half;
+      const int8_t* const a = tiles + half / kStepHalves * kTileBytes + place * kHalfInputs;
+      const uint8_t* const lines = scratch.lines + half * kHalfBytes;
+      if (place == 0 && count >= 4) {
+        load_tile<kA>(a, kStepInputs);
+        load_tile<kB>(lines, kLineBytes);
+        multiply<Affine, kA, kB>();
+        half += 4;
+      } else if (place % 2 == 0 && count >= 2) {
+        load_tile<kA32>(a, kStepInputs);
+        load_tile<kB32>(lines, kLineBytes);
+        multiply<Affine, kA32, kB32>();
+        half += 2;
+      } else {
+        load_tile<kA16>(a, kStepInputs);
+        load_tile<kB16>(lines, kLineBytes);
+        multiply<Affine, kA16, kB16>();
+        half += 1;
+      }
     }
-    if (block < end) half();
     if (!ends) {
       store_tile<kC>(parts);
       break;
@@ -199,44 +218,24 @@ void multiply_tile(const LinearArgs& args, const Piece& piece, const Rows& rows,
   for (int i = 0; i < Vectors; ++i) _mm512_store_ps(acc[i], total[i]);
 }
 
-// What the heads add, and the outputs.
-void finish(const LinearArgs& args, const Rows& rows, int64_t panel, const float (*acc)[kTileRows][kPanelRows]) {
-  const uint8_t* head = args.panels + panel * args.layout.panel_bytes + args.layout.head_offset;
-  const __m512 row_scale = _mm512_loadu_ps(head);
-  const __m512 row_sum = _mm512_loadu_ps(head + 4 * kPanelRows);
-  const __m512 bias = _mm512_loadu_ps(head + 8 * kPanelRows);
-  const int64_t column = panel * kPanelRows;
-  const __mmask16 columns = first_lanes(args.layout.n - column);
-  for (int64_t i = 0; i < rows.count; ++i) {
-    const int64_t row = rows.first + i;
-    const __m512 total = _mm512_load_ps(acc[i / rows.tile_rows][i % rows.tile_rows]);
-    const __m512 corrected = _mm512_fnmadd_ps(_mm512_set1_ps(args.zeros[row]), row_sum, total);
-    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(args.scales[row]), row_scale);
-    store16(args.out, args.out_dtype, row * args.out_stride + column, _mm512_fmadd_ps(scale, corrected, bias), columns);
-  }
-}
-
 template <int Bits, bool Affine>
 void chunk(const LinearArgs& args, const Rows& rows, int64_t first_panel, int panels, Scratch& scratch) {
   const Layout& layout = args.layout;
-  const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
+  const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
+  const int64_t group_halves = layout.group_inputs() / kHalfInputs;
   const uint8_t* at[kChunkPanels];
   for (int p = 0; p < panels; ++p) at[p] = args.panels + (first_panel + p) * layout.panel_bytes;
   std::memset(scratch.acc, 0, static_cast<size_t>(panels) * sizeof scratch.acc[0]);
 
-  for (int64_t block = 0; block < layout.blocks;) {
+  for (int64_t first = 0; first < halves; first += kPieceHalves) {
     Piece piece{};
-    piece.first_block = block;
-    piece.first_group = block / group_blocks;
-    piece.group_blocks = group_blocks;
-    const int64_t begin = piece.first_group * group_blocks, end = begin + group_blocks;
-    const int64_t wanted = group_blocks <= kPieceBlocks ? kPieceBlocks / group_blocks * group_blocks
-                           : end - block < kPieceBlocks ? end - block
-                                                        : kPieceBlocks;
-    piece.blocks = layout.blocks - block < wanted ? layout.blocks - block : wanted;
-    block += piece.blocks;
-    piece.begins = piece.first_block == begin;
-    piece.ends = block == layout.blocks || group_blocks <= kPieceBlocks || block == end;
+    piece.first = first;
+    piece.halves = halves - first < kPieceHalves ? halves - first : kPieceHalves;
+    piece.last = first + piece.halves == halves;
+    piece.first_group = first / group_halves;
+    piece.first_left = group_halves - first % group_halves;
+    piece.group_halves = group_halves;
+    piece.begins = first % group_halves == 0;
 
     copy_activations(args, piece, rows, scratch);
     for (int p = 0; p < panels; ++p) {
@@ -251,11 +250,17 @@ void chunk(const LinearArgs& args, const Rows& rows, int64_t first_panel, int pa
       }
     }
   }
-  for (int p = 0; p < panels; ++p) finish(args, rows, first_panel + p, scratch.acc[p]);
+  for (int p = 0; p < panels; ++p) {
+    const Outputs outputs(args, first_panel + p);
+    for (int64_t i = 0; i < rows.count; ++i) {
+      outputs.store(args, rows.first + i, _mm512_load_ps(scratch.acc[p][i / rows.tile_rows][i % rows.tile_rows]));
+    }
+  }
 }
 
 template <int Bits, bool Affine>
 void run_chunks(const LinearArgs& args) {
+  assert(args.m >= 1);
   const int64_t chunks = (args.m + kChunkRows - 1) / kChunkRows;
   const int64_t chunk_rows = (args.m + chunks - 1) / chunks;
   const int64_t tiles = (chunk_rows + kTileRows - 1) / kTileRows;
@@ -269,11 +274,13 @@ void run_chunks(const LinearArgs& args) {
   set(kC, tile_rows, 64);
   set(kA, tile_rows, 64);
   set(kB, 16, 64);
-  set(kHalfA, tile_rows, 32);
-  set(kHalfB, 8, 64);
+  set(kA32, tile_rows, 32);
+  set(kB32, 8, 64);
+  set(kA16, tile_rows, 16);
+  set(kB16, 4, 64);
   configure(config);
 
-  Scratch scratch;
+  Scratch& scratch = *static_cast<Scratch*>(args.scratch);
   std::memset(scratch.a, 0, sizeof scratch.a);  // what a tile lacks in rows is read, too
   std::memset(scratch.sums, 0, sizeof scratch.sums);
   for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += kChunkPanels) {
@@ -288,17 +295,13 @@ void run_chunks(const LinearArgs& args) {
 
 template <int Bits>
 void run(const LinearArgs& args) {
-  const bool affine = args.layout.mapping == Mapping::affine;
-  if (args.layout.group_inputs() % kBlockInputs != 0) {
-    return affine ? run_panels<Bits, true, true, 1>(args) : run_panels<Bits, false, true, 1>(args);
-  }
-  affine ? run_chunks<Bits, true>(args) : run_chunks<Bits, false>(args);
+  args.layout.mapping == Mapping::affine ? run_chunks<Bits, true>(args) : run_chunks<Bits, false>(args);
 }
 
 // From 8 rows on, an estimate: below that AVX-512 VNNI should need no more time for the products than the
 // unpacking to memory takes here. No CPU with AMX was at hand to measure it.
 #define ROW(bits) {"linear_a8w" #bits "_8x16_amx", kAmx, Format::panel16, bits, 8, 16, run<bits>}
-constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace

@@ -15,6 +15,7 @@
 // is unpacked once for all rows and never stored. The int32 totals and the float accumulators are touched once per run
 // or group, and may lie on the stack. 5 or 6 rows would leave no registers for products and masks.
 
+#include "../bits/widths.h"
 #include "linear_avx2.h"
 
 namespace lowbit {
@@ -26,8 +27,8 @@ struct Sums : Totals<Bits, Rows, 1> {
   static constexpr bool kNibbles = Bits == 8;
   static constexpr int kMaxCode = (1 << (kNibbles ? 4 : Bits)) - 1;
   static constexpr int kLines = 32768 / (2 * 128 * kMaxCode);  // that int16 holds
-  static constexpr int kRunBlocks = !Halves && kLines >= 2 * kBlockLines ? kLines / kBlockLines : 1;
-  static constexpr bool kLongRuns = kRunBlocks > 1;
+  static constexpr bool kLongRuns = !Halves && kLines >= 2 * kBlockLines;
+  static constexpr int kRunBlocks = kLongRuns ? kLines / kBlockLines : 0;
   static constexpr int kMostLines = Halves ? kBlockLines / 2 : kBlockLines;
   static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // of a short run
   static_assert(kMaxCode <= 127 && kMostLines % kRun == 0);
@@ -86,9 +87,7 @@ struct Sums : Totals<Bits, Rows, 1> {
 
 #define ROW(bits, m, most_rows) \
   {"linear_a8w" #bits "_" #m "x16_avx2", kAvx2, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>}
-constexpr LinearKernel kRows[] = {
-    ROW(1, 2, 4), ROW(2, 2, 4), ROW(3, 2, 4), ROW(4, 2, 4), ROW(5, 2, 4), ROW(6, 2, 4), ROW(7, 2, 4), ROW(8, 2, 4),
-    ROW(1, 1, 1), ROW(2, 1, 1), ROW(3, 1, 1), ROW(4, 1, 1), ROW(5, 1, 1), ROW(6, 1, 1), ROW(7, 1, 1), ROW(8, 1, 1)};
+constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW, 2, 4), LOWBIT_EACH_WIDTH(ROW, 1, 1)};
 #undef ROW
 
 }  // namespace

@@ -6,6 +6,7 @@
 // Nothing saturates and every width goes the same way. One row of activations has 8 accumulators, to hide the
 // latency of vpdpbusd (5 cycles, up to 2 per cycle), and so have 2; 4 rows have as many without splitting.
 
+#include "../bits/widths.h"
 #include "linear_avx2.h"
 
 namespace lowbit {
@@ -16,7 +17,7 @@ constexpr int split_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 template <int Bits, int Rows, bool Halves>
 struct Sums : Totals<Bits, Rows, split_for(Rows)> {
   static constexpr bool kHalves = Halves;
-  static constexpr int kRunBlocks = 1;
+  static constexpr int kRunBlocks = 0;
 
   [[gnu::always_inline]] void begin_run() {}
   [[gnu::always_inline]] void end_run() {}
@@ -44,9 +45,7 @@ struct Sums : Totals<Bits, Rows, split_for(Rows)> {
 
 #define ROW(bits, m, most_rows) \
   {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>}
-constexpr LinearKernel kRows[] = {
-    ROW(1, 2, 4), ROW(2, 2, 4), ROW(3, 2, 4), ROW(4, 2, 4), ROW(5, 2, 4), ROW(6, 2, 4), ROW(7, 2, 4), ROW(8, 2, 4),
-    ROW(1, 1, 1), ROW(2, 1, 1), ROW(3, 1, 1), ROW(4, 1, 1), ROW(5, 1, 1), ROW(6, 1, 1), ROW(7, 1, 1), ROW(8, 1, 1)};
+constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW, 2, 4), LOWBIT_EACH_WIDTH(ROW, 1, 1)};
 #undef ROW
 
 }  // namespace

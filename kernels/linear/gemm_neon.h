@@ -2,8 +2,8 @@
 // instructions that multiply, and the order of rows that they need; gemm_tiles_neon.h has the loops around them, this
 // header everything else.
 //
-//   up to 64 rows of m x up to 8 panels, their float sums in a scratch on the stack:
-//     for each piece of k, at most 512 inputs (whole groups, or a part of a long group):
+//   up to 64 rows of m x up to 8 panels, their float sums in the operator's scratch:
+//     for each piece of k, at most 512 inputs (whole groups, or a part of a long group), from any half block on:
 //       the rows' activations and group sums are copied in the order in which tiles read them     once for all panels
 //       for each panel: codes are unpacked to bytes, scales to float32                            once for all rows
 //                       tiles of up to 8 rows: exact int32 sums, then one fma per group
@@ -31,15 +31,14 @@
 //                         smmla   22.4  18.8  21.4  15.8  22.3  20.8  24.3  9.8   sdot 2 less (st1 of 4 registers for
 //                                                                                 st2); groups of 32: 0.6 more (scales)
 //     of which a block of 4 units has 2 ldp per bit, 4 times 16, 12, 14, 8, 14, 12, 14, 0 to make bytes, 16 st2
-// Without a single instruction for loops and pointers, 16 rows at groups of 128 would be at 5.6 (smmla) or 9.6 (sdot)
-// and a 16th of the unpacking: for 1 to 8 bits 6.9 6.7 6.8 6.5 6.9 6.8 6.9 6.1 with smmla, 10.7 10.5 10.7 10.3 10.7
-// 10.6 10.8 9.9 with sdot. So 6.5 and 10.5 are for more rows, and met at 64. Convert and fma cannot go: the order of
-// float operations is the contract. Tiles of 12 rows would save 0.2, but most m are no multiple of that. Making bytes
-// of 1 bit by tables (tbl) would save 6 of its 22, at half the rate: by the model it takes up to 20 % more cycles.
+//   groups of 16          a group is half a block. What is per group counts twice, products and loads as above.
+// What does not pay: tiles of 12 rows would save 0.2, but most m are no multiple of 12. Bytes of 1 bit by tables (tbl)
+// would save 6 of the 22 instructions, at half the rate: the model says up to 20 % more cycles. Convert and fma cannot
+// go: the order of float operations is the contract.
 //
-// The scratch takes 108 KB of the stack, of which a tile, a panel and a piece use 18 KB at a time (weights 8,
-// activations 4, starts 2 to 4, scales 1 to 2): they stay in a first-level cache. A group that is longer than a piece
-// keeps its int32 sums there.
+// Of the scratch (112 KiB) a tile, a panel and a piece use 18 KB at a time (groups of 16: 24), which stay in a
+// first-level cache: weights 8, activations 4, starts 2 to 4, scales 1 to 2. A group that is longer than a piece keeps
+// its int32 sums there.
 #pragma once
 
 #include "gemm_tiles_neon.h"
@@ -49,18 +48,23 @@ namespace {
 
 constexpr int kChunkRows = 64;
 constexpr int kChunkPanels = 8;
+// Of starts (and float sums) of a piece, in registers. 64 rows: 2 for each row and group of up to 16; where 8 rows have
+// 4 starts, for up to 32 groups. 62 rows are the most for those: seven tiles with 4, and 6 rows with 8.
+constexpr int kMostStarts = 36 * 2 * 32;
 
 struct Scratch {
   alignas(64) uint8_t weights[2 * kHalvesBytes];
   alignas(64) uint8_t a[kChunkRows * kPieceBlocks * kBlockInputs];
-  alignas(64) int32_t starts[kChunkRows * (1 + kPieceBlocks) * 8];
-  alignas(64) float scales[kPieceBlocks * kPanelRows * 2];
+  alignas(64) int32_t starts[kMostStarts * 4];
+  alignas(64) float scales[2 * kPieceBlocks * kPanelRows * 2];
   alignas(64) float acc[kChunkPanels * kChunkRows * kPanelRows];
 
   // The int32 sums of a group that is longer than a piece: behind its starts, where those of other groups would lie.
   int32_t* parts() { return starts + kChunkRows * 8; }
-  static_assert(kChunkPanels * kPanelRows <= kPieceBlocks * 8);
+  static_assert(kChunkRows * (8 + kChunkPanels * kPanelRows) <= kMostStarts * 4);
 };
+
+static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
 // Two quarters of a block, for Unpack::lines(): the eight lines as bytes.
 template <int Bits, bool Affine>
@@ -93,7 +97,7 @@ struct BytePairs {
 // results nobody reads.
 template <class Tile, int Rows, bool Affine>
 [[gnu::noinline]] void copy_tile(const LinearArgs& args, const TileArgs& tile, int64_t first, int64_t last,
-                                 int64_t block, int64_t group, int32_t factor, uint8_t* to, int32_t* starts) {
+                                 int64_t block, int64_t group, int32_t factor, uint8_t* to, uint8_t* starts) {
   const int8_t* from[Rows];
   const int32_t* sums[Rows];
   unroll<Rows>([&](auto i) __attribute__((always_inline)) {
@@ -102,29 +106,44 @@ template <class Tile, int Rows, bool Affine>
     sums[i] = args.group_sums + row * args.layout.groups + group;
   });
   constexpr int kRegisters = registers_of(Rows);
-  for (int64_t blocks = tile.groups * tile.group_blocks; blocks != 0; --blocks, to += kRegisters * kBlockInputs) {
+  for (int64_t blocks = tile.blocks; blocks != 0; --blocks, to += kRegisters * kBlockInputs) {
     Tile::template copy_block<Rows>(to, from);
   }
   const int32x4_t factors = vdupq_n_s32(tile.begins ? factor : 0);
   const int32x4_t shift = vdupq_n_s32(tile.begins && tile.shifted ? kShiftBits : 0);
-  for (int64_t groups = tile.groups; groups != 0; --groups, starts += kRegisters * (Affine ? 8 : 4)) {
-    unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
-      constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
-      int32x4_t sum0 = next_dup(sums[kRow]), sum1 = sum0;
-      if constexpr (kNext != kRow) sum1 = next_dup(sums[kNext]);
-      Tile::arrange(sum0, sum1);
-      constexpr bool kPair = kNext != kRow;
-      store_pair<kPair>(starts, 16 * kRow, vmlaq_s32(shift, sum0, factors), vmlaq_s32(shift, sum1, factors));
-      if constexpr (Affine) {
-        store_pair<kPair>(starts, 16 * (kRegisters + kRow), vcvtq_f32_s32(sum0), vcvtq_f32_s32(sum1));
-      }
-    });
+  for (int64_t groups = tile.groups; groups != 0; --groups) {
+    if constexpr (kStartsOnce<Tile, Rows>) {
+      int32x4_t start[4];
+      float32x4_t sum[4];
+      unroll<4>([&](auto p) __attribute__((always_inline)) {
+        int32x4_t sum0 = next_dup(sums[2 * p]), sum1 = next_dup(sums[2 * p + 1]);
+        Tile::arrange(sum0, sum1);
+        start[p] = vmlaq_s32(shift, sum0, factors);
+        if constexpr (Affine) sum[p] = vcvtq_f32_s32(sum0);
+      });
+      Four<16>::store(starts, start[0], start[1], start[2], start[3]);
+      if constexpr (Affine) Four<20>::store(starts, sum[0], sum[1], sum[2], sum[3]);
+    } else {
+      unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
+        constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
+        int32x4_t sum0 = next_dup(sums[kRow]), sum1 = sum0;
+        if constexpr (kNext != kRow) sum1 = next_dup(sums[kNext]);
+        Tile::arrange(sum0, sum1);
+        constexpr bool kPair = kNext != kRow;
+        store_pair<16 * kRow, kPair>(starts, vmlaq_s32(shift, sum0, factors), vmlaq_s32(shift, sum1, factors));
+        if constexpr (Affine) {
+          store_pair<16 * (kRegisters + kRow), kPair>(starts, vcvtq_f32_s32(sum0), vcvtq_f32_s32(sum1));
+        }
+      });
+      starts += kRegisters * (Affine ? 32 : 16);
+    }
   }
 }
 
 // Unpacks the codes and the scales of a piece.
-template <class Tile, int Bits, bool Affine>
+template <class Tile, Step Each, int Bits, bool Affine>
 [[gnu::noinline]] void unpack(const uint8_t* block, const TileArgs& piece, Scratch& scratch) {
+  constexpr int kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   uint8_t* halves[2] = {scratch.weights, scratch.weights + kHalvesBytes};
   uint8_t* scales = reinterpret_cast<uint8_t*>(scratch.scales);
   const auto unpack_block = [&]() __attribute__((always_inline)) {
@@ -136,19 +155,46 @@ template <class Tile, int Bits, bool Affine>
     block += Bits * kLineBytes;
   };
   const auto unpack_scales = [&]() __attribute__((always_inline)) {
-    const Scales scale = load_scales(block), min = Affine ? load_scales(block + 2 * kPanelRows) : scale;
     if constexpr (Affine) {
-      Four<16>::store(scales, scale.q[0], min.q[0], scale.q[1], min.q[1]);
-      Four<20>::store(scales, scale.q[2], min.q[2], scale.q[3], min.q[3]);
+      unroll<2>([&](auto half) __attribute__((always_inline)) {
+        float16x8_t scale, min;
+        load_at<16 * half>(block, scale);
+        load_at<16 * half + 2 * kPanelRows>(block, min);
+        Four<16>::store(scales, vcvt_f32_f16(vget_low_f16(scale)), vcvt_f32_f16(vget_low_f16(min)),
+                        vcvt_high_f32_f16(scale), vcvt_high_f32_f16(min));
+      });
     } else {
+      const Scales scale = load_scales(block);
       Four<16>::store(scales, scale.q[0], scale.q[1], scale.q[2], scale.q[3]);
     }
-    block += (Affine ? 4 : 2) * kPanelRows;
+    block += kGroupBytes;
   };
   int64_t groups = piece.groups;
-  const int64_t group_blocks = piece.group_blocks;
+  const int64_t group_steps = piece.group_steps;
   const bool ends = piece.ends;
-  if (group_blocks == 1 && ends) {
+  if constexpr (Each == Step::half) {
+    if (group_steps == 1 && ends) {
+      for (; groups >= 2; groups -= 2) {
+        unpack_block();
+        unpack_scales();
+        unpack_scales();
+      }
+    }
+    int64_t blocks = group_steps == 1 ? groups : piece.blocks;
+    int64_t left = piece.odd + group_steps;  // from this block to the end of the group
+    // The scales of the group that ends where this piece begins.
+    int64_t passed = piece.odd ? kGroupBytes : 0;
+    for (; blocks != 0; --blocks) {
+      unpack_block();
+      block += passed;
+      passed = 0;
+      left -= 2;
+      if (!ends) continue;
+      for (; left <= 0 && groups != 0; left += group_steps, --groups) unpack_scales();
+    }
+    return;
+  }
+  if (group_steps == 1 && ends) {
     do {
       unpack_block();
       unpack_scales();
@@ -156,7 +202,7 @@ template <class Tile, int Bits, bool Affine>
     return;
   }
   do {
-    int64_t blocks = group_blocks;
+    int64_t blocks = group_steps;
     do {
       unpack_block();
     } while (--blocks != 0);
@@ -166,26 +212,29 @@ template <class Tile, int Bits, bool Affine>
 
 // What depends on the width.
 struct Width {
-  void (*unpack)(const uint8_t* block, const TileArgs& piece, Scratch& scratch);
+  void (*unpack[2])(const uint8_t* block, const TileArgs& piece, Scratch& scratch);  // for Step::block and Step::half
   int32_t factor;  // of a group's activation sum in its integer part
   int32_t most;    // the greatest code or magnitude of a level
 };
 
 [[gnu::always_inline]] inline void load_bias(const LinearArgs& args, int64_t panel, Heads& heads) {
   const uint8_t* bias = head(args, panel, 2);
-  load_pair(bias, 0, heads.bias[0], heads.bias[1]);
-  load_pair(bias, 32, heads.bias[2], heads.bias[3]);
+  load_pair<0>(bias, heads.bias[0], heads.bias[1]);
+  load_pair<32>(bias, heads.bias[2], heads.bias[3]);
 }
 
 template <class Tile, bool Affine>
 struct Gemm {
-  static constexpr int kStartLanes = Affine ? 8 : 4;  // of a group and a row
-
   const LinearArgs& args;
+  const Step step;
   const Width width;
-  Scratch scratch;
+  Scratch& scratch;
 
-  Gemm(const LinearArgs& linear_args, Width w) : args(linear_args), width(w) {}  // leaves the scratch as it is
+  Gemm(const LinearArgs& linear_args, Width w)
+      : args(linear_args),
+        step(linear_args.layout.group_inputs() % kBlockInputs == 0 ? Step::block : Step::half),
+        width(w),
+        scratch(*static_cast<Scratch*>(linear_args.scratch)) {}
 
   // Calls with the number of rows of a tile as a constant.
   template <class Body>
@@ -214,8 +263,8 @@ struct Gemm {
 
   // Adjacent tiles of the same number of rows.
   struct Band {
-    int64_t first, at;  // its first row, and that row's place in registers of activations
-    int64_t tile;       // its first tile
+    int64_t first, at, starts;  // its first row, and that row's place in registers of activations and of starts
+    int64_t tile;               // its first tile
     int64_t tiles, height;
     void (*run)(const TileArgs&);
     TileArgs piece;
@@ -229,14 +278,15 @@ struct Gemm {
       rest += kTileRows;
     }
     const int64_t half = rest > kTileRows ? padded((rest + 1) / 2) : rest;
-    int64_t first = 0, at = 0, tile = 0;
+    int64_t first = 0, at = 0, starts = 0, tile = 0;
     int count = 0;
     const auto add = [&](int64_t tiles, int64_t height) {
       if (tiles == 0 || height == 0) return;
-      bands[count++] = {first, at, tile, tiles, height, nullptr, {}};
+      bands[count++] = {first, at, starts, tile, tiles, height, nullptr, {}};
       first += tiles * height;
       tile += tiles;
       at += tiles * registers_of(static_cast<int>(height));
+      starts += tiles * (height == kTileRows ? kStarts<Tile, kTileRows> : registers_of(static_cast<int>(height)));
     };
     add(full, kTileRows);
     add(1, half);
@@ -246,28 +296,38 @@ struct Gemm {
 
   // Copies the rows of a band, and prepares its tiles.
   void start(Band& band, int64_t row, int64_t rows, int64_t block, int64_t group, const TileArgs& piece) {
-    const int64_t blocks = piece.groups * piece.group_blocks;
-    uint8_t* a = scratch.a + band.at * blocks * kBlockInputs;
-    int32_t* starts = scratch.starts + band.at * piece.groups * kStartLanes;
+    constexpr int kRegisters = Affine ? 2 : 1;  // of a start and the float sum
+    uint8_t* a = scratch.a + band.at * piece.blocks * kBlockInputs;
+    uint8_t* starts = reinterpret_cast<uint8_t*>(scratch.starts) + 16 * kRegisters * band.starts * piece.groups;
     band.piece = piece;
     band.piece.tiles = band.tiles;
-    band.piece.a = a;
-    band.piece.starts = starts;
+    band.piece.starts = reinterpret_cast<const int32_t*>(starts);
     with_rows(band.height, [&](auto height) __attribute__((always_inline)) {
+      band.piece.a = a + (piece.odd ? registers_of(height) * kHalfInputs : 0);
       for (int64_t tile = 0; tile < band.tiles; ++tile) {
         copy_tile<Tile, height, Affine>(args, piece, row + band.first + tile * height, row + rows - 1, block, group,
                                         width.factor, a, starts);
-        a += registers_of(height) * blocks * kBlockInputs;
-        starts += registers_of(height) * piece.groups * kStartLanes;
+        a += registers_of(height) * piece.blocks * kBlockInputs;
+        starts += 16 * kRegisters * kStarts<Tile, height> * piece.groups;
       }
-      const bool is_short = piece.group_blocks == 1 && piece.begins && piece.ends && piece.shifted;
-      band.run = is_short ? run_tiles<Tile, height, Affine, true> : run_tiles<Tile, height, Affine, false>;
+      // A last group may be short, and begin within a block: run_long() can do that.
+      const bool is_short = piece.group_steps == 1 && piece.begins && piece.ends && piece.shifted && !piece.odd;
+      if (step == Step::half) {
+        band.run = is_short ? run_tiles<Tile, Step::half, height, Affine, true>
+                            : run_tiles<Tile, Step::half, height, Affine, false>;
+      } else {
+        band.run = is_short ? run_tiles<Tile, Step::block, height, Affine, true>
+                            : run_tiles<Tile, Step::block, height, Affine, false>;
+      }
     });
   }
 
   void chunk(int64_t panel, int64_t panels, int64_t row, int64_t rows) {
     const Layout& layout = args.layout;
-    const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
+    const bool halves = step == Step::half;
+    const int64_t step_inputs = halves ? kHalfInputs : kBlockInputs;
+    const int64_t group_steps = layout.group_inputs() / step_inputs;
+    const int64_t steps = halves ? (layout.k + kHalfInputs - 1) / kHalfInputs : layout.blocks;
     Band bands[3];
     const int count = cut(rows, bands);
     const Band& last = bands[count - 1];
@@ -278,22 +338,28 @@ struct Gemm {
     piece.weights = scratch.weights;
     piece.scales = scratch.scales;
     piece.shifted = layout.group_inputs() * 128 * width.most < kShiftedBelow;
-    for (int64_t block = 0; block < layout.blocks; block += piece.groups * piece.group_blocks) {
-      const int64_t group = block / group_blocks;
-      const int64_t in_group = block - group * group_blocks;
-      const int64_t left = layout.blocks - block;
-      const int64_t group_left = group_blocks - in_group < left ? group_blocks - in_group : left;
+    for (int64_t first = 0; first < steps; first += piece.groups * piece.group_steps) {
+      const int64_t group = first / group_steps, block = halves ? first / 2 : first;
+      const int64_t in_group = first - group * group_steps;
+      const int64_t left = steps - first;
+      const int64_t group_left = group_steps - in_group < left ? group_steps - in_group : left;
+      piece.odd = halves && first % 2 != 0;
+      const int64_t most = halves ? 2 * kPieceBlocks - piece.odd : kPieceBlocks;
       piece.begins = in_group == 0;
-      piece.ends = group_left <= kPieceBlocks;
-      piece.group_blocks = piece.ends ? group_left : kPieceBlocks;
+      piece.ends = group_left <= most;
+      piece.group_steps = piece.ends ? group_left : most;
       piece.groups = 1;
-      if (group_left == group_blocks && piece.ends) {  // as many whole groups as fit
-        piece.groups = (left < kPieceBlocks ? left : kPieceBlocks) / group_blocks;
+      if (group_left == group_steps && piece.ends) {  // as many whole groups as fit
+        piece.groups = (left < most ? left : most) / group_steps;
+        if (piece.groups > Tile::kPieceGroups) piece.groups = Tile::kPieceGroups;
       }
+      piece.blocks = piece.groups * piece.group_steps;
+      if (halves) piece.blocks = (piece.odd + piece.blocks + 1) / 2;
+      const auto unpack = width.unpack[halves];
       for (int b = 0; b < count; ++b) start(bands[b], row, rows, block, group, piece);
       const uint8_t* packed = args.panels + panel * layout.panel_bytes + layout.block_offset(block);
       for (int64_t p = 0; p < panels; ++p, packed += layout.panel_bytes) {
-        width.unpack(packed, piece, scratch);
+        unpack(packed, piece, scratch);
         for (int b = 0; b < count; ++b) {
           bands[b].piece.acc = scratch.acc + p * panel_floats + bands[b].tile * kTileFloats;
           bands[b].piece.parts = scratch.parts() + p * panel_floats + bands[b].tile * kTileFloats;
@@ -357,14 +423,18 @@ template <class Tile, bool Affine>
   gemm.run();
 }
 
-// For groups of whole blocks.
+template <class Tile, int Bits, bool Affine>
+constexpr Width width_of(int32_t factor, int32_t most) {
+  return {{unpack<Tile, Step::block, Bits, Affine>, unpack<Tile, Step::half, Bits, Affine>}, factor, most};
+}
+
 template <class Tile, int Bits>
 void run_gemm(const LinearArgs& args) {
   constexpr int32_t kFactor = Bits == 1 ? 0 : stored_flip(Bits), kMost = Bits == 1 ? 1 : 1 << (Bits - 1);
   if (args.layout.mapping == Mapping::affine) {
-    return run_gemm<Tile, true>(args, {unpack<Tile, Bits, true>, kFactor, (1 << Bits) - 1});
+    return run_gemm<Tile, true>(args, width_of<Tile, Bits, true>(kFactor, (1 << Bits) - 1));
   }
-  run_gemm<Tile, false>(args, {unpack<Tile, Bits, false>, Bits == 1 ? 0 : kFactor - level_offset(Bits), kMost});
+  run_gemm<Tile, false>(args, width_of<Tile, Bits, false>(Bits == 1 ? 0 : kFactor - level_offset(Bits), kMost));
 }
 
 }  // namespace

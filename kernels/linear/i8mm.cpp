@@ -15,8 +15,6 @@
 
 namespace lowbit {
 
-extern const Table<LinearKernel> kLinearNeonDot;
-
 namespace {
 
 // Two registers by one instruction that also moves the pointer on. It wants neighbours: named ones, so that codes are
@@ -39,21 +37,7 @@ struct Two;
       register uint8x16_t v1 __asm__("v" #second) = odd;                                                 \
       __asm__ volatile("st2 {%1.2d, %2.2d}, [%0], #32" : "+r"(at) : "w"(v0), "w"(v1) : "memory");        \
     }                                                                                                    \
-    /* 8 bytes each, twice. `Step`: how far the pointer moves. */                                        \
-    template <int64_t Step>                                                                              \
-    [[gnu::always_inline]] static void load_twice(const uint8_t*& at, float32x4_t (&to)[2]) {            \
-      register float32x4_t v0 __asm__("v" #first), v1 __asm__("v" #second);                               \
-      if constexpr (Step == 16) {                                                                        \
-        __asm__ volatile("ld2r {%0.2d, %1.2d}, [%2], #16" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");  \
-      } else {                                                                                           \
-        __asm__ volatile("ld2r {%0.2d, %1.2d}, [%2], %3"                                                 \
-                         : "=w"(v0), "=w"(v1), "+r"(at) : "r"(Step) : "memory");                         \
-      }                                                                                                  \
-      to[0] = v0, to[1] = v1;                                                                            \
-    }                                                                                                    \
   }
-LOWBIT_TWO(0, 1);
-LOWBIT_TWO(2, 3);
 LOWBIT_TWO(16, 17);
 LOWBIT_TWO(18, 19);
 LOWBIT_TWO(20, 21);
@@ -66,15 +50,37 @@ LOWBIT_TWO(30, 31);
 
 struct MatrixTile {
   static constexpr int kRowStep = 2;
+  static constexpr int kPieceGroups = 32;
   template <int Rows>
   static constexpr int kPass = Rows <= 2 ? 4 : Rows <= 4 ? 2 : 1;
 
   static constexpr int kScales = 2;
 
-  // Each pair of scales twice.
-  template <int First, int64_t Step>
+  // Each pair of scales twice. `Bytes`: how far the pointer moves.
+  template <int64_t Bytes>
   [[gnu::always_inline]] static void next_scales(const uint8_t*& at, float32x4_t (&to)[2]) {
-    Two<First>::template load_twice<Step>(at, to);
+    register float32x4_t v0 __asm__("v0"), v1 __asm__("v1");
+    if constexpr (Bytes == 16) {
+      __asm__ volatile("ld2r {%0.2d, %1.2d}, [%2], #16" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");
+    } else {
+      __asm__ volatile("ld2r {%0.2d, %1.2d}, [%2], %3" : "=w"(v0), "=w"(v1), "+r"(at) : "r"(Bytes) : "memory");
+    }
+    to[0] = v0, to[1] = v1;
+  }
+
+  // The same for the mins that follow.
+  template <int64_t Bytes>
+  [[gnu::always_inline]] static void next_scales_and_mins(const uint8_t*& at, float32x4_t (&scales)[2],
+                                                          float32x4_t (&mins)[2]) {
+    register float32x4_t v0 __asm__("v0"), v1 __asm__("v1"), v2 __asm__("v2"), v3 __asm__("v3");
+    if constexpr (Bytes == 32) {
+      __asm__ volatile("ld4r {%0.2d, %1.2d, %2.2d, %3.2d}, [%4], #32"
+                       : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3), "+r"(at) : : "memory");
+    } else {
+      __asm__ volatile("ld4r {%0.2d, %1.2d, %2.2d, %3.2d}, [%4], %5"
+                       : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3), "+r"(at) : "r"(Bytes) : "memory");
+    }
+    scales[0] = v0, scales[1] = v1, mins[0] = v2, mins[1] = v3;
   }
 
   // Two quarters of a block, the lines of each zipped in pairs.
@@ -110,7 +116,7 @@ struct MatrixTile {
   [[gnu::always_inline]] static void rows(const float* acc, float32x4_t (&y)[2][kQuarters]) {
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
       float64x2_t pair0, pair1;
-      load_pair(acc, q * kQuarterFloats * 4, pair0, pair1);
+      load_pair<q * kQuarterFloats * 4>(acc, pair0, pair1);
       y[0][q] = vreinterpretq_f32_f64(vzip1q_f64(pair0, pair1));
       y[1][q] = vreinterpretq_f32_f64(vzip2q_f64(pair0, pair1));
     });
@@ -129,17 +135,8 @@ struct MatrixTile {
   }
 };
 
-// Groups that end within a block are rare: they go to the dot-product kernel, which every CPU with i8mm can run.
-template <int Bits>
-void run_rows(const LinearArgs& args) {
-  for (const LinearKernel& kernel : kLinearNeonDot) {
-    if (kernel.bits == Bits && kernel.m_step == 1) return kernel.run(args);
-  }
-}
-
 template <int Bits>
 void run(const LinearArgs& args) {
-  if (args.layout.group_inputs() % kBlockInputs != 0) return run_rows<Bits>(args);
   run_gemm<MatrixTile, Bits>(args);
 }
 

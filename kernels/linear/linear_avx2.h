@@ -2,7 +2,7 @@
 //
 // 16 output rows are the int32 lanes of two registers, one for each half of a line. A kernel hands in its sums:
 //   kBits, kRows, kHalves   width; rows of activations at once; whether groups may end in the middle of a block
-//   kRunBlocks              blocks that may be added between begin_run() and end_run()
+//   kRunBlocks              blocks that may be added between begin_run() and end_run(); 0: there are no runs
 //   add<First, Lines>(...)  the products of some lines of a block
 //   total                   in int32, in kSplit registers that are added up once per group
 #pragma once
@@ -15,6 +15,7 @@
 #include "../bits/unpack_avx2.h"
 #include "../ukernel.h"
 #include "tiles_of_rows.h"
+#include "walk_x86.h"
 
 namespace lowbit {
 namespace {
@@ -57,25 +58,32 @@ struct Totals {
   }
 };
 
-// Some rows of activations times one panel.
+// The sums of some rows of activations over one panel, for walk().
 template <class Sums, bool Affine>
-[[gnu::always_inline]] inline void tile(const LinearArgs& args, const uint8_t* panel, int64_t row, int64_t column) {
-  constexpr int Rows = Sums::kRows;
-  const Layout& layout = args.layout;
-  const int64_t stride = layout.blocks * kBlockInputs;
-  const int64_t groups = layout.groups;
-  const int8_t* a = args.a + row * stride;
-  const int32_t* group_sums = args.group_sums + row * groups;
-  const uint8_t* at = panel;  // walks the panel from front to back
+struct Tile {
+  static constexpr int kRows = Sums::kRows;
+  static constexpr int64_t kBlockBytes = Sums::kBits * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  static constexpr int64_t kRunBlocks = Sums::kRunBlocks;
 
-  Float16 acc[Rows];
-  for (int i = 0; i < Rows; ++i) acc[i].half[0] = acc[i].half[1] = _mm256_setzero_ps();
+  const int32_t* group_sums;
+  int64_t groups, stride;  // from a row to the next: of group_sums, of the activations
+  const uint8_t* block;
+  Float16 acc[kRows];
   Sums sums;
 
-  constexpr int64_t kBlockBytes = Sums::kBits * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  const auto finish_group = [&](int64_t group, const uint8_t* scales) __attribute__((always_inline)) {
+  [[gnu::always_inline]] void begin_run() { sums.begin_run(); }
+  [[gnu::always_inline]] void end_run() { sums.end_run(); }
+  [[gnu::always_inline]] void start(int64_t group) { sums.template start<Affine>(group_sums + group, groups); }
+  [[gnu::always_inline]] void begin_block(const uint8_t* at) { block = at; }
+
+  template <int First, int Lines>
+  [[gnu::always_inline]] void add(const int8_t* a) {
+    sums.template add<First, Lines>(block, a, stride);
+  }
+
+  [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
     const Float16 scale = load16<DType::f16>(scales);
-    for (int i = 0; i < Rows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const int32_t group_sum = group_sums[i * groups + group];
       for (int h = 0; h < 2; ++h) {
         acc[i].half[h] = _mm256_fmadd_ps(scale.half[h], sums.template join<Affine>(i, h, group_sum), acc[i].half[h]);
@@ -86,49 +94,20 @@ template <class Sums, bool Affine>
         for (int h = 0; h < 2; ++h) acc[i].half[h] = _mm256_fmadd_ps(min.half[h], a_sum, acc[i].half[h]);
       }
     }
-  };
-
-  if constexpr (!Sums::kHalves) {
-    const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
-    int64_t left = layout.blocks;
-    for (int64_t group = 0; group < groups; ++group) {
-      sums.template start<Affine>(group_sums + group, groups);
-      int64_t count = left < group_blocks ? left : group_blocks;
-      left -= count;
-      while (count > 0) {
-        int64_t run = count < Sums::kRunBlocks ? count : Sums::kRunBlocks;
-        count -= run;
-        sums.begin_run();
-        for (; run > 0; --run, at += kBlockBytes, a += kBlockInputs) {
-          sums.template add<0, 8>(at, a, stride);
-        }
-        sums.end_run();
-      }
-      finish_group(group, at);
-      at += kGroupBytes;
-    }
-  } else {
-    const int64_t group_halves = layout.group_size / kHalfInputs;
-    int64_t left = group_halves, group = 0;
-    sums.template start<Affine>(group_sums, groups);
-    const uint8_t* scales;
-    const auto end_of_half = [&]() __attribute__((always_inline)) {
-      if (--left > 0) return;
-      finish_group(group, scales);
-      scales += kGroupBytes;
-      left = group_halves;
-      if (++group < groups) sums.template start<Affine>(group_sums + group, groups);
-    };
-    for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
-      scales = at + kBlockBytes;
-      sums.template add<0, 4>(at, a, stride);
-      end_of_half();
-      if (group == groups) break;  // k ends in the first half of the last block
-      sums.template add<4, 4>(at, a, stride);
-      end_of_half();
-    }
-    if (group < groups) finish_group(group, scales);
   }
+};
+
+// Some rows of activations times one panel.
+template <class Sums, bool Affine>
+[[gnu::always_inline]] inline void tile(const LinearArgs& args, const uint8_t* panel, int64_t row, int64_t column) {
+  constexpr int Rows = Sums::kRows;
+  const Layout& layout = args.layout;
+  Tile<Sums, Affine> tile;
+  tile.groups = layout.groups;
+  tile.stride = layout.blocks * kBlockInputs;
+  tile.group_sums = args.group_sums + row * tile.groups;
+  for (int i = 0; i < Rows; ++i) tile.acc[i].half[0] = tile.acc[i].half[1] = _mm256_setzero_ps();
+  walk<Sums::kHalves>(layout, panel, args.a + row * tile.stride, tile);
 
   const uint8_t* head = panel + layout.head_offset;
   const Float16 row_scale = load16<DType::f32>(head);
@@ -138,7 +117,7 @@ template <class Sums, bool Affine>
     const __m256 zero = _mm256_set1_ps(args.zeros[row + i]), a_scale = _mm256_set1_ps(args.scales[row + i]);
     Float16 y;
     for (int h = 0; h < 2; ++h) {
-      const __m256 corrected = _mm256_fnmadd_ps(zero, row_sum.half[h], acc[i].half[h]);
+      const __m256 corrected = _mm256_fnmadd_ps(zero, row_sum.half[h], tile.acc[i].half[h]);
       y.half[h] = _mm256_fmadd_ps(_mm256_mul_ps(a_scale, row_scale.half[h]), corrected, bias.half[h]);
     }
     store_first(args.out, args.out_dtype, (row + i) * args.out_stride + column, y, layout.n - column);
@@ -158,8 +137,9 @@ void run_panels(const LinearArgs& args) {
 template <template <int Bits, int Rows, bool Halves> class Sums, int Bits, int MostRows>
 void run(const LinearArgs& args) {
   const bool affine = args.layout.mapping == Mapping::affine;
-  if (args.layout.group_inputs() % kBlockInputs != 0) {  // half blocks are rare: not worth a tile of several rows
-    return affine ? run_panels<Sums, Bits, true, true, 1>(args) : run_panels<Sums, Bits, false, true, 1>(args);
+  if (args.layout.group_inputs() % kBlockInputs != 0) {
+    return affine ? run_panels<Sums, Bits, true, true, MostRows>(args)
+                  : run_panels<Sums, Bits, false, true, MostRows>(args);
   }
   affine ? run_panels<Sums, Bits, true, false, MostRows>(args) : run_panels<Sums, Bits, false, false, MostRows>(args);
 }

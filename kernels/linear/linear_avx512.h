@@ -6,7 +6,8 @@
 // A block is unpacked once (bits/unpack_avx512.h) for all rows of a tile. For up to 4 rows fields stay at their bit
 // position p; sums of different p have their own accumulators, joined by a shift once per group. Each of them holds at
 // most 65536 * 128 * 255 < 2^31 (kMaxGroupInputs); the symmetric start value may wrap it, which the final sum undoes.
-// More rows have no registers for that; their fields are shifted down instead, on pipes that vpdpbusd leaves free.
+// More rows have no registers for that, and groups of half a block would join too often: there the fields are shifted
+// down when they are unpacked, once for all rows.
 // Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
 // No software prefetch: 4 KB ahead was 1.05 times slower from memory on Zen 4, and 1.1 from the caches: a matrix is one
 // stream.
@@ -21,15 +22,16 @@
 #include "../bits/unpack_avx512.h"
 #include "../ukernel.h"
 #include "tiles_of_rows.h"
+#include "walk_x86.h"
 
 namespace lowbit {
 namespace {
 
-template <int Rows>
-inline constexpr bool kShiftedDown = Rows > 4;
+template <int Rows, bool Halves>
+inline constexpr bool kShiftedDown = Rows > 4 || Halves;
 
 // How the eight lines share accumulators: one chain per distinct shift, or several for few shifts and few rows of m.
-template <int Bits, int Rows>
+template <int Bits, int Rows, bool Down>
 struct Chains {
   int shift[8] = {};  // of each chain
   int of_line[8] = {};
@@ -37,10 +39,10 @@ struct Chains {
 
   constexpr Chains() {
     constexpr int kFew = Bits == 8 ? 4 : Bits >= 4 ? 2 : 1;
-    constexpr int kSplit = kShiftedDown<Rows> ? 1 : Rows > 2 ? kFew == 4 ? 2 : 1 : kFew;
+    constexpr int kSplit = Down ? 1 : Rows > 2 ? kFew == 4 ? 2 : 1 : kFew;
     int key[8] = {};
     for (int j = 0; j < 8; ++j) {
-      const int line_shift = kShiftedDown<Rows> ? 0 : Unpack<Bits>::shift[j];
+      const int line_shift = Down ? 0 : Unpack<Bits>::shift[j];
       const int wanted = line_shift * 8 + j % kSplit;
       int found = count;
       for (int c = 0; c < count; ++c) {
@@ -61,9 +63,9 @@ struct Chains {
   return _mm512_set1_epi32(word);
 }
 
-template <int Bits, int Rows>
+template <int Bits, int Rows, bool Down>
 struct Sums {
-  static constexpr Chains<Bits, Rows> kChains{};
+  static constexpr Chains<Bits, Rows, Down> kChains{};
   __m512i chain[Rows][kChains.count];
 
   // Starts a group: the first chain carries -2^(bits-1) times the group's activation sum.
@@ -118,24 +120,50 @@ template <int Bits, bool ShiftedDown>
   }
 }
 
-// `Rows` rows of activations times one panel. With `Halves` groups may end in the middle of a block.
-template <int Bits, bool Affine, bool Halves, int Rows>
-[[gnu::always_inline]] inline void tile(const LinearArgs& args, const uint8_t* panel, int64_t row, __mmask16 columns,
-                                        int64_t first_column) {
-  const Layout& layout = args.layout;
-  const int64_t stride = layout.blocks * kBlockInputs;
-  const int64_t groups = layout.groups;
-  const int8_t* a = args.a + row * stride;
-  const int32_t* group_sums = args.group_sums + row * groups;
-  const uint8_t* at = panel;  // walks the panel from front to back
+// A panel's outputs: what its head adds to the sums of a row.
+struct Outputs {
+  __m512 row_scale, row_sum, bias;
+  int64_t column;
+  __mmask16 columns;
 
+  [[gnu::always_inline]] Outputs(const LinearArgs& args, int64_t panel) {
+    const uint8_t* head = args.panels + panel * args.layout.panel_bytes + args.layout.head_offset;
+    row_scale = _mm512_loadu_ps(head);
+    row_sum = _mm512_loadu_ps(head + 4 * kPanelRows);
+    bias = _mm512_loadu_ps(head + 8 * kPanelRows);
+    column = panel * kPanelRows;
+    columns = first_lanes(args.layout.n - column);
+  }
+
+  [[gnu::always_inline]] void store(const LinearArgs& args, int64_t row, __m512 acc) const {
+    const __m512 corrected = _mm512_fnmadd_ps(_mm512_set1_ps(args.zeros[row]), row_sum, acc);
+    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(args.scales[row]), row_scale);
+    store16(args.out, args.out_dtype, row * args.out_stride + column, _mm512_fmadd_ps(scale, corrected, bias), columns);
+  }
+};
+
+// The sums of `Rows` rows of activations over one panel, for walk().
+template <int Bits, bool Affine, bool Halves, int Rows>
+struct Tile {
+  static constexpr bool kDown = kShiftedDown<Rows, Halves>;
+  static constexpr int64_t kBlockBytes = Bits * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  static constexpr int64_t kRunBlocks = 0;
+
+  const int32_t* group_sums;
+  int64_t groups, stride;  // from a row to the next: of group_sums, of the activations
   __m512 acc[Rows];
-  for (int i = 0; i < Rows; ++i) acc[i] = _mm512_setzero_ps();
-  Sums<Bits, Rows> sums;
+  Sums<Bits, Rows, kDown> sums;
   __m512i line[8];
 
-  constexpr int64_t kBlockBytes = Bits * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  const auto finish_group = [&](int64_t group, const uint8_t* scales) __attribute__((always_inline)) {
+  [[gnu::always_inline]] void start(int64_t group) { sums.template start<Affine>(group_sums + group, groups); }
+  [[gnu::always_inline]] void begin_block(const uint8_t* at) { unpack_block<Bits, kDown>(at, line); }
+
+  template <int First, int Lines>
+  [[gnu::always_inline]] void add(const int8_t* a) {
+    sums.template add<First, Lines>(line, a, stride);
+  }
+
+  [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
     const __m512 scale = load_scales(scales);
     for (int i = 0; i < Rows; ++i) {
       const int32_t group_sum = group_sums[i * groups + group];
@@ -145,66 +173,28 @@ template <int Bits, bool Affine, bool Halves, int Rows>
         acc[i] = _mm512_fmadd_ps(min, _mm512_set1_ps(static_cast<float>(group_sum)), acc[i]);
       }
     }
-  };
-
-  if constexpr (!Halves) {
-    const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
-    int64_t left = layout.blocks;
-    for (int64_t group = 0; group < groups; ++group) {
-      sums.template start<Affine>(group_sums + group, groups);
-      const int64_t count = left < group_blocks ? left : group_blocks;
-      left -= count;
-      for (int64_t b = 0; b < count; ++b, at += kBlockBytes, a += kBlockInputs) {
-        unpack_block<Bits, kShiftedDown<Rows>>(at, line);
-        sums.template add<0, 8>(line, a, stride);
-      }
-      finish_group(group, at);
-      at += kGroupBytes;
-    }
-  } else {
-    const int64_t group_halves = layout.group_size / kHalfInputs;
-    int64_t left = group_halves, group = 0;
-    sums.template start<Affine>(group_sums, groups);
-    const uint8_t* scales;
-    const auto end_of_half = [&]() __attribute__((always_inline)) {
-      if (--left > 0) return;
-      finish_group(group, scales);
-      scales += kGroupBytes;
-      left = group_halves;
-      if (++group < groups) sums.template start<Affine>(group_sums + group, groups);
-    };
-    for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
-      unpack_block<Bits, kShiftedDown<Rows>>(at, line);
-      scales = at + kBlockBytes;
-      sums.template add<0, 4>(line, a, stride);
-      end_of_half();
-      if (group == groups) break;  // k ends in the first half of the last block
-      sums.template add<4, 4>(line, a, stride);
-      end_of_half();
-    }
-    if (group < groups) finish_group(group, scales);
   }
+};
 
-  const uint8_t* head = panel + layout.head_offset;
-  const __m512 row_scale = _mm512_loadu_ps(head);
-  const __m512 row_sum = _mm512_loadu_ps(head + 4 * kPanelRows);
-  const __m512 bias = _mm512_loadu_ps(head + 8 * kPanelRows);
-  for (int i = 0; i < Rows; ++i) {
-    const __m512 corrected = _mm512_fnmadd_ps(_mm512_set1_ps(args.zeros[row + i]), row_sum, acc[i]);
-    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(args.scales[row + i]), row_scale);
-    store16(args.out, args.out_dtype, (row + i) * args.out_stride + first_column,
-            _mm512_fmadd_ps(scale, corrected, bias), columns);
-  }
+// `Rows` rows of activations times one panel. With `Halves` groups may end in the middle of a block.
+template <int Bits, bool Affine, bool Halves, int Rows>
+[[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row) {
+  const Layout& layout = args.layout;
+  Tile<Bits, Affine, Halves, Rows> tile;
+  tile.groups = layout.groups;
+  tile.stride = layout.blocks * kBlockInputs;
+  tile.group_sums = args.group_sums + row * tile.groups;
+  for (int i = 0; i < Rows; ++i) tile.acc[i] = _mm512_setzero_ps();
+  walk<Halves>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tile.stride, tile);
+  const Outputs outputs(args, panel);
+  for (int i = 0; i < Rows; ++i) outputs.store(args, row + i, tile.acc[i]);
 }
 
 template <int Bits, bool Affine, bool Halves, int MostRows>
 void run_panels(const LinearArgs& args) {
-  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
-    const uint8_t* panel = args.panels + p * args.layout.panel_bytes;
-    const int64_t column = p * kPanelRows;
-    const __mmask16 columns = first_lanes(args.layout.n - column);
+  for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
     for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows) __attribute__((always_inline)) {
-      tile<Bits, Affine, Halves, rows()>(args, panel, row, columns, column);
+      tile<Bits, Affine, Halves, rows()>(args, panel, row);
     });
   }
 }

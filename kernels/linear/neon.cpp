@@ -7,9 +7,10 @@
 //   addp, sadalp        pairs of lo and hi in int16, then in int32: one int32 lane is one output row ("folded"); or
 //   2 sadalp            int32 pairs, and one addp in int32 at the end of a group ("wide"), when addp would overflow
 //
-// An int16 sum of `lines` products holds while lines * c <= 256, where c is the largest weight: its lowest value is
-// lines * c * -128, and its highest is below that in magnitude because activations reach only 127 and no weight is -c.
-// (Weights that do reach -c need less than 256, and have it.) addp adds two sums, so folding needs lines * c <= 128.
+// How many lines fit an int16 sum? Each adds one product, of a weight up to c and an activation from -128 to 127. The
+// sum is lowest at lines * c * -128, which int16 holds while lines * c <= 256; at its highest it is smaller, because
+// activations end at 127. Where weights reach -c too, lines * c must be below 256, as it is in both tables below. addp
+// adds two such sums, so folding needs lines * c <= 128.
 //
 //   1x16   Weights are codes, or -1 for a set bit at 1 bit. Fields in place (bits/unpack_neon.h) have their own int16
 //          sums, joined by ssra once per block: 2 lines of 48 at 2 bits, 3 lines of 56 at 3.
@@ -37,13 +38,14 @@ namespace {
 constexpr bool is_wide(int bits) { return bits >= 5; }
 constexpr int most_lines(int bits) { return bits <= 5 ? 8 : bits == 6 ? 4 : bits == 7 ? 2 : 1; }
 
-// Two adjacent quarters of a block, for Unpack::lines(). Lines of a half that is not wanted are dead code.
-template <int Bits, Halves Wanted>
+// Two adjacent quarters of a block, for Unpack::lines(). Lines of a half that is not wanted are dead code. `Groups`: 2
+// when a group ends between the halves, which have their own sums then.
+template <int Bits, Halves Wanted, int Groups>
 struct QuarterPair {
   const uint8_t* at;
   const int8x16_t (&a)[8];
-  Sums<is_wide(Bits)>* sums;
-  Products (&products)[2][3];  // by Unpack<Bits>::shift: none, the lower one, the higher one
+  Sums<is_wide(Bits)>* const (&sums)[Groups];
+  Products (&products)[Groups][2][3];  // by Unpack<Bits>::shift: none, the lower one, the higher one
 
   [[gnu::always_inline]] Pair load(int i) const {
     uint8x16_t q0 = vld1q_u8(at + i * kLineBytes), q1 = vld1q_u8(at + i * kLineBytes + 16);
@@ -57,27 +59,34 @@ struct QuarterPair {
   [[gnu::always_inline]] void use(Index<J>, const Pair& line) const {
     if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
       constexpr int kShift = Unpack<Bits>::shift[J], kChain = kShift == 0 ? 0 : kShift == 4 ? 2 : 1;
-      products[0][kChain].add(vreinterpretq_s8_u8(line.q0), a[J]);
-      products[1][kChain].add(vreinterpretq_s8_u8(line.q1), a[J]);
+      constexpr int kGroup = J / 4 * (Groups - 1);
+      auto& to = products[kGroup];
+      to[0][kChain].add(vreinterpretq_s8_u8(line.q0), a[J]);
+      to[1][kChain].add(vreinterpretq_s8_u8(line.q1), a[J]);
       if constexpr (most_lines(Bits) < 8) {
-        if (products[0][0].lines == most_lines(Bits)) {
-          sums[0].take(products[0][0]);
-          sums[1].take(products[1][0]);
+        if (to[0][0].lines == most_lines(Bits)) {
+          sums[kGroup][0].take(to[0][0]);
+          sums[kGroup][1].take(to[1][0]);
         }
       }
     }
   }
 };
 
-template <int Bits, Halves Wanted>
-[[gnu::always_inline]] inline void add_pair(Sums<is_wide(Bits)>* sums, const uint8_t* at, const int8x16_t (&a)[8]) {
-  Products products[2][3];
-  Unpack<Bits>::lines(QuarterPair<Bits, Wanted>{at, a, sums, products});
-  unroll<2>([&](auto q) __attribute__((always_inline)) {
-    products[q][0].template join<Bits == 2 ? 2 : 3>(products[q][1]);
-    products[q][0].template join<4>(products[q][2]);
-    if (products[q][0].lines != 0) sums[q].take(products[q][0]);
-    sums[q].settle();
+// `sums`: of each group, for two quarters.
+template <int Bits, Halves Wanted, int Groups>
+[[gnu::always_inline]] inline void add_pair(Sums<is_wide(Bits)>* const (&sums)[Groups], const uint8_t* at,
+                                            const int8x16_t (&a)[8]) {
+  Products products[Groups][2][3];
+  Unpack<Bits>::lines(QuarterPair<Bits, Wanted, Groups>{at, a, sums, products});
+  unroll<Groups>([&](auto g) __attribute__((always_inline)) {
+    unroll<2>([&](auto q) __attribute__((always_inline)) {
+      Products(&of)[3] = products[g][q];
+      of[0].template join<Bits == 2 ? 2 : 3>(of[1]);
+      of[0].template join<4>(of[2]);
+      if (of[0].lines != 0) sums[g][q].take(of[0]);
+      sums[g][q].settle();
+    });
   });
 }
 
@@ -93,8 +102,8 @@ template <int Bits, Halves Wanted>
                                              const int8_t* from) {
   int8x16_t a[8];
   load_broadcasts<Wanted>(from, a);
-  add_pair<Bits, Wanted>(sums, block, a);
-  add_pair<Bits, Wanted>(sums + 2, block + 32, a);
+  add_pair<Bits, Wanted, 1>({sums}, block, a);
+  add_pair<Bits, Wanted, 1>({sums + 2}, block + 32, a);
 }
 
 // What the sum of the products lacks, per activation sum of the group: the codes' zero, and at 8 bits that the bytes
@@ -102,27 +111,60 @@ template <int Bits, Halves Wanted>
 template <int Bits, bool Affine>
 constexpr int kStart = stored_flip(Bits) - (Affine ? 0 : level_offset(Bits));
 
+// At 1 bit minus the integer part: the sum of the activations, minus twice those with a set bit.
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline int32x4_t start_value(int32_t group_sum) {
+  return vdupq_n_s32(Bits == 1 ? group_sum : kStart<Bits, Affine> * group_sum);
+}
+
+// Adds one quarter of a finished group to the float sums.
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline float32x4_t finish(float32x4_t acc, const Sums<is_wide(Bits)>& sums, float32x4_t scale,
+                                                 int32x4_t start) {
+  int32x4_t total = sums.total();
+  if constexpr (Bits == 1 && !Affine) total = vaddq_s32(total, total);
+  if constexpr (kStart<Bits, Affine> != 0) total = vaddq_s32(total, start);
+  return add_scaled<Bits == 1>(acc, scale, total);
+}
+
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline void finish_group(float32x4_t (&acc)[kQuarters],
                                                 const Sums<is_wide(Bits)> (&sums)[kQuarters], const uint8_t* scales,
                                                 int32_t group_sum) {
   const Scales scale = load_scales(scales);
-  // At 1 bit minus the integer part: the sum of the activations, minus twice those with a set bit.
-  const int32x4_t start = vdupq_n_s32(Bits == 1 ? group_sum : kStart<Bits, Affine> * group_sum);
+  const int32x4_t start = start_value<Bits, Affine>(group_sum);
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-    int32x4_t total = sums[q].total();
-    if constexpr (Bits == 1 && !Affine) total = vaddq_s32(total, total);
-    if constexpr (kStart<Bits, Affine> != 0) total = vaddq_s32(total, start);
-    acc[q] = add_scaled<Bits == 1>(acc[q], scale.q[q], total);
+    acc[q] = finish<Bits, Affine>(acc[q], sums[q], scale.q[q], start);
   });
-  if constexpr (Affine) {
-    const Scales min = load_scales(scales + 2 * kPanelRows);
-    const float32x4_t sum = vdupq_n_f32(static_cast<float>(group_sum));
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vfmaq_f32(acc[q], min.q[q], sum); });
-  }
+  if constexpr (Affine) add_mins(acc, scales + 2 * kPanelRows, vdupq_n_f32(static_cast<float>(group_sum)));
 }
 
-enum class Groups { one_block, blocks, halves };
+// A block of two groups: it is read once, two quarters at a time.
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline void add_two_groups(float32x4_t (&acc)[kQuarters], const uint8_t* block,
+                                                  const int8_t* from, const int32_t* group_sums) {
+  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  int8x16_t a[8];
+  load_broadcasts<kWholeBlock>(from, a);
+  unroll<2>([&](auto pair) __attribute__((always_inline)) {
+    Sums<is_wide(Bits)> sums[2][2];
+    add_pair<Bits, kWholeBlock, 2>({sums[0], sums[1]}, block + 32 * pair, a);
+    unroll<2>([&](auto g) __attribute__((always_inline)) {
+      const uint8_t* scales = block + Bits * kLineBytes + g * kGroupBytes + 16 * pair;
+      float32x4_t scale[2], min[2];
+      load_two_scales(scales, scale);
+      if constexpr (Affine) load_two_scales(scales + 2 * kPanelRows, min);
+      const int32x4_t start = start_value<Bits, Affine>(group_sums[g]);
+      unroll<2>([&](auto q) __attribute__((always_inline)) {
+        float32x4_t& y = acc[2 * pair + q];
+        y = finish<Bits, Affine>(y, sums[g][q], scale[q], start);
+        if constexpr (Affine) y = vfmaq_n_f32(y, min[q], static_cast<float>(group_sums[g]));
+      });
+    });
+  });
+}
+
+enum class Groups { half_block, one_block, blocks, halves };
 
 template <int Bits, bool Affine, Groups Kind>
 [[gnu::always_inline]] inline void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row,
@@ -138,6 +180,20 @@ template <int Bits, bool Affine, Groups Kind>
   const uint8_t* scales = block + kBlockBytes;  // of the next group to end in this block, when groups end in halves
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vdupq_n_f32(0.0f); });
 
+  if constexpr (Kind == Groups::half_block) {
+    for (int64_t pairs = layout.groups / 2; pairs > 0; --pairs) {
+      add_two_groups<Bits, Affine>(acc, block, a, group_sums);
+      block += kBlockBytes + 2 * kGroupBytes;
+      a += kBlockInputs;
+      group_sums += 2;
+    }
+    if (layout.groups % 2 != 0) {
+      Sums<is_wide(Bits)> sums[kQuarters];
+      add_block<Bits, kFirstHalf>(sums, block, a);
+      finish_group<Bits, Affine>(acc, sums, block + kBlockBytes, *group_sums);
+    }
+    return;
+  }
   int64_t half = 0;
   for (int64_t group = 0; group < layout.groups; ++group) {
     Sums<is_wide(Bits)> sums[kQuarters];
@@ -191,6 +247,15 @@ void run_groups(const LinearArgs& args) {
   }
   if (group_inputs % kBlockInputs == 0) {
     return Tiles ? run_tiles<Bits, Affine, 8, false>(args) : run_rows<Bits, Affine, Groups::blocks>(args);
+  }
+  if (group_inputs == kHalfInputs) {
+    if constexpr (!Tiles) {
+      return run_rows<Bits, Affine, Groups::half_block>(args);
+    } else if constexpr (Bits == 8) {
+      return run_tiles<Bits, Affine, 4, true>(args);
+    } else {
+      return run_half_block_tiles<Bits, Affine>(args);
+    }
   }
   Tiles ? run_tiles<Bits, Affine, 4, false>(args) : run_rows<Bits, Affine, Groups::halves>(args);
 }

@@ -7,8 +7,9 @@
 // One int32 lane is one output row: no horizontal adds, and the 32 activations of a block are loaded once for all 16
 // rows. Integer part of a group, with S the sum of a * code and A the sum of a (ukernel.h):
 //   symmetric   S - 2^(b-1) A: the sums start there, so no weight pays for its zero point; affine   S
-//   1 bit       2 S - A. cmtst leaves -1 for a set bit, so the sums start at floor(A/2) and end at h = floor(A/2) - S;
-//               sli (shift left and insert) puts h over the lowest bit of A, which gives 2 h + A mod 2 = A - 2 S
+//   1 bit       2 S - A. cmtst leaves -1 for a set bit, so sums that start at floor(A/2) end at h = floor(A/2) - S.
+//               2 h + A mod 2 is A - 2 S, the negative of what is wanted. One instruction, sli (shift left and insert),
+//               makes it: h goes above the lowest bit of A
 //   8 bit       the bytes are code - 128: symmetric needs no start, affine starts at 128 A
 // Sums of fields at different bit positions p (bits/unpack_neon.h) stay apart and are joined by ssra once per group.
 // Every sum is an int32 that may wrap on its way; what leaves a group is at most 65536 * 128 * 255 < 2^31
@@ -73,9 +74,9 @@ template <int Bits, bool Affine>
   return vmulq_s32(group_sum, factor);
 }
 
-template <int Bits>
-[[gnu::always_inline]] inline void start(Sums<Bits> (&sums)[kQuarters], int32x4_t value) {
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+template <int Bits, int Count>
+[[gnu::always_inline]] inline void start(Sums<Bits> (&sums)[Count], int32x4_t value) {
+  unroll<Count>([&](auto q) __attribute__((always_inline)) {
     sums[q].chain[0] = value;
     unroll<kChains<Bits>.count - 1>([&](auto c) __attribute__((always_inline)) {
       sums[q].chain[c + 1] = vdupq_n_s32(0);
@@ -91,7 +92,9 @@ struct QuarterPair {
   const uint8_t* block;
   Sums<Bits>& sums0;
   Sums<Bits>& sums1;
-  int8x16_t a0, a1;  // of the first and the second half
+  Sums<Bits>& second0;  // of the second half: the same, unless a group ends between the halves
+  Sums<Bits>& second1;
+  int8x16_t a0, a1;     // of the first and the second half
 
   [[gnu::always_inline]] Pair load(int i) const {
     const uint8_t* at = block + i * kLineBytes + 16 * First;
@@ -107,8 +110,10 @@ struct QuarterPair {
     if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
       constexpr int kChain = kChains<Bits>.of_line[J];
       const int8x16_t a = J < 4 ? a0 : a1;
-      sums0.chain[kChain] = vdotq_laneq_s32(sums0.chain[kChain], vreinterpretq_s8_u8(line.q0), a, J % 4);
-      sums1.chain[kChain] = vdotq_laneq_s32(sums1.chain[kChain], vreinterpretq_s8_u8(line.q1), a, J % 4);
+      int32x4_t& chain0 = (J < 4 ? sums0 : second0).chain[kChain];
+      int32x4_t& chain1 = (J < 4 ? sums1 : second1).chain[kChain];
+      chain0 = vdotq_laneq_s32(chain0, vreinterpretq_s8_u8(line.q0), a, J % 4);
+      chain1 = vdotq_laneq_s32(chain1, vreinterpretq_s8_u8(line.q1), a, J % 4);
     }
   }
 };
@@ -116,8 +121,8 @@ struct QuarterPair {
 template <Halves Wanted, int Bits>
 [[gnu::always_inline]] inline void add_block(Sums<Bits> (&sums)[kQuarters], const uint8_t* block, int8x16_t a0,
                                              int8x16_t a1) {
-  Unpack<Bits>::lines(QuarterPair<Bits, 0, Wanted>{block, sums[0], sums[1], a0, a1});
-  Unpack<Bits>::lines(QuarterPair<Bits, 2, Wanted>{block, sums[2], sums[3], a0, a1});
+  Unpack<Bits>::lines(QuarterPair<Bits, 0, Wanted>{block, sums[0], sums[1], sums[0], sums[1], a0, a1});
+  Unpack<Bits>::lines(QuarterPair<Bits, 2, Wanted>{block, sums[2], sums[3], sums[2], sums[3], a0, a1});
 }
 
 // Adds one quarter of a finished group to the float sums. `parity` is the register that sli shifts into at 1 bit: its
@@ -125,10 +130,10 @@ template <Halves Wanted, int Bits>
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline float32x4_t finish(float32x4_t acc, const Sums<Bits>& sums, float32x4_t scale,
                                                  int32x4_t& parity) {
-  constexpr auto& kShift = kChains<Bits>.shift;
+  constexpr int kShift1 = kChains<Bits>.shift[1], kShift2 = kChains<Bits>.shift[2];
   int32x4_t total = sums.chain[0];
-  if constexpr (kChains<Bits>.count > 1) total = vsraq_n_s32(total, sums.chain[1], kShift[1]);
-  if constexpr (kChains<Bits>.count > 2) total = vsraq_n_s32(total, sums.chain[2], kShift[2]);
+  if constexpr (kChains<Bits>.count > 1) total = vsraq_n_s32(total, sums.chain[1], kShift1);
+  if constexpr (kChains<Bits>.count > 2) total = vsraq_n_s32(total, sums.chain[2], kShift2);
   if constexpr (Bits != 1) return vfmaq_f32(acc, scale, vcvtq_f32_s32(total));
   if constexpr (Affine) return vfmsq_f32(acc, scale, vcvtq_f32_s32(total));
   parity = vsliq_n_s32(parity, total, 1);
@@ -143,14 +148,43 @@ template <int Bits, bool Affine>
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
     acc[q] = finish<Bits, Affine>(acc[q], sums[q], scale.q[q], parity);
   });
-  if constexpr (Affine) {
-    const Scales min = load_scales(scales + 2 * kPanelRows);
-    const float32x4_t value = vcvtq_f32_s32(group_sum);
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vfmaq_f32(acc[q], min.q[q], value); });
-  }
+  if constexpr (Affine) add_mins(acc, scales + 2 * kPanelRows, vcvtq_f32_s32(group_sum));
 }
 
-enum class Groups { one_block, blocks, halves };
+// A block of two groups: it is read once, two quarters at a time.
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline void add_two_groups(float32x4_t (&acc)[kQuarters], const uint8_t* block, int8x16_t a0,
+                                                  int8x16_t a1, const int32_t* group_sums, int32x4_t factor) {
+  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  int32x4_t group_sum[2], parity[2];
+  unroll<2>([&](auto g) __attribute__((always_inline)) {
+    group_sum[g] = vld1q_dup_s32(group_sums + g);
+    parity[g] = group_sum[g];
+  });
+  unroll<2>([&](auto pair) __attribute__((always_inline)) {
+    Sums<Bits> sums[2][2];
+    unroll<2>([&](auto g) __attribute__((always_inline)) {
+      start(sums[g], start_value<Bits, Affine>(group_sum[g], factor));
+    });
+    Unpack<Bits>::lines(
+        QuarterPair<Bits, 2 * pair, kWholeBlock>{block, sums[0][0], sums[0][1], sums[1][0], sums[1][1], a0, a1});
+    unroll<2>([&](auto g) __attribute__((always_inline)) {
+      const uint8_t* scales = block + Bits * kLineBytes + g * kGroupBytes + 16 * pair;
+      float32x4_t scale[2], min[2];
+      load_two_scales(scales, scale);
+      if constexpr (Affine) load_two_scales(scales + 2 * kPanelRows, min);
+      unroll<2>([&](auto q) __attribute__((always_inline)) {
+        float32x4_t& y = acc[2 * pair + q];
+        y = finish<Bits, Affine>(y, sums[g][q], scale[q], parity[g]);
+        if constexpr (Affine) y = vfmaq_f32(y, min[q], vcvtq_f32_s32(group_sum[g]));
+      });
+    });
+    // One pair after the other: interleaved, they need too many registers.
+    __asm__ volatile("" : "+w"(acc[2 * pair]), "+w"(acc[2 * pair + 1]));
+  });
+}
+
+enum class Groups { half_block, one_block, blocks, halves };
 
 template <int Bits, bool Affine, Groups Kind>
 [[gnu::always_inline]] inline void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row,
@@ -184,6 +218,19 @@ template <int Bits, bool Affine, Groups Kind>
       next_group();
     }
     if (groups % 2 != 0) next_group();
+  } else if constexpr (Kind == Groups::half_block) {
+    for (int64_t pairs = groups / 2; pairs > 0; --pairs) {
+      add_two_groups<Bits, Affine>(acc, block, vld1q_s8(a), vld1q_s8(a + 16), group_sums, factor);
+      block += kBlockBytes + 2 * kGroupBytes;
+      a += kBlockInputs;
+      group_sums += 2;
+    }
+    if (groups % 2 != 0) {
+      const int32x4_t group_sum = vld1q_dup_s32(group_sums);
+      start(sums, start_value<Bits, Affine>(group_sum, factor));
+      add_block<kFirstHalf>(sums, block, vld1q_s8(a), vld1q_s8(a));
+      finish_group<Bits, Affine>(acc, sums, block + kBlockBytes, group_sum);
+    }
   } else if constexpr (Kind == Groups::blocks) {
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
     int64_t left = layout.blocks;
@@ -244,6 +291,7 @@ void run_groups(const LinearArgs& args) {
   const int64_t group_inputs = args.layout.group_inputs();
   if (group_inputs == kBlockInputs) return run_panels<Bits, Affine, Groups::one_block>(args);
   if (group_inputs % kBlockInputs == 0) return run_panels<Bits, Affine, Groups::blocks>(args);
+  if (group_inputs == kHalfInputs) return run_panels<Bits, Affine, Groups::half_block>(args);
   run_panels<Bits, Affine, Groups::halves>(args);
 }
 
@@ -254,7 +302,6 @@ void run(const LinearArgs& args) {
 
 template <int Bits>
 void run_many(const LinearArgs& args) {
-  if (args.layout.group_inputs() % kBlockInputs != 0) return run<Bits>(args);  // row by row: half blocks are rare
   run_gemm<DotTile, Bits>(args);
 }
 

@@ -23,6 +23,19 @@ struct Scales {
            vcvt_high_f32_f16(half1)}};
 }
 
+// Of two quarters.
+[[gnu::always_inline]] inline void load_two_scales(const uint8_t* scales, float32x4_t (&to)[2]) {
+  const float16x8_t half = vreinterpretq_f16_u8(vld1q_u8(scales));
+  to[0] = vcvt_f32_f16(vget_low_f16(half));
+  to[1] = vcvt_high_f32_f16(half);
+}
+
+// Adds an affine group's mins, times the sum of its activations, to the float sums.
+[[gnu::always_inline]] inline void add_mins(float32x4_t (&acc)[kQuarters], const uint8_t* mins, float32x4_t group_sum) {
+  const Scales min = load_scales(mins);
+  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vfmaq_f32(acc[q], min.q[q], group_sum); });
+}
+
 struct Heads {
   float32x4_t row_scale[kQuarters], row_sum[kQuarters], bias[kQuarters];
 };

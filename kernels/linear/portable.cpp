@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "../bits/widths.h"
 #include "../ukernel.h"
 
 namespace lowbit {
@@ -86,7 +87,7 @@ void run(const LinearArgs& args) {
 }
 
 #define ROW(bits) {"linear_a8w" #bits "_1x16_portable", kPortable, Format::panel16, bits, 1, 16, run<bits>}
-constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace

@@ -24,7 +24,10 @@ struct Four;
     [[gnu::always_inline]] static void load(const uint8_t*& at, Vector* to) {                          \
       register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
       register Vector v2 __asm__("v" #third), v3 __asm__("v" #fourth);                                 \
-      if constexpr (Step == 64) {                                                                      \
+      if constexpr (Step == 0) {                                                                       \
+        __asm__ volatile("ld1 {%0.16b, %1.16b, %2.16b, %3.16b}, [%4]"                                  \
+                         : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3) : "r"(at) : "memory");               \
+      } else if constexpr (Step == 64) {                                                               \
         __asm__ volatile("ld1 {%0.16b, %1.16b, %2.16b, %3.16b}, [%4], #64"                             \
                          : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3), "+r"(at) : : "memory");             \
       } else {                                                                                         \
@@ -103,21 +106,27 @@ template <class Vector>
   __asm__ volatile("ldp %q0, %q1, [%2], #32" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");
 }
 
-template <bool Both = true, class Vector>
-[[gnu::always_inline]] inline void load_pair(const void* from, int bytes, Vector& v0, Vector& v1) {
+// Registers `At` bytes behind `from`.
+template <int At, class Vector>
+[[gnu::always_inline]] inline void load_at(const void* from, Vector& v) {
+  __asm__ volatile("ldr %q0, [%1, %2]" : "=w"(v) : "r"(from), "i"(At) : "memory");
+}
+
+template <int At, bool Both = true, class Vector>
+[[gnu::always_inline]] inline void load_pair(const void* from, Vector& v0, Vector& v1) {
   if constexpr (Both) {
-    __asm__ volatile("ldp %q0, %q1, [%2, %3]" : "=w"(v0), "=w"(v1) : "r"(from), "i"(bytes) : "memory");
+    __asm__ volatile("ldp %q0, %q1, [%2, %3]" : "=w"(v0), "=w"(v1) : "r"(from), "i"(At) : "memory");
   } else {
-    __asm__ volatile("ldr %q0, [%1, %2]" : "=w"(v0) : "r"(from), "i"(bytes) : "memory");
+    load_at<At>(from, v0);
   }
 }
 
-template <bool Both = true, class Vector>
-[[gnu::always_inline]] inline void store_pair(void* to, int bytes, Vector v0, Vector v1) {
+template <int At, bool Both = true, class Vector>
+[[gnu::always_inline]] inline void store_pair(void* to, Vector v0, Vector v1) {
   if constexpr (Both) {
-    __asm__ volatile("stp %q0, %q1, [%2, %3]" : : "w"(v0), "w"(v1), "r"(to), "i"(bytes) : "memory");
+    __asm__ volatile("stp %q0, %q1, [%2, %3]" : : "w"(v0), "w"(v1), "r"(to), "i"(At) : "memory");
   } else {
-    __asm__ volatile("str %q0, [%1, %2]" : : "w"(v0), "r"(to), "i"(bytes) : "memory");
+    __asm__ volatile("str %q0, [%1, %2]" : : "w"(v0), "r"(to), "i"(At) : "memory");
   }
 }
 

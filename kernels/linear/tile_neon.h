@@ -4,6 +4,7 @@
 // two rows run through it: 16 registers for the broadcasts of 8 lines, 8 for the sums, 4 for the products.
 #pragma once
 
+#include "registers_neon.h"
 #include "sums_neon.h"
 
 namespace lowbit {
@@ -20,7 +21,7 @@ constexpr int kOffset = Affine && Bits <= 4 ? 0 : 1 << (Bits - 1);  // of the un
 struct alignas(64) Scratch {
   int8_t weights[kPieceBlocks * kUnpackedBlock];  // steps of 8 or 4 lines: quarter 0: 16 bytes per line, quarter 1, ...
   int32_t odd_lines[kPanelRows];                  // 8 bits: the sum of their weights in this piece
-  float scale[kPanelRows], min[kPanelRows];
+  float scale[2][kPanelRows], min[2][kPanelRows];  // of a group, or of the two of a block
   int32_t sums[kTileRows][kPanelRows];  // of a group, when there is more to come
   float acc[kTileRows][kPanelRows];
 };
@@ -39,7 +40,8 @@ struct ToScratch {
   template <int J>
   [[gnu::always_inline]] void use(Index<J>, const Pair& line) const {
     if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
-      int8_t* at = to + J % StepLines * 16;
+      constexpr int kStep = Wanted == kWholeBlock ? J / StepLines : 0;
+      int8_t* at = to + kStep * StepLines * kLineBytes + J % StepLines * 16;
       vst1q_s8(at, weight<J>(line.q0, odd_lines[0]));
       vst1q_s8(at + StepLines * 16, weight<J>(line.q1, odd_lines[1]));
     }
@@ -138,6 +140,16 @@ template <int Bits, int StepLines, int Rows>
   });
 }
 
+// Adds a finished group to the float sums of a quarter.
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline void add_group(float32x4_t& y, int32x4_t total, int32_t group_sum, float32x4_t scale,
+                                             float32x4_t min) {
+  constexpr int kStartFactor = !Affine || Bits == 1 ? 0 : Bits == 8 ? 128 : -kOffset<Bits, Affine>;
+  if constexpr (kStartFactor != 0) total = vaddq_s32(total, vdupq_n_s32(kStartFactor * group_sum));
+  y = add_scaled<Bits != 8>(y, scale, total);
+  if constexpr (Affine) y = vfmaq_n_f32(y, min, static_cast<float>(group_sum));
+}
+
 // A piece for rows [row, row + Rows) of the tile.
 template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
 [[gnu::always_inline]] inline void add_piece(Scratch& scratch, int64_t row, const int8_t* a, int64_t stride,
@@ -166,13 +178,103 @@ template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
         if (!first) total = vaddq_s32(total, vld1q_s32(kept + 4 * q));
         if (!last) return vst1q_s32(kept + 4 * q, total);
       }
-      constexpr int kStartFactor = !Affine || Bits == 1 ? 0 : Bits == 8 ? 128 : -kOffset<Bits, Affine>;
-      if constexpr (kStartFactor != 0) total = vaddq_s32(total, vdupq_n_s32(kStartFactor * group_sum));
-      float32x4_t y = add_scaled<Bits != 8>(vld1q_f32(acc + 4 * q), vld1q_f32(scratch.scale + 4 * q), total);
-      if constexpr (Affine) y = vfmaq_n_f32(y, vld1q_f32(scratch.min + 4 * q), static_cast<float>(group_sum));
+      float32x4_t y = vld1q_f32(acc + 4 * q);
+      add_group<Bits, Affine>(y, total, group_sum, vld1q_f32(scratch.scale[0] + 4 * q),
+                              vld1q_f32(scratch.min[0] + 4 * q));
       vst1q_f32(acc + 4 * q, y);
     });
   });
+}
+
+// The two groups of a block, or the one of the last block, for rows [row, row + Rows) of the tile. The float sums stay
+// in registers in between. Not for 8 bits, whose sums need twice the registers.
+template <int Bits, bool Affine, int Rows>
+[[gnu::always_inline]] inline void add_two_groups(Scratch& scratch, int64_t row, const int8_t* a, int64_t stride,
+                                                  const int32_t* group_sums, int64_t groups, bool both) {
+  float32x4_t y[Rows][kQuarters];
+  unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+    load_pair<0>(scratch.acc[row + r], y[r][0], y[r][1]);
+    load_pair<32>(scratch.acc[row + r], y[r][2], y[r][3]);
+  });
+  unroll<2>([&](auto g) __attribute__((always_inline)) {
+    if (g != 0 && !both) return;
+    Sums<false> sums[Rows][kQuarters];
+    add_step<Bits, 4>(sums, scratch.weights + g * 4 * kLineBytes, a + g * kHalfInputs, stride);
+    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+      float32x4_t scale[2], min[2];
+      load_pair<32 * pair>(scratch.scale[g], scale[0], scale[1]);
+      if constexpr (Affine) load_pair<32 * pair>(scratch.min[g], min[0], min[1]);
+      unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+        unroll<2>([&](auto i) __attribute__((always_inline)) {
+          constexpr int kQuarter = 2 * pair + i;
+          add_group<Bits, Affine>(y[r][kQuarter], sums[r][kQuarter].total(), group_sums[r * groups + g], scale[i],
+                                  min[i]);
+        });
+      });
+    });
+  });
+  unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+    store_pair<0>(scratch.acc[row + r], y[r][0], y[r][1]);
+    store_pair<32>(scratch.acc[row + r], y[r][2], y[r][3]);
+  });
+}
+
+// The scales of a group, and its mins.
+template <bool Affine>
+[[gnu::always_inline]] inline void unpack_scales(Scratch& scratch, int which, const uint8_t* scales) {
+  const Scales scale = load_scales(scales), min = Affine ? load_scales(scales + 2 * kPanelRows) : scale;
+  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+    vst1q_f32(scratch.scale[which] + 4 * q, scale.q[q]);
+    if constexpr (Affine) vst1q_f32(scratch.min[which] + 4 * q, min.q[q]);
+  });
+}
+
+// Calls add(rows, row) for all rows of a tile, two at a time.
+template <class Add>
+[[gnu::always_inline]] inline void for_rows(int64_t rows, Add add) {
+  int64_t row = 0;
+  for (; row + 2 <= rows; row += 2) add(Index<2>{}, row);
+  if (row < rows) add(Index<1>{}, row);
+}
+
+[[gnu::always_inline]] inline void finish_tile(const LinearArgs& args, const Scratch& scratch, int64_t p, int64_t tile,
+                                               int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row) {
+    float32x4_t acc[kQuarters];
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vld1q_f32(scratch.acc[row] + 4 * q); });
+    store_outputs(args, p, tile + row, acc);
+  }
+}
+
+// Groups of 16 inputs, two in a block.
+template <int Bits, bool Affine>
+[[gnu::noinline]] void run_half_block_tiles(const LinearArgs& args) {
+  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  const Layout& layout = args.layout;
+  const int64_t stride = layout.blocks * kBlockInputs;
+  Scratch scratch;
+  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
+    for (int64_t tile = 0; tile < args.m; tile += kTileRows) {
+      const int64_t rows = args.m - tile < kTileRows ? args.m - tile : kTileRows;
+      const uint8_t* block = args.panels + p * layout.panel_bytes;
+      std::memset(scratch.acc, 0, sizeof scratch.acc);
+      for (int64_t group = 0; group < layout.groups; group += 2) {
+        const bool both = group + 1 < layout.groups;
+        unpack_step<Bits, Affine, 4, kWholeBlock>(scratch, block, scratch.weights);
+        block += Bits * kLineBytes;
+        for (int which = 0; which < (both ? 2 : 1); ++which, block += kGroupBytes) {
+          unpack_scales<Affine>(scratch, which, block);
+        }
+        const int8_t* a = args.a + tile * stride + group * kHalfInputs;
+        const int32_t* group_sums = args.group_sums + tile * layout.groups + group;
+        for_rows(rows, [&](auto count, int64_t row) __attribute__((always_inline)) {
+          add_two_groups<Bits, Affine, count>(scratch, row, a + row * stride, stride, group_sums + row * layout.groups,
+                                              layout.groups, both);
+        });
+      }
+      finish_tile(args, scratch, p, tile, rows);
+    }
+  }
 }
 
 template <int Bits, bool Affine, int StepLines, bool OneStep>
@@ -190,32 +292,20 @@ template <int Bits, bool Affine, int StepLines, bool OneStep>
       std::memset(scratch.acc, 0, sizeof scratch.acc);
       for (int64_t group = 0, half = 0; group < layout.groups; ++group) {
         const int64_t begin = half, end = half + group_halves < halves ? half + group_halves : halves;
-        const uint8_t* scales = panel + layout.scales_offset(group);
-        const Scales scale = load_scales(scales), min = Affine ? load_scales(scales + 2 * kPanelRows) : scale;
-        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-          vst1q_f32(scratch.scale + 4 * q, scale.q[q]);
-          if constexpr (Affine) vst1q_f32(scratch.min + 4 * q, min.q[q]);
-        });
+        unpack_scales<Affine>(scratch, 0, panel + layout.scales_offset(group));
         for (int64_t next; half < end; half = next) {
           next = half + 2 * kPieceBlocks < end ? half + 2 * kPieceBlocks : end;
           unpack_piece<Bits, Affine, StepLines>(scratch, layout, panel, half, next);
           const int8_t* a = args.a + tile * stride + half * kHalfInputs;
           const int32_t* group_sums = args.group_sums + tile * layout.groups + group;
-          const auto add = [&](auto count, int64_t row) __attribute__((always_inline)) {
+          for_rows(rows, [&](auto count, int64_t row) __attribute__((always_inline)) {
             add_piece<Bits, Affine, StepLines, OneStep, count>(
                 scratch, row, a + row * stride, stride, (next - half) / kStepHalves, group_sums + row * layout.groups,
                 layout.groups, half == begin, next == end);
-          };
-          int64_t row = 0;
-          for (; row + 2 <= rows; row += 2) add(Index<2>{}, row);
-          if (row < rows) add(Index<1>{}, row);
+          });
         }
       }
-      for (int64_t row = 0; row < rows; ++row) {
-        float32x4_t acc[kQuarters];
-        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vld1q_f32(scratch.acc[row] + 4 * q); });
-        store_outputs(args, p, tile + row, acc);
-      }
+      finish_tile(args, scratch, p, tile, rows);
     }
   }
 }

@@ -12,14 +12,22 @@ namespace {
 
 struct DotTile {
   static constexpr int kRowStep = 1;
+  static constexpr int kPieceGroups = 16;
   template <int Rows>
   static constexpr int kPass = Rows <= 2 ? 4 : Rows <= 5 ? 2 : 1;
 
   static constexpr int kScales = 1;
 
-  template <int First, int Step>
+  // `Bytes`: how far the pointer moves.
+  template <int Bytes>
   [[gnu::always_inline]] static void next_scales(const uint8_t*& at, float32x4_t (&to)[1]) {
-    __asm__ volatile("ldr %q0, [%1], %2" : "=w"(to[0]), "+r"(at) : "i"(Step) : "memory");
+    __asm__ volatile("ldr %q0, [%1], %2" : "=w"(to[0]), "+r"(at) : "i"(Bytes) : "memory");
+  }
+
+  template <int Bytes>
+  [[gnu::always_inline]] static void next_scales_and_mins(const uint8_t*& at, float32x4_t (&scales)[1],
+                                                          float32x4_t (&mins)[1]) {
+    __asm__ volatile("ldp %q0, %q1, [%2], %3" : "=w"(scales[0]), "=w"(mins[0]), "+r"(at) : "i"(Bytes) : "memory");
   }
 
   // Two quarters of a block.
@@ -37,8 +45,8 @@ struct DotTile {
       int8x16_t row0[2], row1[2];
       next_pair(from[kRow], row0[0], row0[1]);
       next_pair(from[kRow + 1], row1[0], row1[1]);
-      store_pair(to, 16 * kRow, row0[0], row1[0]);
-      store_pair(to, 16 * (registers_of(Rows) + kRow), row0[1], row1[1]);
+      store_pair<16 * kRow>(to, row0[0], row1[0]);
+      store_pair<16 * (registers_of(Rows) + kRow)>(to, row0[1], row1[1]);
     });
     if constexpr (Rows % 2 != 0) {
       int8x16_t row[2];
@@ -61,7 +69,8 @@ struct DotTile {
                                               const uint8x16_t (&inputs)[Rows]) {
     unroll<4>([&](auto j) __attribute__((always_inline)) {
       unroll<Rows>([&](auto i) __attribute__((always_inline)) {
-        sums[i] = vdotq_laneq_s32(sums[i], vreinterpretq_s8_u8(lines[j]), vreinterpretq_s8_u8(inputs[i]), j);
+        constexpr int kLane = j;
+        sums[i] = vdotq_laneq_s32(sums[i], vreinterpretq_s8_u8(lines[j]), vreinterpretq_s8_u8(inputs[i]), kLane);
       });
     });
   }

@@ -16,9 +16,10 @@ from . import nn  # noqa: E402  (needs the operators)
 from ._library import isa, kernels, load_kernels  # noqa: E402
 from .calibrate import calibrate  # noqa: E402  (now: a later import of the package would hide the function)
 from .export import export_pt2, export_pte  # noqa: E402
-from .memory import use_huge_pages  # noqa: E402
-from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, pack, repack, unpack, verify  # noqa: E402
-from .quantize import EmbeddingConfig, LinearConfig, quantize_, quantize_tensor  # noqa: E402
+from .nn import use_huge_pages  # noqa: E402
+from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linears, pack, repack, unpack, verify  # noqa: E402
+from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
+from .quantize_model import quantize_  # noqa: E402
 from .threads import ThreadTuning, tune_threads  # noqa: E402
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ __all__ = [
     "isa",
     "kernels",
     "linear",
+    "linears",
     "load_kernels",
     "nn",
     "pack",

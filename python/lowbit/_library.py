@@ -49,9 +49,9 @@ def kernels() -> list[dict]:
     """The ukernel table: one dict per row; in each family the built-in rows, best ISA first, then those of
     :func:`load_kernels`.
 
-    Keys: ``name``, ``family`` ("linear", "embedding" or "quantize"), ``isa``, ``format``, ``bits`` and ``tile`` (where they
-    apply), ``supported`` (by this CPU), ``enabled`` (under ``LOWBIT_ISA``), ``active`` (some call runs it), ``vendor`` and
-    ``library`` (whose it is and the path it came from; None when built in).
+    Keys: ``name``, ``family`` ("linear", "embedding", "quantize" or "attention"), ``isa``, ``format``, ``bits`` and
+    ``tile`` (where they apply), ``supported`` (by this CPU), ``enabled`` (under ``LOWBIT_ISA``), ``active`` (some call
+    runs it), ``vendor`` and ``library`` (whose it is and the path it came from; None when built in).
     """
     from . import _C
 

@@ -7,20 +7,25 @@ A packed checkpoint is loaded by transformers (:mod:`lowbit.transformers`).
 from __future__ import annotations
 
 import errno
+import functools
 import json
+import math
 import os
 import shutil
-import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import _C, ops
-from ._safetensors import (
+from .files.config_json import CONFIG, quantization_method, read_config
+from .files.replace import PartialDirectory, resolve_new_directory, sync, sync_path
+from .files.safetensors import (
     DTYPES,
     INDEX,
     WEIGHTS,
@@ -28,22 +33,28 @@ from ._safetensors import (
     Writer,
     chunks,
     files_of,
-    read_bytes,
+    packed_info,
     read_files,
     read_rows,
     same_bytes,
-    sync,
-    sync_directory,
 )
+from .layers import warn_of_floats
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
 if TYPE_CHECKING:
-    from .transformers import LowBitConfig
+    from .hf.config import LowBitConfig
 
 _BAND_WEIGHTS = 1 << 21  # quantised at a time: enough for many threads, little memory
 _PANEL_ROWS = 16
-_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf",
-                 ".h5", ".msgpack", ".onnx")  # fmt: skip
+_EXTRA = "not in {}"
+
+# Weights, in the form of any framework, and what indexes or describes such files.
+_WEIGHTS_OF_ALL_FRAMEWORKS = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*",
+    "*.gguf", "*.ggml", "*.h5", "*.h5.index.json", "*.msgpack", "*.msgpack.index.json", "*.ot", "*.onnx", "*.onnx_data",
+    "*.onnx.data", "*.pb", "*.tflite", "*.mlmodel", "*.npz", "*.pte", "*.pt2", "*.nemo", "*.pdparams",
+    "openvino_*.xml",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,14 +80,18 @@ class CheckpointSummary:
     source_bytes: int  # of the tensors read
     target_bytes: int  # of the tensors written
     seconds: float
-    left: dict[str, str] = field(default_factory=dict)  # selected layers that stay float -> why
+    left: dict[str, str] = field(default_factory=dict)  # matrices (2 dimensions or more) that stay float -> why
+    left_bytes: int = 0  # of these in the target
 
 
 # What safetensors calls a dtype -> what torch calls it, and its bits.
 _DTYPES = {
     "F64": ("float64", 64), "F32": ("float32", 32), "BF16": ("bfloat16", 16), "F16": ("float16", 16),
     "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8), "U8": ("uint8", 8),
-    "BOOL": ("bool", 8),
+    "BOOL": ("bool", 8), "U16": ("uint16", 16), "U32": ("uint32", 32), "U64": ("uint64", 64), "C64": ("complex64", 64),
+    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6), "F4": ("float4_e2m1fn", 4),
 }  # fmt: skip
 
 
@@ -86,7 +101,8 @@ def _entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
     else:
         shape, group_size, mapping = stored.shape, None, None
-        kind, bits = _DTYPES.get(stored.dtype, (stored.dtype.lower(), 8))
+        elements = math.prod(shape)  # of a dtype that came later, their bits are what the file gives them
+        kind, bits = _DTYPES.get(stored.dtype, (stored.dtype.lower(), 8 * stored.bytes // elements if elements else 0))
     return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name)
 
 
@@ -106,23 +122,6 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
     return [
         _entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None) for stored in tensors
     ]
-
-
-def packed_info(stored: Stored) -> ops.PackedInfo:
-    """What the header of a packed tensor in a file says; no other byte of it is read.
-
-    Raises:
-        ValueError: not a packed weight, of another version, or with an altered header.
-    """
-    try:
-        if stored.dtype != "U8" or len(stored.shape) != 1:
-            raise ValueError(
-                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension"
-            )
-        header = read_bytes(stored, 0, min(64, stored.bytes))
-        return ops.PackedInfo(**_C.info(header.data_ptr(), stored.bytes, False))
-    except ValueError as error:
-        raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -146,45 +145,6 @@ class _Output:
             return Stored(self.name, path, self.source.dtype, self.source.shape, 0, self.source.bytes)
         size = self.info().total_bytes
         return Stored(self.name, path, "U8", (size,), 0, size)
-
-
-def _meta_model(source: Path):
-    """The model of a checkpoint without weights, and the text of its config.json as a dict."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"transformers is not installed: {error}. Install it with `pip install 'transformers>=5'`."
-        ) from error
-    path = source / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{source} has no config.json, which says what the tensors are for; copy it too")
-    try:
-        text = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(text, dict):
-            raise ValueError(f"found a {type(text).__name__}; expected an object")
-    except ValueError as error:
-        raise ValueError(f"{path} is not a config: {error}") from error
-    present = text.get("quantization_config")
-    if present is not None:
-        method = present.get("quant_method") if isinstance(present, dict) else present
-        raise ValueError(f"{source} is quantised already, by the method {method!r}; expected float weights")
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-        named = [getattr(transformers, name, None) for name in config.architectures or ()]
-        model_class = next((found for found in named if hasattr(found, "_from_config")), None)
-        with torch.device("meta"):
-            if model_class is not None:
-                model = model_class._from_config(config)
-            else:
-                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ValueError(
-            f"{path} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, "
-            f"which transformers {transformers.__version__} does not build: {str(error).splitlines()[0]} Models with "
-            "code of their own are not supported; for new architectures install a newer transformers."
-        ) from error
-    return model, text
 
 
 def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
@@ -211,16 +171,18 @@ def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str
 def _plan(
     model, config: LowBitConfig, tensors: dict[str, Stored], source: Path
 ) -> tuple[list[_Output], dict[str, str]]:
-    """What to write, and the selected layers that stay float."""
-    from . import transformers as integration
+    """What to write, and which matrices stay float, and why."""
+    from .hf.config import BY_OVERRIDES
+    from .hf.names import check_complete, given_by, names_in_model
 
-    names = integration.names_in_model(model, tensors)
+    names = names_in_model(model, tensors)
     state = model.state_dict()
-    integration.check_complete(model, integration.given_by(names), source)
+    check_complete(model, given_by(names), source)
     by_name = _called_in_model(model, names, tensors)
-    selected = config.select(model)
+    selected, unselected = config.choose(model)
     if not selected:
         raise ValueError(f"config selects no layer of {type(model).__name__}")
+    warn_of_floats(model, selected, {name for name, why in unselected.items() if why == BY_OVERRIDES}, stacklevel=3)
 
     # By tensor, whatever in the model it becomes, its own name first.
     ties = model.all_tied_weights_keys
@@ -273,11 +235,32 @@ def _plan(
         floats = [layer for layer in weights if layer not in selected]
         if floats:
             outputs.append(_Output(called(floats[0], "weight"), tensors[key]))
-    found = {user for name in by_name for user in users[name]}
-    reason = "transformers computes its weight from other tensors of the file"
-    left = {layer: reason for layer in selected if f"{layer}.weight" not in found}
     dropped = {by_name[name].name for name in packed_biases if name in by_name}
-    return [output for output in outputs if output.config is not None or output.name not in dropped], left
+    outputs = [output for output in outputs if output.config is not None or output.name not in dropped]
+
+    left = {}
+    for output in outputs:
+        if output.config is not None or len(output.source.shape) < 2:
+            continue
+        name, targets = names[output.source.name]
+        if targets is None and name in state:
+            layer = name.rpartition(".")[0]
+            kind = type(model.get_submodule(layer)).__name__
+            left[output.name] = unselected.get(layer, f"in a layer of the kind {kind}, which lowbit does not pack")
+        elif targets is not None and targets[0] in state:
+            kind = type(model.get_submodule(targets[0].rpartition(".")[0])).__name__
+            left[output.name] = f"transformers makes it a part of {kind}, which lowbit does not pack"
+        else:
+            left[output.name] = _EXTRA.format(type(model).__name__)
+    extra = {name for name, why in left.items() if why == _EXTRA.format(type(model).__name__)}
+    if extra:
+        size = sum(output.source.bytes for output in outputs if output.name in extra)
+        warnings.warn(
+            f"{len(extra)} matrices of the files ({size / 1e6:.1f} MB) are not in {type(model).__name__}, {min(extra)} for "
+            "example: they are copied as they are",
+            stacklevel=3,
+        )
+    return outputs, left
 
 
 def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
@@ -321,23 +304,12 @@ def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
     yield sorted(shard, key=place)
 
 
-def _check_target(target: Path, needed: int) -> None:
-    if target.exists():
-        if not target.is_dir():
-            raise FileExistsError(f"{target} is a file; expected a directory that is empty or not there yet")
-        count = len(list(target.iterdir()))
-        if count:
-            raise FileExistsError(
-                f"{target} has {count} files; expected a directory that is empty or not there yet: choose another, or "
-                "delete it"
-            )
-    if not target.parent.is_dir():
-        raise NotADirectoryError(f"{target.parent} is not a directory; make it first")
-    free = shutil.disk_usage(target.parent).free
+def _check_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"{target.parent} has {free / 1e9:.2f} GB free; the packed checkpoint takes {needed / 1e9:.2f} GB",
+            f"{directory} has {free / 1e9:.2f} GB free; the packed checkpoint takes {needed / 1e9:.2f} GB",
         )
 
 
@@ -356,18 +328,23 @@ def quantize_checkpoint(
 
     Args:
         source: a directory with config.json and safetensors files, of any architecture that transformers knows.
-        target: a directory that is empty or not there yet. It appears when all is written, in one step; a run that is
-            killed leaves at most a hidden ``.NAME-*.partial`` beside it, which does not load.
+        target: a directory that is empty or not there yet; symbolic links are followed. It appears when all is written,
+            in one step, which is tried before the work begins; a run that is killed leaves at most a hidden
+            ``.NAME-*.partial`` beside it, which does not load, and which the next run to the same target removes.
         config: what to quantise, and how.
         max_shard_bytes: a file gets no second tensor beyond this many bytes.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band.
 
     Raises:
-        OSError: a file is missing or cannot be read; target is not empty; the disk is full.
+        OSError: a file is missing or cannot be read; target is not empty, a mount point, or cannot be written; the disk
+            is full. Only if the last step fails, although it had worked before, all is kept: the message says where.
         ValueError: an unknown architecture, a damaged file, tensors that are missing, not finite or of another shape or
             dtype than the model's, or different configs for layers that share a weight. Nothing is left of target then.
     """
-    from .transformers import LowBitConfig, names_in_model, place_packed
+    from .hf.loading import meta_model
+    from .hf.names import names_in_model
+    from .hf.placing import place_packed
+    from .transformers import LowBitConfig
 
     begin = time.perf_counter()
     source, target = Path(source), Path(target).absolute()
@@ -376,8 +353,18 @@ def quantize_checkpoint(
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
     files, weight_map = files_of(source)
-    model, description = _meta_model(source)
+    place = resolve_new_directory(target)
+    description = read_config(source)
+    method = quantization_method(description)
+    if method is not None:
+        raise ValueError(f"{source} is quantised already, by the method {method!r}; expected float weights")
+    if (source / "adapter_config.json").exists():
+        raise ValueError(
+            f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
+            "move the adapter away"
+        )
     tensors = read_files(files, weight_map)
+    model = meta_model(source, len(tensors))
     outputs, left = _plan(model, config, tensors, source)
 
     # What transformers will take the new names for.
@@ -396,59 +383,89 @@ def quantize_checkpoint(
 
     total = sum(output.source.bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
-    _check_target(target, target_bytes)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
+    read = 0
+
+    def done(count: int, name: str) -> None:
+        nonlocal read
+        read += count
+        if progress is not None:
+            progress(read, total, name)
+
+    with PartialDirectory(place) as partial:
+        partial.rehearse()
+        _check_space(partial.path, target_bytes)
+        try:
+            entries = _write_tensors(partial.path, outputs, max_shard_bytes, done)
+            _copy_files(source, partial.path)
+            # Last: without it nothing loads.
+            _write_json(partial.path / CONFIG, description | {"quantization_config": config.to_dict()})
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of "
+                    "it was kept. Make room, or choose another place",
+                ) from error
+            raise
+        partial.finish()
+    left_bytes = sum(output.source.bytes for output in outputs if output.config is None and output.name in left)
+    return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left, left_bytes)
+
+
+def _write_tensors(
+    directory: Path, outputs: list[_Output], max_shard_bytes: int, done: Callable[[int, str], None]
+) -> list[CheckpointEntry]:
+    entries = []
+    shards = list(_shards(outputs, max_shard_bytes))
+    for number, shard in enumerate(shards, 1):
+        file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
+        stored = [output.stored(file) for output in shard]
+        entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        with Writer(file, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
+            for output in shard:
+                if output.config is not None:
+                    _pack(output, writer, functools.partial(done, name=output.name))
+                else:
+                    for chunk in chunks(output.source):
+                        writer.write(chunk.numpy())
+                        done(chunk.numel(), output.name)
+    if len(shards) > 1:
+        weight_map = {entry.name: entry.file for entry in entries}
+        size = sum(entry.bytes for entry in entries)
+        _write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    return entries
+
+
+def _is_weights(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _WEIGHTS_OF_ALL_FRAMEWORKS)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copies what belongs to a checkpoint beside its weights: the tokenizer, settings, templates, a licence."""
+    modules = _modules(source)
+    for entry in sorted(source.iterdir()):
+        if entry.is_file():
+            if entry.name != CONFIG and not _is_weights(entry.name):
+                _copy(entry, target / entry.name)
+        elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+            files = [Path(parent) / name for parent, _, names in os.walk(entry) for name in names]
+            # A directory with weights in it holds another model or the same one for another framework (original/, onnx/).
+            if entry.name not in modules and any(_is_weights(file.name) for file in files):
+                continue
+            for file in filter(Path.is_file, files):
+                copied = target / file.relative_to(source)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                _copy(file, copied)
+                sync_path(copied.parent)
+
+
+def _modules(source: Path) -> set[str]:
+    """The directories that a model of sentence-transformers names; they may have small weights of their own."""
     try:
-        entries, read = [], 0
-        shards = list(_shards(outputs, max_shard_bytes))
-        for number, shard in enumerate(shards, 1):
-            name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            stored = [output.stored(partial / name) for output in shard]
-            entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
-            with Writer(partial / name, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
-                for output in shard:
-
-                    def done(count: int, name: str = output.name) -> None:
-                        nonlocal read
-                        read += count
-                        if progress is not None:
-                            progress(read, total, name)
-
-                    if output.config is not None:
-                        _pack(output, writer, done)
-                    else:
-                        for chunk in chunks(output.source):
-                            writer.write(chunk.numpy())
-                            done(chunk.numel())
-        if len(shards) > 1:
-            _write_json(
-                partial / INDEX,
-                {
-                    "metadata": {"total_size": target_bytes},
-                    "weight_map": {entry.name: entry.file for entry in entries},
-                },
-            )
-        for file in source.iterdir():
-            if file.is_file() and file.name != "config.json" and not file.name.endswith(_WEIGHT_FILES):
-                _copy(file, partial / file.name)
-        # Last: without it nothing loads.
-        _write_json(partial / "config.json", description | {"quantization_config": config.to_dict()})
-        umask = os.umask(0)
-        os.umask(umask)
-        partial.chmod(0o777 & ~umask)
-        sync_directory(partial)
-        os.rename(partial, target)
-        sync_directory(target.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise OSError(
-                error.errno,
-                f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of it "
-                "was kept. Make room, or choose another place",
-            ) from error
-        raise
-    return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left)
+        listed = json.loads((source / "modules.json").read_text(encoding="utf-8"))
+        return {Path(module["path"]).parts[0] for module in listed if module["path"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
 
 
 def _write_json(path: Path, content: dict) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import _C
 
-_OPERATORS = {"lowbit::linear.out", "lowbit::embedding.out", "lowbit::attention.out"}
+_OPERATORS = {"lowbit::linear.out", "lowbit::linears.out", "lowbit::embedding.out", "lowbit::attention.out"}
 _INSTALL = "Install it with `pip install executorch==1.5.1`, then build lowbit again with `pip install .`."
 
 

@@ -35,30 +35,3 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     # Begins where a page does: not every system aligns the mapping itself. What is never touched takes no memory.
     offset = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % page
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset).copy_(tensor)
-
-
-def use_huge_pages(model: torch.nn.Module) -> int:
-    """Moves the packed weights of a model into huge pages, where Linux gives them on request.
-
-    Then a matrix that is read from memory comes faster: the CPU looks up a five-hundredth of the addresses, and fetches
-    ahead beyond 4 KiB. :func:`lowbit.quantize_` does it by itself; call this for weights that were loaded, and above all
-    for those mapped from a file, which then take memory of their own.
-
-    Args:
-        model: any; what it shares, such as the table of a tied head, stays shared.
-
-    Returns:
-        How many bytes were moved. Only weights of a huge page (2 MiB, usually) or more are. 0 where the system gives no huge
-        pages, or gives them unasked.
-    """
-    from . import nn  # nn needs this file
-
-    moved: dict[tuple[int, int], Tensor] = {}
-    for module in model.modules():
-        if isinstance(module, nn._Packed):
-            weight = module.packed_weight
-            key = (weight.data_ptr(), weight.numel())
-            if key not in moved:
-                moved[key] = in_huge_pages(weight)
-            module.packed_weight = moved[key]
-    return sum(tensor.numel() for (address, _), tensor in moved.items() if tensor.data_ptr() != address)

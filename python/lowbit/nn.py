@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from . import ops
 from .memory import in_huge_pages
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
 
-class _Packed(torch.nn.Module):
+class _Computed(Tensor):
+    """A tensor that knows its shape, dtype and device, and computes its values when an operator wants them."""
+
+    @staticmethod
+    def __new__(cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._compute = compute
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for at, argument in enumerate(func._schema.arguments):
+            given = args[at] if at < len(args) else kwargs.get(argument.name)
+            if isinstance(given, cls) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise RuntimeError("the weight of a packed layer cannot be changed: it is computed from packed_weight")
+        if func is torch.ops.aten.detach.default:  # also .data, through which weights are often set
+            return cls(args[0]._compute, args[0].shape, args[0].dtype, args[0].device)
+        computed = tree_map_only(cls, lambda tensor: tensor._compute(), (args, kwargs))
+        return func(*computed[0], **computed[1])
+
+    def __repr__(self, **kwargs):
+        return repr(self._compute())
+
+
+# What moves with a layer when a packed one takes its place. The dicts themselves, so that a hook's handle removes it.
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+class Packed(torch.nn.Module):
     """A module whose weight is one packed buffer, ``packed_weight`` (uint8)."""
 
-    def __init__(self, packed_weight: Tensor | ops.PackedInfo):
+    def __init__(self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype):
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
         super().__init__()
+        self._dtype = dtype  # no buffer: it would be in every exported program
         if isinstance(packed_weight, ops.PackedInfo):
             self.info = packed_weight
             packed_weight = torch.empty(self.info.total_bytes, dtype=torch.uint8, device="meta")
@@ -32,10 +71,43 @@ class _Packed(torch.nn.Module):
             ValueError: the packed bytes were altered.
         """
         ops.verify(self.packed_weight)
-        rows = torch.arange(self.info.out_features)
+        return self._dequantized(dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a float layer has it, [out, in] of the dtype that the layer had, which follows ``module.to(dtype)``.
+
+        Its shape, dtype and device cost nothing; whoever uses its values has them computed, each time anew. It cannot be
+        changed, and is neither a parameter nor in the state dict.
+        """
+        shape = (self.info.out_features, self.info.in_features)
+        return self._computed(lambda: self._dequantized(self._dtype), shape)
+
+    def _computed(self, compute: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+        if torch.compiler.is_compiling():  # traced as it is; where nothing but the dtype is used, it is left out again
+            return compute()
+        return _Computed(compute, shape, self._dtype, self.packed_weight.device)
+
+    def _dequantized(self, dtype: torch.dtype) -> Tensor:
+        rows = torch.arange(self.info.out_features, device=self.packed_weight.device)
         return ops.embedding(rows, self.packed_weight, self.info.in_features, dtype=dtype)
 
-    def to_format(self, format: str) -> _Packed:
+    def __setattr__(self, name: str, value) -> None:
+        if name in ("weight", "bias") and hasattr(type(self), name):
+            raise AttributeError(
+                f"the {name} of a packed layer cannot be set; make a new layer, with {type(self).__name__}.from_float"
+            )
+        super().__setattr__(name, value)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        # As with a float weight: to(bfloat16), half() and others change it.
+        dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
+        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+            self._dtype = dtype
+        return self
+
+    def to_format(self, format: str) -> Packed:
         """Replaces the packed weight by the same weight in another format (:func:`lowbit.repack`); returns the module.
 
         A buffer that was shared with another module is shared no more.
@@ -86,22 +158,23 @@ class _Packed(torch.nn.Module):
             self._describe(self.packed_weight)
 
 
-class Linear(_Packed):
+class Linear(Packed):
     """A linear layer with 1- to 8-bit weights: int8 activations per row, quantised on the fly.
 
     Input [..., in_features] float32, bfloat16 or float16; output [..., out_features] of the same dtype.
     The weight is fixed; the input's gradient is that of a float layer with the dequantised weight.
     """
 
-    def __init__(self, packed_weight: Tensor | ops.PackedInfo):
+    def __init__(self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32):
         """Args:
             packed_weight: from :func:`lowbit.pack`; the bias is in it. A description instead gives a module on the meta
                 device, which a checkpoint's loader fills.
+            dtype: of ``weight`` and ``bias`` when they are read: float32, bfloat16 or float16.
 
         Raises:
-            ValueError: not a valid packed weight.
+            ValueError: not a valid packed weight, or another dtype.
         """
-        super().__init__(packed_weight)
+        super().__init__(packed_weight, dtype)
 
     @classmethod
     def from_float(cls, linear: torch.nn.Linear, config: LinearConfig) -> Linear:
@@ -115,7 +188,7 @@ class Linear(_Packed):
         if not isinstance(config, LinearConfig):
             raise TypeError(f"expected a LinearConfig; found {type(config).__name__}")
         packed = quantize_tensor(linear.weight, config, bias=linear.bias)
-        return cls(in_huge_pages(packed)).train(linear.training)
+        return in_place_of(linear, in_huge_pages(packed), _dtype_of(linear))
 
     @property
     def in_features(self) -> int:
@@ -124,6 +197,18 @@ class Linear(_Packed):
     @property
     def out_features(self) -> int:
         return self.info.out_features
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out] of the same dtype as ``weight``, and computed as that is; None: there is none."""
+        if not self.info.has_bias:
+            return None
+
+        def compute() -> Tensor:
+            zeros = torch.zeros(1, self.info.in_features, device=self.packed_weight.device)
+            return self.forward(zeros)[0].to(self._dtype)
+
+        return self._computed(compute, (self.info.out_features,))
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.packed_weight, self.info.out_features)
@@ -135,7 +220,7 @@ class Linear(_Packed):
         )
 
 
-class Embedding(_Packed):
+class Embedding(Packed):
     """An embedding table of 1 to 8 bits per weight.
 
     Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``.
@@ -155,12 +240,8 @@ class Embedding(_Packed):
         Raises:
             ValueError: not a valid packed weight, or another dtype.
         """
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
-        super().__init__(packed_weight)
+        super().__init__(packed_weight, dtype)
         self.padding_idx = padding_idx
-        # Empty: it only carries the dtype, so that model.to(torch.bfloat16) changes it as it would a float table's.
-        self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
 
     @classmethod
     def from_float(cls, embedding: torch.nn.Embedding, config: EmbeddingConfig) -> Embedding:
@@ -177,7 +258,7 @@ class Embedding(_Packed):
         if embedding.max_norm is not None:
             raise ValueError(f"the embedding has max_norm={embedding.max_norm}; expected None: it changes the weights")
         packed = quantize_tensor(embedding.weight, config)
-        return cls(in_huge_pages(packed), embedding.weight.dtype, embedding.padding_idx).train(embedding.training)
+        return in_place_of(embedding, in_huge_pages(packed), _dtype_of(embedding))
 
     @property
     def num_embeddings(self) -> int:
@@ -189,7 +270,7 @@ class Embedding(_Packed):
 
     def forward(self, indices: Tensor) -> Tensor:
         return torch.ops.lowbit.embedding(
-            indices, self.packed_weight, self.info.in_features, dtype=self._dtype.dtype
+            indices, self.packed_weight, self.info.in_features, dtype=self._dtype
         )
 
     def extra_repr(self) -> str:
@@ -197,10 +278,49 @@ class Embedding(_Packed):
         return f"{self.num_embeddings}, {self.embedding_dim}, {padding}" + self._format_repr()
 
 
+def _dtype_of(layer: torch.nn.Linear | torch.nn.Embedding) -> torch.dtype:
+    return torch.float32 if layer.weight.dtype == torch.float64 else layer.weight.dtype
+
+
 def in_place_of(
     layer: torch.nn.Linear | torch.nn.Embedding, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype
 ) -> Linear | Embedding:
-    """The module with this packed weight that replaces a float layer; ``dtype`` is that of an embedding's output."""
+    """The module with this packed weight that replaces a float layer, with the layer's hooks, its mode and what its users
+    have set on it; ``dtype`` is that of an embedding's output, and of ``weight``."""
     if isinstance(layer, torch.nn.Embedding):
-        return Embedding(packed_weight, dtype, layer.padding_idx)
-    return Linear(packed_weight)
+        packed = Embedding(packed_weight, dtype, layer.padding_idx)
+    else:
+        packed = Linear(packed_weight, dtype)
+    packed.train(layer.training)
+    for name in _HOOKS:
+        packed.__dict__[name] = layer.__dict__[name]
+    for name, value in layer.__dict__.items():
+        # "forward": some libraries wrap a layer's own one, and that would compute with the float weight.
+        if not name.startswith("_") and name != "forward" and not hasattr(packed, name):
+            setattr(packed, name, value)
+    return packed
+
+
+def use_huge_pages(model: torch.nn.Module) -> int:
+    """Moves the packed weights of a model into huge pages, where Linux gives them on request.
+
+    Then a matrix that is read from memory comes faster: the CPU looks up a five-hundredth of the addresses, and fetches
+    ahead beyond 4 KiB. :func:`lowbit.quantize_` does it by itself; call this for weights that were loaded, and above all
+    for those mapped from a file, which then take memory of their own.
+
+    Args:
+        model: any; what it shares, such as the table of a tied head, stays shared.
+
+    Returns:
+        How many bytes were moved. Only weights of a huge page (2 MiB, usually) or more are. 0 where the system gives no huge
+        pages, or gives them unasked.
+    """
+    moved: dict[tuple[int, int], Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, Packed):
+            weight = module.packed_weight
+            key = (weight.data_ptr(), weight.numel())
+            if key not in moved:
+                moved[key] = in_huge_pages(weight)
+            module.packed_weight = moved[key]
+    return sum(tensor.numel() for (address, _), tensor in moved.items() if tensor.data_ptr() != address)

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,18 +84,31 @@ def describe(shape: tuple[int, int], bits: int, group_size: int | None, mapping:
     Raises:
         ValueError: as :func:`pack`.
     """
+    check_format(bits, group_size, mapping)
     n, k = shape
-    return PackedInfo(**_C.describe_packed(n, k, bits, _group_size_argument(group_size), mapping == "affine", has_bias))
+    return PackedInfo(**_C.describe_packed(n, k, bits, group_size or 0, mapping == "affine", has_bias))
 
 
-def _group_size_argument(group_size: int | None) -> int:
-    if group_size is None:
-        return 0
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size is {group_size!r}; expected an int or None")
-    if group_size <= 0:
-        raise ValueError(f"group_size is {group_size}; expected a positive multiple of 16, or None for one group per row")
-    return group_size
+def check_format(bits: int, group_size: int | None, mapping: str) -> None:
+    """Refuses what no packed weight can be.
+
+    Raises:
+        TypeError, ValueError: bits are not an int from 1 to 8, the group size is neither a positive multiple of 16 nor
+            None, or the mapping is not "symmetric" or "affine".
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int):
+        raise TypeError(f"bits is {bits!r}; expected an int")
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits is {bits}; expected 1 to 8")
+    if group_size is not None:
+        if isinstance(group_size, bool) or not isinstance(group_size, int):
+            raise TypeError(f"group_size is {group_size!r}; expected an int or None")
+        if group_size <= 0 or group_size % 16:
+            raise ValueError(
+                f"group_size is {group_size}; expected a positive multiple of 16, or None for one group per row"
+            )
+    if mapping not in ("symmetric", "affine"):
+        raise ValueError(f"mapping is {mapping!r}; expected 'symmetric' or 'affine'")
 
 
 def pack(
@@ -142,21 +156,16 @@ def pack(
             raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; expected the CPU")
-    if mapping not in ("symmetric", "affine"):
-        raise ValueError(f"mapping is {mapping!r}; expected 'symmetric' or 'affine'")
+    check_format(bits, group_size, mapping)
     if (mapping == "affine") != (mins is not None):
         raise ValueError(f"mapping is {mapping!r} {'without' if mins is None else 'with'} mins; affine weights have mins")
-    if isinstance(bits, bool) or not isinstance(bits, int):
-        raise TypeError(f"bits is {bits!r}; expected an int")
-    if not 1 <= bits <= 8:
-        raise ValueError(f"bits is {bits}; expected 1 to 8")
     return torch.ops.lowbit.pack(
         codes.detach().contiguous(),
         scales.detach().contiguous(),
         None if mins is None else mins.detach().contiguous(),
         None if bias is None else bias.detach().contiguous(),
         bits,
-        _group_size_argument(group_size),
+        group_size or 0,
     )
 
 
@@ -248,6 +257,29 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     return _linear(x, packed_weight, out_features)
 
 
+def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[int]) -> tuple[Tensor, ...]:
+    """Several :func:`linear` of the same input, which is quantised once; the results have the same bits.
+
+    Args:
+        x: [..., in_features] float32, bfloat16 or float16, any strides.
+        packed_weights: 1 to 16 weights from :func:`pack`, all of ``in_features`` inputs, of any widths and group sizes.
+        out_features: the rows of each.
+
+    Returns:
+        One tensor [..., out_features] of x's dtype for each weight: views of one tensor [..., sum of out_features].
+
+    The gradient with respect to x is that of :func:`linear`.
+
+    Raises:
+        ValueError: as :func:`linear`, or not as many weights as ``out_features``.
+    """
+    packed_weights, out_features = list(packed_weights), list(out_features)
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
+            return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
+    return torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
+
+
 def embedding(
     indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -307,6 +339,11 @@ getattr(inspect, "modulesbyfile", {})[os.path.abspath(__file__)] = __name__
 @torch.library.register_fake("lowbit::linear")
 def _(x, packed_weight, out_features):
     return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.register_fake("lowbit::linears")
+def _(x, packed_weights, out_features):
+    return x.new_empty((*x.shape[:-1], sum(out_features)))
 
 
 @torch.library.register_fake("lowbit::embedding")

@@ -214,6 +214,15 @@ TEST(Attention, Refusals) {
   EXPECT_TRUE(refused(with(6, [&](auto& t) { t.data = k_cache.memory->data() + 100; }), "share memory"));
   EXPECT_TRUE(refused(with(6, [&](auto& t) { t.data = v_cache.view.data; }), "share memory"));
 
+  // Nobody's keys and values: refused, and not skipped with the caches unchanged.
+  EXPECT_TRUE(refused(
+      [&] {
+        TensorView q = model.q.view, to = out.view;
+        q.shape.size[1] = to.shape.size[2] = 0;
+        return attention(q, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, kScale, to, {});
+      }(),
+      "q has 0 heads; expected 1 or more times 2"));
+
   for (const int64_t start : {int64_t{-1}, int64_t{7}, int64_t{16}, INT64_MIN, INT64_MAX, INT64_MAX - 9}) {
     const Tensor wrong = start_tensor(start);
     const Status status = with(5, [&](auto& t) { t = wrong.view; });

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+
 #include "../../kernels/registry.h"
 #include "support/tensors.h"
 
@@ -85,6 +87,48 @@ TEST(Embedding, AnyNumberOfThreadsGivesTheSameBits) {
   for (int i = 0; i < 500; ++i) rows.push_back(random.below(kRows));
   const Tensor indices = index_tensor(rows);
   for (const int count : {1, 2, 7}) model.check(indices.view, rows, ElementType::f16, threads(count));
+}
+
+// The host changes the indices between the check and the rows, as another thread might. The rows lie between inaccessible
+// pages.
+TEST(Embedding, WhatWasCheckedIsWhatIsRead) {
+  static int64_t* memory;
+  static constexpr int64_t kCount = 2000;
+  const Model model;
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < kCount; ++i) rows.push_back(i % kRows);
+  for (const bool wide : {false, true}) {
+    Tensor indices(wide ? ElementType::i64 : ElementType::i32, {kCount});
+    for (int64_t i = 0; i < kCount; ++i) {
+      if (wide) indices.memory->as<int64_t>()[i] = rows[static_cast<size_t>(i)];
+      if (!wide) indices.memory->as<int32_t>()[i] = static_cast<int32_t>(rows[static_cast<size_t>(i)]);
+    }
+    memory = indices.memory->as<int64_t>();
+    static int64_t bytes;
+    bytes = indices.memory->size();
+    const Parallel host{2, [](int tasks, void (*task)(void*, int), void* context) {
+                          std::memset(memory, 0x71, static_cast<size_t>(bytes));  // far beyond the end
+                          for (int i = 0; i < tasks; ++i) task(context, i);
+                        }};
+    model.check(indices.view, rows, ElementType::f32, host);
+  }
+}
+
+TEST(Embedding, IndicesThatChangeMeanwhile) {
+  const Model model;
+  Tensor indices(ElementType::i64, {64}), out(ElementType::f32, {64, kWidth});
+  auto* const values = indices.memory->as<std::atomic<int64_t>>();
+  std::atomic<bool> stop{false};
+  std::thread writer([&] {
+    for (uint64_t i = 0; !stop; ++i) values[i % 64].store(i % 3 == 0 ? INT64_MAX - 7 : static_cast<int64_t>(i % kRows));
+  });
+  for (int i = 0; i < 20000; ++i) {
+    const Status status = embedding(indices.view, model.packed_weight.view, kWidth, out.view, {});
+    EXPECT_TRUE(status.ok() || status.kind() == Status::Kind::out_of_range) << status.message();
+  }
+  stop = true;
+  writer.join();
+  EXPECT_TRUE(out.memory->intact());
 }
 
 TEST(Embedding, IndicesOutOfRangeAreRefused) {

@@ -16,6 +16,9 @@
 
 #if defined(__linux__)
 #include <dlfcn.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace lowbit {
@@ -34,7 +37,12 @@ const LinearKernel* real_linear;
 const EmbeddingKernel* real_embedding;
 
 void run_quantize(const QuantizeArgs& args) { seen_quantize.ran = real_quantize->name, real_quantize->run(args); }
-void run_linear(const LinearArgs& args) { seen_linear.ran = real_linear->name, real_linear->run(args); }
+void run_linear(const LinearArgs& args) {
+  seen_linear.ran = real_linear->name;
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(args.scratch) % 64, 0u);
+  std::memset(args.scratch, 0xff, kLinearScratchBytes);  // the row's own memory, whatever it holds
+  real_linear->run(args);
+}
 void run_embedding(const EmbeddingArgs& args) { seen_embedding.ran = real_embedding->name, real_embedding->run(args); }
 
 // The library's own definition of the function whose (C++) symbol is given.
@@ -57,10 +65,10 @@ const QuantizeKernel& choose_quantize(IsaBits isa) {
   return copy;
 }
 
-const LinearKernel& choose_linear(Format format, int bits, int64_t m, IsaBits isa) {
+const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) {
   static auto* const real =
-      next<const LinearKernel&(Format, int, int64_t, IsaBits)>("_ZN6lowbit13choose_linearENS_6FormatEilj");
-  real_linear = &real(format, bits, m, isa);
+      next<const LinearKernel&(const Layout&, int64_t, IsaBits)>("_ZN6lowbit13choose_linearERKNS_6LayoutElj");
+  real_linear = &real(layout, m, isa);
   static LinearKernel copy;
   copy = *real_linear;
   copy.run = run_linear;
@@ -115,35 +123,101 @@ TEST(IsaCap, HoldsForActiveIsa) {
   }
 }
 
+#if defined(__linux__) && defined(__x86_64__)
+// The permission for tile registers is for good, and demands larger signal stacks: it is not asked for in vain.
+TEST(IsaCap, HoldsForThePermissionToUseTiles) {
+  constexpr long kGetPermission = 0x1022;
+  constexpr uint64_t kTileData = uint64_t{1} << 18;
+  const IsaBits isa = active_isa();
+  uint64_t permitted = 0;
+  if (syscall(SYS_arch_prctl, kGetPermission, &permitted) != 0) permitted = 0;  // Linux before 5.16: no tiles
+  EXPECT_EQ((permitted & kTileData) != 0, (isa & kAmx) != 0);
+}
+
+[[noreturn]] void exit_with_a_small_signal_stack() {
+  static char stack[4096];
+  const stack_t small{.ss_sp = stack, .ss_flags = 0, .ss_size = sizeof stack};
+  if (sigaltstack(&small, nullptr) != 0) std::exit(2);
+  std::exit((active_isa() & kAmx) != 0 ? 1 : 0);
+}
+
+// Where a thread has a signal stack without room for the tiles, the system says no, and AVX-512 VNNI is left.
+TEST(IsaCap, ASmallSignalStackLeavesOutTiles) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process, whose ISA has not been read
+  EXPECT_EXIT(exit_with_a_small_signal_stack(), testing::ExitedWithCode(0), "");
+}
+#endif
+
+TEST(IsaCap, IsReadOnce) {
+  const std::string before = isa_cap() == nullptr ? "" : isa_cap();
+  const char* const old = std::getenv("LOWBIT_ISA");
+  const std::string kept = old == nullptr ? "" : old;
+  setenv("LOWBIT_ISA", "portable", 1);
+  EXPECT_EQ(isa_cap() == nullptr ? "" : isa_cap(), before);
+  if (old != nullptr) setenv("LOWBIT_ISA", kept.c_str(), 1);
+  if (old == nullptr) unsetenv("LOWBIT_ISA");
+}
+
+// Whoever caps the instruction sets by a name that does not exist is told so by every operator, and gets no result.
+TEST(IsaCap, OperatorsRefuseAWrongName) {
+  if (isa_cap_status().ok()) GTEST_SKIP() << "LOWBIT_ISA is a name, or not set";
+  Random random(1);
+  const Layout layout = layout_of(20, 64, 4, 32, Mapping::symmetric, false);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  const Tensor x = random_tensor(ElementType::f32, {3, 64}, random), out(ElementType::f32, {3, 20});
+  EXPECT_TRUE(refused(linear(x.view, weight.view, 20, out.view, {}), "LOWBIT_ISA is 'nonsense'; expected one of: "));
+  const Tensor indices = index_tensor<int64_t>({3}), rows(ElementType::f32, {1, 64});
+  EXPECT_TRUE(refused(embedding(indices.view, weight.view, 64, rows.view, {}), "LOWBIT_ISA is 'nonsense'"));
+  const Tensor q = random_tensor(ElementType::f32, {1, 1, 1, 16}, random);
+  const Tensor keys = random_tensor(ElementType::f32, {1, 1, 16, 16}, random);
+  const Tensor start = index_tensor<int64_t>({0}), attended(ElementType::f32, {1, 1, 1, 16});
+  EXPECT_TRUE(refused(attention(q.view, q.view, q.view, keys.view, keys.view, start.view, 1.0, attended.view, {}),
+                      "LOWBIT_ISA is 'nonsense'"));
+  const Tensor codes(ElementType::u8, {20, 64}), scales(ElementType::f32, {20, 2}), mins(ElementType::f32, {0, 0});
+  EXPECT_TRUE(refused(pack(codes.view, scales.view, nullptr, nullptr, 4, 32, out.view, {}),
+                      "LOWBIT_ISA is 'nonsense'"));
+  EXPECT_TRUE(refused(unpack(weight.view, codes.view, scales.view, mins.view, mins.view, {}),
+                      "LOWBIT_ISA is 'nonsense'"));
+  EXPECT_TRUE(refused(repack(weight.view, "panel16", codes.view, {}), "LOWBIT_ISA is 'nonsense'"));
+  EXPECT_TRUE(refused(quantize(x.view, 4, 32, false, false, codes.view, scales.view, mins.view, {}),
+                      "LOWBIT_ISA is 'nonsense'"));
+}
+
 #if defined(__linux__)
 // The first row of the tables (best first) that fits: worked out here from the rows alone.
-const LinearKernel* best_linear(int bits, int64_t m, IsaBits isa) {
+const LinearKernel* best_linear(const Layout& layout, int64_t m, IsaBits isa) {
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
     const LinearKernel& row = linear_kernel(i);
-    if (row.bits == bits && row.m_step <= m && (row.isa & ~isa) == 0) return &row;
+    const bool fits = row.bits == layout.bits && row.m_least <= m && layout.group_size % row.group_step == 0;
+    if (fits && (row.isa & ~isa) == 0) return &row;
   }
   return nullptr;
 }
 
 TEST(IsaCap, HoldsForTheOperators) {
+  if (!isa_cap_status().ok()) GTEST_SKIP() << "LOWBIT_ISA is no name: the operators refuse";
   const IsaName* entry = entry_of(std::getenv("LOWBIT_ISA"));
   const bool is_set = isa_cap() != nullptr;
   const IsaBits expected = !is_set ? cpu_isa() : entry != nullptr ? cpu_isa() & entry->allows : IsaBits{kPortable};
   Random random(1);
   for (int bits = 1; bits <= 8; ++bits) {
-    const Layout layout = layout_of(20, 64, bits, 32, Mapping::symmetric, false);
-    Tensor packed_weight = bytes_tensor(packed(random_weights(layout, random)));
-    for (const int64_t m : {1, 4, 9}) {
-      seen_quantize = {}, seen_linear = {};
-      Tensor x = random_tensor(ElementType::f32, {m, 64}, random), out(ElementType::f32, {m, 20});
-      const Status status = linear(x.view, packed_weight.view, 20, out.view, {});
-      ASSERT_TRUE(status.ok()) << status.message();
-      EXPECT_EQ(seen_linear.isa, expected);
-      EXPECT_EQ(seen_quantize.isa, expected);
-      EXPECT_EQ(seen_linear.ran, best_linear(bits, m, expected)->name);
-      EXPECT_FALSE(seen_quantize.ran.empty());
+    for (const int64_t group_size : {32, 48}) {
+      const Layout layout = layout_of(20, 64, bits, group_size, Mapping::symmetric, false);
+      Tensor packed_weight = bytes_tensor(packed(random_weights(layout, random)));
+      for (const int64_t m : {1, 4, 9}) {
+        seen_quantize = {}, seen_linear = {};
+        Tensor x = random_tensor(ElementType::f32, {m, 64}, random), out(ElementType::f32, {m, 20});
+        const Status status = linear(x.view, packed_weight.view, 20, out.view, {});
+        ASSERT_TRUE(status.ok()) << status.message();
+        EXPECT_EQ(seen_linear.isa, expected);
+        EXPECT_EQ(seen_quantize.isa, expected);
+        EXPECT_EQ(seen_linear.ran, best_linear(layout, m, expected)->name);
+        EXPECT_FALSE(seen_quantize.ran.empty());
+      }
     }
     seen_embedding = {};
+    const Layout layout = layout_of(20, 64, bits, 32, Mapping::symmetric, false);
+    Tensor packed_weight = bytes_tensor(packed(random_weights(layout, random)));
     Tensor indices = index_tensor<int64_t>({3, 19}), rows(ElementType::f32, {2, 64});
     const Status status = embedding(indices.view, packed_weight.view, 64, rows.view, {});
     ASSERT_TRUE(status.ok()) << status.message();

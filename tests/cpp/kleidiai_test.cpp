@@ -28,7 +28,11 @@ class KleidiAI : public testing::Test {
   }
 };
 
-const LinearKernel& chosen(int64_t m) { return choose_linear(vendor_format("KAI4"), 4, m, active_isa()); }
+const LinearKernel& chosen(int64_t m, IsaBits isa = active_isa()) {
+  Layout layout = layout_of(16, 64, 4, 32, Mapping::symmetric, false);
+  layout.format = vendor_format("KAI4");
+  return choose_linear(layout, m, isa);
+}
 
 TEST_F(KleidiAI, RowsAreInTheTable) {
   std::string found;
@@ -40,10 +44,10 @@ TEST_F(KleidiAI, RowsAreInTheTable) {
   }
   EXPECT_EQ(found, "kleidiai_a8w4_4x8_i8mm kleidiai_a8w4_1x8_neondot ");
   const IsaBits dot = kNeon | kNeonDot, mmla = dot | kI8mm;
-  EXPECT_STREQ(choose_linear(vendor_format("KAI4"), 4, 1, mmla).name, "kleidiai_a8w4_1x8_neondot");
-  EXPECT_STREQ(choose_linear(vendor_format("KAI4"), 4, 4, mmla).name, "kleidiai_a8w4_4x8_i8mm");
-  EXPECT_STREQ(choose_linear(vendor_format("KAI4"), 4, 4, dot).name, "kleidiai_a8w4_1x8_neondot");
-  EXPECT_EQ(choose_linear(vendor_format("KAI4"), 4, 4, kNeon).run, nullptr);
+  EXPECT_STREQ(chosen(1, mmla).name, "kleidiai_a8w4_1x8_neondot");
+  EXPECT_STREQ(chosen(4, mmla).name, "kleidiai_a8w4_4x8_i8mm");
+  EXPECT_STREQ(chosen(4, dot).name, "kleidiai_a8w4_1x8_neondot");
+  EXPECT_EQ(chosen(4, kNeon).run, nullptr);
 }
 
 struct Case {

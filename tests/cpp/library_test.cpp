@@ -28,9 +28,9 @@ struct Fault {
 TEST(A_Refused, BrokenLibraries) {
   const Fault faults[] = {
       {"no_function", "has no function 'lowbit_kernels'"},
-      {"null_library", "has no kernels for version 1"},
-      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 1"},
-      {"other_size", "its structure LinearKernel has 48 bytes; expected 56"},
+      {"null_library", "has no kernels for version 2"},
+      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 2"},
+      {"other_size", "its structure LinearKernel has 56 bytes; expected 64"},
       {"no_vendor", "the vendor has no name"},
       {"bad_preference", "its preference is 9; expected 0 or 1"},
       {"no_rows", "no rows and no formats"},
@@ -43,9 +43,10 @@ TEST(A_Refused, BrokenLibraries) {
       {"bad_character", "byte 0x20 in its name"},
       {"foreign_format", "is of the format 'ELSE'"},
       {"bad_bits", "has 9 bits; expected 1 to 8"},
-      {"bad_m_step", "has the tile 0 x 16"},
+      {"bad_m_least", "has the tile 0 x 16"},
       {"bad_n_step", "has the tile 1 x 24"},
       {"bad_m_most", "at most 3 rows of m"},
+      {"bad_group_step", "for groups of multiples of 24 inputs; expected 16 or 32"},
       {"half_prepare", "only one of prepare and activation_bytes"},
       {"prepare_panel16", "prepares activations in its own way"},
       {"unknown_isa", "requires the ISA bits 0x"},
@@ -92,22 +93,26 @@ TEST(A_Refused, FormatIds) {
 }
 
 // The structures that libraries are compiled with. A change here needs another kKernelAbi.
-TEST(A_Refused, TheInterfaceIsVersion1) {
-  EXPECT_EQ(kKernelAbi, 1u);
+TEST(A_Refused, TheInterfaceIsVersion2) {
+  EXPECT_EQ(kKernelAbi, 2u);
   const AbiSizes sizes = KernelLibrary{}.sizes;
   EXPECT_EQ(offsetof(KernelLibrary, abi), 0u);
   EXPECT_EQ(offsetof(KernelLibrary, sizes), 4u);
   EXPECT_EQ(sizes.library, 128u);
   EXPECT_EQ(sizes.format, 32u);
   EXPECT_EQ(sizes.quantize_row, 24u);
-  EXPECT_EQ(sizes.linear_row, 56u);
+  EXPECT_EQ(sizes.linear_row, 64u);
   EXPECT_EQ(sizes.embedding_row, 32u);
   EXPECT_EQ(sizes.quantize_args, 72u);
   EXPECT_EQ(sizes.prepare_args, 152u);
-  EXPECT_EQ(sizes.linear_args, 200u);
+  EXPECT_EQ(sizes.linear_args, 208u);
   EXPECT_EQ(sizes.embedding_args, 136u);
   EXPECT_EQ(sizes.pack_args, 32u);
   EXPECT_EQ(sizes.unpack_args, 32u);
+}
+
+const LinearKernel& choose_linear_of(int bits, int64_t m, IsaBits isa) {
+  return choose_linear(layout_of(16, 64, bits, 32, Mapping::symmetric, false), m, isa);
 }
 
 const LinearKernel& named(const char* name) {
@@ -119,14 +124,14 @@ const LinearKernel& named(const char* name) {
 }
 
 TEST(B_Added, RowsAfterTheBuiltInOnesAreOnlyListed) {
-  const LinearKernel& before = choose_linear(Format::panel16, 4, 1, kPortable);
+  const LinearKernel& before = choose_linear_of(4, 1, kPortable);
   const size_t count = linear_kernel_count(), others = rows();
   const Status status = load_kernels(path_of("fault_none").c_str());
   ASSERT_TRUE(status.ok()) << status.message();
   EXPECT_EQ(linear_kernel_count(), count + 2);
   EXPECT_EQ(rows(), others + 4);
   EXPECT_STREQ(linear_kernel(count).name, "fault_linear");
-  EXPECT_EQ(&choose_linear(Format::panel16, 4, 1, kPortable), &before);
+  EXPECT_EQ(&choose_linear_of(4, 1, kPortable), &before);
   EXPECT_EQ(library_of(&before), nullptr);
   const LoadedLibrary* const loaded = library_of(&linear_kernel(count + 1));
   ASSERT_NE(loaded, nullptr);
@@ -139,29 +144,44 @@ TEST(B_Added, RowsAfterTheBuiltInOnesAreOnlyListed) {
 std::atomic<int> calls_of_one_row{0};
 
 // A preferred row with limits: only what fits them is its own.
-TEST(B_Added, LimitsAndIsaOfAPreferredRow) {
+TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
 #if defined(__aarch64__)
   constexpr IsaBits kNeeded = kNeon | kNeonDot, kLess = kNeon;
 #else
   constexpr IsaBits kNeeded = kAvx2 | kAvx512Vnni, kLess = kAvx2;
 #endif
+  constexpr auto kCount = [](const LinearArgs&) { ++calls_of_one_row; };
   static const LinearKernel kRows[] = {
-      {"test_2_to_3", kPortable, Format::panel16, 5, 2, 16, [](const LinearArgs&) { ++calls_of_one_row; }, 3},
-      {"test_isa", kNeeded, Format::panel16, 6, 1, 16, [](const LinearArgs&) { ++calls_of_one_row; }},
+      {"test_2_to_3", kPortable, Format::panel16, 5, 2, 16, kCount, 3},
+      {"test_isa", kNeeded, Format::panel16, 6, 1, 16, kCount},
+      {"test_whole_blocks", kPortable, Format::panel16, 7, 1, 16, kCount, 0, nullptr, nullptr, 32},
+      {"test_any_groups", kPortable, Format::panel16, 7, 3, 16, kCount, 0, nullptr, nullptr, 16},
+      {"test_no_others", kPortable, vendor_format("LONE"), 7, 1, 16, kCount, 0, nullptr, nullptr, 32},
   };
+  static const PackedFormat kFormats[] = {{vendor_format("LONE"), [](const Layout&) { return int64_t{1}; },
+                                           [](const Layout&, const PackArgs&, void*) -> const char* { return ""; }}};
   static KernelLibrary library;
   library.vendor = "test";
-  library.linear = {kRows, 2};
+  library.linear = {kRows, 5};
+  library.formats = {kFormats, 1};
   ASSERT_TRUE(add_kernels(library, "linked").ok());
   for (const int64_t m : {1, 2, 3, 4, 100}) {
     const bool own = m == 2 || m == 3;
-    EXPECT_EQ(&choose_linear(Format::panel16, 5, m, kPortable) == &kRows[0], own) << m;
-    EXPECT_EQ(&choose_linear(Format::panel16, 5, m, kNeeded) == &kRows[0], own) << m;
-    EXPECT_NE(&choose_linear(Format::panel16, 4, m, kNeeded), &kRows[0]);
+    EXPECT_EQ(&choose_linear_of(5, m, kPortable) == &kRows[0], own) << m;
+    EXPECT_EQ(&choose_linear_of(5, m, kNeeded) == &kRows[0], own) << m;
+    EXPECT_NE(&choose_linear_of(4, m, kNeeded), &kRows[0]);
   }
-  EXPECT_EQ(&choose_linear(Format::panel16, 6, 1, kNeeded), &kRows[1]);
-  EXPECT_NE(&choose_linear(Format::panel16, 6, 1, kLess), &kRows[1]);
-  EXPECT_NE(&choose_linear(Format::panel16, 6, 1, kPortable), &kRows[1]);
+  EXPECT_EQ(&choose_linear_of(6, 1, kNeeded), &kRows[1]);
+  EXPECT_NE(&choose_linear_of(6, 1, kLess), &kRows[1]);
+  EXPECT_NE(&choose_linear_of(6, 1, kPortable), &kRows[1]);
+  for (const int64_t group_size : {0, 16, 32, 48, 64, 80, 96}) {
+    Layout layout = layout_of(16, 32, 7, group_size, Mapping::symmetric, false);
+    const bool whole = group_size % 32 == 0;
+    EXPECT_EQ(&choose_linear(layout, 1, kPortable) == &kRows[2], whole) << group_size;
+    EXPECT_EQ(&choose_linear(layout, 3, kPortable), whole ? &kRows[2] : &kRows[3]) << group_size;
+    layout.format = vendor_format("LONE");
+    EXPECT_EQ(&choose_linear(layout, 1, kPortable), &kRows[4]) << "better than none, for groups of " << group_size;
+  }
   EXPECT_EQ(library_of(&kRows[1])->path, std::string("linked"));
 
   // The operator asks the same question, with LOWBIT_ISA's answer.
@@ -182,7 +202,7 @@ TEST(B_Added, TheExampleGivesTheSameBits) {
   const std::vector<uint8_t> expected = expected_linear(x.view, weight.memory->data(), layout);
   const Status status = load_kernels(path_of("acme_kernels").c_str());
   ASSERT_TRUE(status.ok()) << status.message();
-  EXPECT_EQ(&choose_linear(Format::panel16, 4, 9, active_isa()), &named("acme_linear_a8w4"));
+  EXPECT_EQ(&choose_linear_of(4, 9, active_isa()), &named("acme_linear_a8w4"));
   Tensor out(ElementType::f32, {9, 50});
   ASSERT_TRUE(linear(x.view, weight.view, 50, out.view, threads(3)).ok());
   EXPECT_TRUE(same_bits(out.bytes(), expected, DType::f32));
@@ -236,6 +256,54 @@ TEST(C_OwnFormat, GoesThroughTheOperators) {
                       "no embedding kernel for weights of 8 bits in format 'ROWS'"));
 }
 
+// A header that changes between two readings of it: what is packed is what was read first. The format's own function
+// changes it, which is when another thread could.
+namespace changing {
+uint8_t* header = nullptr;
+uint8_t headers[2][kHeaderBytes];
+int readings = 0, changed_at = 0;  // another matrix's header, after this reading and until the next
+bool mixed = false;
+constexpr int64_t kRows = 20;
+
+int64_t bytes(const Layout&) {
+  if (header != nullptr) std::memcpy(header, headers[++readings == changed_at], kHeaderBytes);
+  return 4096;
+}
+const char* pack(const Layout& layout, const PackArgs&, void*) {
+  mixed = mixed || layout.n != kRows;
+  return nullptr;
+}
+const char* unpack(const Layout&, const void*, const UnpackArgs&) { return nullptr; }
+}  // namespace changing
+
+TEST(C_OwnFormat, AHeaderThatChangesIsReadOnce) {
+  static const PackedFormat kFormats[] = {{vendor_format("CHNG"), changing::bytes, changing::pack, changing::unpack}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(3);
+  Tensor weights[2] = {Tensor(ElementType::u8, {kHeaderBytes + 4096}), Tensor(ElementType::u8, {kHeaderBytes + 4096})};
+  for (int i = 0; i < 2; ++i) {
+    const Layout layout = layout_of(i == 0 ? changing::kRows : 10 * changing::kRows, 64, 4, 32, Mapping::symmetric, false);
+    const Tensor source = bytes_tensor(packed(random_weights(layout, random)));
+    ASSERT_TRUE(repack(source.view, "CHNG", weights[i].view, {}).ok());
+    std::memcpy(changing::headers[i], weights[i].memory->data(), kHeaderBytes);
+  }
+  changing::mixed = false;
+  changing::header = weights[0].memory->data();
+  Tensor out(ElementType::u8, {kHeaderBytes + 4096});
+  for (int i = 1; i <= 4; ++i) {  // may be refused; but never the sizes of one with the memory of the other
+    std::memcpy(changing::header, changing::headers[0], kHeaderBytes);
+    changing::readings = 0;
+    changing::changed_at = i;
+    const Status status = repack(weights[0].view, "CHNG", out.view, {});
+    EXPECT_FALSE(changing::mixed) << status.message();
+  }
+  changing::header = nullptr;
+  EXPECT_TRUE(out.memory->intact());
+}
+
 TEST(D_Threads, ChooseWhileRowsAreAdded) {
   constexpr int kLibraries = 40;
   static char names[kLibraries][32];
@@ -247,7 +315,7 @@ TEST(D_Threads, ChooseWhileRowsAreAdded) {
   for (int t = 0; t < 3; ++t) {
     readers.emplace_back([&] {
       while (!stop) {
-        const LinearKernel& chosen = choose_linear(Format::panel16, 2, 1, kPortable);
+        const LinearKernel& chosen = choose_linear_of(2, 1, kPortable);
         if (chosen.run == nullptr || chosen.bits != 2) ++wrong;
         const size_t count = linear_kernel_count();
         if (linear_kernel(count - 1).name == nullptr) ++wrong;

@@ -5,6 +5,10 @@
 
 #include <atomic>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 #include "support/tensors.h"
 
 namespace lowbit::test {
@@ -106,6 +110,102 @@ TEST(Linear, UnalignedMemory) {
   }
 }
 
+// A list of matrices of all widths and group sizes gives what a call for each gives, next to each other.
+TEST(Linears, GiveTheBitsOfEach) {
+  Random random(11);
+  for (const int64_t k : {50, 256}) {
+    std::vector<Model> models;
+    models.reserve(5);
+    models.emplace_back(37, k, 4, 32);
+    models.emplace_back(1, k, 8, 32, Mapping::affine);
+    models.emplace_back(100, k, 3, 48, Mapping::affine);
+    models.emplace_back(16, k, 1, 0);
+    models.emplace_back(20, k, 4, 16);
+    std::vector<TensorView> weights;
+    std::vector<int64_t> out_features;
+    int64_t outputs = 0;
+    for (const Model& model : models) {
+      weights.push_back(model.packed_weight.view);
+      out_features.push_back(model.layout.n);
+      outputs += model.layout.n;
+    }
+    for (const ElementType type : kTypes) {
+      for (const int64_t m : {1, 3, 150}) {
+        const Tensor x = random_tensor(type, {m, k}, random);
+        for (const TensorView& view : {x.view, view_of(x.memory->data(), type, {m, k}, {1, m})}) {
+          std::vector<uint8_t> expected(static_cast<size_t>(m * outputs * element_bytes(type)));
+          int64_t column = 0;
+          for (const Model& model : models) {
+            const std::vector<uint8_t> one = expected_linear(view, model.packed_weight.memory->data(), model.layout);
+            const int64_t bytes = model.layout.n * element_bytes(type);
+            for (int64_t i = 0; i < m; ++i) {
+              std::memcpy(expected.data() + (i * outputs + column) * element_bytes(type), one.data() + i * bytes,
+                          static_cast<size_t>(bytes));
+            }
+            column += model.layout.n;
+          }
+          for (const int count : {1, 3}) {
+            Tensor out(type, {m, outputs});
+            const Status status = linears(view, weights.data(), out_features.data(), 5, out.view, threads(count));
+            ASSERT_TRUE(status.ok()) << status.message();
+            EXPECT_TRUE(same_bits(out.bytes(), expected, dtype_of(type))) << m << " rows, " << count << " threads";
+            EXPECT_TRUE(out.memory->intact());
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Linears, Refusals) {
+  Random random(12);
+  const Model model(20, 50), other_inputs(20, 51);
+  const Tensor x = random_tensor(ElementType::f32, {3, 50}, random);
+  Tensor out(ElementType::f32, {3, 40});
+  const TensorView& w = model.packed_weight.view;
+  const auto run = [&](std::vector<TensorView> weights, std::vector<int64_t> sizes) {
+    return linears(x.view, weights.data(), sizes.data(), static_cast<int64_t>(sizes.size()), out.view, {});
+  };
+  ASSERT_TRUE(run({w, w}, {20, 20}).ok());
+  out.memory->freeze();
+  EXPECT_TRUE(refused(run({}, {}), "there are 0 out_features; expected 1 to 16"));
+  EXPECT_TRUE(refused(run(std::vector<TensorView>(17, w), std::vector<int64_t>(17, 20)), "there are 17 out_features"));
+  EXPECT_TRUE(refused(run({w, w}, {20, 21}), "out_features is 21; expected 20"));
+  EXPECT_TRUE(refused(run({w, w}, {INT64_MAX, INT64_MAX}), "out_features is 9223372036854775807; expected less"));
+  EXPECT_TRUE(refused(run({w, w}, {20, -20}), "out_features is -20"));
+  EXPECT_TRUE(refused(run({w, w, w}, {20, 20, 20}), "out has shape [3, 40]; expected [3, 60]"));
+  EXPECT_TRUE(refused(run({w, other_inputs.packed_weight.view}, {20, 20}), "expected [..., 51]"));
+  EXPECT_TRUE(out.memory->intact());
+}
+
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__)
+// What stays with a thread after a call with a stride between inputs: the quantised rows and a row for each thread, not all
+// of x once more; and for few long rows no memory for more of them.
+TEST(Linear, MemoryOfACall) {
+  mallopt(M_MMAP_THRESHOLD, 1 << 17);  // from here on every large block is a mapping of its own, which mallinfo2 counts
+  const auto kept = [](int64_t m, int64_t k) {
+    int64_t bytes = -1;
+    std::thread([&] {
+      Random random(13);
+      const Model model(5, k, 1, 65536);
+      const Tensor x = random_tensor(ElementType::f32, {k, m}, random), out(ElementType::f32, {m, 5});
+      const size_t before = mallinfo2().hblkhd;
+      const Status status = linear(view_of(x.memory->data(), ElementType::f32, {m, k}, {1, m}),
+                                   model.packed_weight.view, 5, out.view, {});
+      bytes = static_cast<int64_t>(mallinfo2().hblkhd - before);
+      EXPECT_TRUE(status.ok()) << status.message();
+    }).join();
+    return bytes;
+  };
+  const int64_t rows_of_8_mib = kept(1000, 4096);
+  EXPECT_GE(rows_of_8_mib, 1000 * 4096);
+  EXPECT_LE(rows_of_8_mib, 1000 * 4096 + (1 << 18));
+  const int64_t long_rows = kept(6, 1500000);  // 5 of them are 8 MiB
+  EXPECT_LE(long_rows, 6 * 1500000 + 1500000 * 4 + (1 << 18));
+  EXPECT_GE(long_rows, 6 * 1500000);
+}
+#endif
+
 std::atomic<int> regions;
 
 TEST(Linear, AnyNumberOfThreadsGivesTheSameBits) {
@@ -130,7 +230,7 @@ TEST(Linear, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
-// So many rows that their quantised values do not fit the operator's scratch memory (24 MiB) at once.
+// So many rows that their quantised values do not fit the operator's scratch memory (8 MiB) at once.
 TEST(Linear, ManyRowsInChunks) {
   Random random(5);
   constexpr int64_t kRows = 150000;  // of 128 bytes of values and at most 192 of sums and scales

@@ -1,7 +1,8 @@
-// parallel_1d: every piece once, on any host's threads, and no piece waits for a stalled thread that others could
-// serve.
+// parallel_1d and parallel_2d: every piece once, on any host's threads, and no piece waits for a stalled thread that
+// others could serve. What a call works in, and its float settings.
 
 #include "../../ops/parallel.h"
+#include "../../ops/scratch.h"
 
 #include <gtest/gtest.h>
 
@@ -30,7 +31,7 @@ TEST(Parallel, EveryIndexOnce) {
     for (const int64_t count : {0, 1, 2, 5, 16, 100, 1000}) {
       for (const int64_t step : {1, 3, 100, 5000}) {
         std::vector<std::atomic<int>> visits(static_cast<size_t>(count));
-        parallel_1d(host, count, step, [&](int64_t begin, int64_t end) {
+        parallel_1d(host, count, step, [&](int, int64_t begin, int64_t end) {
           EXPECT_LT(begin, end);
           EXPECT_LE(end, count);
           for (int64_t i = begin; i < end; ++i) ++visits[static_cast<size_t>(i)];
@@ -59,7 +60,7 @@ TEST(Parallel, ClaimsThatRace) {
                         }
                         for (std::thread& thread : running) thread.join();
                       }};
-  parallel_1d(host, kCount, 1, [&](int64_t begin, int64_t) { ++visits[static_cast<size_t>(begin)]; });
+  parallel_1d(host, kCount, 1, [&](int, int64_t begin, int64_t) { ++visits[static_cast<size_t>(begin)]; });
   for (const auto& visit : visits) ASSERT_EQ(visit, 1);
 }
 
@@ -69,13 +70,59 @@ TEST(Parallel, NoMoreTasksThanPieces) {
                         asked = count;
                         one_after_another(count, task, context);
                       }};
-  parallel_1d(host, 30, 10, [](int64_t, int64_t) {});
+  parallel_1d(host, 30, 10, [](int, int64_t, int64_t) {});
   EXPECT_EQ(asked, 3);
   asked = 0;
-  parallel_1d(host, 10, 10, [](int64_t, int64_t) {});
+  parallel_1d(host, 10, 10, [](int, int64_t, int64_t) {});
   EXPECT_EQ(asked, 0) << "one piece stays on the caller's thread";
-  parallel_1d(host, 1000, 10, [](int64_t, int64_t) {});
+  parallel_1d(host, 1000, 10, [](int, int64_t, int64_t) {});
   EXPECT_EQ(asked, 8);
+}
+
+// Two threads of a call never have the same number, so that what a worker owns needs no lock.
+TEST(Parallel, WorkersAreApart) {
+  constexpr int kThreads = 5;
+  std::vector<std::atomic<int>> inside(kThreads);
+  const auto visit = [&](int worker) {
+    ASSERT_GE(worker, 0);
+    ASSERT_LT(worker, kThreads);
+    EXPECT_EQ(++inside[static_cast<size_t>(worker)], 1);
+    std::this_thread::yield();
+    --inside[static_cast<size_t>(worker)];
+  };
+  parallel_1d(threads(kThreads), 2000, 1, [&](int worker, int64_t, int64_t) { visit(worker); });
+  std::vector<Band> bands(100);
+  parallel_2d(threads(kThreads), Grid{100, 1, 1, 20, 1, 1}, bands.data(),
+              [&](int worker, int64_t, int64_t) { visit(worker); },
+              [&](int worker, int64_t, int64_t, int64_t) { visit(worker); });
+}
+
+TEST(Scratch, StaysWithItsThread) {
+  std::thread([] {
+    char* first;
+    {
+      const Scratch scratch(100000);
+      first = scratch.data();
+      ASSERT_EQ(reinterpret_cast<uintptr_t>(first) % 64, 0u);
+      std::memset(first, 1, 100000);
+    }
+    {
+      const Scratch scratch(1);
+      EXPECT_EQ(scratch.data(), first) << "kept";
+      const Scratch inner(100000);
+      ASSERT_NE(inner.data(), first) << "lent already";
+      std::memset(inner.data(), 2, 100000);
+    }
+    const Scratch scratch(100000);
+    EXPECT_EQ(scratch.data(), first);
+    std::thread([first] { EXPECT_NE(Scratch(100000).data(), first) << "another thread's"; }).join();
+  }).join();
+}
+
+TEST(Scratch, TooMuchIsNoMemory) {
+  EXPECT_EQ(Scratch(INT64_MAX / 2).data(), nullptr);
+  const Scratch scratch(1000);
+  EXPECT_NE(scratch.data(), nullptr);
 }
 
 // The thread that takes the first piece does not return from it before all others are done. With pieces assigned in
@@ -85,7 +132,7 @@ TEST(Parallel, AStalledThreadHoldsUpNothing) {
   std::mutex mutex;
   std::condition_variable changed;
   int64_t finished = 0, finished_before_the_first = -1;
-  parallel_1d(threads(3), kPieces, 1, [&](int64_t begin, int64_t end) {
+  parallel_1d(threads(3), kPieces, 1, [&](int, int64_t begin, int64_t end) {
     std::unique_lock lock(mutex);
     if (begin == 0) {
       changed.wait_for(lock, std::chrono::seconds(20), [&] { return finished == kPieces - 1; });
@@ -122,8 +169,8 @@ struct Visits {
     for (int64_t i = begin; i < end; ++i) ++tiles[static_cast<size_t>(band * grid.columns + i)];
   }
   void run(const Parallel& parallel) {
-    parallel_2d(parallel, grid, bands.data(), [&](int64_t begin, int64_t end) { prepare(begin, end); },
-                [&](int64_t band, int64_t begin, int64_t end) { tile(band, begin, end); });
+    parallel_2d(parallel, grid, bands.data(), [&](int, int64_t begin, int64_t end) { prepare(begin, end); },
+                [&](int, int64_t band, int64_t begin, int64_t end) { tile(band, begin, end); });
     for (const auto& visit : prepared) ASSERT_EQ(visit, 1);
     for (const auto& visit : tiles) ASSERT_EQ(visit, 1);
   }
@@ -151,8 +198,8 @@ TEST(Parallel2d, ClaimsShrinkTowardsTheEnd) {
   const Grid grid{40, 20, 20, 100, 2, 8};
   std::vector<Band> bands(2);
   std::vector<int64_t> sizes;
-  parallel_2d({4, one_after_another}, grid, bands.data(), [](int64_t, int64_t) {},
-              [&](int64_t, int64_t begin, int64_t end) { sizes.push_back(end - begin); });
+  parallel_2d({4, one_after_another}, grid, bands.data(), [](int, int64_t, int64_t) {},
+              [&](int, int64_t, int64_t begin, int64_t end) { sizes.push_back(end - begin); });
   EXPECT_EQ(sizes.front(), 8);
   EXPECT_EQ(sizes[11], 8) << "of the first band, with all of the second still to do";
   EXPECT_EQ(sizes[12], 4) << "what is left of the first band";
@@ -170,7 +217,7 @@ TEST(Parallel2d, AStalledPreparationHoldsUpItsBandOnly) {
   int64_t finished = 0, finished_before_the_first = -1;
   parallel_2d(
       threads(3), visits.grid, visits.bands.data(),
-      [&](int64_t begin, int64_t end) {
+      [&](int, int64_t begin, int64_t end) {
         if (begin == 0) {
           std::unique_lock lock(mutex);
           changed.wait_for(lock, std::chrono::seconds(20), [&] { return finished == 2 * 50; });
@@ -178,7 +225,7 @@ TEST(Parallel2d, AStalledPreparationHoldsUpItsBandOnly) {
         }
         visits.prepare(begin, end);
       },
-      [&](int64_t band, int64_t begin, int64_t end) {
+      [&](int, int64_t band, int64_t begin, int64_t end) {
         visits.tile(band, begin, end);
         const std::lock_guard lock(mutex);
         finished += end - begin;
@@ -195,8 +242,8 @@ TEST(Parallel2d, AStalledTileHoldsUpNothing) {
   std::condition_variable changed;
   int64_t finished = 0, size_of_the_first = -1, finished_before_the_first = -1;
   parallel_2d(
-      threads(3), visits.grid, visits.bands.data(), [&](int64_t begin, int64_t end) { visits.prepare(begin, end); },
-      [&](int64_t band, int64_t begin, int64_t end) {
+      threads(3), visits.grid, visits.bands.data(), [&](int, int64_t begin, int64_t end) { visits.prepare(begin, end); },
+      [&](int, int64_t band, int64_t begin, int64_t end) {
         visits.tile(band, begin, end);
         std::unique_lock lock(mutex);
         if (size_of_the_first < 0) {

@@ -20,6 +20,15 @@ std::vector<IsaName> names() {
   return {all, all + count};
 }
 
+// All that the choice reads of a layout.
+Layout task(int bits, int64_t group_size) {
+  Layout layout{};
+  layout.bits = bits;
+  layout.group_size = group_size;
+  return layout;
+}
+constexpr int64_t kGroupSizes[] = {0, 16, 32, 48, 64};
+
 std::string name_of(IsaBits bit) {
   for (const IsaName& isa : names()) {
     if (isa.bit == bit) return isa.name;
@@ -65,10 +74,10 @@ TEST(Tables, NamesSayWhatTheRowsAre) {
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
     const LinearKernel& row = linear_kernel(i);
     char expected[96];
-    std::snprintf(expected, sizeof expected, "linear_a8w%d_%dx%d_%s", row.bits, row.m_step, row.n_step,
+    std::snprintf(expected, sizeof expected, "linear_a8w%d_%dx%d_%s", row.bits, row.m_least, row.n_step,
                   name_of(row.isa).c_str());
     EXPECT_STREQ(row.name, expected);
-    EXPECT_GE(row.m_step, 1);
+    EXPECT_GE(row.m_least, 1);
     EXPECT_GE(row.n_step, 1);
     EXPECT_NE(row.run, nullptr);
     EXPECT_TRUE(row.bits >= 1 && row.bits <= 8) << row.name;
@@ -99,10 +108,13 @@ TEST(Tables, NamesSayWhatTheRowsAre) {
 // Portable rows are complete: every other row is compared with one.
 TEST(Tables, PortableRowsCoverEverything) {
   for (int bits = 1; bits <= 8; ++bits) {
-    const LinearKernel& linear = choose_linear(Format::panel16, bits, 1, kPortable);
-    EXPECT_EQ(linear.isa, kPortable);
-    EXPECT_EQ(linear.bits, bits);
-    EXPECT_EQ(linear.m_step, 1);
+    for (const int64_t group_size : kGroupSizes) {
+      const LinearKernel& linear = choose_linear(task(bits, group_size), 1, kPortable);
+      EXPECT_EQ(linear.isa, kPortable);
+      EXPECT_EQ(linear.bits, bits);
+      EXPECT_EQ(linear.m_least, 1);
+      EXPECT_EQ(linear.group_step, 16);
+    }
     const EmbeddingKernel& embedding = choose_embedding(Format::panel16, bits, kPortable);
     EXPECT_EQ(embedding.isa, kPortable);
     EXPECT_EQ(embedding.bits, bits);
@@ -122,12 +134,15 @@ TEST(Choice, StaysWithinTheIsaAndTheTask) {
       EXPECT_EQ(embedding.isa & ~isa, 0u) << embedding.name;
       EXPECT_EQ(embedding.bits, bits);
       EXPECT_EQ(embedding.format, Format::panel16);
-      for (const int64_t m : kRows) {
-        const LinearKernel& linear = choose_linear(Format::panel16, bits, m, isa);
-        EXPECT_EQ(linear.isa & ~isa, 0u) << linear.name;
-        EXPECT_EQ(linear.bits, bits);
-        EXPECT_EQ(linear.format, Format::panel16);
-        EXPECT_LE(linear.m_step, m) << linear.name;
+      for (const int64_t group_size : kGroupSizes) {
+        for (const int64_t m : kRows) {
+          const LinearKernel& linear = choose_linear(task(bits, group_size), m, isa);
+          EXPECT_EQ(linear.isa & ~isa, 0u) << linear.name;
+          EXPECT_EQ(linear.bits, bits);
+          EXPECT_EQ(linear.format, Format::panel16);
+          EXPECT_LE(linear.m_least, m) << linear.name;
+          EXPECT_EQ(group_size % linear.group_step, 0) << linear.name;
+        }
       }
     }
   }
@@ -137,13 +152,17 @@ TEST(Choice, NeverPortableWhereAnotherRowFits) {
   for (const IsaBits isa : isa_subsets()) {
     for (int bits = 1; bits <= 8; ++bits) {
       for (const int64_t m : kRows) {
-        bool fits = false;
-        for (size_t i = 0; i < linear_kernel_count(); ++i) {
-          const LinearKernel& row = linear_kernel(i);
-          fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0 && row.bits == bits && row.m_step <= m);
+        for (const int64_t group_size : kGroupSizes) {
+          bool fits = false;
+          for (size_t i = 0; i < linear_kernel_count(); ++i) {
+            const LinearKernel& row = linear_kernel(i);
+            fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0 && row.bits == bits && row.m_least <= m &&
+                            group_size % row.group_step == 0);
+          }
+          const LinearKernel& chosen = choose_linear(task(bits, group_size), m, isa);
+          EXPECT_EQ(chosen.isa != kPortable, fits)
+              << chosen.name << " for m = " << m << ", groups of " << group_size << " on ISA bits " << isa;
         }
-        const LinearKernel& chosen = choose_linear(Format::panel16, bits, m, isa);
-        EXPECT_EQ(chosen.isa != kPortable, fits) << chosen.name << " for m = " << m << " on ISA bits " << isa;
       }
       bool fits = false;
       for (size_t i = 0; i < embedding_kernel_count(); ++i) {
@@ -178,14 +197,18 @@ TEST(Choice, MoreIsaIsNeverWorse) {
     for (const IsaBits less : isa_subsets()) {
       for (const IsaBits more : isa_subsets()) {
         if ((less & ~more) != 0) continue;
-        for (const int64_t m : kRows) {
-          EXPECT_LE(index(choose_linear(Format::panel16, bits, m, more)),
-                    index(choose_linear(Format::panel16, bits, m, less)));
+        for (const int64_t group_size : kGroupSizes) {
+          const Layout layout = task(bits, group_size);
+          for (const int64_t m : kRows) {
+            EXPECT_LE(index(choose_linear(layout, m, more)), index(choose_linear(layout, m, less)));
+          }
         }
       }
-      for (const int64_t m : {1, 2, 3, 4, 5}) {
-        EXPECT_LE(index(choose_linear(Format::panel16, bits, m + 1, less)),
-                  index(choose_linear(Format::panel16, bits, m, less)));
+      for (const int64_t group_size : kGroupSizes) {
+        const Layout layout = task(bits, group_size);
+        for (const int64_t m : {1, 2, 3, 4, 5}) {
+          EXPECT_LE(index(choose_linear(layout, m + 1, less)), index(choose_linear(layout, m, less)));
+        }
       }
     }
   }
@@ -199,7 +222,9 @@ TEST(Choice, EveryRowIsReachable) {
     reached.insert(choose_attention(isa).name);
     for (int bits = 1; bits <= 8; ++bits) {
       reached.insert(choose_embedding(Format::panel16, bits, isa).name);
-      for (const int64_t m : kRows) reached.insert(choose_linear(Format::panel16, bits, m, isa).name);
+      for (const int64_t group_size : kGroupSizes) {
+        for (const int64_t m : kRows) reached.insert(choose_linear(task(bits, group_size), m, isa).name);
+      }
     }
   }
   for (size_t i = 0; i < linear_kernel_count(); ++i)

@@ -14,7 +14,9 @@ from runners import ARM_RUNNERS, EXAMPLE, QEMU, Runner, build
 
 # The same examples in every run: a failure can be repeated, and a pass means the same everywhere.
 hypothesis.settings.register_profile("lowbit", derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("lowbit")
+# `make soak`: other examples in every run, and many; a failure prints what repeats it.
+hypothesis.settings.register_profile("soak", max_examples=5000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("LOWBIT_HYPOTHESIS", "lowbit"))
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +70,28 @@ def run_python():
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory) -> tuple[Path, dict]:
+    """The shipped model with 4 bits, the way a user makes it, and what `lowbit quantize --json` said."""
+    from command_line import FLOAT, document, run
+
+    target = tmp_path_factory.mktemp("packed") / "model"
+    result = run("quantize", FLOAT, target, "--embedding-bits", 6, "--override", "*.0.*o_proj=8,none,affine", "--json")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines() == [f"quantising {FLOAT} ..."]
+    return target, document(result)
+
+
+@pytest.fixture(scope="session")
+def expected(packed):
+    """What the library makes of `command_line.PROMPT` with the packed model: an llm.Generation."""
+    from command_line import FLOAT, PROMPT
+    from lowbit import llm
+    from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens
+
+    model = load_model(packed[0])
+    tokens = load_tokenizer(FLOAT)(PROMPT)["input_ids"]
+    stop = stop_tokens(model, load_tokenizer(FLOAT))
+    return llm.generate(llm.Decoder(model, 128), tokens, 40, max_length=128, stop=stop)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import lowbit
@@ -240,6 +241,77 @@ def test_a_library_that_dies_is_reported(peers, monkeypatch, tmp_path):
         with pytest.raises(compare.Failed, match="ended by signal 9"):
             process.call(60, "prepare", "dies", 256, 256, 8, 1)
     process.end()
+
+
+DYING = """
+import os, signal
+import numpy as np
+from peers.contender import Contender, Runner, Spec
+class Product(Runner):
+    def __init__(self, problem, copies, dies_at):
+        self.problem, self.dies_at, self.bytes = problem, dies_at, 4 * problem.n * problem.k
+        copies(self.bytes)
+    def one(self, m, threads):
+        if m == self.dies_at:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return self.problem.x[:m] @ self.problem.repeat(self.problem.rows).T
+    all = one
+def contender(name, dies_at=0):
+    return Contender(Spec(name, "none", 32, None, ""), lambda problem, copies, threads: Product(problem, copies, dies_at))
+def contenders():
+    return [contender("first"), contender("dies when prepared", 8), contender("dies when timed", 128),
+            contender("last")], [], {}
+"""
+
+
+def test_a_contender_that_dies_leaves_the_others(peers, monkeypatch, tmp_path):
+    (tmp_path / "dying_contenders.py").write_text(DYING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    compare = peers("compare")
+    monkeypatch.setattr(compare, "MODULES", {"torch": "dying_contenders"})
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--roofs", sys.executable, "--quick", "--threads", "1"])
+    comparison = compare.Comparison(compare.parse())
+    comparison.start()
+    comparison.roofs = types.SimpleNamespace(read_gbs=lambda threads: 1.0, end=lambda: None)
+    names = ["first", "dies when prepared", "dies when timed", "last"]
+    for n in (64, 96):
+        comparison.run(compare.Section(f"{n} x 64", n, 64, (1, 128), {1: 2, 128: 2}, names))
+    comparison.end()
+    samples = {(name, n, m): len(found) for (_, name, n, _, m, _), found in comparison.samples.items()}
+    whole = {(name, n, m): 2 for name in ("first", "last") for n in (64, 96) for m in (1, 128)}
+    assert samples == whole | {("dies when timed", 64, 1): 1}  # in the first round
+    reason = "its process ended by signal 11"
+    assert comparison.results["absent"] == [
+        {"name": "dies when prepared, 64 x 64", "reason": reason},
+        {"name": "dies when timed, 64 x 64, 128 rows", "reason": reason},
+    ]
+
+
+TILE_CONFIG = """0000000000001000 <multiply>:
+    1000:\tvpxor  %xmm0,%xmm0,%xmm0
+    1004:\tvmovdqa64 %zmm0,0xc0(%rsp)
+    1008:\tmovb   $0x1,0xc0(%rsp)
+{stores}    1010:\tldtilecfg 0xc0(%rsp)
+"""
+
+
+@pytest.mark.parametrize(
+    "stores, is_whole",
+    [
+        ("", False),  # GCC 12's
+        ("    100c:\tmov    %rdx,0x80(%rsp)\n", False),
+        ("    100c:\tmov    %rdx,0xf0(%rsp)\n", True),
+        ("    100a:\tvmovdqa 0x0(%rip),%xmm0        # 1 <x>\n    100c:\tvmovdqa %xmm0,0xf0(%rsp)\n", True),
+        ("    100c:\tmovw   $0x808,0xf0(%rsp)\n", True),
+    ],
+)
+def test_a_tile_configuration_that_is_not_written_is_seen(stores, is_whole):
+    process = subprocess.run(
+        [sys.executable, BENCH.parent / "scripts" / "check_tile_config.py", "library.so"],
+        input=TILE_CONFIG.format(stores=stores), capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.returncode == (0 if is_whole else 1), process.stderr
+    assert is_whole == ("library.so: multiply loads an AMX tile configuration" not in process.stderr)
 
 
 def test_an_interrupted_run_keeps_its_results(roofs, tmp_path):

@@ -2,24 +2,26 @@
 
 import errno
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import lowbit
 from checkpoints import EMBED, HEAD, KINDS, NORM, UP, change_tensors, edit_json, load, save_model
 from lowbit import LowBitConfig, checkpoint, inspect_checkpoint, quantize_checkpoint
 
-CONFIG = LowBitConfig(
-    bits=4,
-    group_size=32,
-    embedding_bits=6,
-    overrides={"*.down_proj": {"bits": 3, "mapping": "affine", "scale": "absmax"}, "*.1.self_attn.o_proj": None},
-)
+OVERRIDES = {"*.down_proj": {"bits": 3, "mapping": "affine", "scale": "absmax"}, "*.1.self_attn.o_proj": None}
+CONFIG = LowBitConfig(bits=4, group_size=32, embedding_bits=6, overrides=OVERRIDES)
 
 
 def tensors_of(path) -> dict[str, torch.Tensor]:
@@ -76,7 +78,7 @@ def test_files_beside_the_weights(tmp_path):
         "mapping": "symmetric",
         "scale": "mse",
         "embedding_bits": 6,
-        "overrides": CONFIG.overrides,
+        "overrides": [list(pair) for pair in OVERRIDES.items()],
     }
     assert config == json.loads((source / "config.json").read_text())
     assert (tmp_path / "packed").stat().st_mode == source.stat().st_mode
@@ -110,7 +112,9 @@ def test_inspect(tmp_path):
     assert after == summary.entries
     assert summary.target_bytes == sum(entry.bytes for entry in after)
     assert summary.source_bytes == sum(e.bytes for e in before.values() if not e.name.endswith("bias"))
-    assert summary.left == {}
+    left = "model.layers.1.self_attn.o_proj.weight"
+    assert summary.left == {left: "left float by its configuration"}
+    assert summary.left_bytes == 2 * 64 * 64
     entries = {entry.name: entry for entry in after}
     size = lowbit.quantize_tensor(torch.ones(64, 168), lowbit.LinearConfig(bits=3, mapping="affine")).numel()
     name = "model.layers.1.mlp.down_proj.packed_weight"
@@ -243,9 +247,11 @@ def test_an_index_that_disagrees_with_the_files(sharded, tmp_path):
     edit_json(index, weight_map=weights | {NORM: "../elsewhere.safetensors"})
     refuse(sharded, tmp_path / "packed", ValueError, "../elsewhere.safetensors", "of the same directory")
     index.write_text("[1, 2]")
-    refuse(sharded, tmp_path / "packed", ValueError, "is not an index")
+    refuse(sharded, tmp_path / "packed", ValueError, f"{index} holds a list; expected an object")
     index.write_text("{")
-    refuse(sharded, tmp_path / "packed", ValueError, "is not an index")
+    refuse(sharded, tmp_path / "packed", ValueError, f"{index} is not JSON")
+    index.write_text("{}")
+    refuse(sharded, tmp_path / "packed", ValueError, f"{index} is not an index")
 
 
 def test_a_tensor_in_two_shards(sharded, tmp_path):
@@ -291,7 +297,7 @@ def test_an_unknown_architecture(source, tmp_path):
 
 def test_a_broken_config(source, tmp_path):
     (source / "config.json").write_text('{"model_type": ')
-    refuse(source, tmp_path / "packed", ValueError, str(source / "config.json"), "is not a config")
+    refuse(source, tmp_path / "packed", ValueError, str(source / "config.json"), "is not JSON")
     (source / "config.json").unlink()
     refuse(source, tmp_path / "packed", OSError, "has no config.json")
 
@@ -315,6 +321,155 @@ def test_a_target_that_is_there(source, tmp_path):
     (target / "mine").unlink()
     quantize_checkpoint(source, target, CONFIG)  # an empty one will do
     load(target)
+
+
+def test_a_target_behind_a_symbolic_link(source, tmp_path):
+    place, link, dangling = tmp_path / "place", tmp_path / "link", tmp_path / "dangling"
+    place.mkdir(mode=0o750)
+    link.symlink_to("place")
+    dangling.symlink_to("place-to-be")
+    for name, real in ((link, place), (dangling, tmp_path / "place-to-be")):
+        summary = quantize_checkpoint(source, name, CONFIG)
+        assert summary.target == name and name.is_symlink() and not real.is_symlink()
+        assert (real / "config.json").exists() and inspect_checkpoint(name) == summary.entries
+    assert place.stat().st_mode & 0o777 == 0o750
+    assert len(list(tmp_path.iterdir())) == 5
+    (tmp_path / "around").symlink_to("around")
+    refuse(source, tmp_path / "around", OSError, "is a symbolic link to itself")
+    (tmp_path / "lost").symlink_to("no/such")
+    refuse(source, tmp_path / "lost", OSError, f"{tmp_path / 'no'} is not a directory; make it first")
+
+
+def no_weights_are_read(monkeypatch):
+    def read(*arguments):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(checkpoint, "read_rows", read)
+    monkeypatch.setattr(checkpoint, "chunks", read)
+
+
+def test_a_target_that_cannot_be_replaced(source, tmp_path, monkeypatch):
+    no_weights_are_read(monkeypatch)
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    with monkeypatch.context() as context:
+        context.setattr("os.path.ismount", lambda path: str(path) == str(mounted))
+        refuse(source, mounted, OSError, f"{mounted} is a mount point", f"a directory in it, such as {mounted}/packed")
+    # A bind mount of the same file system is none for ismount: the rename says so.
+    rename = os.rename
+
+    def busy(old, new):
+        if str(new) == str(mounted):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(old))
+        rename(old, new)
+
+    with monkeypatch.context() as context:
+        context.setattr("os.rename", busy)
+        refuse(source, mounted, OSError, f"{mounted} cannot be replaced by a new directory: Device or resource busy")
+    refuse(source, Path("/sys/packed"), OSError, "/sys cannot be written: ")  # not even by root
+
+
+def test_a_last_step_that_fails_keeps_the_work(source, tmp_path, monkeypatch):
+    target, rename = tmp_path / "packed", os.rename
+
+    def fail(old, new):
+        # After the rehearsal somebody else has put something there.
+        if str(new) == str(target) and (Path(old) / "config.json").exists():
+            target.mkdir()
+            (target / "theirs").touch()
+        rename(old, new)
+
+    monkeypatch.setattr("os.rename", fail)
+    with pytest.raises(OSError, match="could not be replaced: .* All was written, and is in ") as caught:
+        quantize_checkpoint(source, target, CONFIG)
+    kept = Path(str(caught.value).rpartition(" ")[2].rstrip("'"))
+    assert sorted(tmp_path.iterdir()) == sorted([source, target, kept]) and not kept.name.startswith(".")
+    monkeypatch.undo()
+    quantize_checkpoint(source, tmp_path / "again", CONFIG)
+    assert tensors_of(kept).keys() == tensors_of(tmp_path / "again").keys()
+    assert inspect_checkpoint(kept) == inspect_checkpoint(tmp_path / "again")
+
+
+def test_what_dead_runs_left_is_swept(source, tmp_path):
+    """The directory of a run that was killed goes with the next run to the same target; that of a living one stays."""
+    target = tmp_path / "packed"
+    other = tmp_path / ".packed-of-another-machine-1234.partial"
+    other.mkdir()
+    script = """
+import signal, sys, time
+from lowbit.files.replace import PartialDirectory
+from pathlib import Path
+partial = PartialDirectory(Path(sys.argv[1]))
+(partial.path / "half").touch()
+print(partial.path, flush=True)
+time.sleep(300)
+"""
+    command = [sys.executable, "-c", script, str(target)]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        dead, living = (Path(run.stdout.readline().strip()) for run in runs)
+        runs[0].send_signal(signal.SIGHUP)
+        assert runs[0].wait(60) == -signal.SIGHUP and dead.exists()
+        quantize_checkpoint(source, target, CONFIG)
+        assert sorted(tmp_path.iterdir()) == sorted([source, target, living, other])
+        assert (living / "half").exists()
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+            run.stdout.close()
+
+
+def test_what_stays_float(tmp_path):
+    """Fused experts and GPT-2's Conv1D are most of the bytes: no run passes over that in silence."""
+    sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = MixtralConfig(**sizes, intermediate_size=96, num_key_value_heads=2, num_local_experts=4)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "experts")
+    with pytest.warns(UserWarning, match="only .* % are packed: .* stay float, in MixtralExperts"):
+        summary = quantize_checkpoint(tmp_path / "experts", tmp_path / "packed", LowBitConfig())
+    experts = [name for name in summary.left if ".experts." in name]
+    assert len(experts) == 12  # three matrices of four experts
+    assert summary.left[experts[0]] == "transformers makes it a part of MixtralExperts, which lowbit does not pack"
+    entries = {entry.name: entry for entry in summary.entries}
+    assert summary.left.keys() == {name for name in entries if entries[name].kind != "packed" and len(entries[name].shape) > 1}
+    assert summary.left_bytes == sum(entries[name].bytes for name in summary.left)
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=160, n_embd=64, n_layer=2, n_head=4)).save_pretrained(tmp_path / "gpt2")
+    with pytest.warns(UserWarning, match="stay float, in Conv1D") as warned:
+        model = load(tmp_path / "gpt2", quantization_config=LowBitConfig())
+    message = next(str(warning.message) for warning in warned if "Conv1D" in str(warning.message))
+    left = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() > 1)
+    whole = GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2")
+    share = 100 * left / sum(parameter.nbytes for parameter in whole.parameters() if parameter.dim() > 1)
+    assert f" {share:.0f} % of the bytes of this GPT2LMHeadModel's matrices stay float" in message
+
+
+def test_a_matrix_that_the_model_lacks(source, tmp_path):
+    name = "model.layers.7.mlp.up_proj.weight"
+    change_tensors(source / "model.safetensors", lambda tensors: tensors.update({name: torch.ones(168, 64)}))
+    with pytest.warns(UserWarning, match=f"1 matrices of the files .* are not in LlamaForCausalLM, {name} for example"):
+        summary = quantize_checkpoint(source, tmp_path / "packed", CONFIG)
+    assert summary.left[name] == "not in LlamaForCausalLM"
+
+
+def test_subdirectories_and_weights_of_others(source, tmp_path):
+    kept = ["additional_chat_templates/tool.jinja", "1_Pooling/config.json", "2_Dense/model.safetensors"]
+    left = [
+        "onnx/model.onnx", "onnx/tokenizer.json", "original/consolidated.00.pth", "original/params.json", ".git/HEAD",
+        "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "model.onnx_data", "consolidated.00.pth", "model-q4.gguf",
+        "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "consolidated.safetensors",
+    ]  # fmt: skip
+    for name in kept + left:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    (source / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]')
+    quantize_checkpoint(source, tmp_path / "packed", CONFIG)
+    found = {str(path.relative_to(tmp_path / "packed")) for path in (tmp_path / "packed").rglob("*") if path.is_file()}
+    assert found == {
+        *kept, "modules.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json",
+    }  # fmt: skip
+    (source / "adapter_config.json").write_text("{}")
+    refuse(source, tmp_path / "again", ValueError, "has adapter_config.json", "merge them into it first")
 
 
 def test_wrong_arguments(source, tmp_path):

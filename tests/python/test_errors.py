@@ -1,5 +1,6 @@
 """Bad arguments of every public function: the exception, and that it names what was found and what was expected."""
 
+import os
 import re
 
 import pytest
@@ -281,3 +282,44 @@ def test_arguments_of_the_wrong_kind_reach_no_kernel():
                 call(*arguments, 20)
     with pytest.raises(NotImplementedError, match="SparseCPU"):
         lowbit.linear(X.to_sparse(), PACKED, 20)
+
+
+def limited(script: str, run_python, room: int) -> str:
+    """What a script prints whose process may take so many bytes of address space beyond what it has after importing."""
+    head = "import os, resource, sys, torch, lowbit\ntorch.set_num_threads(1)\n"
+    limit = (
+        f"size = int(open('/proc/self/statm').read().split()[0]) * os.sysconf('SC_PAGE_SIZE') + {room}\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))\n"
+    )
+    process = run_python(head + script.replace("LIMIT\n", limit))
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_no_memory_is_a_memory_error(run_python):
+    # The output of 2 bytes per index fits, the operator's copy of the indices of 8 bytes each does not.
+    script = """
+codes = torch.zeros(16, 1, dtype=torch.uint8)
+packed = lowbit.pack(codes, torch.ones(16, 1), bits=4, group_size=None)
+indices = torch.zeros(1, dtype=torch.int64).expand(1 << 28)
+LIMIT
+try:
+    lowbit.embedding(indices, packed, 1, dtype=torch.float16)
+except MemoryError as error:
+    print(error)
+"""
+    assert limited(script, run_python, 1 << 30) == f"no memory for {1 << 28} indices\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_threads_that_cannot_start_are_an_error(run_python):
+    script = """
+memory = torch.zeros(64 << 20, dtype=torch.uint8)
+LIMIT
+try:
+    lowbit._C.read_bandwidth(memory.data_ptr(), memory.numel(), 64)
+except OSError as error:
+    print(error)
+"""
+    assert limited(script, run_python, 64 << 20).startswith("64 threads cannot be started: ")

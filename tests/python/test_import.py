@@ -24,8 +24,10 @@ print("imported")
 def copied(tmp_path) -> Path:
     package = tmp_path / "lowbit"
     package.mkdir()
-    for source in Path(lowbit.__file__).parent.glob("*.py"):
-        shutil.copy(source, package)
+    sources = Path(lowbit.__file__).parent
+    for source in sources.rglob("*.py"):
+        (package / source.relative_to(sources)).parent.mkdir(exist_ok=True)
+        shutil.copy(source, package / source.relative_to(sources))
     for source in Path(lowbit._C.__file__).parent.iterdir():
         if source.suffix in (".so", ".dylib"):
             shutil.copy(source, package)

@@ -70,6 +70,12 @@ def test_names_of_another_processor_are_refused(run_python):
             assert f"ImportError: LOWBIT_ISA is '{name}'; expected one of: portable, " in process.stderr
 
 
+def test_the_cap_is_read_once(run_python):
+    script = "import os, lowbit; os.environ['LOWBIT_ISA'] = 'portable'; print(lowbit.isa()['cap'])"
+    assert run_python(script).stdout == "None\n"
+    assert run_python(script.replace("portable", "later"), isa="portable").stdout == "portable\n"
+
+
 def test_no_cap(run_python):
     script = "import lowbit; print(lowbit.isa()); print(lowbit.kernels())"
     without, empty = run_python(script), run_python(script, isa="")

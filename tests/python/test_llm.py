@@ -127,18 +127,24 @@ def check_step(step, decoder, close: float):
     torch.testing.assert_close(run(step, PROMPT, [4, 1, 1, 5]), run(decoder, PROMPT), rtol=0, atol=close)
     theirs = generate(decoder, PROMPT, 40, max_length=64).tokens
     assert generate(step, PROMPT, 40, max_length=64).tokens == theirs
-    for tokens, start in ((2, 63), (1, 64), (1, -1)):
-        with pytest.raises(Exception, match="max_length of 64|operator"):
-            step(torch.ones(1, tokens, dtype=torch.int64), torch.tensor([start]))
+    check_refused_calls(step)
 
 
-    for tokens, start, message in (
-        (torch.ones(2, 3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), r"tokens have shape \[2, 3\]"),
-        (torch.ones(1, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), r"tokens have shape \[1, 0\]"),
-        (torch.ones(1, 1), torch.zeros(1, dtype=torch.int64), "torch.float32; expected"),
-        (torch.ones(1, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), r"start has shape \[2\]"),
+def check_refused_calls(step):
+    """Machine code would not notice what does not fit, or end the process: steps look before they call it."""
+    one, zero = torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for tokens, start, error, message in (
+        (one.expand(2, 3), zero, ValueError, r"tokens is torch.int64 \[2, 3\]; expected torch.int64 \[1, s\]"),
+        (one[:, :0], zero, ValueError, r"tokens is torch.int64 \[1, 0\]; expected at least one token"),
+        (one.float(), zero, ValueError, r"tokens is torch.float32 \[1, 1\]"),
+        (one, zero.expand(2), ValueError, r"start is torch.int64 \[2\]; expected torch.int64 \[1\]"),
+        (one * 97, zero, ValueError, "there is no token 97; expected 0 to 96"),
+        (torch.tensor([[5, -2, 99]]), zero, ValueError, "there is no token -2; expected 0 to 96"),
+        (one.expand(1, 2), zero + 63, IndexError, "start is 63 and there are 2 tokens; .* max_length of 64 tokens"),
+        (one, zero + 64, IndexError, "start is 64"),
+        (one, zero - 1, IndexError, "start is -1"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(error, match=message):
             step(tokens, start)
 
 
@@ -192,10 +198,77 @@ def test_lengths_that_do_not_fit():
     assert torch.equal(run(longer, tokens), run(Decoder(make("llama"), 128), tokens))
 
 
-def test_a_model_belongs_to_its_decoder():
-    decoder = Decoder(make("llama"), 32)
-    with pytest.raises(ValueError, match=r"this model belongs to a lowbit\.llm\.Decoder"):
-        decoder.model(torch.tensor([PROMPT]))
+def test_calls_that_do_not_fit():
+    check_refused_calls(Decoder(make("llama"), 64))
+
+
+def state(model) -> dict:
+    """What a decoder could leave behind in a model."""
+    modules = {name: (id(module), sorted(vars(module))) for name, module in model.named_modules()}
+    configs = {id(module.config): json.dumps(vars(module.config), default=repr, sort_keys=True)
+               for module in model.modules() if hasattr(module, "config")}  # fmt: skip
+    return {"modules": modules, "configs": configs}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_release_gives_the_model_back(kind, attention):
+    model, far = make(kind), torch.arange(100)[None] % 97
+    model.set_attn_implementation(attention)
+    with torch.inference_mode():
+        before, logits = state(model), model(far).logits
+        decoder = Decoder(model, 64)
+        assert state(model) != before
+        whole = run(decoder, PROMPT)
+        with pytest.raises(ValueError, match=r"this model belongs to a lowbit.llm.Decoder; call .* its release\(\) first"):
+            model(far)
+        assert decoder.release() is model and decoder.released
+        assert state(model) == before
+        assert torch.equal(model(far).logits, logits)  # beyond the decoder's max_length, too
+    assert not list(decoder.buffers(recurse=False))
+    with pytest.raises(RuntimeError, match="this decoder was released"):
+        run(decoder, PROMPT)
+    assert decoder.release() is model
+    assert torch.equal(run(Decoder(model, 64), PROMPT), whole)
+
+
+def test_another_attention_behind_a_decoders_back():
+    model = make("llama")
+    with torch.inference_mode():
+        logits = model(torch.tensor([PROMPT])).logits
+        decoder = Decoder(model, 16)
+        model.set_attn_implementation("eager")
+        with pytest.raises(RuntimeError, match="was given another attention implementation; call release"):
+            run(decoder, PROMPT)
+        # The rotary tables that are still there are right, and end.
+        torch.testing.assert_close(model(torch.tensor([PROMPT])).logits, logits, rtol=0, atol=0.05)
+        with pytest.raises(ValueError, match="this model belongs to a lowbit.llm.Decoder"):
+            model(torch.ones(1, 17, dtype=torch.int64))
+        decoder.release()
+        assert torch.equal(model(torch.tensor([PROMPT])).logits, logits)
+
+
+def test_the_last_decoder_of_a_model_has_it():
+    model = make("llama")
+    with torch.inference_mode():
+        before, logits = state(model), model(torch.tensor([PROMPT])).logits
+        first = Decoder(model, 32)
+        second = Decoder(model, 64)
+        assert first.released and not second.released
+        with pytest.raises(RuntimeError, match="released, or its model taken by a later one"):
+            run(first, PROMPT)
+        first.release()  # has nothing to give back
+        expected = run(second, PROMPT)
+        del second  # without a word
+        third = Decoder(model, 64)
+        assert torch.equal(run(third, PROMPT), expected)
+        copied = copy.deepcopy(third)
+        third.release()
+        assert torch.equal(run(copied, PROMPT), expected)
+        copied.release()
+        assert state(model) == before
+        for released in (model, copied.model):
+            assert torch.equal(released(torch.tensor([PROMPT])).logits, logits)
 
 
 def test_attention_of_other_kinds():
@@ -210,8 +283,10 @@ def test_attention_of_other_kinds():
     assert generate(Decoder(mistral(), 32), PROMPT, 16, max_length=32).tokens == theirs  # within the window
     sizes = SIZES | {"attn_logit_softcapping": 50.0, "sliding_window": 4096}
     gemma = transformers.AutoModelForCausalLM.from_config(transformers.Gemma2Config(**sizes))
-    with pytest.raises(ValueError, match="has softcap=50.0; lowbit's decoder does not support that"):
+    with pytest.raises(ValueError, match=r"the model is in training mode; call its eval\(\) first"):
         Decoder(gemma, 32)
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM \(model_type gemma2\): its attention caps its scores \(softcap=50"):
+        Decoder(gemma.eval(), 32)
 
 
 LOGITS = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()
@@ -231,7 +306,11 @@ def test_sampling():
     assert drawn(temperature=1, top_k=None, top_p=0.45) == {1}
     assert drawn(temperature=1, top_k=None, top_p=0.7) == {1, 3}
     assert drawn(temperature=1, top_k=None, top_p=0.9) == {0, 1, 3}
+    assert drawn(temperature=1, top_k=None, top_p=0) == {1}
     assert drawn(temperature=0.05, top_k=None, top_p=None) == {1}
+    for temperature in (1e-3, 1e-38, 1e-320):
+        assert drawn(temperature=temperature, top_k=None, top_p=None) == {1}
+    assert drawn(temperature=1e300, top_k=None, top_p=None) == {0, 1, 2, 3}
 
 
 def test_sampling_follows_the_probabilities():
@@ -249,9 +328,15 @@ def test_generation():
     whole = generate(decoder, PROMPT, 20, max_length=64, on_token=seen.append)
     assert seen == whole.tokens and len(seen) == 20 and whole.prompt_tokens == len(PROMPT)
     assert whole.prefill_rate > 0 and whole.decode_rate > 0
+    assert whole.decode_steps == 19
     assert math.isnan(generate(decoder, PROMPT, 1, max_length=64).decode_rate)
     stop = whole.tokens[7]
-    assert generate(decoder, PROMPT, 20, max_length=64, stop=[stop]).tokens == whole.tokens[: whole.tokens.index(stop)]
+    stopped = generate(decoder, PROMPT, 20, max_length=64, stop=[stop])
+    assert stopped.tokens == whole.tokens[: whole.tokens.index(stop)] and stopped.stopped == "stop"
+    assert stopped.decode_steps == len(stopped.tokens)  # that of the stop token, too, whose time counts
+    assert stopped.decode_rate == stopped.decode_steps / stopped.decode_seconds
+    nothing = generate(decoder, PROMPT, 20, max_length=64, stop=whole.tokens[:1])
+    assert nothing.tokens == [] and nothing.prefill_seconds > 0 and math.isnan(nothing.decode_rate)
     # The last token needs no place in the caches.
     assert len(generate(decoder, PROMPT, 99, max_length=64).tokens) == 64 - len(PROMPT)
     warm = [generate(decoder, PROMPT, 20, max_length=64, temperature=3.0, seed=seed).tokens for seed in (1, 1, 2)]
@@ -265,6 +350,14 @@ def test_generation():
         ({"prompt": [1] * 64}, "has 64 tokens; expected fewer than the decoder's max_length of 64"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; expected 1 or more"),
         ({"temperature": -1.0}, "temperature is -1.0; expected 0 or more"),
+        ({"temperature": math.nan}, "temperature is nan; expected 0 or more"),
+        ({"temperature": math.inf}, "temperature is inf; expected 0 or more"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k is 0; expected 1 or more"),
+        ({"top_p": 1.5}, "top_p is 1.5; expected 0 to 1"),
+        ({"top_p": -0.5}, "top_p is -0.5; expected 0 to 1"),
+        ({"top_p": math.nan}, "top_p is nan; expected 0 to 1"),
+        ({"prompt": [5, 97]}, "there is no token 97; expected 0 to 96"),
+        ({"prompt": [-1, 5]}, "there is no token -1; expected 0 to 96"),
     ],
 )
 def test_generation_refuses(arguments, message):

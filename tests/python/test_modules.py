@@ -105,6 +105,73 @@ def test_configs_check_themselves():
                 config(**arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_weight_and_bias_of_a_packed_layer(dtype):
+    """What models read of a layer: the dtype to cast to, the shape, sometimes the values."""
+    linear, table = nn.Linear(100, 9, dtype=dtype), nn.Embedding(9, 100, dtype=dtype)
+    linear.bias.data = random_rows(9).to(dtype)
+    packed = lowbit.nn.Linear.from_float(linear, LinearConfig(8))
+    packed_table = lowbit.nn.Embedding.from_float(table, EmbeddingConfig(8))
+    for layer in (packed, packed_table):
+        weight = layer.weight
+        assert (weight.shape, weight.dtype, weight.device) == ((9, 100), dtype, torch.device("cpu"))
+        assert not weight.requires_grad and weight.numel() == 900
+        assert torch.equal(weight + 0, layer.dequantize(dtype)) and torch.equal(weight[3], layer.dequantize(dtype)[3])
+        assert list(layer.state_dict()) == ["packed_weight"] and not list(layer.parameters())
+        for change in (weight.zero_, lambda w=weight: w.data.normal_(), lambda w=weight: nn.init.ones_(w)):
+            with pytest.raises(RuntimeError, match="the weight of a packed layer cannot be changed"):
+                change()
+        for value in (nn.Parameter(torch.ones(9, 100)), torch.ones(9, 100)):
+            with pytest.raises(AttributeError, match="the weight of a packed layer cannot be set"):
+                layer.weight = value
+        other = torch.zeros(9, 100, dtype=dtype)
+        assert torch.equal(other.copy_(weight), layer.dequantize(dtype))
+    assert torch.equal(packed.bias + 0, linear.bias) and packed.bias.dtype == dtype
+    assert lowbit.nn.Linear.from_float(nn.Linear(32, 9, bias=False), LinearConfig()).bias is None
+    model = nn.Sequential(packed, packed_table).to(torch.bfloat16)
+    assert {model[0].weight.dtype, model[0].bias.dtype, model[1].weight.dtype} == {torch.bfloat16}
+    assert model[1](torch.tensor([1])).dtype == torch.bfloat16
+
+
+def test_models_that_read_a_weight_compile_and_export():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 48)
+
+        def forward(self, x):
+            return self.layer(x.to(self.layer.weight.dtype)) @ self.layer.weight + self.layer.bias.sum()
+
+    model = lowbit.quantize_(Reads().eval(), LinearConfig(4))
+    x = random_rows(3, 64).double()
+    expected = model(x)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+def test_hooks_and_attributes_stay():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 9)).eval()
+    layer, seen = model[1], []
+    layer.tag = "mine"
+    layer.forward = layer.forward  # what a library that wraps a layer leaves: it computes with the float weight
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args: seen.append(("before", type(module)))),
+        layer.register_forward_hook(
+            lambda module, args, kwargs, output: seen.append(("after", type(module))), with_kwargs=True
+        ),
+        layer.register_full_backward_hook(lambda module, inputs, outputs: seen.append(("gradient", type(module)))),
+    ]
+    lowbit.quantize_(model, LinearConfig())
+    x = random_rows(2, 32).requires_grad_()
+    model(x).sum().backward()
+    assert seen == [(when, lowbit.nn.Linear) for when in ("before", "after", "gradient")]
+    assert model[1].tag == "mine" and not model[1].training and "forward" not in vars(model[1])
+    for handle in handles:
+        handle.remove()
+    model(x).sum().backward()
+    assert len(seen) == 3
+
+
 def test_public_names():
     for name in lowbit.__all__:
         assert getattr(lowbit, name) is not None

@@ -1,5 +1,7 @@
 """quantize_: modules of torch that use their linear layers in their own way, and models that are refused."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +84,30 @@ def test_nothing_selected():
     refused(Model(tied=False), ValueError, message, {"*": None})
     refused(Model(tied=False), ValueError, message, {})
     refused(nn.Sequential(nn.Linear(4, 4)), ValueError, message, EmbeddingConfig())
+
+
+def test_kinds_that_stay_float_are_named():
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Conv1d(64, 64, 3), "c": nn.LSTM(8, 8), "d": nn.Linear(64, 64)})
+    total = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() > 1)
+    left = 100 * (4 * 64 * 64 * 3 + 4 * 2 * 4 * 8 * 8) / total
+    message = f"only {100 * 4 * 32 * 32 / total:.0f} % are packed: {left:.0f} % of the bytes of this ModuleDict's matrices "
+    message += "stay float, in Conv1d and 1 other kinds of layers; lowbit packs"
+    with pytest.warns(UserWarning, match=message):
+        lowbit.quantize_(model, {"a": LinearConfig()})
+
+
+def test_no_warning_of_what_the_user_left_out():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowbit.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 320)), LinearConfig(), lambda m, name: name == "0")
+        lowbit.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Embedding(320, 32)), {"*": LinearConfig(), "1": None})
+        lowbit.quantize_(nn.Sequential(nn.Linear(512, 512), nn.Conv1d(8, 8, 1)), LinearConfig())  # too little to say
+
+
+def test_half_of_a_tied_pair_is_warned_of():
+    model = Model(tied=True)
+    with pytest.warns(UserWarning, match=r"share one weight, of which only .* is packed: the model grows by \d\.\d MB"):
+        lowbit.quantize_(model, LinearConfig())
 
 
 def test_max_norm():

@@ -1,6 +1,8 @@
 """lowbit in transformers: from_pretrained quantises and loads, save_pretrained saves, generate generates."""
 
 import json
+import pickle
+import sys
 
 import pytest
 import torch
@@ -210,6 +212,43 @@ def test_other_architectures(tmp_path, name):
     assert sum(key.endswith("packed_weight") for key in state) > 8
 
 
+@pytest.mark.filterwarnings("ignore:.*share one weight, of which only")
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_by_hand_and_saved(tmp_path, kind):
+    """quantize_ and save_pretrained: whatever was packed, from_pretrained gives the same model."""
+    source = save_model(tmp_path / "source", kind)
+    mixed = {"*": lowbit.LinearConfig(4), "*embed*": lowbit.EmbeddingConfig(6, 16), "*.0.mlp.up_proj": None}
+    mixed |= {"*down*": lowbit.LinearConfig(8, None, "affine"), HEAD: lowbit.LinearConfig(6, 16)}
+    for number, config in enumerate((mixed, lowbit.LinearConfig(3), {"*embed*": lowbit.EmbeddingConfig()})):
+        model, target = load(source), tmp_path / f"saved-{number}"
+        lowbit.quantize_(model, config)
+        model.save_pretrained(target)
+        again = load(target)
+        assert_same_model(again, model)
+        settings = again.config.quantization_config
+        assert settings.quant_method == "lowbit" and settings.select(load(source)).keys() == {
+            name for name, layer in model.named_modules() if isinstance(layer, lowbit.nn.Linear | lowbit.nn.Embedding)
+        }
+        for each in (model, again, pickle.loads(pickle.dumps(model))):
+            assert each.resize_token_embeddings(403) is each.get_input_embeddings()
+            with pytest.raises(ValueError, match="is packed, with 403 rows, and cannot get 512: .* before quantising"):
+                each.resize_token_embeddings(500, pad_to_multiple_of=64)
+        assert_same_model(again, model)
+    whole = torch.nn.ModuleDict({"language": load(source)})
+    lowbit.quantize_(whole, lowbit.LinearConfig())
+    whole["language"].save_pretrained(tmp_path / "part")
+    assert_same_model(load(tmp_path / "part"), whole["language"])
+
+
+def test_an_unsupported_transformers_saves_nothing_by_halves(tmp_path, monkeypatch):
+    model = make_model()
+    monkeypatch.setitem(sys.modules, "lowbit.hf.quantizer", None)
+    lowbit.quantize_(model, lowbit.LinearConfig())
+    with pytest.raises(RuntimeError, match="lowbit cannot save this quantised model: "):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 # Bad input.
 
 
@@ -338,7 +377,9 @@ def test_config_errors():
         ({"group_size": 20}, ValueError, "group_size is 20; expected a positive multiple of 16"),
         ({"mapping": "linear"}, ValueError, "mapping is 'linear'"),
         ({"scale": "max"}, ValueError, "scale is 'max'"),
-        ({"overrides": [("lm_head", None)]}, TypeError, "overrides is a list; expected a dict"),
+        ({"overrides": "lm_head=8"}, TypeError, "overrides is a str; expected a dict of name patterns, or a list"),
+        ({"overrides": ["lm_head"]}, TypeError, "overrides has the entry lm_head; expected a name pattern"),
+        ({"overrides": [("lm_head", 8)]}, TypeError, "overrides has the entry 'lm_head': 8; expected a name pattern"),
         ({"overrides": {"lm_head": 8}}, TypeError, "overrides has the entry 'lm_head': 8; expected a name pattern"),
         ({"overrides": {"lm_head": {"width": 8}}}, TypeError, "expected a name pattern and a dict of bits, group_size"),
         ({"overrides": {"lm_head": {"bits": 0}}}, ValueError, "bits is 0"),
@@ -351,15 +392,38 @@ def test_config_errors():
         assert message in str(caught.value)
 
 
-def test_the_last_override_counts():
-    config = LowBitConfig(overrides={"*": {"bits": 2}, "*.mlp.*": {"group_size": None}, "*.up_proj": None})
+def test_the_last_override_counts(tmp_path):
+    # Not in the order of the alphabet, in which transformers writes the keys of config.json.
+    overrides = {"model.*": {"bits": 2}, "*.mlp.*": {"group_size": None}, "*.up_proj": None}
+    config = LowBitConfig(overrides=overrides)
     selected = config.select(make_model())
     assert UP not in selected
     assert selected["model.layers.0.self_attn.q_proj"] == lowbit.LinearConfig(bits=2)
     assert selected["model.layers.0.mlp.down_proj"] == lowbit.LinearConfig(bits=4, group_size=None)
     assert selected[EMBED] == lowbit.EmbeddingConfig(bits=2)
-    again = LowBitConfig.from_dict(json.loads(config.to_json_string()))
-    assert again.select(make_model()) == selected
+    assert selected[HEAD] == lowbit.LinearConfig(bits=4)
+
+    pairs = [list(pair) for pair in overrides.items()]
+    model = load(save_model(tmp_path / "source"), quantization_config=config)
+    model.save_pretrained(tmp_path / "saved")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "packed", config)
+    for path in ("saved", "packed"):
+        saved = json.loads((tmp_path / path / "config.json").read_text())["quantization_config"]
+        assert saved["overrides"] == pairs
+        assert load(tmp_path / path).config.quantization_config.select(make_model()) == selected
+    for same in (
+        LowBitConfig(overrides=pairs),
+        LowBitConfig(**config.to_dict()),
+        LowBitConfig.from_dict(json.loads(config.to_json_string())),
+        LowBitConfig.from_dict({"quant_method": "lowbit", "overrides": overrides}),  # as it was written once
+    ):
+        assert vars(same) == vars(config)
+
+
+def test_a_pattern_twice():
+    pairs = [("*", {"bits": 4}), (HEAD, {"bits": 8}), ("*", {"bits": 2})]
+    selected = LowBitConfig(overrides=pairs).select(make_model())
+    assert {config.bits for config in selected.values()} == {2}
 
 
 def test_imports(run_python):
@@ -369,8 +433,11 @@ def test_imports(run_python):
     )
     assert process.stdout.splitlines()[-1] == "[]", process.stderr
     process = run_python("import sys; sys.modules['transformers'] = None; import lowbit; lowbit.LowBitConfig")
-    assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or too old: ")
-    assert "pip install 'transformers>=5'" in process.stderr
+    assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or not a version for ")
+    assert "pip install 'transformers>=5,<6'" in process.stderr
+    for version in ("4.57.6", "6.0.0"):
+        process = run_python(f"import transformers; transformers.__version__ = '{version}'; import lowbit.transformers")
+        assert f": found transformers {version}; expected 5.0.0 or later, below 6. Install it" in process.stderr
     with pytest.raises(AttributeError, match="module 'lowbit' has no attribute 'LowBitConfg'"):
         lowbit.LowBitConfg  # noqa: B018
 

@@ -69,12 +69,14 @@ struct Rows {
     linear[0].format = vendor_format("ELSE");
 #elif defined(FAULT_bad_bits)
     linear[0].bits = 9;
-#elif defined(FAULT_bad_m_step)
-    linear[0].m_step = 0;
+#elif defined(FAULT_bad_m_least)
+    linear[0].m_least = 0;
 #elif defined(FAULT_bad_n_step)
     linear[0].n_step = 24;
 #elif defined(FAULT_bad_m_most)
     linear[1].m_most = 3;
+#elif defined(FAULT_bad_group_step)
+    linear[0].group_step = 24;
 #elif defined(FAULT_half_prepare)
     linear[0].format = vendor_format("FLT1");
     linear[0].prepare = prepare;

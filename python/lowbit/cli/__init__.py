@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Runs the command that ``sys.argv`` names, and exits."""
     try:
-        from .commands import app
+        from .app import app
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("typer", "rich"):

@@ -28,13 +28,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from lowbit.files.untrusted import one_line, raised_by_reader
+
+_NO_MEMORY = "can't allocate memory"  # torch raises a plain RuntimeError
 PIPE_WIDTH = 120  # columns, where the output is no terminal
 
 
 def console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    # No markup and no emoji: names of tensors and files may look like either.
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def table(*columns: str, title: str | None = None) -> Table:
@@ -67,11 +71,15 @@ class Output:
             print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
         else:
             for item in shown:
-                self.out.print(item, markup=False) if isinstance(item, str) else self.out.print(item)
+                self.out.print(item)
 
     def note(self, text: str) -> None:
         """A line for people, on stderr."""
-        self.err.print(text, markup=False, soft_wrap=True)
+        self.err.print(text, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """A warning, on stderr."""
+        _show_warning(text)
 
     @contextmanager
     def progress(self, what: str, unit: str | None = None) -> Iterator[Callable[..., None]]:
@@ -87,10 +95,10 @@ class Output:
         counted = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)] if unit else []
         columns = [
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             *([BarColumn(), *counted, TimeRemainingColumn()] if unit else []),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[detail]}", style="dim"),
+            TextColumn("{task.fields[detail]}", style="dim", markup=False),
         ]
         with Progress(*columns, console=self.err, transient=True) as bar:
             task = bar.add_task(what, total=None, detail="")
@@ -110,19 +118,46 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# What ends a program from outside. SIGHUP: its terminal is closed, or the connection to it lost.
+_ENDINGS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def _end(number: int, frame: Any) -> None:
+    """Leaves through every `finally`, which removes half-written files; a second signal must not disturb that."""
+    for each in _ENDINGS:
+        signal.signal(each, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
 @contextmanager
-def reporting(as_json: bool, debug: bool) -> Iterator[None]:
-    """Turns what users can put right into one line and exit code 1. A bug keeps its traceback."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that half-written files are removed
+def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> Iterator[None]:
+    """Turns what users can put right into one line and exit code 1. A bug keeps its traceback.
+
+    Users can put right what we refuse (ValueError, OSError, ImportError), a machine that is too small, and a model
+    whose files make another library fail. Everything else is a bug.
+    """
+    for number in _ENDINGS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, and a shell's background jobs, ignore some
+            signal.signal(number, _end)
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         raise  # typer ends the process quietly
-    except (ValueError, OSError, ImportError) as error:
+    except BaseException as error:
         if debug:
             raise
-        message = describe(error)
+        if isinstance(error, ValueError | OSError | ImportError):
+            message = describe(error)
+        elif isinstance(error, MemoryError) or _NO_MEMORY in str(error):
+            message = f"not enough memory: {describe(error)}"
+        elif model is not None and raised_by_reader(error):
+            message = f"the model in {model} does not run: {type(error).__name__}: {describe(error)}"
+        else:
+            raise
         if as_json:
             print(
                 json.dumps({"error": {"type": type(error).__name__, "message": message}}, ensure_ascii=False),
@@ -132,16 +167,16 @@ def reporting(as_json: bool, debug: bool) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """An exception in one line."""
-    text = str(error)
+    text = one_line(error)
     if isinstance(error, ImportError):
         missing = [package for package in ("transformers", "safetensors") if importlib.util.find_spec(package) is None]
         if missing:
             text = f"{' and '.join(missing)} not installed; install it with: pip install 'lowbit[llm]'"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(text.split()) or type(error).__name__
+    return one_line(text)
 
 
 class _Without(logging.Filter):
@@ -161,6 +196,8 @@ def quieten() -> None:
     logging.getLogger("torch.utils._pytree").addFilter(_Without("<enum "))
     # torch's profiler says that it starts and stops; this is read when it does.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # transformers warns its own users of what they could have written otherwise.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # ExecuTorch explains what becomes of caches, which lowbit.llm knows.
     warnings.filterwarnings("ignore", "Mutation on a buffer in the model is detected")
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
@@ -169,4 +206,4 @@ def quieten() -> None:
 
 
 def _show_warning(message: Warning | str, *details: Any) -> None:
-    print(f"lowbit: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"lowbit: warning: {one_line(str(message))}", file=sys.stderr)

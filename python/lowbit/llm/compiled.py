@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decoder import Decoder
+from .decoder import Decoder, check_call
 
 # Loops over fewer values than this for each thread run on one thread. At one token there are a few thousand values,
 # and a parallel region would take longer than they do.
@@ -27,18 +27,12 @@ class Step:
 
     def __init__(self, one: Callable, many: Callable, decoder: Decoder):
         self._one, self._many, self.max_length = one, many, decoder.max_length
-        self._decoder = decoder  # owns memory that the graphs use
+        self._decoder = decoder  # owns memory that the graphs use, until it is released
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """As :meth:`Decoder.forward`.
-
-        Raises:
-            ValueError: tokens or start of another shape or dtype. Machine code would not notice.
-        """
-        if tokens.dim() != 2 or tokens.shape[0] != 1 or tokens.shape[1] < 1 or tokens.dtype != torch.int64:
-            raise ValueError(f"tokens have shape {list(tokens.shape)} and {tokens.dtype}; expected [1, s] and torch.int64")
-        if start.shape != (1,) or start.dtype != torch.int64:
-            raise ValueError(f"start has shape {list(start.shape)} and {start.dtype}; expected [1] and torch.int64")
+        """As :meth:`Decoder.forward`."""
+        self._decoder.check()
+        check_call(tokens, start, self._decoder.vocabulary, self.max_length)
         return (self._one if tokens.shape[1] == 1 else self._many)(tokens, start)
 
 

@@ -2,82 +2,36 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ATTENTION = "lowbit"  # the name of :func:`_attend` among transformers' attention functions
+from ..hf import decoding
+from .proof import Reference, prove
 
 
-def _attend(module, query, key, value, attention_mask, scaling=None, caches=None, start=None, **kwargs):
-    """Attention over the decoder's caches, as transformers calls it.
+def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
+    """Refuses what a decoder cannot take; machine code would not notice, or end the process.
 
-    query [1, heads, s, d], key and value [1, kv_heads, s, d].
+    Raises:
+        ValueError: another shape or dtype than [1, s] and [1], int64; or a token that is not in the vocabulary.
+        IndexError: a text beyond max_length, or a negative start.
     """
-    if caches is None:
-        raise ValueError(
-            "this model belongs to a lowbit.llm.Decoder; call that, or set another attention implementation"
+    for name, tensor, shape in (("tokens", tokens, "[1, s]"), ("start", start, "[1]")):
+        if tensor.dtype != torch.int64 or tensor.dim() != shape.count(",") + 1 or tensor.shape[0] != 1:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected torch.int64 {shape}")
+    if not tokens.numel():
+        raise ValueError("tokens is torch.int64 [1, 0]; expected at least one token")
+    least, most = (tokens.item(),) * 2 if tokens.numel() == 1 else (int(end) for end in tokens.aminmax())
+    if least < 0 or most >= vocabulary:
+        raise ValueError(f"there is no token {least if least < 0 else most}; expected 0 to {vocabulary - 1}")
+    begin = start.item()
+    if begin < 0 or begin + tokens.shape[1] > max_length:
+        raise IndexError(
+            f"start is {begin} and there are {tokens.shape[1]} tokens; expected a start from 0 and no more than the "
+            f"max_length of {max_length} tokens altogether"
         )
-    k_cache, v_cache = caches[module.layer_idx]
-    _check_attention(kwargs, k_cache.shape[2])
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, scale), None
-
-
-def _check_attention(arguments: dict[str, Any], max_length: int) -> None:
-    """Refuses what the operator does not compute."""
-    for name in ("softcap", "s_aux"):
-        if arguments.get(name) is not None:
-            raise ValueError(
-                f"the model's attention has {name}={arguments[name]}; lowbit's decoder does not support that"
-            )
-    window = arguments.get("sliding_window")
-    if window is not None and window < max_length:
-        raise ValueError(
-            f"the model's attention sees {window} positions only (a sliding window) and max_length is {max_length}; "
-            "lowbit's decoder needs a max_length within the window"
-        )
-
-
-def _window(config: Any) -> int | None:
-    """The sliding window of a model, when any of its layers has one."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and not any("sliding" in kind for kind in kinds):
-        return None
-    return getattr(config, "sliding_window", None)
-
-
-class _RotaryTable(torch.nn.Module):
-    """Sines and cosines of rotary embeddings, once for all positions instead of once for each layer, head and call."""
-
-    def __init__(self, rotary: torch.nn.Module, positions: int, dtype: torch.dtype):
-        super().__init__()
-        cos, sin = rotary(torch.zeros(1, dtype=dtype), torch.arange(positions)[None])
-        self.register_buffer("cos", cos[0].clone(), persistent=False)
-        self.register_buffer("sin", sin[0].clone(), persistent=False)
-        self.original = (rotary,)  # no submodule: its buffers are not needed
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        # Attention refuses positions beyond the caches. Compiled code would end the process over them here.
-        position_ids = position_ids.clamp(0, self.cos.shape[0] - 1)
-        return self.cos[position_ids], self.sin[position_ids]
-
-
-def _tabulate_rotary(model: torch.nn.Module, positions: int) -> None:
-    for module in list(model.modules()):
-        rotary = getattr(module, "rotary_emb", None)
-        if isinstance(rotary, _RotaryTable):  # of an earlier decoder
-            rotary = rotary.original[0]
-        # Some kinds change with the length of the text, or have tables for several kinds of layers.
-        if (
-            isinstance(rotary, torch.nn.Module)
-            and getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn")
-            and list(signature(rotary.forward).parameters) == ["x", "position_ids"]
-        ):
-            module.rotary_emb = _RotaryTable(rotary, positions, model.dtype)
 
 
 class Decoder(torch.nn.Module):
@@ -85,40 +39,100 @@ class Decoder(torch.nn.Module):
 
     The same module runs in eager, under torch.compile, and exported to .pte and .pt2. Its caches are buffers that each
     call updates, so a text may come in any pieces; ``start`` says how many tokens came before. A new text starts at 0.
+
+    Not every model can be decoded over keys and values alone. At construction a few tokens go through the model as it
+    came, and through the decoder whole and in pieces: either all agree, or the model is refused and left as it was.
     """
 
     def __init__(self, model: torch.nn.Module, max_length: int = 2048):
         """Args:
-            model: a transformers causal language model, quantised or not, in eval mode. It belongs to the decoder from
-                then on: its attention runs over the decoder's caches.
+            model: a transformers causal language model, quantised or not, in eval mode. It belongs to the decoder until
+                :meth:`release`: its attention runs over the decoder's caches. A decoder that had it before is released.
             max_length: the longest text in tokens, prompt included; a multiple of 16.
 
         Raises:
-            ValueError: max_length is no positive multiple of 16 or beyond the model's positions; or the model's
-                attention has what this decoder does not support: a sliding window within max_length, or capped scores.
+            ValueError: max_length is no positive multiple of 16 or beyond the model's positions; or the decoder would
+                not compute what the model does. The sentence says what was found.
         """
         super().__init__()
         config = model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
         if max_length <= 0 or max_length % 16:
             raise ValueError(f"max_length is {max_length}; expected a positive multiple of 16")
-        if limit is not None and max_length > limit:
+        if isinstance(limit, int) and max_length > limit:
             raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
-        cap = getattr(config, "attn_logit_softcapping", None)
-        _check_attention({"sliding_window": _window(config), "softcap": cap}, max_length)
-        import_module("transformers").AttentionInterface.register(ATTENTION, _attend)
-        model.set_attn_implementation(ATTENTION)
-        _tabulate_rotary(model, max_length)
+        if model.training:
+            raise ValueError("the model is in training mode; call its eval() first")
         self.model = model
         self.max_length = max_length
-        heads = config.num_attention_heads
+        decoding.give_back(model)
+        self._takeover = None
+        try:
+            self._take(config)
+        except Exception as error:
+            decoding.give_back(model)
+            raise _refusal(model, error) from error
+
+    def _take(self, config: Any) -> None:
+        decoding.check_config(config, self.max_length)
+        with torch.inference_mode():
+            reference = Reference(self.model, self.max_length)
+        numbers = [getattr(config, name, None) for name in ("vocab_size", "num_hidden_layers", "num_attention_heads")]
+        if not all(isinstance(number, int) and number > 0 for number in numbers):
+            raise ValueError("its configuration does not say how many layers and attention heads it has")
+        self.vocabulary, self.layers, heads = numbers
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.layers = config.num_hidden_layers
         for layer in range(self.layers):
             for name in ("k", "v"):
-                cache = torch.zeros(1, kv_heads, max_length, head_dim, dtype=model.dtype)
+                cache = torch.zeros(1, kv_heads, self.max_length, head_dim, dtype=self.model.dtype)
                 self.register_buffer(f"{name}_cache_{layer}", cache, persistent=False)
+        self._takeover = decoding.Takeover(self.model, self.max_length)
+        self.measured = prove(self, reference)
+
+    @property
+    def released(self) -> bool:
+        """Whether the model belongs to this decoder no longer."""
+        return self._takeover is None or not self._takeover.active
+
+    def release(self) -> torch.nn.Module:
+        """Ends the decoder: frees its caches and gives the model back, which computes what it did before, to the bit.
+
+        Steps that were compiled from the decoder end with it. Exported files do not. Does nothing the second time.
+
+        Returns:
+            The model.
+        """
+        if not self.released:
+            self._takeover.end(self.model)
+        for name in [name for name, _ in self.named_buffers(recurse=False)]:
+            delattr(self, name)
+        return self.model
+
+    def check(self) -> None:
+        """Raises RuntimeError if the decoder was released, or its model changed."""
+        if self.released:
+            raise RuntimeError("this decoder was released, or its model taken by a later one; make a new Decoder")
+        if not self._takeover.is_whole():
+            raise RuntimeError(
+                "the model of this decoder was given another attention implementation; call release(), and make a new "
+                "Decoder"
+            )
+
+    def caches(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer; docs/design.md says how they lie."""
+        return [(getattr(self, f"k_cache_{i}"), getattr(self, f"v_cache_{i}")) for i in range(self.layers)]
+
+    def run(self, tokens: Tensor, positions: Tensor, start: Tensor, caches: list, keep: int = 0) -> Tensor:
+        """Logits [1, s, vocabulary] behind the last ``keep`` tokens, or behind all."""
+        return self.model(
+            input_ids=tokens,
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            caches=caches,
+            start=start,
+        ).logits
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Args:
@@ -127,15 +141,24 @@ class Decoder(torch.nn.Module):
 
         Returns:
             [1, vocabulary] of the model's dtype: the logits behind the last token.
+
+        Raises:
+            ValueError: tokens or start of another shape or dtype, or a token that is not in the vocabulary.
+            IndexError: the text is longer than max_length.
+            RuntimeError: the decoder was released.
         """
-        positions = start + torch.arange(tokens.shape[1])
-        caches = [(getattr(self, f"k_cache_{i}"), getattr(self, f"v_cache_{i}")) for i in range(self.layers)]
-        output = self.model(
-            input_ids=tokens,
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=1,
-            caches=caches,
-            start=start,
-        )
-        return output.logits[:, -1]
+        if not torch.compiler.is_compiling():
+            self.check()
+            check_call(tokens, start, self.vocabulary, self.max_length)
+        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches(), keep=1)[:, -1]
+
+
+def _refusal(model: torch.nn.Module, error: Exception) -> ValueError:
+    name = f"{type(model).__name__} (model_type {model.config.model_type})"
+    found = str(error).strip().split("\n")[0]
+    if not isinstance(error, ValueError):
+        found = f"the model raises {type(error).__name__}: {found}"
+    return ValueError(
+        f"lowbit's decoder is not for {name}: {found.rstrip('.')}; use transformers' generate(), which takes quantised "
+        "models too"
+    )

@@ -18,7 +18,8 @@ class Generation:
     tokens: list[int] = field(default_factory=list)  # the new ones
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0  # until the first new token is known
-    decode_seconds: float = 0.0  # for all further ones
+    decode_seconds: float = 0.0  # for all further steps
+    decode_steps: int = 0  # those: one for each new token behind the first, and for the stop token
     stopped: str = "max_new_tokens"  # what ended the text: that, "max_length" or "stop"
 
     @property
@@ -28,9 +29,8 @@ class Generation:
 
     @property
     def decode_rate(self) -> float:
-        """New tokens per second behind the first; NaN when there are none."""
-        steps = len(self.tokens) - 1
-        return steps / self.decode_seconds if steps > 0 else math.nan
+        """Steps per second behind the first; NaN when there are none."""
+        return self.decode_steps / self.decode_seconds if self.decode_steps else math.nan
 
 
 def most_likely(logits: Tensor) -> int:
@@ -39,14 +39,33 @@ def most_likely(logits: Tensor) -> int:
     return int((logits if logits.dtype == torch.float32 else logits.float()).detach().numpy().argmax())
 
 
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raises ValueError for what :func:`sample` cannot draw by."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; expected 0 or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k is {top_k}; expected 1 or more")
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; expected 0 to 1")
+
+
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
-    """Draws a token from logits [vocabulary]; the most likely one at temperature 0."""
+    """Draws a token from logits [vocabulary]; the most likely one at temperature 0.
+
+    Raises:
+        ValueError: a temperature below 0 or not finite, a top_k below 1, a top_p that is not from 0 to 1.
+    """
+    check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         return most_likely(logits)
-    logits = logits.float() / temperature
+    # The largest becomes 0, which no temperature makes infinite. Below 1e-30 only tokens as likely as it are left.
+    logits = logits.float()
+    logits = (logits - logits.max()) / max(temperature, 1e-30)
     if top_k is not None and top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -math.inf
     probabilities = logits.softmax(0)
+    if probabilities.isnan().any():
+        raise ValueError("the model's logits are not finite: its weights are damaged, or not those of its config.json")
     if top_p is not None and top_p < 1:
         ordered, order = probabilities.sort(descending=True)
         # Keeps the smallest set of tokens that reaches top_p: the first one always.
@@ -83,7 +102,8 @@ def generate(
         on_token: called with every new token as soon as it is known.
 
     Raises:
-        ValueError: an empty prompt, or one that leaves no room for a new token.
+        ValueError: an empty prompt, one that leaves no room for a new token, or a token of it that is not in the
+            vocabulary; or a number out of its range.
     """
     prompt = list(prompt)
     if not prompt:
@@ -94,8 +114,7 @@ def generate(
         )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; expected 0 or more")
+    check_sampling(temperature, top_k, top_p)
     stop = frozenset(stop)
     generator = torch.Generator().manual_seed(seed)
     result = Generation(prompt_tokens=len(prompt))
@@ -107,9 +126,11 @@ def generate(
     for _ in range(min(max_new_tokens, max_length - len(prompt))):
         token = sample(step(tokens, start)[0], temperature, top_k, top_p, generator)
         now = time.perf_counter()
-        if not result.tokens:
+        if not result.prefill_seconds:
             result.prefill_seconds, decode_begin = now - begin, now
-        result.decode_seconds = now - decode_begin
+        else:
+            result.decode_seconds = now - decode_begin
+            result.decode_steps += 1
         if token in stop:
             result.stopped = "stop"
             break

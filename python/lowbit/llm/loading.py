@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..files.config_json import CONFIG, quantization_method, read_config
+from ..files.safetensors import files_of, read_files
+from ..files.untrusted import interpreting, read_json
+
 if TYPE_CHECKING:
-    from ..transformers import LowBitConfig
+    from ..hf.config import LowBitConfig
 
-
-def read_config(path: str | os.PathLike) -> dict[str, Any]:
-    """config.json of a checkpoint.
-
-    Raises:
-        OSError: no such directory, or no config.json in it.
-        ValueError: it is not a JSON object.
-    """
-    directory = Path(path)
-    if not directory.is_dir():
-        found = "is a file" if directory.exists() else "does not exist"
-        raise NotADirectoryError(
-            f"{directory} {found}; expected a directory with config.json and model.safetensors. "
-            "From the Hugging Face Hub: hf download OWNER/NAME --local-dir DIRECTORY"
-        )
-    file = directory / "config.json"
-    if not file.exists():
-        raise FileNotFoundError(f"{directory} has no config.json; expected a checkpoint of transformers")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}; expected an object")
-    return config
+_GENERATION = "generation_config.json"
 
 
 def is_packed(path: str | os.PathLike) -> bool:
@@ -48,18 +26,18 @@ def is_packed(path: str | os.PathLike) -> bool:
     Raises:
         OSError, ValueError: as :func:`read_config`; or weights that another method has quantised, or a later lowbit.
     """
-    file, quantization = Path(path) / "config.json", read_config(path).get("quantization_config")
-    if quantization is None:
+    file, config = Path(path) / CONFIG, read_config(path)
+    method = quantization_method(config)
+    if method is None:
         return False
     from ..transformers import METHOD, LowBitConfig
 
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method != METHOD:
         raise ValueError(
             f"{file} says that the weights are quantised by the method {method!r}; expected {METHOD!r} or none"
         )
     try:
-        LowBitConfig(**quantization)
+        LowBitConfig(**config["quantization_config"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
     return True
@@ -84,25 +62,28 @@ def load_model(
         ValueError: an unknown architecture, a damaged file, tensors that are missing or of another shape than
             config.json says, or ``quantization`` for a packed checkpoint.
     """
-    from .. import _safetensors
-
     # First what needs no transformers, whose import takes seconds.
     directory = Path(path)
     model_type = read_config(directory).get("model_type")
-    _safetensors.read_files(*_safetensors.files_of(directory))
+    tensors = read_files(*files_of(directory))
+    if (directory / _GENERATION).exists():
+        read_json(directory / _GENERATION)
     packed = is_packed(directory)
     transformers = import_module("transformers")
-    names = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if model_type not in names:
+    from ..hf.building import check_fits
+    from ..hf.loading import causal_model_types, counting, meta_model
+
+    if not isinstance(model_type, str) or model_type not in causal_model_types():
         raise ValueError(
-            f"{directory / 'config.json'} has model_type {model_type!r}, which transformers {transformers.__version__} "
+            f"{directory / CONFIG} has model_type {model_type!r}, which transformers {transformers.__version__} "
             "does not know as a causal language model; for a new architecture install a newer transformers"
         )
     if packed and quantization is not None:
         raise ValueError(f"{directory} is packed already; to quantise it otherwise, start from the float checkpoint")
     # Not given as None: that would mean float weights.
     chosen = {} if quantization is None else {"quantization_config": quantization}
-    with _counting(progress):
+    with counting(progress), interpreting(f"{directory} does not load"):
+        check_fits(meta_model(directory, len(tensors), causal=True), tensors, directory)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype="auto",
@@ -122,40 +103,6 @@ def load_model(
     return model.eval()
 
 
-@contextmanager
-def _counting(progress: Callable[[int, int], None] | None):
-    """Reports transformers' progress in loading to a function, instead of by a bar and a table of its own."""
-    logging = import_module("transformers.utils.logging")
-
-    class Counter:
-        def __init__(self, items=(), **kwargs):
-            self._items, self._total = items, kwargs.get("total") or len(items)
-
-        def __iter__(self):
-            for done, item in enumerate(self._items, 1):
-                yield item
-                if progress is not None:
-                    progress(done, self._total)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def __getattr__(self, name):  # whatever else a bar can do
-            return lambda *args, **kwargs: None
-
-    previous = logging.set_tqdm_hook(lambda factory, args, kwargs: Counter(*args, **kwargs))
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.set_tqdm_hook(previous)
-
-
 def load_tokenizer(path: str | os.PathLike):
     """The fast tokenizer of a checkpoint.
 
@@ -164,17 +111,15 @@ def load_tokenizer(path: str | os.PathLike):
         OSError, ValueError: no tokenizer there, or none that decodes token by token.
     """
     transformers = import_module("transformers")
+    from ..hf.loading import counting
+
     directory = Path(path)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise FileNotFoundError(f"{directory} has no tokenizer.json; copy the files of its tokenizer there")
-    try:
+    with counting(None), interpreting(f"the tokenizer in {directory} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # tokenizers raises nothing more precise on a damaged tokenizer.json
-        raise ValueError(f"the tokenizer in {directory} does not load: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{directory} has a {type(tokenizer).__name__}, written in Python; expected one with a tokenizer.json"
@@ -186,7 +131,10 @@ def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
     """The ids that end a text: what generation_config.json, config.json or the tokenizer says, in this order."""
     configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
     ids = next((ids for ids in (getattr(config, "eos_token_id", None) for config in configs) if ids is not None), None)
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    ids = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    if not all(isinstance(token, int) for token in ids):
+        raise ValueError(f"the eos_token_id of the model is {ids}; expected token ids, as in {_GENERATION}")
+    return list(ids)
 
 
 class TextStream:

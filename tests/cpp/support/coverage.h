@@ -1,6 +1,7 @@
 // Which rows of the kernel tables a run must exercise, and whether it did.
 //
-// LOWBIT_TEST_ISA=<name>         only the rows of this ISA (one ctest entry per ISA)
+// LOWBIT_TEST_ISA=<name>         only the rows of this ISA (one ctest entry per ISA and family)
+// LOWBIT_TEST_FAMILY=linear      only the rows of this family: quantize, linear, embedding or attention
 // LOWBIT_TEST_KERNELS=<path>     the panel16 rows of this kernel library, and no others
 // LOWBIT_REQUIRE_ISA=<name>,...  these must run: a CPU that lacks one, or a build without rows of it, is a failure
 #pragma once

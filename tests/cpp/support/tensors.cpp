@@ -1,6 +1,7 @@
 #include "tensors.h"
 
 #include "../../../kernels/registry.h"
+#include "scratch.h"
 
 namespace lowbit::test {
 
@@ -25,7 +26,7 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
                                     .group_sums = group_sums.data(),
                                     .scale = &scale,
                                     .zero = &zero});
-    choose_linear(layout.format, layout.bits, 1, kPortable)
+    choose_linear(layout, 1, kPortable)
         .run({.panels = packed + kHeaderBytes,
               .layout = layout,
               .panel_begin = 0,
@@ -37,7 +38,8 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
               .m = 1,
               .out = out.data() + i * layout.n * size_of(dtype),
               .out_dtype = dtype,
-              .out_stride = layout.n});
+              .out_stride = layout.n,
+              .scratch = linear_scratch()});
   }
   return out;
 }

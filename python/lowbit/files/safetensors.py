@@ -1,4 +1,4 @@
-"""Safetensors files as the checkpoint code needs them: what is where, rows of a tensor, and writing without a copy."""
+"""Safetensors files: what is where, rows of a tensor, what is packed, and writing without a copy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from .. import _C, ops
+from .replace import sync
+from .untrusted import read_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -95,10 +99,10 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
         raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}; found {found}")
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
-        plain = all(Path(name).name == name for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        plain = all(Path(name).name == name and name.isprintable() for name in names)
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'{index} is not an index: {error!r}; expected {{"weight_map": {{tensor: file}}}}') from error
     if not names or not plain:
         raise ValueError(f"{index} names the files {names}; expected files of the same directory")
@@ -164,6 +168,23 @@ def same_bytes(first: Stored, second: Stored) -> bool:
     return all(torch.equal(a, b) for a, b in zip(chunks(first), chunks(second), strict=True))
 
 
+def packed_info(stored: Stored) -> ops.PackedInfo:
+    """What the header of a packed tensor in a file says; no other byte of it is read.
+
+    Raises:
+        ValueError: not a packed weight, of another version, or with an altered header.
+    """
+    try:
+        if stored.dtype != "U8" or len(stored.shape) != 1:
+            raise ValueError(
+                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension"
+            )
+        header = read_bytes(stored, 0, min(64, stored.bytes))
+        return ops.PackedInfo(**_C.info(header.data_ptr(), stored.bytes, False))
+    except ValueError as error:
+        raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
+
+
 class Writer:
     """A file whose tensors are known by name, dtype, shape and bytes, and are then written in this order."""
 
@@ -202,16 +223,3 @@ class Writer:
                 if self._file.tell() != self._end:
                     raise AssertionError(f"{self._file.tell()} bytes were written; the header says {self._end}")
                 sync(self._file)
-
-
-def sync(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

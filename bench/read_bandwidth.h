@@ -69,22 +69,33 @@ inline ReadLoop widest_read_loop() {
   return read_128;
 }
 
-// Runs work(thread) on all threads from a common start, and returns the seconds until the last has finished.
+// Runs work(thread) on all threads from a common start, and returns the seconds until the last has finished. Throws
+// std::system_error when a thread cannot start, after those that did have ended.
 template <class Work>
 double seconds_together(int threads, Work work) {
   using Clock = std::chrono::steady_clock;
   std::atomic<int> waiting{threads};
+  std::atomic<bool> all_started{true};
   std::vector<Clock::time_point> begins(static_cast<size_t>(threads)), ends(begins.size());
   const auto body = [&](int thread) {
     --waiting;
     while (waiting.load() > 0) {
     }
+    if (!all_started) return;
     begins[static_cast<size_t>(thread)] = Clock::now();
     work(thread);
     ends[static_cast<size_t>(thread)] = Clock::now();
   };
   std::vector<std::thread> others;
-  for (int thread = 1; thread < threads; ++thread) others.emplace_back(body, thread);
+  others.reserve(static_cast<size_t>(threads));
+  try {
+    for (int thread = 1; thread < threads; ++thread) others.emplace_back(body, thread);
+  } catch (...) {
+    all_started = false;
+    waiting = 0;
+    for (std::thread& other : others) other.join();
+    throw;
+  }
   body(0);
   for (std::thread& other : others) other.join();
   const auto begin = *std::min_element(begins.begin(), begins.end());

@@ -1,0 +1,77 @@
+// How x86 kernels walk a panel: the blocks in turn, each group from its first to its last input.
+#pragma once
+
+#include <cstdint>
+
+#include "../ukernel.h"
+
+namespace lowbit {
+namespace {
+
+// What a kernel hands in to walk() for one tile:
+//   kBlockBytes, kGroupBytes   of the panel
+//   kRunBlocks                 whole blocks that may be added between begin_run() and end_run(); 0: there are no runs
+//   start(group)               clears the integer sums
+//   begin_block(at)            the packed lines of a block, for the calls of add() that follow
+//   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
+//   finish(group, scales)      the group's float part
+//
+// With `Halves` groups may begin and end in the middle of a block. Without, group_inputs() is a multiple of 32.
+template <bool Halves, class Tile>
+[[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile) {
+  const int64_t groups = layout.groups;
+  if constexpr (!Halves) {
+    const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
+    int64_t left = layout.blocks;
+    for (int64_t group = 0; group < groups; ++group) {
+      tile.start(group);
+      int64_t count = left < group_blocks ? left : group_blocks;
+      left -= count;
+      const auto add_blocks = [&](int64_t blocks) __attribute__((always_inline)) {
+        for (; blocks > 0; --blocks, at += Tile::kBlockBytes, a += kBlockInputs) {
+          tile.begin_block(at);
+          tile.template add<0, kBlockLines>(a);
+        }
+      };
+      if constexpr (Tile::kRunBlocks == 0) {
+        add_blocks(count);
+      } else {
+        while (count > 0) {
+          const int64_t run = count < Tile::kRunBlocks ? count : Tile::kRunBlocks;
+          count -= run;
+          tile.begin_run();
+          add_blocks(run);
+          tile.end_run();
+        }
+      }
+      tile.finish(group, at);
+      at += Tile::kGroupBytes;
+    }
+  } else {
+    constexpr int kHalfLines = kBlockLines / 2;
+    const int64_t group_halves = layout.group_size / kHalfInputs;
+    int64_t left = group_halves, group = 0;
+    tile.start(group);
+    const uint8_t* scales;
+    const auto end_of_half = [&]() __attribute__((always_inline)) {
+      if (--left > 0) return;
+      tile.finish(group, scales);
+      scales += Tile::kGroupBytes;
+      left = group_halves;
+      if (++group < groups) tile.start(group);
+    };
+    for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
+      tile.begin_block(at);
+      scales = at + Tile::kBlockBytes;
+      tile.template add<0, kHalfLines>(a);
+      end_of_half();
+      if (group == groups) break;  // k ends in the first half of the last block
+      tile.template add<kHalfLines, kHalfLines>(a);
+      end_of_half();
+    }
+    if (group < groups) tile.finish(group, scales);
+  }
+}
+
+}  // namespace
+}  // namespace lowbit

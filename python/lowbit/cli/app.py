@@ -1,0 +1,70 @@
+"""The program: its commands, in the order in which ``lowbit --help`` shows them.
+
+A command is a function in a file of its own. What needs transformers is imported where a command needs it, so that
+``lowbit --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+import lowbit
+
+from .bench import bench
+from .evaluate import evaluate
+from .export import export
+from .generate import generate
+from .info import info
+from .inspect import inspect
+from .output import quieten, reporting
+from .quantize import quantize
+from .tune import tune
+
+COMMANDS: dict[str, Callable] = {
+    "quantize": quantize,
+    "generate": generate,
+    "eval": evaluate,
+    "export": export,
+    "inspect": inspect,
+    "bench": bench,
+    "tune": tune,
+    "info": info,
+}
+
+app = typer.Typer(
+    help="Language models with 1- to 8-bit weights on CPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_state = {"debug": False}
+
+
+@app.callback(invoke_without_command=True)
+def _common(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where in the code an error comes from.")] = False,
+) -> None:
+    _state["debug"] = debug
+    if show_version:
+        print(f"lowbit {lowbit.__version__}")
+        raise typer.Exit
+
+
+def _register(name: str, command: Callable) -> None:
+    @app.command(name)
+    @functools.wraps(command)
+    def run(**arguments) -> None:
+        quieten()
+        model = next((arguments[name] for name in ("model", "source") if name in arguments), None)
+        with reporting(arguments["as_json"], _state["debug"], model):
+            command(**arguments)
+
+
+for _name, _function in COMMANDS.items():
+    _register(_name, _function)

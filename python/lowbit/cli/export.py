@@ -1,0 +1,64 @@
+"""``lowbit export``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .models import load, need_compiler, positions
+from .options import EmbeddingBits, GroupSize, Json, Mapping, MaxLength, Model, OptionalBits, make_config
+from .output import Output, size
+
+
+def export(
+    model: Model,
+    to: Annotated[
+        Literal["pte", "pt2"], typer.Option("--to", help="ExecuTorch's format, or AOTInductor's.", show_default=False)
+    ],
+    file: Annotated[
+        Path, typer.Option("--output", help="File to write; its name ends in .pte or .pt2.", show_default=False)
+    ],
+    max_length: MaxLength = None,
+    chunk: Annotated[
+        int, typer.Option("--chunk", min=1, help="The most tokens of one call; longer prompts come in pieces.")
+    ] = 128,
+    bits: OptionalBits = None,
+    group_size: GroupSize = "32",
+    mapping: Mapping = "symmetric",
+    embedding_bits: EmbeddingBits = None,
+    as_json: Json = False,
+) -> None:
+    """Write a model, with its KV cache, to a file that runs without Python."""
+    from lowbit import llm
+
+    output = Output(as_json)
+    if file.suffix != f".{to}":
+        raise ValueError(f"--output is {str(file)!r}; expected a name that ends in .{to}")
+    if not file.absolute().parent.is_dir():
+        raise NotADirectoryError(f"{file.absolute().parent} is not a directory; make it first")
+    config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
+    if to == "pt2":
+        need_compiler()
+    loaded = load(output, model, config)
+    if max_length is None:
+        max_length = min(2048, positions(loaded) // 16 * 16)
+    decoder = llm.Decoder(loaded, max_length)
+    begin = time.perf_counter()
+    with output.progress(f"exporting to {file}"):
+        (llm.export_pte if to == "pte" else llm.export_pt2)(decoder, file, chunk=min(chunk, max_length))
+    document = {
+        "model": str(model),
+        "output": str(file),
+        "to": to,
+        "max_length": max_length,
+        "chunk": min(chunk, max_length),
+        "bytes": file.stat().st_size,
+        "seconds": time.perf_counter() - begin,
+    }
+    output.result(
+        document,
+        f"{file}: {size(document['bytes'])}, up to {max_length} tokens, written in {document['seconds']:.1f} s",
+    )

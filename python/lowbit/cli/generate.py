@@ -1,0 +1,153 @@
+"""``lowbit generate``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from lowbit._machine import peak_memory
+
+from .models import load, need_compiler, positions, read_text, set_threads
+from .options import (
+    EmbeddingBits,
+    GroupSize,
+    Json,
+    Mapping,
+    MaxLength,
+    Model,
+    OptionalBits,
+    Threads,
+    finite,
+    make_config,
+)
+from .output import Output, size
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.", show_default=False)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option("--prompt-file", help="File with the text to continue; - is stdin.", show_default=False),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the text into the model's chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, callback=finite, help="0 takes the most likely token, always.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=1, help="Draw from so many tokens.", show_default="all")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            min=0,
+            max=1,
+            callback=finite,
+            help="Draw from the likeliest that reach this probability.",
+            show_default="1",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+    bits: OptionalBits = None,
+    group_size: GroupSize = "32",
+    mapping: Mapping = "symmetric",
+    embedding_bits: EmbeddingBits = None,
+    max_length: MaxLength = None,
+    threads: Threads = None,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Make machine code of the whole model first; needs a C++ compiler.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Continue a text: the new text goes to stdout as it comes, all else to stderr."""
+    from lowbit import llm
+    from lowbit.llm.loading import TextStream, load_tokenizer, stop_tokens
+
+    output = Output(as_json)
+    text = _prompt(prompt, prompt_file)
+    config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
+    if compile_:
+        need_compiler()
+    set_threads(threads)
+    loaded = load(output, model, config)
+    tokenizer = load_tokenizer(model)
+    if chat:
+        if not tokenizer.chat_template:
+            raise ValueError(f"the tokenizer in {model} has no chat template; leave out --chat")
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+    vocabulary = loaded.config.get_text_config().vocab_size
+    if any(not 0 <= token < vocabulary for token in ids):
+        raise ValueError(
+            f"the tokenizer in {model} gives the token {max(ids)}; expected 0 to {vocabulary - 1}, the model's "
+            "vocabulary: it is the tokenizer of another model"
+        )
+    if max_length is None:
+        max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
+    step = llm.Decoder(loaded, max_length)
+    if compile_:
+        with output.progress("compiling"):
+            step = llm.compile_decoder(step)
+    stream, pieces = TextStream(tokenizer, ids), []
+    if not as_json:
+        sys.stdout.reconfigure(errors="replace")  # the text is for people
+
+    def on_token(token: int) -> None:
+        pieces.append(stream.push(token))
+        if not as_json:
+            print(pieces[-1], end="", flush=True)
+
+    generation = llm.generate(
+        step,
+        ids,
+        max_new_tokens,
+        max_length=max_length,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop_tokens(loaded, tokenizer),
+        on_token=on_token,
+    )
+    memory = peak_memory()
+    document = {
+        "model": str(model),
+        "text": "".join(pieces),
+        "tokens": generation.tokens,
+        "stopped": generation.stopped,
+        "prompt_tokens": generation.prompt_tokens,
+        "prefill_seconds": generation.prefill_seconds,
+        "decode_seconds": generation.decode_seconds,
+        "prefill_tokens_per_second": generation.prefill_rate,
+        "decode_tokens_per_second": generation.decode_rate,
+        "peak_memory_bytes": memory,
+        "threads": torch.get_num_threads(),
+    }
+    if not as_json:
+        print(flush=True)
+        decode = "" if math.isnan(generation.decode_rate) else f", decode {generation.decode_rate:.1f} tokens/s"
+        used = "" if memory is None else f", peak memory {size(memory)}"
+        output.note(
+            f"{generation.prompt_tokens} prompt tokens, prefill {generation.prefill_rate:.1f} tokens/s; "
+            f"{len(generation.tokens)} new tokens{decode}{used}"
+        )
+    else:
+        output.result(document)
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("give one of --prompt and --prompt-file", param_hint="--prompt")
+    if prompt == "-" or str(prompt_file) == "-":
+        return sys.stdin.read()
+    return prompt if prompt_file is None else read_text(prompt_file)

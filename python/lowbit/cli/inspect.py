@@ -1,0 +1,49 @@
+"""``lowbit inspect``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import lowbit
+from lowbit.files.untrusted import printable
+
+from .options import Json
+from .output import Output, size, table
+
+
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="Directory of a checkpoint, or one .safetensors file.", show_default=False),
+    ],
+    as_json: Json = False,
+) -> None:
+    """List the tensors of a checkpoint, with their bits and bytes."""
+    output = Output(as_json)
+    entries = lowbit.inspect_checkpoint(path)
+    packed = [entry for entry in entries if entry.kind == "packed"]
+    packed_bytes, weights = sum(entry.bytes for entry in packed), sum(math.prod(entry.shape) for entry in packed)
+    document = {
+        "path": str(path),
+        "bytes": sum(entry.bytes for entry in entries),
+        "packed_bytes": packed_bytes,
+        "packed_weights": weights,
+        "bits_per_weight": 8 * packed_bytes / weights if weights else None,
+        "tensors": [asdict(entry) for entry in entries],
+    }
+    shown = table("tensor", "kind", "shape", "bits", "group", "mapping", "bytes")
+    for entry in entries:
+        is_packed = entry.kind == "packed"
+        group = "" if not is_packed else "row" if entry.group_size is None else str(entry.group_size)
+        shape = " x ".join(map(str, entry.shape))
+        name, mapping = printable(entry.name), entry.mapping or ""
+        shown.add_row(name, entry.kind, shape, str(entry.bits), group, mapping, str(entry.bytes))
+    total = f"{len(entries)} tensors, {size(document['bytes'])}"
+    if packed:
+        total += f"; {len(packed)} packed: {size(packed_bytes)}, {document['bits_per_weight']:.2f} bits per weight"
+    output.result(document, shown, total)

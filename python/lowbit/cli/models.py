@@ -1,0 +1,72 @@
+"""What the commands that run a model share: loading it, and checks that come first."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .options import make_config
+from .output import Output
+
+if TYPE_CHECKING:
+    from lowbit import LowBitConfig
+
+
+def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.Module:
+    from lowbit.llm.loading import load_model
+
+    with output.progress(
+        f"loading {model}" if config is None else f"loading {model} to {config.bits} bits", "tensors"
+    ) as advance:
+        return load_model(model, config, progress=advance)
+
+
+def load_packed(output: Output, model: Path, bits: int | None, group_size: str) -> torch.nn.Module:
+    """A packed checkpoint as it is, a float one with `bits` or 4."""
+    from lowbit.llm.loading import is_packed
+
+    as_it_is = bits is None and is_packed(model)
+    return load(output, model, None if as_it_is else make_config(bits or 4, group_size))
+
+
+def is_shape(name: str) -> bool:
+    """Whether this names random weights of a known shape rather than a directory."""
+    from lowbit.llm.shapes import NAMES
+
+    if name in NAMES:
+        return True
+    if not Path(name).exists():
+        raise FileNotFoundError(
+            f"{name} does not exist; expected the directory of a checkpoint, or one of {', '.join(NAMES)}"
+        )
+    return False
+
+
+def positions(model: torch.nn.Module) -> int:
+    """The longest text that a model is made for, in tokens."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def need_compiler() -> None:
+    """Says what is missing before torch does, after a long step."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise OSError(f"{error} Install g++ or clang, or name one in the environment variable CXX") from error
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error

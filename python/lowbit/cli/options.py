@@ -1,0 +1,74 @@
+"""Options that several commands have, and what their text means."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+import lowbit
+
+if TYPE_CHECKING:
+    from lowbit import LowBitConfig
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead (docs/cli.md has its keys).")]
+Model = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="Directory of a checkpoint, float or packed.", show_default=False)
+]
+ModelOrShape = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|SHAPE",
+        help="Directory of a checkpoint; or random weights of a shape: llama-3.2-1b, llama-3.2-3b, llama-3.1-8b, "
+        "qwen3-0.6b.",
+        show_default=False,
+    ),
+]
+Bits = Annotated[int, typer.Option("--bits", min=1, max=8, help="Bits per weight.")]
+OptionalBits = Annotated[
+    int | None,
+    typer.Option("--bits", min=1, max=8, help="Quantise a float checkpoint to so many bits first.", show_default=False),
+]
+GroupSize = Annotated[
+    str, typer.Option("--group-size", help="Inputs that share a scale, a multiple of 16; or none: a scale per output.")
+]
+Mapping = Annotated[Literal["symmetric", "affine"], typer.Option("--mapping", help="Scale only, or scale and minimum.")]
+EmbeddingBits = Annotated[
+    int | None,
+    typer.Option(
+        "--embedding-bits", min=1, max=8, help="Of embedding tables and heads that share one.", show_default="--bits"
+    ),
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads to run on.", show_default="torch's")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option("--max-length", min=16, help="Tokens in the KV cache, a multiple of 16.", show_default=False),
+]
+
+
+def finite(number: float | None) -> float | None:
+    """A callback of options: neither NaN nor infinite, which are numbers to Python and within every range or none."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number")
+    return number
+
+
+def parse_group_size(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no group size; expected a multiple of 16, or none", param_hint="--group-size"
+        ) from None
+
+
+def make_config(
+    bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others
+) -> LowBitConfig:
+    return lowbit.LowBitConfig(
+        bits=bits, group_size=parse_group_size(group_size), mapping=mapping, embedding_bits=embedding_bits, **others
+    )

@@ -1,0 +1,40 @@
+"""config.json of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .untrusted import read_json
+
+CONFIG = "config.json"
+
+
+def read_config(directory: str | os.PathLike) -> dict[str, Any]:
+    """What config.json of a checkpoint says.
+
+    Raises:
+        OSError: no such directory, or no config.json in it.
+        ValueError: it is not a JSON object.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        found = "is a file" if directory.exists() else "does not exist"
+        raise NotADirectoryError(
+            f"{directory} {found}; expected a directory with config.json and model.safetensors. "
+            "From the Hugging Face Hub: hf download OWNER/NAME --local-dir DIRECTORY"
+        )
+    file = directory / CONFIG
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{directory} has no config.json, which says what the tensors are for; expected a checkpoint of "
+            "transformers"
+        )
+    return read_json(file)
+
+
+def quantization_method(config: dict[str, Any]) -> Any:
+    """The method that has quantised the weights, as a config.json names it; None: they are floats."""
+    quantization = config.get("quantization_config")
+    return quantization.get("quant_method", "") if isinstance(quantization, dict) else quantization

@@ -1,0 +1,221 @@
+"""Writing in one step: a reader sees what was there before or all of the new, also after the power fails."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PARTIAL = ".partial"
+
+
+def sync(file) -> None:
+    """Returns when what was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_path(path: Path) -> None:
+    """The same for a file by its name; for a directory: when the names of its files are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prefix(target: Path) -> str:
+    # With the name of the machine: a lock on a shared file system may be known to the machine alone that holds it.
+    host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
+    return f".{target.name}-{host}-"
+
+
+def _lock(directory: Path) -> int | None:
+    """A descriptor that holds the lock of a directory until it is closed, or its process ends however; None: another has it.
+
+    Raises:
+        OSError: there is no such directory, or this file system has no locks.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def sweep(target: Path) -> None:
+    """Removes what processes of this machine that have ended, by a signal for example, left of writing `target`."""
+    prefix = _prefix(target)
+    for entry in os.scandir(target.parent):
+        if not (entry.name.startswith(prefix) and entry.name.endswith(_PARTIAL)):
+            continue
+        try:
+            held = _lock(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else None
+        except OSError:  # not to be told whose it is
+            continue
+        if held is not None:
+            try:
+                shutil.rmtree(entry.path, ignore_errors=True)
+            finally:
+                os.close(held)
+
+
+class PartialDirectory:
+    """A hidden directory beside `target`, empty at first, for what shall take its place in one step.
+
+    As a context manager it is gone afterwards, whatever happened, unless :meth:`finish` has given it its name. Those that
+    dead processes have left of the same target are removed first.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, target: Path):
+        self.target = target
+        self._lock: int | None = None
+        self._mode: int | None = None  # of the empty directory that is replaced
+        self._keep = False
+        sweep(target)
+        while True:
+            # Not tempfile.mkdtemp: that makes directories which others cannot read, and what a user's umask says cannot
+            # be asked without changing it for all threads.
+            self.path = target.parent / f"{_prefix(target)}{secrets.token_hex(4)}{_PARTIAL}"
+            try:
+                self.path.mkdir()
+            except OSError as error:
+                raise OSError(error.errno, f"{target.parent} cannot be written: {error.strerror}") from error
+            try:
+                self._lock = _lock(self.path)
+            except FileNotFoundError:
+                continue  # another process swept it before it was locked
+            except OSError:
+                break  # no locks here: then nobody sweeps either
+            if self._lock is not None and self.path.exists():
+                break
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> PartialDirectory:
+        return self
+
+    def __exit__(self, *error) -> None:
+        if not self._keep:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def rehearse(self) -> None:
+        """Does with an empty directory what :meth:`finish` will do: where that cannot work, hours of work would be lost.
+
+        Raises:
+            OSError: the target cannot be replaced by a directory.
+        """
+        empty = self.path / "rehearsal"
+        empty.mkdir()
+        self._mode = stat.S_IMODE(self.target.stat().st_mode) if self.target.exists() else None
+        try:
+            os.rename(empty, self.target)
+            if self._mode is None:
+                self.target.rmdir()
+            else:
+                self.target.chmod(self._mode)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{self.target} cannot be replaced by a new directory: {error.strerror}; choose a name that is not there "
+                "yet, in a directory that you may write",
+            ) from error
+
+    def finish(self) -> None:
+        """Gives the directory the name of the target, which is not there or an empty directory.
+
+        Raises:
+            OSError: that failed. What was written is kept; the message says where.
+        """
+        sync_path(self.path)
+        try:
+            if self._mode is not None:
+                self.path.chmod(self._mode)
+            os.rename(self.path, self.target)
+        except OSError as error:
+            self._keep = True
+            kept = self.target.parent / f"{self.target.name}-{secrets.token_hex(4)}"
+            try:
+                os.rename(self.path, kept)  # so that nobody sweeps it
+            except OSError:
+                kept = self.path
+            raise OSError(
+                error.errno, f"{self.target} could not be replaced: {error.strerror}. All was written, and is in {kept}"
+            ) from error
+        self._keep = True
+        sync_path(self.target.parent)
+
+
+def resolve_new_directory(path: str | os.PathLike) -> Path:
+    """Where a new directory of this name will really be, which is not always there: symbolic links are followed.
+
+    Raises:
+        OSError: something is there already, but for an empty directory, or it is a mount point, or has no parent.
+    """
+    target = Path(os.path.realpath(path))
+    link = "" if target == Path(os.path.abspath(path)) else f" ({path})"
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, f"{path} is a symbolic link to itself")
+    if target.exists():
+        if not target.is_dir():
+            raise FileExistsError(f"{target}{link} is a file; expected a directory that is empty or not there yet")
+        if os.path.ismount(target):
+            raise OSError(
+                errno.EBUSY,
+                f"{target}{link} is a mount point, which no new directory can replace; choose a directory in it, such as "
+                f"{target / 'packed'}",
+            )
+        count = len(list(target.iterdir()))
+        if count:
+            raise FileExistsError(
+                f"{target}{link} has {count} files; expected a directory that is empty or not there yet: choose another, "
+                "or delete it"
+            )
+    if not target.parent.is_dir():
+        raise NotADirectoryError(f"{target.parent} is not a directory; make it first")
+    return target
+
+
+@contextmanager
+def replacing(path: str | os.PathLike, suffix: str) -> Iterator[Path]:
+    """A path to write a file to; when all went well it becomes `path`, whatever was there, in one step.
+
+    A `path` that is a symbolic link stays one: what it points to is replaced.
+
+    Raises:
+        ValueError: path does not end in `suffix`.
+        OSError: the file cannot be written there.
+    """
+    if Path(path).suffix != suffix:
+        raise ValueError(f"path is {str(path)!r}; expected a name that ends in {suffix}")
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise NotADirectoryError(f"{target.parent} is not a directory; make it first")
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a directory; expected the name of a file")
+    with PartialDirectory(target) as directory:
+        written = directory.path / Path(path).name
+        yield written
+        sync_path(written)
+        os.replace(written, target)
+        sync_path(target.parent)

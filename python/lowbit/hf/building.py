@@ -1,0 +1,100 @@
+"""Models of transformers without weights, built of a config.json that may say anything, and held against the files.
+
+A model is built before its weights are read, and what a config.json describes may be larger than any machine. So what
+is built is bounded by what the files hold, and it has no memory until its shapes are theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_modules
+
+from ..files.config_json import CONFIG
+from ..files.safetensors import Stored, packed_info
+from .names import check_complete, given_by, names_in_model
+from .placing import PACKED
+
+_MOST_LAYERS = 10_000  # real ones have up to some hundreds; configs make lists of this length
+# "num_hidden_layers", "n_layer"; not "hidden_size_per_layer_input".
+_LAYERS = re.compile(r"^([a-z]+_)*layers?$")
+
+
+def check_numbers(config: Mapping[str, Any], file: Path) -> None:
+    """Refuses a config.json with more layers than a configuration of transformers should be made for.
+
+    Raises:
+        ValueError: one of its numbers of layers, at any depth, is beyond 10,000.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_numbers(value, file)
+        elif isinstance(value, int | float) and value > _MOST_LAYERS and _LAYERS.match(name):
+            raise ValueError(f"{file} has {name} {value}; expected at most {_MOST_LAYERS}")
+
+
+@contextmanager
+def bounded(tensors: int, file: Path) -> Iterator[None]:
+    """Around the building of a model on the meta device: ends it when it has far more modules than files have tensors.
+
+    Raises:
+        ValueError: it has.
+    """
+    most, count = 1000 + 20 * tensors, 0  # an activation, a dropout and a block are modules without tensors
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > most:
+            raise ValueError(
+                f"{file} describes a model of more than {most} modules; the checkpoint's files have {tensors} tensors"
+            )
+
+    handle = torch_modules.register_module_module_registration_hook(counted)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        handle.remove()
+
+
+def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory: Path) -> None:
+    """Holds a model on the meta device against the tensors of its files, float or packed, before it gets memory.
+
+    Raises:
+        ValueError: a tensor of the files has another shape, tensors are missing, or the model's own tables, which are
+            in no file, take more than this machine's memory.
+    """
+    packed = {name for name in tensors if name.rpartition(".")[2] == PACKED}
+    called = {name.removesuffix(PACKED) + "weight" if name in packed else name: name for name in tensors}
+    names, state = names_in_model(model, called), model.state_dict()
+    given = given_by(names)
+    for alias, (name, targets) in names.items():
+        stored = tensors[called[alias]]
+        if targets is not None or name not in state:
+            continue
+        shape = list(stored.shape)
+        if stored.name in packed:
+            info = packed_info(stored)
+            shape = [info.out_features, info.in_features]
+            if info.has_bias:
+                given.add(name.removesuffix("weight") + "bias")
+        expected = list(state[name].shape)
+        if shape != expected:
+            raise ValueError(
+                f"{stored.name} in {stored.path} has shape {shape}; expected {expected}, as config.json says"
+            )
+    check_complete(model, given, directory)
+    tables = sum(buffer.nbytes for buffer in model.buffers())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if tables > memory:
+        raise ValueError(
+            f"{directory / CONFIG} describes a model whose tables take {tables / 1e9:.0f} GB beside its weights; "
+            f"this machine has {memory / 1e9:.0f} GB of memory"
+        )

@@ -1,0 +1,176 @@
+"""The configuration of a quantised model of transformers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from glob import escape
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.quantizers import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .. import nn
+from ..layers import KINDS
+from ..patterns import Patterns
+from ..quantize import EmbeddingConfig, LinearConfig
+from .names import tied_layers
+
+METHOD = "lowbit"
+FORMAT_VERSION = 1
+
+_FIELDS = ("bits", "group_size", "mapping", "scale")
+BY_OVERRIDES = "left float by its configuration"
+BY_ARCHITECTURE = "the architecture computes it in float32"
+_NO_CHANGE: dict[str, Any] = {}
+
+
+def _pairs(overrides: Any) -> list:
+    if overrides is None:
+        return []
+    if isinstance(overrides, Mapping):
+        return list(overrides.items())
+    if isinstance(overrides, list | tuple):
+        return list(overrides)
+    raise TypeError(f"overrides is a {type(overrides).__name__}; expected a dict of name patterns, or a list of pairs")
+
+
+def _pair(entry: Any) -> list:
+    if isinstance(entry, list | tuple) and len(entry) == 2:
+        pattern, change = entry
+        if isinstance(pattern, str) and (
+            change is None or (isinstance(change, Mapping) and set(change) <= set(_FIELDS))
+        ):
+            return [pattern, None if change is None else dict(change)]
+        entry = f"{pattern!r}: {change!r}"
+    raise TypeError(
+        f"overrides has the entry {entry}; expected a name pattern and a dict of {', '.join(_FIELDS)}, or None"
+    )
+
+
+@register_quantization_config(METHOD)
+class LowBitConfig(QuantizationConfigMixin):
+    """How to quantise a model of transformers.
+
+    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised, but those that the architecture keeps in
+    float32. A head that shares the embedding's weight is quantised as the embedding is.
+
+    Args:
+        bits, group_size, mapping, scale: as in :class:`lowbit.LinearConfig`.
+        embedding_bits: of embedding tables; None: ``bits``.
+        overrides: shell-style patterns of qualified names to what differs there, a dict with any of ``bits``,
+            ``group_size``, ``mapping`` and ``scale``, or to None, which leaves the layer as it is. The last pattern
+            that matches counts. ``{"lm_head": {"bits": 8}, "*embed*": None}``, or a list of such pairs, in which a pattern
+            may come twice. The attribute is a list of pairs: config.json keeps the order of a list only.
+
+    Raises:
+        TypeError, ValueError: a value that is none of these.
+    """
+
+    def __init__(
+        self,
+        bits: int = 4,
+        group_size: int | None = 32,
+        mapping: str = "symmetric",
+        scale: str = "mse",
+        embedding_bits: int | None = None,
+        overrides: Mapping[str, Mapping[str, Any] | None]
+        | Iterable[tuple[str, Mapping[str, Any] | None]]
+        | None = None,
+        **others: Any,
+    ):
+        # What a config.json has besides; unknown entries could change what its weights mean.
+        method = others.pop("quant_method", METHOD)
+        if method != METHOD:
+            raise ValueError(f"quant_method is {method!r}; expected {METHOD!r}")
+        version = others.pop("format_version", FORMAT_VERSION)
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"quantization_config has format_version {version!r}; this lowbit reads version {FORMAT_VERSION}. "
+                "Install the lowbit that wrote it, or a later one."
+            )
+        if others:
+            raise TypeError(f"LowBitConfig has no {', '.join(map(repr, others))}; it has {', '.join(_FIELDS)}, "
+                            "embedding_bits and overrides")  # fmt: skip
+        self.quant_method = METHOD
+        self.format_version = FORMAT_VERSION
+        self.bits = bits
+        self.group_size = group_size
+        self.mapping = mapping
+        self.scale = scale
+        self.embedding_bits = embedding_bits
+        self.overrides = [_pair(entry) for entry in _pairs(overrides)]
+        for kind in KINDS.values():
+            self._layer_config(kind)
+            for _, change in self.overrides:
+                self._layer_config(kind, change)
+
+    def _layer_config(self, kind: type, change: Mapping[str, Any] | None = _NO_CHANGE) -> Any:
+        """The config of layers with these overrides; None: they stay float."""
+        if change is None:
+            return None
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        if kind is EmbeddingConfig and self.embedding_bits is not None:
+            fields["bits"] = self.embedding_bits
+        return kind(**fields | change)
+
+    def select(self, model: torch.nn.Module) -> dict[str, LinearConfig | EmbeddingConfig]:
+        """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`."""
+        return self.choose(model, stacklevel=3)[0]
+
+    def choose(
+        self, model: torch.nn.Module, stacklevel: int = 2
+    ) -> tuple[dict[str, LinearConfig | EmbeddingConfig], dict[str, str]]:
+        """As :meth:`select`; and linear layers and embeddings that stay float, each with the reason: ``BY_OVERRIDES`` or
+        ``BY_ARCHITECTURE``."""
+        selected, left, overridden, patterns = {}, {}, set(), Patterns(self.overrides)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        # Layers that an architecture computes in float32, whose weights its code reads (T5's "wo").
+        precise = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+        precise |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+        for name, module in modules.items():
+            kind = KINDS.get(type(module))
+            if kind is None:
+                continue
+            found = patterns.last(name)
+            config = self._layer_config(kind, _NO_CHANGE if found is None else found[1])
+            if found is not None:
+                overridden.add(name)
+            elif precise & set(name.split(".")):
+                left[name] = BY_ARCHITECTURE
+                continue
+            if config is None:
+                left[name] = BY_OVERRIDES
+            else:
+                selected[name] = config
+        for head, table in tied_layers(model).items():
+            if head not in overridden and isinstance(modules[table], torch.nn.Embedding) and head in selected:
+                if table in selected:
+                    selected[head] = KINDS[type(modules[head])](**vars(selected[table]))
+                elif table in overridden:
+                    del selected[head]  # left as it is, as its table is
+                    left[head] = BY_OVERRIDES
+        patterns.warn_unused(f"linear layer or embedding of {type(model).__name__}", stacklevel)
+        return selected, left
+
+    @classmethod
+    def describing(cls, model: PreTrainedModel) -> LowBitConfig:
+        """The configuration of a model whose layers are packed already. Every layer that differs from most is an override."""
+        packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed)}
+        counted = Counter((layer.info.bits, layer.info.group_size, layer.info.mapping) for layer in packed.values())
+        common = counted.most_common(1)[0][0]
+        head = model.get_output_embeddings()  # named always: without an override, a tied one would follow its table
+        overrides: list[tuple[str, dict[str, Any] | None]] = []
+        for name, layer in model.named_modules():
+            if name in packed:
+                info = layer.info
+                fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), common, strict=False)
+                change = {field: own for field, own, usual in fields if own != usual}
+                if change or layer is head:
+                    overrides.append((escape(name), change))
+            elif type(layer) in KINDS:
+                overrides.append((escape(name), None))
+        bits, group_size, mapping = common
+        return cls(bits, group_size, mapping, overrides=overrides)

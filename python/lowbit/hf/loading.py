@@ -1,0 +1,89 @@
+"""Models of transformers: without weights, of which kinds, and the progress of loading them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import contextmanager
+from pathlib import Path
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from ..files.config_json import CONFIG, read_config
+from ..files.untrusted import interpreting
+from .building import bounded, check_numbers
+
+
+def causal_model_types() -> Collection[str]:
+    """The ``model_type`` of every causal language model that transformers knows."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+
+
+def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transformers.PreTrainedModel:
+    """The model of a checkpoint, on the meta device.
+
+    Args:
+        tensors: how many the files of the checkpoint have: what config.json describes must be in proportion.
+        causal: a causal language model, whatever class config.json names.
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: transformers cannot build what it describes, or it has far more modules than the files have tensors.
+    """
+    text, file = read_config(source), source / CONFIG
+    check_numbers(text, file)
+    with counting(None), interpreting(
+        f"{file} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, "
+        f"which transformers {transformers.__version__} does not build (models with code of their own are not "
+        "supported; for new architectures install a newer transformers)"
+    ):
+        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        names = config.architectures if isinstance(config.architectures, list) and not causal else ()
+        named = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
+        model_class = next((found for found in named if hasattr(found, "_from_config")), None)
+        with bounded(tensors, file):
+            if model_class is not None:
+                return model_class._from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+@contextmanager
+def counting(progress: Callable[[int, int], None] | None):
+    """Reports transformers' progress in loading to a function, instead of by a bar and a table of its own."""
+
+    class Counter:
+        def __init__(self, items=(), **kwargs):
+            self._items, self._total = items, kwargs.get("total") or len(items)
+
+        def __iter__(self):
+            for done, item in enumerate(self._items, 1):
+                yield item
+                if progress is not None:
+                    progress(done, self._total)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def __getattr__(self, name):  # whatever else a bar can do
+            return lambda *args, **kwargs: None
+
+    verbosity = logging.get_verbosity()
+    set_hook = getattr(logging, "set_tqdm_hook", None)
+    if set_hook is not None:
+        previous = set_hook(lambda factory, args, kwargs: Counter(*args, **kwargs))
+    else:  # the first versions 5: nothing to report, but no bar either
+        bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if set_hook is not None:
+            set_hook(previous)
+        elif bars:
+            logging.enable_progress_bar()

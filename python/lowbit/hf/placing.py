@@ -1,0 +1,163 @@
+"""Packed layers in a model of transformers: put where a checkpoint has them, shared, verified, tied."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import transformers
+
+from .. import nn, ops
+from ..layers import KINDS
+from .names import tied_layers
+
+PACKED = "packed_weight"
+
+
+def place_packed(
+    model, packed: Mapping[str, tuple[str, ops.PackedInfo]], floats: set[str], dtype: torch.dtype
+) -> dict[str, tuple[str, torch.nn.Module]]:
+    """Replaces layers of a float model on the meta device by packed ones, as a checkpoint has them.
+
+    Args:
+        packed: layer -> where it comes from (for errors), and the description of its weight.
+        floats: the float tensors that the checkpoint has, as the model calls them.
+        dtype: that the embeddings give.
+
+    Returns:
+        Layers that take their weight from a packed one -> that one, and the float layer. Until :func:`share_packed`
+        something without state stands in their place, so that a loader does not miss their weights.
+
+    Raises:
+        ValueError: the model has no such layer, or one of another shape.
+    """
+    tied = tied_layers(model)
+    floats_of = dict(model.named_modules(remove_duplicate=False))
+    for name, (where, info) in packed.items():
+        layer = floats_of.get(name)
+        if type(layer) not in KINDS:
+            found = "no such layer" if layer is None else f"a {type(layer).__name__}"
+            raise ValueError(
+                f"{where} is packed, but {type(model).__name__} has {found} there; expected Linear or Embedding"
+            )
+        _check_fits(where, info, layer)
+        model.set_submodule(name, nn.in_place_of(layer, info, dtype))
+    shared = {}
+    for target, source in tied.items():
+        if target not in packed and source not in packed:
+            continue
+        without, owner = (target, source) if source in packed else (source, target)
+        if without not in packed and f"{without}.weight" not in floats:
+            where, info = packed[owner]
+            _check_fits(where, info, floats_of[without])
+            shared[without] = owner, floats_of[without]
+            model.set_submodule(without, torch.nn.Identity())
+    changed = packed.keys() | shared.keys()
+    model.all_tied_weights_keys = {
+        target: source
+        for target, source in model.all_tied_weights_keys.items()
+        if target.rpartition(".")[0] not in changed and source.rpartition(".")[0] not in changed
+    }
+    return shared
+
+
+def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> None:
+    found, expected = [info.out_features, info.in_features], list(layer.weight.shape)
+    if isinstance(layer, torch.nn.Linear) and info.has_bias != (layer.bias is not None):
+        found.append("with a bias" if info.has_bias else "without a bias")
+        expected.append("without a bias" if info.has_bias else "with a bias")
+    if found != expected:
+        raise ValueError(
+            f"{where} has weights {found}; expected {expected}, as config.json says. The files do not belong together: "
+            "quantise again."
+        )
+
+
+def share_packed(model, shared: Mapping[str, tuple[str, torch.nn.Module]], dtype: torch.dtype) -> None:
+    """Puts a packed layer where :func:`place_packed` has left one out."""
+    for name, (owner, layer) in shared.items():
+        model.set_submodule(name, nn.in_place_of(layer, model.get_submodule(owner).packed_weight, dtype))
+
+
+def verify(model, where: Mapping[str, str]) -> None:
+    """Checks all bytes of all packed weights against their checksums, on as many threads as torch has."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Embedding)}
+
+    def check(name: str) -> None:
+        try:
+            layers[name].info = ops.verify(layers[name].packed_weight)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantise, again."
+            ) from error
+
+    names = sorted(layers, key=lambda name: -layers[name].packed_weight.numel())
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(check, names):
+            pass
+
+
+def mark_initialised(model, layers: Iterable[str]) -> None:
+    # Some architectures initialise the weights of a layer from the module around it (T5's attention).
+    for name in layers:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if not parent._parameters and not parent._buffers:
+            parent._is_hf_initialized = True
+
+
+def expanded_ties(model) -> dict[str, dict[str, str]]:
+    """For each part of a model that is a model itself: its tied tensors, target -> source."""
+    return {
+        name: part.get_expanded_tied_weights_keys(all_submodels=False)
+        for name, part in model.named_modules()
+        if hasattr(part, "get_expanded_tied_weights_keys")
+    }
+
+
+def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
+    """Names tied tensors as they are after quantisation, where transformers looks when it ties and saves."""
+
+    def layer_of(part: torch.nn.Module, tensor: str) -> torch.nn.Module:
+        return part.get_submodule(tensor.rpartition(".")[0])
+
+    for name, ties in expanded.items():
+        part = model.get_submodule(name)
+        kept = {}
+        for target, source in ties.items():
+            first, second = layer_of(part, target), layer_of(part, source)
+            packed = [isinstance(layer, nn.Linear | nn.Embedding) for layer in (first, second)]
+            if all(packed) and first.packed_weight is second.packed_weight:
+                kept[target.removesuffix("weight") + PACKED] = source.removesuffix("weight") + PACKED
+            elif not any(packed):
+                kept[target] = source
+        if kept != ties:
+            part._tied_weights_keys = kept
+            part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _resize(model, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args, **kwargs):
+    """In place of resize_token_embeddings, which would change one of table and head and then meet the other."""
+    table = model.get_input_embeddings()
+    size = table.num_embeddings if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of is not None:
+        size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+    if size != table.num_embeddings:
+        raise ValueError(
+            f"the embedding table or the head of this {type(model).__name__} is packed, with {table.num_embeddings} rows, and "
+            f"cannot get {size}: call resize_token_embeddings before quantising"
+        )
+    return table
+
+
+def refuse_resizing(model: transformers.PreTrainedModel) -> None:
+    """For each model in `model` whose embedding table or head is packed."""
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            try:
+                layers = part.get_input_embeddings(), part.get_output_embeddings()
+            except (NotImplementedError, AttributeError):  # no text
+                continue
+            if any(isinstance(layer, nn.Packed) for layer in layers):
+                part.resize_token_embeddings = functools.partial(_resize, part)

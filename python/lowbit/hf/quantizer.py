@@ -1,0 +1,215 @@
+"""The quantiser that transformers calls while it loads a model."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantizer
+
+from .. import nn
+from ..files.safetensors import Stored, packed_info, read_files, read_metadata
+from ..layers import KINDS, replace_layers, warn_of_floats
+from ..memory import in_huge_pages
+from ..quantize import quantize_tensor
+from .config import BY_OVERRIDES, METHOD, LowBitConfig
+from .names import check_complete, given_by, names_in_model, tied_layers
+from .placing import (
+    PACKED,
+    expanded_ties,
+    mark_initialised,
+    place_packed,
+    refuse_resizing,
+    share_packed,
+    tie_packed,
+    verify,
+)
+
+_SAVE = "lowbit_save"
+
+
+@register_quantizer(METHOD)
+class LowBitQuantizer(HfQuantizer):
+    """Quantises tensor by tensor while a float checkpoint is loaded, and loads packed ones as they are mapped."""
+
+    requires_calibration = False
+
+    def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+        places = device_map.values() if isinstance(device_map, dict) else [device_map]
+        for place in places:
+            if place not in (None, "auto", "balanced", "balanced_low_0", "sequential") and str(place) != "cpu":
+                raise ValueError(f"device_map has {place!r}; expected 'cpu' or none: packed weights are for CPUs")
+
+    def update_device_map(self, device_map):
+        return None if device_map is None else {"": "cpu"}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def get_state_dict_and_metadata(self, model):
+        # In every shard of a save the same: what a killed save leaves of an older one must not pass for a part of it.
+        return None, {_SAVE: uuid.uuid4().hex}
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model, dtype=None, checkpoint_files=None, **kwargs):
+        self._dtype = dtype or torch.get_default_dtype()
+        self._ties = expanded_ties(model)
+        self._selected, self._shared, self._where = {}, {}, {}
+        files = [Path(file) for file in checkpoint_files or () if os.fspath(file).endswith(".safetensors")]
+        tensors = read_files(files)
+        packed = {name: stored for name, stored in tensors.items() if name.rpartition(".")[2] == PACKED}
+        self._check_files(files, tensors, packed)
+
+        # Packed weights are called as the float ones would be, so that transformers' rules for names apply.
+        aliases = {name.removesuffix(PACKED) + "weight" if name in packed else name: name for name in tensors}
+        names = names_in_model(model, aliases)
+        given, placed = given_by(names), {}
+        layers = dict(model.named_modules(remove_duplicate=False))
+        whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+        for alias, (name, _) in names.items():
+            stored, layer = packed.get(aliases[alias]), name.removesuffix(".weight")
+            # A class other than the checkpoint's may lack a head, or have another one.
+            if stored is not None and (whole or layer in layers):
+                self._where[layer] = f"{stored.name} in {stored.path}"
+                placed[layer] = self._where[layer], packed_info(stored)
+        if files and whole:
+            with_bias = {layer for layer, (_, info) in placed.items() if info.has_bias}
+            with_bias |= {target for target, source in tied_layers(model).items() if source in with_bias}
+            check_complete(model, given | {f"{layer}.bias" for layer in with_bias}, files[0].parent)
+
+        if self.pre_quantized:
+            floats = given - {f"{layer}.weight" for layer in placed}
+            self._shared = place_packed(model, placed, floats, self._dtype)
+            mark_initialised(model, placed)
+            return
+        self._selected, left = self.quantization_config.choose(model)
+        if not self._selected:
+            raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
+        warn_of_floats(model, self._selected, {name for name, why in left.items() if why == BY_OVERRIDES})
+        self._tied = {name for pair in tied_layers(model).items() for name in pair}
+        mark_initialised(model, self._selected)
+        for key, (name, targets) in names.items():
+            layer = name.removesuffix(".weight")
+            if targets is None and layer in self._selected and name.endswith(".weight"):
+                expected = tuple(layers[layer].weight.shape)
+                if tensors[key].shape != expected:
+                    raise ValueError(
+                        f"{key} in {tensors[key].path} has shape {list(tensors[key].shape)}; expected "
+                        f"{list(expected)}, as config.json says"
+                    )
+
+    def _check_files(self, files: list[Path], tensors: dict[str, Stored], packed: dict[str, Stored]) -> None:
+        saves = {path: read_metadata(path).get(_SAVE) for path in files}
+        if len(set(saves.values())) > 1:
+            raise ValueError(
+                f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was "
+                "interrupted. Save again, into a new directory."
+            )
+        if self.pre_quantized and not packed:
+            raise ValueError(
+                f"the checkpoint has no tensor .{PACKED}, but its config.json says quant_method {METHOD!r}; found "
+                f"{len(tensors)} tensors in {len(files)} safetensors files"
+            )
+        if packed and not self.pre_quantized:
+            raise ValueError(
+                f"{next(iter(packed.values())).path} has packed weights, but the checkpoint's config.json has no "
+                "quantization_config; quantise again, or load without one"
+            )
+        for name in packed:
+            both = name.removesuffix(PACKED) + "weight"
+            if both in tensors:
+                raise ValueError(
+                    f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them"
+                )
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        layer, _, leaf = param_name.rpartition(".")
+        # Tied weights wait until they are tied: then they are packed once.
+        return leaf == "weight" and layer in self._selected and layer not in self._tied
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        if self.pre_quantized:
+            verify(model, self._where)
+            share_packed(model, self._shared, self._dtype)
+        else:
+            left = {
+                name: config for name, config in self._selected.items() if type(model.get_submodule(name)) in KINDS
+            }
+            if left:
+                replace_layers(model, left)
+        tie_packed(model, self._ties)
+        refuse_resizing(model)
+        del self._ties, self._shared, self._where, self._selected
+        return model
+
+
+class _Quantize(ConversionOps):
+    """What the loader does with the weight of a selected layer: the layer becomes a packed one."""
+
+    def __init__(self, quantizer: LowBitQuantizer):
+        self._quantizer = quantizer
+
+    def convert(self, input_dict, model=None, missing_keys=None, **kwargs):
+        left = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            path = name.removesuffix(".weight")
+            layer = model.get_submodule(path)
+            config = self._quantizer._selected.get(path)
+            bias = getattr(layer, "bias", None)
+            # What cannot be packed now is left to the end, where its bias is there, or the error reaches the caller.
+            if config is None or (bias is not None and bias.device.type == "meta"):
+                left[name] = value
+                continue
+            try:
+                packed = in_huge_pages(quantize_tensor(weight, config, bias=bias))
+            except (TypeError, ValueError):
+                left[name] = value
+                continue
+            quantised = nn.in_place_of(layer, packed, weight.dtype)
+            quantised._is_hf_initialized = True
+            model.set_submodule(path, quantised)
+            missing_keys.discard(name)
+        return left
+
+
+@contextmanager
+def describing(model: torch.nn.Module) -> Iterator[None]:
+    """Around packing layers of a model by hand: models of transformers in it are saved and loaded as packed ones then.
+
+    Raises:
+        ValueError: a model is quantised by another method already.
+    """
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in models:
+        present = getattr(part, "hf_quantizer", None)
+        if present is not None and not isinstance(present, LowBitQuantizer):
+            method = present.quantization_config.quant_method
+            raise ValueError(f"{type(part).__name__} is quantised already, by the method {method!r}")
+    before = [(part, expanded_ties(part)) for part in models]
+    yield
+    for part, ties in before:
+        if not any(isinstance(layer, nn.Packed) for layer in part.modules()):
+            continue
+        tie_packed(part, ties)
+        refuse_resizing(part)
+        inside = any(part is not other and part in other.modules() for other in models)
+        if not inside:  # a part of a model is saved on its own rarely, and its configuration may be the whole one's
+            part.hf_quantizer = LowBitQuantizer(LowBitConfig.describing(part), pre_quantized=True)
+            part.config.quantization_config = part.hf_quantizer.quantization_config

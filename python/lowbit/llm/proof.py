@@ -1,0 +1,153 @@
+"""Shows that a decoder computes what its model does, or says why it does not.
+
+A model may keep more of a text than keys and values (recurrent layers, short convolutions), or have attention that is not
+transformers' own kind. Behind a decoder such a model forgets, and nothing would say so: it goes on writing, and what
+it writes looks like text. So a few tokens go through the model as it came, and through the decoder whole and in pieces.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import nn
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
+
+TOKENS = 10
+PIECES = (3, 1, 4, 2)
+# Differences are measured in parts of what the text before does to the logits of a token. A decoder that forgets is wrong
+# by 1 or so. One that is right is wrong by rounding only, which in float32 is 1e-5 at the most. Quantised layers make
+# more of it: float32 sums in another order move a few activations to the next of 255 values, and the layers behind carry
+# that on. The two ways of attention add up in different orders; a text whole and in pieces goes through the same
+# operators, and lowbit's give the same bits for any cut. docs/models.md has what was measured.
+EXACT = 1e-3  # in float32 alone
+OWN = 0.3  # beside the model's own attention: 0.04 was seen in models of 16 and 28 layers with random weights
+PIECES_MOST = 0.1  # in pieces: 0.02 was seen, in bfloat16
+# Where the text before does nothing to the logits, they must be the same within the rounding of float32.
+_ROUNDING = 1e-6
+
+
+def sample_text(config: Any, count: int) -> Tensor:
+    """[1, count]: tokens from all over the vocabulary, but for those that mean something to the model."""
+    special = set()
+    for name, value in vars(config).items():
+        if name.endswith(("_token_id", "_token_index")):
+            special.update(value if isinstance(value, (list, tuple)) else [value])
+    size = config.vocab_size
+    usual = [token for i in range(4 * count) if (token := (7 + i * max(1, size // count - 3)) % size) not in special]
+    return torch.tensor([(usual or [0] * count)[:count]])
+
+
+class Reference:
+    """What a model makes of a few tokens with its own attention, before a decoder has it."""
+
+    def __init__(self, model: torch.nn.Module, max_length: int):
+        """Raises:
+        ValueError: the model's logits are not numbers.
+        Exception: whatever the model raises.
+        """
+        if "position_ids" not in signature(model.forward).parameters:
+            raise ValueError("it takes no position_ids, so it cannot be told where a text goes on")
+        config = model.config.get_text_config()
+        self.tokens = sample_text(config, min(TOKENS, max_length))
+        count = self.tokens.shape[1]
+        self.exact = model.dtype == torch.float32 and not any(isinstance(m, nn.Linear) for m in model.modules())
+        positions = torch.arange(count)
+        self.whole = _own(model, self.tokens)
+        if self.whole.isnan().any():
+            raise ValueError("its logits are NaN")
+        # Each token as if nothing were before it: what a decoder that forgets would make of it.
+        alone = _own(model, self.tokens.T, position_ids=positions[:, None]).transpose(0, 1)
+        self.effect = _size(alone, self.whole)
+        # The same tokens at the end of the longest text: tables of positions must reach there.
+        self.far = positions + (max_length - count)
+        self.whole_far = _own(model, self.tokens, position_ids=self.far[None])
+
+    def difference(self, logits: Tensor, expected: Tensor) -> float:
+        """0 for the same [1, s, vocabulary]; 1 for logits that differ as much as if nothing came before a token.
+
+        The median over the tokens: rounding may send one of them to another expert.
+        """
+        if not logits.isfinite().equal(expected.isfinite()):
+            return float("inf")
+        scale = torch.maximum(self.effect, _ROUNDING / EXACT * expected.float().std(-1))
+        return float((_size(logits, expected) / scale)[0, 1:].median())
+
+
+def _own(model: torch.nn.Module, tokens: Tensor, **more: Any) -> Tensor:
+    return model(input_ids=tokens, use_cache=False, **more).logits
+
+
+def _size(a: Tensor, b: Tensor) -> Tensor:
+    """[1, s]: root of the mean square of the difference. Some models give a token minus infinity always."""
+    a, b = a.double(), b.double()
+    return torch.where(a == b, 0.0, a - b).square().mean(-1).sqrt()
+
+
+class _Counted(list):
+    """The caches of all layers; counts which ones are asked for."""
+
+    def __init__(self, caches: Sequence):
+        super().__init__(caches)
+        self.asked: Counter[int] = Counter()
+
+    def __getitem__(self, layer):
+        self.asked[layer] += 1
+        return super().__getitem__(layer)
+
+
+@torch.inference_mode()
+def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
+    """Fails unless a decoder computes what its model does.
+
+    Returns:
+        What was measured, by name.
+
+    Raises:
+        ValueError: says what was found; the model's name stands before that.
+        Exception: whatever the model raises.
+    """
+    tokens, count = reference.tokens, reference.tokens.shape[1]
+
+    def run(text: Tensor, positions: Tensor, start: int) -> Tensor:
+        caches = _Counted(decoder.caches())
+        logits = decoder.run(text, positions, torch.tensor([start]), caches)
+        used = [layer for layer in range(decoder.layers) if caches.asked[layer]]
+        if len(used) < decoder.layers:
+            raise ValueError(f"{len(used)} of its {decoder.layers} layers use the decoder's caches")
+        if len(caches.asked) > len(used) or max(caches.asked.values()) > 1:
+            raise ValueError(f"its {decoder.layers} layers use the decoder's caches {caches.asked.total()} times a call")
+        return logits
+
+    def pieces(sizes: Sequence[int]) -> Tensor:
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return torch.cat(
+            [run(tokens[:, end - size : end], torch.arange(end - size, end), end - size) for size, end in zip(sizes, ends)],
+            dim=1,
+        )
+
+    def near(name: str, logits: Tensor, expected: Tensor, most: float, found: str) -> None:
+        measured[name] = reference.difference(logits, expected)
+        most = EXACT if reference.exact else most
+        if not measured[name] <= most:
+            raise ValueError(
+                f"{found} ({measured[name]:.2g} of what the text before does to them; rounding is below {most:g})"
+            )
+
+    measured: dict[str, float] = {}
+    whole = run(tokens, torch.arange(count), 0)
+    near("whole", whole, reference.whole, OWN, "its logits are others than with its own attention")
+    sizes = list(PIECES) if count == sum(PIECES) else [1, count - 1]
+    forgets = "its logits are others when a text comes in pieces"
+    near("one by one", pieces([1] * count), whole, PIECES_MOST, forgets)
+    near("pieces", pieces(sizes), whole, PIECES_MOST, forgets)
+    far = run(tokens, reference.far, 0)
+    near("far", far, reference.whole_far, OWN, "its logits at far positions are others than its own")
+    return measured

@@ -1,0 +1,28 @@
+"""Which of several patterns counts for a name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+class Patterns:
+    """Shell-style patterns of qualified names (``"*embed*"``), each with a value. The last that matches counts."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Any]]):
+        self._pairs = list(pairs)
+        self._used: set[int] = set()
+
+    def last(self, name: str, applies: Callable[[Any], bool] = lambda value: True) -> tuple[str, Any] | None:
+        """The last pattern that matches `name` among those whose value applies, with its value; None: there is none."""
+        matching = [at for at, (pattern, value) in enumerate(self._pairs) if fnmatchcase(name, pattern) and applies(value)]
+        self._used.update(matching)
+        return self._pairs[matching[-1]] if matching else None
+
+    def warn_unused(self, what: str, stacklevel: int = 2) -> None:
+        """Warns of each pattern that no name has matched so far: the user had something in mind that is not there."""
+        for at, (pattern, _) in enumerate(self._pairs):
+            if at not in self._used:
+                warnings.warn(f"the pattern {pattern!r} matches no {what}", stacklevel=stacklevel + 1)

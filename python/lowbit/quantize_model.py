@@ -1,0 +1,136 @@
+"""Round-to-nearest quantisation of models."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from . import ops
+from .layers import KINDS, replace_layers, warn_of_floats
+from .patterns import Patterns
+from .quantize import Config, EmbeddingConfig, LinearConfig
+
+
+def _select(
+    model: torch.nn.Module,
+    config: Config | Mapping[str, Config | None],
+    filter_fn: Callable[[torch.nn.Module, str], bool] | None,
+) -> dict[str, Config]:
+    """The qualified names to quantise, each with its config."""
+    if isinstance(config, Config):
+        patterns = {"*": config}
+    elif isinstance(config, Mapping):
+        patterns = dict(config)
+        for pattern, value in patterns.items():
+            if not isinstance(pattern, str) or not (value is None or isinstance(value, Config)):
+                raise TypeError(
+                    f"config has the entry {pattern!r}: {value!r}; expected a name pattern and a LinearConfig, "
+                    "an EmbeddingConfig or None"
+                )
+    else:
+        raise TypeError(
+            f"config is a {type(config).__name__}; expected a LinearConfig, an EmbeddingConfig or a dict of patterns"
+        )
+
+    selected, ordered = {}, Patterns(patterns.items())
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = KINDS.get(type(module))
+        if kind is None:
+            continue
+        chosen = ordered.last(name, lambda value, kind=kind: value is None or isinstance(value, kind))
+        if chosen is not None and chosen[1] is not None and (filter_fn is None or filter_fn(module, name)):
+            selected[name] = chosen[1]
+    ordered.warn_unused("layer that its config applies to", stacklevel=3)
+    return selected
+
+
+def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if type(module) in KINDS:
+            users.setdefault(id(module.weight), []).append(name)
+    for names in users.values():
+        packed, left = [name for name in names if name in selected], [name for name in names if name not in selected]
+        if packed and left:
+            weight, config = model.get_submodule(packed[0]).weight, selected[packed[0]]
+            size = ops.describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
+            warnings.warn(
+                f"{left[0]} and {packed[0]} share one weight, of which only {packed[0]} is packed: the model grows by "
+                f"{size / 1e6:.1f} MB instead of shrinking by {(weight.nbytes - size) / 1e6:.1f} MB. Give both a config of "
+                "the same bits, or None to both",
+                stacklevel=3,
+            )
+
+
+@contextmanager
+def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
+    """Models of transformers, also inside others: what their save_pretrained must know."""
+    library = sys.modules.get("transformers.modeling_utils")  # if it is not loaded, nothing is made of it
+    if library is None or not any(isinstance(module, library.PreTrainedModel) for module in model.modules()):
+        yield
+        return
+    try:
+        from .hf.quantizer import describing
+    except ImportError as error:  # of another version: the model runs, but its files would load as random weights
+        reason = str(error)
+
+        def refuse(*arguments, **options):
+            raise RuntimeError(f"lowbit cannot save this quantised model: {reason}")
+
+        yield
+        for module in model.modules():
+            if isinstance(module, library.PreTrainedModel):
+                module.save_pretrained = refuse
+        return
+    with describing(model):
+        yield
+
+
+def quantize_(
+    model: torch.nn.Module,
+    config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
+    filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
+) -> torch.nn.Module:
+    """Replaces the linear layers and embedding tables of a model by quantised ones, in place.
+
+    Args:
+        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth.
+        config: one config, for all layers of its kind; or shell-style patterns of qualified names (``"*embed*"``) to
+            configs, of which the last that matches wins, and None leaves a layer as it is.
+        filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it as it is.
+
+    Returns:
+        The model. A tensor that an embedding and an output head share is packed once, and stays shared. If only one of
+        them is selected (a LinearConfig alone selects the head), the other keeps the float tensor, and the model grows by
+        the packed one; a warning says by how much. ``{"*": LinearConfig(), "*embed*": EmbeddingConfig()}`` packs both:
+        patterns with configs of the other kind are passed over.
+
+    A model of transformers gets a ``quantization_config``: what ``save_pretrained`` then saves, ``from_pretrained`` loads
+    after ``import lowbit.transformers``.
+
+    Warns of patterns that match nothing, and of matrices in layers of other kinds, when they are more than a hundredth of
+    the model's bytes.
+
+    Raises:
+        TypeError, ValueError: a wrong config, nothing to quantise, weights that are not finite or not on the CPU, or
+            different configs for layers that share a weight. The model is then unchanged.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if type(model) in (torch.nn.Linear, torch.nn.Embedding):
+        name = type(model).__name__
+        raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{name}.from_float(model, config)")
+    selected = _select(model, config, filter_fn)
+    if not selected:
+        raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
+
+    kinds = {name for name, module in model.named_modules(remove_duplicate=False) if type(module) in KINDS}
+    warn_of_floats(model, selected, kinds - selected.keys())
+    _warn_of_half_a_tie(model, selected)
+    with _described_to_transformers(model):
+        replace_layers(model, selected)
+    return model

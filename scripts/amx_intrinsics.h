@@ -1,0 +1,17 @@
+// For sources that use AMX through GCC's intrinsics, compiled with `-include`. Up to GCC 13 or so the intrinsics do not say
+// which memory they read: the compiler leaves out the stores to a tile configuration, or to a tile, that nothing else reads.
+// `ldtilecfg` then finds what lay on the stack, and the process ends by signal 11.
+#include <immintrin.h>
+
+#if defined(__GNUC__) && !defined(__clang__)
+#undef _tile_loadconfig
+#define _tile_loadconfig(config) __asm__ volatile("ldtilecfg %0" : : "m"(*(const char(*)[64])(config)))
+#undef _tile_loadd
+#define _tile_loadd(tile, base, stride) LOWBIT_TILE_LOAD("tileloadd", tile, base, stride)
+#undef _tile_stream_loadd
+#define _tile_stream_loadd(tile, base, stride) LOWBIT_TILE_LOAD("tileloaddt1", tile, base, stride)
+// Twice, so that a tile may be named by a macro.
+#define LOWBIT_TILE_LOAD(instruction, tile, base, stride) LOWBIT_TILE_LOAD_(instruction, tile, base, stride)
+#define LOWBIT_TILE_LOAD_(instruction, tile, base, stride) \
+  __asm__ volatile(instruction " (%0,%1,1), %%tmm" #tile : : "r"((const void*)(base)), "r"((long)(stride)) : "memory")
+#endif

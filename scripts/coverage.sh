@@ -1,0 +1,51 @@
+#!/bin/sh
+# Which lines the tests of this machine run, in C++ and in Python: reports in DIRECTORY, totals and the files with the
+# smallest shares on the terminal.
+#   scripts/coverage.sh BIN DIRECTORY     BIN: the bin directory of the virtual environment; JOBS: how many at once
+# The operators' registrations (torch, ExecuTorch, Python) are tested from Python, and not counted in C++.
+set -eu
+
+bin=$1
+directory=$2
+jobs=${JOBS:-2}
+build=build/test-coverage
+rm -rf "$directory"
+mkdir -p "$directory"
+
+# Not optimised: a line that the compiler has moved or merged counts wrongly.
+"$bin/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)" \
+  -S . -B "$build" -DLOWBIT_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Debug \
+  -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic -g1" >"$directory/build.log"
+"$bin/cmake" --build "$build" -j "$jobs" >>"$directory/build.log" || { tail -n 30 "$directory/build.log"; exit 1; }
+find "$build" -name '*.gcda' -delete
+"$bin/ctest" --test-dir "$build" -j "$jobs" --output-on-failure --no-tests=error
+"$bin/gcovr" --root . --filter kernels/ --filter ops/ --gcov-ignore-parse-errors=negative_hits.warn -j "$jobs" \
+  --json "$directory/cpp.gcovr.json" --json-summary "$directory/cpp.json" --html-details "$directory/cpp.html" \
+  "$build" >"$directory/cpp.log" 2>&1 || { tail -n 30 "$directory/cpp.log"; exit 1; }
+
+"$bin/python" -m pytest -n "$jobs" --dist loadfile --cov --cov-report= tests/python
+"$bin/python" -m coverage json -q -o "$directory/python.json"
+"$bin/python" -m coverage html -q -d "$directory/python"
+mv .coverage "$directory/python.coverage"
+
+"$bin/python" - "$directory" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+directory = Path(sys.argv[1])
+cpp = json.loads((directory / "cpp.json").read_text())
+python = json.loads((directory / "python.json").read_text())
+kinds = {
+    "C++": [(file["filename"], file["line_covered"], file["line_total"]) for file in cpp["files"]],
+    "Python": [(name, file["summary"]["covered_lines"], file["summary"]["num_statements"])
+               for name, file in python["files"].items()],
+}
+for kind, files in kinds.items():
+    files = [file for file in files if file[2] > 0]
+    covered, total = sum(file[1] for file in files), sum(file[2] for file in files)
+    print(f"{kind}: {covered} of {total} lines, {100 * covered / total:.1f} %")
+    for name, covered, total in sorted(files, key=lambda file: file[1] / file[2])[:10]:
+        print(f"  {100 * covered / total:5.1f} %  {total - covered:4} lines not run  {name}")
+print(f"all of it: {directory}/cpp.html, {directory}/python/index.html")
+PYTHON

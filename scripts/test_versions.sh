@@ -1,0 +1,33 @@
+#!/bin/sh
+# Runs the tests that depend on transformers, safetensors, typer and rich with the oldest versions of these that
+# pyproject.toml allows. All else, torch first of all, is that of the virtual environment whose bin directory is BIN.
+#   scripts/test_versions.sh BIN DIRECTORY [JOBS]     DIRECTORY: where the second environment is made
+set -eu
+
+bin=$1
+directory=$2
+jobs=${3:-2}
+oldest=$("$bin/python" -c '
+import re, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+for requirement in project["optional-dependencies"]["llm"]:
+    name, version = re.match(r"([a-z0-9-]+)>=([0-9.]+)", requirement).groups()
+    print(f"{name}=={version}")')
+
+if [ "$(cat "$directory/made" 2>/dev/null)" != "$oldest" ]; then
+  rm -rf "$directory"
+  "$bin/python" -m venv "$directory"
+  # shellcheck disable=SC2086 (one word per requirement)
+  "$directory/bin/python" -m pip install -q $oldest
+  # The first environment's packages come after its own. addsitedir: with the links to where lowbit really is.
+  packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+  echo "import site; site.addsitedir('$("$bin/python" -c "$packages")')" \
+    >"$("$directory/bin/python" -c "$packages")/first.pth"
+  printf '#!/bin/sh\nexec "$(dirname "$0")/python" -c "import sys; from lowbit.cli import main; sys.exit(main())" "$@"\n' \
+    >"$directory/bin/lowbit"
+  chmod +x "$directory/bin/lowbit"
+  echo "$oldest" >"$directory/made"
+fi
+echo "== the oldest versions:" $oldest
+"$directory/bin/python" -m pytest -n "$jobs" --dist loadfile --durations 5 \
+  tests/python/test_checkpoint.py tests/python/test_transformers.py tests/python/test_llm.py tests/python/test_cli.py

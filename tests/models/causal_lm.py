@@ -1,0 +1,319 @@
+"""Tries lowbit's decoder on every causal language model of transformers, with a tiny random configuration of each.
+
+`make models` writes docs/models.md from it. A model is right, refused, or not tried; a fourth kind, a model that the decoder
+takes and that comes out otherwise than transformers' own forward has it, ends the program with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import logging
+import multiprocessing
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations and random weights only
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import lowbit
+import lowbit.llm
+
+MAX_LENGTH, TEXT, NEW = 64, 24, 8
+# Of the standard deviation of the logits: what rounding may do. Float32 sums in another order do 1e-6 or so. Between
+# 4-bit layers they also move activations to the next of 255 values.
+CLOSE = {"float": 1e-3, "4 bits": 0.1}
+
+# Sizes of tiny models, by the names that configurations have for them. The first pattern that matches counts.
+SIZES: list[tuple[str, Any]] = [
+    (r"(vocab_size|n_vocab|n_words)", 128),
+    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|seq_length|max_sequence_length)", 128),
+    (r"(num_hidden_layers|num_layers|n_layer|n_layers|decoder_layers|encoder_layers|num_decoder_layers)", 4),
+    (r"(hidden_size|d_model|n_embd|emb_dim|embed_dim|dim_model|embedding_size|attention_hidden_size)", 64),
+    (r"(word_embed_proj_dim|lru_width)", 64),
+    (r"(intermediate_size|ffn_dim|decoder_ffn_dim|encoder_ffn_dim|n_inner|d_ff|dff|dim_ff|d_inner|feed_forward_size)", 128),
+    (r"(moe_|shared_expert_|ffn_|expert_|shared_)\w*(intermediate_size|hidden_size|ffn_dim)", 32),
+    (r"(num_attention_heads|n_head|n_heads|num_heads|decoder_attention_heads|encoder_attention_heads)", 4),
+    (r"(num_key_value_heads|num_kv_heads|n_kv_heads)", 2),
+    (r"(head_dim|attention_head_dim|d_kv|global_head_dim)", 16),
+    (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)", 4),
+    (r"(num_experts_per_tok|moe_top_k|moe_topk|moe_k|num_experts_per_token|top_k_experts)", 2),
+    (r"(n_group|topk_group)", 1),
+    (r"(n_shared_experts|moe_num_shared_experts)", 1),
+    (r"(q_lora_rank|kv_lora_rank|o_lora_rank)", 32),
+    (r"(qk_nope_head_dim|v_head_dim)", 16),
+    (r"qk_rope_head_dim", 16),
+    (r"(rotary_dim)", 8),
+    (r"(first_k_dense_replace|first_k_dense_layers)", 1),
+    (r"(vocab_size_per_layer_input)", 128),
+    (r"(hidden_size_per_layer_input)", 8),
+    (r"(linear_num_key_heads|linear_num_value_heads)", 2),
+    (r"(linear_key_head_dim|linear_value_head_dim)", 16),
+    (r"(mamba_n_heads|mamba_num_heads)", 8),
+    (r"(mamba_d_head|mamba_head_dim)", 16),
+    (r"(mamba_d_ssm)", 128),
+    (r"(mamba_d_state|ssm_state_size|state_size)", 8),
+    (r"(mamba_n_groups|n_groups|mamba_ngroups)", 1),
+    (r"(time_step_rank|mamba_dt_rank)", 4),
+    (r"(image_size)", 32),
+    (r"(patch_size)", 8),
+]
+# What follows from the number of layers; without it a configuration makes its own.
+DERIVED = ("layer_types", "layers_block_type", "mlp_layer_types", "attention_types", "no_rope_layers", "layers_types")
+DERIVED += ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "kv_share_map")
+# What does not come out by itself.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 64},
+    "reformer": {"attn_layers": ["local", "lsh"] * 2, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32]},
+    "xlnet": {"d_head": 16},
+    "ctrl": {"n_positions": 128},
+}
+SPECIAL_FLOATS = {"initializer_range": 0.2, "init_std": 0.2, "initializer_factor": 1.0}
+NO_TOKENS = ("bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "mask_token_id")
+
+
+def tiny(value: Any, model_type: str = "") -> dict[str, Any]:
+    """The arguments of a small configuration, from those of the usual one."""
+    arguments: dict[str, Any] = {}
+    for name, usual in vars(value).items():
+        if name in DERIVED or name.startswith("_"):
+            continue
+        if isinstance(usual, transformers.PreTrainedConfig):
+            arguments[name] = tiny(usual)
+            continue
+        if isinstance(usual, int) and not isinstance(usual, bool):
+            for pattern, size in SIZES:
+                if re.fullmatch(pattern, name):
+                    arguments[name] = min(size, usual) if usual > 0 else usual
+                    break
+        if name in SPECIAL_FLOATS and isinstance(usual, float):
+            arguments[name] = SPECIAL_FLOATS[name]
+        if name in NO_TOKENS and isinstance(usual, int):
+            arguments[name] = 1
+        if name == "pad_token_id" and isinstance(usual, int):
+            arguments[name] = 0
+    return arguments | SPECIAL.get(model_type, {})
+
+
+def make(model_type: str) -> torch.nn.Module:
+    """A tiny model with random weights, the same each time."""
+    torch.manual_seed(0)
+    kind = transformers.CONFIG_MAPPING[model_type]
+    config = kind(**tiny(kind(), model_type))
+    # The class that AutoModelForCausalLM takes.
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    model = (classes[0] if isinstance(classes, tuple) else classes)(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # What begins as 0 or 1 would hide what it does.
+            if parameter.is_floating_point() and parameter.numel() > 1 and parameter.std() < 0.01:
+                parameter.add_(torch.empty_like(parameter).normal_(0, 0.1, generator=generator))
+    return model
+
+
+def quantise(model: torch.nn.Module) -> int:
+    """All linear layers that lowbit takes, to 4 bits in groups of 16; how many."""
+
+    def chosen(module, name):
+        return type(module) is torch.nn.Linear and module.in_features >= 16
+
+    lowbit.quantize_(model, lowbit.LinearConfig(4, 16), chosen)
+    return sum(isinstance(module, lowbit.nn.Linear) for module in model.modules())
+
+
+@dataclass
+class Outcome:
+    """What became of one model in floats or at 4 bits."""
+
+    state: str  # "right", "refused", "not tried", or "WRONG"
+    reason: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+    export: str = ""  # "yes", or the reason
+
+
+def text(vocabulary: int) -> torch.Tensor:
+    return torch.tensor([[(11 + 29 * i + i * i) % (vocabulary - 8) + 4 for i in range(TEXT)]])
+
+
+def one_line(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().split("\n") if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+@torch.inference_mode()
+def attempt(model: torch.nn.Module, kind: str, export: bool = True) -> Outcome:
+    """Decodes with a model, and compares with its own forward over the whole text."""
+    try:
+        tokens = text(model.config.get_text_config().vocab_size)
+        own = model(input_ids=tokens, use_cache=False).logits.float()
+    except Exception as error:
+        return Outcome("not tried", f"transformers' own forward raises {one_line(error)}")
+    if not own.isfinite().all() or own.std() < 1e-6:
+        return Outcome("not tried", "the logits of its random weights are not finite, or all the same")
+    attention = model.config._attn_implementation
+    try:
+        decoder = lowbit.llm.Decoder(model, MAX_LENGTH)
+    except ValueError as error:
+        again = model(input_ids=tokens, use_cache=False).logits.float()
+        if not torch.equal(again, own) or model.config._attn_implementation != attention:
+            return Outcome("WRONG", "changed by a decoder that refused it")
+        return Outcome("refused", str(error))
+    close, scale = CLOSE[kind], own.std()
+
+    def off(logits: torch.Tensor, position: int) -> float:
+        return float((logits[0].float() - own[0, position]).square().mean().sqrt() / scale)
+
+    start = lambda at: torch.tensor([at])
+    figures = {"whole": off(decoder(tokens, start(0)), TEXT - 1)}
+    figures["one by one"] = max(off(decoder(tokens[:, i : i + 1], start(i)), i) for i in range(TEXT))
+    decoder(tokens[:, :7], start(0))
+    decoder(tokens[:, 7:12], start(7))
+    figures["pieces"] = off(decoder(tokens[:, 12:], start(12)), TEXT - 1)
+    figures |= {f"proof, {name}": value for name, value in decoder.measured.items()}
+    made = lowbit.llm.generate(decoder, tokens[0].tolist(), NEW, max_length=MAX_LENGTH).tokens
+    outcome = Outcome("right", figures=figures)
+    if export:
+        try:
+            outcome.export = exported(decoder, tokens, close * float(scale))
+        except Exception as error:
+            outcome.export = one_line(error)
+    decoder.release()
+    if not torch.equal(model(input_ids=tokens, use_cache=False).logits.float(), own):
+        return Outcome("WRONG", "changed by a decoder that was released", figures)
+    whole = torch.tensor([tokens[0].tolist() + made])
+    then = model(input_ids=whole, use_cache=False).logits.float()[0, TEXT - 1 : -1]
+    # Each token is the likeliest in the model's own forward, or a tie with it within rounding.
+    figures["tokens"] = max(float((then[i].max() - then[i][token]) / scale) for i, token in enumerate(made))
+    for name, value in figures.items():
+        if not name.startswith("proof") and not value <= close:
+            return Outcome("WRONG", f"{name}: {value:.3g} standard deviations from transformers' own forward", figures)
+    return outcome
+
+
+def exported(decoder: lowbit.llm.Decoder, tokens: torch.Tensor, close: float) -> str:
+    """torch.export with any number of tokens, as for .pte and .pt2: their compilers would take half a minute each."""
+    sizes = ({1: torch.export.Dim("s", min=1, max=32)}, None)
+    with torch.no_grad():
+        program = torch.export.export(decoder, (tokens[:, :3], torch.tensor([0])), dynamic_shapes=sizes).module()
+        program(tokens[:, :9], torch.tensor([0]))
+        logits = program(tokens[:, 9:], torch.tensor([9]))
+    difference = (logits - decoder(tokens, torch.tensor([0]))).float().square().mean().sqrt()
+    return "yes" if difference <= close else f"its logits are {difference:.3g} off"
+
+
+def try_model(model_type: str, kinds: Iterable[str] = CLOSE, export: bool = True) -> dict[str, Outcome]:
+    """What becomes of a model in floats and at 4 bits."""
+    try:
+        model = make(model_type)
+    except Exception as error:
+        return {kind: Outcome("not tried", f"no tiny configuration: {one_line(error)}") for kind in kinds}
+    outcomes = {}
+    for kind in kinds:
+        this = copy.deepcopy(model)
+        if kind != "float":
+            try:
+                if not quantise(this):
+                    outcomes[kind] = Outcome("not tried", "it has no torch.nn.Linear to quantise")
+                    continue
+            except Exception as error:
+                outcomes[kind] = Outcome("not tried", f"quantize_ raises {one_line(error)}")
+                continue
+        outcomes[kind] = attempt(this, kind, export)
+    return outcomes
+
+
+def _child(model_type: str, export: bool, path: Path) -> None:
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        outcomes = try_model(model_type, export=export)
+    said = {"versions": versions(), "class": class_name(model_type)}
+    said |= {"outcomes": {kind: asdict(outcome) for kind, outcome in outcomes.items()}}
+    path.with_suffix(".part").write_text(json.dumps(said))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def class_name(model_type: str) -> str:
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return name if isinstance(name, str) else name[0]
+
+
+def versions() -> list[str]:
+    return [transformers.__version__, torch.__version__.split("+")[0]]
+
+
+def run_all(names: list[str], cache: Path, jobs: int, seconds: float, export: bool) -> dict[str, dict]:
+    """Each model in a process of its own, forked from this one, with a limit of time."""
+    cache.mkdir(parents=True, exist_ok=True)
+    results, waiting, running = {}, [], {}
+    for name in names:
+        path = cache / f"{name}.json"
+        said = json.loads(path.read_text()) if path.exists() else None
+        if said and said["versions"] == versions():
+            results[name] = said
+        else:
+            waiting.append(name)
+    context = multiprocessing.get_context("fork")
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            process = context.Process(target=_child, args=(name, export, cache / f"{name}.json"))
+            process.start()
+            running[name] = process, time.monotonic()
+        time.sleep(0.05)
+        for name, (process, began) in list(running.items()):
+            if process.is_alive() and time.monotonic() - began < seconds:
+                continue
+            reason = f"more than {seconds:.0f} s" if process.is_alive() else f"its process ended with {process.exitcode}"
+            if process.is_alive():
+                process.kill()
+            process.join()
+            del running[name]
+            path = cache / f"{name}.json"
+            if process.exitcode == 0 and path.exists():
+                results[name] = json.loads(path.read_text())
+            else:
+                lost = {kind: asdict(Outcome("not tried", reason)) for kind in CLOSE}
+                results[name] = {"versions": versions(), "class": class_name(name), "outcomes": lost}
+            states = [outcome["state"] for outcome in results[name]["outcomes"].values()]
+            print(f"{name}: {', '.join(states)} ({time.monotonic() - began:.0f} s)", flush=True)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path, help="a Markdown file")
+    parser.add_argument("--cache", type=Path, default=Path("build/models"), help="results of an earlier run count")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=300, help="the most for one model")
+    parser.add_argument("--no-export", action="store_true")
+    parser.add_argument("names", nargs="*", help="model types; all of them by default")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    names = options.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    results = run_all(names, options.cache, options.jobs, options.seconds, not options.no_export)
+    wrong = 0
+    for name in names:
+        for kind, outcome in results[name]["outcomes"].items():
+            if options.names or outcome["state"] == "WRONG":
+                print(name, kind, outcome["state"], outcome["reason"], outcome["export"], outcome["figures"])
+            wrong += outcome["state"] == "WRONG"
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

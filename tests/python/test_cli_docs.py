@@ -1,0 +1,32 @@
+"""docs/cli.md beside the program: commands, options, defaults."""
+
+import re
+
+import pytest
+import typer.main
+
+from command_line import ROOT, section
+from lowbit.cli.app import app
+
+
+def test_docs_have_every_command():
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", text, re.M) == list(typer.main.get_command(app).commands)
+
+
+@pytest.mark.parametrize("command", sorted(typer.main.get_command(app).commands))
+def test_docs_have_every_option_and_default(command):
+    documented = {
+        option: default.strip()
+        for option, default in re.findall(r"^\| `(--[a-z-]+)` \|(.*?)\|", section(command), re.M)
+    }
+    options = {}
+    for parameter in typer.main.get_command(app).commands[command].params:
+        if parameter.param_type_name == "option" and parameter.name not in ("as_json", "help"):
+            default = parameter.default
+            if isinstance(default, tuple | list):
+                default = ", ".join(each.value for each in default)
+            shown = "" if default is None else "off" if default is False else str(default)
+            options[parameter.opts[0]] = "required" if parameter.required else shown
+    assert documented == options
+    assert f"\n    lowbit {command} " in section(command) or command == "info"

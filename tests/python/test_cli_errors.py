@@ -1,0 +1,240 @@
+"""What a user can put right is one line and exit code 1; a wrong option is exit code 2; a bug keeps its traceback."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+import lowbit
+from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, error, invoke
+
+
+READING = {
+    "quantize": lambda model, out: ("quantize", model, out / "new"),
+    "generate": lambda model, out: ("generate", model, "--prompt", PROMPT),
+    "eval": lambda model, out: ("eval", model, "--text", TINY / "heldout.txt"),
+    "export": lambda model, out: ("export", model, "--to", "pte", "--output", out / "new.pte"),
+    "inspect": lambda model, out: ("inspect", model),
+    "tune": lambda model, out: ("tune", model),
+}
+
+
+@pytest.mark.parametrize("command", READING)
+def test_errors_of_files(command, tmp_path):
+    (tmp_path / "out").mkdir()
+
+    def fails(model) -> str:
+        message = error(invoke(*READING[command](model, tmp_path / "out")))
+        assert list((tmp_path / "out").iterdir()) == []
+        return message
+
+    missing = tmp_path / "missing"
+    assert str(missing) in fails(missing) and "expected" in fails(missing)
+    weights = (FLOAT / "model.safetensors").read_bytes()
+    for cut in (len(weights) - 1, 100, 0):
+        model = broken(tmp_path, model__safetensors=weights[:cut])
+        assert f"{model / 'model.safetensors'} is not a whole safetensors file" in fails(model)
+        shutil.rmtree(model)
+    model = broken(tmp_path, model__safetensors=None)
+    assert f"{model} has neither model.safetensors nor model.safetensors.index.json" in fails(model)
+    if command == "inspect":
+        return  # it reads no more than that
+    for content, said in (
+        (None, "has no config.json"),
+        ("{", "config.json is not"),
+        ("[]", "config.json"),
+        (config(model_type="unheard_of", architectures=["UnheardOf"]), "'unheard_of'"),
+        (config(quantization_config={"quant_method": "gptq"}), "'gptq'"),
+    ):
+        shutil.rmtree(model)
+        model = broken(tmp_path, config__json=content)
+        assert said in fails(model)
+
+
+@pytest.mark.parametrize("command", ["quantize", "generate", "tune"])
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"num_hidden_layers": "five"}, "'num_hidden_layers' expected int, got str"),
+        ({"num_hidden_layers": 9000}, "describes a model of more than 1940 modules"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers 1000000000000; expected at most 10000"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"intermediate_size": -4}, "negative dimension -4"),
+        ({"hidden_size": 10**12}, "expected [2048, 1000000000000], as config.json says"),
+        ({"vocab_size": 10**30}, "config.json describes a model of type 'llama'"),
+        ({"tie_word_embeddings": False}, "lacks 1 of the 48 tensors of LlamaForCausalLM: lm_head.weight"),
+        ({"architectures": 3, "hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"dtype": "float99"}, "has no attribute 'float99'"),
+    ],
+)
+def test_errors_of_configs(command, changes, said, tmp_path):
+    model = broken(tmp_path, config__json=config(**changes))
+    (tmp_path / "out").mkdir()
+    message = error(invoke(*READING[command](model, tmp_path / "out")))
+    assert said in message and str(model) in message
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_errors_of_json(name, tmp_path):
+    weights = {"model.safetensors": None} if "index" in name else {}
+    for content, said in (
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "has 'c' twice"),
+        (b'{"a": "\xff"}', "utf-8"),
+        (b" " * ((64 << 20) + 1), "67108865 bytes; expected at most 67108864"),
+        (b"[1]", "holds a list; expected an object"),
+    ):
+        changes = {name: content} | weights
+        model = broken(tmp_path, **{each.replace(".", "__"): value for each, value in changes.items()})
+        message = error(invoke("generate", model, "--prompt", PROMPT))
+        assert message.startswith(str(model / name)) and said in message
+        shutil.rmtree(model)
+
+
+def test_errors_of_what_belongs_to_another_model(tmp_path):
+    tokenizer = json.loads((FLOAT / "tokenizer.json").read_text())
+    other = {"id": 2048, "content": "<other>", "special": False}
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | other)
+    model = broken(tmp_path, tokenizer__json=json.dumps(tokenizer))
+    message = error(invoke("generate", model, "--prompt", "a <other> token"))
+    assert "2048" in message and str(model) in message and "another model" in message
+
+
+@pytest.mark.parametrize("temperature", ["1e-320", "1e-45", "1e308"])
+def test_every_temperature_draws(packed, temperature):
+    said = invoke("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 3, "--temperature", temperature)
+    assert said.exit_code == 0, said.exception
+
+
+def test_errors_of_packed_checkpoints(packed, tmp_path):
+    later = tmp_path / "later"
+    shutil.copytree(packed[0], later)
+    text = json.loads((later / "config.json").read_text())
+    text["quantization_config"]["format_version"] = 2
+    (later / "config.json").write_text(json.dumps(text))
+    message = error(invoke("generate", later, "--prompt", PROMPT))
+    assert "format_version 2; this lowbit reads version 1" in message and str(later / "config.json") in message
+    text["quantization_config"] |= {"format_version": 1, "something": "new"}
+    (later / "config.json").write_text(json.dumps(text))
+    assert "'something'" in error(invoke("eval", later, "--text", TINY / "heldout.txt"))
+    for arguments in (("generate", packed[0], "--prompt", "x"), ("eval", packed[0], "--text", TINY / "heldout.txt")):
+        assert f"{packed[0]} is packed already" in error(invoke(*arguments, "--bits", "4"))
+    altered = bytearray((packed[0] / "model.safetensors").read_bytes())
+    offset = int.from_bytes(altered[:8], "little") + 8
+    altered[offset + 5000] ^= 1
+    (later / "model.safetensors").write_bytes(altered)
+    shutil.copy(packed[0] / "config.json", later)
+    assert str(later / "model.safetensors") in error(invoke("generate", later, "--prompt", PROMPT))
+
+
+def test_errors_of_inputs(packed, tmp_path):
+    model = packed[0]
+    assert (
+        error(invoke("generate", model, "--prompt-file", tmp_path / "none"))
+        == f"{tmp_path / 'none'}: No such file or directory"
+    )
+    (tmp_path / "latin").write_bytes(b"abc\xe9 def")
+    for arguments in (("generate", model, "--prompt-file"), ("eval", model, "--text")):
+        assert f"{tmp_path / 'latin'} is not UTF-8 text" in error(invoke(*arguments, tmp_path / "latin"))
+    assert "has no chat template" in error(invoke("generate", model, "--prompt", "x", "--chat"))
+    assert "expected fewer than the decoder's max_length of 16" in error(
+        invoke("generate", model, "--prompt", "x " * 40, "--max-length", 16)
+    )
+    assert "max_length is 40; expected a positive multiple of 16" in error(
+        invoke("generate", model, "--prompt", "x", "--max-length", 40)
+    )
+    assert "group_size is 33" in error(invoke("generate", FLOAT, "--prompt", "x", "--bits", 4, "--group-size", 33))
+    assert "stride is 512" in error(invoke("eval", model, "--text", TINY / "heldout.txt", "--stride", 512))
+    without = broken(tmp_path, tokenizer__json=None, tokenizer_config__json=None)
+    assert f"{without} has no tokenizer.json" in error(invoke("generate", without, "--prompt", "x"))
+    (without / "tokenizer.json").write_text("{}")
+    assert f"the tokenizer in {without} does not load" in error(invoke("generate", without, "--prompt", "x"))
+    assert "expected a name that ends in .pte" in error(
+        invoke("export", model, "--to", "pte", "--output", tmp_path / "m.pt2")
+    )
+    assert "is not a directory" in error(invoke("export", model, "--to", "pte", "--output", tmp_path / "no" / "m.pte"))
+    assert "llama-3.2-1b, " in error(invoke("tune", "llama-3.2-2b"))
+
+
+def test_errors_with_json(tmp_path):
+    result = invoke("generate", tmp_path / "none", "--prompt", "x", "--json")
+    said = document(result)["error"]
+    assert (result.exit_code, said["type"]) == (1, "NotADirectoryError")
+    assert result.stderr.splitlines()[-1] == f"lowbit: error: {said['message']}"
+
+
+def test_broken_pipe():
+    with subprocess.Popen([LOWBIT, "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_usage_errors():
+    for arguments, said in (
+        (("generate", FLOAT), "--prompt"),
+        (("generate", FLOAT, "--prompt", "a", "--prompt-file", "b"), "--prompt"),
+        (("generate", FLOAT, "--prompt", "a", "--bits", 9), "--bits"),
+        (("generate", FLOAT, "--prompt", "a", "--bits", 4, "--group-size", "many"), "--group-size"),
+        (("eval", FLOAT, "--text", TINY / "heldout.txt", "--bits", "8,x"), "--bits"),
+        (("quantize", FLOAT, "target", "--override", "lm_head"), "--override"),
+        (("quantize", FLOAT, "target", "--override", "lm_head=x"), "--override"),
+        (("export", FLOAT, "--to", "onnx", "--output", "m"), "--to"),
+        (("generate", FLOAT, "--prompt", "a", "--top-k", 0), "--top-k"),
+        (("generate", FLOAT, "--prompt", "a", "--top-p", 1.5), "--top-p"),
+        (("generate", FLOAT, "--prompt", "a", "--top-p", "nan"), "--top-p"),
+        (("generate", FLOAT, "--prompt", "a", "--temperature", -1), "--temperature"),
+        (("generate", FLOAT, "--prompt", "a", "--temperature", "inf"), "--temperature"),
+        (("generate", FLOAT, "--prompt", "a", "--temperature", "nan"), "--temperature"),
+        (("tune", FLOAT, "--seconds", "nan"), "--seconds"),
+        (("frobnicate",), "frobnicate"),
+    ):
+        result = invoke(*arguments)
+        assert (result.exit_code, result.stdout) == (2, ""), arguments
+        assert said in result.stderr
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    def fails():
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(lowbit, "kernels", fails)
+    assert repr(invoke("info").exception) == "RuntimeError('a bug')"
+
+
+def test_bugs_keep_their_traceback_within_other_libraries(packed, monkeypatch):
+    from lowbit.hf import quantizer
+
+    def fails(*arguments):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(quantizer, "place_packed", fails)  # transformers calls what calls it
+    assert repr(invoke("generate", packed[0], "--prompt", PROMPT).exception) == "TypeError('a bug')"
+
+
+def test_a_model_that_does_not_run(packed, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    code: dict = {"__name__": "transformers.models.llama.modeling_llama"}
+    exec("def forward(*arguments): raise RuntimeError('sizes do not match')", code)
+    monkeypatch.setattr(LlamaMLP, "forward", code["forward"])
+    message = error(invoke("eval", packed[0], "--text", TINY / "heldout.txt"))
+    assert message == f"the model in {packed[0]} does not run: RuntimeError: sizes do not match"
+
+
+def test_debug_shows_where_an_error_comes_from(tmp_path):
+    result = invoke("--debug", "inspect", tmp_path)
+    assert isinstance(result.exception, FileNotFoundError)
+    assert isinstance(invoke("inspect", tmp_path).exception, SystemExit)
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "transformers", "safetensors"])
+def test_missing_packages(package, packed, run_python):
+    script = "import sys; sys.modules[sys.argv.pop(1)] = None; from lowbit.cli import main; main()"
+    result = run_python(script, package, "generate", packed[0], "--prompt", "x")
+    assert (result.returncode, result.stdout) == (1, "")
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("lowbit: error: ") and package in message and "pip install 'lowbit[llm]'" in message
+    assert "Traceback" not in result.stderr

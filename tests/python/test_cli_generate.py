@@ -1,0 +1,155 @@
+"""`lowbit generate`, beside the library."""
+
+import json
+import math
+import re
+import shutil
+
+
+import lowbit
+from command_line import FLOAT, PROMPT, document, documented_keys, error, invoke, run, text_of
+from lowbit import llm
+from lowbit.llm.loading import TextStream, load_model, load_tokenizer
+
+
+def test_generate_streams_text(packed, expected):
+    result = run("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 40)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == text_of(expected) + "\n"
+    # Nothing else: no other library's noise.
+    loading, figures = result.stderr.splitlines()
+    assert loading == f"loading {packed[0]} ..."
+    assert re.fullmatch(
+        rf"{expected.prompt_tokens} prompt tokens, prefill [\d.]+ tokens/s; {len(expected.tokens)} new tokens, "
+        r"decode [\d.]+ tokens/s, peak memory [\d.]+ MB", figures,
+    ), figures  # fmt: skip
+
+
+def test_generate_writes_each_token_before_the_next_is_computed(packed, expected, run_python):
+    script = """
+import os, sys
+from lowbit import llm
+from lowbit.cli import main
+os.dup2(1, 2)  # one pipe: what is written first comes first
+forward = llm.Decoder.forward
+def marked(*arguments):
+    os.write(2, b"\\x00")
+    return forward(*arguments)
+llm.Decoder.forward = marked
+sys.argv[0] = "lowbit"
+main()
+"""
+    result = run_python(script, "generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 40)
+    _, *pieces = result.stdout.split("\0")
+    tokenizer = load_tokenizer(FLOAT)
+    stream = TextStream(tokenizer, tokenizer(PROMPT)["input_ids"])
+    texts = [stream.push(token) for token in expected.tokens]
+    assert pieces[: len(texts) - 1] == texts[:-1]
+
+
+def test_generate_json_and_prompts(packed, expected, tmp_path):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    base = ("generate", packed[0], "--max-new-tokens", 40, "--json")
+    for prompt, stdin in (
+        (("--prompt", PROMPT), None), (("--prompt", "-"), PROMPT), (("--prompt-file", "-"), PROMPT),
+        (("--prompt-file", tmp_path / "prompt.txt"), None),
+    ):  # fmt: skip
+        said = document(invoke(*base, *prompt, stdin=stdin))
+        assert (said["tokens"], said["text"]) == (expected.tokens, text_of(expected))
+        assert said["stopped"] == expected.stopped
+        assert said["prompt_tokens"] == expected.prompt_tokens
+        assert math.isclose(said["prefill_tokens_per_second"], said["prompt_tokens"] / said["prefill_seconds"])
+        assert math.isclose(said["decode_tokens_per_second"], (len(said["tokens"]) - 1) / said["decode_seconds"])
+        assert said["peak_memory_bytes"] > sum(entry.bytes for entry in lowbit.inspect_checkpoint(packed[0]))
+        assert set(said) == documented_keys("generate")
+    one = document(invoke("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 1, "--threads", 2, "--json"))
+    assert (one["tokens"], one["decode_tokens_per_second"], one["threads"]) == (expected.tokens[:1], None, 2)
+
+
+def test_generate_quantises_on_the_fly(packed):
+    options = ("--prompt", PROMPT, "--max-new-tokens", 24, "--json")
+    said = document(invoke("generate", FLOAT, *options, "--bits", 3, "--group-size", "none", "--mapping", "affine"))
+    config = lowbit.LowBitConfig(bits=3, group_size=None, mapping="affine")
+    model = load_model(FLOAT, config)
+    assert {m.info.bits for m in model.modules() if isinstance(m, lowbit.nn.Linear)} == {3}
+    tokens = load_tokenizer(FLOAT)(PROMPT)["input_ids"]
+    assert said["tokens"] == llm.generate(llm.Decoder(model, 128), tokens, 24, max_length=128).tokens
+    plain = document(invoke("generate", FLOAT, *options))
+    assert plain["tokens"] == llm.generate(llm.Decoder(load_model(FLOAT), 128), tokens, 24, max_length=128).tokens
+
+
+def test_generate_draws(packed):
+    options = ("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 24, "--temperature", 1.5, "--json")
+    first, same, other, greedy = (
+        document(invoke(*options, *more))["tokens"]
+        for more in (("--seed", 1), ("--seed", 1), ("--seed", 2), ("--seed", 3, "--top-k", 1))
+    )
+    assert first == same != other
+    assert (
+        greedy
+        == document(invoke(*options, "--temperature", 0))["tokens"]
+        == document(invoke(*options, "--top-p", 0))["tokens"]
+    )
+
+
+def test_generate_runs_what_was_compiled(packed, expected, monkeypatch):
+    calls = []
+
+    def compile_decoder(decoder):
+        def step(tokens, start):
+            calls.append(tokens.shape[1])
+            return decoder(tokens, start)
+
+        return step
+
+    monkeypatch.setattr(llm, "compile_decoder", compile_decoder)
+    said = document(invoke("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 4, "--compile", "--json"))
+    assert said["tokens"] == expected.tokens[:4]
+    assert calls == [expected.prompt_tokens, 1, 1, 1]
+
+
+def test_no_compiler(packed, tmp_path):
+    from torch._inductor import config
+
+    for arguments in (
+        ("generate", packed[0], "--prompt", PROMPT, "--compile"), ("bench", packed[0]),
+        ("export", packed[0], "--to", "pt2", "--output", tmp_path / "m.pt2"),
+    ):  # fmt: skip
+        with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+            assert "Install g++ or clang" in error(invoke(*arguments))
+
+
+def test_generate_stops(packed, expected, tmp_path):
+    stop = expected.tokens[5]
+    shutil.copytree(packed[0], tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, 0]}))
+    said = document(invoke("generate", tmp_path / "model", "--prompt", PROMPT, "--json"))
+    assert said["tokens"] == expected.tokens[: expected.tokens.index(stop)]
+    assert said["stopped"] == "stop"
+    said = document(invoke("generate", packed[0], "--prompt", PROMPT, "--max-length", 16, "--json"))
+    assert len(said["tokens"]) == 16 - expected.prompt_tokens
+    assert said["stopped"] == "max_length"
+
+
+def test_generate_with_a_chat_template(packed, tmp_path):
+    shutil.copytree(packed[0], tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "user: {{ messages[0].content }}{% if add_generation_prompt %} bot:{% endif %}"
+    )
+    options = ("--max-new-tokens", 8, "--json")
+    chat = document(invoke("generate", tmp_path / "model", "--chat", "--prompt", "Hello", *options))
+    # As the template has it: without a further BOS.
+    tokens = load_tokenizer(FLOAT)("user: Hello bot:", add_special_tokens=False)["input_ids"]
+    assert chat["prompt_tokens"] == len(tokens)
+    assert chat["tokens"] == llm.generate(llm.Decoder(load_model(packed[0]), 128), tokens, 8, max_length=128).tokens
+
+
+def test_text_stream_keeps_characters_whole():
+    tokenizer = load_tokenizer(FLOAT)
+    text = "a é 世界 🙂 👩‍👩‍👧 ñ\n  z"
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    stream = TextStream(tokenizer, [])
+    pieces = [stream.push(token) for token in tokens]
+    assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True) == text
+    assert "" in pieces  # some character takes several tokens
+    assert not any("\ufffd" in piece for piece in pieces)

@@ -1,0 +1,202 @@
+"""`lowbit quantize`, beside the library."""
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import lowbit
+from command_line import FLOAT, LOWBIT, document, documented_keys, error, invoke
+
+
+def test_quantize_writes_what_the_library_writes(packed, tmp_path):
+    target, said = packed
+    override = {"*.0.*o_proj": {"bits": 8, "group_size": None, "mapping": "affine"}}
+    config = lowbit.LowBitConfig(bits=4, embedding_bits=6, overrides=override)
+    summary = lowbit.quantize_checkpoint(FLOAT, tmp_path / "other", config)
+    assert sorted(os.listdir(target)) == sorted(os.listdir(tmp_path / "other"))
+    for name in os.listdir(target):
+        assert (target / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), name
+    entries = [entry for entry in summary.entries if entry.kind == "packed"]
+    assert {entry.bits for entry in entries} == {4, 6, 8}
+    assert said["packed_layers"] == len(entries)
+    assert said["packed_bytes"] == sum(entry.bytes for entry in entries)
+    assert said["packed_weights"] == sum(math.prod(entry.shape) for entry in entries)
+    assert said["bits_per_weight"] == 8 * said["packed_bytes"] / said["packed_weights"]
+    assert said["bytes_before"] == summary.source_bytes
+    assert said["bytes_after"] == summary.target_bytes == said["packed_bytes"] + said["float_bytes"]
+    assert (said["source"], said["target"], said["left_float"]) == (str(FLOAT), str(target), {})
+    assert set(said) == documented_keys("quantize")
+
+
+def test_quantize_prints_a_summary_and_leaves_layers_float(tmp_path):
+    result = invoke(
+        "quantize", FLOAT, tmp_path / "out", "--bits", 2, "--scale", "absmax", "--override", "*.mlp.*=float"
+    )
+    assert result.exit_code == 0, result.stderr
+    entries = lowbit.inspect_checkpoint(tmp_path / "out")
+    assert all(
+        (entry.kind == "packed") == ("norm" not in entry.name and ".mlp." not in entry.name) for entry in entries
+    )
+    assert {entry.bits for entry in entries if entry.kind == "packed"} == {2}
+    layers = sum(entry.kind == "packed" for entry in entries)
+    assert re.search(rf"^{layers} packed layers .* 2\.\d\d bits per weight$", result.stdout, re.M)
+
+
+def test_quantize_warns_of_patterns_that_match_nothing(tmp_path):
+    result = invoke("quantize", FLOAT, tmp_path / "out", "--override", "lm_haed=8", "--override", "*.q_proj=8")
+    assert result.exit_code == 0
+    warning = "lowbit: warning: the pattern 'lm_haed' matches no linear layer or embedding of LlamaForCausalLM"
+    assert [line for line in result.stderr.splitlines() if not line.endswith(" ...")] == [warning]
+
+
+def test_quantize_shows_progress_on_a_terminal(tmp_path, monkeypatch):
+    import io
+
+    from rich.console import Console
+
+    from lowbit.cli import output
+
+    terminal = io.StringIO()
+    plain = output.console
+    monkeypatch.setattr(
+        output, "console",
+        lambda stderr: Console(file=terminal, force_terminal=True, width=200) if stderr else plain(stderr=False),
+    )  # fmt: skip
+    assert invoke("quantize", FLOAT, tmp_path / "out").exit_code == 0
+    total = sum(entry.bytes for entry in lowbit.inspect_checkpoint(FLOAT))
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert f"quantising {FLOAT}" in shown
+    assert re.search(rf"\b{total / 1e6:.1f}/{total / 1e6:.1f} MB", shown), shown[-500:]
+    assert any(entry.name in shown for entry in lowbit.inspect_checkpoint(tmp_path / "out"))
+
+
+def test_quantize_keeps_what_is_there(packed, tmp_path):
+    before = sorted(packed[0].iterdir())
+    assert f"{packed[0]} has {len(before)} files" in error(invoke("quantize", FLOAT, packed[0]))
+    assert sorted(packed[0].iterdir()) == before
+    assert "share one weight but have different configs" in error(
+        invoke("quantize", FLOAT, tmp_path / "new", "--override", "lm_head=8")
+    )
+    assert f"{packed[0]} is quantised already" in error(invoke("quantize", packed[0], tmp_path / "new"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_space(tmp_path):
+    # A limit on the size of files fails as a full disk does, in the middle of the file.
+    script = 'ulimit -f 256 && trap "" XFSZ && exec "$@"'
+    result = subprocess.run(
+        ["bash", "-c", script, "bash", LOWBIT, "quantize", FLOAT, tmp_path / "new"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    started, said = result.stderr.splitlines()
+    assert said.startswith("lowbit: error: ") and f"{tmp_path / 'new'}" in said and "nothing of it was kept" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_interrupted(number, code, tmp_path, run_python):
+    script = """
+import os, shutil, signal, sys
+import lowbit.checkpoint
+from lowbit.cli import main
+number, target = int(sys.argv.pop(1)), sys.argv[3]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup does with this one
+rmtree = shutil.rmtree
+def again(*arguments, **options):  # whoever is impatient sends a second one while the first one's work is removed
+    os.kill(os.getpid(), number)
+    rmtree(*arguments, **options)
+shutil.rmtree = again
+pack = lowbit.checkpoint._pack
+def interrupted(*arguments):
+    pack(*arguments)
+    assert any(name.endswith(".partial") for name in os.listdir(os.path.dirname(target)))
+    os.kill(os.getpid(), number)
+lowbit.checkpoint._pack = interrupted
+main()
+"""
+    result = run_python(script, int(number), "quantize", FLOAT, tmp_path / "new")
+    assert (result.returncode, result.stdout) == (code, "")
+    assert result.stderr.splitlines() == [f"quantising {FLOAT} ..."]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nohup(tmp_path, run_python):
+    # Whoever starts a command with nohup wants it to go on when the terminal is closed.
+    script = """
+import os, signal
+import lowbit.checkpoint
+from lowbit.cli import main
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+pack = lowbit.checkpoint._pack
+def closed(*arguments):
+    os.kill(os.getpid(), signal.SIGHUP)
+    pack(*arguments)
+lowbit.checkpoint._pack = closed
+main()
+"""
+    result = run_python(script, "quantize", FLOAT, tmp_path / "new", "--scale", "absmax")
+    assert result.returncode == 0, result.stderr
+    assert len(lowbit.inspect_checkpoint(tmp_path / "new")) == 47
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_the_last_override_that_matches_counts(tmp_path):
+    overrides = ("*.0.*=4", "*.0.*.q_proj=8", "*.0.*=2", "*.1.*=float", "*.1.*=5")
+    more = [part for override in overrides for part in ("--override", override)]
+    result = invoke("quantize", FLOAT, tmp_path / "new", "--scale", "absmax", "--bits", 3, *more)
+    assert result.exit_code == 0, result.stderr
+    packed = [entry for entry in lowbit.inspect_checkpoint(tmp_path / "new") if entry.kind == "packed"]
+    bits = {layer: {entry.bits for entry in packed if f".layers.{layer}." in entry.name} for layer in range(3)}
+    assert bits == {0: {2}, 1: {5}, 2: {3}}
+
+
+def gpt2(path):
+    """A checkpoint whose matrices are mostly in layers that lowbit does not pack."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2, tie_word_embeddings=True)
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+def test_quantize_says_what_stays_float(tmp_path):
+    source = gpt2(tmp_path / "gpt2")
+    result = invoke("quantize", source, tmp_path / "new", "--override", "transformer.wpe=float")
+    assert result.exit_code == 0, result.stderr
+    entries = lowbit.inspect_checkpoint(tmp_path / "new")
+    total = sum(entry.bytes for entry in entries)
+    floats = [entry for entry in entries if entry.kind != "packed" and len(entry.shape) == 2]
+    conv = [entry for entry in floats if ".h." in entry.name]
+    share = 100 * sum(entry.bytes for entry in conv) / total
+    assert len(conv) == 8
+    assert re.search(rf"^8 matrices \(.*\) stay float, {share:.1f} % of the bytes: .*Conv1D", result.stdout, re.M)
+    assert re.search(r"^transformer\.wpe\.weight stays float, [\d.]+ % of the bytes: ", result.stdout, re.M)
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: MOST OF THIS MODEL")]
+    left = sum(entry.bytes for entry in floats)
+    assert warnings == [
+        f"lowbit: warning: MOST OF THIS MODEL STAYS FLOAT: 9 matrices, {100 * left / total:.0f} % of the bytes in "
+        f"{tmp_path / 'new'}"
+    ]
+    said = document(invoke("quantize", source, tmp_path / "again", "--json"))
+    assert len(said["left_float"]) == 8 and all("Conv1D" in why for why in said["left_float"].values())
+    assert said["left_bytes"] == sum(entry.bytes for entry in conv)
+
+
+def test_a_float_model_that_is_quantised_to_run_says_what_stays_float(tmp_path):
+    source = gpt2(tmp_path / "gpt2")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FLOAT / name, source)
+    # The tokenizer is another model's: with more tokens than this one has.
+    result = invoke("generate", source, "--prompt", "Return", "--bits", 4)
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: ")]
+    assert len(warnings) == 1 and "Conv1D" in warnings[0] and "stay float" in warnings[0]

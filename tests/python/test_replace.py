@@ -1,0 +1,70 @@
+"""lowbit.files.replace: what a reader, a crash and another run find."""
+
+import os
+
+import pytest
+
+from lowbit.files.replace import PartialDirectory, replacing
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path, monkeypatch):
+    target = tmp_path / "model.pte"
+    target.write_text("old")
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append("replace"), replace(old, new)))
+    with replacing(target, ".pte") as written:
+        assert written.suffix == ".pte"
+        written.write_text("new")
+        assert target.read_text() == "old"
+        hidden = str(written)
+    assert target.read_text() == "new" and list(tmp_path.iterdir()) == [target]
+    assert events == [hidden, "replace", str(tmp_path)]  # its bytes before its name
+
+
+def test_a_failure_leaves_what_was_there(tmp_path):
+    target = tmp_path / "model.pte"
+    target.write_text("old")
+    with pytest.raises(KeyError), replacing(target, ".pte") as written:
+        written.write_text("half")
+        raise KeyError
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "link.pte").symlink_to("real.pte")
+    with replacing(tmp_path / "link.pte", ".pte") as written:
+        written.write_text("new")
+    assert (tmp_path / "link.pte").is_symlink() and (tmp_path / "real.pte").read_text() == "new"
+
+
+def test_places_that_are_refused(tmp_path):
+    (tmp_path / "directory.pte").mkdir()
+    for path, error, message in (
+        (tmp_path / "model.pt2", ValueError, "expected a name that ends in .pte"),
+        (tmp_path / "no" / "model.pte", NotADirectoryError, "make it first"),
+        (tmp_path / "directory.pte", IsADirectoryError, "expected the name of a file"),
+    ):
+        with pytest.raises(error, match=message), replacing(path, ".pte"):
+            raise AssertionError("it was not refused")
+
+
+def test_permissions_are_those_of_the_user(tmp_path, monkeypatch):
+    """A directory as mkdir makes it; and the umask, which all threads share, is never set to ask for it."""
+    before = os.umask(0o027)
+    try:
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
+        with PartialDirectory(tmp_path / "new") as partial:
+            partial.rehearse()
+            assert not (tmp_path / "new").exists()
+            partial.finish()
+        assert (tmp_path / "new").stat().st_mode & 0o777 == 0o750
+    finally:
+        monkeypatch.undo()
+        os.umask(before)

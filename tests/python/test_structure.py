@@ -1,0 +1,80 @@
+"""Which module of the package needs which: no circles, and transformers' internals in one folder only."""
+
+import ast
+from pathlib import Path
+
+import lowbit
+
+ROOT = Path(lowbit.__file__).parent
+MODULES = {
+    ".".join(("lowbit", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+}
+
+# They import transformers, but no submodule of it: its documented classes only.
+USERS_OF_TRANSFORMERS = {"lowbit.llm.loading", "lowbit.llm.shapes", "lowbit.llm.decoder", "lowbit.cli.commands"}
+
+
+class _WithoutTypeChecking(ast.NodeTransformer):
+    """Leaves out what never runs."""
+
+    def visit_If(self, node):
+        return None if getattr(node.test, "id", "") == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def imported(name: str, path: Path) -> set[str]:
+    """The absolute names of all that a module imports, also inside functions and by import_module("...")."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    tree = _WithoutTypeChecking().visit(ast.parse(path.read_text(encoding="utf-8")))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                known = inner in MODULES or not base.startswith("lowbit")
+                found.add(inner if known and node.module != "__future__" else base)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module":
+            found |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+    return found
+
+
+def test_the_walk_sees_every_kind_of_import(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text(
+        "from importlib import import_module\nimport transformers.utils\nfrom . import ops\nfrom .nn import Linear\n"
+        "def f():\n    from ..files.replace import sync\n    import_module('transformers.models')\n"
+        "if TYPE_CHECKING:\n    from .checkpoint import CheckpointEntry\n"
+    )
+    assert imported("lowbit.module", file) >= {"lowbit.ops", "lowbit.nn", "transformers.utils", "transformers.models"}
+    assert "lowbit.files.replace" in imported("lowbit.llm.module", file)
+    assert "lowbit.checkpoint" not in imported("lowbit.module", file)
+
+
+def test_no_circles():
+    # Without the package itself, which imports nearly all: `from . import ops` gives lowbit.ops.
+    graph = {name: (imported(name, path) & MODULES.keys()) - {"lowbit"} for name, path in MODULES.items()}
+    assert graph["lowbit.checkpoint"] >= {"lowbit.hf.names", "lowbit.files.replace"}
+    done: set[str] = set()
+
+    def visit(name: str, way: list[str]) -> None:
+        assert name not in way, " -> ".join([*way[way.index(name) :], name])
+        if name not in done:
+            for needed in sorted(graph[name]):
+                visit(needed, [*way, name])
+            done.add(name)
+
+    for name in sorted(graph.keys() - {"lowbit"}):
+        visit(name, [])
+
+
+def test_transformers_is_met_in_one_folder():
+    for name, path in MODULES.items():
+        used = {other for other in imported(name, path) if other.split(".")[0] == "transformers"}
+        if f"{name}.".startswith("lowbit.hf."):
+            continue
+        assert not used - {"transformers"}, f"{name} imports {used}: what is in submodules belongs to lowbit.hf"
+        assert not used or name in USERS_OF_TRANSFORMERS, f"{name} imports transformers"
