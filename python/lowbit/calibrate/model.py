@@ -19,7 +19,7 @@ from .gptq import Moments, gptq
 from .grid import Config, Quantised
 from .importance import search
 
-SWEEPS = 4  # of coordinate descent behind GPTQ
+SWEEPS = 0  # of coordinate descent behind GPTQ; docs/quality.md has what they do on text of another kind
 CORRECTION = 0.25  # of GPTAQ's term, as in the paper; more follows a short text too closely
 
 _KINDS = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
