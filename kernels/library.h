@@ -35,7 +35,8 @@ struct PackedFormat {
 };
 
 // Whether a library's rows are asked before or after those that are built in. Among libraries, the first loaded comes
-// first.
+// first. After, unless a library claims more: a row that is preferred gets every call that it fits, on every CPU that can
+// run it, and a scalar row fits all of them.
 enum class Preference : uint32_t { before_built_in, after_built_in };
 
 struct AbiSizes {
@@ -50,7 +51,7 @@ struct KernelLibrary {
                     sizeof(EmbeddingKernel), sizeof(QuantizeArgs), sizeof(PrepareArgs), sizeof(LinearArgs),
                     sizeof(EmbeddingArgs), sizeof(PackArgs), sizeof(UnpackArgs)};
   const char* vendor = nullptr;  // as lowbit.kernels() shows it
-  Preference preference = Preference::before_built_in;
+  Preference preference = Preference::after_built_in;
   Table<LinearKernel> linear = {};
   Table<EmbeddingKernel> embedding = {};
   Table<QuantizeKernel> quantize = {};

@@ -162,6 +162,7 @@ TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
                                            [](const Layout&, const PackArgs&, void*) -> const char* { return ""; }}};
   static KernelLibrary library;
   library.vendor = "test";
+  library.preference = Preference::before_built_in;
   library.linear = {kRows, 5};
   library.formats = {kFormats, 1};
   ASSERT_TRUE(add_kernels(library, "linked").ok());
@@ -192,6 +193,20 @@ TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
   calls_of_one_row = 0;
   ASSERT_TRUE(linear(x.view, weight.view, 16, out.view, {}).ok());
   EXPECT_EQ(calls_of_one_row, (kNeeded & ~active_isa()) == 0 ? 1 : 0);
+}
+
+// A library that says nothing of its place takes no call that a built-in row could have.
+TEST(B_Added, WithoutAPreferenceTheBuiltInRowsStay) {
+  static const LinearKernel kRows[] = {
+      {"test_modest", kPortable, Format::panel16, 3, 1, 16, [](const LinearArgs&) {}}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.linear = {kRows, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  for (const int64_t m : {1, 2, 100}) {
+    EXPECT_NE(&choose_linear_of(3, m, kPortable), &kRows[0]);
+    EXPECT_NE(&choose_linear_of(3, m, active_isa()), &kRows[0]);
+  }
 }
 
 TEST(B_Added, TheExampleGivesTheSameBits) {
@@ -329,6 +344,7 @@ TEST(D_Threads, ChooseWhileRowsAreAdded) {
         std::snprintf(names[i], sizeof names[i], "added_%d", i);
         rows_of[i] = {names[i], kPortable, Format::panel16, 2, 1, 16, [](const LinearArgs&) {}};
         libraries[i].vendor = "test";
+        libraries[i].preference = Preference::before_built_in;
         libraries[i].linear = {&rows_of[i], 1};
         if (!add_kernels(libraries[i], names[i]).ok()) ++wrong;
       }
@@ -349,7 +365,6 @@ TEST(D_Threads, RoomForSixtyFour) {
     std::snprintf(names[i], sizeof names[i], "more_%d", i);
     rows_of[i] = {names[i], kPortable, [](const QuantizeArgs&) {}};
     libraries[i].vendor = "test";
-    libraries[i].preference = Preference::after_built_in;
     libraries[i].quantize = {&rows_of[i], 1};
     const size_t before = rows();
     const Status status = add_kernels(libraries[i], names[i]);
