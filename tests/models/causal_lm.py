@@ -1,7 +1,7 @@
 """Tries lowbit's decoder on every causal language model of transformers, with a tiny random configuration of each.
 
-`make models` writes docs/models.md from it. A model is right, refused, or not tried; a fourth kind, a model that the decoder
-takes and that comes out otherwise than transformers' own forward has it, ends the program with an error.
+`make models` writes docs/models.md from it. A model is right, refused, or not tried; a fourth kind, a model that the
+decoder takes and that comes out otherwise than transformers' own forward has it, ends the program with an error.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ CLOSE = {"float": 1e-3, "4 bits": 0.1}
 # Sizes of tiny models, by the names that configurations have for them. The first pattern that matches counts.
 SIZES: list[tuple[str, Any]] = [
     (r"(vocab_size|n_vocab|n_words)", 128),
-    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|seq_length|max_sequence_length)", 128),
+    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|max_sequence_length)", 128),
     (r"(num_hidden_layers|num_layers|n_layer|n_layers|decoder_layers|encoder_layers|num_decoder_layers)", 4),
     (r"(hidden_size|d_model|n_embd|emb_dim|embed_dim|dim_model|embedding_size|attention_hidden_size)", 64),
     (r"(word_embed_proj_dim|lru_width)", 64),
-    (r"(intermediate_size|ffn_dim|decoder_ffn_dim|encoder_ffn_dim|n_inner|d_ff|dff|dim_ff|d_inner|feed_forward_size)", 128),
+    (r"(intermediate_size|ffn_dim|decoder_ffn_dim|encoder_ffn_dim|n_inner|d_ff|dff|dim_ff|d_inner)", 128),
     (r"(moe_|shared_expert_|ffn_|expert_|shared_)\w*(intermediate_size|hidden_size|ffn_dim)", 32),
     (r"(num_attention_heads|n_head|n_heads|num_heads|decoder_attention_heads|encoder_attention_heads)", 4),
     (r"(num_key_value_heads|num_kv_heads|n_kv_heads)", 2),
@@ -75,7 +75,8 @@ SIZES: list[tuple[str, Any]] = [
 DERIVED = ("layer_types", "layers_block_type", "mlp_layer_types", "attention_types", "no_rope_layers", "layers_types")
 DERIVED += ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "kv_share_map")
 # What does not come out by itself.
-_ALPHA = {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}}
+_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+_ALPHA = {"head_dim": 16, "rope_parameters": _ROPE}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2, "linear_head_dim": 16, "linear_num_heads": 4, "num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -316,7 +317,7 @@ def run_all(names: list[str], cache: Path, jobs: int, seconds: float, export: bo
         for name, (process, began) in list(running.items()):
             if process.is_alive() and time.monotonic() - began < seconds:
                 continue
-            reason = f"more than {seconds:.0f} s" if process.is_alive() else f"its process ended with {process.exitcode}"
+            reason = f"more than {seconds:.0f} s" if process.is_alive() else f"it ended with {process.exitcode}"
             if process.is_alive():
                 process.kill()
             process.join()
@@ -327,6 +328,7 @@ def run_all(names: list[str], cache: Path, jobs: int, seconds: float, export: bo
             else:
                 lost = {kind: asdict(Outcome("not tried", reason)) for kind in CLOSE}
                 results[name] = {"versions": versions(), "class": class_name(name), "outcomes": lost}
+                path.write_text(json.dumps(results[name]))
             states = [outcome["state"] for outcome in results[name]["outcomes"].values()]
             print(f"{name}: {', '.join(states)} ({time.monotonic() - began:.0f} s)", flush=True)
     return results
@@ -382,20 +384,20 @@ def document(results: dict[str, dict]) -> str:
     lines = [
         "# Which models lowbit decodes",
         "",
-        "Written by `make models`: every causal language model of transformers, tiny and with random weights. transformers "
-        f"{found[0]}, torch {found[1]}.",
+        "Written by `make models`: every causal language model of transformers, tiny and with random weights. "
+        f"transformers {found[0]}, torch {found[1]}.",
         "",
         f"Of {len(results)} model types {len(sorts['right'])} are right, {len(sorts['refused'])} are refused, and "
         f"{len(sorts['not tried'])} were not tried. A model that is refused by `lowbit.llm.Decoder`, and so by `lowbit "
         "generate`, `export` and `bench`, can be quantised all the same, and runs with transformers' `generate()`.",
         "",
-        f"**Right** means: the logits of a text of {TEXT} tokens, whole, token by token and in three pieces, and {NEW} tokens "
-        "that were generated behind it, are those of transformers' own forward over the whole text, in floats and with "
+        f"**Right** means: the logits of a text of {TEXT} tokens, whole, token by token and in three pieces, and {NEW} "
+        "tokens that were generated behind it, are those of transformers' own forward over the whole text, in floats and with "
         f"linear layers of 4 bits. The logits may differ by {CLOSE['float']:g} standard deviations in floats and by "
         f"{CLOSE['4 bits']:g} at 4 bits, where rounding makes more of itself; they differed by up to "
-        f"{rounding['float']:.1g} and {rounding['4 bits']:.2g}. After `release()` the model gives the same bits as before. "
-        "Exported means: `torch.export` of the decoder, for any number of tokens, at 4 bits, and the same logits from it. "
-        "What AOTInductor and ExecuTorch make of it was not tried here.",
+        f"{rounding['float']:.1g} and {rounding['4 bits']:.2g}. After `release()` the model gives the same bits as "
+        "before. Exported means: `torch.export` of the decoder, for any number of tokens, at 4 bits, and the same logits from "
+        "it. What AOTInductor and ExecuTorch make of it was not tried here.",
         "",
         "**Refused** means: the decoder said this, and left the model as it was, to the bit.",
         "",
@@ -413,9 +415,9 @@ def document(results: dict[str, dict]) -> str:
             for kind, outcome in outcomes.items():
                 if outcome["state"] != "right":
                     said.append(f"{kind}: {outcome['state']}: {cell(outcome['reason'])}")
-                elif outcome["export"] not in ("", "yes"):
-                    said.append(f"not exported: {cell(outcome['export'])}")
-            said = said or ["exported"]
+                elif kind != "float":
+                    export = outcome["export"] or "not tried"
+                    said.append("exported" if export == "yes" else f"not exported: {cell(export)}")
         else:
             said.append(cell(next(outcome["reason"] for outcome in outcomes.values() if outcome["state"] == state)))
         lines.append(f"| {name} | {results[name]['class']} | {state} | {'; '.join(said)} |")

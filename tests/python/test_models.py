@@ -76,7 +76,8 @@ def test_right_or_refused(name, kind):
     outcome = causal_lm.try_model(name, [kind], export=False)[kind]
     if MODELS[name] is None:
         assert outcome.state == "right", outcome
-        assert max(value for name, value in outcome.figures.items() if not name.startswith("proof")) <= causal_lm.CLOSE[kind]
+        figures = [value for name, value in outcome.figures.items() if not name.startswith("proof")]
+        assert len(figures) == 4 and max(figures) <= causal_lm.CLOSE[kind]
     else:
         assert outcome.state == "refused" and MODELS[name] in outcome.reason, outcome
         assert f"(model_type {name})" in outcome.reason and "use transformers' generate()" in outcome.reason
