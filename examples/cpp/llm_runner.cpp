@@ -40,7 +40,7 @@ std::vector<int64_t> constants(Module& module, const std::string& file, const st
   const auto names = module.method_names();
   check(names.error(), file + " does not load");
   if (names->count(name) == 0) {
-    throw std::runtime_error(file + " has no method '" + name + "'; expected what lowbit.llm.export_pte writes");
+    throw std::runtime_error(file + " has no method '" + name + "'; expected what lowbit.llm.export_decoder writes");
   }
   const auto values = module.execute(name, std::vector<EValue>());
   check(values.error(), "'" + name + "' of " + file + " failed");

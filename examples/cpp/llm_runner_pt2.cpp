@@ -18,7 +18,7 @@
 
 namespace {
 
-// What lowbit.llm.export_pt2 wrote beside the program.
+// What lowbit.llm.export_decoder wrote beside the program.
 class Metadata {
  public:
   Metadata(std::string file, std::unordered_map<std::string, std::string> values)
@@ -27,7 +27,7 @@ class Metadata {
   const std::string& text(const std::string& name) const {
     const auto at = values_.find("lowbit.llm." + name);
     if (at == values_.end()) {
-      throw std::runtime_error(file_ + " has no 'lowbit.llm." + name + "'; expected what lowbit.llm.export_pt2 writes");
+      throw std::runtime_error(file_ + " has no 'lowbit.llm." + name + "'; expected what lowbit.llm.export_decoder writes");
     }
     return at->second;
   }

@@ -15,7 +15,7 @@ cmake_prefix_path = _library.load()
 from . import nn  # noqa: E402  (needs the operators)
 from ._library import isa, kernels, load_kernels  # noqa: E402
 from .calibrate import calibrate  # noqa: E402  (now: a later import of the package would hide the function)
-from .export import export_pt2, export_pte  # noqa: E402
+from .exports.module import export_pt2, export_pte  # noqa: E402
 from .nn import use_huge_pages  # noqa: E402
 from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linears  # noqa: E402
 from .ops import pack, repack, unpack, verify  # noqa: E402

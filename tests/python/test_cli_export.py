@@ -28,7 +28,7 @@ def test_export_pte(packed, executorch, tmp_path):
     said = document(result)
     assert set(said) == documented_keys("export")
     assert said["bytes"] == (tmp_path / "m.pte").stat().st_size
-    step = llm.load_pte(tmp_path / "m.pte")
+    step = llm.load_decoder(tmp_path / "m.pte")
     assert (step.max_length, step.chunk) == (128, 128) == (said["max_length"], said["chunk"])
     check_likeliest(packed, step)
 
@@ -39,6 +39,6 @@ def test_export_pt2(packed, tmp_path):
     )
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{tmp_path / 'm.pt2'}: ")
-    step = llm.load_pt2(tmp_path / "m.pt2")
+    step = llm.load_decoder(tmp_path / "m.pt2")
     assert (step.max_length, step.chunk) == (128, 64)
     check_likeliest(packed, step)

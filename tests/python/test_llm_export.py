@@ -80,7 +80,7 @@ def exported(executorch, tokenizer, tmp_path_factory) -> dict[int, Exported]:
         files, directory = {}, tmp_path_factory.mktemp(f"tiny-{bits}")
         for kind in KINDS if bits == 4 else ["pte"]:
             files[kind] = directory / f"tiny.{kind}"
-            getattr(lowbit.llm, f"export_{kind}")(decoder, files[kind], chunk=CHUNK)
+            lowbit.llm.export_decoder(decoder, files[kind], chunk=CHUNK)
         result[bits] = Exported(decoder, prompts, expected, files)
     return result
 
@@ -89,7 +89,7 @@ FILES = [(bits, kind) for bits in BITS for kind in KINDS if bits == 4 or kind ==
 
 
 def load(exported: dict[int, Exported], bits: int, kind: str) -> lowbit.llm.ExportedDecoder:
-    return getattr(lowbit.llm, f"load_{kind}")(exported[bits].files[kind])
+    return lowbit.llm.load_decoder(exported[bits].files[kind])
 
 
 @pytest.fixture(params=[f"{kind} {cpu}" for kind in KINDS for cpu in CPUS])
@@ -285,26 +285,25 @@ def test_bad_calls(exported, kind):
 @native
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_files(exported, kind, tmp_path):
-    load_file = getattr(lowbit.llm, f"load_{kind}")
     with pytest.raises(FileNotFoundError, match="there is no file .*none"):
-        load_file(tmp_path / "none")
+        lowbit.llm.load_decoder(tmp_path / f"none.{kind}")
     other = tmp_path / f"other.{kind}"
     other.write_bytes(exported[4].files[kind].read_bytes()[:5000])
-    with pytest.raises(ValueError, match=f"other.{kind} does not load, or is not what lowbit.llm.export_{kind} writes"):
-        load_file(other)
+    with pytest.raises(ValueError, match=f"other.{kind} does not load, or is not what lowbit.llm.export_decoder writes"):
+        lowbit.llm.load_decoder(other)
     getattr(lowbit, f"export_{kind}")(torch.nn.ReLU(), (torch.zeros(2),), other)
-    with pytest.raises(ValueError, match=f"other.{kind} does not load, or is not what lowbit.llm.export_{kind} writes"):
-        load_file(other)
+    with pytest.raises(ValueError, match=f"other.{kind} does not load, or is not what lowbit.llm.export_decoder writes"):
+        lowbit.llm.load_decoder(other)
 
 
 @native
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_exports(exported, kind, tmp_path):
-    export = getattr(lowbit.llm, f"export_{kind}")
+    export = lowbit.llm.export_decoder
     for chunk in (0, MAX_LENGTH + 1):
         with pytest.raises(ValueError, match=f"chunk is {chunk}; expected 1 to the decoder's max_length of 256"):
             export(exported[4].decoder, tmp_path / f"m.{kind}", chunk=chunk)
-    with pytest.raises(ValueError, match=f"ends in .{kind}"):
+    with pytest.raises(ValueError, match="ends in .pte or .pt2"):
         export(exported[4].decoder, tmp_path / "m.bin")
     assert not list(tmp_path.iterdir())
 
@@ -315,8 +314,8 @@ def test_a_file_of_single_steps_and_stop_tokens(exported, executorch, runners, t
     prompt, expected = exported[4].prompts[0], exported[4].expected[0]
     stop = next(token for token in expected[4:] if expected.index(token) > 4)
     file = tmp_path / "single.pte"
-    lowbit.llm.export_pte(exported[4].decoder, file, chunk=1, stop=[2047, stop], xnnpack=False)
-    step = lowbit.llm.load_pte(file)
+    lowbit.llm.export_decoder(exported[4].decoder, file, chunk=1, stop=[2047, stop], xnnpack=False)
+    step = lowbit.llm.load_decoder(file)
     assert step.chunk == 1 and step.stop == (2047, stop)
     free = lowbit.llm.generate(step, prompt, NEW, max_length=step.max_length).tokens
     exported[4].check_likeliest(prompt, free)

@@ -48,7 +48,7 @@ def export(
     decoder = llm.Decoder(loaded, max_length)
     begin = time.perf_counter()
     with output.progress(f"exporting to {file}"):
-        (llm.export_pte if to == "pte" else llm.export_pt2)(decoder, file, chunk=min(chunk, max_length))
+        llm.export_decoder(decoder, file, chunk=min(chunk, max_length))
     document = {
         "model": str(model),
         "output": str(file),

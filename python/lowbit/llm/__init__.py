@@ -2,9 +2,18 @@
 
 from .compiled import Step, compile_decoder
 from .decoder import Decoder
-from .export import ExportedDecoder, export_pt2, export_pte, load_pt2, load_pte
 from .generation import Generation, generate, sample
 from .shapes import random_model, shape_config
+
+
+def __getattr__(name: str):
+    # Imported when first asked for: exports need the decoder, and so this package.
+    if name not in ("ExportedDecoder", "export_decoder", "load_decoder"):
+        raise AttributeError(f"module 'lowbit.llm' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module("lowbit.exports.decoder"), name)
+
 
 __all__ = [
     "Decoder",
@@ -12,11 +21,9 @@ __all__ = [
     "Generation",
     "Step",
     "compile_decoder",
-    "export_pt2",
-    "export_pte",
+    "export_decoder",
     "generate",
-    "load_pt2",
-    "load_pte",
+    "load_decoder",
     "random_model",
     "sample",
     "shape_config",

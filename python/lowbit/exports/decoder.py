@@ -1,8 +1,8 @@
-"""Decoders to files that run without Python, and back: ExecuTorch's .pte and AOTInductor's .pt2.
+"""Decoders to a .pte or a .pt2, and back.
 
 >>> import lowbit.llm
->>> lowbit.llm.export_pte(decoder, "model.pte")  # doctest: +SKIP
->>> step = lowbit.llm.load_pte("model.pte")  # doctest: +SKIP
+>>> lowbit.llm.export_decoder(decoder, "model.pte")  # doctest: +SKIP
+>>> step = lowbit.llm.load_decoder("model.pte")  # doctest: +SKIP
 >>> lowbit.llm.generate(step, prompt, 100, max_length=step.max_length, stop=step.stop)  # doctest: +SKIP
 """
 
@@ -12,14 +12,15 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..export import export_pt2 as _export_pt2
-from ..export import export_pte as _export_pte
-from .decoder import Decoder, check_call
-from .loading import stop_tokens
+from ..llm.decoder import Decoder, check_call
+from ..llm.loading import stop_tokens
+from .module import export_pt2, export_pte
 
 # Of a .pte, methods without arguments: names that ExecuTorch's own runners of language models read too.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
@@ -88,7 +89,7 @@ def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple]:
 
 
 @torch.no_grad()
-def export_pte(
+def export_decoder(
     decoder: Decoder,
     path: str | os.PathLike,
     *,
@@ -96,56 +97,50 @@ def export_pte(
     stop: Iterable[int] | None = None,
     xnnpack: bool = True,
 ) -> None:
-    """Writes a decoder as an ExecuTorch program: "forward" takes tokens [1, s], s from 1 to ``chunk``, and start [1].
+    """Writes a decoder to a file that runs without Python: a program that takes tokens [1, s], s from 1 to ``chunk``, and
+    start [1].
 
-    Its caches live in the loaded program and take no room in the file. Constant methods say what a runner must know,
-    under the names that ExecuTorch's own ``TextLLMRunner`` reads: it runs the file, and so do
-    ``examples/cpp/llm_runner`` and :func:`load_pte`.
+    The name says which. **.pte**, for ExecuTorch: the caches live in the loaded program and take no room in the file.
+    Constant methods say what a runner must know, under the names that ExecuTorch's own ``TextLLMRunner`` reads: it runs
+    the file, and so does ``examples/cpp/llm_runner``. **.pt2**, by AOTInductor, which needs a C++ compiler here: the
+    program also takes all caches, which it changes in place, so the file has none. Its metadata says what a runner must
+    know; ``examples/cpp/llm_runner_pt2`` reads it. :func:`load_decoder` runs both.
 
     Args:
         decoder: quantised, in eval mode.
-        path: a name that ends in .pte; replaced in one step, and untouched when the export fails.
-        chunk: the most tokens of one call. Longer prompts come in pieces; the program reserves memory for a piece.
+        path: a name that ends in .pte or .pt2; replaced in one step, and untouched when the export fails.
+        chunk: the most tokens of one call. Longer prompts come in pieces; a .pte reserves memory for a piece.
         stop: tokens that end a text; None: those that the model's configuration names.
-        xnnpack: leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own kernels.
+        xnnpack: in a .pte leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own
+            kernels.
 
     Raises:
-        ImportError: executorch is not installed.
-        ValueError, OSError: chunk is not from 1 to max_length, path does not end in .pte, or cannot be written.
-        Exception: whatever torch.export and ExecuTorch raise on models they cannot export.
+        ImportError: executorch is not installed, for a .pte.
+        ValueError, OSError: chunk is not from 1 to max_length, path has another ending, or cannot be written.
+        Exception: whatever torch.export, ExecuTorch and AOTInductor raise on models they cannot export.
     """
+    suffix = Path(path).suffix
+    if suffix not in _LOADERS:
+        raise ValueError(f"path is {str(path)!r}; expected a name that ends in .pte or .pt2")
     about = _describe(decoder, chunk, stop)
+    if suffix == ".pte":
+        _export_pte(decoder, path, about, xnnpack)
+    else:
+        _export_pt2(decoder, path, about)
+
+
+def _export_pte(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], xnnpack: bool) -> None:
     config = decoder.model.config.get_text_config()
     constants = {method: about[name] for name, method in _PTE_NUMBERS.items()}
     constants |= {_PTE_STOP: about["stop"], "get_n_layers": decoder.layers, "use_kv_cache": True}
-    constants |= {"use_sdpa_with_kv_cache": False, "enable_dynamic_shape": chunk > 1}
+    constants |= {"use_sdpa_with_kv_cache": False, "enable_dynamic_shape": about["chunk"] > 1}
     if isinstance(config.bos_token_id, int):
         constants["get_bos_id"] = config.bos_token_id
-    inputs, sizes = _example(chunk)
-    _export_pte(decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants)
+    inputs, sizes = _example(about["chunk"])
+    export_pte(decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants)
 
 
-@torch.no_grad()
-def export_pt2(
-    decoder: Decoder, path: str | os.PathLike, *, chunk: int = 128, stop: Iterable[int] | None = None
-) -> None:
-    """Compiles a decoder ahead of time with AOTInductor; needs a C++ compiler here.
-
-    The program takes tokens [1, s], s from 1 to ``chunk``, start [1], and all caches, which it changes in place. So the
-    file has no caches in it. Its metadata says what a runner must know; :func:`load_pt2` and
-    ``examples/cpp/llm_runner_pt2`` read it.
-
-    Args:
-        decoder: quantised, in eval mode.
-        path: a name that ends in .pt2; replaced in one step, and untouched when the export fails.
-        chunk: the most tokens of one call. Longer prompts come in pieces.
-        stop: tokens that end a text; None: those that the model's configuration names.
-
-    Raises:
-        ValueError, OSError: chunk is not from 1 to max_length, path does not end in .pt2, or cannot be written.
-        Exception: whatever torch.export and AOTInductor raise on models they cannot compile.
-    """
-    about = _describe(decoder, chunk, stop)
+def _export_pt2(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any]) -> None:
     caches = {name: cache for name, cache in decoder.named_buffers() if "_cache_" in name and "." not in name}
     shapes = {tuple(cache.shape) for cache in caches.values()}
     if len(shapes) != 1:
@@ -153,8 +148,8 @@ def export_pt2(
     dtypes = {cache.dtype for cache in caches.values()}
     about |= {"caches": len(caches), "cache_shape": list(*shapes), "cache_dtype": str(*dtypes).removeprefix("torch.")}
     metadata = {_PT2 + name: str(value).strip("[]").replace(" ", "") for name, value in about.items()}
-    inputs, sizes = _example(chunk)
-    _export_pt2(
+    inputs, sizes = _example(about["chunk"])
+    export_pt2(
         _CachesAsInputs(decoder, list(caches)).eval(),
         (*inputs, [torch.zeros_like(cache) for cache in caches.values()]),
         path,
@@ -163,57 +158,56 @@ def export_pt2(
     )
 
 
-def _exists(path: str | os.PathLike) -> str:
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"there is no file {os.fspath(path)}")
-    return os.fspath(path)
-
-
 def _check(numbers: dict[str, int]) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"its {name} is {value!r}; expected a positive number")
 
 
-def load_pte(path: str | os.PathLike) -> ExportedDecoder:
-    """Loads what :func:`export_pte` wrote, into ExecuTorch's runtime in this process.
-
-    Raises:
-        ImportError: executorch is not installed, or lowbit was built without it.
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no program of a decoder.
-    """
-    path = _exists(path)
-    import_module("lowbit.executorch").register()
-    try:
-        program = import_module("executorch.runtime").Runtime.get().load_program(path)
-        numbers = {name: program.load_method(method).execute(())[0] for name, method in _PTE_NUMBERS.items()}
-        _check(numbers)
-        stop = tuple(program.load_method(_PTE_STOP).execute(()))
-        forward = program.load_method("forward")
-    except Exception as error:
-        raise ValueError(f"{path} does not load, or is not what lowbit.llm.export_pte writes: {error}") from error
+def _load_pte(path: str) -> ExportedDecoder:
+    program = import_module("executorch.runtime").Runtime.get().load_program(path)
+    numbers = {name: program.load_method(method).execute(())[0] for name, method in _PTE_NUMBERS.items()}
+    _check(numbers)
+    stop = tuple(program.load_method(_PTE_STOP).execute(()))
+    forward = program.load_method("forward")
     return ExportedDecoder(**numbers, stop=stop, _run=lambda tokens, start: forward.execute((tokens, start))[0])
 
 
-def load_pt2(path: str | os.PathLike) -> ExportedDecoder:
-    """Loads what :func:`export_pt2` wrote. It holds machine code: load only files that you trust as much as a program.
+def _load_pt2(path: str) -> ExportedDecoder:
+    package = import_module("torch._inductor").aoti_load_package(path)
+    metadata = package.loader.get_metadata()
+    about = {name.removeprefix(_PT2): value for name, value in metadata.items() if name.startswith(_PT2)}
+    numbers = {name: int(about[name]) for name in _PTE_NUMBERS}
+    _check(numbers)
+    stop = tuple(int(token) for token in about["stop"].split(",") if token)
+    shape = [int(size) for size in about["cache_shape"].split(",")]
+    dtype = getattr(torch, about["cache_dtype"])
+    caches = [torch.zeros(shape, dtype=dtype) for _ in range(int(about["caches"]))]
+    return ExportedDecoder(**numbers, stop=stop, _run=lambda tokens, start: package(tokens, start, caches))
+
+
+_LOADERS: dict[str, Callable[[str], ExportedDecoder]] = {".pte": _load_pte, ".pt2": _load_pt2}
+
+
+def load_decoder(path: str | os.PathLike) -> ExportedDecoder:
+    """Loads what :func:`export_decoder` wrote: a .pte into ExecuTorch's runtime in this process, a .pt2 into torch.
+
+    A .pt2 holds machine code: load only files that you trust as much as a program.
 
     Raises:
+        ImportError: for a .pte: executorch is not installed, or lowbit was built without it.
         FileNotFoundError: there is no such file.
-        ValueError: the file is no package of a decoder.
+        ValueError: the file is no program of a decoder, or has another ending.
     """
-    path = _exists(path)
+    path = os.fspath(path)
+    load = _LOADERS.get(Path(path).suffix)
+    if load is None:
+        raise ValueError(f"path is {path!r}; expected a name that ends in .pte or .pt2")
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no file {path}")
+    if load is _load_pte:
+        import_module("lowbit.executorch").register()
     try:
-        package = import_module("torch._inductor").aoti_load_package(path)
-        metadata = package.loader.get_metadata()
-        about = {name.removeprefix(_PT2): value for name, value in metadata.items() if name.startswith(_PT2)}
-        numbers = {name: int(about[name]) for name in _PTE_NUMBERS}
-        _check(numbers)
-        stop = tuple(int(token) for token in about["stop"].split(",") if token)
-        shape = [int(size) for size in about["cache_shape"].split(",")]
-        dtype = getattr(torch, about["cache_dtype"])
-        caches = [torch.zeros(shape, dtype=dtype) for _ in range(int(about["caches"]))]
+        return load(path)
     except Exception as error:
-        raise ValueError(f"{path} does not load, or is not what lowbit.llm.export_pt2 writes: {error}") from error
-    return ExportedDecoder(**numbers, stop=stop, _run=lambda tokens, start: package(tokens, start, caches))
+        raise ValueError(f"{path} does not load, or is not what lowbit.llm.export_decoder writes: {error}") from error

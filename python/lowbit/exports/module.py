@@ -1,28 +1,14 @@
-"""Models to files that run without Python: ExecuTorch's .pte and AOTInductor's .pt2."""
+"""Any module to a .pte or a .pt2."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
-
-@contextmanager
-def _replacing(path: str | os.PathLike, suffix: str) -> Iterator[Path]:
-    """A path to write to, beside `path`; it becomes `path` when all went well. So no reader sees half a file."""
-    target = Path(path)
-    if target.suffix != suffix:
-        raise ValueError(f"path is {str(path)!r}; expected a name that ends in {suffix}")
-    with tempfile.TemporaryDirectory(prefix=f".{target.stem}-", dir=target.parent) as directory:
-        written = Path(directory) / target.name
-        yield written
-        os.replace(written, target)
+from ..files.replace import replacing
 
 
 def export_pte(
@@ -64,7 +50,7 @@ def export_pte(
         raise ImportError(
             f"executorch is not installed, or does not load: {error}. Install it with `pip install executorch==1.5.1`."
         ) from error
-    with _replacing(path, ".pte") as written:
+    with replacing(path, ".pte") as written:
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
         edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, constant_methods=constant_methods)
         program = edge.to_executorch()
@@ -97,7 +83,7 @@ def export_pt2(
         Exception: whatever torch.export and AOTInductor raise on models they cannot compile.
     """
     inductor = import_module("torch._inductor")
-    with _replacing(path, ".pt2") as written:
+    with replacing(path, ".pt2") as written:
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
         inductor.aoti_compile_and_package(
             exported,
