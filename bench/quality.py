@@ -22,16 +22,16 @@ import torch
 
 import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
-from lowbit.calibrate import model as calibration
-from lowbit.calibrate.grid import levels_near, nearest
-from lowbit.calibrate.importance import in_groups, search, stored_grid
+from lowbit.calibration import model as calibration
+from lowbit.calibration.grid import levels_near, nearest
+from lowbit.calibration.importance import in_groups, search, stored_grid
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path[:0] = [str(EXAMPLES / "tiny_llama"), str(EXAMPLES / "minilm")]
 
 WINDOW = 512
 
-# Without data: a search for each matrix. With data: a method and the arguments of lowbit.calibrate.gptq.gptq.
+# Without data: a search for each matrix. With data: a method and the arguments of lowbit.calibration.gptq.gptq.
 DATA_FREE = ("nearest", "search", "squares", "hqq")
 CALIBRATED = {
     "importance": ("importance", {}),

@@ -14,7 +14,6 @@ cmake_prefix_path = _library.load()
 
 from . import nn  # noqa: E402  (needs the operators)
 from ._library import isa, kernels, load_kernels  # noqa: E402
-from .calibrate import calibrate  # noqa: E402  (now: a later import of the package would hide the function)
 from .exports.module import export_pt2, export_pte  # noqa: E402
 from .nn import use_huge_pages  # noqa: E402
 from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linears  # noqa: E402
@@ -31,6 +30,7 @@ _LAZY = {
     "CheckpointEntry": "checkpoint",
     "CheckpointSummary": "checkpoint",
     "LowBitConfig": "transformers",
+    "calibrate": "calibration",
     "inspect_checkpoint": "checkpoint",
     "quantize_checkpoint": "checkpoint",
 }
@@ -51,7 +51,6 @@ __all__ = [
     "ThreadTuning",
     "Unpacked",
     "attention",
-    "calibrate",
     "cmake_prefix_path",
     "embedding",
     "export_pt2",

@@ -15,7 +15,7 @@ from .patterns import Patterns
 from .quantize import Config, EmbeddingConfig, LinearConfig
 
 
-def _select(
+def select_layers(
     model: torch.nn.Module,
     config: Config | Mapping[str, Config | None],
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
@@ -67,7 +67,7 @@ def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) 
 
 
 @contextmanager
-def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
+def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
     """Models of transformers, also inside others: what their save_pretrained must know."""
     library = sys.modules.get("transformers.modeling_utils")  # if it is not loaded, nothing is made of it
     if library is None or not any(isinstance(module, library.PreTrainedModel) for module in model.modules()):
@@ -124,13 +124,13 @@ def quantize_(
     if type(model) in (torch.nn.Linear, torch.nn.Embedding):
         name = type(model).__name__
         raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{name}.from_float(model, config)")
-    selected = _select(model, config, filter_fn)
+    selected = select_layers(model, config, filter_fn)
     if not selected:
         raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
 
     kinds = {name for name, module in model.named_modules(remove_duplicate=False) if type(module) in KINDS}
     warn_of_floats(model, selected, kinds - selected.keys())
     _warn_of_half_a_tie(model, selected)
-    with _described_to_transformers(model):
+    with described_to_transformers(model):
         replace_layers(model, selected)
     return model

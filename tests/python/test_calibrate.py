@@ -6,9 +6,9 @@ from torch import Tensor
 
 import lowbit
 from lowbit import LinearConfig
-from lowbit.calibrate.gptq import Moments, descend, gptq, target
-from lowbit.calibrate.grid import Quantised, nearest
-from lowbit.calibrate.importance import search
+from lowbit.calibration.gptq import Moments, descend, gptq, target
+from lowbit.calibration.grid import Quantised, nearest
+from lowbit.calibration.importance import search
 from reference import MAPPINGS, WIDTHS
 
 TOKENS = 400

@@ -14,8 +14,8 @@ from torch import nn
 
 import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
-from lowbit.calibrate import calibrate
-from lowbit.calibrate import model as implementation
+from lowbit.calibration import calibrate
+from lowbit.calibration import model as implementation
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"
 SHARED = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -395,3 +395,13 @@ def test_sentence_encoder_at_three_bits():
         found.append(float(torch.nn.functional.cosine_similarity(encode(encoder), expected).mean()))
     # Measured: 0.911 and 0.925, with this little text of another kind.
     assert 1 - found[1] < 0.9 * (1 - found[0]), found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_calibrated_model_is_saved_whole(tied, tmp_path):
+    model = llama(tied)
+    config = {"*": lowbit.LinearConfig(bits=4), "*embed*": lowbit.EmbeddingConfig(bits=4)}
+    lowbit.calibrate(model, tokens(), config)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(hidden(loaded, tokens(seed=1)), hidden(model, tokens(seed=1)))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import EmbeddingConfig, LinearConfig, pack
+from ..ops import pack
+from ..quantize import EmbeddingConfig, LinearConfig
 
 Config = LinearConfig | EmbeddingConfig
 

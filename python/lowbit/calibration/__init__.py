@@ -1,24 +1,14 @@
 """Quantisation with a calibration text: better than rounding to nearest, from 4 bits down by far.
 
-``calibrate`` does a model; ``calibrate.gptq`` and ``calibrate.importance`` do one matrix.
+``calibrate`` does a model; ``calibration.gptq`` and ``calibration.importance`` do one matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-METHODS = ("auto", "gptq", "importance")
-
-
-@dataclass
-class Calibration:
-    """What :func:`calibrate` did."""
-
-    tokens: int  # of the text, as often as the model saw them
-    methods: dict[str, str] = field(default_factory=dict)  # of each quantised layer: "gptq", "importance" or "nearest"
-    left: dict[str, str] = field(default_factory=dict)  # what stays float though it holds weights to multiply with: why
+from .result import METHODS, Calibration
 
 
 def calibrate(
@@ -47,8 +37,8 @@ def calibrate(
             with "input_ids". Of a language model's texts all tokens are put behind each other and cut into windows;
             other models see each text by itself. Ten thousand tokens do; more are better below 4 bits.
         config: as for :func:`lowbit.quantize_`, or a :class:`lowbit.LowBitConfig`.
-        method: "gptq" (:func:`lowbit.calibrate.gptq.gptq`, the better one, which takes as long as some ten passes over
-            the text), "importance" (:func:`lowbit.calibrate.importance.search` with the mean square of each input; one
+        method: "gptq" (:func:`lowbit.calibration.gptq.gptq`, the better one, which takes as long as some ten passes over
+            the text), "importance" (:func:`lowbit.calibration.importance.search` with the mean square of each input; one
             pass), or "auto": gptq where a layer saw at least as many tokens as it has inputs, else importance.
         tokenizer: of the model, for texts.
         window: tokens of a language model's inputs.

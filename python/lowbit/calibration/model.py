@@ -5,24 +5,24 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import EmbeddingConfig, LinearConfig, nn, quantize_, use_huge_pages
-from . import METHODS, Calibration
+from .. import nn
+from ..layers import KINDS
+from ..quantize import EmbeddingConfig, LinearConfig
+from ..quantize_model import described_to_transformers, quantize_, select_layers
 from .capture import Call, Stop, blocks_of, inputs_of
 from .data import Batch, batches, tokens_of
 from .gptq import Moments, gptq
 from .grid import Config, Quantised
 from .importance import search
+from .result import METHODS, Calibration
 
 SWEEPS = 0  # of coordinate descent behind GPTQ; docs/quality.md has what they do on text of another kind
 CORRECTION = 0.25  # of GPTAQ's term, as in the paper; more follows a short text too closely
-
-_KINDS = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
 
 
 def run(
@@ -47,7 +47,7 @@ def run(
     use_cache, training = getattr(model.config, "use_cache", None), model.training
     try:
         model.config.use_cache = False  # a cache would grow from run to run
-        with torch.no_grad():
+        with torch.no_grad(), described_to_transformers(model):
             return _Run(model.eval(), selected, method, inputs, progress, dict(options or {})).run()
     finally:
         model.config.use_cache = use_cache
@@ -58,33 +58,8 @@ def run(
 
 
 def _select(model: torch.nn.Module, config: Any) -> dict[str, Config]:
-    """Layers by their names, each with its config: the rules of :func:`lowbit.quantize_`."""
-    if hasattr(config, "select"):
-        config = config.select(model)
-    if isinstance(config, LinearConfig | EmbeddingConfig):
-        config = {"*": config}
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            f"config is a {type(config).__name__}; expected a LinearConfig, an EmbeddingConfig, a LowBitConfig or a "
-            "dict of patterns"
-        )
-    for pattern, value in config.items():
-        if not isinstance(pattern, str) or not (value is None or isinstance(value, LinearConfig | EmbeddingConfig)):
-            raise TypeError(
-                f"config has the entry {pattern!r}: {value!r}; expected a name pattern and a LinearConfig, an "
-                "EmbeddingConfig or None"
-            )
-    selected = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        kind = _KINDS.get(type(module))
-        if kind is None:
-            continue
-        chosen = None
-        for pattern, value in config.items():
-            if fnmatchcase(name, pattern) and (value is None or isinstance(value, kind)):
-                chosen = value
-        if chosen is not None:
-            selected[name] = chosen
+    """Layers by their names, each with its config: as :func:`lowbit.quantize_`, or what a LowBitConfig selects."""
+    selected = config.select(model) if hasattr(config, "select") else select_layers(model, config, None)
     if not any(isinstance(value, LinearConfig) for value in selected.values()):
         raise ValueError("config selects no torch.nn.Linear of this model; only those can be calibrated")
     return selected
@@ -114,7 +89,7 @@ def _left(model: torch.nn.Module) -> dict[str, str]:
     """Modules whose weights multiply activations, but which cannot be packed."""
     left = {}
     for name, module in model.named_modules():
-        if type(module) in _KINDS or isinstance(module, nn.Linear | nn.Embedding):
+        if type(module) in KINDS or isinstance(module, nn.Linear | nn.Embedding):
             continue
         kind = type(module).__name__
         if kind == "Conv1D":
@@ -190,7 +165,7 @@ class _Run:
                     self._list(name, floats.pop(name), alone)
             self._whole(alone)
         self.result.left = _left(model)
-        use_huge_pages(model)
+        nn.use_huge_pages(model)
         return self.result
 
     def _report(self, more: int = 0) -> None:
@@ -316,7 +291,7 @@ class _Run:
         layer = root.get_submodule(name)
         full = prefix + name
         self.result.methods[full], quantised = self._choose(full, layer.weight.detach().float(), config, moments)
-        root.set_submodule(name, nn.Linear(quantised.pack(layer.bias)).train(layer.training))
+        root.set_submodule(name, nn.in_place_of(layer, quantised.pack(layer.bias), layer.weight.dtype))
         self._report(1)
 
     def _quantise_shared(self, names: list[str], moments: dict[str, Moments]) -> None:
@@ -338,12 +313,9 @@ class _Run:
         packed = quantised.pack(next(iter(biases.values())))
         for name in names:
             layer = layers[name]
-            if isinstance(layer, torch.nn.Embedding):
-                replacement = nn.Embedding(packed, layer.weight.dtype, layer.padding_idx)
-            else:
-                replacement = nn.Linear(packed)
+            if isinstance(layer, torch.nn.Linear):
                 self.result.methods[name] = method
-            self.model.set_submodule(name, replacement.train(layer.training))
+            self.model.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
         self._report(1)
 
 

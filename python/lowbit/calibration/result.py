@@ -1,0 +1,16 @@
+"""What calibration says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+METHODS = ("auto", "gptq", "importance")
+
+
+@dataclass
+class Calibration:
+    """What :func:`lowbit.calibrate` did."""
+
+    tokens: int  # of the text, as often as the model saw them
+    methods: dict[str, str] = field(default_factory=dict)  # of each quantised layer: "gptq", "importance" or "nearest"
+    left: dict[str, str] = field(default_factory=dict)  # what stays float though it holds weights to multiply with: why
