@@ -116,6 +116,10 @@ class LowBitConfig(QuantizationConfigMixin):
             fields["bits"] = self.embedding_bits
         return kind(**fields | change)
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
+        return self.to_dict()
+
     def select(self, model: torch.nn.Module) -> dict[str, LinearConfig | EmbeddingConfig]:
         """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`."""
         return self.choose(model, stacklevel=3)[0]
