@@ -185,7 +185,7 @@ def scales_with(value: float) -> torch.Tensor:
         ({"bits": True}, TypeError, "bits is True; expected an int"),
         ({"group_size": 0}, ValueError, "group_size is 0; expected a positive multiple of 16, or None"),
         ({"group_size": -16}, ValueError, "group_size is -16"),
-        ({"group_size": 24}, ValueError, "group size is 24; expected a multiple of 16 up to 65536"),
+        ({"group_size": 24}, ValueError, "group_size is 24; expected a positive multiple of 16, or None for one group per row"),
         ({"group_size": 65552}, ValueError, "group size is 65552; expected a multiple of 16 up to 65536"),
         ({"group_size": "16"}, TypeError, "group_size is '16'; expected an int or None"),
         ({"mapping": "linear"}, ValueError, "mapping is 'linear'; expected 'symmetric' or 'affine'"),
