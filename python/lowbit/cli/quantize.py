@@ -46,7 +46,6 @@ def quantize(
         summary = lowbit.quantize_checkpoint(source, target, config, progress=advance)
     packed = [entry for entry in summary.entries if entry.kind == "packed"]
     packed_bytes = sum(entry.bytes for entry in packed)
-    left_bytes = sum(entry.bytes for entry in summary.entries if entry.name in summary.left)
     weights = sum(math.prod(entry.shape) for entry in packed)
     document = {
         "source": str(source),
@@ -58,7 +57,7 @@ def quantize(
         "packed_weights": weights,
         "bits_per_weight": 8 * packed_bytes / weights,
         "float_bytes": summary.target_bytes - packed_bytes,
-        "left_bytes": left_bytes,
+        "left_bytes": summary.left_bytes,
         "left_float": summary.left,
         "seconds": summary.seconds,
     }
@@ -71,10 +70,10 @@ def quantize(
     shown.add_row("left as they were", "", size(document["float_bytes"]), "")
     lines = _stays_float(summary)
     output.result(document, shown, *lines, f"{target} written in {summary.seconds:.1f} s")
-    if 2 * left_bytes > summary.target_bytes:
+    if 2 * summary.left_bytes > summary.target_bytes:
         output.warn(
             f"MOST OF THIS MODEL STAYS FLOAT: {len(summary.left)} matrices, "
-            f"{100 * left_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
+            f"{100 * summary.left_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
         )
 
 
