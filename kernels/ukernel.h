@@ -108,6 +108,18 @@ struct AttentionArgs {
   float* scratch;          // attention_scratch(width) floats, 64-byte aligned
 };
 
+// A new position of one head: into the keys and values that AttentionArgs has. `k`, `v` and the caches may be unaligned.
+struct AttentionWriteArgs {
+  const void* k;     // `width` values, k_step elements from one to the next
+  const void* v;
+  int64_t k_step, v_step;
+  void* keys;        // position 0
+  void* values;
+  int64_t position;
+  DType dtype;       // of all of them
+  int64_t width;
+};
+
 // Queries, outputs, 16 sums and a maximum per row, and the scores of 4 rows in a block.
 constexpr int64_t attention_scratch(int64_t width) {
   return kAttentionRows * (2 * width + kKeyPositions + 1) + 4 * kAttentionBlock;
@@ -148,6 +160,7 @@ struct AttentionKernel {
   const char* name;  // attention_<isa>
   IsaBits isa;
   void (*run)(const AttentionArgs&);
+  void (*write)(const AttentionWriteArgs&);
 };
 
 // What an ISA file exports.

@@ -1,9 +1,9 @@
-#include <memory>
 #include <new>
 
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
+#include "scratch.h"
 
 namespace lowbit {
 namespace {
@@ -102,23 +102,12 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
   return {};
 }
 
-template <class Word>
-void write_position(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) {
-    std::memcpy(to + i * to_stride * static_cast<int64_t>(sizeof(Word)),
-                from + i * from_stride * static_cast<int64_t>(sizeof(Word)), sizeof(Word));
-  }
+// A row of queries whose values do not lie next to each other.
+void gather(int64_t item, const char* from, int64_t step, char* to, int64_t width) {
+  for (int64_t i = 0; i < width; ++i) std::memcpy(to + i * item, from + i * step * item, static_cast<size_t>(item));
 }
 
-void write_position(int64_t item, const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t width) {
-  if (from_stride == 1 && to_stride == 1) {
-    std::memcpy(to, from, static_cast<size_t>(width * item));
-  } else if (item == 4) {
-    write_position<uint32_t>(from, from_stride, to, to_stride, width);
-  } else {
-    write_position<uint16_t>(from, from_stride, to, to_stride, width);
-  }
-}
+constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 class Call {
  public:
@@ -131,21 +120,24 @@ class Call {
 
   int64_t rows() const { return sizes_.positions * group_; }
 
+  // Of memory that each worker needs.
+  int64_t worker_bytes() const {
+    return scratch_bytes() + (q_.stride[3] == 1 ? 0 : aligned(kAttentionRows * sizes_.width * item_));
+  }
+
   // New position `i` of one head of the caches.
   void write(int64_t cache_head, int64_t i) const {
-    const int64_t width = sizes_.width, position = sizes_.start + i, head_bytes = sizes_.max_length * width * item_;
-    char* const keys = k_cache_ + cache_head * head_bytes;
-    char* const values = v_cache_ + cache_head * head_bytes;
-    const int64_t panel = position / kKeyPositions * width * kKeyPositions + position % kKeyPositions;
-    write_position(item_, element(k_, cache_head, i), k_.stride[3], keys + panel * item_, kKeyPositions, width);
-    write_position(item_, element(v_, cache_head, i), v_.stride[3], values + position * width * item_, 1, width);
+    const int64_t head_bytes = sizes_.max_length * sizes_.width * item_;
+    kernel_.write({element(k_, cache_head, i), element(v_, cache_head, i), k_.stride[3], v_.stride[3],
+                   k_cache_ + cache_head * head_bytes, v_cache_ + cache_head * head_bytes, sizes_.start + i,
+                   dtype_of(q_.type), sizes_.width});
   }
 
   // Rows [begin, end) of the queries of one head of the caches, at most kAttentionRows: position by position, the heads
-  // of the group next to each other.
-  void attend(int64_t cache_head, int64_t begin, int64_t end) const {
-    alignas(64) float scratch[attention_scratch(kAttentionWidth)];
-    alignas(64) char gathered[kAttentionRows * kAttentionWidth * 4];
+  // of the group next to each other. `memory`: worker_bytes() of it, 64-byte aligned.
+  void attend(int64_t cache_head, int64_t begin, int64_t end, char* memory) const {
+    float* const scratch = reinterpret_cast<float*>(memory);
+    char* const gathered = memory + scratch_bytes();
     const void* q[kAttentionRows];
     void* out[kAttentionRows];
     int64_t lengths[kAttentionRows];
@@ -157,7 +149,7 @@ class Call {
               (batch * q_.stride[0] + head * q_.stride[1] + i * q_.stride[2]) * item_;
       if (q_.stride[3] != 1) {
         char* const copy = gathered + at * width * item_;
-        write_position(item_, static_cast<const char*>(q[at]), q_.stride[3], copy, 1, width);
+        gather(item_, static_cast<const char*>(q[at]), q_.stride[3], copy, width);
         q[at] = copy;
       }
       out[at] = out_ + ((batch * sizes_.positions + i) * sizes_.heads + head) * width * item_;
@@ -169,6 +161,9 @@ class Call {
   }
 
  private:
+  int64_t scratch_bytes() const {
+    return aligned(attention_scratch(sizes_.width) * static_cast<int64_t>(sizeof(float)));
+  }
   const char* element(const TensorView& tensor, int64_t cache_head, int64_t i) const {
     const int64_t batch = cache_head / sizes_.kv_heads, head = cache_head % sizes_.kv_heads;
     return static_cast<const char*>(tensor.data) +
@@ -222,22 +217,22 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
   grid.prepare_rows = (1 + kClaimValues / sizes.width / kKeyPositions) * kKeyPositions;
   grid.columns = (rows + kAttentionRows - 1) / kAttentionRows;
   grid.least_columns = grid.most_columns = 1 + kClaimProducts / (row_products * kAttentionRows);
-  constexpr int64_t kFewBands = 32;
-  Band few[kFewBands];
-  std::unique_ptr<Band[]> many;
-  if (cache_heads > kFewBands) {
-    many.reset(new (std::nothrow) Band[static_cast<size_t>(cache_heads)]);
-    if (many == nullptr) return Status::no_memory("no memory for %" PRId64 " heads", cache_heads);
-  }
-  const bool alone = rows * cache_heads * row_products < kParallelProducts;
-  parallel_2d(alone ? Parallel() : parallel, grid, many != nullptr ? many.get() : few,
+  const Parallel threads = rows * cache_heads * row_products < kParallelProducts ? Parallel() : parallel;
+  const int64_t bands_bytes = aligned(cache_heads * static_cast<int64_t>(sizeof(Band)));
+  const int64_t worker_bytes = call.worker_bytes(), bytes = bands_bytes + threads.threads * worker_bytes;
+  const Scratch memory(bytes);
+  if (memory.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of attention", bytes);
+  Band* const bands = new (memory.data()) Band[static_cast<size_t>(cache_heads)];
+  char* const workers = memory.data() + bands_bytes;
+  parallel_2d(threads, grid, bands,
               [&](int, int64_t begin, int64_t end) {
                 for (int64_t row = begin; row < end; ++row) call.write(row / positions, row % positions);
               },
-              [&](int, int64_t cache_head, int64_t begin, int64_t end) {
+              [&](int worker, int64_t cache_head, int64_t begin, int64_t end) {
+                char* const own = workers + worker * worker_bytes;
                 for (int64_t column = begin; column < end; ++column) {
                   const int64_t first = (grid.columns - 1 - column) * kAttentionRows;
-                  call.attend(cache_head, first, first + kAttentionRows < rows ? first + kAttentionRows : rows);
+                  call.attend(cache_head, first, first + kAttentionRows < rows ? first + kAttentionRows : rows, own);
                 }
               });
   return {};

@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx2.h"
 #include "attention_impl.h"
+#include "write_cache.h"
 
 namespace lowbit {
 namespace {
@@ -67,7 +68,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache}};
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx512.h"
 #include "attention_impl.h"
+#include "write_cache.h"
 
 namespace lowbit {
 namespace {
@@ -52,7 +53,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_avx512vnni", kAvx512Vnni, run<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache}};
 
 }  // namespace
 

@@ -8,6 +8,7 @@
 
 #include "../bits/unpack_neon.h"
 #include "attention_impl.h"
+#include "write_cache.h"
 
 namespace lowbit {
 namespace {
@@ -91,7 +92,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, write_cache}};
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention_impl.h"
+#include "write_cache.h"
 
 namespace lowbit {
 namespace {
@@ -71,7 +72,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>, write_cache}};
 
 }  // namespace
 

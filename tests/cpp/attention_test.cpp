@@ -217,6 +217,40 @@ TEST_P(AttentionRow, RowsDoNotDependOnEachOther) {
   }
 }
 
+// A text written position by position is the keys and values that `run` reads, and nothing else is written.
+TEST_P(AttentionRow, WritesWhatItReads) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const AttentionKernel& kernel = attention_kernel(GetParam().index);
+  constexpr int64_t kLength = 37;
+  for (const DType dtype : kTypes) {
+    for (const int64_t width : {16, 80, 256}) {
+      for (const int64_t step : {1, 3}) {
+        for (const int64_t misaligned : {0, 2}) {
+          Random random(static_cast<uint64_t>(width + step));
+          const Problem problem(width, dtype, {kLength}, Content::usual, Wall::after, misaligned, random);
+          Guarded keys(problem.key_panels.size(), Wall::after, misaligned);
+          Guarded values(problem.value_bytes.size(), Wall::after, misaligned);
+          std::memset(keys.data(), 0xff, static_cast<size_t>(keys.size()));
+          std::memset(values.data(), 0xff, static_cast<size_t>(values.size()));
+          Guarded k(((width - 1) * step + 1) * size_of(dtype)), v(k.size());
+          for (int64_t n = 0; n < kLength; ++n) {
+            const int64_t position = n * 5 % kLength;  // in any order
+            for (int64_t i = 0; i < width; ++i) {
+              const size_t at = static_cast<size_t>(position * width + i);
+              store_from_f32(k.data(), dtype, i * step, problem.keys[at]);
+              store_from_f32(v.data(), dtype, i * step, problem.values[at]);
+            }
+            kernel.write({k.data(), v.data(), step, step, keys.data(), values.data(), position, dtype, width});
+          }
+          EXPECT_TRUE(keys.intact() && values.intact()) << "wrote outside of the caches";
+          EXPECT_EQ(keys.bytes(), problem.key_panels.bytes());
+          EXPECT_EQ(values.bytes(), problem.value_bytes.bytes());
+        }
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Rows, AttentionRow, testing::ValuesIn(attention_rows()), test_name);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(AttentionRow);
 
