@@ -149,7 +149,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
     v_cache_view.data = v_cache.mutable_data_ptr();
   }
   const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
-  const Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
+  const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
   raise_unless_ok(lowbit::attention(q_view, view_of("k", k), view_of("v", v), k_cache_view, v_cache_view,
                                     view_of("start", start), scores, view_of("out", out), torch_threads()));
   return out;
