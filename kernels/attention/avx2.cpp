@@ -38,6 +38,9 @@ struct Vector {
   [[gnu::always_inline]] static Vector mul(Vector a, Vector b) {
     return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
   }
+  [[gnu::always_inline]] static Vector div(Vector a, Vector b) {
+    return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
+  }
   [[gnu::always_inline]] static Vector max(Vector a, Vector b) {
     return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
   }

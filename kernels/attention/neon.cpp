@@ -62,6 +62,9 @@ struct Vector {
   [[gnu::always_inline]] static Vector mul(const Vector& a, const Vector& b) {
     return each([&](int i) __attribute__((always_inline)) { return vmulq_f32(a.q[i], b.q[i]); });
   }
+  [[gnu::always_inline]] static Vector div(const Vector& a, const Vector& b) {
+    return each([&](int i) __attribute__((always_inline)) { return vdivq_f32(a.q[i], b.q[i]); });
+  }
   [[gnu::always_inline]] static Vector max(const Vector& a, const Vector& b) {
     return each([&](int i) __attribute__((always_inline)) { return vmaxq_f32(a.q[i], b.q[i]); });
   }

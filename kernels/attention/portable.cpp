@@ -46,6 +46,9 @@ struct Vector {
   static Vector mul(const Vector& a, const Vector& b) {
     return each([&](int l) { return a.lane[l] * b.lane[l]; });
   }
+  static Vector div(const Vector& a, const Vector& b) {
+    return each([&](int l) { return a.lane[l] / b.lane[l]; });
+  }
   static Vector max(const Vector& a, const Vector& b) {
     return each([&](int l) { return a.lane[l] > b.lane[l] ? a.lane[l] : b.lane[l]; });
   }

@@ -23,9 +23,9 @@ void write_cache_of(const AttentionWriteArgs& args) {
   constexpr int64_t kItem = sizeof(Word);
   const int64_t panel = args.position / kKeyPositions * args.width * kKeyPositions, lane = args.position % kKeyPositions;
   char* const key = static_cast<char*>(args.keys) + (panel + lane) * kItem;
-  char* const value = static_cast<char*>(args.values) + args.position * args.width * kItem;
+  char* const value = static_cast<char*>(args.values) + args.position * args.value_width * kItem;
   write_values<Word>(args.k, args.k_step, key, kKeyPositions, args.width);
-  write_values<Word>(args.v, args.v_step, value, 1, args.width);
+  write_values<Word>(args.v, args.v_step, value, 1, args.value_width);
 }
 
 void write_cache(const AttentionWriteArgs& args) {
