@@ -34,8 +34,8 @@ class LoraLinear(lora.Linear):
         start = options["config"].init_lora_weights
         if start not in (True, False, "gaussian", "orthogonal"):
             raise ValueError(
-                f"init_lora_weights is {start!r}; expected True, False, 'gaussian' or 'orthogonal': other ways change the "
-                "weight, and packed weights are fixed"
+                f"init_lora_weights is {start!r}; expected True, False, 'gaussian' or 'orthogonal': other ways change "
+                "the weight, and packed weights are fixed"
             )
         super().update_layer(adapter_name, *arguments, **options)
 
@@ -47,8 +47,8 @@ class LoraLinear(lora.Linear):
         """
         bits = self.get_base_layer().info.bits
         raise ValueError(
-            f"adapters cannot be merged into packed weights: rounding to {bits} bits would lose most of what they learnt. "
-            "Keep them beside the packed model (save_pretrained), or merge them into the float model and quantise that"
+            f"adapters cannot be merged into packed weights: rounding to {bits} bits would lose most of what they "
+            "learnt. Keep them beside the packed model (save_pretrained), or merge them into the float model and quantise that"
         )
 
     def unmerge(self) -> None:
@@ -75,7 +75,8 @@ def for_packed_layers(config: peft.LoraConfig) -> peft.LoraConfig:
         raise ValueError("config has use_dora=True; expected False: DoRA reads the float weight at each call")
     if config.target_modules == "all-linear":
         raise ValueError(
-            "target_modules is 'all-linear', by which peft means float layers; expected names, such as ['q_proj', 'v_proj']"
+            "target_modules is 'all-linear', by which peft means float layers; expected names, such as "
+            "['q_proj', 'v_proj']"
         )
     config._register_custom_module({nn.Linear: LoraLinear})
     return config

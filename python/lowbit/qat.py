@@ -118,8 +118,15 @@ def _levels(codes: Tensor, config: Config) -> Tensor:
     return 2 * codes - 1 if config.bits == 1 else codes - 2 ** (config.bits - 1)
 
 
+def rounded_rows(x: Tensor) -> Tensor:
+    """Activations [..., k] of any float dtype as the operators round them, to int8 per row: float32 [..., k].
+
+    The gradient passes straight through. A row with a NaN or an infinity is NaN.
+    """
+    return _RoundedRows.apply(x)
+
+
 class _RoundedRows(torch.autograd.Function):
-    """Activations [..., k] -> what they are as int8 per row, float32 [..., k]; the gradient passes through."""
 
     @staticmethod
     def forward(ctx, x):
@@ -200,7 +207,7 @@ class Linear(_Layer, torch.nn.Linear):
         _refuse_export()
         with torch.autocast(x.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
-            return functional.linear(_RoundedRows.apply(x), self.fake_quantised(), bias).to(x.dtype)
+            return functional.linear(rounded_rows(x), self.fake_quantised(), bias).to(x.dtype)
 
 
 class Embedding(_Layer, torch.nn.Embedding):
@@ -231,13 +238,13 @@ def prepare_(
 ) -> torch.nn.Module:
     """Prepares a model for training with quantised weights and activations, in place.
 
-    The chosen layers compute what packed ones will: weights from the very codes and scales that :func:`convert_` stores,
-    activations int8 per row. Only the order of float sums differs. Their weights stay float parameters, the same
+    The chosen layers compute what packed ones will: weights from the very codes and scales that :func:`convert_`
+    stores, activations int8 per row. Only the order of float sums differs. Their weights stay float parameters, the same
     objects, and get gradients straight through the rounding (Bengio et al., 2013) where they are within the range of
     their group. Scales and mins are parameters too, ``weight_scale`` and ``weight_min``, with the gradients of LSQ
     (Esser et al., Learned step size quantization, ICLR 2020) and LSQ+ (Bhalgat et al., 2020), one for each group as in
-    EfficientQAT (Chen et al., 2024). They begin as :func:`lowbit.quantize_` chooses them, so that a model that is converted
-    without training has the same bytes.
+    EfficientQAT (Chen et al., 2024). They begin as :func:`lowbit.quantize_` chooses them, so that a model that is
+    converted without training has the same bytes.
 
     Any optimiser trains it, on any device; scales want no weight decay. Checkpoints of training are state dicts: what
     ``save_pretrained`` writes before ``convert_`` is a float model with the scales beside it.
@@ -264,7 +271,7 @@ def prepare_(
         for name in names:
             module = modules[name]
             if not isinstance(module, Prepared):  # else it is there under several names
-                module.__class__ = _KINDS[type(module)]  # in place: its hooks, its attributes, and who else refers to it
+                module.__class__ = _KINDS[type(module)]  # keeps its hooks, its attributes, and who else refers to it
                 module._prepare(selected[name], owner)
             owner = owner or module
     return model
@@ -305,4 +312,4 @@ def convert_(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-__all__ = ["Embedding", "Linear", "convert_", "prepare_", "stored"]
+__all__ = ["Embedding", "Linear", "convert_", "prepare_", "rounded_rows", "stored"]

@@ -95,13 +95,14 @@ def test_adapters_are_saved_and_loaded(tmp_path):
     with torch.no_grad():
         assert torch.equal(again(checkpoints.TOKENS).logits, expected)
         with again.disable_adapter():
-            assert torch.equal(again(checkpoints.TOKENS).logits, packed_model(dtype=torch.bfloat16)(checkpoints.TOKENS).logits)
+            without = packed_model(dtype=torch.bfloat16)(checkpoints.TOKENS).logits
+            assert torch.equal(again(checkpoints.TOKENS).logits, without)
 
 
 def test_merging_is_refused():
     model = peft.get_peft_model(packed_model(), config())
     for merge in (model.merge_and_unload, model.merge_adapter, lambda: model.merge_and_unload(safe_merge=True)):
-        with pytest.raises(ValueError, match="adapters cannot be merged into packed weights: rounding to . bits would lose"):
+        with pytest.raises(ValueError, match="adapters cannot be merged into packed weights: rounding to . bits would"):
             merge()
 
 

@@ -17,7 +17,8 @@ from .output import Output, table
 def report(
     model: Model,
     output_path: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The page, a name in .html; or a directory for it.", show_default=False)
+        Path,
+        typer.Argument(metavar="OUT", help="The page, a name in .html; or a directory for it.", show_default=False),
     ],
     text: Annotated[
         Path, typer.Option("--text", help="File of text to measure on, UTF-8.", show_default=False)
@@ -72,5 +73,6 @@ def report(
     for row in sorted(figures["rows"], key=lambda row: -row["bytes"]):
         name = row["method"] if row["bits"] is None else f"{row['method']}, {row['bits']} bits"
         shown.add_row(name, f"{row['bits_per_weight']:.2f}", f"{row['quality']:.4f}")
-    document = {"output": str(page), "figures": str(page.with_suffix(".json")), **figures["about"], "results": figures["rows"]}
+    written = {"output": str(page), "figures": str(page.with_suffix(".json"))}
+    document = {**written, **figures["about"], "results": figures["rows"]}
     output.result(document, shown, f"written: {page}")

@@ -133,8 +133,9 @@ class _Subject:
         rows = []
         limit = getattr(model.config, "max_position_embeddings", 512)
         for begin in range(0, len(sentences), 16):
+            part = sentences[begin : begin + 16]
             inputs = self.tokenizer(
-                sentences[begin : begin + 16], padding=True, truncation=True, max_length=min(limit, 256), return_tensors="pt"
+                part, padding=True, truncation=True, max_length=min(limit, 256), return_tensors="pt"
             )
             hidden = model(**inputs).last_hidden_state.float()
             mask = inputs["attention_mask"].unsqueeze(-1)
@@ -143,7 +144,8 @@ class _Subject:
 
     def quality(self, model: torch.nn.Module) -> float:
         if self.language:
-            return perplexity(model, self.tokens, window=self.options.window, stride=self.options.window // 2).perplexity
+            window = self.options.window
+            return perplexity(model, self.tokens, window=window, stride=window // 2).perplexity
         return float((self.embeddings(model, self.sentences) * self.expected).sum(1).mean())
 
     def loss(self, model: torch.nn.Module) -> float:

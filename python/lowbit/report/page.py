@@ -45,7 +45,8 @@ def _svg(figure: Figure, name: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     # Every plot has elements figure_1, axes_1 and so on; an id is there once in a page.
-    text = text.replace(' id="', f' id="{name}-').replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    for mark in (' id="', 'href="#', "url(#"):
+        text = text.replace(mark, f"{mark}{name}-")
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(name, quote=True)}" data-plot="{name}" ', 1)
 
 
@@ -116,8 +117,8 @@ def _layers(figures: dict[str, Any]) -> str | None:
 
 
 def _short(name: str) -> str:
-    parts = [part for part in name.split(".") if part not in ("model", "layers", "encoder", "layer", "self_attn", "mlp")]
-    name = ".".join(parts) or name
+    usual = ("model", "layers", "encoder", "layer", "self_attn", "mlp")
+    name = ".".join(part for part in name.split(".") if part not in usual) or name
     return name if len(name) <= 34 else f"…{name[-33:]}"
 
 
@@ -155,16 +156,20 @@ def render(figures: dict[str, Any], command: str) -> str:
     about = figures["about"]
     title = f"{about['model']}: quality, bytes and speed"
     unit = "tokens predicted" if about["quality"] == "perplexity" else "sentences"
-    parts = [("Quality per byte", "Bytes of the matrices that are quantised: codes, scales and all else of the format. Other "
-              "projects' formats are evaluated by dequantising, with float activations; lowbit as it runs.",
-              _quality(figures))]  # fmt: skip
+    text = (
+        "Bytes of the matrices that are quantised: codes, scales and all else of the format. Other projects' formats are "
+        "evaluated by dequantising, with float activations; lowbit as it runs."
+    )
+    parts = [("Quality per byte", text, _quality(figures))]
     if (speed := _speed(figures)) is not None:
         text = f"Decoding in eager mode behind a short prompt; {_threads(about)} of {about['machine']}."
         parts.append(("Decoding", text, speed))
     if (layers := _layers(figures)) is not None:
         text = f"What each layer costs when it alone is rounded to nearest at {figures['sensitivity']['bits']} bits."
         parts.append(("Layers", text, layers))
-    sections = "\n".join(f"<section><h2>{escape(head)}</h2><p>{escape(text)}</p>{plot}</section>" for head, text, plot in parts)
+    sections = "\n".join(
+        f"<section><h2>{escape(head)}</h2><p>{escape(text)}</p>{plot}</section>" for head, text, plot in parts
+    )
     notes = "".join(f"<br>{escape(note)}" for note in figures["notes"])
     return f"""<!DOCTYPE html>
 <html lang="en">

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# [n, k] float32 -> the same as the format holds it, and the bytes of the format; ValueError: it does not hold this shape.
+# [n, k] float32 -> the same as the format holds it, and the bytes of the format; ValueError: not for this shape.
 Peer = Callable[[Tensor], tuple[Tensor, int]]
 
 _GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ2_0", "TQ1_0")
@@ -19,8 +19,8 @@ _TORCHAO_GROUP = 32
 
 
 def peers(bits: list[int]) -> dict[str, Peer]:
-    """What is installed: GGUF's types that the package ``gguf`` can quantise (nearest, without an importance matrix), and
-    torchao's integers of these widths, symmetric, in groups of 32."""
+    """What is installed: GGUF's types that the package ``gguf`` can quantise (nearest, without an importance matrix),
+    and torchao's integers of these widths, symmetric, in groups of 32."""
     found: dict[str, Peer] = {}
     if importlib.util.find_spec("gguf") is not None:
         found |= {f"GGUF {name}": _gguf(name) for name in _GGUF}
@@ -51,8 +51,7 @@ def _torchao(bits: int) -> Peer:
         if k % _TORCHAO_GROUP:
             raise ValueError(f"groups of {_TORCHAO_GROUP}; a matrix has {k} inputs")
         held = IntxUnpackedToInt8Tensor.from_hp(weight, (1, _TORCHAO_GROUP), getattr(torch, f"int{bits}"))
-        # In this form a code is a byte; packed for its kernels it is `bits`, with a float32 scale per group rounded to
-        # bfloat16. Zero points of symmetric weights need no room.
+        # In this form a code is a byte. Counted as packed: `bits` per code and 16 per scale; zero points are all 0.
         return held.dequantize().float(), n * k * bits // 8 + 2 * n * (k // _TORCHAO_GROUP)
 
     return peer
