@@ -224,16 +224,25 @@ def test_formats_of_other_projects():
         if importlib.util.find_spec(package) is None:
             (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{package} is not installed")
     weight = torch.randn(48, 256)
-    found = peers([8, 4])
+    found = peers([8, 4], importance=False)
     bits = {"GGUF Q8_0": 8.5, "GGUF Q5_1": 6, "GGUF Q4_0": 4.5, "GGUF MXFP4": 4.25}
     bits |= {"torchao int8": 8.5, "torchao int4": 4.5}
     errors = {}
     for name, expected in bits.items():
-        held, size = found[name](weight)
+        held, size = found[name].hold(weight, None)
         assert 8 * size / weight.numel() == expected and held.shape == weight.shape
         errors[name] = float((held - weight).norm() / weight.norm())
     assert errors["GGUF Q8_0"] < 0.01 and errors["torchao int8"] < 0.01
     assert 0.05 < errors["GGUF Q4_0"] < 0.12 and 0.05 < errors["torchao int4"] < 0.15
+    # K- and I-quants are there with llama-cpp-python only, which `make bench-peers` installs.
+    if "GGUF Q4_K" in found:
+        importance = torch.rand(256) ** 4
+        plain, aimed = (held for held, _ in (
+            found["GGUF Q4_K"].hold(weight, None),
+            peers([4], importance=True)["GGUF Q4_K, importance"].hold(weight, importance),
+        ))  # fmt: skip
+        lost = [float(((held - weight).square() * importance).sum()) for held in (plain, aimed)]
+        assert 0 < lost[1] < 0.95 * lost[0]
     for name in ("GGUF Q4_0", "torchao int4"):
         with pytest.raises(ValueError, match="a matrix has 40 inputs"):
-            found[name](torch.randn(16, 40))
+            found[name].hold(torch.randn(16, 40), None)

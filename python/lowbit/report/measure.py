@@ -20,6 +20,8 @@ import torch
 from .. import nn
 from .._machine import cpu_name
 from ..calibration import calibrate
+from ..calibration.capture import inputs_of
+from ..calibration.data import batches
 from ..files.config_json import read_config
 from ..files.replace import replacing
 from ..files.untrusted import interpreting
@@ -163,6 +165,10 @@ class _Subject:
         options = self.options
         return LowBitConfig(bits, options.group_size, options.mapping, embedding_bits=options.embedding_bits)
 
+    def calibration_texts(self) -> list[str]:
+        text = self.options.calibration
+        return [text] if self.language else [line for line in text.splitlines() if line.strip()]
+
     def speed(self, model: torch.nn.Module) -> float | None:
         """Tokens per second, decoded behind a short prompt; None: no language model, or one that is not decoded."""
         if not self.language or not self.options.speed:
@@ -203,6 +209,7 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
     """
     figures = read(path, options.identity())
     known = {(row["method"], row["bits"]) for row in figures["rows"]}
+    figures["notes"] = []  # what cannot be measured is tried, and told, each time
     say(f"loading {options.model}")
     subject = _Subject(options)
     with _quiet():
@@ -248,18 +255,22 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
                     if isinstance(layer, nn.Packed)
                 }
                 add(method, bits, "lowbit", sum(packed.values()), model, method == "nearest")
-    for name, peer in peers(options.bits).items():
+    squares: dict[int, torch.Tensor] | None = None
+    for name, peer in peers(options.bits, options.calibration is not None).items():
         if (name, None) not in known:
             say(name)
+            if peer.importance and squares is None:
+                squares = _mean_squares(subject, shared)
             model, size = copy.deepcopy(subject.model), 0
             try:
-                for names in shared.values():
-                    held, more = peer(modules[names[0]].weight.detach().float())
+                for key, names in shared.items():
+                    of_inputs = squares.get(key) if peer.importance else None
+                    held, more = peer.hold(modules[names[0]].weight.detach().float(), of_inputs)
                     size += more
                     for each in names:
                         target = model.get_submodule(each).weight
                         target.data.copy_(held)
-            except ValueError as error:
+            except (ValueError, OSError) as error:  # not for these shapes, or a library that does not load
                 figures["notes"].append(f"{name}: {error}")
                 continue
             add(name, None, name.split()[0], size, model, False)
@@ -276,9 +287,31 @@ def _quantise(subject: _Subject, model: torch.nn.Module, method: str, bits: int)
         with described_to_transformers(model):
             replace_layers(model, config.select(model))
         return
-    text = subject.options.calibration
-    texts = [text] if subject.language else [line for line in text.splitlines() if line.strip()]
-    calibrate(model, texts, config, method, tokenizer=subject.tokenizer)
+    calibrate(model, subject.calibration_texts(), config, method, tokenizer=subject.tokenizer)
+
+
+@torch.inference_mode()
+def _mean_squares(subject: _Subject, shared: dict[int, list[str]]) -> dict[int, torch.Tensor]:
+    """The mean square of each input of the float model's matrices on the calibration text, by the weight's id.
+
+    Tables without a head, and layers that no token reaches, have all inputs alike.
+    """
+    linears = {name: subject.model.get_submodule(name) for names in shared.values() for name in names}
+    linears = {name: layer for name, layer in linears.items() if isinstance(layer, torch.nn.Linear)}
+    sums = {id(layer.weight): torch.zeros(layer.in_features) for layer in linears.values()}
+
+    def take(name: str, x: torch.Tensor) -> None:
+        sums[id(linears[name].weight)] += x.float().flatten(0, -2).square().sum(0)
+
+    with inputs_of(linears, take):
+        for batch in batches(subject.model, subject.calibration_texts(), subject.tokenizer, subject.options.window):
+            subject.model(**batch)
+    found = {}
+    for key, names in shared.items():
+        square = sums.get(key)
+        alike = square is None or not float(square.sum()) > 0
+        found[key] = torch.ones(subject.model.get_submodule(names[0]).weight.shape[1]) if alike else square
+    return found
 
 
 def _sensitivity(subject: _Subject, selected, shared, bits: int, say: Say) -> dict[str, Any]:

@@ -14,8 +14,9 @@ try:
 except ImportError as error:
     raise ImportError(f"matplotlib is not installed ({error}); a report needs it: pip install matplotlib") from error
 
-_COLOURS = {"nearest": "#767676", "importance": "#0f7ba0", "gptq": "#b3261e", "GGUF": "#8a6d00", "torchao": "#6b4fa0"}
-_MARKS = {"nearest": "o", "importance": "s", "gptq": "D", "GGUF": "^", "torchao": "v"}
+_COLOURS = {"nearest": "#767676", "importance": "#0f7ba0", "gptq": "#b3261e", "GGUF": "#8a6d00",
+            "GGUF, importance": "#2e7d32", "torchao": "#6b4fa0"}  # fmt: skip
+_MARKS = {"nearest": "o", "importance": "s", "gptq": "D", "GGUF": "^", "GGUF, importance": "P", "torchao": "v"}
 _MOST_OVER_FLOAT = 4  # perplexities in the plot; the table has all
 _MOST_LAYERS = 40  # in the plot of layers: those that cost most
 
@@ -59,7 +60,9 @@ def _axes(height: float = 3.9) -> tuple[Figure, Any]:
 
 
 def _series(row: dict[str, Any]) -> str:
-    return row["method"] if row["family"] in ("lowbit", "float") else row["family"]
+    if row["family"] in ("lowbit", "float"):
+        return row["method"]
+    return f"{row['family']}, importance" if row["method"].endswith(", importance") else row["family"]
 
 
 def _quality(figures: dict[str, Any]) -> str:
