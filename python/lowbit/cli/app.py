@@ -22,6 +22,7 @@ from .info import info
 from .inspect import inspect
 from .output import quieten, reporting
 from .quantize import quantize
+from .report import report
 from .tune import tune
 
 COMMANDS: dict[str, Callable] = {
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable] = {
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
+    "report": report,
     "bench": bench,
     "tune": tune,
     "info": info,
