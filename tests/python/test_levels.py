@@ -174,6 +174,29 @@ def test_models():
     torch.testing.assert_close(model[0].weight.float(), dequantised(model[0].packed_weight).float())
 
 
+def test_overrides_and_embeddings():
+    config = lowbit.LowBitConfig(bits=2, mapping="levels", embedding_bits=8, overrides={"*1": {"bits": 6, "levels": None,
+                                 "mapping": "symmetric"}})  # fmt: skip
+    model = torch.nn.Sequential(torch.nn.Embedding(40, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 21))
+    chosen = config.select(model)
+    assert chosen["0"] == EmbeddingConfig(8) and chosen["1"] == LinearConfig(6) and chosen["2"] == LinearConfig(2, levels="fit")
+    with pytest.raises(ValueError, match="bits is 6; expected 2, 3 or 4 with a table of levels"):
+        lowbit.LowBitConfig(bits=2, levels="fit", overrides={"*1": {"bits": 6}})
+
+
+def test_command_line(tmp_path):
+    from checkpoints import save_model
+    from command_line import invoke
+
+    source = save_model(tmp_path / "source", "untied", False)
+    result = invoke("quantize", source, tmp_path / "packed", "--bits", 3, "--mapping", "levels", "--embedding-bits", 6)
+    assert result.exit_code == 0, result.output
+    kinds = {(entry.bits, entry.mapping) for entry in lowbit.inspect_checkpoint(tmp_path / "packed") if entry.kind == "packed"}
+    assert kinds == {(3, "levels"), (6, "symmetric")}
+    result = invoke("quantize", source, tmp_path / "other", "--bits", 5, "--mapping", "levels")
+    assert result.exit_code == 1 and "bits is 5; expected 2, 3 or 4 with a table of levels" in result.output + result.stderr
+
+
 def test_checkpoints(tmp_path, monkeypatch):
     from safetensors.torch import load_file
 
