@@ -12,10 +12,11 @@ import json
 import math
 import os
 import shutil
+import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,8 @@ from .files.safetensors import (
     same_bytes,
 )
 from .layers import warn_of_floats
-from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
+from .levels import FIT, sampled_rows
+from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor, table_of
 
 if TYPE_CHECKING:
     from .hf.config import LowBitConfig
@@ -269,7 +271,14 @@ def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
     n, k = source.shape
     rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS
     bias = None if output.bias is None else read_rows(output.bias, 0, n)
-    start = writer.write(bytes(64))
+    levels = None
+    if config.mapping == "levels":  # one table for all bands
+        rows_to_fit = sampled_rows(n, k) if config.levels == FIT else range(1)
+        sample = torch.cat([read_rows(source, row, row + 1) for row in rows_to_fit])
+        config = replace(config, levels=table_of(config, sample))
+        levels = struct.pack(f"{2**config.bits}b", *config.levels)
+    header_bytes = 64 if levels is None else 128
+    start = writer.write(bytes(header_bytes))
     folded = 0
     for begin in range(0, n, rows):
         end = min(begin + rows, n)
@@ -279,11 +288,12 @@ def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
         except ValueError as error:
             raise ValueError(f"{source.name} in {source.path}, rows {begin} to {end - 1}: {error}") from error
         folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
-        writer.write(packed[64:].numpy())
+        writer.write(packed[header_bytes:].numpy())
         done(weight.nbytes)
         del weight, packed  # before the next are there
     affine = info.mapping == "affine"
-    writer.write_at(start, _C.packed_header(n, k, info.bits, info.group_size or 0, affine, info.has_bias, folded))
+    header = _C.packed_header(n, k, info.bits, info.group_size or 0, affine, info.has_bias, folded, levels)
+    writer.write_at(start, header)
 
 
 def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
