@@ -30,7 +30,9 @@ _LAZY = {
     "CheckpointEntry": "checkpoint",
     "CheckpointSummary": "checkpoint",
     "LowBitConfig": "transformers",
+    "assign_widths": "calibration",
     "calibrate": "calibration",
+    "calibrate_checkpoint": "calibration.checkpoint",
     "inspect_checkpoint": "checkpoint",
     "quantize_checkpoint": "checkpoint",
 }
