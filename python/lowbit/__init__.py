@@ -30,7 +30,9 @@ _LAZY = {
     "CheckpointEntry": "checkpoint",
     "CheckpointSummary": "checkpoint",
     "LowBitConfig": "transformers",
+    "ImportSummary": "importing",
     "calibrate": "calibration",
+    "import_checkpoint": "importing",
     "inspect_checkpoint": "checkpoint",
     "quantize_checkpoint": "checkpoint",
 }
