@@ -37,6 +37,7 @@ class Matrix:
     read: Callable[[int, int], Rows]  # rows from the first to before the second
     bytes: int  # that the source has for it
     levels: tuple[int, ...] | None = None  # int8 values that the codes stand for; None: the codes themselves
+    levels_off: float = 0.0  # how far they are from the source's at most, in steps
 
     def info(self, has_bias: bool) -> ops.PackedInfo:
         """What is written. Raises ValueError for what no packed weight can be."""
@@ -109,6 +110,8 @@ def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearnes
         mapping="affine" if matrix.affine else "symmetric",
     )  # fmt: skip
     stored = ops.unpack(packed)
+    if matrix.levels_off:
+        nearness.kind, nearness.steps = "rounded", max(nearness.steps, matrix.levels_off)
     _compare(matrix, codes, scales, mins, stored, nearness)
     return packed
 
@@ -131,7 +134,7 @@ def _compare(
     # A group whose scale is 0 has one value, its min: its step is that of the row's largest group.
     step = torch.where(step > 0, step, step.amax(1, keepdim=True))
     moved = torch.where(step > 0, (most * scale_off + min_off) / step, torch.zeros(()))
-    nearness.steps = max(nearness.steps, float(moved.max()))
+    nearness.steps = max(nearness.steps, matrix.levels_off + float(moved.max()))
 
 
 def requantise_rows(weights: Weights, values: Tensor, bias: Tensor | None, nearness: Nearness) -> Tensor:
