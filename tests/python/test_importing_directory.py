@@ -353,3 +353,13 @@ def test_streams_of_every_width():
         for count in (1, 31, 32, 33, 97):
             codes = torch.from_numpy(generator.integers(0, 2**bits, (3, count)))
             assert torch.equal(from_stream(rows_of_words(codes, bits), bits, count), codes.to(torch.uint8))
+
+
+def test_a_second_import_of_changed_files_reads_them_anew(tmp_path):
+    pack = lambda layer: gptq(layer, 4, GROUP, 1)  # noqa: E731
+    for number, zeros in enumerate(("middle", "free")):  # the same names, shapes and places in the file
+        model = checkpoint(tmp_path / "in", GPTQ, maker(4, zeros, pack))
+        lowbit.import_checkpoint(tmp_path / "in", tmp_path / str(number))
+        packed = load_file(tmp_path / str(number) / "model.safetensors")[f"{Q}.packed_weight"]
+        found = lowbit.embedding(torch.arange(64), packed, 64)
+        torch.testing.assert_close(found, model.get_submodule(Q).weight.detach(), rtol=0, atol=1e-3)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..files.safetensors import Stored
 from .codes import Float, Matrix, Rows, Weights
-from .stock import Stock, load, load_kept
+from .stock import Stock, load
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -47,7 +47,7 @@ def _layer(stock: Stock, layer: str) -> Matrix:
     if size != k // groups and not (size == -1 and groups == 1) and "extra_config" not in stock.settings:
         raise ValueError(f"{layer} in {scales.path} has groups of {k // groups} inputs; expected {size!r}")
     affine = bool((_outputs(load(zeros)) != 8).any())
-    read = functools.partial(_read, codes, scales, zeros, affine)
+    read = functools.partial(_read, stock, codes, scales, zeros, affine)
     total = codes.bytes + scales.bytes + zeros.bytes
     return Matrix(
         f"{layer}.weight", "AWQ, 4 bits", (n, k), 4, None if groups == 1 else k // groups, affine, read, total
@@ -60,10 +60,10 @@ def _outputs(words: Tensor) -> Tensor:
     return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).reshape(len(words), -1)
 
 
-def _read(codes: Stored, scales: Stored, zeros: Stored, affine: bool, begin: int, end: int) -> Rows:
+def _read(stock: Stock, codes: Stored, scales: Stored, zeros: Stored, affine: bool, begin: int, end: int) -> Rows:
     first, last = begin // 8, -(-end // 8)
     part = slice(begin - 8 * first, end - 8 * first)
-    found = _outputs(load_kept(codes)[:, first:last])[:, part].T.contiguous()
+    found = _outputs(stock.load_kept(codes)[:, first:last])[:, part].T.contiguous()
     scale = load(scales)[:, begin:end].T.float().contiguous()
     if not affine:
         return Rows(found, scale)

@@ -12,7 +12,7 @@ import torch
 
 from ..files.safetensors import Stored
 from .codes import Float, Matrix, Rows, Weights
-from .stock import Stock, load, load_kept
+from .stock import Stock, load
 
 
 def read_bitnet(stock: Stock) -> list[Matrix | Weights | Float]:
@@ -32,14 +32,14 @@ def _layer(stock: Stock, layer: str, divide: bool) -> Matrix:
     weight = stock.take(f"{layer}.weight", "U8", shape=(None, None))
     scale = 1 / scale if divide else scale
     n, k = 4 * weight.shape[0], weight.shape[1]
-    read = functools.partial(_read, weight, scale)
+    read = functools.partial(_read, stock, weight, scale)
     return Matrix(f"{layer}.weight", "BitNet", (n, k), 2, None, False, read, weight.bytes)
 
 
-def _read(weight: Stored, scale: torch.Tensor, begin: int, end: int) -> Rows:
+def _read(stock: Stock, weight: Stored, scale: torch.Tensor, begin: int, end: int) -> Rows:
     rows = torch.arange(begin, end)
     quarter = weight.shape[0]
-    digits = (load_kept(weight)[rows % quarter] >> (2 * (rows // quarter)).to(torch.uint8)[:, None]) & 3
+    digits = (stock.load_kept(weight)[rows % quarter] >> (2 * (rows // quarter)).to(torch.uint8)[:, None]) & 3
     if (digits == 3).any():
         raise ValueError(f"{weight.name} in {weight.path} has the digit 3; expected 0 to 2")
     return Rows(digits + 1, scale.expand(end - begin, 1).contiguous())

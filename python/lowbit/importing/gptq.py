@@ -15,7 +15,7 @@ import torch
 from ..files.safetensors import Stored
 from .bits import from_stream, words_of
 from .codes import Float, Matrix, Rows, Weights
-from .stock import Stock, load, load_kept
+from .stock import Stock, load
 
 _WIDTHS = (2, 3, 4, 8)
 
@@ -53,7 +53,7 @@ def _layer(stock: Stock, layer: str, offset: int) -> Matrix:
             "write it in the second (checkpoint_format gptq_v2)"
         )
     affine = bool((stored_zeros != 1 << (bits - 1)).any())
-    read = functools.partial(_read, codes, scales, zeros, bits, k, offset, affine)
+    read = functools.partial(_read, stock, codes, scales, zeros, bits, k, offset, affine)
     total = codes.bytes + scales.bytes + zeros.bytes
     return Matrix(f"{layer}.weight", f"GPTQ, {bits} bits", (n, k), bits, size, affine, read, total)
 
@@ -82,9 +82,18 @@ def _group_size(stock: Stock, layer: str, k: int, groups: int) -> int | None:
 
 
 def _read(
-    codes: Stored, scales: Stored, zeros: Stored, bits: int, k: int, offset: int, affine: bool, begin: int, end: int
+    stock: Stock,
+    codes: Stored,
+    scales: Stored,
+    zeros: Stored,
+    bits: int,
+    k: int,
+    offset: int,
+    affine: bool,
+    begin: int,
+    end: int,
 ) -> Rows:
-    found = from_stream(load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
+    found = from_stream(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
     scale = load(scales)[:, begin:end].T.float().contiguous()
     if not affine:
         return Rows(found, scale)

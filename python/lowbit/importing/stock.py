@@ -20,6 +20,7 @@ class Stock:
 
     def __init__(self, path: Path, tensors: dict[str, Stored], settings: dict[str, Any]):
         self.path, self.settings, self._left = path, settings, dict(tensors)
+        self._kept: tuple[Stored, Tensor] | None = None
 
     def layers(self, leaf: str) -> list[str]:
         """The layers that have a tensor of this name."""
@@ -46,6 +47,13 @@ class Stock:
                 f"{' or '.join(dtypes)}{wanted}"
             )
         return stored
+
+    def load_kept(self, stored: Stored) -> Tensor:
+        """All of a tensor, kept until the next one: what is stored by columns is read once for all its rows."""
+        if self._kept is None or self._kept[0] is not stored:
+            self._kept = None  # before the next is there
+            self._kept = stored, load(stored)
+        return self._kept[1]
 
     def rest(self) -> list[Float]:
         """All that is left, as floats.
@@ -82,9 +90,3 @@ class Stock:
 def load(stored: Stored) -> Tensor:
     """All of a tensor."""
     return read_bytes(stored).view(_DTYPES[stored.dtype]).view(stored.shape)
-
-
-@functools.lru_cache(maxsize=1)
-def load_kept(stored: Stored) -> Tensor:
-    """The same, kept until the next one: a matrix that is stored by columns is read once for all its rows."""
-    return load(stored)
