@@ -1,6 +1,7 @@
 """`lowbit import` of GGUF files, beside the package gguf and the float models they were made of."""
 
 import json
+import os
 
 import gguf
 import lowbit
@@ -326,3 +327,34 @@ def test_dequantise_is_what_the_operator_computes():
     for bits in range(1, 9):
         packed = lowbit.quantize_tensor(torch.randn(5, 40), lowbit.LinearConfig(bits=bits, group_size=16))
         assert torch.equal(dequantise(lowbit.unpack(packed)), lowbit.embedding(torch.arange(5), packed, 40))
+
+
+def test_generate_imports_a_file_once(tmp_path):
+    model = random_model("tied")
+    tokens = ["<s>", "<|im_end|>", *[chr(code) for code in range(33, 127)], "th", "the", "\u0120"]
+    tokens += [f"unused{i}" for i in range(403 - len(tokens))]
+    file, cache = tmp_path / "m.gguf", tmp_path / "m.gguf.lowbit"
+    write_model(file, model, "Q8_0", tokens=tokens)
+    command = ("generate", file, "--prompt", "the the", "--max-new-tokens", "3")
+    first = invoke(*command)
+    assert first.exit_code == 0 and f"{file} is imported to {cache}\n" in first.stderr
+    written = os.stat(cache / "config.json").st_ino
+    again = invoke(*command)
+    assert again.stdout == first.stdout and f"{file} was imported before: {cache}\n" in again.stderr
+    assert os.stat(cache / "config.json").st_ino == written
+    same = invoke("generate", cache, "--prompt", "the the", "--max-new-tokens", "3")
+    assert same.stdout == first.stdout
+    # Another model at its place, and one that is refused: the old import stays then.
+    os.utime(file, ns=(1, 1))
+    changed = invoke(*command)
+    assert "the one that is there is of other files" in changed.stderr and changed.stdout == first.stdout
+    assert os.stat(cache / "config.json").st_ino != written
+    file.write_bytes(file.read_bytes()[:1000])
+    assert "m.gguf" in error_after_notes(invoke(*command)) and cache.exists()
+    (cache / "lowbit_import.json").unlink()
+    assert "is in the place of the import" in error_after_notes(invoke(*command))
+
+
+def error_after_notes(result) -> str:
+    assert result.exit_code == 1 and result.stdout == ""
+    return result.stderr.splitlines()[-1]

@@ -247,8 +247,13 @@ def _read_file(path: Path) -> Gguf:
     return Gguf([path], metadata, tensors)
 
 
-def _parts(path: Path) -> Iterator[Path]:
-    """All files of a model of which `path` is one."""
+def parts_of(path: Path) -> Iterator[Path]:
+    """All files of a model of which `path` is one.
+
+    Raises:
+        OSError: one is missing.
+        ValueError: the name says that it is part 5 of 3, or that there are more than 1000.
+    """
     match = _SPLIT.match(path.name)
     if match is None:
         yield path
@@ -273,7 +278,7 @@ def read_gguf(path: str | os.PathLike) -> Gguf:
         ValueError: not a whole GGUF file: another version, a count, length, offset or alignment that the file does not
             bear out, an unknown type, tensors that overlap, a name twice, or parts of different models.
     """
-    files = [_read_file(part) for part in _parts(Path(path))]
+    files = [_read_file(part) for part in parts_of(Path(path))]
     first = files[0]
     for number, file in enumerate(files):
         count, place = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)

@@ -15,6 +15,7 @@ from .bitsandbytes import read_bitsandbytes
 from .codes import Float, Matrix, Weights
 from .compressed_tensors import read_compressed_tensors
 from .gptq import read_gptq, renamed
+from .report import file_states
 from .source import Source
 from .stock import Stock
 
@@ -24,15 +25,17 @@ _Tensors = list[Matrix | Weights | Float]
 def _read_auto_round(stock: Stock) -> _Tensors:
     """AutoRound writes the layouts of others, and names them in ``packing_format``."""
     layout = stock.settings.get("packing_format", "auto_round:auto_gptq")
-    if layout in ("auto_round:auto_gptq", "auto_round:gptq"):
-        stock.settings["checkpoint_format"] = "gptq"
+    stock.setting("data_type", ("int",), "int")
+    stock.setting("act_bits", (16, 32), 16)
+    versions = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}
+    if layout in versions:
+        stock.settings["checkpoint_format"] = versions[layout]
         return renamed(read_gptq(stock), "AutoRound")
-    if layout in ("auto_round:auto_awq", "auto_round:awq"):
+    if layout == "auto_round:auto_awq":
         return renamed(read_awq(stock), "AutoRound")
     raise ValueError(
-        f"{stock.path} has quantization_config.packing_format {layout!r}; lowbit imports AutoRound's "
-        "auto_round:auto_gptq "
-        "and auto_round:auto_awq"
+        f"{stock.path} has quantization_config.packing_format {layout!r}; lowbit imports {', '.join(versions)} and "
+        "auto_round:auto_awq"
     )
 
 
@@ -64,9 +67,11 @@ def open_directory(path: Path) -> Source:
             f"{path} is quantised by the method {method!r}; lowbit imports {', '.join(_FORMATS)}, and GGUF files"
         )
     name, read = _FORMATS[method]
-    stock = Stock(path, read_files(*files_of(path)), dict(config["quantization_config"]))
+    files, weight_map = files_of(path)
+    states = file_states(files)
+    stock = Stock(path, read_files(files, weight_map), dict(config["quantization_config"]))
     tensors = read(stock)
     if not any(isinstance(tensor, Matrix) for tensor in tensors):
         raise ValueError(f"{path} has no quantised layer, although its quantization_config says {method!r}")
     description: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}
-    return Source(path, name, description, tensors, lambda target: copy_files(path, target))
+    return Source(path, name, description, tensors, lambda target: copy_files(path, target), states)

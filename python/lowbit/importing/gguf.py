@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..files.gguf import Gguf, StoredBlocks, read_gguf
+from ..files.gguf import Gguf, StoredBlocks, parts_of, read_gguf
 from ..files.replace import sync
 from ..quantize import LinearConfig
 from .codes import Float, Matrix, Rows, Weights
 from .gguf_blocks import block_type, decode
 from .gguf_models import IN_CONFIG, Architecture, Metadata, architecture_of, config_of, generation_config, name_in_model
+from .report import file_states
 from .source import Source
 
 _FLOATS = {"F32": ("F32", torch.float32), "F16": ("F16", torch.float16), "BF16": ("BF16", torch.bfloat16)}
@@ -156,6 +157,7 @@ def open_gguf(path: str | os.PathLike) -> Source:
         ImportError: a type that needs the package gguf, which is not installed.
     """
     path = Path(path)
+    states = file_states(parts_of(path))  # before they are read: what changes later is not current
     gguf = read_gguf(path)
     metadata = Metadata(gguf)
     architecture = architecture_of(metadata)
@@ -175,4 +177,4 @@ def open_gguf(path: str | os.PathLike) -> Source:
             sync(file)
         save_tokenizer(path, gguf.metadata, metadata.architecture, config["vocab_size"], directory)
 
-    return Source(path, "GGUF", config, tensors, write_files)
+    return Source(path, "GGUF", config, tensors, write_files, states)

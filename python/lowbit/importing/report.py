@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..files.untrusted import read_json
 
 REPORT = "lowbit_import.json"
+VERSION = 1  # grows when the same file would be imported otherwise
 _KINDS = ("exact", "rounded", "requantised", "dequantised", "float")
 
 
@@ -32,6 +34,11 @@ class ImportedTensor:
         """In words: "exact", "rounded, within 0.011 steps"."""
         detail = {"rounded": f", within {self.steps:.2g} steps", "requantised": f", error {100 * self.error:.2g} %"}
         return self.kind + detail.get(self.kind, "")
+
+
+def file_states(paths: Iterable[Path]) -> list[dict[str, str | int]]:
+    """What tells whether files were changed: their names, sizes and times."""
+    return [{"name": path.name, "bytes": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns} for path in paths]
 
 
 def read_report(directory: Path) -> dict[str, ImportedTensor]:

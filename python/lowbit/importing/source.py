@@ -19,3 +19,4 @@ class Source:
     config: dict[str, Any]  # config.json, without what described the quantisation
     tensors: list[Matrix | Weights | Float]
     write_files: Callable[[Path], None]  # writes what belongs beside the weights, such as the tokenizer
+    files: list[dict[str, str | int]]  # that were read, from report.file_states

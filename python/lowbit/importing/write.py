@@ -20,7 +20,7 @@ from ..files.config_json import CONFIG
 from ..files.replace import PartialDirectory, resolve_new_directory
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer
 from .codes import Float, Matrix, Nearness, Weights, as_floats, pack_rows, requantise_rows
-from .report import REPORT, ImportedTensor
+from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
 
 _BAND_WEIGHTS = 1 << 21
@@ -249,6 +249,8 @@ def write_checkpoint(
             source.write_files(partial.path)
             entries, tensors = _write_tensors(partial.path, outputs, max_shard_bytes, done)
             report = {
+                "version": VERSION,
+                "files": source.files,
                 "source": source.path.name,
                 "format": source.format,
                 "tensors": [asdict(each) for each in tensors],
