@@ -16,6 +16,7 @@ import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -100,7 +101,8 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+    """What a tensor is; `info` of a packed one."""
     if info is not None:
         shape = (info.out_features, info.in_features)
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
@@ -125,7 +127,8 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
     files, weight_map = ([path], None) if path.is_file() else files_of(path)
     tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
     return [
-        _entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None) for stored in tensors
+        describe_entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None)
+        for stored in tensors
     ]
 
 
@@ -327,13 +330,29 @@ def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
     yield sorted(shard, key=place)
 
 
-def _check_space(directory: Path, needed: int) -> None:
+def check_space(directory: Path, needed: int) -> None:
+    """Raises OSError where the disk has fewer bytes free."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(
             errno.ENOSPC,
             f"{directory} has {free / 1e9:.2f} GB free; the packed checkpoint takes {needed / 1e9:.2f} GB",
         )
+
+
+@contextmanager
+def no_space(target: Path, needed: int) -> Iterator[None]:
+    """Around writing: says of a full disk what was written, and how much it takes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        raise OSError(
+            error.errno,
+            f"{error.strerror} while {target} was written, which takes {needed / 1e9:.2f} GB; nothing of it was kept. "
+            "Make room, or choose another place",
+        ) from error
 
 
 def check_shard_bytes(count: Any) -> None:
@@ -462,20 +481,12 @@ def quantize_checkpoint(
 
     with PartialDirectory(place) as partial:
         partial.rehearse()
-        _check_space(partial.path, target_bytes)
-        try:
+        check_space(partial.path, target_bytes)
+        with no_space(target, target_bytes):
             entries = _write_tensors(partial.path, outputs, max_shard_bytes, packed() if packed else {}, done)
-            _copy_files(source, partial.path)
+            copy_files(source, partial.path)
             # Last: without it nothing loads.
-            _write_json(partial.path / CONFIG, description | {"quantization_config": config.to_dict()})
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise OSError(
-                    error.errno,
-                    f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of "
-                    "it was kept. Make room, or choose another place",
-                ) from error
-            raise
+            write_json(partial.path / CONFIG, description | {"quantization_config": config.to_dict()})
         partial.finish()
     left_bytes = sum(output.source.bytes for output in outputs if output.config is None and output.name in left)
     return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left, left_bytes)
@@ -493,7 +504,7 @@ def _write_tensors(
     for number, shard in enumerate(shards, 1):
         file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
         stored = [output.stored(file) for output in shard]
-        entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
         with Writer(file, list(map(_described, stored))) as writer:
             for output in shard:
                 if output.layer in packed:
@@ -507,7 +518,7 @@ def _write_tensors(
     if len(shards) > 1:
         weight_map = {entry.name: entry.file for entry in entries}
         size = sum(entry.bytes for entry in entries)
-        _write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return entries
 
 
@@ -515,7 +526,7 @@ def _is_weights(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in _WEIGHTS_OF_ALL_FRAMEWORKS)
 
 
-def _copy_files(source: Path, target: Path) -> None:
+def copy_files(source: Path, target: Path) -> None:
     """Copies what belongs to a checkpoint beside its weights: the tokenizer, settings, templates, a licence."""
     modules = _modules(source)
     for entry in sorted(source.iterdir()):
@@ -543,7 +554,8 @@ def _modules(source: Path) -> set[str]:
         return set()
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
+    """Writes a file that is not there yet, and sees that it is on the disk."""
     with open(path, "x", encoding="utf-8") as file:
         json.dump(content, file, indent=2, ensure_ascii=False)
         file.write("\n")
