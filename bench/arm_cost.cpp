@@ -7,9 +7,9 @@
 //
 //   arm_cost --bytes N K             instead: how large an N x K matrix is packed; bits, mapping, group size, bytes
 //
-//   linear_*     task "symmetric|affine g<group size> m<rows>"   unit: 128 weights, for one row of activations
+//   linear_*     task "symmetric|affine|levels g<group size> m<rows>"   unit: 128 weights, for one row of activations
 //   quantize_*   task "f32|bf16|f16 g<group size>"               unit: one activation
-//   embedding_*  task "symmetric|affine f32|bf16|f16"            unit: one value
+//   embedding_*  task "symmetric|affine|levels f32|bf16|f16"     unit: one value
 
 #include <cstdio>
 #include <cstdlib>
@@ -31,7 +31,12 @@ constexpr int64_t kEveryRows = 33;
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
 const char* name_of(DType dtype) { return dtype == DType::f32 ? "f32" : dtype == DType::bf16 ? "bf16" : "f16"; }
-const char* name_of(Mapping mapping) { return mapping == Mapping::affine ? "affine" : "symmetric"; }
+const char* name_of(Mapping mapping) {
+  return mapping == Mapping::affine ? "affine" : mapping == Mapping::levels ? "levels" : "symmetric";
+}
+
+constexpr Mapping kMappings[] = {Mapping::symmetric, Mapping::affine, Mapping::levels};
+constexpr int8_t kLevels[kMostLevels] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 struct Random {
   uint32_t state = 1;
@@ -55,7 +60,8 @@ struct Weights {
   std::vector<uint8_t> packed;
 
   Weights(int bits, Mapping mapping, int64_t group_size) {
-    require(make_layout(kOutputs, kInputs, bits, group_size, mapping, false, &layout));
+    require(make_layout(kOutputs, kInputs, bits, group_size, mapping, false, &layout,
+                        mapping == Mapping::levels ? kLevels : nullptr));
     Random random;
     std::vector<uint8_t> codes(static_cast<size_t>(kOutputs * kInputs));
     for (uint8_t& code : codes) code = static_cast<uint8_t>(random.below(1 << bits));
@@ -86,7 +92,7 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
   }
   const std::vector<float> scales(kMostRows, 0.01f), zeros(kMostRows, 3.0f);
   std::vector<float> out(static_cast<size_t>(kMostRows * kOutputs));
-  LinearArgs args{weights.packed.data() + kHeaderBytes, weights.layout, 0, weights.layout.panels, a.data(),
+  LinearArgs args{weights.packed.data() + weights.layout.header_bytes, weights.layout, 0, weights.layout.panels, a.data(),
                   group_sums.data(), scales.data(), zeros.data(), 0, out.data(), DType::f32, kOutputs};
   alignas(64) static char scratch[kLinearScratchBytes];
   args.scratch = scratch;
@@ -127,7 +133,7 @@ void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_siz
 void count_embedding(const EmbeddingKernel& kernel, Mapping mapping, DType dtype) {
   const Weights weights(kernel.bits, mapping, 32);
   std::vector<float> out(static_cast<size_t>(kInputs));
-  const EmbeddingArgs args{weights.packed.data() + kHeaderBytes, weights.layout, 5, out.data(), dtype};
+  const EmbeddingArgs args{weights.packed.data() + weights.layout.header_bytes, weights.layout, 5, out.data(), dtype};
   count(kernel.name, std::string(name_of(mapping)) + " " + name_of(dtype), kInputs, [&] { kernel.run(args); });
 }
 
@@ -150,7 +156,8 @@ void count_all() {
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
     const LinearKernel& kernel = linear_kernel(i);
     if (!wanted(kernel.name, kernel.isa)) continue;
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : kMappings) {
+      if ((kernel.mappings & bit_of(mapping)) == 0) continue;
       for (const int64_t group_size : kGroupSizes) count_linear(kernel, mapping, group_size);
     }
   }
@@ -164,7 +171,8 @@ void count_all() {
   for (size_t i = 0; i < embedding_kernel_count(); ++i) {
     const EmbeddingKernel& kernel = embedding_kernel(i);
     if (!wanted(kernel.name, kernel.isa)) continue;
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : kMappings) {
+      if ((kernel.mappings & bit_of(mapping)) == 0) continue;
       for (const DType dtype : kDTypes) count_embedding(kernel, mapping, dtype);
     }
   }

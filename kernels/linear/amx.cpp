@@ -120,7 +120,8 @@ template <int Bits, bool Affine>
 // piece begins.
 template <int Bits, bool Affine>
 const uint8_t* unpack(const uint8_t* at, const Layout& layout, const Piece& piece, Scratch& scratch) {
-  const Levels<Bits> levels(layout);
+  Levels<Bits> levels;
+  levels.load(layout);
   uint8_t* lines = scratch.lines;
   int64_t left = piece.first_left;
   int group = 0;

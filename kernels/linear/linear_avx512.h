@@ -30,7 +30,7 @@ namespace {
 // A table of levels, as bytes level + 128; vpshufb looks a register of codes up. Nothing for other weights.
 template <int Bits>
 struct Levels {
-  [[gnu::always_inline]] explicit Levels(const Layout&) {}
+  [[gnu::always_inline]] void load(const Layout&) {}
 };
 
 template <int Bits>
@@ -38,7 +38,7 @@ template <int Bits>
 struct Levels<Bits> {
   __m512i bytes;
 
-  [[gnu::always_inline]] explicit Levels(const Layout& layout) {
+  [[gnu::always_inline]] void load(const Layout& layout) {
     const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(layout.levels));
     bytes = _mm512_xor_si512(_mm512_broadcast_i32x4(table), byte_mask(0x80));
   }
@@ -170,14 +170,12 @@ struct Tile {
   static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   static constexpr int64_t kRunBlocks = 0;
 
-  explicit Tile(const Layout& layout) : levels(layout) {}
-
-  const Levels<Bits> levels;
   const int32_t* group_sums;
   int64_t groups, stride;  // from a row to the next: of group_sums, of the activations
   __m512 acc[Rows];
   Sums<Bits, Rows, kDown> sums;
   __m512i line[8];
+  [[no_unique_address]] Levels<Bits> levels;
 
   [[gnu::always_inline]] void start(int64_t group) { sums.template start<Affine>(group_sums + group, groups); }
   [[gnu::always_inline]] void begin_block(const uint8_t* at) { unpack_block<Bits, kDown>(at, levels, line); }
@@ -204,7 +202,8 @@ struct Tile {
 template <int Bits, bool Affine, bool Halves, int Rows>
 [[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row) {
   const Layout& layout = args.layout;
-  Tile<Bits, Affine, Halves, Rows> tile(layout);
+  Tile<Bits, Affine, Halves, Rows> tile;
+  tile.levels.load(layout);
   tile.groups = layout.groups;
   tile.stride = layout.blocks * kBlockInputs;
   tile.group_sums = args.group_sums + row * tile.groups;
