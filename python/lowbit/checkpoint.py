@@ -12,10 +12,12 @@ import json
 import math
 import os
 import shutil
+import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +42,8 @@ from .files.safetensors import (
     same_bytes,
 )
 from .layers import warn_of_floats
-from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
+from .levels import FIT, sampled_rows
+from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor, table_of
 
 if TYPE_CHECKING:
     from .hf.config import LowBitConfig
@@ -98,7 +101,8 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+    """What a tensor is; `info` of a packed one."""
     if info is not None:
         shape = (info.out_features, info.in_features)
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
@@ -123,7 +127,8 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
     files, weight_map = ([path], None) if path.is_file() else files_of(path)
     tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
     return [
-        _entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None) for stored in tensors
+        describe_entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None)
+        for stored in tensors
     ]
 
 
@@ -272,7 +277,14 @@ def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
     n, k = source.shape
     rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS
     bias = None if output.bias is None else read_rows(output.bias, 0, n)
-    start = writer.write(bytes(64))
+    levels = None
+    if config.mapping == "levels":  # one table for all bands
+        rows_to_fit = sampled_rows(n, k) if config.levels == FIT else range(1)
+        sample = torch.cat([read_rows(source, row, row + 1) for row in rows_to_fit])
+        config = replace(config, levels=table_of(config, sample))
+        levels = struct.pack(f"{2**config.bits}b", *config.levels)
+    header_bytes = 64 if levels is None else 128
+    start = writer.write(bytes(header_bytes))
     folded = 0
     for begin in range(0, n, rows):
         end = min(begin + rows, n)
@@ -282,11 +294,12 @@ def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
         except ValueError as error:
             raise ValueError(f"{source.name} in {source.path}, rows {begin} to {end - 1}: {error}") from error
         folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
-        writer.write(packed[64:].numpy())
+        writer.write(packed[header_bytes:].numpy())
         done(weight.nbytes)
         del weight, packed  # before the next are there
     affine = info.mapping == "affine"
-    writer.write_at(start, _C.packed_header(n, k, info.bits, info.group_size or 0, affine, info.has_bias, folded))
+    header = _C.packed_header(n, k, info.bits, info.group_size or 0, affine, info.has_bias, folded, levels)
+    writer.write_at(start, header)
 
 
 def _write_packed(output: _Output, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
@@ -317,13 +330,29 @@ def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
     yield sorted(shard, key=place)
 
 
-def _check_space(directory: Path, needed: int) -> None:
+def check_space(directory: Path, needed: int) -> None:
+    """Raises OSError where the disk has fewer bytes free."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(
             errno.ENOSPC,
             f"{directory} has {free / 1e9:.2f} GB free; the packed checkpoint takes {needed / 1e9:.2f} GB",
         )
+
+
+@contextmanager
+def no_space(target: Path, needed: int) -> Iterator[None]:
+    """Around writing: says of a full disk what was written, and how much it takes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        raise OSError(
+            error.errno,
+            f"{error.strerror} while {target} was written, which takes {needed / 1e9:.2f} GB; nothing of it was kept. "
+            "Make room, or choose another place",
+        ) from error
 
 
 def check_shard_bytes(count: Any) -> None:
@@ -452,20 +481,12 @@ def quantize_checkpoint(
 
     with PartialDirectory(place) as partial:
         partial.rehearse()
-        _check_space(partial.path, target_bytes)
-        try:
+        check_space(partial.path, target_bytes)
+        with no_space(target, target_bytes):
             entries = _write_tensors(partial.path, outputs, max_shard_bytes, packed() if packed else {}, done)
-            _copy_files(source, partial.path)
+            copy_files(source, partial.path)
             # Last: without it nothing loads.
-            _write_json(partial.path / CONFIG, description | {"quantization_config": config.to_dict()})
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise OSError(
-                    error.errno,
-                    f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of "
-                    "it was kept. Make room, or choose another place",
-                ) from error
-            raise
+            write_json(partial.path / CONFIG, description | {"quantization_config": config.to_dict()})
         partial.finish()
     left_bytes = sum(output.source.bytes for output in outputs if output.config is None and output.name in left)
     return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left, left_bytes)
@@ -483,7 +504,7 @@ def _write_tensors(
     for number, shard in enumerate(shards, 1):
         file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
         stored = [output.stored(file) for output in shard]
-        entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
         with Writer(file, list(map(_described, stored))) as writer:
             for output in shard:
                 if output.layer in packed:
@@ -497,7 +518,7 @@ def _write_tensors(
     if len(shards) > 1:
         weight_map = {entry.name: entry.file for entry in entries}
         size = sum(entry.bytes for entry in entries)
-        _write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return entries
 
 
@@ -505,7 +526,7 @@ def _is_weights(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in _WEIGHTS_OF_ALL_FRAMEWORKS)
 
 
-def _copy_files(source: Path, target: Path) -> None:
+def copy_files(source: Path, target: Path) -> None:
     """Copies what belongs to a checkpoint beside its weights: the tokenizer, settings, templates, a licence."""
     modules = _modules(source)
     for entry in sorted(source.iterdir()):
@@ -533,7 +554,8 @@ def _modules(source: Path) -> set[str]:
         return set()
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
+    """Writes a file that is not there yet, and sees that it is on the disk."""
     with open(path, "x", encoding="utf-8") as file:
         json.dump(content, file, indent=2, ensure_ascii=False)
         file.write("\n")

@@ -179,7 +179,7 @@ def packed_info(stored: Stored) -> ops.PackedInfo:
             raise ValueError(
                 f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension"
             )
-        header = read_bytes(stored, 0, min(64, stored.bytes))
+        header = read_bytes(stored, 0, min(128, stored.bytes))  # with levels; else 64
         return ops.PackedInfo(**_C.info(header.data_ptr(), stored.bytes, False))
     except ValueError as error:
         raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
