@@ -6,7 +6,7 @@ from torch import Tensor
 
 import lowbit
 from lowbit import LinearConfig
-from lowbit.calibration.gptq import Moments, descend, gptq, target
+from lowbit.calibration.gptq import Moments, Solver, best_correction, descend, gptq, target
 from lowbit.calibration.grid import Quantised, nearest
 from lowbit.calibration.importance import search
 from reference import MAPPINGS, WIDTHS
@@ -180,6 +180,19 @@ def test_the_correction_brings_outputs_back(bits, most):
     assert errors[1] < most * errors[0]
     whole = gptq(weight, moments_of(x, y), config, correction=1.0, sweeps=2)
     assert output_error(weight, whole, x, y) < 0.7 * errors[1]
+
+
+def test_the_correction_is_chosen_by_other_tokens():
+    """A drift that all tokens have is followed; one that is chance is not."""
+    y = correlated(64)
+    noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    weight, config = weights(48, 64), LinearConfig(4, 32)
+    for x, few, expected in ((y + 0.3 * torch.roll(y, 1, 1), 400, 1.0), (y + noise, 40, 0.0)):
+        # With few tokens, and errors that have nothing to do with inputs, what fits these tokens fits no others.
+        wanted = y if expected else x + noise.flip(0)
+        held = [(x[-200:], wanted[-200:])]
+        solver = Solver(moments_of(x[: min(few, 200)], wanted[: min(few, 200)]))
+        assert best_correction(solver, weight, config, held) == expected
 
 
 def test_the_target_is_least_squares():

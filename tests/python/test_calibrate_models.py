@@ -226,6 +226,39 @@ def test_blocks_that_are_no_chain(kind):
     assert found[0] < 0.8 * found[1]
 
 
+class FusedConfig(transformers.PretrainedConfig):
+    vocab_size = 120
+
+
+class Fused(nn.Module):
+    """torch's own encoder layers, which in evaluation hand the weights of linear layers to one fused operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = FusedConfig()
+        self.table = nn.Embedding(120, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, input_ids):
+        return self.encoder(self.table(input_ids))
+
+
+def test_layers_that_a_fused_operator_would_pass_by():
+    torch.manual_seed(0)
+    model, data = Fused().eval(), tokens(20)
+    wanted = model(data[0]).detach()
+    plain = lowbit.quantize_(copy.deepcopy(model), LinearConfig(2))
+    names = {name for name in linears(model) if "out_proj" not in name}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    result = calibrate(model, data, LinearConfig(2), "gptq")
+    assert torch.backends.mha.get_fastpath_enabled() is fast
+    assert packed(model) == names == set(result.methods) and set(result.methods.values()) == {"gptq"}
+    with torch.no_grad():
+        found = [float((each(data[0]) - wanted).square().mean()) for each in (model, plain)]
+    assert found[0] < 0.8 * found[1]
+
+
 # ---- what is placed, and how it got there
 
 
@@ -307,6 +340,24 @@ def test_auto_takes_gptq_where_there_are_enough_tokens():
     assert {name for name, method in result.methods.items() if method == "importance"} == {
         "model.layers.1.mlp.down_proj"
     }
+
+
+def test_of_a_long_text_parts_are_used_that_lie_evenly_in_it():
+    from lowbit.calibration.data import batches
+
+    class Words:
+        def __call__(self, text, **options):
+            return {"input_ids": [int(word) for word in text.split()][: options.get("max_length")]}
+
+    text = " ".join(str(i % 120) for i in range(64 * 100))
+    found, there = batches(llama(), [text], Words(), 64, 640)
+    rows = torch.cat([batch["input_ids"] for batch in found])
+    assert there == 6400 and rows.shape == (10, 64)
+    assert rows[:, 0].tolist() == [64 * 10 * i % 120 for i in range(10)]
+    found, there = batches(bert(), [f"{i} {i} {i} {i}" for i in range(100)], Words(), 64, 200)
+    assert there == 400 and torch.cat([batch["input_ids"] for batch in found])[:, 0].tolist() == list(range(0, 100, 2))
+    whole, there = batches(llama(), [text], Words(), 64, 10_000)
+    assert sum(batch["input_ids"].numel() for batch in whole) == there == 6400
 
 
 # ---- what is refused
