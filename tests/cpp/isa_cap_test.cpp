@@ -76,10 +76,10 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) 
   return copy;
 }
 
-const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa) {
+const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa) {
   static auto* const real =
-      next<const EmbeddingKernel&(Format, int, IsaBits)>("_ZN6lowbit16choose_embeddingENS_6FormatEij");
-  real_embedding = &real(format, bits, isa);
+      next<const EmbeddingKernel&(const Layout&, IsaBits)>("_ZN6lowbit16choose_embeddingERKNS_6LayoutEj");
+  real_embedding = &real(layout, isa);
   static EmbeddingKernel copy;
   copy = *real_embedding;
   copy.run = run_embedding;
@@ -171,7 +171,7 @@ TEST(IsaCap, OperatorsRefuseAWrongName) {
   const Tensor q = random_tensor(ElementType::f32, {1, 1, 1, 16}, random);
   const Tensor keys = random_tensor(ElementType::f32, {1, 1, 16, 16}, random);
   const Tensor start = index_tensor<int64_t>({0}), attended(ElementType::f32, {1, 1, 1, 16});
-  EXPECT_TRUE(refused(attention(q.view, q.view, q.view, keys.view, keys.view, start.view, 1.0, attended.view, {}),
+  EXPECT_TRUE(refused(attention(q.view, q.view, q.view, keys.view, keys.view, start.view, {1.0}, attended.view, {}),
                       "LOWBIT_ISA is 'nonsense'"));
   const Tensor codes(ElementType::u8, {20, 64}), scales(ElementType::f32, {20, 2}), mins(ElementType::f32, {0, 0});
   EXPECT_TRUE(refused(pack(codes.view, scales.view, nullptr, nullptr, 4, 32, out.view, {}),

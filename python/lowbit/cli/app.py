@@ -23,6 +23,7 @@ from .info import info
 from .inspect import inspect
 from .output import quieten, reporting
 from .quantize import quantize
+from .report import report
 from .tune import tune
 
 COMMANDS: dict[str, Callable] = {
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable] = {
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
+    "report": report,
     "bench": bench,
     "tune": tune,
     "info": info,
