@@ -338,17 +338,17 @@ def test_generate_imports_a_file_once(tmp_path):
     command = ("generate", file, "--prompt", "the the", "--max-new-tokens", "3")
     first = invoke(*command)
     assert first.exit_code == 0 and f"{file} is imported to {cache}\n" in first.stderr
-    written = os.stat(cache / "config.json").st_ino
+    written = os.stat(cache / "config.json").st_mtime_ns
     again = invoke(*command)
     assert again.stdout == first.stdout and f"{file} was imported before: {cache}\n" in again.stderr
-    assert os.stat(cache / "config.json").st_ino == written
+    assert os.stat(cache / "config.json").st_mtime_ns == written
     same = invoke("generate", cache, "--prompt", "the the", "--max-new-tokens", "3")
     assert same.stdout == first.stdout
     # Another model at its place, and one that is refused: the old import stays then.
     os.utime(file, ns=(1, 1))
     changed = invoke(*command)
     assert "the one that is there is of other files" in changed.stderr and changed.stdout == first.stdout
-    assert os.stat(cache / "config.json").st_ino != written
+    assert os.stat(cache / "config.json").st_mtime_ns != written
     file.write_bytes(file.read_bytes()[:1000])
     assert "m.gguf" in error_after_notes(invoke(*command)) and cache.exists()
     (cache / "lowbit_import.json").unlink()

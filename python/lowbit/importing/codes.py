@@ -41,8 +41,11 @@ class Matrix:
 
     def info(self, has_bias: bool) -> ops.PackedInfo:
         """What is written. Raises ValueError for what no packed weight can be."""
-        bits, mapping = 8 if self.levels else self.bits, "affine" if self.affine else "symmetric"
-        return ops.describe(self.shape, bits, self.group_size, mapping, has_bias)
+        return ops.describe(self.shape, self.bits, self.group_size, self.mapping, has_bias, self.levels)
+
+    @property
+    def mapping(self) -> str:
+        return "levels" if self.levels else "affine" if self.affine else "symmetric"
 
 
 @dataclass(frozen=True)
@@ -95,30 +98,22 @@ class Nearness:
 def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearness) -> Tensor:
     """Packs some rows of a matrix, and adds to `nearness` what float16 scales have cost.
 
-    This is the one place where codes of a table of levels become codes that the packed format has: 8 bits each.
-
     Raises:
         ValueError: a scale, min or bias is not finite, or a code has more bits than it should.
     """
-    bits, codes = matrix.bits, rows.codes
-    if matrix.levels is not None:
-        table = torch.tensor([level + 128 for level in matrix.levels], dtype=torch.uint8)
-        bits, codes = 8, table[codes.long()]
     scales, mins = rows.scales.float(), None if rows.mins is None else rows.mins.float()
     packed = ops.pack(
-        codes, scales, mins, bias, bits=bits, group_size=matrix.group_size,
-        mapping="affine" if matrix.affine else "symmetric",
+        rows.codes, scales, mins, bias, bits=matrix.bits, group_size=matrix.group_size, mapping=matrix.mapping,
+        levels=matrix.levels,
     )  # fmt: skip
     stored = ops.unpack(packed)
     if matrix.levels_off:
         nearness.kind, nearness.steps = "rounded", max(nearness.steps, matrix.levels_off)
-    _compare(matrix, codes, scales, mins, stored, nearness)
+    _compare(matrix, scales, mins, stored, nearness)
     return packed
 
 
-def _compare(
-    matrix: Matrix, codes: Tensor, scales: Tensor, mins: Tensor | None, stored: ops.Unpacked, nearness: Nearness
-) -> None:
+def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: ops.Unpacked, nearness: Nearness) -> None:
     scale_off = (stored.scales - scales).abs()
     min_off = torch.zeros(()) if mins is None else (stored.mins - mins).abs()
     if not scale_off.any() and not min_off.any():
@@ -153,7 +148,8 @@ def requantise_rows(weights: Weights, values: Tensor, bias: Tensor | None, nearn
 
 def dequantise(stored: ops.Unpacked) -> Tensor:
     """The weights, float32 [n, k], that an unpacked matrix stands for."""
-    return _weights(Rows(*stored[:3]), stored.bits, stored.group_size, None)
+    levels = None if stored.levels is None else tuple(stored.levels.tolist())
+    return _weights(Rows(*stored[:3]), stored.bits, stored.group_size, levels)
 
 
 def _weights(rows: Rows, bits: int, group_size: int | None, levels: tuple[int, ...] | None) -> Tensor:

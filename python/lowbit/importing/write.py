@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
 import tempfile
 import time
 import warnings
@@ -83,7 +84,9 @@ def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> Impo
         return ImportedTensor(output.name, tensor.source, "dequantised" if tensor.dequantised else "float")
     info, nearness = output.info(), Nearness()
     bias = None if output.bias is None else output.bias.read(0, n).float()
-    start, folded = writer.write(bytes(64)), 0
+    levels = None if info.levels is None else struct.pack(f"{len(info.levels)}b", *info.levels)
+    header_bytes = 64 if levels is None else 128
+    start, folded = writer.write(bytes(header_bytes)), 0
     for begin, end in _bands(tensor.shape, True):
         rows, part = tensor.read(begin, end), None if bias is None else bias[begin:end]
         try:
@@ -94,11 +97,11 @@ def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> Impo
         except (TypeError, ValueError) as error:
             raise ValueError(f"{tensor.name}, rows {begin} to {end - 1}: {error}") from error
         folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
-        writer.write(packed[64:].numpy())
+        writer.write(packed[header_bytes:].numpy())
         done(tensor.bytes * (end - begin) // n)
         del rows, packed  # before the next are there
     affine = info.mapping == "affine"
-    header = _C.packed_header(*tensor.shape, info.bits, info.group_size or 0, affine, info.has_bias, folded)
+    header = _C.packed_header(*tensor.shape, info.bits, info.group_size or 0, affine, info.has_bias, folded, levels)
     writer.write_at(start, header)
     return ImportedTensor(output.name, tensor.source, nearness.kind, nearness.steps, nearness.error)
 
