@@ -5,7 +5,7 @@
 //   kernels_bench --lowbit_memory                   weights larger than the caches: what a model's layers see
 //   kernels_bench --benchmark_filter=a8w4           one width; all of Google Benchmark's options work
 //
-// A linear row is timed as NAME/m<rows of activations>/g<group size>, and with "/affine" behind it.
+// A linear row is timed as NAME/m<rows of activations>/g<group size>, and with "/affine" or "/levels" behind it.
 //
 // items_per_second counts weights (linear, packing) or values (quantisation, embedding), bytes_per_second packed
 // bytes (attention: keys and values) that were read; both per second of CPU time, so that other work on the machine
@@ -66,7 +66,9 @@ struct Weights {
   std::vector<uint64_t> checksums;
 
   Weights(int bits, Mapping mapping, int64_t group_size = kGroupSize) {
-    require(make_layout(shape.n, shape.k, bits, group_size, mapping, false, &layout));
+    constexpr int8_t kLevels[kMostLevels] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    require(make_layout(shape.n, shape.k, bits, group_size, mapping, false, &layout,
+                        mapping == Mapping::levels ? kLevels : nullptr));
     codes.resize(static_cast<size_t>(shape.n * shape.k));
     uint32_t state = 1;
     for (uint8_t& code : codes) code = static_cast<uint8_t>((state = state * 1664525u + 1013904223u) >> (32 - bits));
@@ -100,7 +102,7 @@ void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapp
   const auto group_sums = allocate<int32_t>(m * w.layout.groups);
   const auto scales = allocate<float>(m), zeros = allocate<float>(m), out = allocate<float>(m * w.layout.n);
   LinearArgs args{};
-  args.panels = w.packed.get() + kHeaderBytes;
+  args.panels = w.packed.get() + w.layout.header_bytes;
   args.layout = w.layout;
   args.panel_end = w.layout.panels;
   args.a = a.get();
@@ -126,7 +128,7 @@ void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapp
 void embedding(benchmark::State& state, const EmbeddingKernel* kernel) {
   const Weights& w = weights_of(kernel->bits, Mapping::symmetric);
   const auto out = allocate<float>(w.layout.k);
-  EmbeddingArgs args{w.packed.get() + kHeaderBytes, w.layout, 0, out.get(), DType::f32};
+  EmbeddingArgs args{w.packed.get() + w.layout.header_bytes, w.layout, 0, out.get(), DType::f32};
   for (auto unused : state) {
     args.row = (args.row + 389) % w.layout.n;
     kernel->run(args);
@@ -235,15 +237,17 @@ void register_all() {
     }
   }
   for (int bits = 1; bits <= 8; ++bits) {
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
+      const char* what = mapping == Mapping::affine ? "/affine" : mapping == Mapping::levels ? "/levels" : "";
       for (const int64_t group_size : kGroupSizes) {
         for (size_t i = 0; i < linear_kernel_count(); ++i) {
           const LinearKernel* row = &linear_kernel(i);
           if (row->bits != bits || !runs_here(row->isa) || group_size % row->group_step != 0) continue;
+          if ((row->mappings & bit_of(mapping)) == 0) continue;
           for (const int64_t m : kRows) {
             if (m < row->m_least || (row->m_least == 1 && m > 1)) continue;
             const std::string name = std::string(row->name) + "/m" + std::to_string(m) + "/g" +
-                                     std::to_string(group_size) + (mapping == Mapping::affine ? "/affine" : "");
+                                     std::to_string(group_size) + what;
             benchmark::RegisterBenchmark(name.c_str(), linear, row, m, mapping, group_size);
           }
         }

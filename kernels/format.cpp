@@ -39,7 +39,7 @@ uint64_t checksum(const void* data, int64_t size) {
 uint64_t fold_checksum(uint64_t folded, uint64_t panel_checksum) { return mix(folded, panel_checksum); }
 
 Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias,
-                   Layout* layout) {
+                   Layout* layout, const int8_t* levels) {
   if (bits < 1 || bits > 8) return Status::error("bits is %d; expected 1 to 8", bits);
   if (n < 1 || n > kMaxDimension) {
     return Status::error("the number of output rows is %" PRId64 "; expected 1 to %" PRId64, n, kMaxDimension);
@@ -58,6 +58,20 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
                          k, kMaxGroupInputs);
   }
   Layout l{};
+  l.header_bytes = kHeaderBytes;
+  if (mapping == Mapping::levels) {
+    if (!can_have_levels(bits)) {
+      return Status::error("a table of levels has codes of %d bits; expected 2, 3 or 4", bits);
+    }
+    if (levels == nullptr) return Status::error("there are no levels; expected %d of them", 1 << bits);
+    for (int i = 0; i < 1 << bits; ++i) {
+      if (levels[i] == -128) return Status::error("level [%d] is -128; expected -127 to 127", i);
+      l.levels[i] = levels[i];
+    }
+    l.header_bytes = kLevelsHeaderBytes;
+  } else if (levels != nullptr) {
+    return Status::error("there are levels, but the mapping is without");
+  }
   l.format = Format::panel16;
   l.bits = bits;
   l.mapping = mapping;
@@ -74,7 +88,7 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
   l.panel_bytes = round_up(l.head_offset + kHeadBytes, 64);
   int64_t panels_bytes;
   if (__builtin_mul_overflow(l.panels, l.panel_bytes, &panels_bytes) ||
-      __builtin_add_overflow(panels_bytes, kHeaderBytes, &l.total_bytes)) {
+      __builtin_add_overflow(panels_bytes, l.header_bytes, &l.total_bytes)) {
     return Status::error("a matrix of %" PRId64 " x %" PRId64 " weights does not fit the address space", n, k);
   }
   *layout = l;
@@ -93,7 +107,7 @@ FormatName name_of(Format format) {
 }
 
 uint64_t fold_panels(const void* data, const Layout& layout, uint64_t folded) {
-  const char* panel = static_cast<const char*>(data) + kHeaderBytes;
+  const char* panel = static_cast<const char*>(data) + layout.header_bytes;
   for (int64_t p = 0; p < layout.panels; ++p, panel += layout.panel_bytes) {
     folded = fold_checksum(folded, checksum(panel, layout.panel_bytes));
   }

@@ -1,6 +1,6 @@
-// Packed format v1: what the bytes mean. One layout for every ISA; docs/format.md draws it.
+// The packed format: what the bytes mean. One layout for every ISA; docs/format.md draws it.
 //
-//   header   64 bytes, little endian, verified before anything else is read
+//   header   64 bytes, with a table of levels 128; little endian, verified before anything else is read
 //   panel 0  16 output rows, in the order in which a kernel needs them, so that a matrix is read as one stream:
 //            the blocks, each followed by the scales of the groups that end in it; then the head; padded to 64 bytes
 //   panel 1  ...
@@ -10,7 +10,8 @@
 //   head     3 x 16 float32: row scale, row sum, bias
 //
 // A weight is  row_scale * scale * level(code)           (symmetric; codec.h has level())
-//          or  row_scale * (scale * code + min)          (affine).
+//          or  row_scale * (scale * code + min)          (affine)
+//          or  row_scale * scale * levels[code]          (levels: the header has the table).
 // The row sum is the sum of a row's weights divided by its row scale; a kernel subtracts the activations' zero point
 // with it. Rows and inputs beyond n and k are padding: their scales and heads are zero, their codes anything.
 #pragma once
@@ -24,7 +25,12 @@
 
 namespace lowbit {
 
-enum class Mapping : uint8_t { symmetric, affine };
+enum class Mapping : uint8_t { symmetric, affine, levels };
+
+// Sets of mappings, as rows of the kernel table have them.
+constexpr uint8_t bit_of(Mapping mapping) { return static_cast<uint8_t>(1u << static_cast<unsigned>(mapping)); }
+inline constexpr uint8_t kPlainMappings = bit_of(Mapping::symmetric) | bit_of(Mapping::affine);
+inline constexpr uint8_t kAllMappings = kPlainMappings | bit_of(Mapping::levels);
 
 // How the bytes behind the header are laid out: as above, or as a loaded library (library.h) says.
 enum class Format : uint32_t { panel16 = 0 };
@@ -41,8 +47,9 @@ struct FormatName {
 };
 LOWBIT_API FormatName name_of(Format format);
 
-inline constexpr int kFormatVersion = 1;
-inline constexpr int64_t kHeaderBytes = 64;
+// Of the file: 2 with a table of levels, which readers of version 1 alone refuse; else 1, the same bytes as ever.
+inline constexpr int kFormatVersion = 1, kLevelsVersion = 2;
+inline constexpr int64_t kHeaderBytes = 64, kLevelsHeaderBytes = 128;
 inline constexpr int64_t kHeadBytes = 3 * kPanelRows * 4;
 inline constexpr int64_t kMaxDimension = int64_t{1} << 31;
 // The largest group whose integer sum fits int32 for every width: 65536 * 128 * 255 < 2^31.
@@ -65,6 +72,9 @@ struct Layout {
   int64_t head_offset;   // in a panel
   int64_t panel_bytes;
   int64_t total_bytes;   // header included
+  int64_t header_bytes;  // before panel 0
+
+  int8_t levels[kMostLevels];  // Mapping::levels: 2^bits of -127 to 127; zeros behind them, and without
 
   int64_t group_inputs() const { return group_size == 0 ? blocks * kBlockInputs : group_size; }
 
@@ -78,11 +88,12 @@ struct Layout {
   }
 };
 
-// Checks the parameters and fills in the sizes.
+// Checks the parameters and fills in the sizes. `levels`: 2^bits of them, only and always with Mapping::levels.
 LOWBIT_API Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias,
-                              Layout* layout);
+                              Layout* layout, const int8_t* levels = nullptr);
 
-// The same matrix in a vendor's format: only its name and total_bytes, the sizes of a panel's parts are zero.
+// The same matrix in a vendor's format: only its name and total_bytes, the sizes of a panel's parts are zero. Not for
+// weights with a table of levels.
 LOWBIT_API Status make_vendor_layout(const Layout& layout, Format format, Layout* vendor_layout);
 
 // Verifies the header of `size` bytes at `data` (any alignment) against the buffer. Costs some 30 cycles.

@@ -32,6 +32,22 @@ struct Header {
 static_assert(sizeof(Header) == kHeaderBytes);
 static_assert(offsetof(Header, header_checksum) == 56);
 
+// Behind the header of a weight with a table of levels.
+struct LevelsHeader {
+  int8_t levels[kMostLevels];
+  uint8_t reserved[48];
+};
+static_assert(kHeaderBytes + sizeof(LevelsHeader) == kLevelsHeaderBytes);
+
+// Over all bytes of the header but itself; `levels` is null without a table.
+uint64_t header_checksum(const Header& header, const LevelsHeader* levels) {
+  constexpr size_t kCovered = offsetof(Header, header_checksum);
+  char bytes[kCovered + sizeof *levels];
+  std::memcpy(bytes, &header, kCovered);
+  if (levels != nullptr) std::memcpy(bytes + kCovered, levels, sizeof *levels);
+  return checksum(bytes, static_cast<int64_t>(kCovered + (levels == nullptr ? 0 : sizeof *levels)));
+}
+
 constexpr int64_t kMaxVendorBytes = int64_t{1} << 62;
 constexpr uint8_t kPanel16 = 0, kVendorFormat = 1;  // values of Header::format
 
@@ -49,6 +65,9 @@ Status make_vendor_layout(const Layout& layout, Format format, Layout* vendor_la
   if (found == nullptr) {
     return Status::error("packed weight has the format '%s', which no loaded library has; load its kernels first",
                          name_of(format).text);
+  }
+  if (layout.mapping == Mapping::levels) {
+    return Status::error("format '%s' does not hold weights with a table of levels", name_of(format).text);
   }
   Layout l = layout;
   l.format = format;
@@ -71,7 +90,8 @@ void seal_vendor_format(const Layout& layout, void* data) {
 void write_header(const Layout& layout, uint64_t payload_checksum, void* data) {
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
-  header.version = kFormatVersion;
+  const bool has_levels = layout.mapping == Mapping::levels;
+  header.version = has_levels ? kLevelsVersion : kFormatVersion;
   header.format = layout.format == Format::panel16 ? kPanel16 : kVendorFormat;
   header.bits = static_cast<uint8_t>(layout.bits);
   header.mapping = static_cast<uint8_t>(layout.mapping);
@@ -82,8 +102,11 @@ void write_header(const Layout& layout, uint64_t payload_checksum, void* data) {
   header.vendor_format = static_cast<uint32_t>(layout.format);
   header.total_bytes = layout.total_bytes;
   header.payload_checksum = payload_checksum;
-  header.header_checksum = checksum(&header, offsetof(Header, header_checksum));
+  LevelsHeader levels{};
+  std::memcpy(levels.levels, layout.levels, sizeof levels.levels);
+  header.header_checksum = header_checksum(header, has_levels ? &levels : nullptr);
   std::memcpy(data, &header, sizeof header);
+  if (has_levels) std::memcpy(static_cast<char*>(data) + sizeof header, &levels, sizeof levels);
 }
 
 Status read_header(const void* data, int64_t size, Layout* layout) {
@@ -99,24 +122,46 @@ Status read_header(const void* data, int64_t size, Layout* layout) {
                          header.magic[0] & 255, header.magic[1] & 255, header.magic[2] & 255, header.magic[3] & 255,
                          header.magic[4] & 255, header.magic[5] & 255, header.magic[6] & 255, header.magic[7] & 255);
   }
-  if (header.version != kFormatVersion) {
-    return Status::error("packed weight is of format version %d; this library reads version %d", header.version,
-                         kFormatVersion);
+  if (header.version != kFormatVersion && header.version != kLevelsVersion) {
+    return Status::error("packed weight is of format version %d; this library reads versions %d and %d", header.version,
+                         kFormatVersion, kLevelsVersion);
   }
-  if (header.header_checksum != checksum(&header, offsetof(Header, header_checksum))) {
+  const bool has_levels = header.version == kLevelsVersion;
+  LevelsHeader levels{};
+  if (has_levels) {
+    if (size < kLevelsHeaderBytes) {
+      return Status::error("packed weight has %" PRId64 " bytes; expected a header of %" PRId64
+                           " bytes and more, as it is of version %d",
+                           size, kLevelsHeaderBytes, kLevelsVersion);
+    }
+    std::memcpy(&levels, static_cast<const char*>(data) + sizeof header, sizeof levels);
+  }
+  if (header.header_checksum != header_checksum(header, has_levels ? &levels : nullptr)) {
     return Status::error("packed weight has an altered header: its checksum does not match");
   }
   const Format format = static_cast<Format>(header.vendor_format);
-  if (header.format > kVendorFormat || header.mapping > 1 || header.has_bias > 1 || header.reserved0 != 0 ||
-      (header.format == kPanel16) != (format == Format::panel16)) {
+  if (has_levels && header.mapping != static_cast<uint8_t>(Mapping::levels)) {
+    return Status::error("packed weight of version %d has mapping %d; expected 2, a table of levels", kLevelsVersion,
+                         header.mapping);
+  }
+  if (header.format > kVendorFormat || (header.mapping > 1 && !has_levels) || header.has_bias > 1 ||
+      header.reserved0 != 0 || (header.format == kPanel16) != (format == Format::panel16)) {
     return Status::error("packed weight has format %d, mapping %d, bias flag %d; expected each to be 0 or 1",
                          header.format, header.mapping, header.has_bias);
   }
   Layout expected;
   if (Status status = make_layout(header.n, header.k, header.bits, header.group_size,
-                                  static_cast<Mapping>(header.mapping), header.has_bias != 0, &expected);
+                                  static_cast<Mapping>(header.mapping), header.has_bias != 0, &expected,
+                                  has_levels ? levels.levels : nullptr);
       !status.ok()) {
     return status;
+  }
+  if (has_levels) {
+    LevelsHeader canonical{};
+    std::memcpy(canonical.levels, expected.levels, sizeof canonical.levels);
+    if (std::memcmp(&canonical, &levels, sizeof levels) != 0) {
+      return Status::error("packed weight has bytes behind its %d levels; expected zeros", 1 << header.bits);
+    }
   }
   if (format != Format::panel16) {
     if (Status status = make_vendor_layout(expected, format, &expected); !status.ok()) return status;

@@ -94,6 +94,10 @@ Status check_format_and_bits(const KernelLibrary& library, const Row& row) {
     }
   }
   if (row.bits < 1 || row.bits > 8) return Status::error("row '%s' has %d bits; expected 1 to 8", row.name, row.bits);
+  if (row.mappings == 0 || (row.mappings & ~kAllMappings) != 0) {
+    return Status::error("row '%s' reads the mappings 0x%02x; expected some of 0x%02x", row.name, row.mappings,
+                         kAllMappings);
+  }
   return {};
 }
 

@@ -144,8 +144,12 @@ Status pack_scales(const Layout& layout, const PackArgs& args, int64_t panel, ui
       const int64_t begin = g * group_inputs;
       const int64_t end = begin + group_inputs < layout.k ? begin + group_inputs : layout.k;
       int64_t sum = 0;
-      for (int64_t i = begin; i < end; ++i) sum += codes[i];
-      if (mins == nullptr) sum = level_factor(layout.bits) * sum - level_offset(layout.bits) * (end - begin);
+      if (layout.mapping == Mapping::levels) {
+        for (int64_t i = begin; i < end; ++i) sum += layout.levels[codes[i]];
+      } else {
+        for (int64_t i = begin; i < end; ++i) sum += codes[i];
+        if (mins == nullptr) sum = level_factor(layout.bits) * sum - level_offset(layout.bits) * (end - begin);
+      }
 
       uint8_t* group = out + layout.scales_offset(g);
       const uint16_t scale = f16_from_f32(scales[g] / row_scale);
@@ -170,7 +174,7 @@ Status pack_scales(const Layout& layout, const PackArgs& args, int64_t panel, ui
 Status pack_panels(const Layout& layout, const PackArgs& args, int64_t begin, int64_t end, void* packed,
                    uint64_t* panel_checksums) {
   for (int64_t p = begin; p < end; ++p) {
-    uint8_t* panel = static_cast<uint8_t*>(packed) + kHeaderBytes + p * layout.panel_bytes;
+    uint8_t* panel = static_cast<uint8_t*>(packed) + layout.header_bytes + p * layout.panel_bytes;
     std::memset(panel, 0, static_cast<size_t>(layout.panel_bytes));
     if (Status status = pack_codes(layout, args.codes, p, panel); !status.ok()) return status;
     if (Status status = pack_scales(layout, args, p, panel); !status.ok()) return status;
@@ -196,7 +200,7 @@ void seal(const Layout& layout, const uint64_t* panel_checksums, void* packed) {
 
 void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int64_t end, const UnpackArgs& args) {
   for (int64_t p = begin; p < end; ++p) {
-    const uint8_t* panel = static_cast<const uint8_t*>(packed) + kHeaderBytes + p * layout.panel_bytes;
+    const uint8_t* panel = static_cast<const uint8_t*>(packed) + layout.header_bytes + p * layout.panel_bytes;
     const int64_t rows = rows_in_panel(layout, p);
     for (int64_t b = 0; b < layout.blocks; ++b) {
       Lines lines;

@@ -1,4 +1,4 @@
-// Packing codes and scales into format v1, and back. Portable C++ only: the compiler vectorises the line loops.
+// Packing codes and scales into the packed format, and back. Portable C++ only: the compiler vectorises the line loops.
 #pragma once
 
 #include "format.h"
@@ -9,14 +9,14 @@ namespace lowbit {
 struct PackArgs {
   const uint8_t* codes;  // n x k, below 2^bits
   const float* scales;   // n x groups, finite
-  const float* mins;     // n x groups, finite; nullptr when symmetric
+  const float* mins;     // n x groups, finite; nullptr unless affine
   const float* bias;     // n, finite; nullptr without bias
 };
 
 struct UnpackArgs {
   uint8_t* codes;
   float* scales;
-  float* mins;  // nullptr when symmetric
+  float* mins;  // nullptr unless affine
   float* bias;  // nullptr without bias
 };
 

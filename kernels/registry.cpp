@@ -93,6 +93,12 @@ const Kernel* first(const Tables& tables, Rows<Kernel> rows, IsaBits isa, const 
   return first_loaded(Preference::after_built_in);
 }
 
+template <class Kernel>
+bool can_read(const Kernel& kernel, const Layout& layout) {
+  return kernel.format == layout.format && kernel.bits == layout.bits &&
+         (kernel.mappings & bit_of(layout.mapping)) != 0;
+}
+
 }  // namespace
 
 size_t quantize_kernel_count() { return count_rows(kQuantize, &KernelLibrary::quantize); }
@@ -122,9 +128,7 @@ const QuantizeKernel& choose_quantize(IsaBits isa) {
 }
 
 const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) {
-  const auto reads = [&](const LinearKernel& kernel) {
-    return kernel.format == layout.format && kernel.bits == layout.bits;
-  };
+  const auto reads = [&](const LinearKernel& kernel) { return can_read(kernel, layout); };
   const auto suits = [&](const LinearKernel& kernel) {
     return reads(kernel) && kernel.m_least <= m && (kernel.m_most == 0 || m <= kernel.m_most) &&
            layout.group_inputs() % kernel.group_step == 0;
@@ -136,8 +140,8 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) 
   return kNone;
 }
 
-const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa) {
-  const auto reads = [=](const EmbeddingKernel& kernel) { return kernel.format == format && kernel.bits == bits; };
+const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa) {
+  const auto reads = [&](const EmbeddingKernel& kernel) { return can_read(kernel, layout); };
   if (const EmbeddingKernel* found = first(kEmbedding, &KernelLibrary::embedding, isa, reads)) return *found;
   static constexpr EmbeddingKernel kNone{"none", kPortable, Format::panel16, 0, nullptr};
   return kNone;

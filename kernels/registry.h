@@ -24,7 +24,7 @@ LOWBIT_API const AttentionKernel& attention_kernel(size_t index);
 // cover everything of format panel16; where no row fits another format, the result has no function: run is null.
 LOWBIT_API const QuantizeKernel& choose_quantize(IsaBits isa);
 LOWBIT_API const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa);
-LOWBIT_API const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa);
+LOWBIT_API const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa);
 LOWBIT_API const AttentionKernel& choose_attention(IsaBits isa);
 
 struct LoadedLibrary {

@@ -6,12 +6,14 @@
 //   activation row   range [lo, hi] = [min(0, min x), max(0, max x)],  s = hi/255 - lo/255,  inv = 1/s,
 //                    z = rint(-lo * inv) - 128 (at most 127),  a = clamp(rint(fma(x, inv, z)), -128, 127);
 //                    s < 2^-126: s = 0, z = 0, a = 0;  a value that is not finite: s = NaN, z = 0, a = 0
-//   integer part     I[g] = sum of a * level(code) over group g (symmetric) or of a * code (affine), exact in int32;
+//   integer part     I[g] = sum of a * level(code) over group g (symmetric: codec.h; levels: the table's) or of
+//                    a * code (affine), exact in int32;
 //                    A[g] = sum of a over group g
 //   linear           acc = 0;  for g in order: acc = fma(scale[g], float(I[g]), acc),
 //                                   and affine: acc = fma(min[g], float(A[g]), acc)
 //                    y = fma(s * row_scale, fma(-z, row_sum, acc), bias)
-//   embedding        symmetric: (row_scale * scale) * level;  affine: fma(row_scale * scale, code, row_scale * min)
+//   embedding        symmetric, levels: (row_scale * scale) * level;
+//                    affine: fma(row_scale * scale, code, row_scale * min)
 //   attention        one row q over the positions that it sees; 16 lanes, position j is lane j % 16:
 //                    q = q * factor;  x[j] = 0, for i in order: x[j] = fma(k[j][i], q[i], x[j])
 //                    with a cap: x[j] = tanh2(x[j]) * cap
@@ -152,6 +154,7 @@ struct LinearKernel {
   // Made for groups of so many inputs or a multiple: 32, whole blocks, or 16, all groups. Other groups go to another row
   // if one fits, but a row is right for any.
   uint8_t group_step = kHalfInputs;
+  uint8_t mappings = kPlainMappings;  // that it reads: bit_of() each. Weights with others go to another row
 };
 
 struct EmbeddingKernel {
@@ -160,6 +163,7 @@ struct EmbeddingKernel {
   Format format;
   uint8_t bits;
   void (*run)(const EmbeddingArgs&);
+  uint8_t mappings = kPlainMappings;
 };
 
 struct AttentionKernel {
@@ -168,6 +172,13 @@ struct AttentionKernel {
   void (*run)(const AttentionArgs&);
   void (*write)(const AttentionWriteArgs&);
 };
+
+// A row that reads every mapping that its width can have.
+template <class Kernel>
+constexpr Kernel with_levels(Kernel row) {
+  if (can_have_levels(row.bits)) row.mappings = kAllMappings;
+  return row;
+}
 
 // What an ISA file exports.
 template <class Kernel>

@@ -58,15 +58,23 @@ inline Status no_kernel(const char* family, const Layout& layout) {
                        layout.bits, name_of(layout.format).text);
 }
 
-// The layout of a packed [n, k] matrix of the shape of `tensor`.
+// The layout of a packed [n, k] matrix of the shape of `tensor`. `levels`: 2^bits int8 levels, or null.
 inline Status matrix_layout(const char* name_has, const TensorView& tensor, int bits, int64_t group_size, bool affine,
-                            bool has_bias, Layout* layout) {
+                            bool has_bias, Layout* layout, const TensorView* levels = nullptr) {
   if (Status status = check_isa_cap(); !status.ok()) return status;
   if (tensor.shape.ndim != 2) {
     return Status::error("%s shape %s; expected two dimensions [n, k]", name_has, describe(tensor.shape).text);
   }
-  return make_layout(tensor.shape.size[0], tensor.shape.size[1], bits, group_size,
-                     affine ? Mapping::affine : Mapping::symmetric, has_bias, layout);
+  Mapping mapping = affine ? Mapping::affine : Mapping::symmetric;
+  if (levels != nullptr) {
+    if (affine) return Status::error("there are levels and mins; expected one of them or none");
+    mapping = Mapping::levels;
+    // Another width is refused below.
+    const int64_t count = can_have_levels(bits) ? int64_t{1} << bits : levels->shape.numel();
+    if (Status s = check_tensor("levels", *levels, ElementType::i8, {1, {count}}); !s.ok()) return s;
+  }
+  return make_layout(tensor.shape.size[0], tensor.shape.size[1], bits, group_size, mapping, has_bias, layout,
+                     levels == nullptr ? nullptr : static_cast<const int8_t*>(levels->data));
 }
 
 // The error of the piece that comes first, whichever thread finds one first.

@@ -71,10 +71,10 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
     rows[i] = index;
   }
 
-  const EmbeddingKernel& kernel = choose_embedding(layout.format, layout.bits, active_isa());
+  const EmbeddingKernel& kernel = choose_embedding(layout, active_isa());
   if (kernel.run == nullptr) return no_kernel("embedding", layout);
   EmbeddingArgs args{};
-  args.panels = static_cast<const uint8_t*>(packed.data) + kHeaderBytes;
+  args.panels = static_cast<const uint8_t*>(packed.data) + layout.header_bytes;
   args.layout = layout;
   args.out_dtype = dtype_of(out.type);
   const int64_t row_bytes = layout.k * element_bytes(out.type);

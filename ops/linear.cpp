@@ -72,7 +72,7 @@ struct Matrices {
     group_inputs[kind] = layout.group_inputs();
     groups[kind] = layout.groups;
     if (kind == kinds_of_sums) ++kinds_of_sums;
-    of[count++] = {layout, bytes + kHeaderBytes, nullptr, panels, nullptr, kind};
+    of[count++] = {layout, bytes + layout.header_bytes, nullptr, panels, nullptr, kind};
     panels += layout.panels;
     outputs += layout.n;
   }
@@ -367,7 +367,7 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
       if (Status status = linear_prepared(matrix, x, rows, matrices.outputs, parallel); !status.ok()) return status;
       continue;
     }
-    rest.add(matrix.layout, matrix.panels - kHeaderBytes);
+    rest.add(matrix.layout, matrix.panels - matrix.layout.header_bytes);
     rest.of[rest.count - 1].kernel = matrix.kernel;
     rest.of[rest.count - 1].out = matrix.out;
   }

@@ -1,7 +1,10 @@
 // lowbit._C: introspection for Python. No torch, no operators.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -85,7 +88,10 @@ py::list kernels() {
     py::dict row = describe("embedding", kernel);
     row["format"] = name_of(kernel.format).text;
     row["bits"] = int{kernel.bits};
-    row["active"] = &choose_embedding(kernel.format, kernel.bits, isa) == &kernel;
+    Layout layout{};
+    layout.format = kernel.format;
+    layout.bits = kernel.bits;
+    row["active"] = &choose_embedding(layout, isa) == &kernel;
     rows.append(row);
   }
   for (size_t i = 0; i < quantize_kernel_count(); ++i) {
@@ -122,16 +128,23 @@ void raise_unless_ok(const Status& status) {
 
 py::dict as_dict(const Layout& layout) {
   py::dict result;
-  result["version"] = kFormatVersion;
+  const bool has_levels = layout.mapping == Mapping::levels;
+  result["version"] = has_levels ? kLevelsVersion : kFormatVersion;
   result["format"] = name_of(layout.format).text;
   result["bits"] = layout.bits;
-  result["mapping"] = layout.mapping == Mapping::affine ? "affine" : "symmetric";
+  result["mapping"] = layout.mapping == Mapping::affine ? "affine" : has_levels ? "levels" : "symmetric";
   result["out_features"] = layout.n;
   result["in_features"] = layout.k;
   result["group_size"] = layout.group_size == 0 ? py::object(py::none()) : py::object(py::int_(layout.group_size));
   result["groups"] = layout.groups;
   result["has_bias"] = layout.has_bias;
   result["total_bytes"] = layout.total_bytes;
+  result["levels"] = py::none();
+  if (has_levels) {
+    py::tuple levels(size_t{1} << layout.bits);
+    for (size_t i = 0; i < levels.size(); ++i) levels[i] = int{layout.levels[i]};
+    result["levels"] = levels;
+  }
   return result;
 }
 
@@ -152,20 +165,34 @@ py::dict info(uintptr_t address, int64_t size, bool verify) {
   return as_dict(layout);
 }
 
-Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias) {
+// Of a table of int8: one for each code.
+using Levels = std::optional<std::string>;
+
+Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias, const Levels& table) {
+  int8_t levels[kMostLevels] = {};
+  if (table.has_value()) {
+    if (can_have_levels(bits) && table->size() != size_t{1} << bits) {
+      throw py::value_error("there are " + std::to_string(table->size()) + " levels; expected " +
+                            std::to_string(1 << bits));
+    }
+    std::memcpy(levels, table->data(), table->size() < sizeof levels ? table->size() : sizeof levels);
+  }
   Layout layout;
+  const Mapping mapping = table.has_value() ? Mapping::levels : affine ? Mapping::affine : Mapping::symmetric;
   raise_unless_ok(
-      make_layout(n, k, bits, group_size, affine ? Mapping::affine : Mapping::symmetric, has_bias, &layout));
+      make_layout(n, k, bits, group_size, mapping, has_bias, &layout, table.has_value() ? levels : nullptr));
   return layout;
 }
 
 // What info() will say about such a matrix.
-py::dict describe_packed(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias) {
-  return as_dict(layout_of(n, k, bits, group_size, affine, has_bias));
+py::dict describe_packed(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
+                         const Levels& levels) {
+  return as_dict(layout_of(n, k, bits, group_size, affine, has_bias, levels));
 }
 
-int64_t packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias) {
-  return layout_of(n, k, bits, group_size, affine, has_bias).total_bytes;
+int64_t packed_bytes(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
+                     const Levels& levels) {
+  return layout_of(n, k, bits, group_size, affine, has_bias, levels).total_bytes;
 }
 
 // A matrix that is packed in bands of whole panels: fold the checksum of each band (a packed weight of its own) onto
@@ -180,10 +207,11 @@ uint64_t fold_bands(uintptr_t address, int64_t size, uint64_t folded) {
 }
 
 py::bytes packed_header(int64_t n, int64_t k, int bits, int64_t group_size, bool affine, bool has_bias,
-                        uint64_t folded) {
-  char header[kHeaderBytes];
-  write_header(layout_of(n, k, bits, group_size, affine, has_bias), folded, header);
-  return py::bytes(header, sizeof header);
+                        uint64_t folded, const Levels& levels) {
+  char header[kLevelsHeaderBytes];
+  const Layout layout = layout_of(n, k, bits, group_size, affine, has_bias, levels);
+  write_header(layout, folded, header);
+  return py::bytes(header, static_cast<size_t>(layout.header_bytes));
 }
 
 TensorView bytes_view(uintptr_t address, int64_t size) {
@@ -233,12 +261,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("isa", &isa);
   module.def("info", &info, py::arg("address"), py::arg("size"), py::arg("verify"));
   module.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
-             py::arg("affine"), py::arg("has_bias"));
+             py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none());
   module.def("describe_packed", &describe_packed, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
-             py::arg("affine"), py::arg("has_bias"));
+             py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none());
   module.def("fold_panels", &fold_bands, py::arg("address"), py::arg("size"), py::arg("folded"));
   module.def("packed_header", &packed_header, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
-             py::arg("affine"), py::arg("has_bias"), py::arg("folded"));
+             py::arg("affine"), py::arg("has_bias"), py::arg("folded"), py::arg("levels") = py::none());
   module.def("repacked_bytes", &repacked_bytes, py::arg("address"), py::arg("size"), py::arg("format"));
   module.def("repack", &repack_into, py::arg("address"), py::arg("size"), py::arg("format"), py::arg("out_address"),
              py::arg("out_size"));

@@ -48,15 +48,16 @@ LOWBIT_API Status attention(const TensorView& q, const TensorView& k, const Tens
                             const TensorView& v_cache, const TensorView& start, const Scores& scores,
                             const TensorView& out, const Parallel& parallel);
 
-// codes [n, k] uint8, scales and mins [n, groups] float32, bias [n] float32, all contiguous; mins and bias may be null.
-// group_size 0: one group per row. out: uint8 [packed_bytes].
+// codes [n, k] uint8, scales and mins [n, groups] float32, bias [n] float32, levels [2^bits] int8, all contiguous; mins, bias
+// and levels may be null. group_size 0: one group per row. out: uint8 [packed_bytes].
 LOWBIT_API Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias,
-                             Layout* layout);
+                             Layout* layout, const TensorView* levels = nullptr);
 LOWBIT_API Status pack(const TensorView& codes, const TensorView& scales, const TensorView* mins, const TensorView* bias,
-                       int bits, int64_t group_size, const TensorView& out, const Parallel& parallel);
+                       int bits, int64_t group_size, const TensorView& out, const Parallel& parallel,
+                       const TensorView* levels = nullptr);
 
 // The inverse; verifies the checksum first. The outputs have the shapes of pack's inputs; mins and bias are empty where the
-// matrix has none.
+// matrix has none. The header has the levels.
 LOWBIT_API Status unpack(const TensorView& packed, const TensorView& codes, const TensorView& scales,
                          const TensorView& mins, const TensorView& bias, const Parallel& parallel);
 

@@ -20,16 +20,15 @@ int64_t panels_per_claim(const Layout& layout) { return 1 + kTileWeights / (layo
 
 }  // namespace
 
-Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias, Layout* layout) {
-  return matrix_layout("codes have", codes, bits, group_size, affine, has_bias, layout);
+Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias, Layout* layout,
+                  const TensorView* levels) {
+  return matrix_layout("codes have", codes, bits, group_size, affine, has_bias, layout, levels);
 }
 
 Status pack(const TensorView& codes, const TensorView& scales, const TensorView* mins, const TensorView* bias, int bits,
-            int64_t group_size, const TensorView& out, const Parallel& parallel) {
+            int64_t group_size, const TensorView& out, const Parallel& parallel, const TensorView* levels) {
   Layout layout;
-  if (Status status = pack_shape(codes, bits, group_size, mins != nullptr, bias != nullptr, &layout); !status.ok()) {
-    return status;
-  }
+  if (Status s = pack_shape(codes, bits, group_size, mins != nullptr, bias != nullptr, &layout, levels); !s.ok()) return s;
   const Shape per_group = shape_of(layout.n, layout.groups);
   if (Status s = check_tensor("codes", codes, ElementType::u8, codes.shape); !s.ok()) return s;
   if (Status s = check_tensor("scales", scales, ElementType::f32, per_group); !s.ok()) return s;
@@ -81,7 +80,7 @@ Status unpack(const TensorView& packed, const TensorView& codes, const TensorVie
     const PackedFormat& format = *find_format(layout.format);
     const char* reason = "its library has no function for it";
     if (format.unpack != nullptr) {
-      reason = format.unpack(layout, static_cast<const uint8_t*>(packed.data) + kHeaderBytes, args);
+      reason = format.unpack(layout, static_cast<const uint8_t*>(packed.data) + layout.header_bytes, args);
     }
     if (reason == nullptr) return {};
     return Status::error("a weight in format '%s' cannot be unpacked: %.200s", name_of(layout.format).text, reason);

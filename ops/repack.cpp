@@ -14,7 +14,7 @@ namespace {
 Status target_layout(const Layout& source, const char* format, Layout* layout) {
   Layout panel16;
   if (Status s = make_layout(source.n, source.k, source.bits, source.group_size, source.mapping, source.has_bias,
-                             &panel16);
+                             &panel16, source.mapping == Mapping::levels ? source.levels : nullptr);
       !s.ok()) {
     return s;
   }
@@ -70,8 +70,9 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
                                source.has_bias ? Shape{1, {source.n}} : Shape{1, {0}});
   if (Status s = unpack(packed, codes_view, scales, mins, bias, parallel); !s.ok()) return s;
   if (target.format == Format::panel16) {
+    const TensorView levels = view(source.levels, ElementType::i8, {1, {int64_t{1} << source.bits}});
     return pack(codes_view, scales, affine ? &mins : nullptr, source.has_bias ? &bias : nullptr, source.bits,
-                source.group_size, out, parallel);
+                source.group_size, out, parallel, source.mapping == Mapping::levels ? &levels : nullptr);
   }
   PackArgs args{};
   args.codes = codes.get();

@@ -159,17 +159,20 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
 int width_of(int64_t bits) { return bits < 0 || bits > 64 ? 0 : static_cast<int>(bits); }
 
 Tensor pack(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& mins,
-            const std::optional<Tensor>& bias, int64_t bits, int64_t group_size) {
+            const std::optional<Tensor>& bias, int64_t bits, int64_t group_size, const std::optional<Tensor>& levels) {
   const TensorView codes_view = view_of("codes", codes);
-  std::optional<TensorView> mins_view, bias_view;
+  std::optional<TensorView> mins_view, bias_view, levels_view;
   if (mins.has_value()) mins_view = view_of("mins", *mins);
   if (bias.has_value()) bias_view = view_of("bias", *bias);
+  if (levels.has_value()) levels_view = view_of("levels", *levels);
+  const TensorView* const table = levels_view ? &*levels_view : nullptr;
   Layout layout;
-  raise_unless_ok(pack_shape(codes_view, width_of(bits), group_size, mins.has_value(), bias.has_value(), &layout));
+  raise_unless_ok(
+      pack_shape(codes_view, width_of(bits), group_size, mins.has_value(), bias.has_value(), &layout, table));
   const Tensor out = allocate({1, {layout.total_bytes}}, ScalarType::Byte);
   raise_unless_ok(lowbit::pack(codes_view, view_of("scales", scales), mins_view ? &*mins_view : nullptr,
                                bias_view ? &*bias_view : nullptr, layout.bits, group_size, view_of("out", out),
-                               torch_threads()));
+                               torch_threads(), table));
   return out;
 }
 
@@ -221,7 +224,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
       "attention.out(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale, "
       "int window=0, float softcap=0., Tensor? sinks=None, *, Tensor(c!) out) -> Tensor(c!)");
   library.def(
-      "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size) -> Tensor");
+      "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size, Tensor? levels=None) -> "
+      "Tensor");
   library.def(
       "quantize(Tensor weight, int bits, int group_size, bool affine, bool search) -> "
       "(Tensor codes, Tensor scales, Tensor mins)");

@@ -20,6 +20,10 @@ inline constexpr int kBlockLines = 8;   // unpacked
 inline constexpr int kHalfInputs = 16;  // the granularity of group sizes: half a block, 4 unpacked lines
 inline constexpr int kLineBytes = 64;
 
+// Weights with a table of levels have codes of 2, 3 or 4 bits.
+inline constexpr int kMostLevels = 16;
+constexpr bool can_have_levels(int bits) { return bits >= 2 && bits <= 4; }
+
 namespace {
 
 // `length` bits of a code, from bit `code_bit` of the code up, lie in packed line `line` from bit `line_bit` up.
@@ -62,12 +66,18 @@ constexpr CodePlacement placement(int bits, int j) {
   }
 }
 
+// Kernels are templates on the width. by_table(b) stands for codes of b bits that a table makes levels: what such a
+// kernel multiplies are bytes level + 128, like the codes of 8 bits, and signed dot products read them as levels.
+constexpr int by_table(int bits) { return 16 + bits; }
+constexpr bool is_by_table(int bits) { return bits >= 16; }
+constexpr int code_bits(int bits) { return bits % 16; }
+
 // At 8 bits the byte is stored as code - 128: signed dot products read it as it is, unsigned ones flip the top bit.
-constexpr uint8_t stored_flip(int bits) { return bits == 8 ? 0x80 : 0; }
+constexpr uint8_t stored_flip(int bits) { return bits == 8 || is_by_table(bits) ? 0x80 : 0; }
 
 // A symmetric weight is scale x level(code): code - 2^(bits - 1), or +-1 at 1 bit.
 constexpr int level_factor(int bits) { return bits == 1 ? 2 : 1; }
-constexpr int level_offset(int bits) { return bits == 1 ? 1 : 1 << (bits - 1); }
+constexpr int level_offset(int bits) { return bits == 1 ? 1 : is_by_table(bits) ? 128 : 1 << (bits - 1); }
 
 // The code of unpacked line J at one position; `packed` is the byte of packed line 0 there, lines are kLineBytes apart.
 template <int Bits, int J>

@@ -79,7 +79,7 @@ template <int Bits>
 }
 
 // Calls half(first, codes, scale, min) for each 16 inputs of the row that an embedding wants, from input `first` on:
-// they lie in one group. `codes` are 16 bytes; scale and min are those of the group, row scale included.
+// they lie in one group. `codes` are 16 bytes, with a table levels + 128; scale and min are those of the group, row scale included.
 template <int Bits, bool Affine, class Half>
 [[gnu::always_inline]] inline void for_each_half(const EmbeddingArgs& args, Half half) {
   const Layout& layout = args.layout;
@@ -89,6 +89,11 @@ template <int Bits, bool Affine, class Half>
   const int64_t group_inputs = layout.group_inputs();
   int64_t group = 0, group_end = 0;
   float scale = 0, min = 0;
+  __m256i levels = _mm256_setzero_si256();
+  if constexpr (is_by_table(Bits)) {
+    levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(layout.levels)));
+    levels = _mm256_xor_si256(levels, _mm256_set1_epi8(static_cast<char>(0x80)));
+  }
 
   const auto next = [&](int64_t first, __m128i codes) __attribute__((always_inline)) {
     if (first >= layout.k) return;
@@ -105,7 +110,8 @@ template <int Bits, bool Affine, class Half>
     // As layout.block_offset(b), without its division.
     const int64_t ended = group_end <= b * kBlockInputs ? group : group - 1;
     const uint8_t* block = panel + b * layout.block_bytes + ended * layout.group_bytes;
-    const __m256i codes = read_block<Bits>(block, r);
+    __m256i codes = read_block<code_bits(Bits)>(block, r);
+    if constexpr (is_by_table(Bits)) codes = _mm256_shuffle_epi8(levels, codes);
     next(b * kBlockInputs, _mm256_castsi256_si128(codes));
     next(b * kBlockInputs + kHalfInputs, _mm256_extracti128_si256(codes, 1));
   }

@@ -42,5 +42,30 @@ template <int Bits, int J, int Run = 0>
   return v;
 }
 
+// A table of levels, as bytes level + 128; vpshufb looks a register of codes up. Nothing for other weights.
+template <int Bits>
+struct Levels {
+  [[gnu::always_inline]] void load(const int8_t*) {}
+};
+
+template <int Bits>
+  requires(is_by_table(Bits))
+struct Levels<Bits> {
+  __m256i bytes;
+
+  [[gnu::always_inline]] void load(const int8_t* levels) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(levels));
+    bytes = _mm256_xor_si256(_mm256_broadcastsi128_si256(table), byte_mask(0x80));
+  }
+};
+
+// The codes, or the levels + 128, of unpacked line J.
+template <int Bits, int J>
+[[gnu::always_inline]] inline __m256i read_line(const uint8_t* packed, const Levels<Bits>& levels) {
+  const __m256i codes = unpack_line<code_bits(Bits), J>(packed);
+  if constexpr (is_by_table(Bits)) return _mm256_shuffle_epi8(levels.bytes, codes);
+  return codes;
+}
+
 }  // namespace
 }  // namespace lowbit

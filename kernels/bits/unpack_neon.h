@@ -9,6 +9,8 @@
 // Instructions per quarter (128 weights) beside the loads:
 //   bits   1    2    3    4    5    6    7    8
 //          8    8   11    8   14   12   14    0
+// With a table of levels lines are levels, signed bytes: one tbl for each, from codes that are shifted down. 12, 18 and
+// 16 instructions at 2, 3 and 4 bits, because an index may have bits that do not count, where the table repeats itself.
 #pragma once
 
 #include <arm_neon.h>
@@ -202,6 +204,103 @@ struct Unpack<8> {
   template <class Block>
   [[gnu::always_inline]] static void lines(Block block) {
     unroll<8>([&](auto j) __attribute__((always_inline)) { block.use(j, block.load(j)); });
+  }
+};
+
+// The registers that tbl reads for a call: a table of levels, in the orders that the width needs. Nothing for other
+// weights.
+template <int Bits>
+struct Tables {
+  [[gnu::always_inline]] explicit Tables(const int8_t*) {}
+};
+
+template <int Count>
+struct TableRegisters {
+  uint8x16_t table[Count];
+};
+
+// The level at each code of `codes`.
+[[gnu::always_inline]] inline uint8x16_t levels_of(const int8_t* levels, const uint8_t (&codes)[16]) {
+  return vqtbl1q_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(levels)), vld1q_u8(codes));
+}
+
+// Indices of two codes: the lower one, the upper one.
+template <>
+struct Tables<by_table(2)> : TableRegisters<2> {
+  [[gnu::always_inline]] explicit Tables(const int8_t* levels)
+      : TableRegisters{{levels_of(levels, {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}),
+                        levels_of(levels, {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3})}} {}
+};
+
+// The code in the three lower bits; and two upper bits, one that does not count, the lowest bit.
+template <>
+struct Tables<by_table(3)> : TableRegisters<2> {
+  [[gnu::always_inline]] explicit Tables(const int8_t* levels)
+      : TableRegisters{{levels_of(levels, {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7}),
+                        levels_of(levels, {0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7})}} {}
+};
+
+template <>
+struct Tables<by_table(4)> : TableRegisters<1> {
+  [[gnu::always_inline]] explicit Tables(const int8_t* levels)
+      : TableRegisters{{vld1q_u8(reinterpret_cast<const uint8_t*>(levels))}} {}
+};
+
+[[gnu::always_inline]] inline Pair look_up(uint8x16_t table, const Pair& index) {
+  return {vqtbl1q_u8(table, index.q0), vqtbl1q_u8(table, index.q1)};
+}
+
+// A table that repeats itself, for indices below 32.
+[[gnu::always_inline]] inline Pair look_up_twice(uint8x16_t table, const Pair& index) {
+  const uint8x16x2_t tables{{table, table}};
+  return {vqtbl2q_u8(tables, index.q0), vqtbl2q_u8(tables, index.q1)};
+}
+
+// Here `block` has tables as well.
+template <>
+struct Unpack<by_table(2)> {
+  static constexpr int shift[8] = {};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    unroll<2>([&](auto h) __attribute__((always_inline)) {
+      const Pair p = block.load(h);
+      const Pair lower = and_mask(p, 0x0f), upper = shift_right<4>(p);
+      block.use(Index<4 * h>{}, look_up(block.tables.table[0], lower));
+      block.use(Index<4 * h + 1>{}, look_up(block.tables.table[1], lower));
+      block.use(Index<4 * h + 2>{}, look_up(block.tables.table[0], upper));
+      block.use(Index<4 * h + 3>{}, look_up(block.tables.table[1], upper));
+    });
+  }
+};
+
+template <>
+struct Unpack<by_table(3)> {
+  static constexpr int shift[8] = {};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    const auto next = [&](auto j) __attribute__((always_inline)) {
+      const Pair p = block.load(j);
+      block.use(j, look_up(block.tables.table[0], and_mask(p, 0x07)));
+      block.use(Index<3 + j>{}, look_up_twice(block.tables.table[0], shift_right<3>(p)));
+      return p;
+    };
+    const Pair p0 = next(Index<0>{}), p1 = next(Index<1>{});
+    block.use(Index<6>{}, look_up(block.tables.table[0], shift_right<5>(insert_below<2>(p0, p1))));
+    const Pair p2 = next(Index<2>{});
+    block.use(Index<7>{}, look_up(block.tables.table[1], shift_right<4>(insert_below<2>(p2, p1))));
+  }
+};
+
+template <>
+struct Unpack<by_table(4)> {
+  static constexpr int shift[8] = {};
+  template <class Block>
+  [[gnu::always_inline]] static void lines(Block block) {
+    unroll<4>([&](auto j) __attribute__((always_inline)) {
+      const Pair p = block.load(j);
+      block.use(j, look_up(block.tables.table[0], and_mask(p, 0x0f)));
+      block.use(Index<4 + j>{}, look_up(block.tables.table[0], shift_right<4>(p)));
+    });
   }
 };
 

@@ -30,10 +30,14 @@ void read_row(const EmbeddingArgs& args) {
 
 template <int Bits>
 void run(const EmbeddingArgs& args) {
+  if constexpr (can_have_levels(Bits)) {
+    if (args.layout.mapping == Mapping::levels) return read_row<by_table(Bits), false>(args);
+  }
   args.layout.mapping == Mapping::affine ? read_row<Bits, true>(args) : read_row<Bits, false>(args);
 }
 
-#define ROW(bits) {"embedding_w" #bits "_avx512vnni", kAvx512Vnni, Format::panel16, bits, run<bits>}
+#define ROW(bits) \
+  with_levels<EmbeddingKernel>({"embedding_w" #bits "_avx512vnni", kAvx512Vnni, Format::panel16, bits, run<bits>})
 constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 

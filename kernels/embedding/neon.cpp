@@ -88,15 +88,17 @@ template <int Bits, int Half, int Run = 0>
 }
 
 template <int Bits>
-[[gnu::always_inline]] inline int8x16_t levels(uint8x16_t stored) {
+[[gnu::always_inline]] inline int8x16_t levels(uint8x16_t stored, int8x16_t table) {
   const int8x16_t codes = vreinterpretq_s8_u8(stored);
+  if constexpr (is_by_table(Bits)) return vqtbl1q_s8(table, stored);
   if constexpr (Bits == 8) return codes;
   const int8x16_t scaled = level_factor(Bits) == 2 ? vaddq_s8(codes, codes) : codes;
   return vsubq_s8(scaled, vdupq_n_s8(static_cast<int8_t>(level_offset(Bits))));
 }
 
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void dequantize(uint8x16_t stored, float scale, float min, float32x4_t (&value)[4]) {
+[[gnu::always_inline]] inline void dequantize(uint8x16_t stored, int8x16_t table, float scale, float min,
+                                              float32x4_t (&value)[4]) {
   if constexpr (Affine) {
     const uint8x16_t codes = Bits == 8 ? veorq_u8(stored, vdupq_n_u8(stored_flip(Bits))) : stored;
     const uint16x8_t half[2] = {vmovl_u8(vget_low_u8(codes)), vmovl_high_u8(codes)};
@@ -105,7 +107,7 @@ template <int Bits, bool Affine>
       value[q] = vfmaq_n_f32(vdupq_n_f32(min), vcvtq_f32_u32(code), scale);
     }
   } else {
-    const int8x16_t level = levels<Bits>(stored);
+    const int8x16_t level = levels<Bits>(stored, table);
     const int16x8_t half[2] = {vmovl_s8(vget_low_s8(level)), vmovl_high_s8(level)};
     for (int q = 0; q < 4; ++q) {
       const int32x4_t wide = q % 2 == 0 ? vmovl_s16(vget_low_s16(half[q / 2])) : vmovl_high_s16(half[q / 2]);
@@ -129,6 +131,7 @@ void read_row(const EmbeddingArgs& args) {
   const int64_t group_inputs = layout.group_inputs();
   int64_t group = -1, group_end = 0;
   float scale = 0.0f, min = 0.0f;
+  const int8x16_t table = vld1q_s8(layout.levels);
 
   const auto half = [&](int64_t first, uint8x16_t stored) __attribute__((always_inline)) {
     if (first == group_end) {
@@ -138,20 +141,23 @@ void read_row(const EmbeddingArgs& args) {
       group_end += group_inputs;
     }
     float32x4_t value[4];
-    dequantize<Bits, Affine>(stored, scale, min, value);
+    dequantize<Bits, Affine>(stored, table, scale, min, value);
     store_first<T>(args.out, first, value, layout.k - first);
   };
 
   for (int64_t block = 0; block < layout.blocks; ++block) {
     const int64_t first = block * kBlockInputs;
-    const uint8x16x2_t words = load_words<Bits>(panel + layout.block_offset(block) + 4 * r);
-    half(first, read_half<Bits, 0>(words));
-    if (first + kHalfInputs < layout.k) half(first + kHalfInputs, read_half<Bits, 1>(words));
+    const uint8x16x2_t words = load_words<code_bits(Bits)>(panel + layout.block_offset(block) + 4 * r);
+    half(first, read_half<code_bits(Bits), 0>(words));
+    if (first + kHalfInputs < layout.k) half(first + kHalfInputs, read_half<code_bits(Bits), 1>(words));
   }
 }
 
 template <int Bits, DType T>
 void read_row(const EmbeddingArgs& args) {
+  if constexpr (can_have_levels(Bits)) {
+    if (args.layout.mapping == Mapping::levels) return read_row<by_table(Bits), false, T>(args);
+  }
   args.layout.mapping == Mapping::affine ? read_row<Bits, true, T>(args) : read_row<Bits, false, T>(args);
 }
 
@@ -164,7 +170,8 @@ void run(const EmbeddingArgs& args) {
   }
 }
 
-#define ROW(bits) {"embedding_w" #bits "_neon", kNeon, Format::panel16, bits, run<bits>}
+#define ROW(bits) \
+  with_levels<EmbeddingKernel>({"embedding_w" #bits "_neon", kNeon, Format::panel16, bits, run<bits>})
 constexpr EmbeddingKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
 #undef ROW
 

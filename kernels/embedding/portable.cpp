@@ -11,7 +11,7 @@ namespace lowbit {
 namespace {
 
 template <int Bits>
-void run(const EmbeddingArgs& args) {
+void read_row(const EmbeddingArgs& args) {
   const Layout& layout = args.layout;
   const bool affine = layout.mapping == Mapping::affine;
   const uint8_t* panel = args.panels + (args.row / kPanelRows) * layout.panel_bytes;
@@ -23,8 +23,11 @@ void run(const EmbeddingArgs& args) {
     const uint8_t* bytes = panel + layout.block_offset(b) + 4 * r;
     uint8_t codes[kBlockInputs];
     [&]<int... J>(std::integer_sequence<int, J...>) {
-      for (int i = 0; i < 4; ++i) ((codes[4 * J + i] = read_code<Bits, J>(bytes + i)), ...);
+      for (int i = 0; i < 4; ++i) ((codes[4 * J + i] = read_code<code_bits(Bits), J>(bytes + i)), ...);
     }(std::make_integer_sequence<int, kBlockLines>());
+    if constexpr (is_by_table(Bits)) {
+      for (uint8_t& code : codes) code = static_cast<uint8_t>(layout.levels[code] + level_offset(Bits));
+    }
 
     const int64_t first = b * kBlockInputs;
     const int64_t count = layout.k - first < kBlockInputs ? layout.k - first : kBlockInputs;
@@ -42,7 +45,16 @@ void run(const EmbeddingArgs& args) {
   }
 }
 
-#define ROW(bits) {"embedding_w" #bits "_portable", kPortable, Format::panel16, bits, run<bits>}
+template <int Bits>
+void run(const EmbeddingArgs& args) {
+  if constexpr (can_have_levels(Bits)) {
+    if (args.layout.mapping == Mapping::levels) return read_row<by_table(Bits)>(args);
+  }
+  read_row<Bits>(args);
+}
+
+#define ROW(bits) \
+  with_levels<EmbeddingKernel>({"embedding_w" #bits "_portable", kPortable, Format::panel16, bits, run<bits>})
 constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 

@@ -105,9 +105,9 @@ struct Rows {
 };
 
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void block_to_bytes(const uint8_t* block, uint8_t* lines) {
+[[gnu::always_inline]] inline void block_to_bytes(const uint8_t* block, const Levels<Bits>& levels, uint8_t* lines) {
   __m512i line[8];
-  unpack_block<Bits, true>(block, line);
+  unpack_block<Bits, true>(block, levels, line);
   for (int j = 0; j < 8; ++j) {
     __m512i byte = line[j];
     if constexpr (!Affine && level_factor(Bits) == 2) byte = _mm512_add_epi8(byte, byte);
@@ -119,13 +119,14 @@ template <int Bits, bool Affine>
 // A panel's part of a piece to bytes, and the scales of the groups that end there to float32; returns where the next
 // piece begins.
 template <int Bits, bool Affine>
-const uint8_t* unpack(const uint8_t* at, const Piece& piece, Scratch& scratch) {
+const uint8_t* unpack(const uint8_t* at, const Layout& layout, const Piece& piece, Scratch& scratch) {
+  const Levels<Bits> levels(layout);
   uint8_t* lines = scratch.lines;
   int64_t left = piece.first_left;
   int group = 0;
   for (int64_t half = 0; half < piece.halves;) {
-    block_to_bytes<Bits, Affine>(at, lines);
-    at += Bits * kLineBytes;
+    block_to_bytes<Bits, Affine>(at, levels, lines);
+    at += code_bits(Bits) * kLineBytes;
     lines += kBlockLines * kLineBytes;
     for (int i = 0; i < 2 && half < piece.halves; ++i) {
       const bool is_end = ++half == piece.halves && piece.last;
@@ -239,7 +240,7 @@ void chunk(const LinearArgs& args, const Rows& rows, int64_t first_panel, int pa
 
     copy_activations(args, piece, rows, scratch);
     for (int p = 0; p < panels; ++p) {
-      at[p] = unpack<Bits, Affine>(at[p], piece, scratch);
+      at[p] = unpack<Bits, Affine>(at[p], layout, piece, scratch);
       for (int64_t number = 0; number < rows.tiles(); ++number) {
         switch ((rows.tile_rows + 3) / 4) {
           case 1: multiply_tile<Affine, 4>(args, piece, rows, number, p, scratch); break;
@@ -295,12 +296,16 @@ void run_chunks(const LinearArgs& args) {
 
 template <int Bits>
 void run(const LinearArgs& args) {
+  if constexpr (can_have_levels(Bits)) {
+    if (args.layout.mapping == Mapping::levels) return run_chunks<by_table(Bits), false>(args);
+  }
   args.layout.mapping == Mapping::affine ? run_chunks<Bits, true>(args) : run_chunks<Bits, false>(args);
 }
 
 // From 8 rows on, an estimate: below that AVX-512 VNNI should need no more time for the products than the
 // unpacking to memory takes here. No CPU with AMX was at hand to measure it.
-#define ROW(bits) {"linear_a8w" #bits "_8x16_amx", kAmx, Format::panel16, bits, 8, 16, run<bits>}
+#define ROW(bits) \
+  with_levels<LinearKernel>({"linear_a8w" #bits "_8x16_amx", kAmx, Format::panel16, bits, 8, 16, run<bits>})
 constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 

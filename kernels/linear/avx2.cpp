@@ -6,7 +6,8 @@
 //   vpmaddwd   with ones: 16 rows x 1 sum, in int32
 //
 // vpmaddubsw saturates, so codes must be at most 127 (2 * 127 * -128 = -32512), and vpaddw wraps: lines are added while
-// 2 * 128 * (2^b - 1) * lines <= 32768. 8-bit codes go as two nibbles, the upper one with 16 in place of the ones.
+// 2 * 128 * (2^b - 1) * lines <= 32768. 8-bit codes go as two nibbles, the upper one with 16 in place of the ones; so
+// do levels + 128, each nibble from a table of its own.
 //   bits           1    2    3    4    5    6    7    8
 //   lines        128   42   18    8    4    2    1    8
 //   blocks        16    5    2    1                   1
@@ -24,7 +25,7 @@ namespace {
 template <int Bits, int Rows, bool Halves>
 struct Sums : Totals<Bits, Rows, 1> {
   static constexpr bool kHalves = Halves;
-  static constexpr bool kNibbles = Bits == 8;
+  static constexpr bool kNibbles = Bits == 8 || is_by_table(Bits);
   static constexpr int kMaxCode = (1 << (kNibbles ? 4 : Bits)) - 1;
   static constexpr int kLines = 32768 / (2 * 128 * kMaxCode);  // that int16 holds
   static constexpr bool kLongRuns = !Halves && kLines >= 2 * kBlockLines;
@@ -54,11 +55,18 @@ struct Sums : Totals<Bits, Rows, 1> {
   }
 
  private:
+  template <bool Upper>
+  [[gnu::always_inline]] static __m256i nibble(__m256i bytes) {
+    if constexpr (Upper) bytes = shift_right<4>(bytes);
+    return _mm256_and_si256(bytes, byte_mask(0x0f));
+  }
+
   template <int J, bool Upper>
-  [[gnu::always_inline]] static __m256i line(const uint8_t* packed) {
-    __m256i codes = unpack_line<Bits, J>(packed);
-    if constexpr (Upper) codes = shift_right<4>(codes);
-    return kNibbles ? _mm256_and_si256(codes, byte_mask(0x0f)) : codes;
+  [[gnu::always_inline]] __m256i line(const uint8_t* packed) const {
+    const __m256i codes = unpack_line<code_bits(Bits), J>(packed);
+    // The nibbles of the table do not change, so that they are taken before the loops.
+    if constexpr (is_by_table(Bits)) return _mm256_shuffle_epi8(nibble<Upper>(this->levels.bytes), codes);
+    return kNibbles ? nibble<Upper>(codes) : codes;
   }
 
   template <int J, bool Upper>
@@ -86,7 +94,8 @@ struct Sums : Totals<Bits, Rows, 1> {
 };
 
 #define ROW(bits, m, most_rows) \
-  {"linear_a8w" #bits "_" #m "x16_avx2", kAvx2, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>}
+  with_levels<LinearKernel>(     \
+      {"linear_a8w" #bits "_" #m "x16_avx2", kAvx2, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>})
 constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW, 2, 4), LOWBIT_EACH_WIDTH(ROW, 1, 1)};
 #undef ROW
 

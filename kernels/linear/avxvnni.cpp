@@ -32,7 +32,8 @@ struct Sums : Totals<Bits, Rows, split_for(Rows)> {
  private:
   template <int J>
   [[gnu::always_inline]] void add_line(const uint8_t* block, const int8_t* a, int64_t stride) {
-    const __m256i codes[2] = {unpack_line<Bits, J>(block), unpack_line<Bits, J>(block + kLineBytes / 2)};
+    const __m256i codes[2] = {read_line<Bits, J>(block, this->levels),
+                              read_line<Bits, J>(block + kLineBytes / 2, this->levels)};
     for (int i = 0; i < Rows; ++i) {
       const __m256i a4 = broadcast4(a + i * stride + 4 * J);
       for (int h = 0; h < 2; ++h) {
@@ -44,7 +45,8 @@ struct Sums : Totals<Bits, Rows, split_for(Rows)> {
 };
 
 #define ROW(bits, m, most_rows) \
-  {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>}
+  with_levels<LinearKernel>(     \
+      {"linear_a8w" #bits "_" #m "x16_avxvnni", kAvxVnni, Format::panel16, bits, m, 16, run<Sums, bits, most_rows>})
 constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW, 2, 4), LOWBIT_EACH_WIDTH(ROW, 1, 1)};
 #undef ROW
 

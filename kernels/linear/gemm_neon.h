@@ -9,7 +9,8 @@
 //                       tiles of up to 8 rows: exact int32 sums, then one fma per group
 //   then the panels' heads
 //
-// The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric: the level). A group's integer part
+// The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric, and with a table: the level).
+// A group's integer part
 // is the sum of a * byte + factor * A (A the group's activation sum): sums start at the second term. For many rows a
 // byte is cheaper than fields in place: resolving costs an instruction once, joining sums one for each row.
 // Sums are int32 and may wrap on their way; what leaves a group is below 2^31 (kMaxGroupInputs).
@@ -70,6 +71,7 @@ static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 template <int Bits, bool Affine>
 struct BytePairs {
   const uint8_t* block;
+  const Tables<Bits>& tables;
   Pair (&line)[kBlockLines];
 
   // The barriers keep the order of Unpack: GCC would take the AND of a line after the sri that overwrites it.
@@ -142,17 +144,18 @@ template <class Tile, int Rows, bool Affine>
 
 // Unpacks the codes and the scales of a piece.
 template <class Tile, Step Each, int Bits, bool Affine>
-[[gnu::noinline]] void unpack(const uint8_t* block, const TileArgs& piece, Scratch& scratch) {
+[[gnu::noinline]] void unpack(const uint8_t* block, const TileArgs& piece, Scratch& scratch, const int8_t* levels) {
+  const Tables<Bits> tables(levels);
   constexpr int kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   uint8_t* halves[2] = {scratch.weights, scratch.weights + kHalvesBytes};
   uint8_t* scales = reinterpret_cast<uint8_t*>(scratch.scales);
   const auto unpack_block = [&]() __attribute__((always_inline)) {
     unroll<2>([&](auto pair) __attribute__((always_inline)) {
       Pair line[kBlockLines];
-      Unpack<Bits>::lines(BytePairs<Bits, Affine>{block + 32 * pair, line});
+      Unpack<Bits>::lines(BytePairs<Bits, Affine>{block + 32 * pair, tables, line});
       Tile::store_pairs(halves, line);  // moves on
     });
-    block += Bits * kLineBytes;
+    block += code_bits(Bits) * kLineBytes;
   };
   const auto unpack_scales = [&]() __attribute__((always_inline)) {
     if constexpr (Affine) {
@@ -212,7 +215,8 @@ template <class Tile, Step Each, int Bits, bool Affine>
 
 // What depends on the width.
 struct Width {
-  void (*unpack[2])(const uint8_t* block, const TileArgs& piece, Scratch& scratch);  // for Step::block and Step::half
+  // For Step::block and Step::half.
+  void (*unpack[2])(const uint8_t* block, const TileArgs& piece, Scratch& scratch, const int8_t* levels);
   int32_t factor;  // of a group's activation sum in its integer part
   int32_t most;    // the greatest code or magnitude of a level
 };
@@ -359,7 +363,7 @@ struct Gemm {
       for (int b = 0; b < count; ++b) start(bands[b], row, rows, block, group, piece);
       const uint8_t* packed = args.panels + panel * layout.panel_bytes + layout.block_offset(block);
       for (int64_t p = 0; p < panels; ++p, packed += layout.panel_bytes) {
-        unpack(packed, piece, scratch);
+        unpack(packed, piece, scratch, layout.levels);
         for (int b = 0; b < count; ++b) {
           bands[b].piece.acc = scratch.acc + p * panel_floats + bands[b].tile * kTileFloats;
           bands[b].piece.parts = scratch.parts() + p * panel_floats + bands[b].tile * kTileFloats;
@@ -431,6 +435,11 @@ constexpr Width width_of(int32_t factor, int32_t most) {
 template <class Tile, int Bits>
 void run_gemm(const LinearArgs& args) {
   constexpr int32_t kFactor = Bits == 1 ? 0 : stored_flip(Bits), kMost = Bits == 1 ? 1 : 1 << (Bits - 1);
+  if constexpr (can_have_levels(Bits)) {
+    if (args.layout.mapping == Mapping::levels) {
+      return run_gemm<Tile, false>(args, width_of<Tile, by_table(Bits), false>(0, 127));
+    }
+  }
   if (args.layout.mapping == Mapping::affine) {
     return run_gemm<Tile, true>(args, width_of<Tile, Bits, true>(kFactor, (1 << Bits) - 1));
   }

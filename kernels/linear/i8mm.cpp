@@ -140,7 +140,8 @@ void run(const LinearArgs& args) {
   run_gemm<MatrixTile, Bits>(args);
 }
 
-#define ROW(bits) {"linear_a8w" #bits "_2x16_i8mm", kI8mm, Format::panel16, bits, 2, 16, run<bits>}
+#define ROW(bits) \
+  with_levels<LinearKernel>({"linear_a8w" #bits "_2x16_i8mm", kI8mm, Format::panel16, bits, 2, 16, run<bits>})
 constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
 #undef ROW
 

@@ -30,7 +30,9 @@ namespace {
 template <int Bits, int Rows, int Split>
 struct Totals {
   static constexpr int kBits = Bits, kRows = Rows;
+  static constexpr int kOffsetBits = is_by_table(Bits) ? 7 : Bits - 1;
   __m256i total[Rows][2][Split];  // of the two halves of a line
+  Levels<Bits> levels;
 
   // Starts a group, with -2^(bits-1) times its activation sum when symmetric.
   template <bool Affine>
@@ -38,7 +40,7 @@ struct Totals {
     for (int i = 0; i < Rows; ++i) {
       __m256i first = _mm256_setzero_si256();
       if constexpr (!Affine && level_factor(Bits) == 1) {
-        first = _mm256_sub_epi32(first, _mm256_slli_epi32(broadcast4(group_sum + i * stride), Bits - 1));
+        first = _mm256_sub_epi32(first, _mm256_slli_epi32(broadcast4(group_sum + i * stride), kOffsetBits));
       }
       for (int h = 0; h < 2; ++h) {
         total[i][h][0] = first;
@@ -62,7 +64,8 @@ struct Totals {
 template <class Sums, bool Affine>
 struct Tile {
   static constexpr int kRows = Sums::kRows;
-  static constexpr int64_t kBlockBytes = Sums::kBits * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  static constexpr int64_t kBlockBytes = code_bits(Sums::kBits) * kLineBytes;
+  static constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   static constexpr int64_t kRunBlocks = Sums::kRunBlocks;
 
   const int32_t* group_sums;
@@ -106,6 +109,7 @@ template <class Sums, bool Affine>
   tile.groups = layout.groups;
   tile.stride = layout.blocks * kBlockInputs;
   tile.group_sums = args.group_sums + row * tile.groups;
+  tile.sums.levels.load(layout.levels);
   for (int i = 0; i < Rows; ++i) tile.acc[i].half[0] = tile.acc[i].half[1] = _mm256_setzero_ps();
   walk<Sums::kHalves>(layout, panel, args.a + row * tile.stride, tile);
 
@@ -137,7 +141,14 @@ void run_panels(const LinearArgs& args) {
 template <template <int Bits, int Rows, bool Halves> class Sums, int Bits, int MostRows>
 void run(const LinearArgs& args) {
   const bool affine = args.layout.mapping == Mapping::affine;
-  if (args.layout.group_inputs() % kBlockInputs != 0) {
+  const bool halves = args.layout.group_inputs() % kBlockInputs != 0;
+  if constexpr (can_have_levels(Bits)) {
+    if (args.layout.mapping == Mapping::levels) {
+      return halves ? run_panels<Sums, by_table(Bits), false, true, MostRows>(args)
+                    : run_panels<Sums, by_table(Bits), false, false, MostRows>(args);
+    }
+  }
+  if (halves) {
     return affine ? run_panels<Sums, Bits, true, true, MostRows>(args)
                   : run_panels<Sums, Bits, false, true, MostRows>(args);
   }

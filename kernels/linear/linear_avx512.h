@@ -27,6 +27,23 @@
 namespace lowbit {
 namespace {
 
+// A table of levels, as bytes level + 128; vpshufb looks a register of codes up. Nothing for other weights.
+template <int Bits>
+struct Levels {
+  [[gnu::always_inline]] explicit Levels(const Layout&) {}
+};
+
+template <int Bits>
+  requires(is_by_table(Bits))
+struct Levels<Bits> {
+  __m512i bytes;
+
+  [[gnu::always_inline]] explicit Levels(const Layout& layout) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(layout.levels));
+    bytes = _mm512_xor_si512(_mm512_broadcast_i32x4(table), byte_mask(0x80));
+  }
+};
+
 template <int Rows, bool Halves>
 inline constexpr bool kShiftedDown = Rows > 4 || Halves;
 
@@ -38,11 +55,11 @@ struct Chains {
   int count = 0;
 
   constexpr Chains() {
-    constexpr int kFew = Bits == 8 ? 4 : Bits >= 4 ? 2 : 1;
+    constexpr int kFew = Bits == 8 || is_by_table(Bits) ? 4 : Bits >= 4 ? 2 : 1;
     constexpr int kSplit = Down ? 1 : Rows > 2 ? kFew == 4 ? 2 : 1 : kFew;
     int key[8] = {};
     for (int j = 0; j < 8; ++j) {
-      const int line_shift = Down ? 0 : Unpack<Bits>::shift[j];
+      const int line_shift = Down || is_by_table(Bits) ? 0 : Unpack<code_bits(Bits)>::shift[j];
       const int wanted = line_shift * 8 + j % kSplit;
       int found = count;
       for (int c = 0; c < count; ++c) {
@@ -109,14 +126,18 @@ struct Sums {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
 }
 
-// Lines of codes, at their bit positions or shifted down.
+// Lines of codes, at their bit positions or shifted down; or of levels + 128.
 template <int Bits, bool ShiftedDown>
-[[gnu::always_inline]] inline void unpack_block(const uint8_t* block, __m512i (&line)[8]) {
-  __m512i packed[Bits];
-  for (int i = 0; i < Bits; ++i) packed[i] = _mm512_loadu_si512(block + i * kLineBytes);
-  Unpack<Bits>::lines(packed, line);
-  if constexpr (ShiftedDown) {  // a field's lower bits are zero: nothing crosses into the byte below
-    for (int j = 0; j < 8; ++j) line[j] = _mm512_srli_epi16(line[j], Unpack<Bits>::shift[j]);
+[[gnu::always_inline]] inline void unpack_block(const uint8_t* block, const Levels<Bits>& levels, __m512i (&line)[8]) {
+  using Codes = Unpack<code_bits(Bits)>;
+  __m512i packed[code_bits(Bits)];
+  for (int i = 0; i < code_bits(Bits); ++i) packed[i] = _mm512_loadu_si512(block + i * kLineBytes);
+  Codes::lines(packed, line);
+  if constexpr (ShiftedDown || is_by_table(Bits)) {  // a field's lower bits are zero: nothing crosses to the byte below
+    for (int j = 0; j < 8; ++j) line[j] = _mm512_srli_epi16(line[j], Codes::shift[j]);
+  }
+  if constexpr (is_by_table(Bits)) {
+    for (int j = 0; j < 8; ++j) line[j] = _mm512_shuffle_epi8(levels.bytes, line[j]);
   }
 }
 
@@ -146,9 +167,12 @@ struct Outputs {
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct Tile {
   static constexpr bool kDown = kShiftedDown<Rows, Halves>;
-  static constexpr int64_t kBlockBytes = Bits * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   static constexpr int64_t kRunBlocks = 0;
 
+  explicit Tile(const Layout& layout) : levels(layout) {}
+
+  const Levels<Bits> levels;
   const int32_t* group_sums;
   int64_t groups, stride;  // from a row to the next: of group_sums, of the activations
   __m512 acc[Rows];
@@ -156,7 +180,7 @@ struct Tile {
   __m512i line[8];
 
   [[gnu::always_inline]] void start(int64_t group) { sums.template start<Affine>(group_sums + group, groups); }
-  [[gnu::always_inline]] void begin_block(const uint8_t* at) { unpack_block<Bits, kDown>(at, line); }
+  [[gnu::always_inline]] void begin_block(const uint8_t* at) { unpack_block<Bits, kDown>(at, levels, line); }
 
   template <int First, int Lines>
   [[gnu::always_inline]] void add(const int8_t* a) {
@@ -180,7 +204,7 @@ struct Tile {
 template <int Bits, bool Affine, bool Halves, int Rows>
 [[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row) {
   const Layout& layout = args.layout;
-  Tile<Bits, Affine, Halves, Rows> tile;
+  Tile<Bits, Affine, Halves, Rows> tile(layout);
   tile.groups = layout.groups;
   tile.stride = layout.blocks * kBlockInputs;
   tile.group_sums = args.group_sums + row * tile.groups;

@@ -27,6 +27,8 @@
 //          Two rows of activations at once: their broadcasts of a block are 16 registers. The scratch has paid for
 //          itself from 3 to 7 rows on.
 //
+// Levels of a table reach from -127 to 127, whatever the width: two lines, wide. 2 * 127 * 128 is below 2^15, so no
+// offset is needed, and tiles have them as they are.
 // Every int32 sum may wrap on its way; what leaves a group is at most 65536 * 128 * 255 < 2^31 (kMaxGroupInputs).
 
 #include "sums_neon.h"
@@ -43,6 +45,7 @@ constexpr int most_lines(int bits) { return bits <= 5 ? 8 : bits == 6 ? 4 : bits
 template <int Bits, Halves Wanted, int Groups>
 struct QuarterPair {
   const uint8_t* at;
+  const Tables<Bits>& tables;
   const int8x16_t (&a)[8];
   Sums<is_wide(Bits)>* const (&sums)[Groups];
   Products (&products)[Groups][2][3];  // by Unpack<Bits>::shift: none, the lower one, the higher one
@@ -76,9 +79,9 @@ struct QuarterPair {
 // `sums`: of each group, for two quarters.
 template <int Bits, Halves Wanted, int Groups>
 [[gnu::always_inline]] inline void add_pair(Sums<is_wide(Bits)>* const (&sums)[Groups], const uint8_t* at,
-                                            const int8x16_t (&a)[8]) {
+                                            const Tables<Bits>& tables, const int8x16_t (&a)[8]) {
   Products products[Groups][2][3];
-  Unpack<Bits>::lines(QuarterPair<Bits, Wanted, Groups>{at, a, sums, products});
+  Unpack<Bits>::lines(QuarterPair<Bits, Wanted, Groups>{at, tables, a, sums, products});
   unroll<Groups>([&](auto g) __attribute__((always_inline)) {
     unroll<2>([&](auto q) __attribute__((always_inline)) {
       Products(&of)[3] = products[g][q];
@@ -99,11 +102,11 @@ template <Halves Wanted>
 
 template <int Bits, Halves Wanted>
 [[gnu::always_inline]] inline void add_block(Sums<is_wide(Bits)> (&sums)[kQuarters], const uint8_t* block,
-                                             const int8_t* from) {
+                                             const Tables<Bits>& tables, const int8_t* from) {
   int8x16_t a[8];
   load_broadcasts<Wanted>(from, a);
-  add_pair<Bits, Wanted, 1>({sums}, block, a);
-  add_pair<Bits, Wanted, 1>({sums + 2}, block + 32, a);
+  add_pair<Bits, Wanted, 1>({sums}, block, tables, a);
+  add_pair<Bits, Wanted, 1>({sums + 2}, block + 32, tables, a);
 }
 
 // What the sum of the products lacks, per activation sum of the group: the codes' zero, and at 8 bits that the bytes
@@ -142,15 +145,16 @@ template <int Bits, bool Affine>
 // A block of two groups: it is read once, two quarters at a time.
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline void add_two_groups(float32x4_t (&acc)[kQuarters], const uint8_t* block,
-                                                  const int8_t* from, const int32_t* group_sums) {
+                                                  const Tables<Bits>& tables, const int8_t* from,
+                                                  const int32_t* group_sums) {
   constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   int8x16_t a[8];
   load_broadcasts<kWholeBlock>(from, a);
   unroll<2>([&](auto pair) __attribute__((always_inline)) {
     Sums<is_wide(Bits)> sums[2][2];
-    add_pair<Bits, kWholeBlock, 2>({sums[0], sums[1]}, block + 32 * pair, a);
+    add_pair<Bits, kWholeBlock, 2>({sums[0], sums[1]}, block + 32 * pair, tables, a);
     unroll<2>([&](auto g) __attribute__((always_inline)) {
-      const uint8_t* scales = block + Bits * kLineBytes + g * kGroupBytes + 16 * pair;
+      const uint8_t* scales = block + code_bits(Bits) * kLineBytes + g * kGroupBytes + 16 * pair;
       float32x4_t scale[2], min[2];
       load_two_scales(scales, scale);
       if constexpr (Affine) load_two_scales(scales + 2 * kPanelRows, min);
@@ -170,26 +174,27 @@ template <int Bits, bool Affine, Groups Kind>
 [[gnu::always_inline]] inline void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row,
                                                    float32x4_t (&acc)[kQuarters]) {
   constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  constexpr int64_t kBlockBytes = Bits * kLineBytes;
+  constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes;
   const Layout& layout = args.layout;
   const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
   const int32_t* group_sums = args.group_sums + row * layout.groups;
   const int64_t group_halves = layout.group_inputs() / kHalfInputs;
   const int64_t halves = Kind == Groups::halves ? (layout.k + kHalfInputs - 1) / kHalfInputs : 2 * layout.blocks;
+  const Tables<Bits> tables(layout.levels);
   const uint8_t* block = panel;
   const uint8_t* scales = block + kBlockBytes;  // of the next group to end in this block, when groups end in halves
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vdupq_n_f32(0.0f); });
 
   if constexpr (Kind == Groups::half_block) {
     for (int64_t pairs = layout.groups / 2; pairs > 0; --pairs) {
-      add_two_groups<Bits, Affine>(acc, block, a, group_sums);
+      add_two_groups<Bits, Affine>(acc, block, tables, a, group_sums);
       block += kBlockBytes + 2 * kGroupBytes;
       a += kBlockInputs;
       group_sums += 2;
     }
     if (layout.groups % 2 != 0) {
       Sums<is_wide(Bits)> sums[kQuarters];
-      add_block<Bits, kFirstHalf>(sums, block, a);
+      add_block<Bits, kFirstHalf>(sums, block, tables, a);
       finish_group<Bits, Affine>(acc, sums, block + kBlockBytes, *group_sums);
     }
     return;
@@ -198,7 +203,7 @@ template <int Bits, bool Affine, Groups Kind>
   for (int64_t group = 0; group < layout.groups; ++group) {
     Sums<is_wide(Bits)> sums[kQuarters];
     if constexpr (Kind == Groups::one_block) {
-      add_block<Bits, kWholeBlock>(sums, block, a);
+      add_block<Bits, kWholeBlock>(sums, block, tables, a);
       block += kBlockBytes;
       a += kBlockInputs;
     } else {
@@ -206,19 +211,19 @@ template <int Bits, bool Affine, Groups Kind>
       const int64_t end = half + group_halves < halves ? half + group_halves : halves;
       if constexpr (Kind == Groups::blocks) {
         for (; half < end; half += 2, block += kBlockBytes, a += kBlockInputs) {
-          add_block<Bits, kWholeBlock>(sums, block, a);
+          add_block<Bits, kWholeBlock>(sums, block, tables, a);
         }
       } else {
         // A block is read twice, once for each half: the unused half of the unpacking is dead code.
         for (; half < end; ++half, a += kHalfInputs) {
           if (half % 2 != 0) {
-            add_block<Bits, kSecondHalf>(sums, block, a);
+            add_block<Bits, kSecondHalf>(sums, block, tables, a);
           } else {
             if (half != 0) {
               block = scales;
               scales += kBlockBytes;
             }
-            add_block<Bits, kFirstHalf>(sums, block, a);
+            add_block<Bits, kFirstHalf>(sums, block, tables, a);
           }
         }
       }
@@ -251,7 +256,7 @@ void run_groups(const LinearArgs& args) {
   if (group_inputs == kHalfInputs) {
     if constexpr (!Tiles) {
       return run_rows<Bits, Affine, Groups::half_block>(args);
-    } else if constexpr (Bits == 8) {
+    } else if constexpr (kWideTiles<Bits>) {
       return run_tiles<Bits, Affine, 4, true>(args);
     } else {
       return run_half_block_tiles<Bits, Affine>(args);
@@ -262,13 +267,18 @@ void run_groups(const LinearArgs& args) {
 
 template <int Bits, bool Tiles>
 void run(const LinearArgs& args) {
+  if constexpr (can_have_levels(Bits)) {
+    if (args.layout.mapping == Mapping::levels) return run_groups<by_table(Bits), false, Tiles>(args);
+  }
   args.layout.mapping == Mapping::affine ? run_groups<Bits, true, Tiles>(args) : run_groups<Bits, false, Tiles>(args);
 }
 
 // Tiles from the row on from which they take fewer instructions, with groups of 32 (docs/arm_cost.md).
-#define ROWS(bits, m)                                                                        \
-  {"linear_a8w" #bits "_" #m "x16_neon", kNeon, Format::panel16, bits, m, 16, run<bits, true>}, \
-  {"linear_a8w" #bits "_1x16_neon", kNeon, Format::panel16, bits, 1, 16, run<bits, false>}
+#define ROWS(bits, m)                                                                             \
+  with_levels<LinearKernel>(                                                                      \
+      {"linear_a8w" #bits "_" #m "x16_neon", kNeon, Format::panel16, bits, m, 16, run<bits, true>}), \
+  with_levels<LinearKernel>(                                                                      \
+      {"linear_a8w" #bits "_1x16_neon", kNeon, Format::panel16, bits, 1, 16, run<bits, false>})
 constexpr LinearKernel kRows[] = {ROWS(1, 7), ROWS(2, 5), ROWS(3, 4), ROWS(4, 5),
                                   ROWS(5, 4), ROWS(6, 4), ROWS(7, 3), ROWS(8, 6)};
 #undef ROWS

@@ -11,6 +11,7 @@
 //               2 h + A mod 2 is A - 2 S, the negative of what is wanted. One instruction, sli (shift left and insert),
 //               makes it: h goes above the lowest bit of A
 //   8 bit       the bytes are code - 128: symmetric needs no start, affine starts at 128 A
+//   levels      the bytes are levels, no start
 // Sums of fields at different bit positions p (bits/unpack_neon.h) stay apart and are joined by ssra once per group.
 // Every sum is an int32 that may wrap on its way; what leaves a group is at most 65536 * 128 * 255 < 2^31
 // (kMaxGroupInputs), and a sum at position p at most 65536 * 128 * 56.
@@ -69,7 +70,7 @@ template <int Bits, bool Affine>
 // `group_sum` holds the sum of the group's activations in every lane.
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline int32x4_t start_value(int32x4_t group_sum, int32x4_t factor) {
-  if constexpr (Affine ? Bits != 8 : Bits == 8) return vdupq_n_s32(0);
+  if constexpr (stored_flip(Bits) == (Affine ? 0 : level_offset(Bits))) return vdupq_n_s32(0);
   if constexpr (Bits == 1) return vshrq_n_s32(group_sum, 1);
   return vmulq_s32(group_sum, factor);
 }
@@ -90,6 +91,7 @@ enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 template <int Bits, int First, Halves Wanted>
 struct QuarterPair {
   const uint8_t* block;
+  const Tables<Bits>& tables;
   Sums<Bits>& sums0;
   Sums<Bits>& sums1;
   Sums<Bits>& second0;  // of the second half: the same, unless a group ends between the halves
@@ -119,10 +121,10 @@ struct QuarterPair {
 };
 
 template <Halves Wanted, int Bits>
-[[gnu::always_inline]] inline void add_block(Sums<Bits> (&sums)[kQuarters], const uint8_t* block, int8x16_t a0,
-                                             int8x16_t a1) {
-  Unpack<Bits>::lines(QuarterPair<Bits, 0, Wanted>{block, sums[0], sums[1], sums[0], sums[1], a0, a1});
-  Unpack<Bits>::lines(QuarterPair<Bits, 2, Wanted>{block, sums[2], sums[3], sums[2], sums[3], a0, a1});
+[[gnu::always_inline]] inline void add_block(Sums<Bits> (&sums)[kQuarters], const uint8_t* block,
+                                             const Tables<Bits>& tables, int8x16_t a0, int8x16_t a1) {
+  Unpack<Bits>::lines(QuarterPair<Bits, 0, Wanted>{block, tables, sums[0], sums[1], sums[0], sums[1], a0, a1});
+  Unpack<Bits>::lines(QuarterPair<Bits, 2, Wanted>{block, tables, sums[2], sums[3], sums[2], sums[3], a0, a1});
 }
 
 // Adds one quarter of a finished group to the float sums. `parity` is the register that sli shifts into at 1 bit: its
@@ -153,8 +155,9 @@ template <int Bits, bool Affine>
 
 // A block of two groups: it is read once, two quarters at a time.
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void add_two_groups(float32x4_t (&acc)[kQuarters], const uint8_t* block, int8x16_t a0,
-                                                  int8x16_t a1, const int32_t* group_sums, int32x4_t factor) {
+[[gnu::always_inline]] inline void add_two_groups(float32x4_t (&acc)[kQuarters], const uint8_t* block,
+                                                  const Tables<Bits>& tables, int8x16_t a0, int8x16_t a1,
+                                                  const int32_t* group_sums, int32x4_t factor) {
   constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   int32x4_t group_sum[2], parity[2];
   unroll<2>([&](auto g) __attribute__((always_inline)) {
@@ -167,9 +170,10 @@ template <int Bits, bool Affine>
       start(sums[g], start_value<Bits, Affine>(group_sum[g], factor));
     });
     Unpack<Bits>::lines(
-        QuarterPair<Bits, 2 * pair, kWholeBlock>{block, sums[0][0], sums[0][1], sums[1][0], sums[1][1], a0, a1});
+        QuarterPair<Bits, 2 * pair, kWholeBlock>{block, tables, sums[0][0], sums[0][1], sums[1][0], sums[1][1], a0,
+                                                 a1});
     unroll<2>([&](auto g) __attribute__((always_inline)) {
-      const uint8_t* scales = block + Bits * kLineBytes + g * kGroupBytes + 16 * pair;
+      const uint8_t* scales = block + code_bits(Bits) * kLineBytes + g * kGroupBytes + 16 * pair;
       float32x4_t scale[2], min[2];
       load_two_scales(scales, scale);
       if constexpr (Affine) load_two_scales(scales + 2 * kPanelRows, min);
@@ -190,13 +194,14 @@ template <int Bits, bool Affine, Groups Kind>
 [[gnu::always_inline]] inline void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row,
                                                    float32x4_t (&acc)[kQuarters]) {
   constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  constexpr int64_t kBlockBytes = Bits * kLineBytes;
+  constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes;
   const Layout& layout = args.layout;
   const int64_t groups = layout.groups;
   const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
   const int32_t* group_sums = args.group_sums + row * groups;
   const uint8_t* block = panel;
   const int32x4_t factor = start_factor<Bits, Affine>();
+  const Tables<Bits> tables(layout.levels);
   Sums<Bits> sums[kQuarters];
   unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vdupq_n_f32(0.0f); });
 
@@ -204,7 +209,7 @@ template <int Bits, bool Affine, Groups Kind>
     const auto next_group = [&]() __attribute__((always_inline)) {
       const int32x4_t group_sum = vld1q_dup_s32(group_sums++);
       start(sums, start_value<Bits, Affine>(group_sum, factor));
-      add_block<kWholeBlock>(sums, block, vld1q_s8(a), vld1q_s8(a + 16));
+      add_block<kWholeBlock>(sums, block, tables, vld1q_s8(a), vld1q_s8(a + 16));
       finish_group<Bits, Affine>(acc, sums, block + kBlockBytes, group_sum);
       block += kBlockBytes + kGroupBytes;
       a += kBlockInputs;
@@ -220,7 +225,7 @@ template <int Bits, bool Affine, Groups Kind>
     if (groups % 2 != 0) next_group();
   } else if constexpr (Kind == Groups::half_block) {
     for (int64_t pairs = groups / 2; pairs > 0; --pairs) {
-      add_two_groups<Bits, Affine>(acc, block, vld1q_s8(a), vld1q_s8(a + 16), group_sums, factor);
+      add_two_groups<Bits, Affine>(acc, block, tables, vld1q_s8(a), vld1q_s8(a + 16), group_sums, factor);
       block += kBlockBytes + 2 * kGroupBytes;
       a += kBlockInputs;
       group_sums += 2;
@@ -228,7 +233,7 @@ template <int Bits, bool Affine, Groups Kind>
     if (groups % 2 != 0) {
       const int32x4_t group_sum = vld1q_dup_s32(group_sums);
       start(sums, start_value<Bits, Affine>(group_sum, factor));
-      add_block<kFirstHalf>(sums, block, vld1q_s8(a), vld1q_s8(a));
+      add_block<kFirstHalf>(sums, block, tables, vld1q_s8(a), vld1q_s8(a));
       finish_group<Bits, Affine>(acc, sums, block + kBlockBytes, group_sum);
     }
   } else if constexpr (Kind == Groups::blocks) {
@@ -240,7 +245,7 @@ template <int Bits, bool Affine, Groups Kind>
       const int64_t count = left < group_blocks ? left : group_blocks;
       left -= count;
       for (const uint8_t* end = block + count * kBlockBytes; block != end; block += kBlockBytes, a += kBlockInputs) {
-        add_block<kWholeBlock>(sums, block, vld1q_s8(a), vld1q_s8(a + 16));
+        add_block<kWholeBlock>(sums, block, tables, vld1q_s8(a), vld1q_s8(a + 16));
       }
       finish_group<Bits, Affine>(acc, sums, block, group_sum);
       block += kGroupBytes;
@@ -257,13 +262,13 @@ template <int Bits, bool Affine, Groups Kind>
       const int64_t end = half + group_halves < halves ? half + group_halves : halves;
       for (; half < end; ++half, a += kHalfInputs) {
         if (half % 2 != 0) {
-          add_block<kSecondHalf>(sums, block, vld1q_s8(a), vld1q_s8(a));
+          add_block<kSecondHalf>(sums, block, tables, vld1q_s8(a), vld1q_s8(a));
         } else {
           if (half != 0) {
             block = scales;
             scales += kBlockBytes;
           }
-          add_block<kFirstHalf>(sums, block, vld1q_s8(a), vld1q_s8(a));
+          add_block<kFirstHalf>(sums, block, tables, vld1q_s8(a), vld1q_s8(a));
         }
       }
       finish_group<Bits, Affine>(acc, sums, scales, group_sum);
@@ -297,6 +302,9 @@ void run_groups(const LinearArgs& args) {
 
 template <int Bits>
 void run(const LinearArgs& args) {
+  if constexpr (can_have_levels(Bits)) {
+    if (args.layout.mapping == Mapping::levels) return run_groups<by_table(Bits), false>(args);
+  }
   args.layout.mapping == Mapping::affine ? run_groups<Bits, true>(args) : run_groups<Bits, false>(args);
 }
 
@@ -307,7 +315,9 @@ void run_many(const LinearArgs& args) {
 
 // The first m for which unpacking to memory takes fewer instructions at every group size: fields that need next to no
 // resolving where they lie (1 and 8 bits) leave it less to win.
-#define ROW(bits, m, run) {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>}
+#define ROW(bits, m, run)        \
+  with_levels<LinearKernel>(     \
+      {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>})
 constexpr LinearKernel kRows[] = {
     ROW(1, 3, run_many), ROW(2, 2, run_many), ROW(3, 2, run_many), ROW(4, 2, run_many),
     ROW(5, 2, run_many), ROW(6, 2, run_many), ROW(7, 2, run_many), ROW(8, 3, run_many),

@@ -1,6 +1,7 @@
 // linear_a8w<b>_1x16_portable: int8 activations times b-bit weights in plain C++, for every CPU and every case; the
 // definition that the vector kernels are compared with. Formula: ukernel.h; layout: format.h.
 //
+// Levels of a table are bytes level + 128, so that they go the way of 8-bit codes.
 // Works half a block (16 inputs) at a time, because that is the granularity of group sizes. The integer sums are kept
 // modulo 2^32: partial sums may wrap, the sum of a group never exceeds 65536 * 128 * 255 < 2^31.
 
@@ -15,9 +16,13 @@ namespace {
 
 // Adds the products of one unpacked line: 16 rows x 4 inputs.
 template <int Bits, int J>
-[[gnu::always_inline]] inline void add_line(const uint8_t* block, const int8_t* a, uint32_t (&sums)[kPanelRows]) {
+[[gnu::always_inline]] inline void add_line(const uint8_t* block, const int8_t* levels, const int8_t* a,
+                                            uint32_t (&sums)[kPanelRows]) {
   uint8_t codes[kLineBytes];
-  for (int p = 0; p < kLineBytes; ++p) codes[p] = read_code<Bits, J>(block + p);
+  for (int p = 0; p < kLineBytes; ++p) codes[p] = read_code<code_bits(Bits), J>(block + p);
+  if constexpr (is_by_table(Bits)) {
+    for (uint8_t& code : codes) code = static_cast<uint8_t>(levels[code] + level_offset(Bits));
+  }
   for (int r = 0; r < kPanelRows; ++r) {
     int32_t sum = 0;
     for (int i = 0; i < 4; ++i) sum += int32_t{codes[4 * r + i]} * a[4 * (J % 4) + i];
@@ -26,9 +31,9 @@ template <int Bits, int J>
 }
 
 template <int Bits, int First>
-void add_half(const uint8_t* block, const int8_t* a, uint32_t (&sums)[kPanelRows]) {
+void add_half(const uint8_t* block, const int8_t* levels, const int8_t* a, uint32_t (&sums)[kPanelRows]) {
   [&]<int... I>(std::integer_sequence<int, I...>) {
-    (add_line<Bits, First + I>(block, a, sums), ...);
+    (add_line<Bits, First + I>(block, levels, a, sums), ...);
   }(std::make_integer_sequence<int, 4>());
 }
 
@@ -49,9 +54,9 @@ void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, 
     for (; half < end; ++half) {
       const uint8_t* block = panel + layout.block_offset(half / 2);
       if (half % 2 == 0) {
-        add_half<Bits, 0>(block, a + half * kHalfInputs, sums);
+        add_half<Bits, 0>(block, layout.levels, a + half * kHalfInputs, sums);
       } else {
-        add_half<Bits, 4>(block, a + half * kHalfInputs, sums);
+        add_half<Bits, 4>(block, layout.levels, a + half * kHalfInputs, sums);
       }
     }
     const uint8_t* scales = panel + layout.scales_offset(group);
@@ -65,7 +70,7 @@ void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, 
 }
 
 template <int Bits>
-void run(const LinearArgs& args) {
+void run_panels(const LinearArgs& args) {
   const Layout& layout = args.layout;
   for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
     const uint8_t* panel = args.panels + p * layout.panel_bytes;
@@ -86,7 +91,16 @@ void run(const LinearArgs& args) {
   }
 }
 
-#define ROW(bits) {"linear_a8w" #bits "_1x16_portable", kPortable, Format::panel16, bits, 1, 16, run<bits>}
+template <int Bits>
+void run(const LinearArgs& args) {
+  if constexpr (can_have_levels(Bits)) {
+    if (args.layout.mapping == Mapping::levels) return run_panels<by_table(Bits)>(args);
+  }
+  run_panels<Bits>(args);
+}
+
+#define ROW(bits) \
+  with_levels<LinearKernel>({"linear_a8w" #bits "_1x16_portable", kPortable, Format::panel16, bits, 1, 16, run<bits>})
 constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 

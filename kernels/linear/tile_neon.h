@@ -17,6 +17,10 @@ constexpr int kUnpackedBlock = kBlockInputs * kPanelRows;
 template <int Bits, bool Affine>
 constexpr int kOffset = Affine && Bits <= 4 ? 0 : 1 << (Bits - 1);  // of the unpacked weights, 2 to 7 bits
 
+// Whether int16 sums are added to int32 ones without being folded, and weights lie there with their own sign.
+template <int Bits>
+constexpr bool kWideTiles = Bits == 8 || is_by_table(Bits);
+
 // What the rows of a tile share and what they keep between the pieces of a panel.
 struct alignas(64) Scratch {
   int8_t weights[kPieceBlocks * kUnpackedBlock];  // steps of 8 or 4 lines: quarter 0: 16 bytes per line, quarter 1, ...
@@ -30,6 +34,7 @@ struct alignas(64) Scratch {
 template <int Bits, bool Affine, int StepLines, Halves Wanted>
 struct ToScratch {
   const uint8_t* from;
+  const Tables<Bits>& tables;
   int8_t* to;
   int32x4_t (&odd_lines)[2];
 
@@ -54,7 +59,7 @@ struct ToScratch {
     if constexpr (Bits == 8 && J % 2 != 0) odd_line = vpadalq_s16(odd_line, vpaddlq_s8(w));
     if constexpr (Bits == 1) {
       return Affine ? w : vorrq_s8(w, vdupq_n_s8(1));
-    } else if constexpr (Bits == 8) {
+    } else if constexpr (kWideTiles<Bits>) {
       return w;
     } else {
       return vsubq_s8(vdupq_n_s8(kOffset<Bits, Affine>), w);
@@ -63,12 +68,13 @@ struct ToScratch {
 };
 
 template <int Bits, bool Affine, int StepLines, Halves Wanted>
-[[gnu::always_inline]] inline void unpack_step(Scratch& scratch, const uint8_t* block, int8_t* to) {
+[[gnu::always_inline]] inline void unpack_step(Scratch& scratch, const Tables<Bits>& tables, const uint8_t* block,
+                                               int8_t* to) {
   unroll<2>([&](auto pair) __attribute__((always_inline)) {
     int32_t* sums = scratch.odd_lines + 8 * pair;
     int32x4_t odd_lines[2] = {vld1q_s32(sums), vld1q_s32(sums + 4)};
-    Unpack<Bits>::lines(ToScratch<Bits, Affine, StepLines, Wanted>{block + 32 * pair, to + 32 * StepLines * pair,
-                                                                   odd_lines});
+    Unpack<Bits>::lines(ToScratch<Bits, Affine, StepLines, Wanted>{block + 32 * pair, tables,
+                                                                   to + 32 * StepLines * pair, odd_lines});
     if constexpr (Bits == 8) {
       vst1q_s32(sums, odd_lines[0]);
       vst1q_s32(sums + 4, odd_lines[1]);
@@ -81,15 +87,16 @@ template <int Bits, bool Affine, int StepLines>
 [[gnu::noinline]] void unpack_piece(Scratch& scratch, const Layout& layout, const uint8_t* panel, int64_t begin,
                                     int64_t end) {
   std::memset(scratch.odd_lines, 0, sizeof scratch.odd_lines);
+  const Tables<Bits> tables(layout.levels);
   int8_t* to = scratch.weights;
   for (int64_t half = begin; half < end; half += StepLines / 4, to += StepLines * kLineBytes) {
     const uint8_t* block = panel + layout.block_offset(half / 2);
     if constexpr (StepLines == 8) {
-      unpack_step<Bits, Affine, StepLines, kWholeBlock>(scratch, block, to);
+      unpack_step<Bits, Affine, StepLines, kWholeBlock>(scratch, tables, block, to);
     } else if (half % 2 == 0) {
-      unpack_step<Bits, Affine, StepLines, kFirstHalf>(scratch, block, to);
+      unpack_step<Bits, Affine, StepLines, kFirstHalf>(scratch, tables, block, to);
     } else {
-      unpack_step<Bits, Affine, StepLines, kSecondHalf>(scratch, block, to);
+      unpack_step<Bits, Affine, StepLines, kSecondHalf>(scratch, tables, block, to);
     }
   }
 }
@@ -98,7 +105,7 @@ constexpr int most_tile_lines(int bits) { return bits <= 5 ? 8 : bits == 6 ? 4 :
 
 // One step for `Rows` rows of activations, which lie `stride` apart.
 template <int Bits, int StepLines, int Rows>
-[[gnu::always_inline]] inline void add_step(Sums<Bits == 8> (&sums)[Rows][kQuarters], const int8_t* weights,
+[[gnu::always_inline]] inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarters], const int8_t* weights,
                                             const int8_t* a, int64_t stride) {
   constexpr int kMost = most_tile_lines(Bits), kLines = kMost < StepLines ? kMost : StepLines;
   int8x16_t fours[Rows][2];  // activations of 4 lines each
@@ -146,7 +153,7 @@ template <int Bits, bool Affine>
                                              float32x4_t min) {
   constexpr int kStartFactor = !Affine || Bits == 1 ? 0 : Bits == 8 ? 128 : -kOffset<Bits, Affine>;
   if constexpr (kStartFactor != 0) total = vaddq_s32(total, vdupq_n_s32(kStartFactor * group_sum));
-  y = add_scaled<Bits != 8>(y, scale, total);
+  y = add_scaled<!kWideTiles<Bits>>(y, scale, total);
   if constexpr (Affine) y = vfmaq_n_f32(y, min, static_cast<float>(group_sum));
 }
 
@@ -155,7 +162,7 @@ template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
 [[gnu::always_inline]] inline void add_piece(Scratch& scratch, int64_t row, const int8_t* a, int64_t stride,
                                              int64_t steps, const int32_t* group_sums, int64_t groups, bool first,
                                              bool last) {
-  Sums<Bits == 8> sums[Rows][kQuarters];
+  Sums<kWideTiles<Bits>> sums[Rows][kQuarters];
   const int8_t* weights = scratch.weights;
   if constexpr (OneStep) {
     add_step<Bits, StepLines>(sums, weights, a, stride);
@@ -187,7 +194,7 @@ template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
 }
 
 // The two groups of a block, or the one of the last block, for rows [row, row + Rows) of the tile. The float sums stay
-// in registers in between. Not for 8 bits, whose sums need twice the registers.
+// in registers in between. Not for 8 bits and levels, whose sums need twice the registers.
 template <int Bits, bool Affine, int Rows>
 [[gnu::always_inline]] inline void add_two_groups(Scratch& scratch, int64_t row, const int8_t* a, int64_t stride,
                                                   const int32_t* group_sums, int64_t groups, bool both) {
@@ -252,6 +259,7 @@ template <int Bits, bool Affine>
   constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   const Layout& layout = args.layout;
   const int64_t stride = layout.blocks * kBlockInputs;
+  const Tables<Bits> tables(layout.levels);
   Scratch scratch;
   for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
     for (int64_t tile = 0; tile < args.m; tile += kTileRows) {
@@ -260,7 +268,7 @@ template <int Bits, bool Affine>
       std::memset(scratch.acc, 0, sizeof scratch.acc);
       for (int64_t group = 0; group < layout.groups; group += 2) {
         const bool both = group + 1 < layout.groups;
-        unpack_step<Bits, Affine, 4, kWholeBlock>(scratch, block, scratch.weights);
+        unpack_step<Bits, Affine, 4, kWholeBlock>(scratch, tables, block, scratch.weights);
         block += Bits * kLineBytes;
         for (int which = 0; which < (both ? 2 : 1); ++which, block += kGroupBytes) {
           unpack_scales<Affine>(scratch, which, block);

@@ -30,7 +30,11 @@ _LAZY = {
     "CheckpointEntry": "checkpoint",
     "CheckpointSummary": "checkpoint",
     "LowBitConfig": "transformers",
+    "ImportSummary": "importing",
+    "assign_widths": "calibration",
     "calibrate": "calibration",
+    "calibrate_checkpoint": "calibration.checkpoint",
+    "import_checkpoint": "importing",
     "inspect_checkpoint": "checkpoint",
     "quantize_checkpoint": "checkpoint",
 }

@@ -65,7 +65,8 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
     )
 
 
-def _leave_fused_paths(model: torch.nn.Module) -> None:
+def leave_fused_paths(model: torch.nn.Module) -> None:
+    """Makes torch's encoder layers call their linear layers where these are quantised."""
     # In evaluation torch's encoder layers hand the float weights of their linear layers to one fused operator. These
     # two attributes are what they themselves set to call the linear layers instead.
     def is_quantised(layer: torch.nn.Module) -> bool:
@@ -151,4 +152,4 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
                 replaced[id(module)] = nn.in_place_of(module, packed, module.weight.dtype)
             model.set_submodule(name, replaced[id(module)])
             modules[name] = None  # lets go of the float weight as soon as it is packed
-    _leave_fused_paths(model)
+    leave_fused_paths(model)

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +18,7 @@ class PackedInfo:
     """What the header of a packed weight says."""
 
     bits: int
-    mapping: str  # "symmetric" or "affine"
+    mapping: str  # "symmetric", "affine" or "levels"
     group_size: int | None  # None: one group per row
     out_features: int
     in_features: int
@@ -26,6 +27,7 @@ class PackedInfo:
     total_bytes: int
     version: int
     format: str = "panel16"  # of the bytes behind the header; or a vendor's
+    levels: tuple[int, ...] | None = None  # of mapping "levels", by code
 
     @property
     def bits_per_weight(self) -> float:
@@ -34,7 +36,8 @@ class PackedInfo:
 
 
 class Unpacked(NamedTuple):
-    """What :func:`pack` took: ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n]."""
+    """What :func:`pack` took: ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n],
+    ``levels`` int8 [2**bits]."""
 
     codes: Tensor
     scales: Tensor
@@ -43,6 +46,7 @@ class Unpacked(NamedTuple):
     bits: int
     group_size: int | None
     mapping: str
+    levels: Tensor | None = None
 
 
 def _check_packed(packed: Tensor) -> None:
@@ -78,15 +82,24 @@ def verify(packed: Tensor) -> PackedInfo:
     return PackedInfo(**_C.info(packed.data_ptr(), packed.numel(), True))
 
 
-def describe(shape: tuple[int, int], bits: int, group_size: int | None, mapping: str, has_bias: bool) -> PackedInfo:
-    """What :func:`info` will say about a weight of ``shape`` [n, k] once it is packed.
+def describe(
+    shape: tuple[int, int],
+    bits: int,
+    group_size: int | None,
+    mapping: str,
+    has_bias: bool,
+    levels: Sequence[int] | None = None,
+) -> PackedInfo:
+    """What :func:`info` will say about a weight of ``shape`` [n, k] once it is packed. Mapping "levels" without its
+    ``levels`` (they are not known before they are fitted): all of them zero.
 
     Raises:
         ValueError: as :func:`pack`.
     """
     check_format(bits, group_size, mapping)
     n, k = shape
-    return PackedInfo(**_C.describe_packed(n, k, bits, group_size or 0, mapping == "affine", has_bias))
+    table = None if mapping != "levels" else struct.pack(f"{2**bits}b", *(levels or 2**bits * [0]))
+    return PackedInfo(**_C.describe_packed(n, k, bits, group_size or 0, mapping == "affine", has_bias, table))
 
 
 def check_format(bits: int, group_size: int | None, mapping: str) -> None:
@@ -94,7 +107,7 @@ def check_format(bits: int, group_size: int | None, mapping: str) -> None:
 
     Raises:
         TypeError, ValueError: bits are not an int from 1 to 8, the group size is neither a positive multiple of 16 nor
-            None, or the mapping is not "symmetric" or "affine".
+            None, or the mapping is not "symmetric", "affine" or, at 2, 3 or 4 bits, "levels".
     """
     if isinstance(bits, bool) or not isinstance(bits, int):
         raise TypeError(f"bits is {bits!r}; expected an int")
@@ -107,8 +120,10 @@ def check_format(bits: int, group_size: int | None, mapping: str) -> None:
             raise ValueError(
                 f"group_size is {group_size}; expected a positive multiple of 16, or None for one group per row"
             )
-    if mapping not in ("symmetric", "affine"):
-        raise ValueError(f"mapping is {mapping!r}; expected 'symmetric' or 'affine'")
+    if mapping not in ("symmetric", "affine", "levels"):
+        raise ValueError(f"mapping is {mapping!r}; expected 'symmetric', 'affine' or 'levels'")
+    if mapping == "levels" and not 2 <= bits <= 4:
+        raise ValueError(f"bits is {bits}; expected 2, 3 or 4 with a table of levels")
 
 
 def pack(
@@ -119,11 +134,13 @@ def pack(
     *,
     bits: int,
     group_size: int | None,
-    mapping: str = "symmetric",
+    mapping: str | None = None,
+    levels: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """Packs quantised weights into format v1 (docs/format.md).
+    """Packs quantised weights into lowbit's format (docs/format.md).
 
-    A weight is ``scale * (code - 2**(bits - 1))`` when symmetric (``+-scale`` at 1 bit) and ``scale * code + min`` when affine.
+    A weight is ``scale * (code - 2**(bits - 1))`` when symmetric (``+-scale`` at 1 bit), ``scale * code + min`` when affine, and
+    ``scale * levels[code]`` with a table of levels.
     Scales and mins are stored as float16 with a float32 factor per row: float16 values survive exactly (if a power of two
     brings the row into float16's range), others are rounded to 11 significant bits.
 
@@ -132,9 +149,11 @@ def pack(
         scales: float32 [n, groups], finite, any sign; ``groups = ceil(k / group_size)``, or 1.
         mins: float32 [n, groups], finite; only and always with ``mapping="affine"``.
         bias: float32 [n], finite, or None.
-        bits: 1 to 8.
+        bits: 1 to 8; 2 to 4 with levels.
         group_size: inputs per group, a multiple of 16; None for one group per row.
-        mapping: "symmetric" or "affine".
+        mapping: "symmetric", "affine" or "levels"; None: "levels" if there are any, else "symmetric".
+        levels: ``2**bits`` integers from -127 to 127, one for each code, for the whole matrix: int8, or a sequence of ints
+            (:data:`lowbit.levels.TABLES` has the usual ones); only and always with ``mapping="levels"``.
 
     Returns:
         uint8 [bytes]: header, scales and codes; the same on every CPU.
@@ -156,9 +175,17 @@ def pack(
             raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}; expected the CPU")
+    if mapping is None:
+        mapping = "symmetric" if levels is None else "levels"
     check_format(bits, group_size, mapping)
     if (mapping == "affine") != (mins is not None):
         raise ValueError(f"mapping is {mapping!r} {'without' if mins is None else 'with'} mins; affine weights have mins")
+    if (mapping == "levels") != (levels is not None):
+        raise ValueError(
+            f"mapping is {mapping!r} {'without' if levels is None else 'with'} levels; they belong to mapping 'levels'"
+        )
+    if levels is not None:
+        levels = as_levels(levels, bits)
     return torch.ops.lowbit.pack(
         codes.detach().contiguous(),
         scales.detach().contiguous(),
@@ -166,7 +193,29 @@ def pack(
         None if bias is None else bias.detach().contiguous(),
         bits,
         group_size or 0,
+        levels,
     )
+
+
+def as_levels(levels: Tensor | Sequence[int], bits: int) -> Tensor:
+    """Levels of ``2**bits`` codes as int8.
+
+    Raises:
+        TypeError, ValueError: others than ``2**bits`` integers from -127 to 127.
+    """
+    if isinstance(levels, Tensor):
+        if levels.dtype != torch.int8:
+            raise TypeError(f"levels have dtype {levels.dtype}; expected torch.int8")
+        levels = levels.tolist() if levels.dim() == 1 else [levels.tolist()]
+    levels = list(levels)
+    if len(levels) != 2**bits:
+        raise ValueError(f"there are {len(levels)} levels; expected {2**bits} at {bits} bits")
+    for level in levels:
+        if isinstance(level, bool) or not isinstance(level, int):
+            raise TypeError(f"levels hold {level!r}; expected integers")
+        if not -127 <= level <= 127:
+            raise ValueError(f"levels hold {level}; expected -127 to 127")
+    return torch.tensor(levels, dtype=torch.int8)
 
 
 def unpack(packed: Tensor) -> Unpacked:
@@ -185,6 +234,7 @@ def unpack(packed: Tensor) -> Unpacked:
         described.bits,
         described.group_size,
         described.mapping,
+        None if described.levels is None else torch.tensor(described.levels, dtype=torch.int8),
     )
 
 
@@ -377,9 +427,10 @@ def _(q, k, v, k_cache, v_cache, start, scale, window=0, softcap=0.0, sinks=None
 
 
 @torch.library.register_fake("lowbit::pack")
-def _(codes, scales, mins, bias, bits, group_size):
+def _(codes, scales, mins, bias, bits, group_size, levels=None):
     n, k = codes.shape
-    size = _C.packed_bytes(int(n), int(k), bits, group_size, mins is not None, bias is not None)
+    table = None if levels is None else bytes(len(levels))  # their values do not change the size
+    size = _C.packed_bytes(int(n), int(k), bits, group_size, mins is not None, bias is not None, table)
     return codes.new_empty((size,))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from . import _C, ops
+from . import ops
+from .levels import FIT, TABLES, fit_levels, round_to_levels
 
 # Beyond this, the range of a group or its scale could overflow float32.
 _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
@@ -22,11 +24,31 @@ class Config:
     group_size: int | None = 32
     mapping: str = "symmetric"
     scale: str = "mse"
+    levels: str | Sequence[int] | None = None
 
     def __post_init__(self):
+        if self.levels is None and self.mapping == "levels":
+            object.__setattr__(self, "levels", FIT)
+        if self.levels is not None and self.mapping == "symmetric":
+            object.__setattr__(self, "mapping", "levels")
         ops.check_format(self.bits, self.group_size, self.mapping)
         if self.scale not in ("absmax", "mse"):
             raise ValueError(f"scale is {self.scale!r}; expected 'absmax' or 'mse'")
+        if self.levels is None:
+            return
+        if self.mapping != "levels":
+            raise ValueError(f"mapping is {self.mapping!r} with levels; expected 'levels'")
+        if isinstance(self.levels, str):
+            if self.levels not in (FIT, *TABLES):
+                raise ValueError(
+                    f"levels is {self.levels!r}; expected {FIT!r}, {', '.join(map(repr, TABLES))}, or a list of them"
+                )
+            if self.levels != FIT and 2**self.bits != len(TABLES[self.levels]):
+                raise ValueError(f"bits is {self.bits}; expected 4 with the levels {self.levels!r}")
+        elif isinstance(self.levels, Sequence | Tensor):
+            object.__setattr__(self, "levels", tuple(ops.as_levels(self.levels, self.bits).tolist()))
+        else:
+            raise TypeError(f"levels is a {type(self.levels).__name__}; expected a str or {2**self.bits} integers")
 
 
 @dataclass(frozen=True)
@@ -36,9 +58,12 @@ class LinearConfig(Config):
     Args:
         bits: 1 to 8.
         group_size: inputs that share a scale, a multiple of 16; None for one scale per output row.
-        mapping: "symmetric" (scale only) or "affine" (scale and minimum).
+        mapping: "symmetric" (scale only), "affine" (scale and minimum) or, at 2, 3 and 4 bits, "levels": a scale, and a
+            table of what a code stands for, one for the whole matrix.
         scale: "absmax" covers the whole range of a group; "mse" tries smaller ranges too and keeps the one with the least
             squared error, which pays at 4 bits and below and takes several times as long.
+        levels: the table: "fit" (to each matrix; :func:`lowbit.levels.fit_levels`), at 4 bits "nf4", "iq4_nl", "mxfp4" or
+            "nvfp4", or ``2**bits`` integers from -127 to 127. Implies ``mapping="levels"``, which without it means "fit".
     """
 
 
@@ -73,7 +98,14 @@ def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str
     n, k = weight.shape
     if bias is not None:
         _check_values(bias, f"{prefix}bias", (n,))
-    _C.packed_bytes(n, k, config.bits, config.group_size or 0, config.mapping == "affine", bias is not None)
+    ops.describe((n, k), config.bits, config.group_size, config.mapping, bias is not None)
+
+
+def table_of(config: Config, weight: Tensor) -> tuple[int, ...]:
+    """The levels of a config with mapping "levels"; fitted to ``weight`` [n, k] where the config says so."""
+    if config.levels == FIT:
+        return fit_levels(weight, config.bits, config.group_size)
+    return TABLES[config.levels] if isinstance(config.levels, str) else config.levels
 
 
 def quantize_tensor(weight: Tensor, config: LinearConfig | EmbeddingConfig, bias: Tensor | None = None) -> Tensor:
@@ -97,6 +129,13 @@ def quantize_tensor(weight: Tensor, config: LinearConfig | EmbeddingConfig, bias
         weight = weight.float()
     if weight.stride(1) != 1:
         weight = weight.contiguous()
+    float_bias = None if bias is None else bias.detach().float()
+    if config.mapping == "levels":
+        levels = table_of(config, weight)
+        codes, scales = round_to_levels(weight, levels, config.group_size, search=config.scale == "mse")
+        return ops.pack(
+            codes, scales, None, float_bias, bits=config.bits, group_size=config.group_size, levels=levels
+        )
     affine = config.mapping == "affine"
     codes, scales, mins = torch.ops.lowbit.quantize(
         weight.detach(), config.bits, config.group_size or 0, affine, config.scale == "mse"
@@ -105,7 +144,7 @@ def quantize_tensor(weight: Tensor, config: LinearConfig | EmbeddingConfig, bias
         codes,
         scales,
         mins if affine else None,
-        None if bias is None else bias.detach().float(),
+        float_bias,
         bits=config.bits,
         group_size=config.group_size,
         mapping=config.mapping,

@@ -27,8 +27,8 @@ struct Model {
   std::vector<uint8_t> expected(const std::vector<int64_t>& rows, DType dtype) const {
     std::vector<uint8_t> out(rows.size() * static_cast<size_t>(layout.k * size_of(dtype)));
     for (size_t i = 0; i < rows.size(); ++i) {
-      choose_embedding(layout.format, layout.bits, kPortable)
-          .run({packed_weight.memory->data() + kHeaderBytes, layout, rows[i],
+      choose_embedding(layout, kPortable)
+          .run({packed_weight.memory->data() + layout.header_bytes, layout, rows[i],
                 out.data() + i * static_cast<size_t>(layout.k * size_of(dtype)), dtype});
     }
     return out;
@@ -51,7 +51,7 @@ struct Model {
 TEST(Embedding, EveryWidthAndType) {
   const std::vector<int64_t> rows = {0, 39, 16, 15, 17, 39, 0};
   for (int bits = 1; bits <= 8; ++bits) {
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : mappings_of_width(bits)) {
       const Model model(bits, mapping);
       for (const ElementType type : {ElementType::f32, ElementType::bf16, ElementType::f16}) {
         model.check(index_tensor(rows).view, rows, type);

@@ -88,12 +88,11 @@ class EmbeddingRow : public testing::TestWithParam<RowRef> {
     for (const int64_t row : {int64_t{0}, c.n / 3, c.n / 2, c.n - 1}) {
       for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
         const std::string what = std::string(kernel.name) + " " + c.name +
-                                 (mapping == Mapping::affine ? " affine " : " symmetric ") + name_of(dtype) + " row " +
-                                 std::to_string(row);
+                                 " " + name_of(mapping) + " " + name_of(dtype) + " row " + std::to_string(row);
         SCOPED_TRACE(what);
         set_current_case(what.c_str());
-        const EmbeddingArgs args{buffer.data() + kHeaderBytes, layout, row, nullptr, dtype};
-        const EmbeddingKernel& portable = choose_embedding(kernel.format, kernel.bits, kPortable);
+        const EmbeddingArgs args{buffer.data() + layout.header_bytes, layout, row, nullptr, dtype};
+        const EmbeddingKernel& portable = choose_embedding(layout, kPortable);
         const std::vector<uint8_t> expected =
             kernel.isa == kPortable ? run_contract(weights, row, dtype) : run(portable, args, c.wall);
         EXPECT_TRUE(same_bits(run(kernel, args, c.wall), expected, dtype));
@@ -110,7 +109,7 @@ TEST_P(EmbeddingRow, SameBits) {
   const EmbeddingKernel& kernel = embedding_kernel(GetParam().index);
   note_exercised(kernel.name);
   for (const Case& c : kCases) {
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : mappings_in(kernel.mappings)) {
       if (!case_is_right(kernel, c, mapping)) return;
     }
   }

@@ -69,7 +69,7 @@ std::vector<uint8_t> small_packed(int bits, Mapping mapping) {
 
 TEST(Format, RoundTripOfEveryField) {
   for (int bits = 1; bits <= 8; ++bits) {
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : mappings_of_width(bits)) {
       for (const bool has_bias : {false, true}) {
         for (const int64_t group_size : {0, 16, 48, 64}) {
           const Layout written = layout_of(21, 70, bits, group_size, mapping, has_bias);
@@ -90,6 +90,8 @@ TEST(Format, RoundTripOfEveryField) {
             EXPECT_EQ(read.groups, group_size == 0 ? 1 : (70 + group_size - 1) / group_size);
             EXPECT_EQ(read.blocks, 3);
             EXPECT_EQ(read.panels, 2);
+            EXPECT_EQ(read.header_bytes, mapping == Mapping::levels ? 128 : 64);
+            EXPECT_EQ(std::memcmp(read.levels, written.levels, sizeof read.levels), 0);
             EXPECT_EQ(read.total_bytes, written.total_bytes);
             EXPECT_TRUE(verify_payload(buffer.data(), read).ok());
           }
@@ -122,37 +124,77 @@ TEST(Format, SizesAreMultiplesOf64) {
 }
 
 TEST(Format, EveryAlterationOfTheHeaderIsRefused) {
-  std::vector<uint8_t> bytes = small_packed(3, Mapping::symmetric);
-  const int64_t size = static_cast<int64_t>(bytes.size());
-  Layout layout;
-  ASSERT_TRUE(read_header(bytes.data(), size, &layout).ok());
-  for (int at = 0; at < 64; ++at) {
-    const uint8_t original = bytes[static_cast<size_t>(at)];
-    for (int value = 0; value < 256; ++value) {
-      if (value == original) continue;
-      bytes[static_cast<size_t>(at)] = static_cast<uint8_t>(value);
-      const Status status = read_header(bytes.data(), size, &layout);
-      ASSERT_FALSE(status.ok()) << "byte " << at << " = " << value;
-      ASSERT_GT(std::strlen(status.message()), 20u);
+  for (const Mapping mapping : {Mapping::symmetric, Mapping::levels}) {
+    std::vector<uint8_t> bytes = small_packed(3, mapping);
+    const int64_t size = static_cast<int64_t>(bytes.size());
+    Layout layout;
+    ASSERT_TRUE(read_header(bytes.data(), size, &layout).ok());
+    for (int at = 0; at < layout.header_bytes; ++at) {
+      const uint8_t original = bytes[static_cast<size_t>(at)];
+      for (int value = 0; value < 256; ++value) {
+        if (value == original) continue;
+        bytes[static_cast<size_t>(at)] = static_cast<uint8_t>(value);
+        Layout found;
+        const Status status = read_header(bytes.data(), size, &found);
+        ASSERT_FALSE(status.ok()) << name_of(mapping) << ": byte " << at << " = " << value;
+        ASSERT_GT(std::strlen(status.message()), 20u);
+      }
+      bytes[static_cast<size_t>(at)] = original;
     }
-    bytes[static_cast<size_t>(at)] = original;
   }
 }
 
 TEST(Format, OtherLengthsAreRefused) {
-  const std::vector<uint8_t> bytes = small_packed(3, Mapping::symmetric);
-  const int64_t size = static_cast<int64_t>(bytes.size());
-  Layout layout;
-  for (int64_t shorter = 0; shorter < size; ++shorter) {
-    ASSERT_FALSE(read({bytes.begin(), bytes.begin() + shorter}, shorter, &layout).ok()) << shorter;
+  for (const Mapping mapping : {Mapping::symmetric, Mapping::levels}) {
+    const std::vector<uint8_t> bytes = small_packed(3, mapping);
+    const int64_t size = static_cast<int64_t>(bytes.size());
+    Layout layout;
+    for (int64_t shorter = 0; shorter < size; ++shorter) {
+      ASSERT_FALSE(read({bytes.begin(), bytes.begin() + shorter}, shorter, &layout).ok()) << shorter;
+    }
+    for (const int64_t more : {1, 63, 64, 1000}) EXPECT_FALSE(read(bytes, size + more, &layout).ok());
+    EXPECT_TRUE(read(bytes, size, &layout).ok());
   }
-  for (const int64_t more : {1, 63, 64, 1000}) EXPECT_FALSE(read(bytes, size + more, &layout).ok());
-  EXPECT_TRUE(read(bytes, size, &layout).ok());
+}
+
+// Headers of version 2 with a right checksum that lie.
+TEST(Format, HostileLevelsAreRefused) {
+  struct Change {
+    size_t at;
+    uint8_t value;
+    const char* says;
+  };
+  const std::vector<uint8_t> good = small_packed(3, Mapping::levels);
+  const auto sealed = [](std::vector<uint8_t> bytes) {  // the checksum leaves itself out
+    std::vector<uint8_t> covered(bytes.begin(), bytes.begin() + 56);
+    covered.insert(covered.end(), bytes.begin() + 64, bytes.begin() + 128);
+    const uint64_t checksum = checksum_of(covered.data(), static_cast<int64_t>(covered.size()));
+    std::memcpy(bytes.data() + 56, &checksum, sizeof checksum);
+    return bytes;
+  };
+  const int64_t size = static_cast<int64_t>(good.size());
+  Layout layout;
+  EXPECT_EQ(sealed(good), good);
+  for (const Change& change : {Change{11, 5, "codes of 5 bits; expected 2, 3 or 4"}, {11, 1, "codes of 1 bits"},
+                               {11, 8, "codes of 8 bits"}, {12, 0, "has mapping 0; expected 2"},
+                               {12, 1, "has mapping 1; expected 2"}, {12, 3, "has mapping 3; expected 2"},
+                               {10, 1, "format 1"}, {14, 1, "format 0"}, {64, 0x80, "level [0] is -128"},
+                               {71, 0x80, "level [7] is -128"}, {72, 1, "bytes behind its 8 levels; expected zeros"},
+                               {79, 0x80, "bytes behind its 8 levels"}, {80, 1, "bytes behind its 8 levels"},
+                               {127, 255, "bytes behind its 8 levels"}}) {
+    std::vector<uint8_t> bytes = good;
+    bytes[change.at] = change.value;
+    const Status status = read(sealed(bytes), size, &layout);
+    ASSERT_FALSE(status.ok()) << change.at;
+    EXPECT_NE(std::strstr(status.message(), change.says), nullptr) << status.message();
+  }
+  // A version that has no levels.
+  EXPECT_TRUE(refused({.mapping = 2}, "mapping 2"));
 }
 
 TEST(Format, OtherVersionsAreRefused) {
-  EXPECT_TRUE(refused({.version = 0}, "version 0; this library reads version 1"));
-  EXPECT_TRUE(refused({.version = 2}, "version 2; this library reads version 1"));
+  EXPECT_TRUE(refused({.version = 0}, "version 0; this library reads versions 1 and 2"));
+  EXPECT_TRUE(refused({.version = 3}, "version 3; this library reads versions 1 and 2"));
   EXPECT_TRUE(refused({.version = 0xffff}, "version 65535"));
 }
 
@@ -209,6 +251,11 @@ TEST(Format, LayoutParametersAreChecked) {
   EXPECT_FALSE(make(1, 1, 0, 16));
   EXPECT_FALSE(make(1, 1, 9, 16));
   EXPECT_FALSE(make(1, 1, -1, 16));
+  const int8_t levels[16] = {1, 2, 3, 4};
+  EXPECT_TRUE(make_layout(1, 1, 4, 16, Mapping::levels, false, &layout, levels).ok());
+  EXPECT_FALSE(make_layout(1, 1, 4, 16, Mapping::levels, false, &layout).ok());
+  EXPECT_FALSE(make_layout(1, 1, 4, 16, Mapping::symmetric, false, &layout, levels).ok());
+  EXPECT_FALSE(make_layout(1, 1, 5, 16, Mapping::levels, false, &layout, levels).ok());
 }
 
 TEST(Format, AnyAlteredByteOfThePayloadIsNoticed) {
@@ -238,8 +285,9 @@ TEST(Format, GoldenMatrices) {
                                       0x574c4e572cd3dd8au, 0x84cff0612beeb866u};
   constexpr uint64_t kAffine[8] = {0xf7f9bd295a06a6b2u, 0x00e56a4268122abau, 0x802b6f0f85cadd9bu, 0x26133e8ac33dee39u,
                                    0xa44190643b5920ecu, 0x3fd09317c9816c6bu, 0x2b9ab90e25f02f38u, 0x9a2af80c216391e5u};
+  constexpr uint64_t kLevels[8] = {0, 0x1c123ae2b5c0bd33u, 0xfa1a89eadd42705eu, 0x001fcf0448179055u};  // 2 to 4 bits
   for (int bits = 1; bits <= 8; ++bits) {
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : mappings_of_width(bits)) {
       Weights w{layout_of(18, 75, bits, 48, mapping, true), {}, {}, {}, {}};
       for (int i = 0; i < 18 * 75; ++i)
         w.codes.push_back(static_cast<uint8_t>((i * i + 7 * i) >> 2 & ((1 << bits) - 1)));
@@ -249,10 +297,11 @@ TEST(Format, GoldenMatrices) {
       }
       for (int i = 0; i < 18; ++i) w.bias.push_back(0.25f * static_cast<float>(i - 9));
       const std::vector<uint8_t> bytes = packed(w);
-      const uint64_t expected = (mapping == Mapping::affine ? kAffine : kSymmetric)[bits - 1];
+      const uint64_t expected = (mapping == Mapping::affine   ? kAffine
+                                 : mapping == Mapping::levels ? kLevels
+                                                              : kSymmetric)[bits - 1];
       const uint64_t found = checksum_of(bytes.data(), static_cast<int64_t>(bytes.size()));
-      EXPECT_EQ(found, expected) << "bits " << bits << (mapping == Mapping::affine ? " affine" : " symmetric")
-                                 << std::hex << " 0x" << found;
+      EXPECT_EQ(found, expected) << "bits " << bits << " " << name_of(mapping) << std::hex << " 0x" << found;
     }
   }
 }

@@ -76,10 +76,10 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) 
   return copy;
 }
 
-const EmbeddingKernel& choose_embedding(Format format, int bits, IsaBits isa) {
+const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa) {
   static auto* const real =
-      next<const EmbeddingKernel&(Format, int, IsaBits)>("_ZN6lowbit16choose_embeddingENS_6FormatEij");
-  real_embedding = &real(format, bits, isa);
+      next<const EmbeddingKernel&(const Layout&, IsaBits)>("_ZN6lowbit16choose_embeddingERKNS_6LayoutEj");
+  real_embedding = &real(layout, isa);
   static EmbeddingKernel copy;
   copy = *real_embedding;
   copy.run = run_embedding;

@@ -93,8 +93,8 @@ TEST(A_Refused, FormatIds) {
 }
 
 // The structures that libraries are compiled with. A change here needs another kKernelAbi.
-TEST(A_Refused, TheInterfaceIsVersion2) {
-  EXPECT_EQ(kKernelAbi, 2u);
+TEST(A_Refused, TheInterfaceIsVersion3) {
+  EXPECT_EQ(kKernelAbi, 3u);
   const AbiSizes sizes = KernelLibrary{}.sizes;
   EXPECT_EQ(offsetof(KernelLibrary, abi), 0u);
   EXPECT_EQ(offsetof(KernelLibrary, sizes), 4u);
@@ -102,11 +102,11 @@ TEST(A_Refused, TheInterfaceIsVersion2) {
   EXPECT_EQ(sizes.format, 32u);
   EXPECT_EQ(sizes.quantize_row, 24u);
   EXPECT_EQ(sizes.linear_row, 64u);
-  EXPECT_EQ(sizes.embedding_row, 32u);
+  EXPECT_EQ(sizes.embedding_row, 40u);
   EXPECT_EQ(sizes.quantize_args, 72u);
-  EXPECT_EQ(sizes.prepare_args, 152u);
-  EXPECT_EQ(sizes.linear_args, 208u);
-  EXPECT_EQ(sizes.embedding_args, 136u);
+  EXPECT_EQ(sizes.prepare_args, 176u);
+  EXPECT_EQ(sizes.linear_args, 232u);
+  EXPECT_EQ(sizes.embedding_args, 160u);
   EXPECT_EQ(sizes.pack_args, 32u);
   EXPECT_EQ(sizes.unpack_args, 32u);
 }

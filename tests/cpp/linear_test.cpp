@@ -165,7 +165,7 @@ struct Input {
     }
     for (Guarded* buffer : all()) buffer->freeze();
 
-    args.panels = packed.data() + kHeaderBytes;
+    args.panels = packed.data() + layout.header_bytes;
     args.layout = layout;
     args.panel_begin = c.panel_begin;
     args.panel_end = c.panel_end < 0 ? layout.panels : c.panel_end;
@@ -239,7 +239,7 @@ class LinearRow : public testing::TestWithParam<RowRef> {
  protected:
   // Runs one case with every mapping, bias and output type; false after the first difference.
   bool case_is_right(const LinearKernel& kernel, const Case& c) {
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : mappings_in(kernel.mappings)) {
       for (const bool has_bias : {false, true}) {
         const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, mapping, has_bias);
         const LinearKernel& portable = choose_linear(layout, c.m, kPortable);
@@ -254,7 +254,7 @@ class LinearRow : public testing::TestWithParam<RowRef> {
                                                                        : run(portable, c, in.args, DType::f32);
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
           const std::string what = std::string(kernel.name) + " " + c.name + (has_bias ? " bias " : " ") +
-                                   (mapping == Mapping::affine ? "affine " : "symmetric ") + name_of(dtype);
+                                   name_of(mapping) + " " + name_of(dtype);
           SCOPED_TRACE(what);
           set_current_case(what.c_str());
           const std::vector<uint8_t> out = run(kernel, c, in.args, dtype);
@@ -284,7 +284,7 @@ TEST_P(LinearRow, LargestGroup) {
   for (const Values values : {Values::lowest, Values::highest}) {
     const Case c{
         .name = "largest_group", .m = kernel.m_least, .n = 2, .k = kMaxGroupInputs, .group_size = 0, .values = values};
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : mappings_in(kernel.mappings)) {
       const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, mapping, false);
       Random random(kernel.bits);
       Weights weights = random_weights(layout, random);

@@ -200,7 +200,7 @@ TEST(Pack, ExtremeScales) {
 TEST(Pack, RowSumIsTheSumOfTheWeights) {
   Random random(12);
   for (int bits = 1; bits <= 8; ++bits) {
-    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const Mapping mapping : mappings_of_width(bits)) {
       const Layout layout = layout_of(18, 77, bits, 48, mapping, false);
       const Decoded d = decode(packed(random_weights(layout, random)).data(), layout);
       for (int64_t row = 0; row < layout.n; ++row) {

@@ -21,8 +21,9 @@ std::vector<IsaName> names() {
 }
 
 // All that the choice reads of a layout.
-Layout task(int bits, int64_t group_size) {
+Layout task(int bits, int64_t group_size, Mapping mapping = Mapping::symmetric) {
   Layout layout{};
+  layout.mapping = mapping;
   layout.bits = bits;
   layout.group_size = group_size;
   return layout;
@@ -115,7 +116,7 @@ TEST(Tables, PortableRowsCoverEverything) {
       EXPECT_EQ(linear.m_least, 1);
       EXPECT_EQ(linear.group_step, 16);
     }
-    const EmbeddingKernel& embedding = choose_embedding(Format::panel16, bits, kPortable);
+    const EmbeddingKernel& embedding = choose_embedding(task(bits, 32), kPortable);
     EXPECT_EQ(embedding.isa, kPortable);
     EXPECT_EQ(embedding.bits, bits);
   }
@@ -125,12 +126,31 @@ TEST(Tables, PortableRowsCoverEverything) {
 
 constexpr int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 100};
 
+// Levels go to the rows that plain weights of their width go to; where no row reads them, to none.
+TEST(Choice, LevelsGoWherePlainWeightsGo) {
+  for (const IsaBits isa : isa_subsets()) {
+    for (int bits = 1; bits <= 8; ++bits) {
+      const bool can = bits >= 2 && bits <= 4;
+      for (const int64_t group_size : kGroupSizes) {
+        for (const int64_t m : kRows) {
+          const LinearKernel& chosen = choose_linear(task(bits, group_size, Mapping::levels), m, isa);
+          EXPECT_EQ(chosen.run != nullptr, can) << chosen.name;
+          if (can) EXPECT_STREQ(chosen.name, choose_linear(task(bits, group_size), m, isa).name);
+        }
+      }
+      const EmbeddingKernel& chosen = choose_embedding(task(bits, 32, Mapping::levels), isa);
+      EXPECT_EQ(chosen.run != nullptr, can) << chosen.name;
+      if (can) EXPECT_STREQ(chosen.name, choose_embedding(task(bits, 32), isa).name);
+    }
+  }
+}
+
 TEST(Choice, StaysWithinTheIsaAndTheTask) {
   for (const IsaBits isa : isa_subsets()) {
     EXPECT_EQ(choose_quantize(isa).isa & ~isa, 0u);
     EXPECT_EQ(choose_attention(isa).isa & ~isa, 0u);
     for (int bits = 1; bits <= 8; ++bits) {
-      const EmbeddingKernel& embedding = choose_embedding(Format::panel16, bits, isa);
+      const EmbeddingKernel& embedding = choose_embedding(task(bits, 32), isa);
       EXPECT_EQ(embedding.isa & ~isa, 0u) << embedding.name;
       EXPECT_EQ(embedding.bits, bits);
       EXPECT_EQ(embedding.format, Format::panel16);
@@ -169,7 +189,7 @@ TEST(Choice, NeverPortableWhereAnotherRowFits) {
         const EmbeddingKernel& row = embedding_kernel(i);
         fits = fits || (row.isa != kPortable && (row.isa & ~isa) == 0 && row.bits == bits);
       }
-      EXPECT_EQ(choose_embedding(Format::panel16, bits, isa).isa != kPortable, fits);
+      EXPECT_EQ(choose_embedding(task(bits, 32), isa).isa != kPortable, fits);
     }
     bool fits = false;
     for (size_t i = 0; i < quantize_kernel_count(); ++i) {
@@ -221,7 +241,7 @@ TEST(Choice, EveryRowIsReachable) {
     reached.insert(choose_quantize(isa).name);
     reached.insert(choose_attention(isa).name);
     for (int bits = 1; bits <= 8; ++bits) {
-      reached.insert(choose_embedding(Format::panel16, bits, isa).name);
+      reached.insert(choose_embedding(task(bits, 32), isa).name);
       for (const int64_t group_size : kGroupSizes) {
         for (const int64_t m : kRows) reached.insert(choose_linear(task(bits, group_size), m, isa).name);
       }

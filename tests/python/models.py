@@ -3,7 +3,7 @@
 import torch
 
 import lowbit
-from reference import DTYPES, MAPPINGS, WIDTHS, assert_same_bits, random_packed, random_rows
+from reference import DTYPES, WEIGHTS, assert_same_bits, random_packed, random_rows
 
 MAGIC = bytes.fromhex("894c4f574249540a")  # a packed weight begins with it
 N, K, GROUP = 21, 80, 32  # of Every: odd n, a short last group
@@ -31,9 +31,7 @@ class Every(torch.nn.Module):
     def __init__(self):
         super().__init__()
         packed = {
-            (bits, mapping): random_packed(N, K, bits, GROUP, mapping, bias=bits % 2 == 0)
-            for bits in WIDTHS
-            for mapping in MAPPINGS
+            (bits, mapping): random_packed(N, K, bits, GROUP, mapping, bias=bits % 2 == 0) for bits, mapping in WEIGHTS
         }
         self.names = [
             f"{family} {bits} {mapping} {dtype}"
@@ -66,7 +64,7 @@ def check_every(outputs, model: Every, arguments: tuple) -> None:
     """Fails unless `outputs` are the bits of `model(*arguments)`."""
     with torch.no_grad():
         expected = model(*arguments)
-    assert len(outputs) == len(expected) == len(model.names) == 2 * len(DTYPES) * len(MAPPINGS) * len(WIDTHS)
+    assert len(outputs) == len(expected) == len(model.names) == 2 * len(DTYPES) * len(WEIGHTS)
     for name, output, value in zip(model.names, outputs, expected):
         try:
             assert_same_bits(output, value)

@@ -12,8 +12,10 @@ from torch import Tensor
 import lowbit
 
 HEADER_BYTES = 64
+LEVELS_HEADER_BYTES = 128
 WIDTHS = range(1, 9)
 MAPPINGS = ("symmetric", "affine")
+WEIGHTS = [(bits, mapping) for bits in WIDTHS for mapping in MAPPINGS] + [(bits, "levels") for bits in (2, 3, 4)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,6 +73,8 @@ class Parts:
         """What the integer part of a product multiplies: int64 [n, k]."""
         if self.info.mapping == "affine":
             return self.codes
+        if self.info.mapping == "levels":
+            return torch.tensor(self.info.levels)[self.codes]
         return 2 * self.codes - 1 if self.info.bits == 1 else self.codes - 2 ** (self.info.bits - 1)
 
     def per_input(self, values: Tensor) -> Tensor:
@@ -90,7 +94,7 @@ def take_apart(packed: Tensor) -> Parts:
     panels, blocks = -(-info.out_features // 16), -(-info.in_features // 32)
     group = info.group_size or blocks * 32
     block_bytes, group_bytes = 64 * info.bits, 64 if info.mapping == "affine" else 32
-    body = packed[HEADER_BYTES:].view(panels, -1)
+    body = packed[LEVELS_HEADER_BYTES if info.mapping == "levels" else HEADER_BYTES :].view(panels, -1)
 
     def by_row(offset: int, size: int, dtype: torch.dtype) -> Tensor:
         """The values at [offset, offset + size) of every panel, as float32 [values per row, n]."""
@@ -139,6 +143,10 @@ def random_packed(
     """Random codes, scales (both signs), mins and bias; every code value is likely to occur."""
     generator = torch.Generator().manual_seed(seed + 1000003 * n + 10007 * k + 101 * bits + (group_size or 0))
     groups = 1 if group_size is None else -(-k // group_size)
+    levels = None
+    if mapping == "levels":  # both ends, zero, and one twice
+        levels = torch.randint(-127, 128, (2**bits,), dtype=torch.int8, generator=generator)
+        levels[:4] = torch.tensor([-127, 127, 0, 127], dtype=torch.int8)
     return lowbit.pack(
         torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=generator),
         torch.randn(n, groups, generator=generator) * 0.1,
@@ -147,6 +155,7 @@ def random_packed(
         bits=bits,
         group_size=group_size,
         mapping=mapping,
+        levels=levels,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lowbit
+from reference import WEIGHTS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 
@@ -32,16 +33,21 @@ TABLES = placement_tables()
 def decode(data: bytes) -> dict:
     """Reads a packed matrix as docs/format.md says, with nothing but Python."""
     magic, version, layout, bits, mapping, has_bias, _, n, k, g, _, total = struct.unpack_from("<8sHBBBBHqqIIq", data)
-    assert magic == bytes.fromhex("894c4f574249540a") and (version, layout, total) == (1, 0, len(data))
+    assert magic == bytes.fromhex("894c4f574249540a") and (layout, total) == (0, len(data))
+    assert version == (2 if mapping == 2 else 1)
+    table = None
+    if mapping == 2:
+        table = struct.unpack_from(f"<{2**bits}b", data, 64)
+        assert not any(data[64 + len(table) : 128])
     blocks = -(-k // 32)
     group = g or blocks * 32
     groups = -(-k // group)
-    floats = 32 if mapping else 16
+    floats = 32 if mapping == 1 else 16
     codes = [[0] * k for _ in range(n)]
     scales = [[0.0] * groups for _ in range(n)]
     mins = [[0.0] * groups for _ in range(n)]
     biases, row_sums = [0.0] * n, [0.0] * n
-    at = 64
+    at = 128 if mapping == 2 else 64
     for panel in range(-(-n // 16)):
         start, read, raw = at, 0, []
         for block in range(blocks):
@@ -67,11 +73,11 @@ def decode(data: bytes) -> dict:
             row = 16 * panel + r
             for index, values in enumerate(raw):
                 scales[row][index] = head[r] * values[r]
-                mins[row][index] = head[r] * values[16 + r] if mapping else 0.0
+                mins[row][index] = head[r] * values[16 + r] if mapping == 1 else 0.0
             row_sums[row], biases[row] = head[r] * head[16 + r], head[32 + r]
     assert at == len(data)
     return {"codes": codes, "scales": scales, "mins": mins, "bias": biases, "row_sums": row_sums, "group": group,
-            "affine": bool(mapping), "has_bias": bool(has_bias)}
+            "affine": mapping == 1, "levels": table, "has_bias": bool(has_bias)}
 
 
 def test_the_document_has_a_whole_table_for_every_width():
@@ -81,9 +87,8 @@ def test_the_document_has_a_whole_table_for_every_width():
         assert len(set(table.values())) == 8 * bits
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits, mapping", WEIGHTS)
 @pytest.mark.parametrize("n, k, group_size", [(16, 32, 32), (17, 70, 32), (3, 100, 16), (2, 130, 48), (5, 49, None)])
-@pytest.mark.parametrize("mapping", ["symmetric", "affine"])
 def test_packed_bytes_are_as_documented(bits, n, k, group_size, mapping):
     torch.manual_seed(bits)
     groups = 1 if group_size is None else -(-k // group_size)
@@ -91,7 +96,8 @@ def test_packed_bytes_are_as_documented(bits, n, k, group_size, mapping):
     scales = torch.rand(n, groups).half().float() + 0.5
     mins = torch.randn(n, groups).half().float() if mapping == "affine" else None
     scales, bias = scales.half().float(), torch.randn(n)
-    packed = lowbit.pack(codes, scales, mins, bias, bits=bits, group_size=group_size, mapping=mapping)
+    table = torch.randint(-127, 128, (2**bits,), dtype=torch.int8) if mapping == "levels" else None
+    packed = lowbit.pack(codes, scales, mins, bias, bits=bits, group_size=group_size, mapping=mapping, levels=table)
 
     found = decode(bytes(packed.tolist()))
     assert torch.equal(torch.tensor(found["codes"], dtype=torch.uint8), codes)
@@ -104,6 +110,8 @@ def test_packed_bytes_are_as_documented(bits, n, k, group_size, mapping):
     column_group = torch.arange(k) // found["group"]
     if mapping == "affine":
         expected = scales[:, column_group].double() * codes + mins[:, column_group]
+    elif mapping == "levels":
+        expected = scales[:, column_group] * torch.tensor(found["levels"]).double()[codes.long()]
     else:
         levels = 2 * codes.double() - 1 if bits == 1 else codes.double() - 2 ** (bits - 1)
         expected = scales[:, column_group] * levels

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lowbit
-from reference import HEADER_BYTES, MAPPINGS, random_packed, random_rows
+from reference import HEADER_BYTES, MAPPINGS, WEIGHTS, random_packed, random_rows
 
 # offset, struct format
 FIELDS = {
@@ -19,6 +19,8 @@ FIELDS = {
     "reserved0": (14, "H"), "n": (16, "q"), "k": (24, "q"), "group_size": (32, "I"), "reserved1": (36, "I"),
     "total_bytes": (40, "q"), "payload_checksum": (48, "Q"),
 }
+# Of version 2, behind those.
+LEVELS = {"level 0": (64, "b"), "level 15": (79, "b"), "reserved2": (80, "B"), "reserved3": (127, "B")}
 MASK = 2**64 - 1
 
 
@@ -29,9 +31,11 @@ def step(value: int, word: int) -> int:
 def sealed(packed: torch.Tensor) -> torch.Tensor:
     """With the checksum of its header (docs/format.md) made right."""
     data = bytes(packed[:56].tolist())
+    if data[8] == 2:
+        data += bytes(packed[64:128].tolist())
     lanes = [0xCBF29CE484222325 + i for i in range(8)]
-    for i, word in enumerate(struct.unpack("<7Q", data)):
-        lanes[i] = step(lanes[i], word)
+    for i, word in enumerate(struct.unpack(f"<{len(data) // 8}Q", data)):
+        lanes[i % 8] = step(lanes[i % 8], word)
     total = 0xCBF29CE484222325
     for lane in lanes:
         total = step(total, lane ^ (lane >> 32))
@@ -41,7 +45,7 @@ def sealed(packed: torch.Tensor) -> torch.Tensor:
 
 
 def with_field(packed: torch.Tensor, name: str, value: int) -> torch.Tensor:
-    offset, kind = FIELDS[name]
+    offset, kind = (FIELDS | LEVELS)[name]
     data = struct.pack("<" + kind, value)
     packed = packed.clone()
     packed[offset : offset + len(data)] = torch.tensor(list(data), dtype=torch.uint8)
@@ -71,12 +75,15 @@ def test_the_seal_is_the_librarys():
     for bits in range(1, 9):
         packed = random_packed(20, 40, bits, 16, "affine", bias=True)
         assert torch.equal(sealed(packed), packed)
+    for bits in (2, 3, 4):
+        packed = random_packed(20, 40, bits, 16, "levels", bias=True)
+        assert torch.equal(sealed(packed), packed)
 
 
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("version", 0, "format version 0; this library reads version 1"),
+        ("version", 0, "format version 0; this library reads versions 1 and 2"),
         ("version", 65535, "format version 65535"),
         ("format", 1, "has format 1, mapping 0, bias flag 1; expected each to be 0 or 1"),
         ("bits", 0, "bits is 0; expected 1 to 8"),
@@ -113,6 +120,41 @@ def test_each_field(name, value, message):
         lowbit.embedding(torch.tensor([0]), packed, 40)
 
 
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("version", 1, "mapping 2"),
+        ("bits", 5, "a table of levels has codes of 5 bits; expected 2, 3 or 4"),
+        ("bits", 1, "codes of 1 bits"),
+        ("bits", 8, "codes of 8 bits"),
+        ("mapping", 0, "of version 2 has mapping 0; expected 2, a table of levels"),
+        ("mapping", 1, "of version 2 has mapping 1"),
+        ("mapping", 255, "of version 2 has mapping 255"),
+        ("level 0", -128, "level .0. is -128; expected -127 to 127"),
+        ("level 15", 1, "bytes behind its 8 levels; expected zeros"),
+        ("reserved2", 1, "bytes behind its 8 levels"),
+        ("reserved3", 255, "bytes behind its 8 levels"),
+        ("total_bytes", 64, "its header says 64"),
+    ],
+)
+def test_each_field_of_a_table(name, value, message):
+    packed = with_field(random_packed(20, 40, 3, 16, "levels", bias=True), name, value)
+    for reader in (lowbit.info, lowbit.verify, lowbit.unpack, torch.ops.lowbit.unpack, lowbit.nn.Linear):
+        with pytest.raises(ValueError, match=message):
+            reader(packed)
+    with pytest.raises(ValueError, match=message):
+        lowbit.linear(random_rows(1, 40), packed, 20)
+    with pytest.raises(ValueError, match=message):
+        lowbit.embedding(torch.tensor([0]), packed, 40)
+
+
+def test_a_table_that_is_cut_off():
+    packed = random_packed(20, 40, 3, 16, "levels")
+    for size in (64, 65, 127):
+        with pytest.raises(ValueError, match=f"has {size} bytes; expected a header of 128 bytes and more"):
+            lowbit.info(packed[:size].clone())
+
+
 def test_the_largest_matrix_does_not_overflow():
     packed = random_packed(20, 40, 8, 16, "affine", bias=True)
     packed = with_field(with_field(packed, "n", 2**31), "k", 2**31)
@@ -131,19 +173,21 @@ def test_rows_that_exist_only_as_padding():
             lowbit.embedding(torch.tensor([n]), claims, 40)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("mapping", [*MAPPINGS, "levels"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_headers(mapping, seed):
     choose = random.Random(seed)
-    source = random_packed(20, 40, 1 + seed * 2, 16, mapping, bias=seed % 2 == 0)
+    bits = 2 + seed % 3 if mapping == "levels" else 1 + seed * 2
+    source = random_packed(20, 40, bits, 16, mapping, bias=seed % 2 == 0)
+    fields = FIELDS | (LEVELS if mapping == "levels" else {})
     interesting = [0, 1, 2, 8, 15, 16, 17, 20, 32, 33, 40, 48, 64, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1]
     accepted = 0
     for _ in range(250):
         packed = source.clone()
         for _ in range(choose.randint(1, 3)):
-            name = choose.choice(list(FIELDS))
-            size = struct.calcsize(FIELDS[name][1])
-            signed = FIELDS[name][1] == "q"
+            name = choose.choice(list(fields))
+            size = struct.calcsize(fields[name][1])
+            signed = fields[name][1] in "qb"
             value = choose.choice(interesting + [choose.getrandbits(8 * size - signed)]) % 2 ** (8 * size - signed)
             packed = with_field(packed, name, -value if signed and choose.random() < 0.2 else value)
         if choose.random() < 0.2:
@@ -164,17 +208,15 @@ def test_random_bit_flips(seed):
             assert try_everything(packed) == 0
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("bits, mapping", WEIGHTS)
 def test_random_bytes_behind_a_sound_header(bits, mapping):
     """NaN and infinite scales, any codes: a result of the right shape, and the same in every call."""
     source = random_packed(20, 40, bits, 16, mapping, bias=True)
     generator = torch.Generator().manual_seed(bits)
+    begin = 128 if mapping == "levels" else HEADER_BYTES
     for _ in range(10):
         packed = source.clone()
-        packed[HEADER_BYTES:] = torch.randint(
-            0, 256, (packed.numel() - HEADER_BYTES,), dtype=torch.uint8, generator=generator
-        )
+        packed[begin:] = torch.randint(0, 256, (packed.numel() - begin,), dtype=torch.uint8, generator=generator)
         first, second = (lowbit.linear(random_rows(5, 40), packed, 20) for _ in range(2))
         assert first.shape == (5, 20)
         torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)

@@ -5,7 +5,7 @@ import torch
 
 import lowbit
 import reference
-from reference import DTYPES, MAPPINGS, WIDTHS, assert_same_bits, random_packed, random_rows
+from reference import DTYPES, MAPPINGS, WEIGHTS, WIDTHS, assert_same_bits, random_packed, random_rows
 
 # n, k, group size: one row, odd inputs, less than a block, short last groups, rows beyond a panel, several panels.
 MATRICES = [
@@ -21,11 +21,11 @@ MATRICES = [
     (96, 288, 144),
 ]
 every_weight = pytest.mark.parametrize("bits", WIDTHS)
+every_kind = pytest.mark.parametrize("bits, mapping", WEIGHTS)
 both_mappings = pytest.mark.parametrize("mapping", MAPPINGS)
 
 
-@every_weight
-@both_mappings
+@every_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_matrices(bits, mapping, dtype):
     for n, k, group_size in MATRICES:
@@ -36,8 +36,7 @@ def test_matrices(bits, mapping, dtype):
                 assert_same_bits(lowbit.linear(x, packed, n), reference.linear(x, packed))
 
 
-@every_weight
-@both_mappings
+@every_kind
 def test_large_enough_for_all_threads_and_tiles(bits, mapping):
     packed = random_packed(530, 544, bits, 32, mapping, bias=True)
     x = random_rows(37, 544)
@@ -67,8 +66,7 @@ def test_largest_sums_of_a_group(bits):
     assert_same_bits(lowbit.linear(-x, affine, 2), reference.linear(-x, affine))
 
 
-@every_weight
-@both_mappings
+@every_kind
 @pytest.mark.parametrize(
     "shape", [(40,), (0, 40), (3, 0, 40), (2, 3, 40), (2, 1, 3, 2, 40), (1,) * 15 + (40,)], ids=str
 )
@@ -114,8 +112,7 @@ def test_packed_bytes_may_be_unaligned():
         assert_same_bits(lowbit.linear(x, room[offset:], 33), lowbit.linear(x, packed, 33))
 
 
-@every_weight
-@both_mappings
+@every_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_good_as_int8_activations_can_be(bits, mapping, dtype):
     """Against the exact product: each activation is off by at most half a step, plus the rounding of the sums."""

@@ -99,7 +99,7 @@ def test_configs_check_themselves():
             (dict(group_size=24), ValueError, "group_size is 24; expected a positive multiple of 16"),
             (dict(group_size=32.0), TypeError, "group_size is 32.0; expected an int or None"),
             (dict(group_size=True), TypeError, "group_size is True"),
-            (dict(mapping="asymmetric"), ValueError, "mapping is 'asymmetric'; expected 'symmetric' or 'affine'"),
+            (dict(mapping="asymmetric"), ValueError, "mapping is 'asymmetric'; expected 'symmetric', 'affine' or 'levels'"),
             (dict(mapping=None), ValueError, "mapping is None"),
             (dict(scale="max"), ValueError, "scale is 'max'; expected 'absmax' or 'mse'"),
         ):

@@ -18,6 +18,7 @@ from .bench import bench
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
+from .import_ import import_
 from .info import info
 from .inspect import inspect
 from .output import quieten, reporting
@@ -27,6 +28,7 @@ from .tune import tune
 
 COMMANDS: dict[str, Callable] = {
     "quantize": quantize,
+    "import": import_,
     "generate": generate,
     "eval": evaluate,
     "export": export,

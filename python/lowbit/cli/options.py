@@ -34,7 +34,10 @@ OptionalBits = Annotated[
 GroupSize = Annotated[
     str, typer.Option("--group-size", help="Inputs that share a scale, a multiple of 16; or none: a scale per output.")
 ]
-Mapping = Annotated[Literal["symmetric", "affine"], typer.Option("--mapping", help="Scale only, or scale and minimum.")]
+Mapping = Annotated[
+    Literal["symmetric", "affine", "levels"],
+    typer.Option("--mapping", help="Scale only, scale and minimum, or, at 2 to 4 bits, scale and fitted levels."),
+]
 EmbeddingBits = Annotated[
     int | None,
     typer.Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from glob import escape
 from typing import Any
 
@@ -21,7 +21,7 @@ from .names import tied_layers
 METHOD = "lowbit"
 FORMAT_VERSION = 1
 
-_FIELDS = ("bits", "group_size", "mapping", "scale")
+_FIELDS = ("bits", "group_size", "mapping", "scale", "levels")
 BY_OVERRIDES = "left float by its configuration"
 BY_ARCHITECTURE = "the architecture computes it in float32"
 _NO_CHANGE: dict[str, Any] = {}
@@ -58,10 +58,10 @@ class LowBitConfig(QuantizationConfigMixin):
     float32. A head that shares the embedding's weight is quantised as the embedding is.
 
     Args:
-        bits, group_size, mapping, scale: as in :class:`lowbit.LinearConfig`.
-        embedding_bits: of embedding tables; None: ``bits``.
+        bits, group_size, mapping, scale, levels: as in :class:`lowbit.LinearConfig`.
+        embedding_bits: of embedding tables; None: ``bits``. At other than 2, 3 or 4, which have no levels, they are symmetric.
         overrides: shell-style patterns of qualified names to what differs there, a dict with any of ``bits``,
-            ``group_size``, ``mapping`` and ``scale``, or to None, which leaves the layer as it is. The last pattern
+            ``group_size``, ``mapping``, ``scale`` and ``levels``, or to None, which leaves the layer as it is. The last pattern
             that matches counts. ``{"lm_head": {"bits": 8}, "*embed*": None}``, or a list of such pairs, in which a pattern
             may come twice. The attribute is a list of pairs: config.json keeps the order of a list only.
 
@@ -79,6 +79,7 @@ class LowBitConfig(QuantizationConfigMixin):
         overrides: Mapping[str, Mapping[str, Any] | None]
         | Iterable[tuple[str, Mapping[str, Any] | None]]
         | None = None,
+        levels: str | Sequence[int] | None = None,
         **others: Any,
     ):
         # What a config.json has besides; unknown entries could change what its weights mean.
@@ -100,6 +101,7 @@ class LowBitConfig(QuantizationConfigMixin):
         self.group_size = group_size
         self.mapping = mapping
         self.scale = scale
+        self.levels = levels if levels is None or isinstance(levels, str) else list(levels)
         self.embedding_bits = embedding_bits
         self.overrides = [_pair(entry) for entry in _pairs(overrides)]
         for kind in KINDS.values():
@@ -114,6 +116,8 @@ class LowBitConfig(QuantizationConfigMixin):
         fields = {name: getattr(self, name) for name in _FIELDS}
         if kind is EmbeddingConfig and self.embedding_bits is not None:
             fields["bits"] = self.embedding_bits
+            if not 2 <= self.embedding_bits <= 4 and (self.levels is not None or self.mapping == "levels"):
+                fields |= {"mapping": "symmetric", "levels": None}
         return kind(**fields | change)
 
     def to_diff_dict(self) -> dict[str, Any]:

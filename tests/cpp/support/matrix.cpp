@@ -28,9 +28,10 @@ namespace {
 // the scales of the groups whose last input it holds; then the head; padded to 64 bytes.
 struct Panel {
   std::vector<int64_t> block, scales;  // of each block, of each group
-  int64_t group_inputs, head, size;
+  int64_t group_inputs, head, size, first;
 
-  explicit Panel(const Layout& l) : group_inputs(l.group_size == 0 ? l.k : l.group_size) {
+  explicit Panel(const Layout& l)
+      : group_inputs(l.group_size == 0 ? l.k : l.group_size), first(l.mapping == Mapping::levels ? 128 : 64) {
     int64_t at = 0;
     for (int64_t first = 0; first < l.k; first += 32) {
       block.push_back(at);
@@ -45,7 +46,7 @@ struct Panel {
     head = at;
     size = (at + 192 + 63) / 64 * 64;
   }
-  int64_t of_row(int64_t row) const { return 64 + row / 16 * size; }
+  int64_t of_row(int64_t row) const { return first + row / 16 * size; }
 };
 
 // Calls visit(byte, bit, code_bit) for every bit of the code of a row and an input.
@@ -76,9 +77,35 @@ double value_of_half(uint16_t half) {
 
 Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias) {
   Layout layout{};
-  const Status status = make_layout(n, k, bits, group_size, mapping, has_bias, &layout);
+  const Status status = make_layout(n, k, bits, group_size, mapping, has_bias, &layout,
+                                    mapping == Mapping::levels ? test_levels(bits) : nullptr);
   EXPECT_TRUE(status.ok()) << status.message();
   return layout;
+}
+
+const int8_t* test_levels(int bits) {
+  static constexpr int8_t kLevels[3][16] = {
+      {-127, 90, -1, 127},
+      {-127, 0, 64, -126, 1, -77, 33, 127},
+      {-127, -104, 25, -65, 0, 126, -35, 1, -126, -10, 13, 64, -64, 89, 53, 127},
+  };
+  return kLevels[bits - 2];
+}
+
+std::vector<Mapping> mappings_in(uint8_t set) {
+  std::vector<Mapping> mappings;
+  for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
+    if ((set & bit_of(mapping)) != 0) mappings.push_back(mapping);
+  }
+  return mappings;
+}
+
+std::vector<Mapping> mappings_of_width(int bits) {
+  return mappings_in(bits >= 2 && bits <= 4 ? kAllMappings : kPlainMappings);
+}
+
+const char* name_of(Mapping mapping) {
+  return mapping == Mapping::affine ? "affine" : mapping == Mapping::levels ? "levels" : "symmetric";
 }
 
 Weights random_weights(const Layout& layout, Random& random, float magnitude) {
@@ -129,6 +156,7 @@ Weights unpacked(const Layout& layout, const std::vector<uint8_t>& packed) {
 
 double Decoded::level(int64_t row, int64_t input) const {
   const int code = codes[static_cast<size_t>(row * k + input)];
+  if (!levels.empty()) return levels[static_cast<size_t>(code)];
   return affine ? code : bits == 1 ? 2 * code - 1 : code - (1 << (bits - 1));
 }
 
@@ -145,6 +173,9 @@ Decoded decode(const uint8_t* packed, const Layout& l) {
   d.k = l.k;
   d.bits = l.bits;
   d.affine = l.mapping == Mapping::affine;
+  if (l.mapping == Mapping::levels) {
+    for (int i = 0; i < 1 << l.bits; ++i) d.levels.push_back(read_at<int8_t>(packed + 64 + i));
+  }
   d.group_inputs = where.group_inputs;
   d.groups = static_cast<int64_t>(where.scales.size());
   for (int64_t row = 0; row < l.n; ++row) {

@@ -25,7 +25,16 @@ struct Weights {
   std::vector<float> bias;     // n, or empty
 };
 
+// With a table of levels: that of test_levels().
 Layout layout_of(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias);
+
+// 2^bits levels in no order, from -127 (code 0) to 127 (the last code).
+const int8_t* test_levels(int bits);
+
+// Those of a set, of a row of the tables, say.
+std::vector<Mapping> mappings_in(uint8_t set);
+std::vector<Mapping> mappings_of_width(int bits);
+const char* name_of(Mapping mapping);
 
 // Random codes; scales of mixed sign and magnitude around `magnitude`.
 Weights random_weights(const Layout& layout, Random& random, float magnitude = 0.02f);
@@ -39,6 +48,7 @@ struct Decoded {
   int64_t n, k, groups, group_inputs;
   int bits;
   bool affine;
+  std::vector<int8_t> levels;                   // of mapping levels, else empty
   std::vector<uint8_t> codes;                   // n x k
   std::vector<double> scales, mins;             // n x groups, as stored: without the row scale
   std::vector<float> row_scale, row_sum, bias;  // n

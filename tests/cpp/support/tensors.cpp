@@ -27,7 +27,7 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
                                     .scale = &scale,
                                     .zero = &zero});
     choose_linear(layout, 1, kPortable)
-        .run({.panels = packed + kHeaderBytes,
+        .run({.panels = packed + layout.header_bytes,
               .layout = layout,
               .panel_begin = 0,
               .panel_end = layout.panels,

@@ -1,0 +1,222 @@
+"""Tables of levels for codes of 2, 3 and 4 bits: the usual ones, tables fitted to a matrix, and rounding to a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Four bits each, by code. With mxfp4 and nvfp4 (both E2M1) a level is twice the value: their scales count half.
+TABLES: dict[str, tuple[int, ...]] = {
+    # NormalFloat of QLoRA (Dettmers et al., 2023), times 127 and rounded.
+    "nf4": (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127),
+    # IQ4_NL and IQ4_XS of GGUF.
+    "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "nvfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+}
+FIT = "fit"
+LARGEST = 127
+
+SAMPLE = 1 << 18  # weights that a fit looks at; more change the levels by a step or so
+_ROUNDS = 20
+_CHUNK = 1 << 20  # weights at once
+# Of the scale at which the group's largest magnitude meets the largest level. Below 1 outliers are cut off.
+_FACTORS = (1.0, 0.93, 0.87, 0.81, 0.75, 1.08)
+
+
+def sampled_rows(n: int, k: int) -> range:
+    """The rows of a matrix [n, k] that :func:`fit_levels` looks at: all, or some at equal distances, with a quarter of
+    a million weights or twice as many."""
+    return range(0, n, max(1, n * k // SAMPLE))
+
+
+def _grouped(values: Tensor, group_size: int | None) -> Tensor:
+    """[n, k] -> [n * groups, inputs]; zeros behind a short last group."""
+    n, k = values.shape
+    size = group_size or k
+    pad = -k % size
+    if pad:
+        values = torch.nn.functional.pad(values, (0, pad))
+    return values.reshape(-1, size)
+
+
+def _per_weight(importance: Tensor | None, weight: Tensor) -> Tensor | None:
+    if importance is None:
+        return None
+    if importance.shape not in (weight.shape, weight.shape[1:]):
+        raise ValueError(
+            f"importance has shape {list(importance.shape)}; expected [{weight.shape[1]}] or {list(weight.shape)}"
+        )
+    return importance.float().expand(weight.shape)
+
+
+class _Table:
+    """Levels in order, for looking up the nearest."""
+
+    def __init__(self, levels: Tensor):
+        self.levels, self.order = levels.float().sort()
+        self.between = (self.levels[1:] + self.levels[:-1]) / 2
+
+    def nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The places of the nearest levels, and the levels."""
+        places = torch.bucketize(x, self.between)
+        return places, self.levels[places]
+
+
+def _refit(x: Tensor, near: Tensor, importance: Tensor | None, scale: Tensor) -> Tensor:
+    """The scales [groups, 1] with the least squared error for these levels."""
+    weighted = near if importance is None else near * importance
+    squares = (weighted * near).sum(1, keepdim=True)
+    return torch.where(squares > 0, (weighted * x).sum(1, keepdim=True) / squares.clamp(min=1e-30), scale)
+
+
+def _error(x: Tensor, near: Tensor, importance: Tensor | None, scale: Tensor) -> Tensor:
+    error = (x - scale * near).square_()
+    return (error if importance is None else error * importance).sum(1, keepdim=True)
+
+
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return x * torch.where(scale == 0, 0.0, 1.0 / scale)
+
+
+def _best_scales(x: Tensor, table: _Table, importance: Tensor | None, factors: Sequence[float]) -> Tensor:
+    """The best of some scales for each group, of both signs where the table is not symmetric, then fitted to its levels."""
+    largest = x.abs().amax(1, keepdim=True)
+    ends = {float(table.levels[-1]), float(table.levels[0])} - {0.0}
+    if len({abs(end) for end in ends}) == 1 and torch.equal(table.levels, -table.levels.flip(0)):
+        ends = {max(ends)}
+    best_scale = least = None
+    for end in sorted(ends):
+        # The largest weight may be at either end; a scale of the other sign puts it at the other.
+        signs = (1.0, -1.0) if len(ends) > 1 else (1.0,)
+        for sign in signs:
+            for factor in factors:
+                scale = largest * (sign * factor / end)
+                _, near = table.nearest(_scaled(x, scale))
+                if len(factors) > 1:
+                    scale = _refit(x, near, importance, scale)
+                error = _error(x, near, importance, scale)
+                if least is None:
+                    best_scale, least = scale, error
+                else:
+                    better = error < least
+                    best_scale, least = torch.where(better, scale, best_scale), torch.where(better, error, least)
+    return best_scale
+
+
+def round_to_levels(
+    weight: Tensor,
+    levels: Sequence[int],
+    group_size: int | None,
+    importance: Tensor | None = None,
+    *,
+    search: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix for a table of levels.
+
+    Args:
+        weight: [n, k], floating point and finite.
+        levels: 4, 8 or 16 integers from -127 to 127, by code.
+        group_size: inputs that share a scale, None for one per row.
+        importance: [k] or [n, k], what a squared error counts, 0 or more; None: all the same.
+        search: tries several scales for each group, and fits the best to its codes; otherwise the largest magnitude of a
+            group meets an end of the table.
+
+    Returns:
+        Codes uint8 [n, k] and scales float32 [n, groups], of either sign: what :func:`lowbit.pack` takes.
+
+    Raises:
+        ValueError: importance of another shape.
+    """
+    n, k = weight.shape
+    table = _Table(torch.tensor(list(levels)))
+    importance = _per_weight(importance, weight)
+    codes, scales = [], []
+    rows = max(1, _CHUNK // k)
+    for begin in range(0, n, rows):
+        part = weight[begin : begin + rows].detach().float()
+        x = _grouped(part, group_size)
+        counts = None if importance is None else _grouped(importance[begin : begin + rows], group_size)
+        scale = _best_scales(x, table, counts, _FACTORS if search else (1.0,))
+        places, near = table.nearest(_scaled(x, scale))
+        if search:
+            scale = _refit(x, near, counts, scale)
+            places, _ = table.nearest(_scaled(x, scale))
+        codes.append(table.order[places].to(torch.uint8).reshape(len(part), -1)[:, :k])
+        scales.append(scale.reshape(len(part), -1))
+    return torch.cat(codes), torch.cat(scales)
+
+
+def _starts(bits: int) -> list[Tensor]:
+    """Where fits begin. All reach further on one side, and each group's scale has the better sign: that is worth more than
+    levels that are the same on both sides."""
+    even = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)) / 2 ** (bits - 1)
+    return [even, torch.tensor(TABLES["iq4_nl"]) / LARGEST if bits == 4 else even.sign() * even.abs() ** 1.4]
+
+
+def _fit(x: Tensor, importance: Tensor | None, bits: int, start: Tensor) -> tuple[_Table, float]:
+    """The table, and the error that is left."""
+    table = _Table(start)
+    scale = _best_scales(x, table, importance, _FACTORS)
+    for step in range(_ROUNDS):
+        if step % 4 == 3:
+            fitted = []
+            for signed in (scale, -scale):
+                _, near = table.nearest(_scaled(x, signed))
+                signed = _refit(x, near, importance, signed)
+                fitted.append((signed, _error(x, near, importance, signed)))
+            (scale, kept), (other, turned) = fitted
+            scale = torch.where(turned < kept, other, scale)
+        places, near = table.nearest(_scaled(x, scale))
+        scale = _refit(x, near, importance, scale)
+        weighted = scale.expand(x.shape) if importance is None else scale * importance
+        squares = torch.bincount(places.flatten(), (weighted * scale).flatten().double(), minlength=2**bits)
+        products = torch.bincount(places.flatten(), (weighted * x).flatten().double(), minlength=2**bits)
+        moved = torch.where(squares > 0, products / squares.clamp(min=1e-300), table.levels.double())
+        largest = float(moved.abs().max())
+        table = _Table(moved / largest)
+        scale = scale * largest
+    scale = _best_scales(x, table, importance, _FACTORS)
+    _, near = table.nearest(_scaled(x, scale))
+    return table, float(_error(x, near, importance, scale).sum())
+
+
+def fit_levels(
+    weight: Tensor, bits: int, group_size: int | None, importance: Tensor | None = None
+) -> tuple[int, ...]:
+    """The table for which rounding a matrix to it leaves the least squared error, in a local optimum.
+
+    Lloyd-Max (Lloyd, 1982; Max, 1960) over the weights of the sampled rows, each divided by the scale of its group: by
+    turns weights go to their nearest levels, scales and levels to the least squares. Deterministic.
+
+    Args:
+        weight: [n, k], floating point and finite.
+        bits: 2, 3 or 4.
+        group_size: inputs that share a scale, None for one per row.
+        importance: [k] or [n, k], what a squared error counts, 0 or more; None: all the same.
+
+    Returns:
+        ``2**bits`` integers from -127 to 127 in order, the largest magnitude 127.
+
+    Raises:
+        ValueError: importance of another shape.
+    """
+    n, k = weight.shape
+    importance = _per_weight(importance, weight)
+    chosen = list(sampled_rows(n, k))
+    part = weight.detach()[chosen].float()
+    x = _grouped(part, group_size)
+    counts = None if importance is None else _grouped(importance[chosen], group_size)
+    largest = x.abs().amax(1, keepdim=True)
+    if not float(largest.max()) > 0:
+        return tuple(range(-(2 ** (bits - 1)), 2 ** (bits - 1)))  # nothing to fit; any table holds zeros
+    best = least = None
+    for start in _starts(bits):
+        table, error = _fit(x, counts, bits, start)
+        if least is None or error < least:
+            best, least = table, error
+    table = best
+    levels = (table.levels * LARGEST).round().clamp(-LARGEST, LARGEST)
+    return tuple(int(level) for level in levels)
