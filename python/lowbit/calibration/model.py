@@ -93,6 +93,12 @@ def _select(model: torch.nn.Module, config: Any) -> dict[str, Config]:
     selected = config.select(model) if hasattr(config, "select") else select_layers(model, config, None)
     if not any(isinstance(value, LinearConfig) for value in selected.values()):
         raise ValueError("config selects no torch.nn.Linear of this model; only those can be calibrated")
+    for name, value in selected.items():
+        if value.mapping not in ("symmetric", "affine"):
+            raise ValueError(
+                f"the config of {name} has mapping {value.mapping!r}; expected 'symmetric' or 'affine': tables of levels are "
+                "chosen without a text"
+            )
     return selected
 
 
@@ -456,7 +462,7 @@ def packed_in_bands(
         count = packed.numel() - 64
         result[at : at + count] = packed[64:]
         at += count
-    header = _C.packed_header(n, k, info.bits, info.group_size or 0, info.mapping == "affine", info.has_bias, folded)
+    header = _C.packed_header(n, k, info.bits, info.group_size or 0, info.mapping == "affine", info.has_bias, folded, None)
     result[:64] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     return result
 
