@@ -250,7 +250,7 @@ def prepare_(
     ``save_pretrained`` writes before ``convert_`` is a float model with the scales beside it.
 
     Args:
-        model, config, filter_fn: as for :func:`lowbit.quantize_`, on the CPU.
+        model, config, filter_fn: as for :func:`lowbit.quantize_`, on the CPU; symmetric or affine.
 
     Returns:
         The model. What shares a weight shares the scales.
@@ -264,6 +264,9 @@ def prepare_(
             if isinstance(module, Packed):
                 raise ValueError(f"{name or 'model'} is packed already; expected a float model to prepare")
     selected = choose_layers(model, config, filter_fn)
+    for name, chosen in selected.items():
+        if chosen.mapping not in ("symmetric", "affine"):
+            raise ValueError(f"{name} has mapping {chosen.mapping!r}; expected 'symmetric' or 'affine' for training")
     modules = {name: model.get_submodule(name) for name in selected}
     check_layers(modules, selected)
     for names in names_by_weight(modules).values():

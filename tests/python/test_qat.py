@@ -13,6 +13,7 @@ import reference
 from lowbit import EmbeddingConfig, LinearConfig
 
 GROUPS = (16, 32, 48, None)
+MAPPINGS = ("symmetric", "affine")
 
 
 def close_to_packed(found: torch.Tensor, layer: lowbit.nn.Linear, x: torch.Tensor) -> None:
@@ -35,7 +36,7 @@ def train_a_little(model: torch.nn.Module, *inputs: torch.Tensor, steps: int = 3
         optimiser.step()
 
 
-@pytest.mark.parametrize("mapping", reference.MAPPINGS)
+@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("bits", reference.WIDTHS)
 def test_linear_before_and_after_converting(bits, mapping):
     for group in GROUPS:
@@ -56,7 +57,7 @@ def test_linear_before_and_after_converting(bits, mapping):
                 close_to_packed(model(x), packed[0], x)
 
 
-@pytest.mark.parametrize("mapping", reference.MAPPINGS)
+@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("bits", reference.WIDTHS)
 def test_embedding_before_and_after_converting(bits, mapping):
     for group in GROUPS:
@@ -101,7 +102,7 @@ def test_dtypes(dtype):
     assert torch.equal(autocast, model[1](rows))
 
 
-@pytest.mark.parametrize("mapping", reference.MAPPINGS)
+@pytest.mark.parametrize("mapping", MAPPINGS)
 def test_gradients_are_those_of_lsq(mapping):
     """Beside autograd of the formula, with the rounding as a constant that is added."""
     bits, top = 3, 7
@@ -274,6 +275,8 @@ def test_bad_arguments():
         lowbit.qat.convert_(3)
     with pytest.raises(ValueError, match="config selects no"):
         lowbit.qat.prepare_(two(), {"0": None})
+    with pytest.raises(ValueError, match="^0 has mapping 'levels'; expected 'symmetric' or 'affine' for training$"):
+        lowbit.qat.prepare_(two(), {"0": LinearConfig(4, 32, "levels")})
     with pytest.raises(TypeError, match="float64"):
         lowbit.qat.prepare_(two().double(), config)
     model = lowbit.qat.prepare_(two(), config)
