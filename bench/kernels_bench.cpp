@@ -176,7 +176,7 @@ void attention(benchmark::State& state, const AttentionKernel* kernel, DType dty
   };
   const auto keys = fill(heads * head), values = fill(heads * head), q = fill(kAttentionRows * kWidth);
   const auto out = allocate<uint8_t>(kAttentionRows * kWidth * size_of(dtype));
-  const auto scratch = allocate<float>(attention_scratch(kWidth));
+  const auto scratch = allocate<float>(attention_scratch(kWidth, kWidth));
   const void* q_rows[kAttentionRows];
   void* out_rows[kAttentionRows];
   for (int64_t r = 0; r < kAttentionRows; ++r) {
@@ -186,13 +186,13 @@ void attention(benchmark::State& state, const AttentionKernel* kernel, DType dty
   int64_t at = 0, products = 0;
   for (auto unused : state) {
     for (int64_t begin = 0; begin < rows; begin += kAttentionRows) {
-      int64_t lengths[kAttentionRows], count = 0;
+      int64_t begins[kAttentionRows] = {}, lengths[kAttentionRows], count = 0;
       for (; count < kAttentionRows && begin + count < rows; ++count) {
         lengths[count] = prefill ? (begin + count) / kGroup + 1 : length;
         products += 2 * lengths[count] * kWidth;
       }
-      kernel->run({count, q_rows, out_rows, lengths, keys.get() + at * head * size_of(dtype),
-                   values.get() + at * head * size_of(dtype), dtype, kWidth, 0.2f, scratch.get()});
+      kernel->run({count, q_rows, out_rows, begins, lengths, nullptr, keys.get() + at * head * size_of(dtype),
+                   values.get() + at * head * size_of(dtype), dtype, kWidth, kWidth, 0.2f, 0.0f, scratch.get()});
     }
     at = (at + 1) % heads;
     benchmark::ClobberMemory();

@@ -35,6 +35,7 @@ WINDOW = 512
 DATA_FREE = ("nearest", "search", "squares", "hqq")
 CALIBRATED = {
     "importance": ("importance", {}),
+    "auto": ("auto", {}),
     "gptq": ("gptq", {"correction": 0.0, "sweeps": 0}),
     "gptaq-0.25": ("gptq", {"correction": 0.25, "sweeps": 0}),
     "gptaq": ("gptq", {"correction": 1.0, "sweeps": 0}),
@@ -97,7 +98,8 @@ def quantise(
     if method in CALIBRATED:
         name, options = CALIBRATED[method]
         calibration.run(
-            model, texts, patterns, name, tokenizer=tokenizer, window=WINDOW, progress=None, options=options
+            model, texts, patterns, name, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20, progress=None,
+            options=options
         )
         return
     lowbit.quantize_(model, patterns)

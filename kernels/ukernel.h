@@ -14,12 +14,15 @@
 //                    y = fma(s * row_scale, fma(-z, row_sum, acc), bias)
 //   embedding        symmetric, levels: (row_scale * scale) * level;
 //                    affine: fma(row_scale * scale, code, row_scale * min)
-//   attention        one row q over n positions; 16 lanes, position j is lane j % 16:
+//   attention        one row q over the positions that it sees; 16 lanes, position j is lane j % 16:
 //                    q = q * factor;  x[j] = 0, for i in order: x[j] = fma(k[j][i], q[i], x[j])
-//                    m = -FLT_MAX, sums[16] = 0, o = 0;  for each block of 256 positions from 0 on:
+//                    with a cap: x[j] = tanh2(x[j]) * cap
+//                    m = -FLT_MAX, sums[16] = 0, o = 0;  with a sink: m = max(m, sink), sums[0] = 1
+//                    for each block of 256 positions (0 to 255, 256 to 511, ...) of which it sees some:
 //                      M = max(m, the block's x);  c = exp2(m - M), sums *= c, o *= c, m = M;  for j in order:
 //                        p = exp2(x[j] - m), sums[j % 16] += p, for all i: o[i] = fma(v[j][i], p, o[i])
 //                    y = o * (1 / sum);  sum: lanes l and l + 8 are added, then l and l + 4, l + 2, l + 1
+//   tanh2(x)         e = exp2(-|x|), (1 - e) / (1 + e), with the sign of x: the tanh of x / (2 log2(e))
 //   exp2(x), x <= 0  below -126: 0;  n = rint(x), r = x - n, 2^n * polynomial(r): attention/attention_impl.h
 //   16-bit outputs   rounded from the float32 result, to nearest, ties to even; NaN of attention: 0x7fc00000
 //
@@ -94,25 +97,40 @@ struct EmbeddingArgs {
 inline constexpr int64_t kKeyPositions = 16;      // of a panel
 inline constexpr int64_t kAttentionBlock = 256;   // positions
 inline constexpr int64_t kAttentionRows = 16;     // at once
-inline constexpr int64_t kAttentionWidth = 256;   // of a head, at most; a multiple of 16
+inline constexpr int64_t kAttentionWidth = 512;   // of a head's keys or values, at most; a multiple of 16
 
 // Some rows of queries that read the same keys and values. Rows, keys and values may be unaligned.
 struct AttentionArgs {
   int64_t rows;            // 1 to kAttentionRows
   const void* const* q;    // a pointer for each row: `width` values
-  void* const* out;        // the same
-  const int64_t* lengths;  // how many positions each row sees, at least 1 and not less than the row before
+  void* const* out;        // a pointer for each row: `value_width` values
+  const int64_t* begins;   // the first position that each row sees, not less than that of the row before
+  const int64_t* ends;     // the position behind the last that it sees: more than its begin, not less than the row before
+  const float* sinks;      // for each row a score times log2(e) that has no value; null: none
   const void* keys;        // panels: position p, input i at element (p / 16 * width + i) * 16 + p % 16; whole panels
-  const void* values;      // position p, input i at element p * width + i
+  const void* values;      // position p, input i at element p * value_width + i
   DType dtype;             // of q, out, keys and values
-  int64_t width;
-  float factor;            // scale * log2(e)
-  float* scratch;          // attention_scratch(width) floats, 64-byte aligned
+  int64_t width, value_width;
+  float factor;            // scale * log2(e), or with a cap: scale / softcap * 2 log2(e)
+  float cap;               // softcap * log2(e); 0: none
+  float* scratch;          // attention_scratch(width, value_width) floats, 64-byte aligned
+};
+
+// A new position of one head: into the keys and values that AttentionArgs has. `k`, `v` and the caches may be unaligned.
+struct AttentionWriteArgs {
+  const void* k;     // `width` values, k_step elements from one to the next
+  const void* v;     // `value_width` values
+  int64_t k_step, v_step;
+  void* keys;        // position 0
+  void* values;
+  int64_t position;
+  DType dtype;       // of all of them
+  int64_t width, value_width;
 };
 
 // Queries, outputs, 16 sums and a maximum per row, and the scores of 4 rows in a block.
-constexpr int64_t attention_scratch(int64_t width) {
-  return kAttentionRows * (2 * width + kKeyPositions + 1) + 4 * kAttentionBlock;
+constexpr int64_t attention_scratch(int64_t width, int64_t value_width) {
+  return kAttentionRows * (width + value_width + kKeyPositions + 1) + 4 * kAttentionBlock;
 }
 
 struct QuantizeKernel {
@@ -152,6 +170,7 @@ struct AttentionKernel {
   const char* name;  // attention_<isa>
   IsaBits isa;
   void (*run)(const AttentionArgs&);
+  void (*write)(const AttentionWriteArgs&);
 };
 
 // A row that reads every mapping that its width can have.

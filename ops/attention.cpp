@@ -1,9 +1,9 @@
-#include <memory>
 #include <new>
 
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
+#include "scratch.h"
 
 namespace lowbit {
 namespace {
@@ -17,37 +17,39 @@ constexpr double kLog2E = 1.4426950408889634;
 
 // The sizes of a call.
 struct Sizes {
-  int64_t batch, heads, kv_heads, positions, width;
+  int64_t batch, heads, kv_heads, positions, width, value_width;
   int64_t max_length, start;
 };
 
-Status check_cache(const char* name, const TensorView& cache, const TensorView& q) {
-  if (cache.shape.ndim != 4) {
-    return Status::error("%s has shape %s; expected [batch, kv_heads, max_length, width]", name,
-                         describe(cache.shape).text);
+Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const TensorView& q) {
+  if (k_cache.shape.ndim != 4) {
+    return Status::error("k_cache has shape %s; expected [batch, kv_heads, max_length, width]",
+                         describe(k_cache.shape).text);
   }
-  Shape expected = cache.shape;
+  Shape expected = k_cache.shape;
   expected.size[0] = q.shape.size[0];
   expected.size[3] = q.shape.size[3];
-  if (Status status = check_tensor(name, cache, q.type, expected); !status.ok()) return status;
-  if (cache.shape.size[1] < 1) {
-    return Status::error("%s has shape %s; expected a head", name, describe(cache.shape).text);
+  if (Status status = check_tensor("k_cache", k_cache, q.type, expected); !status.ok()) return status;
+  if (k_cache.shape.size[1] < 1) {
+    return Status::error("k_cache has shape %s; expected a head", describe(k_cache.shape).text);
   }
-  if (cache.shape.size[2] % kKeyPositions != 0) {
-    return Status::error("%s has shape %s; expected a max_length that is a multiple of %d", name,
-                         describe(cache.shape).text, static_cast<int>(kKeyPositions));
+  if (k_cache.shape.size[2] % kKeyPositions != 0) {
+    return Status::error("k_cache has shape %s; expected a max_length that is a multiple of %d",
+                         describe(k_cache.shape).text, static_cast<int>(kKeyPositions));
   }
-  return {};
+  expected.size[3] = v_cache.shape.size[3];  // values may be wider or narrower than keys
+  return check_tensor("v_cache", v_cache, q.type, expected);
 }
 
-// New keys or values: as many positions as there are queries, as many heads as the cache has.
-Status check_new(const char* name, const TensorView& tensor, const TensorView& q, int64_t kv_heads) {
+// New keys or values: as many positions as there are queries, heads and values as the cache has.
+Status check_new(const char* name, const TensorView& tensor, const TensorView& q, const TensorView& cache) {
   if (Status status = check_on_cpu(name, tensor); !status.ok()) return status;
   if (tensor.type != q.type) {
     return Status::error("%s has dtype %s; expected %s, as q has", name, name_of(tensor.type), name_of(q.type));
   }
   Shape expected = q.shape;
-  expected.size[1] = kv_heads;
+  expected.size[1] = cache.shape.size[1];
+  expected.size[3] = cache.shape.size[3];
   bool same = tensor.shape.ndim == 4;
   for (int d = 0; same && d < 4; ++d) same = tensor.shape.size[d] == expected.size[d];
   if (same) return {};
@@ -65,6 +67,21 @@ Status read_start(const TensorView& start, int64_t* value) {
   return {};
 }
 
+Status check_scores(const Scores& scores, const TensorView& q) {
+  if (scores.window < 0) return Status::error("window is %" PRId64 "; expected 1 or more, or 0 for none", scores.window);
+  if (!(scores.softcap >= 0.0 && scores.softcap <= 1e30)) {
+    return Status::error("softcap is %g; expected a positive number, or 0 for none", scores.softcap);
+  }
+  if (scores.sinks == nullptr) return {};
+  const TensorView& sinks = *scores.sinks;
+  if (Status status = check_on_cpu("sinks", sinks); !status.ok()) return status;
+  if (sinks.type != q.type || sinks.shape.ndim != 1 || sinks.shape.size[0] != q.shape.size[1]) {
+    return Status::error("sinks has dtype %s and shape %s; expected %s and [%" PRId64 "], a score for each head of q",
+                         name_of(sinks.type), describe(sinks.shape).text, name_of(q.type), q.shape.size[1]);
+  }
+  return {};
+}
+
 bool overlap(const TensorView& a, const TensorView& b) {
   const auto begin = [](const TensorView& t) { return reinterpret_cast<uintptr_t>(t.data); };
   const auto end = [&](const TensorView& t) {
@@ -74,16 +91,17 @@ bool overlap(const TensorView& a, const TensorView& b) {
 }
 
 Status check(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
-             const TensorView& v_cache, const TensorView& start, const TensorView& out, Sizes* sizes) {
+             const TensorView& v_cache, const TensorView& start, const Scores& scores, const TensorView& out,
+             Sizes* sizes) {
   Shape out_shape;
-  if (Status status = attention_shape(q, &out_shape); !status.ok()) return status;
+  if (Status status = attention_shape(q, v_cache, &out_shape); !status.ok()) return status;
   if (Status status = check_on_cpu("q", q); !status.ok()) return status;
-  if (Status status = check_cache("k_cache", k_cache, q); !status.ok()) return status;
-  if (Status status = check_tensor("v_cache", v_cache, q.type, k_cache.shape); !status.ok()) return status;
-  *sizes = {q.shape.size[0],       q.shape.size[1], k_cache.shape.size[1], q.shape.size[2], q.shape.size[3],
-            k_cache.shape.size[2], 0};
-  if (Status status = check_new("k", k, q, sizes->kv_heads); !status.ok()) return status;
-  if (Status status = check_new("v", v, q, sizes->kv_heads); !status.ok()) return status;
+  if (Status status = check_caches(k_cache, v_cache, q); !status.ok()) return status;
+  *sizes = {q.shape.size[0], q.shape.size[1],       k_cache.shape.size[1], q.shape.size[2],
+            q.shape.size[3], v_cache.shape.size[3], k_cache.shape.size[2], 0};
+  if (Status status = check_new("k", k, q, k_cache); !status.ok()) return status;
+  if (Status status = check_new("v", v, q, v_cache); !status.ok()) return status;
+  if (Status status = check_scores(scores, q); !status.ok()) return status;
   if (sizes->heads < 1 || sizes->heads % sizes->kv_heads != 0) {
     return Status::error("q has %" PRId64 " heads; expected 1 or more times %" PRId64 ", the heads of the caches",
                          sizes->heads, sizes->kv_heads);
@@ -102,53 +120,46 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
   return {};
 }
 
-template <class Word>
-void write_position(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) {
-    std::memcpy(to + i * to_stride * static_cast<int64_t>(sizeof(Word)),
-                from + i * from_stride * static_cast<int64_t>(sizeof(Word)), sizeof(Word));
-  }
+// A row of queries whose values do not lie next to each other.
+void gather(int64_t item, const char* from, int64_t step, char* to, int64_t width) {
+  for (int64_t i = 0; i < width; ++i) std::memcpy(to + i * item, from + i * step * item, static_cast<size_t>(item));
 }
 
-void write_position(int64_t item, const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t width) {
-  if (from_stride == 1 && to_stride == 1) {
-    std::memcpy(to, from, static_cast<size_t>(width * item));
-  } else if (item == 4) {
-    write_position<uint32_t>(from, from_stride, to, to_stride, width);
-  } else {
-    write_position<uint16_t>(from, from_stride, to, to_stride, width);
-  }
-}
+constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 class Call {
  public:
   Call(const Sizes& sizes, const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
-       const TensorView& v_cache, double scale, const TensorView& out)
+       const TensorView& v_cache, const Scores& scores, const TensorView& out)
       : sizes_(sizes), q_(q), k_(k), v_(v), k_cache_(static_cast<char*>(k_cache.data)),
         v_cache_(static_cast<char*>(v_cache.data)), out_(static_cast<char*>(out.data)), item_(element_bytes(q.type)),
-        group_(sizes.heads / sizes.kv_heads), factor_(static_cast<float>(scale * kLog2E)),
-        kernel_(choose_attention(active_isa())) {}
+        group_(sizes.heads / sizes.kv_heads), scores_(scores),
+        factor_(static_cast<float>(scores.softcap > 0.0 ? scores.scale / scores.softcap * (2 * kLog2E)
+                                                        : scores.scale * kLog2E)),
+        cap_(static_cast<float>(scores.softcap * kLog2E)), kernel_(choose_attention(active_isa())) {}
 
   int64_t rows() const { return sizes_.positions * group_; }
 
+  // Of memory that each worker needs.
+  int64_t worker_bytes() const {
+    return scratch_bytes() + (q_.stride[3] == 1 ? 0 : aligned(kAttentionRows * sizes_.width * item_));
+  }
+
   // New position `i` of one head of the caches.
   void write(int64_t cache_head, int64_t i) const {
-    const int64_t width = sizes_.width, position = sizes_.start + i, head_bytes = sizes_.max_length * width * item_;
-    char* const keys = k_cache_ + cache_head * head_bytes;
-    char* const values = v_cache_ + cache_head * head_bytes;
-    const int64_t panel = position / kKeyPositions * width * kKeyPositions + position % kKeyPositions;
-    write_position(item_, element(k_, cache_head, i), k_.stride[3], keys + panel * item_, kKeyPositions, width);
-    write_position(item_, element(v_, cache_head, i), v_.stride[3], values + position * width * item_, 1, width);
+    kernel_.write({element(k_, cache_head, i), element(v_, cache_head, i), k_.stride[3], v_.stride[3], keys(cache_head),
+                   values(cache_head), sizes_.start + i, dtype_of(q_.type), sizes_.width, sizes_.value_width});
   }
 
   // Rows [begin, end) of the queries of one head of the caches, at most kAttentionRows: position by position, the heads
-  // of the group next to each other.
-  void attend(int64_t cache_head, int64_t begin, int64_t end) const {
-    alignas(64) float scratch[attention_scratch(kAttentionWidth)];
-    alignas(64) char gathered[kAttentionRows * kAttentionWidth * 4];
+  // of the group next to each other. `memory`: worker_bytes() of it, 64-byte aligned.
+  void attend(int64_t cache_head, int64_t begin, int64_t end, char* memory) const {
+    float* const scratch = reinterpret_cast<float*>(memory);
+    char* const gathered = memory + scratch_bytes();
     const void* q[kAttentionRows];
     void* out[kAttentionRows];
-    int64_t lengths[kAttentionRows];
+    int64_t begins[kAttentionRows], ends[kAttentionRows];
+    float sinks[kAttentionRows];
     const int64_t width = sizes_.width;
     const int64_t batch = cache_head / sizes_.kv_heads, first_head = cache_head % sizes_.kv_heads * group_;
     for (int64_t row = begin; row < end; ++row) {
@@ -157,18 +168,33 @@ class Call {
               (batch * q_.stride[0] + head * q_.stride[1] + i * q_.stride[2]) * item_;
       if (q_.stride[3] != 1) {
         char* const copy = gathered + at * width * item_;
-        write_position(item_, static_cast<const char*>(q[at]), q_.stride[3], copy, 1, width);
+        gather(item_, static_cast<const char*>(q[at]), q_.stride[3], copy, width);
         q[at] = copy;
       }
-      out[at] = out_ + ((batch * sizes_.positions + i) * sizes_.heads + head) * width * item_;
-      lengths[at] = sizes_.start + i + 1;
+      out[at] = out_ + ((batch * sizes_.positions + i) * sizes_.heads + head) * sizes_.value_width * item_;
+      ends[at] = sizes_.start + i + 1;
+      begins[at] = scores_.window > 0 && scores_.window < ends[at] ? ends[at] - scores_.window : 0;
+      if (scores_.sinks != nullptr) sinks[at] = sink(head);
     }
-    const int64_t head_bytes = sizes_.max_length * width * item_;
-    kernel_.run({end - begin, q, out, lengths, k_cache_ + cache_head * head_bytes, v_cache_ + cache_head * head_bytes,
-                 dtype_of(q_.type), width, factor_, scratch});
+    kernel_.run({end - begin, q, out, begins, ends, scores_.sinks != nullptr ? sinks : nullptr, keys(cache_head),
+                 values(cache_head), dtype_of(q_.type), width, sizes_.value_width, factor_, cap_, scratch});
   }
 
  private:
+  int64_t scratch_bytes() const {
+    return aligned(attention_scratch(sizes_.width, sizes_.value_width) * static_cast<int64_t>(sizeof(float)));
+  }
+  char* keys(int64_t cache_head) const {
+    return k_cache_ + cache_head * sizes_.max_length * sizes_.width * item_;
+  }
+  char* values(int64_t cache_head) const {
+    return v_cache_ + cache_head * sizes_.max_length * sizes_.value_width * item_;
+  }
+  float sink(int64_t head) const {
+    const TensorView& sinks = *scores_.sinks;
+    const double score = load_as_f32(sinks.data, dtype_of(sinks.type), head * sinks.stride[0]);
+    return static_cast<float>(score * kLog2E);
+  }
   const char* element(const TensorView& tensor, int64_t cache_head, int64_t i) const {
     const int64_t batch = cache_head / sizes_.kv_heads, head = cache_head % sizes_.kv_heads;
     return static_cast<const char*>(tensor.data) +
@@ -179,65 +205,76 @@ class Call {
   const TensorView &q_, &k_, &v_;
   char *k_cache_, *v_cache_, *out_;
   int64_t item_, group_;
-  float factor_;
+  const Scores& scores_;
+  float factor_, cap_;
   const AttentionKernel& kernel_;
 };
 
 }  // namespace
 
-Status attention_shape(const TensorView& q, Shape* out) {
+Status attention_shape(const TensorView& q, const TensorView& v_cache, Shape* out) {
   if (!is_activation_type(q.type)) {
     return Status::error("q has dtype %s; expected float32, bfloat16 or float16", name_of(q.type));
   }
   if (q.shape.ndim != 4) {
     return Status::error("q has shape %s; expected [batch, heads, positions, width]", describe(q.shape).text);
   }
-  const int64_t width = q.shape.size[3];
-  if (width < kKeyPositions || width > kAttentionWidth || width % kKeyPositions != 0) {
-    return Status::error("q has shape %s; expected a width of 16 to %d, a multiple of 16", describe(q.shape).text,
-                         static_cast<int>(kAttentionWidth));
+  if (v_cache.shape.ndim != 4) {
+    return Status::error("v_cache has shape %s; expected [batch, kv_heads, max_length, width]",
+                         describe(v_cache.shape).text);
   }
-  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], width}};
+  const auto check_width = [](const char* name, const TensorView& tensor) {
+    const int64_t width = tensor.shape.size[3];
+    if (width >= kKeyPositions && width <= kAttentionWidth && width % kKeyPositions == 0) return Status();
+    return Status::error("%s has shape %s; expected a width of 16 to %d, a multiple of 16", name,
+                         describe(tensor.shape).text, static_cast<int>(kAttentionWidth));
+  };
+  if (Status status = check_width("q", q); !status.ok()) return status;
+  if (Status status = check_width("v_cache", v_cache); !status.ok()) return status;
+  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], v_cache.shape.size[3]}};
   return {};
 }
 
 Status attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
-                 const TensorView& v_cache, const TensorView& start, double scale, const TensorView& out,
+                 const TensorView& v_cache, const TensorView& start, const Scores& given, const TensorView& out,
                  const Parallel& parallel) {
   Sizes sizes;
   if (Status status = check_isa_cap(); !status.ok()) return status;
-  if (Status status = check(q, k, v, k_cache, v_cache, start, out, &sizes); !status.ok()) return status;
+  if (Status status = check(q, k, v, k_cache, v_cache, start, given, out, &sizes); !status.ok()) return status;
   if (k.shape.numel() == 0) return {};
   const DefaultFloats floats;
-  __asm__ volatile("" : "+m"(scale));  // its product is rounded behind this line, too
-  const Call call(sizes, q, k, v, k_cache, v_cache, scale, out);
+  Scores scores = given;
+  __asm__ volatile("" : "+m"(scores));  // their products are rounded behind this line, too
+  const Call call(sizes, q, k, v, k_cache, v_cache, scores, out);
 
   // A band of the grid is a head of the caches: its new positions are written before its queries run. The last rows,
   // which see most, are the first to be claimed.
   const int64_t cache_heads = sizes.batch * sizes.kv_heads, rows = call.rows(), positions = sizes.positions;
-  const int64_t row_products = 2 * (sizes.start + positions) * sizes.width;
+  const int64_t length = sizes.start + positions;
+  const int64_t seen = scores.window > 0 && scores.window < length ? scores.window : length;
+  const int64_t row_products = seen * (sizes.width + sizes.value_width);
   Grid grid{};
   grid.rows = cache_heads * positions;
   grid.band_rows = positions;
   grid.prepare_rows = (1 + kClaimValues / sizes.width / kKeyPositions) * kKeyPositions;
   grid.columns = (rows + kAttentionRows - 1) / kAttentionRows;
   grid.least_columns = grid.most_columns = 1 + kClaimProducts / (row_products * kAttentionRows);
-  constexpr int64_t kFewBands = 32;
-  Band few[kFewBands];
-  std::unique_ptr<Band[]> many;
-  if (cache_heads > kFewBands) {
-    many.reset(new (std::nothrow) Band[static_cast<size_t>(cache_heads)]);
-    if (many == nullptr) return Status::no_memory("no memory for %" PRId64 " heads", cache_heads);
-  }
-  const bool alone = rows * cache_heads * row_products < kParallelProducts;
-  parallel_2d(alone ? Parallel() : parallel, grid, many != nullptr ? many.get() : few,
+  const Parallel threads = rows * cache_heads * row_products < kParallelProducts ? Parallel() : parallel;
+  const int64_t bands_bytes = aligned(cache_heads * static_cast<int64_t>(sizeof(Band)));
+  const int64_t worker_bytes = call.worker_bytes(), bytes = bands_bytes + threads.threads * worker_bytes;
+  const Scratch memory(bytes);
+  if (memory.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of attention", bytes);
+  Band* const bands = new (memory.data()) Band[static_cast<size_t>(cache_heads)];
+  char* const workers = memory.data() + bands_bytes;
+  parallel_2d(threads, grid, bands,
               [&](int, int64_t begin, int64_t end) {
                 for (int64_t row = begin; row < end; ++row) call.write(row / positions, row % positions);
               },
-              [&](int, int64_t cache_head, int64_t begin, int64_t end) {
+              [&](int worker, int64_t cache_head, int64_t begin, int64_t end) {
+                char* const own = workers + worker * worker_bytes;
                 for (int64_t column = begin; column < end; ++column) {
                   const int64_t first = (grid.columns - 1 - column) * kAttentionRows;
-                  call.attend(cache_head, first, first + kAttentionRows < rows ? first + kAttentionRows : rows);
+                  call.attend(cache_head, first, first + kAttentionRows < rows ? first + kAttentionRows : rows, own);
                 }
               });
   return {};

@@ -202,21 +202,29 @@ Status run_attention(Span<EValue*> values) {
                                                {"v_cache", Tag::Tensor},
                                                {"start", Tag::Tensor},
                                                {"scale", Tag::Double},
+                                               {"window", Tag::Int},
+                                               {"softcap", Tag::Double},
+                                               {"sinks", Tag::Tensor, true},
                                                {"out", Tag::Tensor}});
       !status.ok()) {
     return status;
   }
   const Tensor &q = values[0]->toTensor(), &k = values[1]->toTensor(), &v = values[2]->toTensor();
   const Tensor &k_cache = values[3]->toTensor(), &v_cache = values[4]->toTensor(), &start = values[5]->toTensor();
-  const double scale = values[6]->toDouble();
-  Tensor& out = values[7]->toTensor();
+  const Tensor& sinks = values[9]->isNone() ? start : values[9]->toTensor();  // start: no further memory to check
+  const TensorView sinks_view = view_of(sinks);
+  const lowbit::Scores scores{values[6]->toDouble(), values[7]->toInt(), values[8]->toDouble(),
+                              values[9]->isNone() ? nullptr : &sinks_view};
+  Tensor& out = values[10]->toTensor();
 
-  const TensorView q_view = view_of(q);
+  const TensorView q_view = view_of(q), v_cache_view = view_of(v_cache);
   Shape shape;
-  if (Status status = lowbit::attention_shape(q_view, &shape); !status.ok()) return status;
+  if (Status status = lowbit::attention_shape(q_view, v_cache_view, &shape); !status.ok()) return status;
   const TensorView out_view = resized(out, shape);
-  if (Status status = check_memory({&q, &k, &v, &start}, {&k_cache, &v_cache, &out}); !status.ok()) return status;
-  return lowbit::attention(q_view, view_of(k), view_of(v), view_of(k_cache), view_of(v_cache), view_of(start), scale,
+  if (Status status = check_memory({&q, &k, &v, &start, &sinks}, {&k_cache, &v_cache, &out}); !status.ok()) {
+    return status;
+  }
+  return lowbit::attention(q_view, view_of(k), view_of(v), view_of(k_cache), v_cache_view, view_of(start), scores,
                            out_view, executorch_threads());
 }
 
@@ -234,7 +242,7 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
 const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
                            Kernel(kLinears, kernel<kLinears, run_linears, 3>),
                            Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>),
-                           Kernel(kAttention, kernel<kAttention, run_attention, 7>)};
+                           Kernel(kAttention, kernel<kAttention, run_attention, 10>)};
 [[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 4));
 
 }  // namespace

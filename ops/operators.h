@@ -30,14 +30,23 @@ LOWBIT_API Status embedding_shape(const TensorView& indices, int64_t embedding_d
 LOWBIT_API Status embedding(const TensorView& indices, const TensorView& packed, int64_t embedding_dim,
                             const TensorView& out, const Parallel& parallel);
 
-// q [batch, heads, positions, width], k and v [batch, kv_heads, positions, width] of one type, any strides; the
-// caches contiguous [batch, kv_heads, max_length, width], max_length a multiple of 16; start int64, one element: how
-// many positions the caches hold. Writes k and v behind them, and to out [batch, positions, heads, width] what each
-// query sees: all positions up to its own. The layout of k_cache: AttentionArgs::keys.
-LOWBIT_API Status attention_shape(const TensorView& q, Shape* out);
+// How scores become weights.
+struct Scores {
+  double scale;                       // of the products of q and k
+  int64_t window = 0;                 // a query sees its own position and window - 1 before it; 0: all before it
+  double softcap = 0.0;               // scores become softcap * tanh(score / softcap); 0: they stay
+  const TensorView* sinks = nullptr;  // [heads] of q's type: one more score for each head, without a value; or null
+};
+
+// q [batch, heads, positions, width], k [batch, kv_heads, positions, width] and v [batch, kv_heads, positions,
+// value_width] of one type, any strides; the caches contiguous [batch, kv_heads, max_length, width or value_width],
+// max_length a multiple of 16; start int64, one element: how many positions the caches hold. Writes k and v behind
+// them, and to out [batch, positions, heads, value_width] what each query sees: positions up to its own. The layout of
+// k_cache: AttentionArgs::keys.
+LOWBIT_API Status attention_shape(const TensorView& q, const TensorView& v_cache, Shape* out);
 LOWBIT_API Status attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
-                            const TensorView& v_cache, const TensorView& start, double scale, const TensorView& out,
-                            const Parallel& parallel);
+                            const TensorView& v_cache, const TensorView& start, const Scores& scores,
+                            const TensorView& out, const Parallel& parallel);
 
 // codes [n, k] uint8, scales and mins [n, groups] float32, bias [n] float32, levels [2^bits] int8, all contiguous; mins, bias
 // and levels may be null. group_size 0: one group per row. out: uint8 [packed_bytes].

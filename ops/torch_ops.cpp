@@ -136,19 +136,22 @@ Tensor embedding(const Tensor& indices, const Tensor& packed_weight, int64_t emb
 }
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
-                 const Tensor& start, double scale) {
+                 const Tensor& start, double scale, int64_t window, double softcap,
+                 const std::optional<Tensor>& sinks) {
   const TensorView q_view = view_of("q", q);
   TensorView k_cache_view = view_of("k_cache", k_cache), v_cache_view = view_of("v_cache", v_cache);
   Shape shape;
-  raise_unless_ok(attention_shape(q_view, &shape));
+  raise_unless_ok(attention_shape(q_view, v_cache_view, &shape));
   const Tensor out = allocate(shape, q.scalar_type());
   // Written to: memory that is shared until then gets copied.
   if (k_cache_view.on_cpu && v_cache_view.on_cpu) {
     k_cache_view.data = k_cache.mutable_data_ptr();
     v_cache_view.data = v_cache.mutable_data_ptr();
   }
+  const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
+  const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
   raise_unless_ok(lowbit::attention(q_view, view_of("k", k), view_of("v", v), k_cache_view, v_cache_view,
-                                    view_of("start", start), scale, view_of("out", out), torch_threads()));
+                                    view_of("start", start), scores, view_of("out", out), torch_threads()));
   return out;
 }
 
@@ -215,11 +218,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
       "embedding.out(Tensor indices, Tensor packed_weight, int embedding_dim, *, ScalarType? dtype=None, "
       "Tensor(a!) out) -> Tensor(a!)");
   library.def(
-      "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale) -> "
-      "Tensor");
+      "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale, "
+      "int window=0, float softcap=0., Tensor? sinks=None) -> Tensor");
   library.def(
       "attention.out(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale, "
-      "*, Tensor(c!) out) -> Tensor(c!)");
+      "int window=0, float softcap=0., Tensor? sinks=None, *, Tensor(c!) out) -> Tensor(c!)");
   library.def(
       "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size, Tensor? levels=None) -> "
       "Tensor");

@@ -26,6 +26,10 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need gpgv has gpgv
   # The emulated x86 CPUs: scripts/x86_emulator.sh, scripts/emulate_x86.sh
   need make has make
+  # A browser without a window, where the distribution has it: tests/python/test_report.py
+  if ! has chromium >/dev/null 2>&1 && apt-cache show chromium-headless-shell >/dev/null 2>&1; then
+    need chromium-headless-shell has chromium-headless-shell
+  fi
   need xz-utils has xz
   need cpio has cpio
   need xorriso has xorriso

@@ -4,8 +4,8 @@
 // keys a lane is a position and a step one input; for values a lane is an input and a step one position. So no sum
 // goes across lanes, and each is in order of its steps for any number of rows at once.
 //
-// A row's own positions end it: what lies behind may be anything, also NaN. Its scores are replaced, its values not
-// read.
+// A row sees its own positions only: what lies before and behind them may be anything, also NaN. Its scores are
+// replaced, its values not read.
 #pragma once
 
 #include "../ukernel.h"
@@ -31,6 +31,16 @@ template <class V>
   p = V::fma(p, r, V::broadcast(0x1.62e430p-1f));
   p = V::fma(p, r, V::broadcast(1.0f));
   return V::zero_below(x, V::broadcast(-126.0f), V::mul(p, V::shift_left_23(rounded)));
+}
+
+// tanh(x / (2 log2(e))): with the sign of x, NaN for NaN.
+template <class V>
+[[gnu::always_inline]] inline V tanh2_of(V x) {
+  const V zero = V::broadcast(0.0f), one = V::broadcast(1.0f);
+  const V e = exp2_of(V::sub(zero, V::max(x, V::sub(zero, x))));
+  const V magnitude = V::div(V::sub(one, e), V::add(one, e));
+  const V positive = V::zero_below(x, zero, magnitude);
+  return V::sub(positive, V::sub(magnitude, positive));
 }
 
 // Folds the lanes in the order of the contract.
@@ -125,32 +135,40 @@ void multiply_all(const Product& product) {
 struct State {
   float *q, *out, *sums, *scores, *most;
 
-  State(float* memory, int64_t width) {
+  State(float* memory, int64_t width, int64_t value_width) {
     q = memory;
     out = q + kAttentionRows * width;
-    sums = out + kAttentionRows * width;
+    sums = out + kAttentionRows * value_width;
     scores = sums + kAttentionRows * kLanes;
     most = scores + 4 * kAttentionBlock;
   }
 };
 
-// Scores to weights: one row, `count` positions of a block.
+// Positions of a block, counted from its first.
+struct Seen {
+  int64_t begin, end;
+};
+
+// Scores to weights: the positions of a block that one row sees.
 template <class V>
-[[gnu::always_inline]] inline void softmax(float* scores, int64_t count, float* most, float* sums, float* out,
+[[gnu::always_inline]] inline void softmax(float* scores, Seen seen, float cap, float* most, float* sums, float* out,
                                            int64_t width) {
-  V lanes_most = V::broadcast(*most);
-  int64_t j = 0;
-  for (; j + kLanes <= count; j += kLanes) lanes_most = V::max(V::load(scores + j), lanes_most);
-  if (j < count) {
-    // What is not visible weighs exp2(-inf) = 0.
-    for (int64_t l = count; l < j + kLanes; ++l) scores[l] = float_from_bits(0xff800000u);
-    lanes_most = V::max(V::load(scores + j), lanes_most);
+  const int64_t first = seen.begin / kLanes * kLanes;
+  if (cap != 0.0f) {
+    for (int64_t j = first; j < seen.end; j += kLanes) {
+      V::store(scores + j, V::mul(tanh2_of(V::load(scores + j)), V::broadcast(cap)));
+    }
   }
+  // What is not visible weighs exp2(-inf) = 0.
+  for (int64_t l = first; l < seen.begin; ++l) scores[l] = float_from_bits(0xff800000u);
+  for (int64_t l = seen.end; l % kLanes != 0; ++l) scores[l] = float_from_bits(0xff800000u);
+  V lanes_most = V::broadcast(*most);
+  for (int64_t j = first; j < seen.end; j += kLanes) lanes_most = V::max(V::load(scores + j), lanes_most);
   const float now = fold(lanes_most, [](float a, float b) { return a > b ? a : b; });
   const V most_now = V::broadcast(now), shrink = exp2_of(V::sub(V::broadcast(*most), most_now));
   *most = now;
   V sum = V::mul(V::load(sums), shrink);
-  for (j = 0; j < count; j += kLanes) {
+  for (int64_t j = first; j < seen.end; j += kLanes) {
     const V weights = exp2_of(V::sub(V::load(scores + j), most_now));
     V::store(scores + j, weights);
     sum = V::add(sum, weights);
@@ -159,65 +177,81 @@ template <class V>
   for (int64_t i = 0; i < width; i += kLanes) V::store(out + i, V::mul(V::load(out + i), shrink));
 }
 
-// `Rows` rows from `row` on, in the block that starts at position `begin`. All of them see its first position.
+// `Rows` rows from `row` on, in the block that starts at position `block`. All of them see some of it.
 template <class V, DType T, int Rows>
-void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t begin) {
-  const int64_t width = args.width;
-  int64_t counts[Rows];
+void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t block) {
+  const int64_t width = args.width, value_width = args.value_width;
+  Seen seen[Rows];
   for (int r = 0; r < Rows; ++r) {
-    const int64_t left = args.lengths[row + r] - begin;
-    counts[r] = left < kAttentionBlock ? left : kAttentionBlock;
+    const int64_t begin = args.begins[row + r] - block, end = args.ends[row + r] - block;
+    seen[r] = {begin > 0 ? begin : 0, end < kAttentionBlock ? end : kAttentionBlock};
   }
-  const char* keys = static_cast<const char*>(args.keys) + begin * width * size_of(T);
+  const int64_t first = seen[0].begin / kLanes, vectors = (seen[Rows - 1].end + kLanes - 1) / kLanes - first;
+  const char* keys = static_cast<const char*>(args.keys) + (block + first * kLanes) * width * size_of(T);
   multiply_all<V, T, Rows, false>({state.q + row * width, width, keys, kLanes * size_of(T), width * kLanes * size_of(T),
-                                   width, state.scores, kAttentionBlock, (counts[Rows - 1] + kLanes - 1) / kLanes});
+                                   width, state.scores + first * kLanes, kAttentionBlock, vectors});
   for (int r = 0; r < Rows; ++r) {
-    softmax<V>(state.scores + r * kAttentionBlock, counts[r], state.most + row + r, state.sums + (row + r) * kLanes,
-               state.out + (row + r) * width, width);
+    softmax<V>(state.scores + r * kAttentionBlock, seen[r], args.cap, state.most + row + r,
+               state.sums + (row + r) * kLanes, state.out + (row + r) * value_width, value_width);
   }
-  const char* values = static_cast<const char*>(args.values) + begin * width * size_of(T);
-  multiply_all<V, T, Rows, true>({state.scores, kAttentionBlock, values, width * size_of(T), kLanes * size_of(T),
-                                  counts[0], state.out + row * width, width, width / kLanes});
-  for (int r = 1; r < Rows; ++r) {
-    if (counts[r] == counts[0]) continue;
-    multiply_all<V, T, 1, true>({state.scores + r * kAttentionBlock + counts[0], kAttentionBlock,
-                                 values + counts[0] * width * size_of(T), width * size_of(T), kLanes * size_of(T),
-                                 counts[r] - counts[0], state.out + (row + r) * width, width, width / kLanes});
+  // The values that all rows see, together; those before and behind, row by row. Each row in order of its positions.
+  const char* values = static_cast<const char*>(args.values) + block * value_width * size_of(T);
+  const auto add = [&](auto rows, int r, int64_t begin, int64_t end) __attribute__((always_inline)) {
+    if (begin >= end) return;
+    multiply_all<V, T, decltype(rows)::value, true>(
+        {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + begin * value_width * size_of(T),
+         value_width * size_of(T), kLanes * size_of(T), end - begin, state.out + (row + r) * value_width, value_width,
+         value_width / kLanes});
+  };
+  const std::integral_constant<int, 1> one;
+  const int64_t begin = seen[Rows - 1].begin, end = seen[0].end;
+  if (Rows == 1 || begin >= end) {
+    for (int r = 0; r < Rows; ++r) add(one, r, seen[r].begin, seen[r].end);
+    return;
   }
+  for (int r = 0; r < Rows; ++r) add(one, r, seen[r].begin, begin);
+  add(std::integral_constant<int, Rows>(), 0, begin, end);
+  for (int r = 0; r < Rows; ++r) add(one, r, end, seen[r].end);
 }
 
 template <class V, DType T>
 void attention(const AttentionArgs& args) {
-  const int64_t width = args.width, rows = args.rows;
-  const State state(args.scratch, width);
+  const int64_t width = args.width, value_width = args.value_width, rows = args.rows;
+  const State state(args.scratch, width, value_width);
   for (int64_t r = 0; r < rows; ++r) {
     const char* q = static_cast<const char*>(args.q[r]);
     for (int64_t i = 0; i < width; i += kLanes) {
       const V values = V::template load_as_f32<T>(q + i * size_of(T));
       V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
-      V::store(state.out + r * width + i, V::broadcast(0.0f));
     }
+    for (int64_t i = 0; i < value_width; i += kLanes) V::store(state.out + r * value_width + i, V::broadcast(0.0f));
     V::store(state.sums + r * kLanes, V::broadcast(0.0f));
     state.most[r] = -0x1.fffffep127f;
+    if (args.sinks != nullptr) {
+      state.sums[r * kLanes] = 1.0f;
+      if (!(args.sinks[r] <= state.most[r])) state.most[r] = args.sinks[r];  // also NaN
+    }
   }
-  int64_t first = 0;  // of the rows that see the block
-  for (int64_t begin = 0; begin < args.lengths[rows - 1]; begin += kAttentionBlock) {
-    while (args.lengths[first] <= begin) ++first;
+  const int64_t least = args.begins[0] / kAttentionBlock * kAttentionBlock;
+  int64_t first = 0, last = 0;  // the rows [first, last) see some of the block
+  for (int64_t block = least; block < args.ends[rows - 1]; block += kAttentionBlock) {
+    while (args.ends[first] <= block) ++first;
+    while (last < rows && args.begins[last] < block + kAttentionBlock) ++last;
     int64_t row = first;
-    for (; row + 4 <= rows; row += 4) attend<V, T, 4>(args, state, row, begin);
-    if (row + 2 <= rows) {
-      attend<V, T, 2>(args, state, row, begin);
+    for (; row + 4 <= last; row += 4) attend<V, T, 4>(args, state, row, block);
+    if (row + 2 <= last) {
+      attend<V, T, 2>(args, state, row, block);
       row += 2;
     }
-    if (row < rows) attend<V, T, 1>(args, state, row, begin);
+    if (row < last) attend<V, T, 1>(args, state, row, block);
   }
   for (int64_t r = 0; r < rows; ++r) {
     const float sum = fold(V::load(state.sums + r * kLanes), [](float a, float b) { return a + b; });
     const V inverse = V::broadcast(1.0f / sum);
     char* out = static_cast<char*>(args.out[r]);
-    for (int64_t i = 0; i < width; i += kLanes) {
+    for (int64_t i = 0; i < value_width; i += kLanes) {
       V::template store_from_f32<T>(out + i * size_of(T),
-                                    V::same_nan(V::mul(V::load(state.out + r * width + i), inverse)));
+                                    V::same_nan(V::mul(V::load(state.out + r * value_width + i), inverse)));
     }
   }
 }

@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx2.h"
 #include "attention_impl.h"
+#include "write_cache.h"
 
 namespace lowbit {
 namespace {
@@ -37,6 +38,9 @@ struct Vector {
   [[gnu::always_inline]] static Vector mul(Vector a, Vector b) {
     return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
   }
+  [[gnu::always_inline]] static Vector div(Vector a, Vector b) {
+    return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
+  }
   [[gnu::always_inline]] static Vector max(Vector a, Vector b) {
     return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
   }
@@ -67,7 +71,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache}};
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx512.h"
 #include "attention_impl.h"
+#include "write_cache.h"
 
 namespace lowbit {
 namespace {
@@ -29,6 +30,7 @@ struct Vector {
   [[gnu::always_inline]] static Vector add(Vector a, Vector b) { return {_mm512_add_ps(a.v, b.v)}; }
   [[gnu::always_inline]] static Vector sub(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; }
   [[gnu::always_inline]] static Vector mul(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
+  [[gnu::always_inline]] static Vector div(Vector a, Vector b) { return {_mm512_div_ps(a.v, b.v)}; }
   [[gnu::always_inline]] static Vector max(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
   [[gnu::always_inline]] static Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
   [[gnu::always_inline]] static Vector zero_below(Vector x, Vector bound, Vector value) {
@@ -52,7 +54,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_avx512vnni", kAvx512Vnni, run<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache}};
 
 }  // namespace
 

@@ -8,6 +8,7 @@
 
 #include "../bits/unpack_neon.h"
 #include "attention_impl.h"
+#include "write_cache.h"
 
 namespace lowbit {
 namespace {
@@ -61,6 +62,9 @@ struct Vector {
   [[gnu::always_inline]] static Vector mul(const Vector& a, const Vector& b) {
     return each([&](int i) __attribute__((always_inline)) { return vmulq_f32(a.q[i], b.q[i]); });
   }
+  [[gnu::always_inline]] static Vector div(const Vector& a, const Vector& b) {
+    return each([&](int i) __attribute__((always_inline)) { return vdivq_f32(a.q[i], b.q[i]); });
+  }
   [[gnu::always_inline]] static Vector max(const Vector& a, const Vector& b) {
     return each([&](int i) __attribute__((always_inline)) { return vmaxq_f32(a.q[i], b.q[i]); });
   }
@@ -91,7 +95,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, write_cache}};
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention_impl.h"
+#include "write_cache.h"
 
 namespace lowbit {
 namespace {
@@ -45,6 +46,9 @@ struct Vector {
   static Vector mul(const Vector& a, const Vector& b) {
     return each([&](int l) { return a.lane[l] * b.lane[l]; });
   }
+  static Vector div(const Vector& a, const Vector& b) {
+    return each([&](int l) { return a.lane[l] / b.lane[l]; });
+  }
   static Vector max(const Vector& a, const Vector& b) {
     return each([&](int l) { return a.lane[l] > b.lane[l] ? a.lane[l] : b.lane[l]; });
   }
@@ -71,7 +75,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>, write_cache}};
 
 }  // namespace
 

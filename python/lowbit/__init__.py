@@ -12,7 +12,7 @@ from . import _library
 # For CMAKE_PREFIX_PATH: where find_package(lowbit) finds what C++ needs of this installation.
 cmake_prefix_path = _library.load()
 
-from . import nn  # noqa: E402  (needs the operators)
+from . import nn, qat  # noqa: E402  (they need the operators)
 from ._library import isa, kernels, load_kernels  # noqa: E402
 from .exports.module import export_pt2, export_pte  # noqa: E402
 from .nn import use_huge_pages  # noqa: E402
@@ -30,7 +30,11 @@ _LAZY = {
     "CheckpointEntry": "checkpoint",
     "CheckpointSummary": "checkpoint",
     "LowBitConfig": "transformers",
+    "ImportSummary": "importing",
+    "assign_widths": "calibration",
     "calibrate": "calibration",
+    "calibrate_checkpoint": "calibration.checkpoint",
+    "import_checkpoint": "importing",
     "inspect_checkpoint": "checkpoint",
     "quantize_checkpoint": "checkpoint",
 }
@@ -63,6 +67,7 @@ __all__ = [
     "load_kernels",
     "nn",
     "pack",
+    "qat",
     "quantize_",
     "quantize_tensor",
     "repack",

@@ -15,11 +15,12 @@ import shutil
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +35,7 @@ from .files.safetensors import (
     Writer,
     chunks,
     files_of,
+    header_of,
     packed_info,
     read_files,
     read_rows,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
 _BAND_WEIGHTS = 1 << 21  # quantised at a time: enough for many threads, little memory
 _PANEL_ROWS = 16
+_CHUNK = 8 << 20
+MAX_SHARD_BYTES = 5_000_000_000
 _EXTRA = "not in {}"
 
 # Weights, in the form of any framework, and what indexes or describes such files.
@@ -97,7 +101,8 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+    """What a tensor is; `info` of a packed one."""
     if info is not None:
         shape = (info.out_features, info.in_features)
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
@@ -122,7 +127,8 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
     files, weight_map = ([path], None) if path.is_file() else files_of(path)
     tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
     return [
-        _entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None) for stored in tensors
+        describe_entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None)
+        for stored in tensors
     ]
 
 
@@ -296,6 +302,16 @@ def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
     writer.write_at(start, header)
 
 
+def _write_packed(output: _Output, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
+    """Writes a layer that is packed already."""
+    found, expected = ops.info(packed), output.info()
+    if found != expected:
+        raise ValueError(f"{output.layer} is packed as {found}; expected {expected}")
+    for begin in range(0, packed.numel(), _CHUNK):
+        writer.write(packed[begin : begin + _CHUNK].numpy())
+    done(output.source.bytes)
+
+
 def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
     """Cuts the outputs, in their order, into files. In a file packed tensors come first, at multiples of 64 bytes."""
 
@@ -314,7 +330,8 @@ def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
     yield sorted(shard, key=place)
 
 
-def _check_space(directory: Path, needed: int) -> None:
+def check_space(directory: Path, needed: int) -> None:
+    """Raises OSError where the disk has fewer bytes free."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(
@@ -323,47 +340,36 @@ def _check_space(directory: Path, needed: int) -> None:
         )
 
 
-def quantize_checkpoint(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
-    config: LowBitConfig,
-    *,
-    max_shard_bytes: int = 5_000_000_000,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> CheckpointSummary:
-    """Quantises a checkpoint of transformers, a band of rows at a time: memory stays at some tens of megabytes.
+@contextmanager
+def no_space(target: Path, needed: int) -> Iterator[None]:
+    """Around writing: says of a full disk what was written, and how much it takes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        raise OSError(
+            error.errno,
+            f"{error.strerror} while {target} was written, which takes {needed / 1e9:.2f} GB; nothing of it was kept. "
+            "Make room, or choose another place",
+        ) from error
 
-    The result has the same bytes as ``from_pretrained(source, quantization_config=config)``, and is loaded by
-    ``from_pretrained(target)`` after ``import lowbit.transformers``.
 
-    Args:
-        source: a directory with config.json and safetensors files, of any architecture that transformers knows.
-        target: a directory that is empty or not there yet; symbolic links are followed. It appears when all is written,
-            in one step, which is tried before the work begins; a run that is killed leaves at most a hidden
-            ``.NAME-*.partial`` beside it, which does not load, and which the next run to the same target removes.
-        config: what to quantise, and how.
-        max_shard_bytes: a file gets no second tensor beyond this many bytes.
-        progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band.
+def check_shard_bytes(count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"max_shard_bytes is {count!r}; expected an int of 1 or more")
 
-    Raises:
-        OSError: a file is missing or cannot be read; target is not empty, a mount point, or cannot be written; the disk
-            is full. Only if the last step fails, although it had worked before, all is kept: the message says where.
-        ValueError: an unknown architecture, a damaged file, tensors that are missing, not finite or of another shape or
-            dtype than the model's, or different configs for layers that share a weight. Nothing is left of target then.
-    """
+
+def _read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[_Output], dict[str, str], dict]:
+    """What to write, which matrices stay float and why, and config.json; from the headers of the files alone."""
     from .hf.loading import meta_model
     from .hf.names import names_in_model
     from .hf.placing import place_packed
     from .transformers import LowBitConfig
 
-    begin = time.perf_counter()
-    source, target = Path(source), Path(target).absolute()
     if not isinstance(config, LowBitConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
     files, weight_map = files_of(source)
-    place = resolve_new_directory(target)
     description = read_config(source)
     method = quantization_method(description)
     if method is not None:
@@ -390,7 +396,79 @@ def quantize_checkpoint(
                 f"{found[output.name][0]}; expected {expected}. "
                 f"Leave the layer float: overrides={{{output.layer!r}: None}}"
             )
+    return outputs, left, description
 
+
+@dataclass(frozen=True)
+class PlannedSize:
+    """What a quantised checkpoint would take."""
+
+    bytes: int  # of its files of weights, headers included
+    packed_bytes: int
+    packed_weights: int
+
+
+def planned_size(
+    source: str | os.PathLike, config: LowBitConfig, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> PlannedSize:
+    """The bytes that :func:`quantize_checkpoint` would write, to the byte; only headers are read.
+
+    Raises:
+        OSError, ValueError: as :func:`quantize_checkpoint`.
+    """
+    outputs = _read_and_plan(Path(source), config)[0]
+    total = 0
+    for shard in _shards(outputs, max_shard_bytes):
+        header, size = header_of([_described(output.stored(Path())) for output in shard])
+        total += len(header) + size
+    packed = [output for output in outputs if output.config is not None]
+    return PlannedSize(
+        total,
+        sum(output.info().total_bytes for output in packed),
+        sum(math.prod(output.source.shape) for output in packed),
+    )
+
+
+def _described(stored: Stored) -> tuple[str, str, tuple[int, ...], int]:
+    return stored.name, stored.dtype, stored.shape, stored.bytes
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    config: LowBitConfig,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    packed: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> CheckpointSummary:
+    """Quantises a checkpoint of transformers, a band of rows at a time: memory stays at some tens of megabytes.
+
+    The result has the same bytes as ``from_pretrained(source, quantization_config=config)``, and is loaded by
+    ``from_pretrained(target)`` after ``import lowbit.transformers``.
+
+    Args:
+        source: a directory with config.json and safetensors files, of any architecture that transformers knows.
+        target: a directory that is empty or not there yet; symbolic links are followed. It appears when all is written,
+            in one step, which is tried before the work begins; a run that is killed leaves at most a hidden
+            ``.NAME-*.partial`` beside it, which does not load, and which the next run to the same target removes.
+        config: what to quantise, and how.
+        max_shard_bytes: a file gets no second tensor beyond this many bytes.
+        packed: called once, when all is checked and before anything is written, for layers that are packed already:
+            each by its name, uint8 [bytes] of the config's width; the others are rounded to nearest.
+        progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band.
+
+    Raises:
+        OSError: a file is missing or cannot be read; target is not empty, a mount point, or cannot be written; the disk
+            is full. Only if the last step fails, although it had worked before, all is kept: the message says where.
+        ValueError: an unknown architecture, a damaged file, tensors that are missing, not finite or of another shape or
+            dtype than the model's, or different configs for layers that share a weight. Nothing is left of target then.
+    """
+    begin = time.perf_counter()
+    source, target = Path(source), Path(target).absolute()
+    check_shard_bytes(max_shard_bytes)
+    place = resolve_new_directory(target)
+    outputs, left, description = _read_and_plan(source, config)
     total = sum(output.source.bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
     read = 0
@@ -403,37 +481,35 @@ def quantize_checkpoint(
 
     with PartialDirectory(place) as partial:
         partial.rehearse()
-        _check_space(partial.path, target_bytes)
-        try:
-            entries = _write_tensors(partial.path, outputs, max_shard_bytes, done)
-            _copy_files(source, partial.path)
+        check_space(partial.path, target_bytes)
+        with no_space(target, target_bytes):
+            entries = _write_tensors(partial.path, outputs, max_shard_bytes, packed() if packed else {}, done)
+            copy_files(source, partial.path)
             # Last: without it nothing loads.
-            _write_json(partial.path / CONFIG, description | {"quantization_config": config.to_dict()})
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise OSError(
-                    error.errno,
-                    f"{error.strerror} while {target} was written, which takes {target_bytes / 1e9:.2f} GB; nothing of "
-                    "it was kept. Make room, or choose another place",
-                ) from error
-            raise
+            write_json(partial.path / CONFIG, description | {"quantization_config": config.to_dict()})
         partial.finish()
     left_bytes = sum(output.source.bytes for output in outputs if output.config is None and output.name in left)
     return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left, left_bytes)
 
 
 def _write_tensors(
-    directory: Path, outputs: list[_Output], max_shard_bytes: int, done: Callable[[int, str], None]
+    directory: Path,
+    outputs: list[_Output],
+    max_shard_bytes: int,
+    packed: Mapping[str, torch.Tensor],
+    done: Callable[[int, str], None],
 ) -> list[CheckpointEntry]:
     entries = []
     shards = list(_shards(outputs, max_shard_bytes))
     for number, shard in enumerate(shards, 1):
         file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
         stored = [output.stored(file) for output in shard]
-        entries += [_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
-        with Writer(file, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
+        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        with Writer(file, list(map(_described, stored))) as writer:
             for output in shard:
-                if output.config is not None:
+                if output.layer in packed:
+                    _write_packed(output, packed[output.layer], writer, functools.partial(done, name=output.name))
+                elif output.config is not None:
                     _pack(output, writer, functools.partial(done, name=output.name))
                 else:
                     for chunk in chunks(output.source):
@@ -442,7 +518,7 @@ def _write_tensors(
     if len(shards) > 1:
         weight_map = {entry.name: entry.file for entry in entries}
         size = sum(entry.bytes for entry in entries)
-        _write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return entries
 
 
@@ -450,7 +526,7 @@ def _is_weights(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in _WEIGHTS_OF_ALL_FRAMEWORKS)
 
 
-def _copy_files(source: Path, target: Path) -> None:
+def copy_files(source: Path, target: Path) -> None:
     """Copies what belongs to a checkpoint beside its weights: the tokenizer, settings, templates, a licence."""
     modules = _modules(source)
     for entry in sorted(source.iterdir()):
@@ -478,7 +554,8 @@ def _modules(source: Path) -> set[str]:
         return set()
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
+    """Writes a file that is not there yet, and sees that it is on the disk."""
     with open(path, "x", encoding="utf-8") as file:
         json.dump(content, file, indent=2, ensure_ascii=False)
         file.write("\n")

@@ -17,6 +17,21 @@ from .quantize import Config, EmbeddingConfig, LinearConfig, check_layer, quanti
 KINDS = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
 
 
+class Prepared:
+    """A float layer in training, as :func:`lowbit.qat.prepare_` makes them: it computes what a packed one will."""
+
+    def pack(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """uint8 [bytes], as :func:`lowbit.pack`."""
+        raise NotImplementedError
+
+
+def refuse_prepared(model: torch.nn.Module) -> None:
+    """Raises ValueError where layers are in training."""
+    for name, module in model.named_modules():
+        if isinstance(module, Prepared):
+            raise ValueError(f"{name or type(module).__name__} is prepared for training; lowbit.qat.convert_ packs it")
+
+
 def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chosen: set[str], stacklevel: int = 2) -> None:
     """Warns, in one line, when more than a hundredth of the bytes of a float model's matrices stay float unasked.
 
@@ -50,7 +65,8 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
     )
 
 
-def _leave_fused_paths(model: torch.nn.Module) -> None:
+def leave_fused_paths(model: torch.nn.Module) -> None:
+    """Makes torch's encoder layers call their linear layers where these are quantised."""
     # In evaluation torch's encoder layers hand the float weights of their linear layers to one fused operator. These
     # two attributes are what they themselves set to call the linear layers instead.
     def is_quantised(layer: torch.nn.Module) -> bool:
@@ -65,23 +81,21 @@ def _leave_fused_paths(model: torch.nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
-    """Packs layers of a model, in place.
+def names_by_weight(modules: Mapping[str, torch.nn.Module]) -> dict[int, list[str]]:
+    """The names of layers that share a weight, by its id."""
+    found: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        found.setdefault(id(module.weight), []).append(name)
+    return found
 
-    Args:
-        selected: qualified names of layers of the exact types in ``KINDS``, each with its config. What shares a tensor is
-            packed once, and stays shared.
+
+def check_layers(modules: Mapping[str, torch.nn.Module], selected: Mapping[str, Config]) -> None:
+    """Refuses layers that cannot be packed.
 
     Raises:
-        TypeError, ValueError: weights that are not finite or not on the CPU, or different configs for layers that share
-            a weight. The model is then unchanged.
+        TypeError, ValueError: as :func:`replace_layers`.
     """
-    # All checks come before the first change.
-    modules = {name: model.get_submodule(name) for name in selected}
-    by_weight: dict[int, list[str]] = {}
-    for name, module in modules.items():
-        by_weight.setdefault(id(module.weight), []).append(name)
-    for names in by_weight.values():
+    for names in names_by_weight(modules).values():
         first = names[0]
         for name in names:
             check_layer(modules[name].weight, getattr(modules[name], "bias", None), selected[name], f"{name}.")
@@ -98,6 +112,26 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
                     f"{selected[name]}; give both the same, or None to one of them"
                 )
 
+
+def _pack(layer: torch.nn.Module, config: Config, bias: torch.Tensor | None) -> torch.Tensor:
+    return layer.pack(bias) if isinstance(layer, Prepared) else quantize_tensor(layer.weight, config, bias=bias)
+
+
+def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
+    """Packs layers of a model, in place.
+
+    Args:
+        selected: qualified names of layers, of the exact types in ``KINDS`` or ``Prepared``, each with its config. What shares a tensor is
+            packed once, and stays shared.
+
+    Raises:
+        TypeError, ValueError: weights that are not finite or not on the CPU, or different configs for layers that share
+            a weight. The model is then unchanged.
+    """
+    # All checks come before the first change.
+    modules = {name: model.get_submodule(name) for name in selected}
+    check_layers(modules, selected)
+    by_weight = names_by_weight(modules)
     for names in by_weight.values():
         # One buffer holds one bias: linear layers that share a weight but not a bias are packed one by one.
         # An embedding reads no bias.
@@ -109,14 +143,13 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
             module = modules[name]
             if id(module) not in replaced:
                 if len(biases) > 1:
-                    packed = quantize_tensor(module.weight, selected[name], bias=getattr(module, "bias", None))
-                    packed = in_huge_pages(packed)
+                    packed = in_huge_pages(_pack(module, selected[name], getattr(module, "bias", None)))
                 else:
                     if shared is None:
-                        shared = quantize_tensor(module.weight, selected[name], bias=next(iter(biases.values()), None))
-                        shared = in_huge_pages(shared)
+                        bias = next(iter(biases.values()), None)
+                        shared = in_huge_pages(_pack(module, selected[name], bias))
                     packed = shared
                 replaced[id(module)] = nn.in_place_of(module, packed, module.weight.dtype)
             model.set_submodule(name, replaced[id(module)])
             modules[name] = None  # lets go of the float weight as soon as it is packed
-    _leave_fused_paths(model)
+    leave_fused_paths(model)

@@ -352,7 +352,17 @@ def embedding(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over static caches: writes ``k`` and ``v`` behind what the caches hold, then attends.
 
@@ -360,18 +370,23 @@ def attention(
     bits however a text was cut into calls.
 
     Args:
-        q: [batch, heads, positions, width] float32, bfloat16 or float16, any strides; width a multiple of 16 up to 256.
-        k, v: [batch, kv_heads, positions, width] of q's dtype, any strides; heads is a multiple of kv_heads, and head h
-            of q belongs to head ``h // (heads // kv_heads)``.
-        k_cache, v_cache: [batch, kv_heads, max_length, width] of q's dtype, contiguous; max_length a multiple of 16.
-            Changed in place. The order of values within a head of k_cache is this operator's: start with any content
-            (``torch.zeros``, for example), and leave the rest to it.
+        q: [batch, heads, positions, width] float32, bfloat16 or float16, any strides; width a multiple of 16 up to 512.
+        k: [batch, kv_heads, positions, width] of q's dtype, any strides; heads is a multiple of kv_heads, and head h of
+            q belongs to head ``h // (heads // kv_heads)``.
+        v: [batch, kv_heads, positions, value_width], as k; value_width is that of the cache.
+        k_cache, v_cache: [batch, kv_heads, max_length, width] and [..., value_width] of q's dtype, contiguous;
+            max_length and value_width multiples of 16, as width. Changed in place. The order of values within a head of
+            k_cache is this operator's: start with any content (``torch.zeros``, for example), and leave the rest to it.
         start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
             ``start + i`` of the text and sees all up to itself.
         scale: of the products of q and k; None: ``width ** -0.5``.
+        window: a query sees its own position and ``window - 1`` before it (sliding window); None: all before it.
+        softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; None: they stay.
+        sinks: [heads] of q's dtype: a score more for each head that takes part in the softmax and has no value, as in
+            gpt-oss; None: there is none.
 
     Returns:
-        [batch, positions, heads, width] of q's dtype, contiguous. NaN where a visible product is NaN. No gradients.
+        [batch, positions, heads, value_width] of q's dtype, contiguous. NaN where a visible product is NaN. No gradients.
 
     Raises:
         IndexError: ``start`` is negative, or the caches are too short for all positions. They are unchanged.
@@ -379,7 +394,11 @@ def attention(
     """
     if scale is None:
         scale = max(1, *q.shape[-1:]) ** -0.5  # a width of 0, or none, is for the operator to refuse
-    return torch.ops.lowbit.attention(q, k, v, k_cache, v_cache, start, scale)
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; expected 1 or more, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; expected a positive number, or None")
+    return torch.ops.lowbit.attention(q, k, v, k_cache, v_cache, start, scale, window or 0, softcap or 0.0, sinks)
 
 
 # register_fake asks inspect for the module of this file; unless it knows, it looks at the files of all modules: 3 ms.
@@ -402,9 +421,9 @@ def _(indices, packed_weight, embedding_dim, *, dtype=None):
 
 
 @torch.library.register_fake("lowbit::attention")
-def _(q, k, v, k_cache, v_cache, start, scale):
-    batch, heads, positions, width = q.shape
-    return q.new_empty((batch, positions, heads, width))
+def _(q, k, v, k_cache, v_cache, start, scale, window=0, softcap=0.0, sinks=None):
+    batch, heads, positions, _ = q.shape
+    return q.new_empty((batch, positions, heads, v_cache.shape[-1]))
 
 
 @torch.library.register_fake("lowbit::pack")

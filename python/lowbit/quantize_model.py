@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from . import ops
-from .layers import KINDS, replace_layers, warn_of_floats
+from .layers import KINDS, refuse_prepared, replace_layers, warn_of_floats
 from .patterns import Patterns
 from .quantize import Config, EmbeddingConfig, LinearConfig
 
@@ -44,7 +44,7 @@ def select_layers(
         chosen = ordered.last(name, lambda value, kind=kind: value is None or isinstance(value, kind))
         if chosen is not None and chosen[1] is not None and (filter_fn is None or filter_fn(module, name)):
             selected[name] = chosen[1]
-    ordered.warn_unused("layer that its config applies to", stacklevel=3)
+    ordered.warn_unused("layer that its config applies to", stacklevel=4)
     return selected
 
 
@@ -62,8 +62,30 @@ def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) 
                 f"{left[0]} and {packed[0]} share one weight, of which only {packed[0]} is packed: the model grows by "
                 f"{size / 1e6:.1f} MB instead of shrinking by {(weight.nbytes - size) / 1e6:.1f} MB. Give both a config of "
                 "the same bits, or None to both",
-                stacklevel=3,
+                stacklevel=4,
             )
+
+
+def choose_layers(
+    model: torch.nn.Module,
+    config: Config | Mapping[str, Config | None],
+    filter_fn: Callable[[torch.nn.Module, str], bool] | None,
+) -> dict[str, Config]:
+    """:func:`select_layers`, with the errors and warnings of :func:`quantize_`."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if type(model) in (torch.nn.Linear, torch.nn.Embedding):
+        name = type(model).__name__
+        raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{name}.from_float(model, config)")
+    refuse_prepared(model)
+    selected = select_layers(model, config, filter_fn)
+    if not selected:
+        raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
+
+    kinds = {name for name, module in model.named_modules(remove_duplicate=False) if type(module) in KINDS}
+    warn_of_floats(model, selected, kinds - selected.keys(), stacklevel=3)
+    _warn_of_half_a_tie(model, selected)
+    return selected
 
 
 @contextmanager
@@ -119,18 +141,7 @@ def quantize_(
         TypeError, ValueError: a wrong config, nothing to quantise, weights that are not finite or not on the CPU, or
             different configs for layers that share a weight. The model is then unchanged.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    if type(model) in (torch.nn.Linear, torch.nn.Embedding):
-        name = type(model).__name__
-        raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{name}.from_float(model, config)")
-    selected = select_layers(model, config, filter_fn)
-    if not selected:
-        raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
-
-    kinds = {name for name, module in model.named_modules(remove_duplicate=False) if type(module) in KINDS}
-    warn_of_floats(model, selected, kinds - selected.keys())
-    _warn_of_half_a_tie(model, selected)
+    selected = choose_layers(model, config, filter_fn)
     with described_to_transformers(model):
         replace_layers(model, selected)
     return model

@@ -2,6 +2,7 @@
 // once per LOWBIT_ISA.
 
 #include <algorithm>
+#include <cmath>
 #include <gtest/gtest.h>
 
 #include "../../kernels/registry.h"
@@ -49,7 +50,7 @@ struct Model {
       Tensor out(type, {batch, count, heads, width});
       const Status status =
           attention(positions(q, start, count), positions(k, start, count), positions(v, start, count), k_cache.view,
-                    v_cache.view, start_tensor(start).view, kScale, out.view, parallel);
+                    v_cache.view, start_tensor(start).view, {kScale}, out.view, parallel);
       EXPECT_TRUE(status.ok()) << status.message();
       EXPECT_TRUE(out.memory->intact() && k_cache.memory->intact() && v_cache.memory->intact());
       const std::vector<uint8_t> bytes = out.bytes();
@@ -72,7 +73,7 @@ struct Model {
   std::vector<uint8_t> expected() const {
     const size_t item = static_cast<size_t>(element_bytes(type));
     std::vector<uint8_t> out(q.bytes().size()), panels(static_cast<size_t>(max_length * width) * item);
-    std::vector<float> scratch(static_cast<size_t>(attention_scratch(width)));
+    std::vector<float> scratch(static_cast<size_t>(attention_scratch(width, width)));
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t cache_head = b * kv_heads + h / (heads / kv_heads);
@@ -84,10 +85,11 @@ struct Model {
         for (int64_t i = 0; i < length; ++i) {
           const void* row = element(q.view, ((b * heads + h) * length + i) * width);
           void* to = out.data() + static_cast<size_t>(((b * length + i) * heads + h) * width) * item;
-          const int64_t sees = i + 1;
+          const int64_t begin = 0, end = i + 1;
           choose_attention(kPortable)
-              .run({1, &row, &to, &sees, panels.data(), element(v.view, cache_head * length * width), dtype_of(type),
-                    width, static_cast<float>(kScale * 1.4426950408889634), scratch.data()});
+              .run({1, &row, &to, &begin, &end, nullptr, panels.data(), element(v.view, cache_head * length * width),
+                    dtype_of(type), width, width, static_cast<float>(kScale * 1.4426950408889634), 0.0f,
+                    scratch.data()});
         }
       }
     }
@@ -178,7 +180,7 @@ TEST(Attention, Refusals) {
   Tensor k_cache = model.cache(), v_cache = model.cache(), out(ElementType::f32, {1, 10, 4, 32});
   const Tensor zero = start_tensor(0);
   const auto good = [&] {
-    return attention(model.q.view, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, kScale, out.view,
+    return attention(model.q.view, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, {kScale}, out.view,
                      {});
   };
   ASSERT_TRUE(good().ok());
@@ -188,7 +190,7 @@ TEST(Attention, Refusals) {
   const auto with = [&](size_t index, auto change) {
     TensorView views[7] = {model.q.view, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, out.view};
     change(views[index]);
-    return attention(views[0], views[1], views[2], views[3], views[4], views[5], kScale, views[6], {});
+    return attention(views[0], views[1], views[2], views[3], views[4], views[5], {kScale}, views[6], {});
   };
   const char* const names[] = {"q", "k", "v", "k_cache", "v_cache", "start", "out"};
   for (size_t i = 0; i < 7; ++i) {
@@ -219,7 +221,7 @@ TEST(Attention, Refusals) {
       [&] {
         TensorView q = model.q.view, to = out.view;
         q.shape.size[1] = to.shape.size[2] = 0;
-        return attention(q, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, kScale, to, {});
+        return attention(q, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, {kScale}, to, {});
       }(),
       "q has 0 heads; expected 1 or more times 2"));
 
@@ -229,6 +231,23 @@ TEST(Attention, Refusals) {
     const std::string message = "start is " + std::to_string(start) + " with 10 new positions; expected 0 to 6";
     EXPECT_TRUE(refused(status, message.c_str(), Status::Kind::out_of_range));
   }
+  const auto scored = [&](const Scores& scores) {
+    return attention(model.q.view, model.k.view, model.v.view, k_cache.view, v_cache.view, zero.view, scores, out.view,
+                     {});
+  };
+  EXPECT_TRUE(refused(scored({kScale, -1}), "window is -1; expected 1 or more, or 0 for none"));
+  for (const double cap : {-1.0, double{NAN}, double{INFINITY}}) {
+    EXPECT_TRUE(refused(scored({kScale, 0, cap}), "softcap is "));
+  }
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{3}, {4, 1}, {0}}) {
+    const Tensor sinks(ElementType::f32, shape);
+    EXPECT_TRUE(refused(scored({kScale, 0, 0.0, &sinks.view}), "sinks has dtype float32 and shape"));
+  }
+  const Tensor half(ElementType::f16, {4});
+  EXPECT_TRUE(refused(scored({kScale, 0, 0.0, &half.view}), "sinks has dtype float16 and shape [4]; expected float32"));
+  Tensor far(ElementType::f32, {4});
+  far.view.on_cpu = false;
+  EXPECT_TRUE(refused(scored({kScale, 0, 0.0, &far.view}), "sinks is not on the CPU"));
   EXPECT_TRUE(out.memory->intact() && k_cache.memory->intact() && v_cache.memory->intact())
       << "a refused call writes nothing";
   EXPECT_TRUE(good().ok());

@@ -21,24 +21,39 @@ enum class Content {
 
 constexpr float kFactor = 0.2f;
 
+// What some models have besides.
+struct More {
+  int64_t window = 0;       // 0: none
+  float cap = 0.0f;         // AttentionArgs::cap
+  bool sinks = false;
+  int64_t value_width = 0;  // 0: as wide as the keys
+};
+
 // A text of one head of keys and values, and queries for rows of given lengths.
 struct Problem {
-  int64_t width;
+  int64_t width, value_width;
   DType dtype;
-  std::vector<int64_t> lengths;
+  float cap;
+  std::vector<int64_t> begins, lengths;
   std::vector<std::vector<float>> q;
   std::vector<float> keys, values;  // position by position
+  std::vector<float> sinks;         // of rows, or none
   Guarded q_bytes, key_panels, value_bytes;
 
   int64_t item() const { return size_of(dtype); }
   int64_t length() const { return lengths.back(); }
 
   Problem(int64_t width, DType dtype, const std::vector<int64_t>& lengths, Content content, Wall wall,
-          int64_t misaligned, Random& random)
-      : width(width), dtype(dtype), lengths(lengths),
+          int64_t misaligned, Random& random, const More& more = {})
+      : width(width), value_width(more.value_width > 0 ? more.value_width : width), dtype(dtype), cap(more.cap),
+        lengths(lengths),
         q_bytes(static_cast<int64_t>(lengths.size()) * width * size_of(dtype), wall, misaligned),
         key_panels((lengths.back() + 15) / 16 * 16 * width * size_of(dtype), wall, misaligned),
-        value_bytes(lengths.back() * width * size_of(dtype), wall, misaligned) {
+        value_bytes(lengths.back() * value_width * size_of(dtype), wall, misaligned) {
+    for (const int64_t length : lengths) {
+      begins.push_back(more.window > 0 && more.window < length ? length - more.window : 0);
+      if (more.sinks) sinks.push_back(3.0f * random.normal());
+    }
     const auto make = [&](int64_t count, float magnitude) {
       std::vector<float> made;
       for (int64_t i = 0; i < count; ++i) made.push_back(magnitude * random.normal());
@@ -48,7 +63,7 @@ struct Problem {
                             : content == Content::tiny ? 1e-6f : 1.0f;
     for (size_t r = 0; r < lengths.size(); ++r) q.push_back(make(width, magnitude));
     keys = make(length() * width, content == Content::huge ? 3e3f : 1.0f);
-    values = make(length() * width, content == Content::tiny ? 1e-6f : 1.0f);
+    values = make(length() * value_width, content == Content::tiny ? 1e-6f : 1.0f);
     if (content == Content::rising) {  // each position's score above the ones before: maxima in every block
       for (auto& row : q) row.assign(row.size(), 1.0f);
       for (int64_t j = 0; j < length(); ++j) keys[static_cast<size_t>(j * width)] += 0.125f * static_cast<float>(j);
@@ -59,11 +74,12 @@ struct Problem {
     }
     const float infinity = float_from_bits(0x7f800000u), nan = float_from_bits(0xffc12345u);
     const size_t some = static_cast<size_t>(length() / 2 * width + 3);
+    const size_t some_value = static_cast<size_t>(length() / 2 * value_width + 3);
     if (content == Content::nan_in_q) q.back()[1] = nan;
     if (content == Content::infinite_q) q.back()[1] = -infinity;
     if (content == Content::nan_in_k) keys[some] = nan;
     if (content == Content::infinite_k) keys[some] = infinity;
-    if (content == Content::infinite_v) values[some] = -infinity;
+    if (content == Content::infinite_v) values[some_value] = -infinity;
 
     // As the type holds them.
     const auto round = [&](std::vector<float>& numbers) { numbers = from_bytes(to_bytes(numbers, dtype), dtype); };
@@ -87,18 +103,19 @@ struct Problem {
 
   // Rows [begin, end) in one call.
   std::vector<uint8_t> run(const AttentionKernel& kernel, int64_t begin, int64_t end) const {
-    const int64_t row_bytes = width * item();
+    const int64_t row_bytes = value_width * item();
     Guarded out((end - begin) * row_bytes);
-    Guarded scratch(attention_scratch(width) * 4);
+    Guarded scratch(attention_scratch(width, value_width) * 4);
     std::memset(scratch.data(), 0xff, static_cast<size_t>(scratch.size()));
     const void* q_rows[kAttentionRows];
     void* out_rows[kAttentionRows];
     for (int64_t r = begin; r < end; ++r) {
-      q_rows[r - begin] = q_bytes.data() + r * row_bytes;
+      q_rows[r - begin] = q_bytes.data() + r * width * item();
       out_rows[r - begin] = out.data() + (r - begin) * row_bytes;
     }
-    kernel.run({end - begin, q_rows, out_rows, lengths.data() + begin, key_panels.data(), value_bytes.data(), dtype,
-                width, kFactor, scratch.as<float>()});
+    kernel.run({end - begin, q_rows, out_rows, begins.data() + begin, lengths.data() + begin,
+                sinks.empty() ? nullptr : sinks.data() + begin, key_panels.data(), value_bytes.data(), dtype, width,
+                value_width, kFactor, cap, scratch.as<float>()});
     EXPECT_TRUE(out.intact() && scratch.intact()) << "wrote outside of the output or the scratch";
     EXPECT_TRUE(q_bytes.intact() && key_panels.intact() && value_bytes.intact()) << "wrote to an input";
     return out.bytes();
@@ -118,9 +135,10 @@ struct Problem {
   std::vector<uint8_t> run_contract(bool bounded) const {
     std::vector<uint8_t> all;
     for (size_t r = 0; r < q.size(); ++r) {
-      const std::vector<float> row = contract_attention(q[r], kFactor, keys, values, lengths[r]);
+      const Sight sight{begins[r], lengths[r], cap, sinks.empty() ? nullptr : &sinks[r]};
+      const std::vector<float> row = contract_attention(q[r], kFactor, keys, values, value_width, sight);
       if (bounded) {
-        const std::vector<Bounded> exact = exact_attention(q[r], kFactor, keys, values, lengths[r]);
+        const std::vector<Bounded> exact = exact_attention(q[r], kFactor, keys, values, value_width, sight);
         for (size_t i = 0; i < row.size(); ++i) {
           EXPECT_LE(std::fabs(row[i] - exact[i].value), exact[i].bound) << "value [" << r << ", " << i << "]";
           EXPECT_LT(exact[i].bound, 0.1) << "a bound that says nothing";
@@ -201,17 +219,90 @@ TEST_P(AttentionRow, SameBitsAtTheLimits) {
   }
 }
 
+// Windows, caps, sinks, and values that are wider or narrower than keys.
+TEST_P(AttentionRow, SameBitsOfOtherScores) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const AttentionKernel& kernel = attention_kernel(GetParam().index);
+  uint64_t index = 0;
+  for (const int64_t window : {0, 1, 2, 7, 16, 100, 256, 300}) {
+    for (const float cap : {0.0f, 1.0f, 72.0f}) {
+      for (const int64_t start : {0, 40, 250, 509, 700}) {
+        const DType dtype = kTypes[++index % 3];
+        const More more{window, cap, index % 2 != 0, index % 4 == 0 ? 32 : index % 4 == 1 ? 96 : 0};
+        const Content content = index % 11 == 0 ? Content::sharp : index % 7 == 0 ? Content::far_apart : Content::usual;
+        Random random(index);
+        const Problem problem(index % 5 == 0 ? 192 : 64, dtype, lengths_of(start, 9, 2), content,
+                              index % 2 != 0 ? Wall::after : Wall::before, 0, random, more);
+        const std::string what = std::string(name_of(dtype)) + " window " + std::to_string(window) + " cap " +
+                                 std::to_string(cap) + " start " + std::to_string(start);
+        if (!is_right(kernel, problem, content == Content::usual, what)) return;
+      }
+    }
+  }
+}
+
+// What a row does not see may be anything.
+TEST_P(AttentionRow, OutOfTheWindow) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const AttentionKernel& kernel = attention_kernel(GetParam().index);
+  for (const Content content : {Content::nan_in_k, Content::infinite_k, Content::infinite_v}) {  // at position 300
+    for (const int64_t window : {5, 150, 284}) {
+      Random random(3);
+      const Problem problem(48, DType::f32, lengths_of(584, 16, 1), content, Wall::after, 0, random, {window});
+      if (!is_right(kernel, problem, false, "window " + std::to_string(window))) return;
+      for (const float value : from_bytes(problem.run(kernel, 16), DType::f32)) EXPECT_TRUE(std::isfinite(value));
+    }
+  }
+}
+
 TEST_P(AttentionRow, RowsDoNotDependOnEachOther) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
   for (const DType dtype : kTypes) {
     for (const Content content : {Content::usual, Content::rising, Content::nan_in_q, Content::infinite_v}) {
       Random random(7);
-      const Problem problem(80, dtype, {1, 5, 6, 7, 20, 200, 255, 256, 257, 258, 270, 290, 300, 300, 520, 521}, content,
-                            Wall::after, 0, random);
-      const std::vector<uint8_t> together = problem.run(kernel, 16);
-      for (const int64_t most : {1, 2, 3, 5, 7}) {
-        EXPECT_TRUE(same_bits(problem.run(kernel, most), together, dtype)) << "with " << most << " rows at once";
+      for (const int64_t window : {0, 40}) {
+        const Problem problem(80, dtype, {1, 5, 6, 7, 20, 200, 255, 256, 257, 258, 270, 290, 300, 300, 520, 521}, content,
+                              Wall::after, 0, random, {window, window > 0 ? 3.0f : 0.0f, window > 0});
+        const std::vector<uint8_t> together = problem.run(kernel, 16);
+        for (const int64_t most : {1, 2, 3, 5, 7}) {
+          EXPECT_TRUE(same_bits(problem.run(kernel, most), together, dtype)) << "with " << most << " rows at once";
+        }
+      }
+    }
+  }
+}
+
+// A text written position by position is the keys and values that `run` reads, and nothing else is written.
+TEST_P(AttentionRow, WritesWhatItReads) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const AttentionKernel& kernel = attention_kernel(GetParam().index);
+  constexpr int64_t kLength = 37;
+  for (const DType dtype : kTypes) {
+    for (const int64_t width : {16, 80, 256}) {
+      for (const int64_t step : {1, 3}) {
+        for (const int64_t misaligned : {0, 2}) {
+          Random random(static_cast<uint64_t>(width + step));
+          const Problem problem(width, dtype, {kLength}, Content::usual, Wall::after, misaligned, random);
+          Guarded keys(problem.key_panels.size(), Wall::after, misaligned);
+          Guarded values(problem.value_bytes.size(), Wall::after, misaligned);
+          std::memset(keys.data(), 0xff, static_cast<size_t>(keys.size()));
+          std::memset(values.data(), 0xff, static_cast<size_t>(values.size()));
+          Guarded k(((width - 1) * step + 1) * size_of(dtype)), v(k.size());
+          for (int64_t n = 0; n < kLength; ++n) {
+            const int64_t position = n * 5 % kLength;  // in any order
+            for (int64_t i = 0; i < width; ++i) {
+              const size_t at = static_cast<size_t>(position * width + i);
+              store_from_f32(k.data(), dtype, i * step, problem.keys[at]);
+              store_from_f32(v.data(), dtype, i * step, problem.values[at]);
+            }
+            kernel.write({k.data(), v.data(), step, step, keys.data(), values.data(), position, dtype, width,
+                          width});
+          }
+          EXPECT_TRUE(keys.intact() && values.intact()) << "wrote outside of the caches";
+          EXPECT_EQ(keys.bytes(), problem.key_panels.bytes());
+          EXPECT_EQ(values.bytes(), problem.value_bytes.bytes());
+        }
       }
     }
   }

@@ -141,8 +141,8 @@ TEST(FloatSettings, Attention) {
   expect_same_bits("attention", DType::f32, [&](const Parallel& parallel) {
     Tensor k_cache(ElementType::f32, {1, 2, 80, 32}), v_cache(ElementType::f32, {1, 2, 80, 32});
     Tensor out(ElementType::f32, {1, 70, 4, 32});
-    const Status status = attention(q.view, k.view, v.view, k_cache.view, v_cache.view, start.view, 0.1767767,
-                                    out.view, parallel);
+    const Status status = attention(q.view, k.view, v.view, k_cache.view, v_cache.view, start.view,
+                                    {0.1767767}, out.view, parallel);
     EXPECT_TRUE(status.ok()) << status.message();
     return out.bytes();
   });

@@ -171,7 +171,7 @@ TEST(IsaCap, OperatorsRefuseAWrongName) {
   const Tensor q = random_tensor(ElementType::f32, {1, 1, 1, 16}, random);
   const Tensor keys = random_tensor(ElementType::f32, {1, 1, 16, 16}, random);
   const Tensor start = index_tensor<int64_t>({0}), attended(ElementType::f32, {1, 1, 1, 16});
-  EXPECT_TRUE(refused(attention(q.view, q.view, q.view, keys.view, keys.view, start.view, 1.0, attended.view, {}),
+  EXPECT_TRUE(refused(attention(q.view, q.view, q.view, keys.view, keys.view, start.view, {1.0}, attended.view, {}),
                       "LOWBIT_ISA is 'nonsense'"));
   const Tensor codes(ElementType::u8, {20, 64}), scales(ElementType::f32, {20, 2}), mins(ElementType::f32, {0, 0});
   EXPECT_TRUE(refused(pack(codes.view, scales.view, nullptr, nullptr, 4, 32, out.view, {}),

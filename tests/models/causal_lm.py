@@ -68,6 +68,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"(mamba_d_state|ssm_state_size|state_size)", 8),
     (r"(mamba_n_groups|n_groups|mamba_ngroups)", 1),
     (r"(time_step_rank|mamba_dt_rank)", 4),
+    (r"(sliding_window)", 6),  # shorter than the texts here, and than the decoder's own
     (r"(image_size)", 32),
     (r"(patch_size)", 8),
 ]

@@ -186,22 +186,37 @@ def _exp2(x: Tensor) -> Tensor:
     return torch.where(x < -126, 0.0, p * torch.exp2(n.clamp(min=-126).double()).float())
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+def _tanh2(x: Tensor) -> Tensor:
+    e = _exp2(-x.abs())
+    return torch.copysign((1 - e) / (1 + e), x)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int = 0, softcap: float = 0.0, sinks=None
+) -> Tensor:
     """The last positions of a text: q [batch, heads, s, d]; k and v of all of it, [batch, kv_heads, start + s, d]."""
     batch, heads, s, d = q.shape
+    log2e = 1.4426950408889634
     length = start + s
     k, v = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (k, v))  # [batch, heads, length, d]
-    factor = torch.tensor(scale * 1.4426950408889634, dtype=torch.float64).float()
+    factor = torch.tensor(scale / softcap * (2 * log2e) if softcap else scale * log2e, dtype=torch.float64).float()
+    cap = torch.tensor(softcap * log2e, dtype=torch.float64).float()
     scaled = q.float() * factor
-    seen = torch.arange(length) < torch.arange(start + 1, length + 1)[:, None]  # [s, length]
+    ends = torch.arange(start + 1, length + 1)[:, None]
+    seen = (torch.arange(length) < ends) & (torch.arange(length) >= ends - (window or length))  # [s, length]
     most = torch.full((batch, heads, s, 1), torch.finfo(torch.float32).min)
     sums = torch.zeros(batch, heads, s, 16)
-    out = torch.zeros(batch, heads, s, d)
+    if sinks is not None:
+        most = torch.maximum(most, (sinks.double() * log2e).float()[None, :, None, None])
+        sums[..., 0] = 1.0
+    out = torch.zeros(batch, heads, s, v.shape[-1])
     for begin in range(0, length, 256):
         end = min(begin + 256, length)
         x = torch.zeros(batch, heads, s, end - begin)
         for i in range(d):
             x = fma32(k[:, :, None, begin:end, i], scaled[..., i : i + 1], x)
+        if softcap:
+            x = _tanh2(x) * cap
         x = torch.where(seen[:, begin:end], x, -torch.inf)
         now = torch.maximum(most, x.amax(-1, keepdim=True))
         shrink, weights = _exp2(most - now), _exp2(x - now)

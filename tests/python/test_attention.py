@@ -201,9 +201,9 @@ GOOD = {
     [
         ({"q": GOOD["q"].double()}, "q has dtype float64; expected float32, bfloat16 or float16"),
         ({"q": torch.ones(4, 3, 32)}, "q has shape [4, 3, 32]; expected [batch, heads, positions, width]"),
-        ({"q": torch.ones(1, 4, 3, 40)}, "q has shape [1, 4, 3, 40]; expected a width of 16 to 256, a multiple of 16"),
-        ({"q": torch.ones(1, 4, 3, 0)}, "expected a width of 16 to 256"),
-        ({"q": torch.ones(1, 4, 3, 272)}, "expected a width of 16 to 256"),
+        ({"q": torch.ones(1, 4, 3, 40)}, "q has shape [1, 4, 3, 40]; expected a width of 16 to 512, a multiple of 16"),
+        ({"q": torch.ones(1, 4, 3, 0)}, "expected a width of 16 to 512"),
+        ({"q": torch.ones(1, 4, 3, 528)}, "expected a width of 16 to 512"),
         ({"q": torch.ones(1, 3, 3, 32)}, "q has 3 heads; expected 1 or more times 2, the heads of the caches"),
         ({"q": torch.ones(1, 0, 3, 32)}, "q has 0 heads; expected 1 or more times 2, the heads of the caches"),
         ({"q": GOOD["q"].half()}, "k_cache has dtype float32; expected float16"),
@@ -254,6 +254,59 @@ def test_no_positions_change_nothing():
     assert out.shape == (1, 0, 4, 32) and not k_cache.any() and not v_cache.any()
 
 
+# window, softcap, sinks, width of the values
+OTHER_SCORES = [(7, None, False, 32), (None, 20.0, False, 32), (None, None, True, 64), (130, 5.0, True, 16)]
+
+
+@pytest.mark.parametrize("window, softcap, with_sinks, value_width", OTHER_SCORES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_scores(window, softcap, with_sinks, value_width, dtype):
+    length = 290
+    q, k, _ = text(1, 4, 2, length, 32, dtype)
+    _, _, v = text(1, 4, 2, length, value_width, dtype, seed=1)
+    sinks = torch.tensor([-3.0, 0.5, 4.0, 90.0]).to(dtype) if with_sinks else None
+    scores = {"window": window, "softcap": softcap, "sinks": sinks}
+    (k_cache, _), (_, v_cache) = caches(1, 2, 304, 32, dtype), caches(1, 2, 304, value_width, dtype)
+    out, start = [], 0
+    for count in (length - 20, 19, 1):
+        new = slice(start, start + count)
+        out.append(lowbit.attention(q[:, :, new], k[:, :, new], v[:, :, new], k_cache, v_cache, at(start), **scores))
+        start += count
+    found = torch.cat(out, 1)
+    scale = 32**-0.5
+    expected = reference.attention(q[:, :, -20:], k, v, length - 20, scale, window or 0, softcap or 0.0, sinks)
+    assert_same_bits(found[:, -20:], expected)
+
+    # And what the words mean.
+    scores = (q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3)) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    scores = scores.masked_fill((j > i) | (j <= i - (window or length)), -torch.inf)
+    if with_sinks:
+        scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, 4, length, 1)], -1)
+    exact = scores.softmax(-1)[..., :length] @ v.double().repeat_interleave(2, 1)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(found.double(), exact.transpose(1, 2), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "scores, message",
+    [
+        ({"window": 0}, "window is 0; expected 1 or more, or None"),
+        ({"window": -4}, "window is -4; expected 1 or more, or None"),
+        ({"softcap": 0.0}, "softcap is 0.0; expected a positive number, or None"),
+        ({"softcap": float("nan")}, "softcap is nan; expected a positive number, or None"),
+        ({"softcap": float("inf")}, "softcap is inf; expected a positive number, or 0 for none"),
+        ({"sinks": torch.zeros(3)}, "sinks has dtype float32 and shape [3]; expected float32 and [4]"),
+        ({"sinks": torch.zeros(4).half()}, "sinks has dtype float16 and shape [4]; expected float32 and [4]"),
+    ],
+)
+def test_refused_scores(scores, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lowbit.attention(**GOOD, **scores)
+
+
 def test_opcheck():
     for dtype in DTYPES:
         q, k, v = text(1, 4, 2, 3, 32, dtype)
@@ -262,7 +315,10 @@ def test_opcheck():
 
 
 class Layers(torch.nn.Module):
-    """Two layers of nothing but attention, so that every surface gives the same bits. Input [b, t, heads, width]."""
+    """Two layers of nothing but attention, so that every surface gives the same bits. Input [b, t, heads, width].
+
+    The second has a window, a cap and sinks.
+    """
 
     def __init__(self, heads=4, kv_heads=2, width=32, max_length=64, dtype=torch.float32):
         super().__init__()
@@ -270,12 +326,14 @@ class Layers(torch.nn.Module):
         for layer in range(2):
             for name in ("keys", "values"):
                 self.register_buffer(f"{name}{layer}", torch.zeros(1, kv_heads, max_length, width, dtype=dtype), False)
+        self.register_buffer("sinks", torch.linspace(-2, 3, heads, dtype=dtype))
 
     def forward(self, x, start):
         for layer in range(2):
             new = x[:, :, :: self.groups].transpose(1, 2)
             caches = getattr(self, f"keys{layer}"), getattr(self, f"values{layer}")
-            x = lowbit.attention(x.transpose(1, 2), new, new, *caches, start, scale=0.5)
+            more = {"window": 20, "softcap": 3.0, "sinks": self.sinks} if layer else {}
+            x = lowbit.attention(x.transpose(1, 2), new, new, *caches, start, scale=0.5, **more)
         return x
 
 

@@ -247,7 +247,7 @@ def test_what_is_refused():
         gptq(weight, moments_of(x), config)
     with pytest.raises(ValueError, match="inputs of the layer in the float model have NaN"):
         gptq(weight, moments_of(correlated(32), x), config)
-    with pytest.raises(ValueError, match=r"shape \[33, 33\]; expected \[32, 32\]"):
+    with pytest.raises(ValueError, match="moments are of 33 inputs; expected 32"):
         gptq(weight, moments_of(correlated(33)), config)
     with pytest.raises(ValueError, match="saw no tokens"):
         gptq(weight, Moments(torch.zeros(32, 32), None, 0), config)

@@ -241,7 +241,7 @@ def test_a_refused_model_is_as_before(dtype):
         before, logits = state(model), model(torch.tensor([PROMPT])).logits
         for name, value, message in (
             ("layer_idx", 0, "LlamaForCausalLM .*: 1 of its 2 layers use the decoder's caches; use transf"),
-            ("layer_idx", 7, "the model raises IndexError"),
+            ("layer_idx", 7, "LlamaForCausalLM .*: 1 of its 2 layers use the decoder's caches"),
             ("is_causal", True, None),
         ):
             right, kv.__dict__[name] = kv.__dict__[name], value
@@ -303,16 +303,36 @@ def test_attention_of_other_kinds():
         config = transformers.MistralConfig(**SIZES | {"sliding_window": 32})
         return transformers.AutoModelForCausalLM.from_config(config).eval()
 
-    with pytest.raises(ValueError, match=r"sees 32 positions only \(a sliding window\) and max_length is 48"):
-        Decoder(mistral(), 48)
-    theirs = mistral().generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)[0, len(PROMPT) :].tolist()
-    assert generate(Decoder(mistral(), 32), PROMPT, 16, max_length=32).tokens == theirs  # within the window
-    sizes = SIZES | {"attn_logit_softcapping": 50.0, "sliding_window": 4096}
-    gemma = transformers.AutoModelForCausalLM.from_config(transformers.Gemma2Config(**sizes))
+    theirs = mistral().generate(torch.tensor([PROMPT]), max_new_tokens=60, do_sample=False)[0, len(PROMPT) :].tolist()
+    assert len(PROMPT) + 60 > 2 * 32  # beyond the window
+    assert generate(Decoder(mistral(), 80), PROMPT, 60, max_length=80).tokens == theirs
+
+
+def test_a_cap_on_scores():
+    def gemma(**more):
+        torch.manual_seed(0)
+        config = transformers.Gemma2Config(**SIZES | {"sliding_window": 16} | more)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
     with pytest.raises(ValueError, match=r"the model is in training mode; call its eval\(\) first"):
-        Decoder(gemma, 32)
-    with pytest.raises(ValueError, match=r"Gemma2.* \(model_type gemma2\): its attention caps its scores \(softcap=50"):
-        Decoder(gemma.eval(), 32)
+        Decoder(gemma(), 32)
+    capped, free = (gemma(attn_logit_softcapping=cap).eval() for cap in (0.01, None))
+    tokens = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        assert not torch.allclose(capped(tokens).logits, free(tokens).logits, atol=1e-4)
+    theirs = capped.generate(tokens, max_new_tokens=40, do_sample=False)[0, len(PROMPT) :].tolist()
+    assert generate(Decoder(capped, 64), PROMPT, 40, max_length=64).tokens == theirs
+
+
+def test_layers_that_do_not_tell_their_window_are_refused():
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**SIZES | {"sliding_window": 32})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    config.layer_types = ["full_attention", "sliding_attention"]  # the first layer says 32 all the same
+    message = "layer 0 has a sliding window of None by its configuration, and tells its attention 32; expected a max_length"
+    with pytest.raises(ValueError, match=message):
+        Decoder(model, 48)
+    Decoder(model, 32)
 
 
 LOGITS = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()

@@ -1,4 +1,4 @@
-"""The decoder on 44 architectures of transformers, tiny and with random weights: right, or refused and left as it was.
+"""The decoder on 46 architectures of transformers, tiny and with random weights: right, or refused and left as it was.
 
 `make models` tries all there are, and exports them too.
 """
@@ -44,13 +44,15 @@ MODELS = {
     "bert": OTHERS,
     "blenderbot-small": NO_POSITIONS,
     "doge": "its attention has a mask or bias of its own",
-    "gemma2": "its attention caps its scores (softcap=50.0)",
-    "gpt_oss": "its attention has s_aux",
     "apertus": None,
     "biogpt": None,
     "bitnet": None,
     "cohere": None,
+    "deepseek_v3": None,
+    "gemma2": None,
     "gemma3_text": None,
+    "gpt_oss": None,
+    "gemma4_text": None,
     "gemma3n_text": None,
     "glm4": None,
     "gpt2": None,

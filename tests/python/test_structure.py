@@ -12,7 +12,7 @@ MODULES = {
 }
 
 # They import transformers, but no submodule of it: its documented classes only.
-USERS_OF_TRANSFORMERS = {"lowbit.llm.loading", "lowbit.llm.shapes", "lowbit.cli.tune"}
+USERS_OF_TRANSFORMERS = {"lowbit.llm.loading", "lowbit.llm.shapes", "lowbit.cli.tune", "lowbit.report.measure"}
 
 
 class _WithoutTypeChecking(ast.NodeTransformer):

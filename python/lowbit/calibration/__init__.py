@@ -19,6 +19,8 @@ def calibrate(
     *,
     tokenizer: Any = None,
     window: int = 512,
+    max_tokens: int = 32768,
+    target_bits: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
     """Quantises a model of transformers in place, with the help of a text that is like what it will be used on.
@@ -42,6 +44,10 @@ def calibrate(
             pass), or "auto": gptq where a layer saw at least as many tokens as it has inputs, else importance.
         tokenizer: of the model, for texts.
         window: tokens of a language model's inputs.
+        max_tokens: of texts that are used; of longer ones, parts that lie evenly in them. Memory is needed for two
+            hidden states of each.
+        target_bits: widths by layer for this mean of bits per weight, from :func:`assign_widths`; the config is then a
+            :class:`lowbit.LowBitConfig`.
         progress: called as ``progress(layers done, layers)``.
 
     Raises:
@@ -50,7 +56,55 @@ def calibrate(
     """
     from .model import run
 
-    return run(model, data, config, method, tokenizer=tokenizer, window=window, progress=progress)
+    if target_bits is not None:
+        config = assign_widths(
+            model, data, config, target_bits, tokenizer=tokenizer, window=window, max_tokens=max_tokens
+        )
+    return run(
+        model, data, config, method, tokenizer=tokenizer, window=window, max_tokens=max_tokens, progress=progress
+    )
 
 
-__all__ = ["METHODS", "Calibration", "calibrate"]
+def assign_widths(
+    model,
+    data: Iterable[Any],
+    config: Any,
+    target_bits: float,
+    *,
+    tokenizer: Any = None,
+    window: int = 512,
+    max_tokens: int = 32768,
+    progress: Callable[[int, int], None] | None = None,
+) -> Any:
+    """A width and a group size for each layer of a float model, for a mean of bits per weight; the model stays as it is.
+
+    Each matrix alone is rounded, and the change of the model's outputs on some of the text measured
+    (:func:`lowbit.calibration.widths.measure`); then bits go where they gain most
+    (:func:`lowbit.calibration.widths.assign`).
+
+    Args:
+        model, data, tokenizer, window, max_tokens: as for :func:`calibrate`.
+        config: a :class:`lowbit.LowBitConfig`; layers that its overrides or ``embedding_bits`` name keep their widths.
+        target_bits: bits per quantised weight, scales and all that a packed weight has besides included.
+        progress: called as ``progress(matrices measured, matrices)``.
+
+    Returns:
+        A :class:`lowbit.LowBitConfig` with an override for each layer.
+
+    Raises:
+        TypeError, ValueError: as :func:`calibrate`, or a target that cannot be had; the message says what can.
+    """
+    from ..transformers import LowBitConfig
+    from .data import batches
+    from .model import evaluating
+    from .widths import config_of, measured, within
+
+    if not isinstance(config, LowBitConfig):
+        raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
+    inputs, _ = batches(model, data, tokenizer, window, max_tokens)
+    with evaluating(model):
+        items = measured(model, inputs, config, target_bits, progress)
+    return config_of(config, items, within(items, target_bits))
+
+
+__all__ = ["METHODS", "Calibration", "assign_widths", "calibrate"]

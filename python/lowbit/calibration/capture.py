@@ -16,6 +16,17 @@ class Stop(Exception):
 
 
 @contextmanager
+def slow_paths() -> Iterator[None]:
+    """Without the fused operators of torch's encoder layers, which take the weights of linear layers and call none."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
 def inputs_of(modules: dict[str, torch.nn.Module], take: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Calls ``take(name, input)`` whenever one of the modules is about to run."""
     handles = []

@@ -11,12 +11,18 @@ from torch import Tensor
 Batch = dict[str, Any]
 
 LEAST_TOKENS = 128
-_BATCH = 16  # texts or windows that the model sees at a time
+MOST_TOKENS = 32768
+_BATCH = 2048  # tokens that the model sees at a time, or those of one window
 _SHORTEST = 8  # tokens of a window that is worth running
 
 
-def batches(model, data: Iterable[Any], tokenizer: Any, window: int) -> list[Batch]:
-    """The inputs, without padding where they are made here.
+def batches(
+    model, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS
+) -> tuple[list[Batch], int]:
+    """The inputs, without padding where they are made here, and how many tokens there are.
+
+    Of texts with more than ``most`` tokens, windows (or texts, for models that see each by itself) are taken that lie
+    evenly in them.
 
     Raises:
         TypeError, ValueError: neither texts nor inputs, texts without a tokenizer, or too few tokens.
@@ -24,14 +30,17 @@ def batches(model, data: Iterable[Any], tokenizer: Any, window: int) -> list[Bat
     if isinstance(data, str):
         data = [data]
     items = list(data)
+    if isinstance(most, bool) or not isinstance(most, int) or most < LEAST_TOKENS:
+        raise ValueError(f"max_tokens is {most!r}; expected an int of at least {LEAST_TOKENS}")
     if not items:
         raise ValueError("the calibration text is empty; expected some thousand tokens")
     if all(isinstance(item, str) for item in items):
         if tokenizer is None:
             raise TypeError("data are texts, but there is no tokenizer; give the model's with tokenizer=")
-        result = _of_texts(model, items, tokenizer, window)
+        result, there = _of_texts(model, items, tokenizer, window, most)
     else:
         result = [_as_batch(item) for item in items]
+        there = sum(tokens_of(batch) for batch in result)
     count = sum(tokens_of(batch) for batch in result)
     if count < LEAST_TOKENS:
         raise ValueError(
@@ -46,7 +55,7 @@ def batches(model, data: Iterable[Any], tokenizer: Any, window: int) -> list[Bat
                 f"the calibration text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to "
                 f"{vocabulary - 1}: the tokenizer is another model's"
             )
-    return result
+    return result, there
 
 
 def tokens_of(batch: Batch) -> int:
@@ -71,7 +80,7 @@ def _as_batch(item: Any) -> Batch:
     return item
 
 
-def _of_texts(model, texts: list[str], tokenizer: Any, window: int) -> list[Batch]:
+def _of_texts(model, texts: list[str], tokenizer: Any, window: int, most: int) -> tuple[list[Batch], int]:
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or window
     if window < _SHORTEST:
@@ -86,12 +95,18 @@ def _of_texts(model, texts: list[str], tokenizer: Any, window: int) -> list[Batc
         # Models with learnt positions often start them behind a padding token.
         longest = min(window, limit - 2 if limit > 2 else limit)
         rows = [tokenizer(text, truncation=True, max_length=longest, verbose=False)["input_ids"] for text in texts]
+    rows = [row for row in rows if row]
+    there = sum(map(len, rows))
+    if there > most:
+        count = max(1, len(rows) * most // there)
+        rows = [rows[i * len(rows) // count] for i in range(count)]
     by_length: dict[int, list[list[int]]] = {}
     for row in rows:
-        if row:
-            by_length.setdefault(len(row), []).append(row)
-    return [
-        {"input_ids": torch.tensor(same[begin : begin + _BATCH])}
-        for _, same in sorted(by_length.items(), reverse=True)
-        for begin in range(0, len(same), _BATCH)
-    ]
+        by_length.setdefault(len(row), []).append(row)
+    result = []
+    for length, same in sorted(by_length.items(), reverse=True):
+        together = max(1, _BATCH // length)
+        result += [
+            {"input_ids": torch.tensor(same[begin : begin + together])} for begin in range(0, len(same), together)
+        ]
+    return result, there

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from .importance import in_groups, search, search_groups
 
 _LEAST_COLUMNS = 64  # of a block whose errors are passed on together
 _MOST_COLUMNS = 512
+_TRIAL_ROWS = 256
+CORRECTIONS = (0.0, 0.25, 0.5, 1.0)
 
 
 @dataclass
@@ -25,6 +27,19 @@ class Moments:
     square: Tensor  # float32 [k, k]; or [k], its diagonal, which is enough for importance
     drift: Tensor | None  # float32 [k, k]
     tokens: int
+    # Some tokens' inputs (x, y), float32 [tokens, k], that are not in the sums yet: what GPTAQ's correction is chosen by.
+    held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def join(self) -> None:
+        """Adds the tokens that were held back to the sums."""
+        for x, y in self.held:
+            self.add(x, y)
+        self.held = []
+
+    def add(self, x: Tensor, y: Tensor | None) -> None:
+        self.square += x.square().sum(0) if self.square.dim() == 1 else x.T @ x
+        self.tokens += len(x)
+        self.drift = None if self.drift is None or y is None else self.drift + (y - x).T @ x
 
     def importance(self) -> Tensor:
         """The mean square of each input, float32 [k]; inputs that were never used count a little."""
@@ -33,10 +48,9 @@ class Moments:
         return mean + 1e-4 * mean.mean()
 
 
-def _check(weight: Tensor, moments: Moments) -> None:
-    k = weight.shape[1]
-    if moments.square.shape != (k, k):
-        raise ValueError(f"the moments have shape {list(moments.square.shape)}; expected {[k, k]}")
+def _check(moments: Moments) -> None:
+    if moments.square.dim() != 2:
+        raise ValueError(f"the moments have shape {list(moments.square.shape)}; expected [k, k]")
     if not bool(torch.isfinite(moments.square).all()):
         raise ValueError("the inputs of the layer have NaN or infinite values; expected finite activations")
     if moments.drift is not None and not bool(torch.isfinite(moments.drift).all()):
@@ -61,13 +75,100 @@ def _inverse_factor(square: Tensor) -> Tensor:
         raise ValueError(f"the moments are not positive definite ({error}); expected a larger damping") from None
 
 
+class Solver:
+    """GPTQ for layers with the same inputs, whose rows do not depend on each other; :func:`gptq` has the method.
+
+    Args:
+        moments: of the inputs; those held back do not count.
+        damping, by_importance: as for :func:`gptq`.
+
+    Raises:
+        ValueError: as :func:`gptq`.
+    """
+
+    def __init__(self, moments: Moments, damping: float = 0.01, by_importance: bool = False):
+        _check(moments)
+        k = len(moments.square)
+        self.importance, self.by_importance = moments.importance(), by_importance
+        square = _damped(moments.square, damping)
+        diagonal = square.diagonal()
+        self.order = torch.argsort(diagonal, descending=True, stable=True) if by_importance else torch.arange(k)
+        if by_importance:
+            square = square[self.order][:, self.order]
+        factor = _inverse_factor(square)
+        self.pull = None
+        if moments.drift is not None:
+            drift = moments.drift.double()
+            if by_importance:
+                drift = drift[self.order][:, self.order]
+            self.pull = ((drift @ factor.T).triu_(1) @ factor).float()
+        self.factor = factor.float()
+        self.diagonal = self.factor.diagonal()
+        # What an error of an input costs once the inputs behind it have made up for what they can.
+        self.costs = self.diagonal.square().reciprocal()
+
+    def quantise(self, weight: Tensor, config: Config, correction: float) -> Quantised:
+        """Rows of a matrix, float32 [n, k]; the arguments are those of :func:`gptq`."""
+        n, k = weight.shape
+        if k != len(self.factor):
+            raise ValueError(f"the moments are of {len(self.factor)} inputs; expected {k}")
+        group, factor, order = config.group_size or k, self.factor, self.order
+        in_order = not self.by_importance and group <= _MOST_COLUMNS
+        pull = self.pull if correction else None
+        affine = config.mapping == "affine"
+        initial = search(weight, self.importance, config)
+        scales, mins = initial.scales.clone(), None if initial.mins is None else initial.mins.clone()
+        largest = scales.abs().amax(1, keepdim=True)
+        if affine:
+            largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
+        width = group * -(-_LEAST_COLUMNS // group) if in_order else 128
+        work = weight.float()[:, order].T.contiguous()  # [k, n]: an input is a row
+        levels = torch.empty_like(work)
+        for begin in range(0, k, width):
+            end = min(begin + width, k)
+            block = work[begin:end]
+            errors = torch.empty_like(block)
+            for i in range(begin, end):
+                at = i - begin
+                column = int(order[i])
+                g = column // group
+                if in_order and column % group == 0:
+                    last = min(i + group, end)
+                    scale, low = search_groups(
+                        in_groups(block[at : last - begin].T, config)[:, :1],
+                        in_groups(self.costs[None, i:last], config)[:, :1].expand(n, 1, -1),
+                        config,
+                    )
+                    scales[:, g] = stored(scale, largest)[:, 0]
+                    if affine:
+                        mins[:, g] = stored(low, largest)[:, 0]
+                values = block[at]
+                level = levels_near(values, scales[:, g], mins[:, g] if affine else None, config.bits)
+                rounded = scales[:, g] * level
+                if affine:
+                    rounded = rounded + mins[:, g]
+                levels[i] = level
+                errors[at] = (values - rounded) / self.diagonal[i]
+                rest = block[at + 1 :]
+                rest.addr_(factor[i, i + 1 : end], errors[at], alpha=-1.0)
+                if pull is not None:
+                    rest.addr_(pull[i, i + 1 : end], values, alpha=correction)
+            if end < k:
+                work[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1.0)
+                if pull is not None:
+                    work[end:].addmm_(pull[begin:end, end:].T, block, alpha=correction)
+        result = Quantised(torch.empty_like(weight), scales, mins, config)
+        result.levels[:, order] = levels.T
+        return result
+
+
 def gptq(
     weight: Tensor,
     moments: Moments,
     config: Config,
     *,
     damping: float = 0.01,
-    correction: float = 0.25,
+    correction: float = 1.0,
     by_importance: bool = False,
     sweeps: int = 0,
 ) -> Quantised:
@@ -87,7 +188,7 @@ def gptq(
         moments: of the layer's inputs.
         config: bits, group size and mapping; its choice of scale does not count.
         damping: part of the mean of the diagonal that is added to the diagonal.
-        correction: the factor of GPTAQ's term, 0 to 1.
+        correction: the factor of GPTAQ's term, 0 to 1; :func:`best_correction` measures it.
         by_importance: rounds the inputs with the largest mean square first ("act-order"). Groups stay runs of inputs,
             and so their scales are chosen before the first code.
         sweeps: of coordinate descent behind it (:func:`descend`).
@@ -95,72 +196,28 @@ def gptq(
     Raises:
         ValueError: moments of another shape, that are not finite, or of no tokens.
     """
-    _check(weight, moments)
-    n, k = weight.shape
-    group = config.group_size or k
-    square = _damped(moments.square, damping)
-    order = torch.argsort(square.diagonal(), descending=True, stable=True) if by_importance else torch.arange(k)
-    square = square[order][:, order]
-    factor = _inverse_factor(square)
-    pull = None
-    if moments.drift is not None and correction:
-        drift = moments.drift.double()[order][:, order]
-        pull = (correction * ((drift @ factor.T).triu(1) @ factor)).float()
-    diagonal = factor.diagonal().float()
-    factor = factor.float()
-
-    groups = -(-k // group)
-    affine = config.mapping == "affine"
-    initial = search(weight, moments.importance(), config)
-    scales, mins = initial.scales.clone(), None if initial.mins is None else initial.mins.clone()
-    largest = scales.abs().amax(1, keepdim=True)
-    if affine:
-        largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
-    in_order = not by_importance and group <= _MOST_COLUMNS
-    width = group * -(-_LEAST_COLUMNS // group) if in_order else 128
-    # What an error of an input costs once the inputs behind it have made up for what they can.
-    costs = diagonal.square().reciprocal()
-
-    work = weight.float()[:, order].T.contiguous()  # [k, n]: an input is a row
-    levels = torch.empty_like(work)
-    for begin in range(0, k, width):
-        end = min(begin + width, k)
-        block = work[begin:end]
-        errors = torch.empty_like(block)
-        for i in range(begin, end):
-            at = i - begin
-            column = int(order[i])
-            g = column // group
-            if in_order and column % group == 0:
-                last = min(i + group, end)
-                scale, low = search_groups(
-                    in_groups(block[at : last - begin].T, config)[:, :1],
-                    in_groups(costs[None, i:last], config)[:, :1].expand(n, 1, -1),
-                    config,
-                )
-                scales[:, g] = stored(scale, largest)[:, 0]
-                if affine:
-                    mins[:, g] = stored(low, largest)[:, 0]
-            values = block[at]
-            level = levels_near(values, scales[:, g], mins[:, g] if affine else None, config.bits)
-            rounded = scales[:, g] * level
-            if affine:
-                rounded = rounded + mins[:, g]
-            levels[i] = level
-            errors[at] = (values - rounded) / diagonal[i]
-            rest = block[at + 1 :]
-            rest.addr_(factor[i, i + 1 : end], errors[at], alpha=-1.0)
-            if pull is not None:
-                rest.addr_(pull[i, i + 1 : end], values)
-        if end < k:
-            work[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1.0)
-            if pull is not None:
-                work[end:].addmm_(pull[begin:end, end:].T, block)
-    result = Quantised(torch.empty_like(weight), scales, mins, config)
-    result.levels[:, order] = levels.T
+    result = Solver(moments, damping, by_importance).quantise(weight, config, correction)
     if sweeps:
         descend(result, target(weight, moments, damping, correction), moments, damping=damping, sweeps=sweeps)
     return result
+
+
+def best_correction(solver: Solver, weight: Tensor, config: Config, held: list[tuple[Tensor, Tensor]]) -> float:
+    """The factor of GPTAQ's term with the least error of the outputs on tokens that the solver has not seen.
+
+    The term makes up for the error of a layer's inputs as the text shows it; the shorter the text, the more of that
+    is chance. Tried are 0 and 1 and two between, on some of the rows.
+
+    Args:
+        weight, config: as for :func:`gptq`.
+        held: inputs (x, y) in the quantised and in the float model, float32 [tokens, k].
+    """
+    rows = weight[:: -(-len(weight) // _TRIAL_ROWS)].float()
+    errors = []
+    for correction in CORRECTIONS:
+        found = solver.quantise(rows, config, correction).dequantize()
+        errors.append(sum(float((x @ found.T - y @ rows.T).square().sum()) for x, y in held))
+    return CORRECTIONS[errors.index(min(errors))]
 
 
 def target(weight: Tensor, moments: Moments, damping: float, correction: float) -> Tensor:

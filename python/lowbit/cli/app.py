@@ -18,18 +18,22 @@ from .bench import bench
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
+from .import_ import import_
 from .info import info
 from .inspect import inspect
 from .output import quieten, reporting
 from .quantize import quantize
+from .report import report
 from .tune import tune
 
 COMMANDS: dict[str, Callable] = {
     "quantize": quantize,
+    "import": import_,
     "generate": generate,
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
+    "report": report,
     "bench": bench,
     "tune": tune,
     "info": info,

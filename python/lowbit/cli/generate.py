@@ -73,6 +73,8 @@ def generate(
     from lowbit.llm.loading import TextStream, load_tokenizer, stop_tokens
 
     output = Output(as_json)
+    if model.suffix == ".gguf" and model.is_file():
+        model = _imported(output, model)
     text = _prompt(prompt, prompt_file)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if compile_:
@@ -143,6 +145,20 @@ def generate(
         )
     else:
         output.result(document)
+
+
+def _imported(output: Output, model: Path) -> Path:
+    """The import of a GGUF file, from the directory beside it, or made there."""
+    from lowbit.importing.cache import cache_of, import_to_cache, is_current
+
+    cache = cache_of(model)
+    if is_current(model):
+        output.note(f"{model} was imported before: {cache}")
+        return cache
+    changed = "; the one that is there is of other files" if cache.exists() else ""
+    output.note(f"{model} is imported to {cache}{changed}")
+    with output.progress(f"importing {model}", "bytes") as advance:
+        return import_to_cache(model, advance)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -11,6 +11,7 @@ import typer
 
 import lowbit
 from lowbit.files.untrusted import printable
+from lowbit.importing.report import read_report
 
 from .options import Json
 from .output import Output, size, table
@@ -26,6 +27,7 @@ def inspect(
     """List the tensors of a checkpoint, with their bits and bytes."""
     output = Output(as_json)
     entries = lowbit.inspect_checkpoint(path)
+    imported = read_report(path if path.is_dir() else path.parent)
     packed = [entry for entry in entries if entry.kind == "packed"]
     packed_bytes, weights = sum(entry.bytes for entry in packed), sum(math.prod(entry.shape) for entry in packed)
     document = {
@@ -35,14 +37,18 @@ def inspect(
         "packed_weights": weights,
         "bits_per_weight": 8 * packed_bytes / weights if weights else None,
         "tensors": [asdict(entry) for entry in entries],
+        "imported": [asdict(imported[entry.name]) for entry in entries if entry.name in imported] or None,
     }
-    shown = table("tensor", "kind", "shape", "bits", "group", "mapping", "bytes")
+    columns = ("was", "came over") if document["imported"] else ()
+    shown = table("tensor", "kind", "shape", "bits", "group", "mapping", "bytes", *columns)
     for entry in entries:
         is_packed = entry.kind == "packed"
         group = "" if not is_packed else "row" if entry.group_size is None else str(entry.group_size)
         shape = " x ".join(map(str, entry.shape))
         name, mapping = printable(entry.name), entry.mapping or ""
-        shown.add_row(name, entry.kind, shape, str(entry.bits), group, mapping, str(entry.bytes))
+        was = imported.get(entry.name)
+        came = () if not columns else ("", "") if was is None else (printable(was.source), was.came_over)
+        shown.add_row(name, entry.kind, shape, str(entry.bits), group, mapping, str(entry.bytes), *came)
     total = f"{len(entries)} tensors, {size(document['bytes'])}"
     if packed:
         total += f"; {len(packed)} packed: {size(packed_bytes)}, {document['bits_per_weight']:.2f} bits per weight"

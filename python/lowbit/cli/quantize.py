@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,11 +16,15 @@ import typer
 
 import lowbit
 
-from .options import Bits, EmbeddingBits, GroupSize, Json, Mapping, make_config, parse_group_size
+from .models import read_text
+from .options import Bits, EmbeddingBits, GroupSize, Json, Mapping, finite, make_config, parse_group_size
 from .output import Output, size, table
 
 if TYPE_CHECKING:
-    from lowbit import CheckpointSummary
+    from lowbit import CheckpointSummary, LowBitConfig
+    from lowbit.calibration import Calibration
+
+_UNITS = {"writing": "bytes"}
 
 
 def quantize(
@@ -36,14 +46,60 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="TEXT",
+            help="A text, UTF-8, like what the model will be used on: scales and codes are chosen for it.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option("--method", help="With --calibrate: gptq, importance, or auto, the better of the two.")
+    ] = "auto",
+    calibrate_tokens: Annotated[
+        int, typer.Option("--calibrate-tokens", min=128, help="The most tokens of the text that are used.")
+    ] = 32768,
+    window: Annotated[int, typer.Option("--window", min=8, help="Tokens that the model sees at once.")] = 512,
+    target_size: Annotated[
+        str | None,
+        typer.Option(
+            "--target-size",
+            metavar="SIZE",
+            help="With --calibrate: widths by layer, for files of weights of at most this size, as in 1.2GB or 800MB.",
+            show_default=False,
+        ),
+    ] = None,
+    target_bits: Annotated[
+        float | None,
+        typer.Option(
+            "--target-bits",
+            help="With --calibrate: widths by layer, for this mean of bits per weight.",
+            callback=finite,
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Quantise a checkpoint, without ever holding it in memory."""
+    begin = time.perf_counter()
     output = Output(as_json)
     overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
     config = make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
-    with output.progress(f"quantising {source}", "bytes") as advance:
-        summary = lowbit.quantize_checkpoint(source, target, config, progress=advance)
+    if calibrate is None:
+        if target_size is not None or target_bits is not None:
+            raise ValueError("--target-size and --target-bits measure layers on a text; name one with --calibrate")
+        with output.progress(f"quantising {source}", "bytes") as advance:
+            summary = lowbit.quantize_checkpoint(source, target, config, progress=advance)
+        calibration = None
+    else:
+        if target_size is not None and target_bits is not None:
+            raise ValueError("--target-size and --target-bits are both given; expected one of them")
+        summary, calibration = _calibrate(
+            output, source, target, config, read_text(calibrate), method, calibrate_tokens, window,
+            None if target_size is None else _bytes(target_size), target_bits,
+        )  # fmt: skip
     packed = [entry for entry in summary.entries if entry.kind == "packed"]
     packed_bytes = sum(entry.bytes for entry in packed)
     weights = sum(math.prod(entry.shape) for entry in packed)
@@ -59,7 +115,10 @@ def quantize(
         "float_bytes": summary.target_bytes - packed_bytes,
         "left_bytes": summary.left_bytes,
         "left_float": summary.left,
-        "seconds": summary.seconds,
+        "methods": None if calibration is None else calibration.methods,
+        "calibration_tokens": None if calibration is None else calibration.tokens,
+        "resumed_layers": None if calibration is None else calibration.resumed,
+        "seconds": time.perf_counter() - begin,
     }
     shown = table("", "before", "after", "")
     share = f"{100 * summary.target_bytes / summary.source_bytes:.1f} %"
@@ -69,12 +128,63 @@ def quantize(
     )
     shown.add_row("left as they were", "", size(document["float_bytes"]), "")
     lines = _stays_float(summary)
-    output.result(document, shown, *lines, f"{target} written in {summary.seconds:.1f} s")
+    if calibration is not None:
+        lines.append(_calibrated(calibration))
+    output.result(document, shown, *lines, f"{target} written in {document['seconds']:.1f} s")
     if 2 * summary.left_bytes > summary.target_bytes:
         output.warn(
             f"MOST OF THIS MODEL STAYS FLOAT: {len(summary.left)} matrices, "
             f"{100 * summary.left_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
         )
+
+
+def _calibrate(
+    output: Output,
+    source: Path,
+    target: Path,
+    config: LowBitConfig,
+    text: str,
+    method: str,
+    tokens: int,
+    window: int,
+    target_bytes: int | None,
+    target_bits: float | None,
+) -> tuple[CheckpointSummary, Calibration]:
+    from lowbit.calibration.checkpoint import calibrate_checkpoint
+
+    with ExitStack() as stack:
+        shown: dict[str, Callable[..., None]] = {}
+
+        def progress(step: str, done: int, total: int, detail: str) -> None:
+            if step not in shown:
+                stack.close()  # the bar of the step before
+                shown[step] = stack.enter_context(
+                    output.progress(f"{step}: {target if step == 'writing' else source}", _UNITS.get(step, "layers"))
+                )
+            shown[step](done, total, detail)
+
+        return calibrate_checkpoint(
+            source, target, config, text, method, window=window, max_tokens=tokens, target_bytes=target_bytes,
+            target_bits=target_bits, progress=progress,
+        )  # fmt: skip
+
+
+def _calibrated(calibration: Calibration) -> str:
+    """What calibration did, in a line."""
+    counted = Counter(calibration.methods.values())
+    ways = ", ".join(f"{count} by {method}" for method, count in sorted(counted.items()))
+    part = "" if calibration.there == calibration.tokens else f" of {calibration.there}"
+    resumed = f"; {calibration.resumed} were there from an earlier run" if calibration.resumed else ""
+    return f"layers calibrated on {calibration.tokens}{part} tokens: {ways}{resumed}"
+
+
+def _bytes(text: str) -> int:
+    """1.2GB, 800 MB, 1.1GiB, or a number of bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise typer.BadParameter(f"{text!r}; expected a size, as in 1.2GB, 800MB or 1.1GiB", param_hint="--target-size")
+    number, unit, binary = found.groups()
+    return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def _stays_float(summary: CheckpointSummary) -> list[str]:

@@ -37,7 +37,7 @@ def _prefix(target: Path) -> str:
     return f".{target.name}-{host}-"
 
 
-def _lock(directory: Path) -> int | None:
+def lock(directory: Path) -> int | None:
     """A descriptor that holds the lock of a directory until it is closed, or its process ends however; None: another has it.
 
     Raises:
@@ -62,7 +62,7 @@ def sweep(target: Path) -> None:
         if not (entry.name.startswith(prefix) and entry.name.endswith(_PARTIAL)):
             continue
         try:
-            held = _lock(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else None
+            held = lock(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else None
         except OSError:  # not to be told whose it is
             continue
         if held is not None:
@@ -97,7 +97,7 @@ class PartialDirectory:
             except OSError as error:
                 raise OSError(error.errno, f"{target.parent} cannot be written: {error.strerror}") from error
             try:
-                self._lock = _lock(self.path)
+                self._lock = lock(self.path)
             except FileNotFoundError:
                 continue  # another process swept it before it was locked
             except OSError:

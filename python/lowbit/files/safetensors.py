@@ -185,20 +185,26 @@ def packed_info(stored: Stored) -> ops.PackedInfo:
         raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
 
 
+def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, int]:
+    """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, dtype, shape, size in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, at
+
+
 class Writer:
     """A file whose tensors are known by name, dtype, shape and bytes, and are then written in this order."""
 
     def __init__(self, path: Path, tensors: list[tuple[str, str, tuple[int, ...], int]]):
-        header, at = {"__metadata__": {"format": "pt"}}, 0
-        for name, dtype, shape, size in tensors:
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
-            at += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        header, size = header_of(tensors)
         # Unbuffered: after an error nothing is left that closing would try to write.
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._end = 8 + len(text) + at
-        self.write(len(text).to_bytes(8, "little") + text)
+        self._end = len(header) + size
+        self.write(header)
 
     def write(self, data) -> int:
         """Appends a buffer; returns where it went."""

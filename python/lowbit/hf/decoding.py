@@ -29,10 +29,39 @@ class NoCaches(Unsupported):
     """Attention was called without a decoder's caches."""
 
 
-def attend(module, query, key, value, attention_mask, scaling=None, caches=None, start=None, **others):
+class Asked:
+    """In place of caches: notes what the attention of each layer asks for, for a text from its beginning."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, int]] = {}  # heads, width of keys, width of values
+        self.windows: dict[int, int | None] = {}
+
+    def note(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Caches for this text alone."""
+        self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
+        self.windows[layer] = window
+        length = -(-key.shape[2] // 16) * 16
+        return tuple(each.new_zeros(*each.shape[:2], length, each.shape[3]) for each in (key, value))
+
+
+def attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    caches=None,
+    start=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **others,
+):
     """Attention over a decoder's caches, as transformers calls it.
 
-    query [1, heads, s, d], key and value [1, kv_heads, s, d].
+    query [1, heads, s, d], key [1, kv_heads, s, d], value [1, kv_heads, s, e]; s_aux [heads]: what lowbit.attention
+    calls sinks.
 
     Raises:
         NoCaches: called without caches.
@@ -40,23 +69,38 @@ def attend(module, query, key, value, attention_mask, scaling=None, caches=None,
     """
     if caches is None:
         raise NoCaches(_TAKEN)
-    k_cache, v_cache = caches[module.layer_idx]
-    _check_window(others.pop("sliding_window", None), k_cache.shape[2])
     if attention_mask is not None:
         raise Unsupported("its attention has a mask or bias of its own, which the decoder's attention does not know")
     for name, argument in others.items():
         if argument is not None and name not in _HARMLESS:
             raise Unsupported(f"its attention has {name}, which the decoder's attention does not know")
+    if isinstance(caches, Asked):
+        k_cache, v_cache = caches.note(module.layer_idx, key, value, sliding_window)
+    else:
+        k_cache, v_cache = caches[module.layer_idx]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, scale), None
+    sinks = None if s_aux is None else s_aux.to(query.dtype)
+    more = (sliding_window or 0, softcap or 0.0, sinks)
+    return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, scale, *more), None
 
 
-def _check_window(window: int | None, max_length: int) -> None:
-    if window is not None and window < max_length:
-        raise Unsupported(
-            f"its attention sees {window} positions only (a sliding window) and max_length is {max_length}; "
-            f"expected a max_length of at most {window}"
-        )
+def check_windows(config: Any, asked: Asked, max_length: int) -> None:
+    """Refuses a model whose layers have windows, and do not tell their attention which.
+
+    A short text would not show it.
+
+    Raises:
+        Unsupported: says what was found.
+    """
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", None) is not False else None
+    for layer, told in asked.windows.items():
+        said = window if kinds is None or "sliding" in kinds[layer] else None
+        if any(each is not None and each < max_length for each in (told, said)) and told != said:
+            raise Unsupported(
+                f"layer {layer} has a sliding window of {said} by its configuration, and tells its attention {told}; "
+                f"expected a max_length of at most {min(each for each in (told, said) if each is not None)}"
+            )
 
 
 def check_config(config: Any, max_length: int) -> None:
@@ -68,13 +112,6 @@ def check_config(config: Any, max_length: int) -> None:
     Raises:
         Unsupported: says what it has.
     """
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None or any("sliding" in kind for kind in kinds):
-        window = getattr(config, "sliding_window", None)
-        _check_window(window if getattr(config, "use_sliding_window", None) is not False else None, max_length)
-    cap = getattr(config, "attn_logit_softcapping", None)
-    if cap is not None:  # transformers' default attention ignores it
-        raise Unsupported(f"its attention caps its scores (softcap={cap}), which the decoder's attention does not know")
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < max_length:
         raise Unsupported(

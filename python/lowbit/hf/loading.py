@@ -48,6 +48,18 @@ def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transform
             return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
+def mapped_model(source: Path, tensors: int) -> transformers.PreTrainedModel:
+    """The model of a checkpoint that :func:`meta_model` builds, in eval mode; its weights stay mapped from the files.
+
+    Raises:
+        OSError, ValueError: as :func:`meta_model`, or transformers cannot load it.
+    """
+    kind = type(meta_model(source, tensors))
+    with counting(None), interpreting(f"{source} does not load"):
+        # In the dtype of the files: then safetensors' mapping is the only place where they are.
+        return kind.from_pretrained(source, dtype="auto", local_files_only=True, use_safetensors=True).eval()
+
+
 @contextmanager
 def counting(progress: Callable[[int, int], None] | None):
     """Reports transformers' progress in loading to a function, instead of by a bar and a table of its own."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from ..layers import KINDS
+
+if TYPE_CHECKING:
+    import torch
 
 
 def tied_layers(model: torch.nn.Module) -> dict[str, str]:

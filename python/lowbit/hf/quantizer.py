@@ -58,7 +58,7 @@ class LowBitQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # transformers means adapters beside the packed weights: lowbit.peft
 
     @property
     def is_compileable(self) -> bool:

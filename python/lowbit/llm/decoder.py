@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..hf import decoding
-from .proof import Reference, prove
+from .proof import Reference, ask, prove
 
 
 def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
@@ -77,17 +77,18 @@ class Decoder(torch.nn.Module):
         decoding.check_config(config, self.max_length)
         with torch.inference_mode():
             reference = Reference(self.model, self.max_length)
-        numbers = [getattr(config, name, None) for name in ("vocab_size", "num_hidden_layers", "num_attention_heads")]
+        numbers = [getattr(config, name, None) for name in ("vocab_size", "num_hidden_layers")]
         if not all(isinstance(number, int) and number > 0 for number in numbers):
-            raise decoding.Unsupported("its configuration does not say how many layers and attention heads it has")
-        self.vocabulary, self.layers, heads = numbers
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        for layer in range(self.layers):
-            for name in ("k", "v"):
-                cache = torch.zeros(1, kv_heads, self.max_length, head_dim, dtype=self.model.dtype)
-                self.register_buffer(f"{name}_cache_{layer}", cache, persistent=False)
+            raise decoding.Unsupported("its configuration does not say how many layers it has")
+        self.vocabulary, self.layers = numbers
         self._takeover = decoding.Takeover(self.model, self.max_length)
+        asked = ask(self, reference)
+        decoding.check_windows(config, asked, self.max_length)
+        for layer in range(self.layers):
+            heads, *widths = asked.shapes[layer]
+            for name, width in zip("kv", widths, strict=True):
+                cache = torch.zeros(1, heads, self.max_length, width, dtype=self.model.dtype)
+                self.register_buffer(f"{name}_cache_{layer}", cache, persistent=False)
         self.measured = prove(self, reference)
 
     @property

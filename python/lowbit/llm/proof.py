@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..hf.decoding import Unsupported
+from ..hf.decoding import Asked, Unsupported
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -106,6 +106,25 @@ class _Counted(list):
         return super().__getitem__(layer)
 
 
+def _all_used(used: int, layers: int) -> None:
+    if used < layers:
+        raise Unsupported(f"{used} of its {layers} layers use the decoder's caches")
+
+
+@torch.inference_mode()
+def ask(decoder: Decoder, reference: Reference) -> Asked:
+    """What the attention of each layer asks for.
+
+    Raises:
+        Unsupported: a layer has no attention over caches.
+        Exception: whatever the model raises.
+    """
+    asked, count = Asked(), reference.tokens.shape[1]
+    decoder.run(reference.tokens, torch.arange(count), torch.tensor([0]), asked)
+    _all_used(sum(layer in asked.shapes for layer in range(decoder.layers)), decoder.layers)
+    return asked
+
+
 @torch.inference_mode()
 def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
     """Fails unless a decoder computes what its model does.
@@ -123,8 +142,7 @@ def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
         caches = _Counted(decoder.caches())
         logits = decoder.run(text, positions, torch.tensor([start]), caches)
         used = [layer for layer in range(decoder.layers) if caches.asked[layer]]
-        if len(used) < decoder.layers:
-            raise Unsupported(f"{len(used)} of its {decoder.layers} layers use the decoder's caches")
+        _all_used(len(used), decoder.layers)
         if len(caches.asked) > len(used) or max(caches.asked.values()) > 1:
             times = caches.asked.total()
             raise Unsupported(f"its {decoder.layers} layers use the decoder's caches {times} times a call")

@@ -1,5 +1,6 @@
 #include "reference.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace lowbit::test {
@@ -127,20 +128,37 @@ QuantizedRow contract_quantize(const std::vector<float>& x) {
   return q;
 }
 
+namespace {
+
+float contract_tanh2(float x) {
+  if (std::isnan(x)) return x;
+  const float e = contract_exp2(-std::fabs(x));
+  return std::copysign((1.0f - e) / (1.0f + e), x);
+}
+
+}  // namespace
+
 std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
-                                      const std::vector<float>& values, int64_t length) {
+                                      const std::vector<float>& values, int64_t value_width, const Sight& sight) {
   const int64_t width = static_cast<int64_t>(q.size());
-  std::vector<float> out(q.size(), 0.0f), sums(16, 0.0f), scores(256);
+  std::vector<float> out(static_cast<size_t>(value_width), 0.0f), sums(16, 0.0f), scores(256);
   float most = -0x1.fffffep127f;
   bool is_nan = false;
-  for (int64_t begin = 0; begin < length; begin += 256) {
-    const int64_t end = begin + 256 < length ? begin + 256 : length;
+  if (sight.sink != nullptr) {
+    sums[0] = 1.0f;
+    most = std::fmax(most, *sight.sink);
+    is_nan = std::isnan(*sight.sink) || std::isinf(most);
+  }
+  int64_t end;
+  for (int64_t begin = sight.begin; begin < sight.end && !is_nan; begin = end) {
+    end = std::min(begin / 256 * 256 + 256, sight.end);
     const float before = most;
     for (int64_t j = begin; j < end; ++j) {
       float score = 0.0f;
       for (int64_t i = 0; i < width; ++i) {
         score = std::fma(keys[static_cast<size_t>(j * width + i)], q[static_cast<size_t>(i)] * factor, score);
       }
+      if (sight.cap != 0.0f) score = contract_tanh2(score) * sight.cap;
       scores[static_cast<size_t>(j - begin)] = score;
       is_nan = is_nan || std::isnan(score);
       if (score > most) most = score;
@@ -154,9 +172,9 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
     for (int64_t j = begin; j < end; ++j) {
       const float weight = contract_exp2(scores[static_cast<size_t>(j - begin)] - most);
       sums[static_cast<size_t>(j % 16)] += weight;
-      for (int64_t i = 0; i < width; ++i) {
+      for (int64_t i = 0; i < value_width; ++i) {
         float& value = out[static_cast<size_t>(i)];
-        value = std::fma(values[static_cast<size_t>(j * width + i)], weight, value);
+        value = std::fma(values[static_cast<size_t>(j * value_width + i)], weight, value);
       }
     }
   }
@@ -175,13 +193,16 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
 // product of up to b + 1 results of exp2: their arguments are differences that add up to at most the range of the
 // scores, each rounded, their values off by 2 u each, and b roundings join them. That makes a factor 1 + e of it. Sum
 // and weighted sum of the values have errors of e and n + b + 16 roundings each, relative to sums of magnitudes, and
-// there are two operations more. Weights below 2^-126 are dropped; underflows are half of 2^-149 each.
+// there are two operations more. A cap makes of a score's error e' one of at most cap * (e' / (2 log2(e)) + 12 u): the
+// slope of tanh is 1 at most, e is off by 2 u, and a difference, a sum, a quotient and a product are rounded. A sink is a
+// position more without a value. Weights below 2^-126 are dropped; underflows are half of 2^-149 each.
 std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
-                                     const std::vector<float>& values, int64_t length) {
+                                     const std::vector<float>& values, int64_t value_width, const Sight& sight) {
   const int64_t width = static_cast<int64_t>(q.size());
+  const double slope = 0.5 * std::log(2.0);  // 1 / (2 log2(e))
   std::vector<double> scores;
   double most = -INFINITY, least = INFINITY, score_error = 0.0;
-  for (int64_t j = 0; j < length; ++j) {
+  for (int64_t j = sight.begin; j < sight.end; ++j) {
     double score = 0.0, magnitude = 0.0;
     for (int64_t i = 0; i < width; ++i) {
       const double product =
@@ -189,20 +210,30 @@ std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, 
       score += product;
       magnitude += std::fabs(product);
     }
+    double error = static_cast<double>(width + 1) * kUnit * magnitude;
+    if (sight.cap != 0.0f) {
+      score = sight.cap * std::tanh(score * slope);
+      error = sight.cap * (error * slope + 12 * kUnit);
+    }
     scores.push_back(score);
     most = std::fmax(most, score);
     least = std::fmin(least, score);
-    score_error = std::fmax(score_error, static_cast<double>(width + 1) * kUnit * magnitude);
+    score_error = std::fmax(score_error, error);
   }
-  const double blocks = static_cast<double>((length + 255) / 256), n = static_cast<double>(length);
+  if (sight.sink != nullptr) {
+    most = std::fmax(most, double{*sight.sink});
+    least = std::fmin(least, double{*sight.sink});
+  }
+  const double blocks = static_cast<double>((sight.end + 255) / 256 - sight.begin / 256);
+  const double n = static_cast<double>(sight.end - sight.begin + 1);
   const double range = most - least + 2 * score_error;
   const double e = 0.7 * (2 * score_error + range * kUnit) + (3 * blocks + 2) * kUnit;
   std::vector<Bounded> result;
-  for (int64_t i = 0; i < width; ++i) {
-    double sum = 0.0, value = 0.0, magnitude = 0.0, largest = 0.0;
-    for (int64_t j = 0; j < length; ++j) {
-      const double weight = std::exp2(scores[static_cast<size_t>(j)] - most);
-      const double v = values[static_cast<size_t>(j * width + i)];
+  for (int64_t i = 0; i < value_width; ++i) {
+    double sum = sight.sink != nullptr ? std::exp2(*sight.sink - most) : 0.0, value = 0.0, magnitude = 0.0, largest = 0.0;
+    for (int64_t j = sight.begin; j < sight.end; ++j) {
+      const double weight = std::exp2(scores[static_cast<size_t>(j - sight.begin)] - most);
+      const double v = values[static_cast<size_t>(j * value_width + i)];
       sum += weight;
       value += weight * v;
       magnitude += weight * std::fabs(v);

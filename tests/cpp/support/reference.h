@@ -31,11 +31,18 @@ struct QuantizedRow {
 };
 QuantizedRow contract_quantize(const std::vector<float>& x);
 
-// One row of attention: `length` positions of keys and values, position by position, `width` values each.
+// What one row of attention sees.
+struct Sight {
+  int64_t begin, end;         // positions
+  float cap = 0.0f;           // AttentionArgs::cap
+  const float* sink = nullptr;
+};
+
+// One row of attention over keys and values position by position: q.size() and value_width values each.
 std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
-                                      const std::vector<float>& values, int64_t length);
+                                      const std::vector<float>& values, int64_t value_width, const Sight& sight);
 std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
-                                     const std::vector<float>& values, int64_t length);
+                                     const std::vector<float>& values, int64_t value_width, const Sight& sight);
 
 // Values to float32, and back to the type, as numeric.h does it (numeric_test.cpp has its own opinion of that).
 std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype);

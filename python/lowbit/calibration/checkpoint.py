@@ -1,0 +1,184 @@
+"""From file to file with a calibration text: block by block, and on again after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checkpoint import MAX_SHARD_BYTES, CheckpointSummary, PlannedSize, planned_size, quantize_checkpoint
+from ..files.config_json import CONFIG
+from ..files.replace import resolve_new_directory
+from ..files.safetensors import files_of, read_files
+from .data import MOST_TOKENS, batches, tokens_of
+from .journal import Journal, digest
+from .model import Kept, check_method, evaluating, has_blocks, run
+from .result import Calibration
+from .widths import Item, Option, assign, config_of, extremes, measured, within
+
+if TYPE_CHECKING:
+    from ..hf.config import LowBitConfig
+
+Progress = Callable[[str, int, int, str], None]
+
+
+def calibrate_checkpoint(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    config: LowBitConfig,
+    text: str,
+    method: str = "auto",
+    *,
+    target_bytes: int | None = None,
+    target_bits: float | None = None,
+    window: int = 512,
+    max_tokens: int = MOST_TOKENS,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> tuple[CheckpointSummary, Calibration]:
+    """As :func:`lowbit.quantize_checkpoint`, with what :func:`lowbit.calibrate` makes of each layer.
+
+    Weights stay mapped from the source's files, and each layer that is done is written at once: memory is needed for one
+    float block, the moments of its inputs, and two hidden states of each token. A run that was killed, or stopped, goes
+    on where it was, if source, config, text and method are the same: what is done lies in a hidden
+    ``.NAME.calibration`` beside the target, and is gone when the target is there.
+
+    Args:
+        source, target, config, max_shard_bytes: as for :func:`lowbit.quantize_checkpoint`; the source has a tokenizer.
+        text: for a language model as it is; for other models a text per line.
+        method, window, max_tokens: as for :func:`lowbit.calibrate`.
+        target_bytes: chooses a width and a group size for each layer, so that the target's files of weights take at
+            most so many bytes. What the config's overrides or ``embedding_bits`` name keeps its width; the config's
+            ``bits`` and ``group_size`` do not count otherwise.
+        target_bits: the same, for a mean of bits per quantised weight, scales included.
+        progress: called as ``progress(step, done, of, detail)``; steps come one after the other.
+
+    Raises:
+        OSError, ValueError: as both; a target that cannot be met; a model whose blocks are in no list.
+    """
+    from ..hf.loading import mapped_model
+    from ..llm.loading import load_tokenizer
+
+    check_method(method)
+    if target_bytes is not None and target_bits is not None:
+        raise ValueError("target_bytes and target_bits are both given; expected one of them")
+    source, target = Path(source), Path(target).absolute()
+    place = resolve_new_directory(target)
+    planned = planned_size(source, config, max_shard_bytes)  # with all checks of the files
+    files = files_of(source)[0]
+    tokenizer = load_tokenizer(source)
+    model = mapped_model(source, len(read_files(files)))
+    generates = getattr(model, "can_generate", lambda: False)()
+    data = [text] if generates else [line for line in map(str.strip, text.splitlines()) if line]
+    inputs, _ = batches(model, data, tokenizer, window, max_tokens)
+    if method != "importance" and not has_blocks(model, config):
+        raise ValueError(
+            f"{type(model).__name__} has no list of blocks with layers to quantise, which {method} goes through; expected "
+            "the method importance"
+        )
+    budget = None if target_bytes is None and target_bits is None else [target_bytes, target_bits]
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", CONFIG)
+    identity = {
+        "source": digest([*files, *(source / name for name in names if (source / name).exists())]),
+        "text": digest([text.encode()]),
+        "config": json.dumps([config.to_dict(), budget], sort_keys=True),
+        "method": f"{method}, window {window}, {max_tokens} tokens",
+    }
+    with Journal(place, identity) as journal:
+        if journal.begun_anew:
+            warnings.warn(
+                f"what an earlier run left beside {target} had another {' and '.join(journal.begun_anew)}: begun anew",
+                stacklevel=2,
+            )
+        if budget is not None:
+            config = _with_widths(model, inputs, config, budget, source, max_shard_bytes, planned, journal, progress)
+        result: list[Calibration] = []
+
+        def calibrated() -> Mapping[str, torch.Tensor]:
+            found = len(journal.packed)
+
+            def report(done: int, total: int) -> None:
+                if progress is not None:
+                    progress("calibrating", done, total, f"{found} layers taken up" if found else "")
+
+            kept = Kept(dict(journal.packed), journal.keep)
+            result.append(
+                run(
+                    model, data, config, method, tokenizer=tokenizer, window=window, max_tokens=max_tokens,
+                    progress=report, kept=kept,
+                )  # fmt: skip
+            )
+            result[0].resumed = found
+            return {name: packed for name, (_, packed) in journal.packed.items()}
+
+        summary = quantize_checkpoint(
+            source,
+            target,
+            config,
+            max_shard_bytes=max_shard_bytes,
+            packed=calibrated,
+            progress=None if progress is None else lambda done, total, name: progress("writing", done, total, name),
+        )
+    return summary, result[0]
+
+
+def _with_widths(
+    model: Any,
+    inputs: list,
+    config: LowBitConfig,
+    budget: list,
+    source: Path,
+    max_shard_bytes: int,
+    planned: PlannedSize,
+    journal: Journal,
+    progress: Progress | None,
+) -> LowBitConfig:
+    """The config whose widths meet the target."""
+    from ..transformers import LowBitConfig
+
+    known = journal.widths()
+    if known is not None:
+        return LowBitConfig(**known)
+    target_bytes, target_bits = budget
+    floats = planned.bytes - planned.packed_bytes
+    about = target_bits if target_bytes is None else 8 * (target_bytes - floats) / planned.packed_weights
+    with evaluating(model):
+        items = measured(
+            model, inputs, config, about, None if progress is None else lambda *at: progress("measuring layers", *at, "")
+        )
+    if target_bytes is None:
+        chosen = config_of(config, items, within(items, target_bits))
+    else:
+        chosen = _within_bytes(items, config, target_bytes, source, max_shard_bytes)
+    journal.keep_widths(chosen.to_dict())
+    return chosen
+
+
+def _within_bytes(
+    items: list[Item], config: LowBitConfig, target_bytes: int, source: Path, max_shard_bytes: int
+) -> LowBitConfig:
+    def size(options: list[Option]) -> int:
+        return planned_size(source, config_of(config, items, options), max_shard_bytes).bytes
+
+    smallest, largest = (
+        size([pick(item.options, key=lambda option: option.bytes) for item in items]) for pick in (min, max)
+    )
+    if not smallest <= target_bytes <= largest:
+        raise ValueError(
+            f"{target_bytes} bytes cannot be had; the weights' files of this model take {smallest} bytes at the least and "
+            f"{largest} at the most"
+        )
+    # Headers of files grow with the numbers in them, by some bytes.
+    fixed = smallest - extremes(items)[0]
+    room = max(target_bytes - fixed, extremes(items)[0])
+    while True:
+        options = assign(items, room)
+        over = size(options) - target_bytes
+        if over <= 0:
+            return config_of(config, items, options)
+        room = max(room - over, extremes(items)[0])

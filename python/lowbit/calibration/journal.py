@@ -1,0 +1,141 @@
+"""What a calibration has finished, beside the checkpoint that it will become: a run that was killed goes on there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..files.replace import lock, sync, sync_path
+
+_VERSION = 1
+_IDENTITY, _LAYERS, _WIDTHS = "identity.json", "layers.jsonl", "widths.json"
+
+
+def digest(parts: Iterable[Path | bytes]) -> str:
+    """SHA-256 of files and bytes, one after the other."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, bytes):
+            found.update(hashlib.sha256(part).digest())
+        else:
+            with open(part, "rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
+class Journal:
+    """The packed layers of an unfinished run, in a hidden directory beside its target.
+
+    As a context manager it holds the directory's lock. What is in it stays when a run is killed, interrupted or finds
+    no room, and is removed when it ends well, or with an error that the next run would meet again.
+
+    Args:
+        target: what the run writes.
+        identity: what the layers depend on, as digests or names: only a run with the same goes on with them.
+
+    Attributes:
+        packed: the layers that are there, each with its method and its packed weight, which stays mapped.
+        begun_anew: which part of the identity differs from that of the layers that an earlier run had left, which are
+            removed then; empty: none.
+    """
+
+    def __init__(self, target: Path, identity: Mapping[str, str]):
+        self.path = target.parent / f".{target.name}.calibration"
+        self.identity = {"version": str(_VERSION), **identity}
+        self.packed: dict[str, tuple[str, Tensor]] = {}
+        self.begun_anew: list[str] = []
+
+    def __enter__(self) -> Journal:
+        try:
+            self.path.mkdir(exist_ok=True)
+            self._lock = lock(self.path)
+        except OSError as error:
+            raise OSError(error.errno, f"{self.path} cannot be written: {error.strerror}") from error
+        if self._lock is None:
+            raise BlockingIOError(f"{self.path} is in use: another run calibrates for the same target")
+        found = _read(self.path / _IDENTITY)
+        if found == self.identity:
+            self._take_up()
+        else:
+            left = any(self.path.iterdir())
+            for entry in list(self.path.iterdir()):
+                entry.unlink()
+            if left:
+                self.begun_anew = [key for key in self.identity if not found or found.get(key) != self.identity[key]]
+            self._write(_IDENTITY, self.identity)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.packed = {}
+        # What the machine refuses, or the user ends, can be taken up; other errors would come again.
+        if kind is None or (issubclass(kind, Exception) and not issubclass(kind, OSError | MemoryError)):
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def _take_up(self) -> None:
+        """Reads what is there, up to the first line or file that is not whole."""
+        log, whole = self.path / _LAYERS, b""
+        try:
+            lines = log.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                packed = self._map(entry["file"])
+                ops.verify(packed)
+            except (ValueError, KeyError, TypeError, OSError, RuntimeError):
+                break
+            whole += line
+            for name in entry["layers"]:
+                self.packed[name] = (entry["method"], packed)
+        log.write_bytes(whole)
+
+    def _map(self, name: str) -> Tensor:
+        path = self.path / name
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+    def _write(self, name: str, content: Any) -> None:
+        partial = self.path / f"{name}.new"
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+            sync(file)
+        os.replace(partial, self.path / name)
+        sync_path(self.path)
+
+    def keep(self, names: list[str], method: str, packed: Tensor) -> Tensor:
+        """Writes layers that share a packed weight, and returns it as it lies in the file, in no memory of its own."""
+        name = f"{len(set(id(each) for _, each in self.packed.values())):05}.packed"
+        with open(self.path / name, "wb") as file:
+            file.write(packed.numpy())
+            sync(file)
+        with open(self.path / _LAYERS, "ab") as file:
+            file.write(json.dumps({"layers": names, "method": method, "file": name}).encode() + b"\n")
+            sync(file)
+        mapped = self._map(name)
+        for each in names:
+            self.packed[each] = (method, mapped)
+        return mapped
+
+    def widths(self) -> Any:
+        """What :meth:`keep_widths` has kept; None: nothing."""
+        return _read(self.path / _WIDTHS)
+
+    def keep_widths(self, content: Any) -> None:
+        self._write(_WIDTHS, content)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,319 @@
+"""A width and a group size for each layer, so that all together fit and lose least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from glob import escape
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..patterns import Patterns
+from ..quantize import EmbeddingConfig, LinearConfig
+from .capture import inputs_of
+from .data import Batch, tokens_of
+from .grid import Config
+from .importance import search
+from .model import check_weights
+
+if TYPE_CHECKING:
+    from ..hf.config import LowBitConfig
+
+BITS = tuple(range(2, 9))
+GROUP_SIZES = (16, 32, 64, 128)
+
+_TOKENS = 2048  # by which sensitivities are measured, or fewer, so that logits are at most ...
+_LOGITS = 1 << 27
+_ROWS = 64  # of a matrix, on which widths are compared
+_BAND_WEIGHTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a matrix can become."""
+
+    bytes: int
+    loss: float
+    config: Config
+
+
+@dataclass
+class Item:
+    """A matrix and the layers that it is the weight of."""
+
+    layers: list[str]
+    weights: int
+    options: list[Option]
+
+
+# ---- sensitivities
+
+
+def measure(
+    model: torch.nn.Module,
+    inputs: list[Batch],
+    selected: Mapping[str, Config],
+    pinned: set[str],
+    reference_bits: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Item]:
+    """What each matrix of a float model may become, and what the model's outputs lose by it.
+
+    Each matrix alone is rounded to ``reference_bits`` in groups of 32, its scales searched with the mean squares of its
+    inputs, and the model run on some of the text: the loss is the mean Kullback-Leibler divergence of its predictions
+    from the float model's, or of a model without logits the relative squared error of the last hidden states. For other
+    widths and group sizes it is scaled by their squared error, weighted with the same mean squares, on some rows.
+
+    Args:
+        pinned: layers whose config stays.
+
+    Raises:
+        ValueError: outputs that are not finite.
+    """
+    by_weight: dict[int, list[str]] = {}
+    for name in selected:
+        by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)
+    groups = list(by_weight.values())
+    importance = _importance(model, inputs, [name for name in selected if isinstance(selected[name], LinearConfig)])
+    batch = _trial(model, inputs)
+    wanted = _outputs(model, batch)
+    if not bool(torch.isfinite(wanted).all()):
+        raise ValueError("the outputs of the model have NaN or infinite values on the calibration text")
+    items = []
+    for done, names in enumerate(groups):
+        if progress is not None:
+            progress(done, len(groups))
+        config = selected[names[0]]
+        module = model.get_submodule(names[0])
+        weight, bias = module.weight.detach(), getattr(module, "bias", None) is not None
+        if pinned & set(names):
+            items.append(Item(names, weight.numel(), [Option(_bytes(weight, config, bias), 0.0, config)]))
+            continue
+        counts = next((importance[name] for name in names if name in importance), None)
+        reference = replace(config, bits=reference_bits, group_size=32)
+        rounded = _rounded(weight, counts, reference)
+        layers = [model.get_submodule(name) for name in names]
+        kept = [layer.weight for layer in layers]
+        try:
+            parameter = torch.nn.Parameter(rounded, requires_grad=False)
+            for layer in layers:
+                layer.weight = parameter
+            loss = _distance(_outputs(model, batch), wanted)
+        finally:
+            for layer, own in zip(layers, kept, strict=True):
+                layer.weight = own
+        rows = weight[:: -(-len(weight) // _ROWS)].float()
+        whole = _error(rows, counts, reference)
+        options = [
+            replace(config, bits=bits, group_size=group)
+            for bits in BITS
+            for group in GROUP_SIZES
+            if group <= max(GROUP_SIZES[0], weight.shape[1])
+        ]
+        items.append(
+            Item(
+                names,
+                weight.numel(),
+                [
+                    Option(_bytes(weight, each, bias), loss * (_error(rows, counts, each) / whole if whole else 0.0), each)
+                    for each in options
+                ],
+            )
+        )
+    if progress is not None:
+        progress(len(groups), len(groups))
+    return items
+
+
+def _bytes(weight: Tensor, config: Config, bias: bool) -> int:
+    linear = isinstance(config, LinearConfig)
+    return ops.describe(weight.shape, config.bits, config.group_size, config.mapping, bias and linear).total_bytes
+
+
+def _importance(model: torch.nn.Module, inputs: list[Batch], names: Iterable[str]) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def take(name: str, x: Tensor) -> None:
+        x = x.reshape(-1, x.shape[-1]).float()
+        sums[name] = sums.get(name, 0.0) + x.square().sum(0)
+        counts[name] = counts.get(name, 0) + len(x)
+
+    with inputs_of({name: model.get_submodule(name) for name in names}, take):
+        for batch in inputs:
+            model(**batch)
+    means = {name: values / max(1, counts[name]) for name, values in sums.items()}
+    for name, mean in means.items():
+        if not bool(torch.isfinite(mean).all()):
+            raise ValueError(f"the inputs of {name} have NaN or infinite values on the calibration text")
+    return {name: mean + 1e-4 * mean.mean() for name, mean in means.items()}
+
+
+def _trial(model: torch.nn.Module, inputs: list[Batch]) -> list[Batch]:
+    """Some of the inputs, evenly over the text: the first rows of some batches."""
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 1
+    most = max(128, min(_TOKENS, _LOGITS // vocabulary))
+    chosen, count = [], 0
+    step = max(1, len(inputs) // 8)
+    for batch in inputs[::step]:
+        rows = batch["input_ids"].shape[0]
+        part = max(1, min(rows, (most - count) // max(1, batch["input_ids"].shape[1])))
+        chosen.append(
+            {
+                key: value[:part] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+                for key, value in batch.items()
+            }
+        )
+        count += tokens_of(chosen[-1])
+        if count >= most:
+            break
+    return chosen
+
+
+def _outputs(model: torch.nn.Module, batches: list[Batch]) -> Tensor:
+    """Log-probabilities [tokens, vocabulary], or hidden states [tokens, features], float32."""
+    found = []
+    for batch in batches:
+        output = model(**batch)
+        logits = getattr(output, "logits", None)
+        if logits is not None and logits.dim() == 3:
+            found.append(logits.flatten(0, 1).float().log_softmax(1))
+        else:
+            states = getattr(output, "last_hidden_state", None)
+            found.append((output[0] if states is None else states).float())
+        mask = batch.get("attention_mask")
+        if mask is not None and found[-1].dim() == 2 and mask.numel() == len(found[-1]):
+            found[-1] = found[-1][mask.flatten() != 0]
+        elif mask is not None and found[-1].shape[:2] == mask.shape:
+            found[-1] = found[-1][mask != 0]
+        elif found[-1].dim() == 3:
+            found[-1] = found[-1].flatten(0, 1)
+    return torch.cat(found)
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    if found.shape[1:] and bool((wanted <= 0).all()):  # log-probabilities
+        return float((wanted.exp() * (wanted - found)).sum(1).clamp(min=0).mean())
+    return float((found - wanted).square().sum() / wanted.square().sum())
+
+
+def _rounded(weight: Tensor, importance: Tensor | None, config: Config) -> Tensor:
+    """The weights that a layer would compute with, in their own dtype."""
+    result = torch.empty_like(weight)
+    rows = max(1, _BAND_WEIGHTS // weight.shape[1])
+    for begin in range(0, len(weight), rows):
+        band = weight[begin : begin + rows].float()
+        result[begin : begin + rows] = search(band, importance, config).dequantize()
+    return result
+
+
+def _error(rows: Tensor, importance: Tensor | None, config: Config) -> float:
+    error = (search(rows, importance, config).dequantize() - rows).square()
+    return float((error if importance is None else error * importance).double().mean())
+
+
+# ---- assignment
+
+
+def assign(items: list[Item], most: int) -> list[Option]:
+    """An option for each item, at most ``most`` bytes together, with little loss; the same every time.
+
+    All begin at their smallest option. Of each item only options on the lower convex hull of (bytes, loss) count; the
+    step along a hull that gains most per byte is taken first, as long as it fits, as a Lagrange multiplier would.
+
+    Raises:
+        ValueError: the smallest options take more than ``most``.
+    """
+    hulls = [_hull(item.options) for item in items]
+    total = sum(hull[0].bytes for hull in hulls)
+    if total > most:
+        raise ValueError(f"the smallest widths take {total} bytes; expected at most {most}")
+    steps = sorted(
+        (-(hull[at].loss - hull[at + 1].loss) / (hull[at + 1].bytes - hull[at].bytes), index, at)
+        for index, hull in enumerate(hulls)
+        for at in range(len(hull) - 1)
+    )
+    chosen = [0] * len(hulls)
+    for _, index, at in steps:  # slopes of a hull fall, so its steps come in their order
+        hull = hulls[index]
+        more = hull[at + 1].bytes - hull[chosen[index]].bytes
+        if chosen[index] <= at and total + more <= most:
+            total += more
+            chosen[index] = at + 1
+    return [hull[at] for hull, at in zip(hulls, chosen, strict=True)]
+
+
+def _hull(options: list[Option]) -> list[Option]:
+    """The options that are best for some price of a byte, by bytes."""
+    hull: list[Option] = []
+    for option in sorted(options, key=lambda each: (each.bytes, each.loss)):
+        if hull and option.loss >= hull[-1].loss:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _slope(first: Option, second: Option) -> float:
+    return (second.loss - first.loss) / (second.bytes - first.bytes)
+
+
+def extremes(items: list[Item]) -> tuple[int, int]:
+    """The bytes of the smallest and of the largest options."""
+    return sum(min(each.bytes for each in item.options) for item in items), sum(
+        max(each.bytes for each in item.options) for item in items
+    )
+
+
+def within(items: list[Item], target_bits: float) -> list[Option]:
+    """:func:`assign` for a mean of bits per weight, scales and heads of files included.
+
+    Raises:
+        ValueError: that cannot be; the message says what can.
+    """
+    weights = sum(item.weights for item in items)
+    smallest, largest = (8 * size / weights for size in extremes(items))
+    if not smallest <= target_bits <= largest:
+        raise ValueError(
+            f"{target_bits:g} bits per weight cannot be had; this model takes {smallest:.3f} at the least and "
+            f"{largest:.3f} at the most, scales included"
+        )
+    return assign(items, int(target_bits * weights / 8))
+
+
+def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> LowBitConfig:
+    """A config with an override for each layer; the base's own ones come first."""
+    from ..transformers import LowBitConfig
+
+    overrides = list(base.overrides)
+    for item, option in zip(items, chosen, strict=True):
+        change = {"bits": option.config.bits, "group_size": option.config.group_size}
+        overrides += [(escape(name), change) for name in item.layers if len(item.options) > 1]
+    return LowBitConfig(
+        base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides
+    )
+
+
+def pinned_by(config: LowBitConfig, selected: Mapping[str, Config]) -> set[str]:
+    """The layers whose width the user has given by a pattern, or as the embeddings'."""
+    patterns = Patterns(config.overrides)
+    return {
+        name
+        for name, own in selected.items()
+        if patterns.last(name) is not None or (isinstance(own, EmbeddingConfig) and config.embedding_bits is not None)
+    }
+
+
+def measured(model: Any, inputs: list[Batch], config: LowBitConfig, bits: float, progress: Any = None) -> list[Item]:
+    """:func:`measure` for what a config selects, at the whole number of bits nearest below a mean of ``bits``."""
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits):
+        raise ValueError(f"target_bits is {bits!r}; expected a number of bits per weight")
+    selected = config.select(model)
+    check_weights(model, selected)
+    reference = min(max(BITS[0], int(bits)), BITS[-1])
+    return measure(model, inputs, selected, pinned_by(config, selected), reference, progress)

@@ -1,0 +1,73 @@
+"""``lowbit import``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import lowbit
+
+from .options import Json
+from .output import Output, size, table
+
+if TYPE_CHECKING:
+    from lowbit.importing.report import ImportedTensor
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A .gguf file, or the directory of a quantised checkpoint.", show_default=False
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="Directory to write; empty, or not there yet.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Take over weights that another program has quantised, with their codes as they are."""
+    output = Output(as_json)
+    with output.progress(f"importing {source}", "bytes") as advance:
+        summary = lowbit.import_checkpoint(source, target, progress=advance)
+    packed = [entry for entry in summary.entries if entry.kind == "packed"]
+    packed_bytes = sum(entry.bytes for entry in packed)
+    weights = sum(math.prod(entry.shape) for entry in packed)
+    document = {
+        "source": str(source),
+        "target": str(target),
+        "format": summary.format,
+        "bytes_before": summary.source_bytes,
+        "bytes_after": summary.target_bytes,
+        "packed_layers": len(packed),
+        "packed_bytes": packed_bytes,
+        "packed_weights": weights,
+        "bits_per_weight": 8 * packed_bytes / weights if weights else None,
+        "seconds": summary.seconds,
+        "tensors": [asdict(tensor) for tensor in summary.tensors],
+    }
+    sizes = {entry.name: entry.bytes for entry in summary.entries}
+    shown = table("tensors", "were", "bytes", "came over")
+    for alike in groups(summary.tensors):
+        first = alike[0]
+        worst = type(first)("", "", first.kind, max(t.steps for t in alike), max(t.error for t in alike))
+        bytes_ = sum(sizes[tensor.name] for tensor in alike)
+        shown.add_row(str(len(alike)), first.source, size(bytes_), worst.came_over)
+    density = f", {document['bits_per_weight']:.2f} bits per weight" if weights else ": no matrix is quantised"
+    output.result(
+        document,
+        shown,
+        f"{len(packed)} packed layers, {size(packed_bytes)}{density}",
+        f"{target} written in {summary.seconds:.1f} s",
+    )
+
+
+def groups(tensors: Iterable[ImportedTensor]) -> list[list[ImportedTensor]]:
+    """Tensors that were of the same type and came over in the same way."""
+    found: dict[tuple[str, str], list[ImportedTensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.source, tensor.kind), []).append(tensor)
+    return list(found.values())

@@ -1,0 +1,78 @@
+"""``lowbit report``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .models import read_text, set_threads
+from .options import EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, parse_group_size
+from .output import Output, table
+
+
+def report(
+    model: Model,
+    output_path: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="The page, a name in .html; or a directory for it.", show_default=False),
+    ],
+    text: Annotated[
+        Path, typer.Option("--text", help="File of text to measure on, UTF-8.", show_default=False)
+    ],
+    calibrate: Annotated[
+        Path | None,
+        typer.Option("--calibrate", help="File of text for the methods that need one; another one than --text."),
+    ] = None,
+    bits: Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")] = "8,4,3,2",
+    group_size: GroupSize = "32",
+    mapping: Mapping = "symmetric",
+    embedding_bits: EmbeddingBits = None,
+    window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
+    skip_layers: Annotated[bool, typer.Option("--skip-layers", help="Without what each layer costs.")] = False,
+    skip_speed: Annotated[bool, typer.Option("--skip-speed", help="Without decoding speed.")] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """A page of plots: quality against bytes for every width and method, beside other formats."""
+    from lowbit.files.replace import replacing
+    from lowbit.report.page import render  # it says when matplotlib is missing, before the work
+    from lowbit.report.measure import Options, collect
+
+    output = Output(as_json)
+    try:
+        widths = sorted({int(part) for part in bits.split(",")}, reverse=True)
+    except ValueError:
+        widths = []
+    if not widths or not all(1 <= width <= 8 for width in widths):
+        raise typer.BadParameter(f"{bits!r}; expected numbers from 1 to 8, as in 8,4,2", param_hint="--bits")
+    set_threads(threads)
+    page = output_path / "report.html" if output_path.is_dir() else output_path
+    if page.suffix != ".html":
+        raise ValueError(f"{page} does not end in .html; expected the name of the page, or a directory that is there")
+    if not page.parent.is_dir():
+        raise NotADirectoryError(f"{page.parent} is not a directory; make it first")
+    if not model.is_dir():
+        raise NotADirectoryError(f"{model} is not a directory; expected a float checkpoint")
+    calibration = None if calibrate is None else read_text(calibrate)
+    content = read_text(text)
+    if calibration is not None and calibration == content:
+        raise ValueError(f"{calibrate} and {text} are the same text; calibrate on one that is not measured on")
+    options = Options(
+        model, content, calibration, widths, parse_group_size(group_size), mapping, embedding_bits, window,
+        sensitivity=not skip_layers, speed=not skip_speed,
+    )  # fmt: skip
+    figures = collect(options, page.with_suffix(".json"), lambda what: output.note(f"{what} ..."))
+    command = shlex.join(["lowbit", *sys.argv[1:]])
+    with replacing(page, ".html") as target:
+        target.write_text(render(figures, command), encoding="utf-8")
+    shown = table("", "bits per weight", figures["about"]["quality"])
+    for row in sorted(figures["rows"], key=lambda row: -row["bytes"]):
+        name = row["method"] if row["bits"] is None else f"{row['method']}, {row['bits']} bits"
+        shown.add_row(name, f"{row['bits_per_weight']:.2f}", f"{row['quality']:.4f}")
+    written = {"output": str(page), "figures": str(page.with_suffix(".json"))}
+    document = {**written, **figures["about"], "results": figures["rows"]}
+    output.result(document, shown, f"written: {page}")

@@ -1,0 +1,300 @@
+"""GGUF files: metadata, and what is where. Nothing that a file says is believed before it is held against its size.
+
+Read with plain reads, not through a mapping: a mapped file that another process shortens ends the reader with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from .untrusted import printable
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+_ALIGNMENT = 32  # unless general.alignment says otherwise
+_MOST_ALIGNMENT = 1 << 20
+_MOST_METADATA = 256 << 20  # bytes: a vocabulary of 262,144 tokens with merges and scores has 15 million
+_MOST_NAME = 256  # bytes of a key or the name of a tensor; ggml allows 64 for a tensor
+_MOST_TENSORS = 1 << 20
+_MOST_DIMENSIONS = 4
+_MOST_FILES = 1000
+_SPLIT = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """How ggml stores a tensor: blocks of `block` inputs of a row, `bytes` bytes each."""
+
+    name: str
+    block: int
+    bytes: int
+
+
+TYPES = {
+    0: TensorType("F32", 1, 4), 1: TensorType("F16", 1, 2), 2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20), 6: TensorType("Q5_0", 32, 22), 7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34), 9: TensorType("Q8_1", 32, 36), 10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110), 12: TensorType("Q4_K", 256, 144), 13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210), 15: TensorType("Q8_K", 256, 292), 16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74), 18: TensorType("IQ3_XXS", 256, 98), 19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18), 21: TensorType("IQ3_S", 256, 110), 22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136), 24: TensorType("I8", 1, 1), 25: TensorType("I16", 1, 2),
+    26: TensorType("I32", 1, 4), 27: TensorType("I64", 1, 8), 28: TensorType("F64", 1, 8),
+    29: TensorType("IQ1_M", 256, 56), 30: TensorType("BF16", 1, 2), 34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66), 39: TensorType("MXFP4", 32, 17), 40: TensorType("NVFP4", 64, 36),
+    41: TensorType("Q1_0", 128, 18), 42: TensorType("Q2_0", 64, 18),
+}  # fmt: skip
+
+# Type of a value in the metadata -> its little-endian form.
+_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A tensor in a GGUF file, its rows in blocks."""
+
+    name: str
+    path: Path
+    type: TensorType
+    shape: tuple[int, ...]  # the slowest dimension first, as in torch: [n, k] of a matrix
+    offset: int  # from the start of the file
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """What a model says in one GGUF file or in all of its parts."""
+
+    paths: list[Path]
+    metadata: dict[str, Any]  # int, float, bool, str, a list of str, or a numpy array
+    tensors: dict[str, StoredBlocks]
+
+
+class _Header:
+    """Reads the beginning of a file, with a bound on every step."""
+
+    def __init__(self, file: BinaryIO, path: Path):
+        self._file, self.path = file, path
+        self.size = os.fstat(file.fileno()).st_size
+        self.at = 0
+
+    def need(self, count: int, what: str) -> None:
+        left = min(self.size, _MOST_METADATA) - self.at
+        if count > left:
+            end = "the file ends" if self.size <= _MOST_METADATA else "a header may end"
+            raise ValueError(
+                f"{self.path}: {what} would take {count} bytes at byte {self.at}; {end} {max(left, 0)} bytes later"
+            )
+
+    def bytes(self, count: int, what: str) -> bytes:
+        self.need(count, what)
+        data = self._file.read(count)
+        if len(data) != count:
+            raise OSError(f"{self.path} ended in the middle of its header: it was changed while being read")
+        self.at += count
+        return data
+
+    def u32(self, what: str) -> int:
+        return int.from_bytes(self.bytes(4, what), "little")
+
+    def u64(self, what: str) -> int:
+        return int.from_bytes(self.bytes(8, what), "little")
+
+    def text(self, what: str, most: int | None = None) -> str:
+        count = self.u64(f"the length of {what}")
+        if most is not None and count > most:
+            raise ValueError(f"{self.path}: {what} has {count} bytes; expected at most {most}")
+        data = self.bytes(count, what)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path}: {what} is not UTF-8 at its byte {error.start}") from None
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind in _NUMBERS:
+            dtype = np.dtype(_NUMBERS[kind])
+            return np.frombuffer(self.bytes(dtype.itemsize, what), dtype)[0].item()
+        if kind == _BOOL:
+            return self._bools(1, what)[0].item()
+        if kind == _STRING:
+            return self.text(what)
+        if kind == _ARRAY:
+            return self._array(what)
+        raise ValueError(f"{self.path}: {what} has the type {kind}; expected 0 to 12")
+
+    def _bools(self, count: int, what: str) -> np.ndarray:
+        data = np.frombuffer(self.bytes(count, what), np.uint8)
+        if data.size and data.max() > 1:
+            raise ValueError(f"{self.path}: {what} holds the byte {data.max()} for a truth value; expected 0 or 1")
+        return data.astype(bool)
+
+    def _array(self, what: str) -> Any:
+        kind, count = self.u32(what), self.u64(what)
+        if kind == _ARRAY:
+            raise ValueError(f"{self.path}: {what} is an array of arrays; expected numbers or texts")
+        if kind in _NUMBERS:
+            dtype = np.dtype(_NUMBERS[kind])
+            return np.frombuffer(self.bytes(count * dtype.itemsize, what), dtype)
+        if kind == _BOOL:
+            return self._bools(count, what)
+        if kind != _STRING:
+            raise ValueError(f"{self.path}: {what} is an array of type {kind}; expected 0 to 12")
+        self.need(8 * count, what)
+        return [self.text(f"an entry of {what}") for _ in range(count)]
+
+
+def _quoted(name: str) -> str:
+    return f"'{printable(name)}'"
+
+
+def _read_metadata(header: _Header, count: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(count):
+        key = header.text("a key of its metadata", _MOST_NAME)
+        if key in metadata:
+            raise ValueError(f"{header.path}: its metadata has the key {_quoted(key)} twice")
+        kind = header.u32(f"the type of {_quoted(key)}")
+        metadata[key] = header.value(kind, f"the value of {_quoted(key)}")
+    return metadata
+
+
+def _alignment(metadata: dict[str, Any], path: Path) -> int:
+    value = metadata.get("general.alignment", _ALIGNMENT)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{path}: general.alignment is {value!r}; expected a number")
+    if not 1 <= value <= _MOST_ALIGNMENT or value & (value - 1):
+        raise ValueError(f"{path}: general.alignment is {value}; expected a power of two up to {_MOST_ALIGNMENT}")
+    return value
+
+
+def _read_tensor(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int]:
+    """One entry of the list of tensors: name, shape, type, and the offset from the start of the data."""
+    name = header.text("the name of a tensor", _MOST_NAME)
+    what = f"the tensor {_quoted(name)}"
+    dimensions = header.u32(what)
+    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        raise ValueError(f"{header.path}: {what} has {dimensions} dimensions; expected 1 to {_MOST_DIMENSIONS}")
+    shape = struct.unpack(f"<{dimensions}Q", header.bytes(8 * dimensions, what))
+    if min(shape) < 1:
+        raise ValueError(f"{header.path}: {what} has a dimension of 0")
+    number, offset = header.u32(what), header.u64(what)
+    if number not in TYPES:
+        raise ValueError(f"{header.path}: {what} has the type {number}, which this lowbit does not know")
+    kind = TYPES[number]
+    if shape[0] % kind.block:
+        raise ValueError(
+            f"{header.path}: {what} has rows of {shape[0]} values; expected a multiple of {kind.block}, the block of "
+            f"{kind.name}"
+        )
+    return name, shape[::-1], kind, offset
+
+
+def _read_file(path: Path) -> Gguf:
+    with open(path, "rb") as file:
+        header = _Header(file, path)
+        magic = file.read(4)
+        if magic != MAGIC:
+            raise ValueError(f"{path} begins with {magic!r}; expected {MAGIC!r}: it is not a GGUF file")
+        header.at = 4
+        version = header.u32("its version")
+        if version not in VERSIONS:
+            if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *VERSIONS):
+                raise ValueError(f"{path} is a GGUF file of a big-endian machine; expected little-endian")
+            raise ValueError(f"{path} is GGUF of version {version}; expected {' or '.join(map(str, VERSIONS))}")
+        tensor_count, key_count = header.u64("its number of tensors"), header.u64("its number of keys")
+        if tensor_count > _MOST_TENSORS:
+            raise ValueError(f"{path} says that it has {tensor_count} tensors; expected at most {_MOST_TENSORS}")
+        header.need(13 * key_count, f"its {key_count} keys")  # 8 for a length, 4 for a type, 1 for a value
+        header.need(13 * key_count + 32 * tensor_count, f"its {tensor_count} tensors and {key_count} keys")
+        metadata = _read_metadata(header, key_count)
+        alignment = _alignment(metadata, path)
+        listed = [_read_tensor(header) for _ in range(tensor_count)]
+    start = -(-header.at // alignment) * alignment
+    tensors: dict[str, StoredBlocks] = {}
+    for name, shape, kind, offset in listed:
+        if name in tensors:
+            raise ValueError(f"{path} has the tensor {_quoted(name)} twice")
+        if offset % alignment:
+            raise ValueError(
+                f"{path}: the tensor {_quoted(name)} begins at {offset}; expected a multiple of {alignment}, its "
+                "alignment"
+            )
+        count = 1
+        for dimension in shape:  # Python's integers have no end, so no product wraps
+            count *= dimension
+        size = count // kind.block * kind.bytes
+        if start + offset + size > header.size:
+            raise ValueError(
+                f"{path}: the tensor {_quoted(name)}, {kind.name} {list(shape)}, would end at byte "
+                f"{start + offset + size}; the file has {header.size}: copy it again"
+            )
+        tensors[name] = StoredBlocks(name, path, kind, shape, start + offset, size)
+    end, last = start, ""
+    for stored in sorted(tensors.values(), key=lambda each: each.offset):
+        if stored.offset < end:
+            before = f"the tensor {_quoted(last)}" if last else "the header"
+            raise ValueError(f"{path}: the tensor {_quoted(stored.name)} overlaps {before}")
+        end, last = stored.offset + stored.bytes, stored.name
+    return Gguf([path], metadata, tensors)
+
+
+def parts_of(path: Path) -> Iterator[Path]:
+    """All files of a model of which `path` is one.
+
+    Raises:
+        OSError: one is missing.
+        ValueError: the name says that it is part 5 of 3, or that there are more than 1000.
+    """
+    match = _SPLIT.match(path.name)
+    if match is None:
+        yield path
+        return
+    count = int(match[3])
+    if not 1 <= int(match[2]) <= count <= _MOST_FILES:
+        raise ValueError(f"{path} is part {int(match[2])} of {count}; expected 1 to {_MOST_FILES} parts")
+    for number in range(1, count + 1):
+        part = path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
+        if not part.exists():
+            raise FileNotFoundError(f"{part} is missing: the model has {count} parts; copy it too")
+        yield part
+
+
+def read_gguf(path: str | os.PathLike) -> Gguf:
+    """The metadata and the tensors of a model in a GGUF file; of a split model any part may be named.
+
+    Little-endian files of version 2 or 3. The data of the tensors is not read.
+
+    Raises:
+        OSError: a file is missing, or cannot be read.
+        ValueError: not a whole GGUF file: another version, a count, length, offset or alignment that the file does not
+            bear out, an unknown type, tensors that overlap, a name twice, or parts of different models.
+    """
+    files = [_read_file(part) for part in parts_of(Path(path))]
+    first = files[0]
+    for number, file in enumerate(files):
+        count, place = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)
+        if len(files) > 1 or (count != 0 and count != 1):
+            if count != len(files) or place != number:
+                raise ValueError(
+                    f"{file.paths[0]} says that it is part {place} (from 0) of {count}; expected part {number} of "
+                    f"{len(files)}, as its name says"
+                )
+    tensors: dict[str, StoredBlocks] = {}
+    for file in files:
+        for name, stored in file.tensors.items():
+            if name in tensors:
+                raise ValueError(f"{_quoted(name)} is in both {tensors[name].path} and {stored.path}; expected one")
+            tensors[name] = stored
+    total = first.metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise ValueError(f"{first.paths[0]} says that its model has {total} tensors; found {len(tensors)} in all parts")
+    return Gguf([path for file in files for path in file.paths], first.metadata, tensors)

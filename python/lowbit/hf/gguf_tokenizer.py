@@ -1,0 +1,129 @@
+"""The tokenizer in the metadata of a GGUF file, built by transformers' own tables and saved as a fast one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from tokenizers import processors
+
+from ..files.untrusted import interpreting, printable
+from .loading import counting
+
+_PREFIX = "tokenizer.ggml."
+_FIELDS = {
+    "model": "tokenizer_type", "pre": "pre_tokenizer_type", "tokens": "tokens", "scores": "scores",
+    "token_type": "token_type", "merges": "merges", "precompiled_charsmap": "precompiled_charsmap",
+    "bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "unknown_token_id": "unk_token_id",
+    "padding_token_id": "pad_token_id", "add_space_prefix": "add_prefix_space",
+}  # fmt: skip
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_PLAIN_CUTS = ("default", "gpt-2", "gpt2")  # those of GPT-2, which a converter starts from
+
+
+def _converter():
+    try:
+        return import_module("transformers.integrations.gguf")
+    except ImportError:  # earlier versions 5
+        return import_module("transformers.integrations.ggml")
+
+
+def _check(path: Path, fields: Mapping[str, Any], vocabulary: int) -> None:
+    tokens = fields["tokens"]
+    if not isinstance(tokens, list) or not 1 <= len(tokens) <= vocabulary:
+        found = f"{len(tokens)} texts" if isinstance(tokens, list) else f"a {type(tokens).__name__}"
+        raise ValueError(f"{path} has {found} as tokenizer.ggml.tokens; expected 1 to {vocabulary} texts")
+    if len(set(tokens)) != len(tokens):
+        seen: set[str] = set()
+        twice = next(token for token in tokens if token in seen or seen.add(token))
+        raise ValueError(f"{path} has the token {printable(twice)!r} twice")
+    for name in ("scores", "token_type"):
+        if name in fields and (not isinstance(fields[name], list) or len(fields[name]) != len(tokens)):
+            raise ValueError(f"{path} has tokenizer.ggml.{name} for another number of tokens than {len(tokens)}")
+    merges = fields.get("merges", [])
+    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
+        raise ValueError(f"{path} has no list of texts as tokenizer.ggml.merges")
+
+
+def save_tokenizer(
+    path: Path, metadata: Mapping[str, Any], architecture: str, vocabulary: int, directory: Path
+) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and the chat template of the model in a GGUF file.
+
+    Warns where the file has no tokenizer, or names a way of cutting words that transformers does not know.
+
+    Args:
+        path: of the file, for messages.
+        architecture: as the file calls it.
+        vocabulary: rows of the table of tokens.
+
+    Raises:
+        ValueError: the tokenizer is damaged, or of a kind that transformers does not build.
+    """
+    if metadata.get(f"{_PREFIX}model", "no_vocab") == "no_vocab" or f"{_PREFIX}tokens" not in metadata:
+        warnings.warn(f"{path} has no tokenizer: copy the files of one into the directory", stacklevel=4)
+        return
+    fields = {}
+    for key, name in _FIELDS.items():
+        if f"{_PREFIX}{key}" in metadata:
+            value = metadata[f"{_PREFIX}{key}"]
+            fields[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    _check(path, fields, vocabulary)
+    tokens = fields["tokens"]
+    special = {}
+    for name, key in _SPECIAL.items():
+        number = metadata.get(f"{_PREFIX}{key}_token_id")
+        if number is not None:
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(tokens):
+                raise ValueError(f"{path} has {_PREFIX}{key}_token_id {number!r}; expected 0 to {len(tokens) - 1}")
+            special[name] = tokens[number]
+    add_bos = _flag(path, metadata, "add_bos_token", fields["tokenizer_type"] == "llama")
+    add_eos = _flag(path, metadata, "add_eos_token", False)
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{path} has a {type(template).__name__} as tokenizer.chat_template; expected a text")
+    with counting(None), interpreting(f"the tokenizer in {path} cannot be built"):
+        converter = _converter()
+        known = getattr(converter, "GGUF_PRE_TOKENIZER_SPLITS", None)
+        if known is None and hasattr(converter, "__path__"):
+            known = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+        backend, _ = converter.convert_gguf_tokenizer(architecture, fields)
+        cut = fields.get("pre_tokenizer_type", "default")
+        if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
+            warnings.warn(
+                f"{path} cuts words by the rule {printable(str(cut))!r}, which transformers "
+                f"{transformers.__version__} does not know: GPT-2's is used, and some texts become other tokens; copy "
+                "the model's own tokenizer.json into the directory",
+                stacklevel=4,
+            )
+        _add_ends(backend, special, add_bos, add_eos, path)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(directory)
+
+
+def _flag(path: Path, metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(_PREFIX + name, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{path} has {_PREFIX}{name} {value!r}; expected true or false")
+    return value
+
+
+def _add_ends(backend, special: Mapping[str, str], add_bos: bool, add_eos: bool, path: Path) -> None:
+    """Has the tokenizer put the first and the last token around a text."""
+    wanted = {"bos_token": add_bos, "eos_token": add_eos}
+    for name, wish in wanted.items():
+        if wish and name not in special:
+            raise ValueError(f"{path} wants a {name} around texts, but names none")
+    first = [special["bos_token"]] if add_bos else []
+    last = [special["eos_token"]] if add_eos else []
+    if first or last:
+        around = [(token, backend.token_to_id(token)) for token in dict.fromkeys(first + last)]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *last], pair=[*first, "$A", *last, *first, "$B", *last], special_tokens=around
+        )

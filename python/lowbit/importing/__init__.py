@@ -1,0 +1,66 @@
+"""Checkpoints that others have quantised, as packed ones: a file for each format, which makes it a ``Source``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from .gguf import open_gguf
+from .source import Source
+from .write import ImportSummary, write_checkpoint
+
+__all__ = ["ImportSummary", "import_checkpoint", "open_source"]
+
+
+def open_source(path: str | os.PathLike) -> Source:
+    """A model in another format, described and checked; its weights are not read.
+
+    Raises:
+        OSError: there is no such file or directory, or it cannot be read.
+        ValueError: it is damaged, in a format that lowbit does not import, or one that no packed weight can hold.
+    """
+    path = Path(path)
+    if path.is_dir():
+        from .directory import open_directory
+
+        return open_directory(path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist; expected a .gguf file, or the directory of a quantised checkpoint"
+        )
+    return open_gguf(path)
+
+
+def import_checkpoint(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> ImportSummary:
+    """Writes a checkpoint that another program has quantised as a packed one, some rows of one matrix at a time.
+
+    The codes stay as they are, so nothing is calibrated or searched. ``docs/import.md`` lists the formats, and which
+    come over exactly; the summary, and ``lowbit_import.json`` in the target, say it of every tensor.
+
+    Args:
+        source: a .gguf file (of a split one any part), or a directory with config.json and safetensors files.
+        target: a directory that is empty or not there yet, as for :func:`lowbit.quantize_checkpoint`: it appears when
+        all
+            is written, in one step.
+        max_shard_bytes: a file gets no second tensor beyond this many bytes.
+        progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band of rows.
+
+    Raises:
+        OSError: a file is missing or cannot be read; target is not empty or cannot be written; the disk is full.
+        ValueError: a damaged file, an architecture or a format that lowbit does not import, tensors that are missing
+        or of
+            another shape than the model's, or weights that the packed format cannot hold. Nothing is left of target
+            then.
+    """
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
+    return write_checkpoint(
+        open_source(source), Path(target).absolute(), max_shard_bytes=max_shard_bytes, progress=progress
+    )

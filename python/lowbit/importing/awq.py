@@ -1,0 +1,71 @@
+"""AWQ's layout for matrix products ("gemm").
+
+``qweight`` int32 [k, n / 8] and ``qzeros`` int32 [groups, n / 8]: a word has 4-bit codes of eight neighbouring
+outputs, in the order 0 2 4 6 1 3 5 7 from the lowest bits on. ``scales`` [groups, n]. A weight is ``scale * (code -
+zero)``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..files.safetensors import Stored
+from .codes import Float, Matrix, Rows, Weights
+from .stock import Stock, load
+
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def read_awq(stock: Stock) -> list[Matrix | Weights | Float]:
+    """The layers of a checkpoint in AWQ's layout.
+
+    Raises:
+        ValueError: another version or width, or a layer that is not whole.
+    """
+    stock.setting("bits", (4,), stock.settings.get("w_bit", 4))
+    for name in ("version", "format"):
+        value = stock.settings.get(name, "gemm")
+        if not isinstance(value, str) or value.lower() != "gemm":
+            raise ValueError(f"{stock.path} has quantization_config.{name} {value!r}; lowbit imports 'gemm'")
+    return [_layer(stock, layer) for layer in stock.layers("qweight")] + stock.rest()
+
+
+def _layer(stock: Stock, layer: str) -> Matrix:
+    scales = stock.take(f"{layer}.scales", "F16", "BF16", "F32", shape=(None, None))
+    groups, n = scales.shape
+    if n % 8:
+        raise ValueError(f"{layer} in {scales.path} has {n} outputs; expected a multiple of 8")
+    codes = stock.take(f"{layer}.qweight", "I32", shape=(None, n // 8))
+    zeros = stock.take(f"{layer}.qzeros", "I32", shape=(groups, n // 8))
+    k = codes.shape[0]
+    if k % groups:
+        raise ValueError(f"{layer} in {scales.path} has {groups} groups for {k} inputs; expected groups of one size")
+    size = stock.settings.get("group_size", stock.settings.get("q_group_size", k // groups))
+    if size != k // groups and not (size == -1 and groups == 1) and "extra_config" not in stock.settings:
+        raise ValueError(f"{layer} in {scales.path} has groups of {k // groups} inputs; expected {size!r}")
+    affine = bool((_outputs(load(zeros)) != 8).any())
+    read = functools.partial(_read, stock, codes, scales, zeros, affine)
+    total = codes.bytes + scales.bytes + zeros.bytes
+    return Matrix(
+        f"{layer}.weight", "AWQ, 4 bits", (n, k), 4, None if groups == 1 else k // groups, affine, read, total
+    )
+
+
+def _outputs(words: Tensor) -> Tensor:
+    """int32 [rows, words] as codes uint8 [rows, 8 * words], in the order of the outputs."""
+    shifts = torch.tensor([4 * _ORDER.index(output) for output in range(8)], dtype=torch.int32)
+    return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).reshape(len(words), -1)
+
+
+def _read(stock: Stock, codes: Stored, scales: Stored, zeros: Stored, affine: bool, begin: int, end: int) -> Rows:
+    first, last = begin // 8, -(-end // 8)
+    part = slice(begin - 8 * first, end - 8 * first)
+    found = _outputs(stock.load_kept(codes)[:, first:last])[:, part].T.contiguous()
+    scale = load(scales)[:, begin:end].T.float().contiguous()
+    if not affine:
+        return Rows(found, scale)
+    zero = _outputs(load(zeros)[:, first:last])[:, part].T.float()
+    return Rows(found, scale, -zero * scale)

@@ -1,0 +1,34 @@
+"""Codes packed into words of 32 bits, by formats of several projects."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def from_stream(words: Tensor, bits: int, count: int) -> Tensor:
+    """Codes that follow each other without gaps, from the lowest bit of the first word on, also across words.
+
+    Args:
+        words: int32 [rows, words].
+        bits: of a code, 1 to 8.
+        count: codes in a row.
+
+    Returns:
+        uint8 [rows, count].
+    """
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        codes = (words[:, :, None] >> shifts) & (2**bits - 1)  # the sign that is shifted in is masked
+        return codes.to(torch.uint8).reshape(len(words), -1)[:, :count].contiguous()
+    start = torch.arange(count) * bits
+    first, offset = start // 32, start % 32
+    second = (first + 1).clamp(max=words.shape[1] - 1)
+    unsigned = words.to(torch.int64) & 0xFFFFFFFF
+    low, high = unsigned[:, first] >> offset, unsigned[:, second] << (32 - offset)
+    return ((low | high) & (2**bits - 1)).to(torch.uint8)
+
+
+def words_of(count: int, bits: int) -> int:
+    """How many words `count` codes take."""
+    return -(-count * bits // 32)

@@ -1,0 +1,105 @@
+"""The 4-bit layout of bitsandbytes, NF4 and FP4.
+
+``weight`` uint8 [n * k / 2, 1]: codes of the whole matrix in order, the first of a byte in its high half. A code
+stands for a value of ``weight.quant_map``, float32 [16], times the ``weight.absmax`` of its block; with double
+quantisation absmax is itself codes of ``weight.nested_quant_map``, times ``weight.nested_absmax``, plus an offset.
+What the shape is, and the size of the blocks, is JSON in ``weight.quant_state.bitsandbytes__nf4``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..files.safetensors import Stored, read_bytes
+from .codes import Float, Matrix, Rows, Weights
+from .stock import Stock, load
+
+_STATE = "weight.quant_state.bitsandbytes__"
+_MOST_STATE = 1 << 16
+
+
+def read_bitsandbytes(stock: Stock) -> list[Matrix | Weights | Float]:
+    """The layers of a checkpoint of bitsandbytes in 4 bits.
+
+    Raises:
+        ValueError: 8-bit layers, blocks that end within a row, or a layer that is not whole.
+    """
+    stock.setting("load_in_8bit", (False,), False)
+    stock.setting("_load_in_8bit", (False,), False)
+    found: list[Matrix | Weights | Float] = []
+    for kind in ("nf4", "fp4"):
+        found += [_layer(stock, layer, kind) for layer in stock.layers(_STATE + kind)]
+    return found + stock.rest()
+
+
+def _state(stock: Stock, layer: str, kind: str) -> dict[str, Any]:
+    stored = stock.take(f"{layer}.{_STATE}{kind}", "U8", shape=(None,))
+    try:
+        if stored.bytes > _MOST_STATE:
+            raise ValueError(f"it has {stored.bytes} bytes")
+        state = json.loads(bytes(read_bytes(stored).numpy()))
+        n, k = state["shape"]
+        numbers = [n, k, state["blocksize"], state.get("nested_blocksize", 1)]
+        if not all(type(number) is int and 1 <= number < 1 << 31 for number in numbers):
+            raise ValueError(f"it has the numbers {numbers}")
+        state["nested_offset"] = float(state.get("nested_offset", 0.0))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{stored.name} in {stored.path} is no state of bitsandbytes: {error!r:.200}") from error
+    return state
+
+
+def _layer(stock: Stock, layer: str, kind: str) -> Matrix:
+    state = _state(stock, layer, kind)
+    (n, k), block = state["shape"], state["blocksize"]
+    if k % block:
+        raise ValueError(
+            f"{layer} in {stock.path} has {k} inputs in blocks of {block}: some lie in two rows, which lowbit does not "
+            "pack"
+        )
+    if n * k % 2:
+        raise ValueError(f"{layer} in {stock.path} has {n} x {k} weights of 4 bits; expected whole bytes")
+    codes = stock.take(f"{layer}.weight", "U8", shape=(n * k // 2, 1))
+    table = load(stock.take(f"{layer}.weight.quant_map", "F32", shape=(16,)))
+    blocks = n * k // block
+    if stock.has(f"{layer}.weight.nested_absmax"):
+        count = -(-blocks // state["nested_blocksize"])
+        nested = load(stock.take(f"{layer}.weight.nested_absmax", "F32", shape=(count,)))
+        values = load(stock.take(f"{layer}.weight.nested_quant_map", "F32", shape=(256,)))
+        indices = load(stock.take(f"{layer}.weight.absmax", "U8", shape=(blocks,))).long()
+        largest = nested.repeat_interleave(state["nested_blocksize"])[:blocks]
+        absmax = values[indices] * largest + state["nested_offset"]
+    else:
+        absmax = load(stock.take(f"{layer}.weight.absmax", "F32", shape=(blocks,)))
+    return _matrix(stock, f"{layer}.weight", kind, (n, k), block, codes, table, absmax)
+
+
+def _matrix(
+    stock: Stock, name: str, kind: str, shape: tuple[int, int], block: int, codes: Stored, table: Tensor, absmax: Tensor
+) -> Matrix:
+    if not torch.isfinite(table).all() or not 0 < float(table.abs().max()) <= 1:
+        raise ValueError(f"{name}.quant_map in {stock.path} is no table of values up to 1")
+    n, k = shape
+    largest = float(table.abs().max())
+    levels = (table * (127 / largest)).round()
+    # The table is one of our levels, of 8 bits: nearer than half a level, but not the same.
+    gaps = table.sort().values.diff()
+    off = float((levels * (largest / 127) - table).abs().max() / gaps[gaps > 0].min())
+    scales = (absmax * (largest / 127)).view(n, k // block)
+    read = functools.partial(_read, codes, scales, k)
+    group = None if block == k else block
+    return Matrix(
+        name, f"bitsandbytes {kind}", (n, k), 4, group, False, read, codes.bytes, tuple(levels.int().tolist()), off
+    )  # fmt: skip
+
+
+def _read(codes: Stored, scales: Tensor, k: int, begin: int, end: int) -> Rows:
+    first, last = begin * k // 2, -(-end * k // 2)
+    pairs = read_bytes(codes, first, last)
+    found = torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)
+    skip = begin * k - 2 * first
+    return Rows(found[skip : skip + (end - begin) * k].view(end - begin, k), scales[begin:end].contiguous())

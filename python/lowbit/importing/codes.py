@@ -1,0 +1,179 @@
+"""What every format becomes before it is packed: codes with a scale, and a min or not, for each group of inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..quantize import LinearConfig, quantize_tensor
+
+
+class Rows(NamedTuple):
+    """Some rows of a quantised matrix: ``codes`` uint8 [rows, k], ``scales`` float32 [rows, groups], ``mins`` likewise
+    or None. A weight is ``scale * (code - 2**(bits - 1))``, with mins ``scale * code + min``, with levels ``scale *
+    level``."""
+
+    codes: Tensor
+    scales: Tensor
+    mins: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A quantised matrix of a source."""
+
+    name: str  # of the weight in the checkpoint that is written, "model.layers.0.mlp.up_proj.weight"
+    source: str  # what it was, "Q4_K" or "GPTQ, 4 bits"
+    shape: tuple[int, int]  # [n, k]
+    bits: int
+    group_size: int | None  # None: one group per row
+    affine: bool
+    read: Callable[[int, int], Rows]  # rows from the first to before the second
+    bytes: int  # that the source has for it
+    levels: tuple[int, ...] | None = None  # int8 values that the codes stand for; None: the codes themselves
+    levels_off: float = 0.0  # how far they are from the source's at most, in steps
+
+    def info(self, has_bias: bool) -> ops.PackedInfo:
+        """What is written. Raises ValueError for what no packed weight can be."""
+        bits, mapping = 8 if self.levels else self.bits, "affine" if self.affine else "symmetric"
+        return ops.describe(self.shape, bits, self.group_size, mapping, has_bias)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A matrix of a source whose codes lowbit has none for: it is quantised anew from its values."""
+
+    name: str
+    source: str
+    shape: tuple[int, int]
+    config: LinearConfig  # what it becomes
+    read: Callable[[int, int], Tensor]  # float32 [rows, k]
+    bytes: int
+
+    def info(self, has_bias: bool) -> ops.PackedInfo:
+        config = self.config
+        return ops.describe(self.shape, config.bits, config.group_size, config.mapping, has_bias)
+
+
+@dataclass(frozen=True)
+class Float:
+    """A tensor of a source that is written as floats."""
+
+    name: str
+    source: str
+    dtype: str  # as safetensors calls it
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Tensor]  # rows of the first dimension
+    bytes: int  # that it takes when written
+    dequantised: bool = False  # it was quantised
+
+
+@dataclass
+class Nearness:
+    """How near the packed weights of a matrix are to those of its source, over the bands seen so far.
+
+    ``steps``: no weight moved by more than so many steps of its group (the distance of two neighbouring codes).
+    ``error``: the root mean square of what the weights moved, over that of the weights.
+    """
+
+    kind: str = "exact"  # or "rounded": the scales are; or "requantised"
+    steps: float = 0.0
+    moved: float = 0.0  # sum of squares
+    weight: float = 0.0
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(self.moved / self.weight) if self.weight else 0.0
+
+
+def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearness) -> Tensor:
+    """Packs some rows of a matrix, and adds to `nearness` what float16 scales have cost.
+
+    This is the one place where codes of a table of levels become codes that the packed format has: 8 bits each.
+
+    Raises:
+        ValueError: a scale, min or bias is not finite, or a code has more bits than it should.
+    """
+    bits, codes = matrix.bits, rows.codes
+    if matrix.levels is not None:
+        table = torch.tensor([level + 128 for level in matrix.levels], dtype=torch.uint8)
+        bits, codes = 8, table[codes.long()]
+    scales, mins = rows.scales.float(), None if rows.mins is None else rows.mins.float()
+    packed = ops.pack(
+        codes, scales, mins, bias, bits=bits, group_size=matrix.group_size,
+        mapping="affine" if matrix.affine else "symmetric",
+    )  # fmt: skip
+    stored = ops.unpack(packed)
+    if matrix.levels_off:
+        nearness.kind, nearness.steps = "rounded", max(nearness.steps, matrix.levels_off)
+    _compare(matrix, codes, scales, mins, stored, nearness)
+    return packed
+
+
+def _compare(
+    matrix: Matrix, codes: Tensor, scales: Tensor, mins: Tensor | None, stored: ops.Unpacked, nearness: Nearness
+) -> None:
+    scale_off = (stored.scales - scales).abs()
+    min_off = torch.zeros(()) if mins is None else (stored.mins - mins).abs()
+    if not scale_off.any() and not min_off.any():
+        return
+    nearness.kind = "rounded"
+    if matrix.levels is None:
+        most = 2**matrix.bits - 1 if matrix.affine else 2 ** (matrix.bits - 1)
+        step = scales.abs()
+    else:
+        ordered = sorted(set(matrix.levels))
+        most = max(map(abs, matrix.levels))
+        step = scales.abs() * min(b - a for a, b in zip(ordered, ordered[1:], strict=False))
+    # A group whose scale is 0 has one value, its min: its step is that of the row's largest group.
+    step = torch.where(step > 0, step, step.amax(1, keepdim=True))
+    moved = torch.where(step > 0, (most * scale_off + min_off) / step, torch.zeros(()))
+    nearness.steps = max(nearness.steps, matrix.levels_off + float(moved.max()))
+
+
+def requantise_rows(weights: Weights, values: Tensor, bias: Tensor | None, nearness: Nearness) -> Tensor:
+    """Quantises some rows anew; `nearness` sums the squares.
+
+    Raises:
+        ValueError: a value is not finite.
+    """
+    packed = quantize_tensor(values, weights.config, bias)
+    back = dequantise(ops.unpack(packed))
+    nearness.kind = "requantised"
+    nearness.moved += float((back - values).double().square().sum())
+    nearness.weight += float(values.double().square().sum())
+    return packed
+
+
+def dequantise(stored: ops.Unpacked) -> Tensor:
+    """The weights, float32 [n, k], that an unpacked matrix stands for."""
+    return _weights(Rows(*stored[:3]), stored.bits, stored.group_size, None)
+
+
+def _weights(rows: Rows, bits: int, group_size: int | None, levels: tuple[int, ...] | None) -> Tensor:
+    k = rows.codes.shape[1]
+    scales = rows.scales.float().repeat_interleave(group_size or k, 1)[:, :k]
+    if levels is not None:
+        return scales * torch.tensor(levels, dtype=torch.float32)[rows.codes.long()]
+    codes = rows.codes.float()
+    if rows.mins is not None:  # one rounding, as in the kernels: float64 holds the product
+        mins = rows.mins.repeat_interleave(group_size or k, 1)[:, :k]
+        return (scales.double() * codes + mins).float()
+    return scales * (2 * codes - 1 if bits == 1 else codes - 2 ** (bits - 1))
+
+
+def as_floats(tensor: Matrix | Weights) -> Float:
+    """The weights of a matrix that no packed layer can take, as they are dequantised: float32."""
+
+    def read(begin: int, end: int) -> Tensor:
+        rows = tensor.read(begin, end)
+        return _weights(rows, tensor.bits, tensor.group_size, tensor.levels) if isinstance(rows, Rows) else rows
+
+    n, k = tensor.shape
+    return Float(tensor.name, tensor.source, "F32", tensor.shape, read, 4 * n * k, dequantised=True)

@@ -1,0 +1,121 @@
+"""compressed-tensors' "pack-quantized".
+
+``weight_packed`` int32 [n, ceil(k * bits / 32)]: the codes of a row, with 2**(bits - 1) added, follow each other, also
+across words. ``weight_scale`` [n, groups]; ``weight_zero_point``, where there is one, int32 [ceil(n * bits / 32),
+groups] packed likewise by columns; ``weight_shape`` [2]. A weight is ``scale * (code - zero)``, both signed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..files.safetensors import Stored
+from .bits import from_stream, words_of
+from .codes import Float, Matrix, Rows, Weights
+from .stock import Stock, load
+
+_FORMAT = "pack-quantized"
+
+
+def read_compressed_tensors(stock: Stock) -> list[Matrix | Weights | Float]:
+    """The layers of a checkpoint of compressed-tensors.
+
+    Raises:
+        ValueError: another format than pack-quantized, quantised activations or caches, or a layer that is not whole.
+    """
+    stock.setting("format", (_FORMAT,), _FORMAT)
+    for name in ("kv_cache_scheme", "transform_config"):
+        if stock.settings.get(name):
+            raise ValueError(f"{stock.path} has a quantization_config.{name}, which lowbit does not import")
+    groups = stock.settings.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ValueError(f"{stock.path} has no quantization_config.config_groups; expected the widths of its layers")
+    schemes = [_scheme(stock, scheme) for scheme in groups.values()]
+    found = [_layer(stock, layer, schemes) for layer in stock.layers("weight_packed")]
+    return found + stock.rest()
+
+
+def _scheme(stock: Stock, scheme: Any) -> int:
+    """The width of a group of layers."""
+    weights = scheme.get("weights") if isinstance(scheme, dict) else None
+    bits = weights.get("num_bits") if isinstance(weights, dict) else None
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8 or weights.get("type", "int") != "int":
+        raise ValueError(
+            f"{stock.path} has layers with weights {weights!r:.200} in quantization_config; expected 1 to 8 bits, type "
+            "int"
+        )
+    if scheme.get("format") not in (None, _FORMAT):
+        raise ValueError(f"{stock.path} has layers of the format {scheme['format']!r}; lowbit imports {_FORMAT!r}")
+    for name in ("input_activations", "output_activations"):
+        if scheme.get(name):
+            raise ValueError(f"{stock.path} has quantised {name}; lowbit imports quantised weights only")
+    return bits
+
+
+def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
+    shape = load(stock.take(f"{layer}.weight_shape", "I64", "I32", shape=(2,))).tolist()
+    n, k = shape
+    if not 1 <= min(shape) or max(shape) >= 1 << 31:
+        raise ValueError(f"{layer} in {stock.path} has weight_shape {shape}; expected rows and columns")
+    codes = stock.take(f"{layer}.weight_packed", "I32", shape=(n, None))
+    widths = {bits for bits in schemes if words_of(k, bits) == codes.shape[1]}
+    if len(widths) != 1:
+        raise ValueError(
+            f"{layer} in {codes.path} has {codes.shape[1]} words for {k} inputs; expected those of "
+            f"{' or '.join(map(str, sorted(set(schemes))))} bits"
+        )
+    bits = widths.pop()
+    scales = stock.take(f"{layer}.weight_scale", "F16", "BF16", "F32")
+    if len(scales.shape) != 2 or scales.shape[0] not in (1, n) or (scales.shape[0] != n and scales.shape[1] != 1):
+        raise ValueError(
+            f"{layer} in {scales.path} has weight_scale {list(scales.shape)}; expected [{n}, groups] or [1, 1]"
+        )
+    groups = scales.shape[1]
+    size = -(-k // groups)
+    if groups > 1 and k % groups:
+        raise ValueError(f"{layer} in {scales.path} has {groups} groups for {k} inputs; expected groups of one size")
+    if stock.has(f"{layer}.weight_g_idx"):
+        order = load(stock.take(f"{layer}.weight_g_idx", "I32", "I64", shape=(k,))).long()
+        if (order != -1).any() and not torch.equal(order, torch.arange(k) // size):
+            raise ValueError(
+                f"{layer} in {stock.path} has its inputs in an order of its own (actorder group): its groups are not "
+                "runs "
+                "of inputs, which is what lowbit packs. Take a version of the model without it"
+            )
+    zeros = None
+    if stock.has(f"{layer}.weight_zero_point"):
+        zeros = stock.take(f"{layer}.weight_zero_point", "I32", shape=(words_of(scales.shape[0], bits), groups))
+        if not (_zeros(zeros, bits, scales.shape[0]) != 1 << (bits - 1)).any():
+            zeros = None
+    # At 1 bit the codes are -1 and 0, where the packed format's symmetric ones are -1 and 1.
+    affine = zeros is not None or bits == 1
+    read = functools.partial(_read, codes, scales, zeros, bits, k, affine)
+    total = codes.bytes + scales.bytes + (0 if zeros is None else zeros.bytes)
+    source = f"compressed-tensors, {bits} bits"
+    return Matrix(f"{layer}.weight", source, (n, k), bits, None if groups == 1 else size, affine, read, total)
+
+
+def _zeros(zeros: Stored, bits: int, rows: int) -> torch.Tensor:
+    """With the offset of the codes: uint8 [rows, groups]."""
+    return from_stream(load(zeros).T.contiguous(), bits, rows).T
+
+
+def _read(
+    codes: Stored, scales: Stored, zeros: Stored | None, bits: int, k: int, affine: bool, begin: int, end: int
+) -> Rows:
+    row = codes.bytes // codes.shape[0]
+    part = Stored(
+        codes.name, codes.path, "I32", (end - begin, codes.shape[1]), codes.offset + begin * row, (end - begin) * row
+    )
+    found, scale = from_stream(load(part), bits, k), load(scales).float()
+    scale = scale[begin:end] if len(scale) > 1 else scale.expand(end - begin, -1)
+    if not affine:
+        return Rows(found, scale.contiguous())
+    zero = torch.full_like(scale, 1 << (bits - 1))
+    if zeros is not None:
+        known = _zeros(zeros, bits, scales.shape[0]).float()
+        zero = known[begin:end] if len(known) > 1 else known.expand(end - begin, -1)
+    return Rows(found, scale.contiguous(), -zero * scale)

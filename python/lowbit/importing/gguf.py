@@ -1,0 +1,180 @@
+"""A model in GGUF files as a source of an import."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..files.gguf import Gguf, StoredBlocks, parts_of, read_gguf
+from ..files.replace import sync
+from ..quantize import LinearConfig
+from .codes import Float, Matrix, Rows, Weights
+from .gguf_blocks import block_type, decode
+from .gguf_models import IN_CONFIG, Architecture, Metadata, architecture_of, config_of, generation_config, name_in_model
+from .report import file_states
+from .source import Source
+
+_FLOATS = {"F32": ("F32", torch.float32), "F16": ("F16", torch.float16), "BF16": ("BF16", torch.bfloat16)}
+# Types whose codes are points of a lattice: what they become. Wider than they are: their own loss is not to double.
+_LATTICES = {
+    "IQ1_S": 4, "IQ1_M": 4, "IQ2_XXS": 4, "IQ2_XS": 4, "IQ2_S": 4, "IQ3_XXS": 5, "IQ3_S": 5,
+}  # fmt: skip
+
+
+def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
+    """Rows of a tensor, uint8 [rows, bytes], in memory of their own."""
+    row = stored.bytes // stored.shape[0]
+    data = np.empty((end - begin, row), np.uint8)
+    view, done = memoryview(data.reshape(-1)), 0
+    with open(stored.path, "rb", buffering=0) as file:
+        file.seek(stored.offset + begin * row)
+        while done < data.nbytes:
+            count = file.readinto(view[done:])
+            if not count:
+                raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
+            done += count
+    return data
+
+
+def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Callable[[int, int], Any]:
+    """Rows of q or k in the order of transformers: of a head first the even ones of the file, then the odd ones."""
+    size = rows // heads
+
+    def take(begin: int, end: int) -> Any:
+        first, last = begin // size, -(-end // size)
+        order = torch.arange((last - first) * size).view(-1, size // 2, 2).transpose(1, 2).reshape(-1)
+        order = order[begin - first * size : end - first * size]
+        found = read(first * size, last * size)
+        if isinstance(found, Tensor):
+            return found[order]
+        return Rows(*(None if part is None else part[order] for part in found))
+
+    return take
+
+
+class _Reader:
+    def __init__(self, gguf: Gguf, metadata: Metadata, architecture: Architecture, config: dict[str, Any]):
+        self.gguf, self.metadata, self.architecture, self.config = gguf, metadata, architecture, config
+
+    def tensors(self) -> list[Matrix | Weights | Float]:
+        outputs: list[Matrix | Weights | Float] = []
+        for stored in self.gguf.tensors.values():
+            if stored.name in IN_CONFIG:
+                continue
+            name = name_in_model(self.architecture, stored.name)
+            if name is None:
+                raise ValueError(
+                    f"{stored.path} has the tensor {stored.name!r}, which lowbit does not know in "
+                    f"the architecture {self.metadata.architecture!r}"
+                )
+            outputs.append(self._tensor(stored, name))
+        return outputs
+
+    def _heads(self, stored: StoredBlocks) -> int:
+        """Of the rows of q or k that are in another order; 0: they are not."""
+        if not self.architecture.permuted:
+            return 0
+        key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(stored.name.split(".")[-2])
+        if key is None:
+            return 0
+        heads = self.config[key]
+        if not heads or stored.shape[0] % (2 * heads):
+            raise ValueError(
+                f"{stored.path}: {stored.name} has {stored.shape[0]} rows; expected a multiple "
+                f"of {2 * heads}, for {heads} heads"
+            )
+        return heads
+
+    def _tensor(self, stored: StoredBlocks, name: str) -> Matrix | Weights | Float:
+        heads, kind = self._heads(stored), stored.type.name
+
+        def ordered(read: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+            return _unpermuted(read, stored.shape[0], heads) if heads else read
+
+        if kind in _FLOATS:
+            dtype, own = _FLOATS[kind]
+            offset = self.architecture.norm_offset if name.endswith("norm.weight") else 0.0
+
+            def floats(begin: int, end: int) -> Tensor:
+                values = (
+                    torch.from_numpy(read_blocks(stored, begin, end)).view(own).view(end - begin, *stored.shape[1:])
+                )
+                return values - offset if offset else values
+
+            return Float(name, kind, dtype, stored.shape, ordered(floats), stored.bytes)
+        if len(stored.shape) != 2:
+            raise ValueError(
+                f"{stored.path}: {stored.name} is {kind} with {len(stored.shape)} dimensions; expected a matrix"
+            )
+        blocks = block_type(kind)
+        if blocks is not None:
+
+            def codes(begin: int, end: int) -> Rows:
+                data = read_blocks(stored, begin, end)
+                return decode(blocks, data.reshape(end - begin, -1, stored.type.bytes))
+
+            return Matrix(
+                name, kind, stored.shape, blocks.bits, blocks.group_size, blocks.affine, ordered(codes), stored.bytes,
+                blocks.levels,
+            )  # fmt: skip
+        if kind in _LATTICES:
+            dequantise = _dequantiser(stored)
+
+            def values(begin: int, end: int) -> Tensor:
+                return torch.from_numpy(dequantise(read_blocks(stored, begin, end)))
+
+            return Weights(name, kind, stored.shape, LinearConfig(_LATTICES[kind]), ordered(values), stored.bytes)
+        raise ValueError(f"{stored.path}: {stored.name} has the type {kind}; expected one of a weight")
+
+
+def _dequantiser(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
+    kind = stored.type.name
+    try:
+        gguf = import_module("gguf")
+        number = gguf.GGMLQuantizationType[kind]
+    except (ImportError, KeyError) as error:
+        raise ImportError(
+            f"{stored.path}: {stored.name} has the type {kind}, whose values the package gguf computes; it is not "
+            "installed, or too old: pip install gguf"
+        ) from error
+    return lambda data: np.ascontiguousarray(gguf.dequantize(data, number), np.float32)
+
+
+def open_gguf(path: str | os.PathLike) -> Source:
+    """The model in a GGUF file, or in all parts of a split one.
+
+    Raises:
+        OSError, ValueError: as :func:`lowbit.files.gguf.read_gguf`; an architecture, a key, a tensor or a type that
+            lowbit does not know.
+        ImportError: a type that needs the package gguf, which is not installed.
+    """
+    path = Path(path)
+    states = file_states(parts_of(path))  # before they are read: what changes later is not current
+    gguf = read_gguf(path)
+    metadata = Metadata(gguf)
+    architecture = architecture_of(metadata)
+    config = config_of(metadata, architecture, gguf)
+    tensors = _Reader(gguf, metadata, architecture, config).tensors()
+    packed = any(not isinstance(tensor, Float) for tensor in tensors)
+    # What ggml computes with the weights is float32. A file of floats alone keeps the dtype of its matrices.
+    halves = {tensor.source for tensor in tensors if isinstance(tensor, Float) and len(tensor.shape) > 1}
+    dtype = _FLOATS[halves.pop()][1] if not packed and len(halves) == 1 else torch.float32
+    config["dtype"] = str(dtype).removeprefix("torch.")
+
+    def write_files(directory: Path) -> None:
+        from ..hf.gguf_tokenizer import save_tokenizer
+
+        with open(directory / "generation_config.json", "x", encoding="utf-8") as file:
+            json.dump(generation_config(metadata, config), file, indent=2)
+            sync(file)
+        save_tokenizer(path, gguf.metadata, metadata.architecture, config["vocab_size"], directory)
+
+    return Source(path, "GGUF", config, tensors, write_files, states)

@@ -1,0 +1,229 @@
+"""The blocks of ggml's types as codes and scales. ``_TYPES`` is the list.
+
+A block holds consecutive inputs of one row. A decoder takes blocks as uint8 [rows, blocks, bytes] and gives codes
+[rows, inputs], scales and mins [rows, groups]. The layouts are those of llama.cpp's ``ggml-common.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .codes import Rows
+
+Decoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+
+NL4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
+FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of E2M1
+_CRUMBS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """How a type is read: what :class:`lowbit.importing.codes.Matrix` says of a matrix."""
+
+    bits: int
+    group_size: int
+    affine: bool
+    decode: Callable[[np.ndarray], Decoded]
+    levels: tuple[int, ...] | None = None
+
+
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """A float16 of every block, as float32 [rows, blocks]."""
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0].astype(np.float32)
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return array.reshape(len(array), -1)
+
+
+def _nibbles(bytes_: np.ndarray) -> np.ndarray:
+    """The low halves of all bytes, then the high ones."""
+    return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1)
+
+
+def _bits(bytes_: np.ndarray) -> np.ndarray:
+    return np.unpackbits(bytes_, axis=-1, bitorder="little")
+
+
+def _q4_0(blocks: np.ndarray) -> Decoded:
+    return _flat(_nibbles(blocks[..., 2:])), _half(blocks, 0), None
+
+
+def _q4_1(blocks: np.ndarray) -> Decoded:
+    return _flat(_nibbles(blocks[..., 4:])), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: np.ndarray) -> Decoded:
+    return _flat(_nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4), _half(blocks, 0), None
+
+
+def _q5_1(blocks: np.ndarray) -> Decoded:
+    return _flat(_nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: np.ndarray) -> Decoded:
+    return _flat(blocks[..., 2:] ^ 0x80), _half(blocks, 0), None
+
+
+def _q1_0(blocks: np.ndarray) -> Decoded:
+    return _flat(_bits(blocks[..., 2:])), _half(blocks, 0), None
+
+
+def _from_minus_one(codes: np.ndarray, scales: np.ndarray) -> Decoded:
+    """Codes 0 to 3 for -1 to 2 times the scale: with the scale's sign turned these are our 2-bit codes, -2 to 1."""
+    return _flat(3 - codes), -scales, None
+
+
+def _q2_0(blocks: np.ndarray) -> Decoded:
+    return _from_minus_one((blocks[..., 2:, None] >> _CRUMBS[:, 0]) & 3, _half(blocks, 0))
+
+
+def _tq1_0(blocks: np.ndarray) -> Decoded:
+    """Five digits of base 3 in a byte, as a fraction of 256: a digit is what comes out above when it is tripled."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+
+    def digits(bytes_: np.ndarray, count: int) -> np.ndarray:
+        left = bytes_[..., None, :] * powers[:count]  # uint8: what is above has been read
+        return _rows_of_blocks((left.astype(np.uint16) * 3 >> 8).astype(np.uint8))
+
+    def _rows_of_blocks(array: np.ndarray) -> np.ndarray:
+        return array.reshape(*array.shape[:2], -1)
+
+    parts = [digits(blocks[..., :32], 5), digits(blocks[..., 32:48], 5), digits(blocks[..., 48:52], 4)]
+    return _from_minus_one(np.concatenate(parts, axis=-1), _half(blocks, 52))
+
+
+def _crumbs(bytes_: np.ndarray) -> np.ndarray:
+    """Of each run of 32 bytes the lowest two bits of all, then the next: [rows, blocks, runs, 4, 32]."""
+    return (bytes_.reshape(*bytes_.shape[:2], -1, 1, 32) >> _CRUMBS) & 3
+
+
+def _tq2_0(blocks: np.ndarray) -> Decoded:
+    return _from_minus_one(_crumbs(blocks[..., :64]), _half(blocks, 64))
+
+
+def _q2_k(blocks: np.ndarray) -> Decoded:
+    sub = blocks[..., :16]
+    scales = _half(blocks, 80)[..., None] * (sub & 15)
+    mins = -_half(blocks, 82)[..., None] * (sub >> 4)
+    return _flat(_crumbs(blocks[..., 16:80])), _flat(scales), _flat(mins)
+
+
+def _q3_k(blocks: np.ndarray) -> Decoded:
+    low = _crumbs(blocks[..., 32:96])
+    high = (blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    packed = blocks[..., 96:108]
+    sub = _nibbles(packed[..., :8]) | _flat_crumbs(packed[..., 8:]) << 4
+    scales = _half(blocks, 108)[..., None] * (sub.astype(np.int8) - 32)
+    return _flat(low | high.reshape(low.shape) << 2), _flat(scales), None
+
+
+def _flat_crumbs(bytes_: np.ndarray) -> np.ndarray:
+    """The lowest two bits of all bytes, then the next: [rows, blocks, 4 * bytes]."""
+    crumbs = (bytes_[..., None, :] >> _CRUMBS) & 3
+    return crumbs.reshape(*bytes_.shape[:2], -1)
+
+
+def _sub_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight mins of 6 bits each, in 12 bytes."""
+    first, second, last = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = np.concatenate([first & 63, last & 15 | first >> 6 << 4], axis=-1)
+    mins = np.concatenate([second & 63, last >> 4 | second >> 6 << 4], axis=-1)
+    return scales, mins
+
+
+def _runs(bytes_: np.ndarray) -> np.ndarray:
+    """Of each run of 32 bytes the low halves, then the high ones: [rows, blocks, 2 * runs, 32]."""
+    runs = bytes_.reshape(*bytes_.shape[:2], -1, 1, 32)
+    both = np.concatenate([runs & 15, runs >> 4], axis=-2)
+    return both.reshape(*bytes_.shape[:2], -1, 32)
+
+
+def _q4_k(blocks: np.ndarray) -> Decoded:
+    sub, low = _sub_scales(blocks[..., 4:16])
+    scales, mins = _half(blocks, 0)[..., None] * sub, -_half(blocks, 2)[..., None] * low
+    return _flat(_runs(blocks[..., 16:])), _flat(scales), _flat(mins)
+
+
+def _q5_k(blocks: np.ndarray) -> Decoded:
+    sub, low = _sub_scales(blocks[..., 4:16])
+    scales, mins = _half(blocks, 0)[..., None] * sub, -_half(blocks, 2)[..., None] * low
+    high = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    return _flat(_runs(blocks[..., 48:]) | high << 4), _flat(scales), _flat(mins)
+
+
+def _q6_k(blocks: np.ndarray) -> Decoded:
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 2, 32)
+    low = np.concatenate([low & 15, low >> 4], axis=-2)
+    scales = _half(blocks, 208)[..., None] * blocks[..., 192:208].view(np.int8)
+    return _flat(low | _crumbs(blocks[..., 128:192]) << 4), _flat(scales), None
+
+
+def _iq4_nl(blocks: np.ndarray) -> Decoded:
+    return _q4_0(blocks)
+
+
+def _iq4_xs(blocks: np.ndarray) -> Decoded:
+    low = blocks[..., 4:8]
+    low = np.stack([low & 15, low >> 4], axis=-1).reshape(*blocks.shape[:2], 8)
+    high = (blocks[..., 2:4, None] >> _CRUMBS[:, 0] & 3).reshape(*blocks.shape[:2], 8)
+    scales = _half(blocks, 0)[..., None] * ((low | high << 4).astype(np.int8) - 32)
+    return _flat(_nibbles(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))), _flat(scales), None
+
+
+def _mxfp4(blocks: np.ndarray) -> Decoded:
+    # One less: the levels are twice the values.
+    return _flat(_nibbles(blocks[..., 1:])), np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128), None
+
+
+def unsigned_e4m3(bytes_: np.ndarray) -> np.ndarray:
+    """The values of E4M3 without a sign, as float32; 0x7f, not a number elsewhere, is zero in ggml."""
+    exponent, mantissa = (bytes_ >> 3 & 15).astype(np.int32), (bytes_ & 7).astype(np.float32)
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    return np.where(bytes_ == 0x7F, 0, np.where(exponent == 0, np.ldexp(mantissa, -9), normal)).astype(np.float32)
+
+
+def _nvfp4(blocks: np.ndarray) -> Decoded:
+    codes = _nibbles(blocks[..., 4:].reshape(*blocks.shape[:2], 4, 8))
+    return _flat(codes), _flat(unsigned_e4m3(blocks[..., :4]) / 2), None
+
+
+_TYPES = {
+    "Q4_0": BlockType(4, 32, False, _q4_0),
+    "Q4_1": BlockType(4, 32, True, _q4_1),
+    "Q5_0": BlockType(5, 32, False, _q5_0),
+    "Q5_1": BlockType(5, 32, True, _q5_1),
+    "Q8_0": BlockType(8, 32, False, _q8_0),
+    "Q1_0": BlockType(1, 128, False, _q1_0),
+    "Q2_0": BlockType(2, 64, False, _q2_0),
+    "TQ1_0": BlockType(2, 256, False, _tq1_0),
+    "TQ2_0": BlockType(2, 256, False, _tq2_0),
+    "Q2_K": BlockType(2, 16, True, _q2_k),
+    "Q3_K": BlockType(3, 16, False, _q3_k),
+    "Q4_K": BlockType(4, 32, True, _q4_k),
+    "Q5_K": BlockType(5, 32, True, _q5_k),
+    "Q6_K": BlockType(6, 16, False, _q6_k),
+    "IQ4_NL": BlockType(4, 32, False, _iq4_nl, NL4),
+    "IQ4_XS": BlockType(4, 32, False, _iq4_xs, NL4),
+    "MXFP4": BlockType(4, 32, False, _mxfp4, FP4),
+    "NVFP4": BlockType(4, 16, False, _nvfp4, FP4),
+}
+
+
+def block_type(name: str) -> BlockType | None:
+    """How the type of this name becomes codes; None: it does not."""
+    return _TYPES.get(name)
+
+
+def decode(kind: BlockType, blocks: np.ndarray) -> Rows:
+    """Rows of blocks, uint8 [rows, blocks, bytes], as codes and scales."""
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused where it is packed
+        codes, scales, mins = kind.decode(blocks)
+    return Rows(
+        *(None if array is None else torch.from_numpy(np.ascontiguousarray(array)) for array in (codes, scales, mins))
+    )

@@ -1,0 +1,416 @@
+"""What the metadata of a GGUF file means for a model of transformers: config.json, and the names of its tensors.
+
+transformers has tables for this too, but they pass over what they do not know (llama 3's frequencies, soft caps, a
+rotation of part of a head). Here a key of the architecture that nobody has asked for is an error: it could change
+results.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..files.gguf import Gguf, StoredBlocks
+from ..files.untrusted import printable
+
+_REQUIRED = object()
+
+# Keys that say what the tensors show anyway, or nothing about results.
+_SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
+# Names that end a turn in some model; ggml's programs stop at each of them too.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
+_CONTROL = 3  # the type of a token that is no text
+
+
+class Metadata:
+    """The keys of one architecture, each of which has to be asked for."""
+
+    def __init__(self, gguf: Gguf):
+        self.path, self.all, self.tensors = gguf.paths[0], gguf.metadata, len(gguf.tensors)
+        architecture = self.all.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise ValueError(f"{self.path} has no general.architecture; expected the name of one")
+        self.architecture = architecture
+        self._asked: set[str] = set()
+
+    def _get(self, name: str, default: Any) -> Any:
+        self._asked.add(name)
+        key = f"{self.architecture}.{name}"
+        if key in self.all:
+            return self.all[key]
+        if default is _REQUIRED:
+            raise ValueError(f"{self.path} has no {key}, which the architecture needs")
+        return default
+
+    def whole(self, name: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected one whole number")
+        return value
+
+    def real(self, name: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected a finite number")
+        return float(value)
+
+    def text(self, name: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is not default and not isinstance(value, str):
+            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected a text")
+        return value
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """A key that may be absent, or have one of these values."""
+        value = self._get(name, allowed[0])
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            raise ValueError(
+                f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected {' or '.join(map(str, allowed))}"
+            )
+
+    def check_all_asked(self) -> None:
+        prefix = f"{self.architecture}."
+        names = {key.removeprefix(prefix) for key in self.all if key.startswith(prefix)}
+        unknown = sorted(names - self._asked - _SILENT)
+        if unknown:
+            raise ValueError(
+                f"{self.path} has {prefix}{printable(unknown[0])}, which lowbit does not know for this architecture: "
+                "the model could compute otherwise than the result would"
+            )
+
+
+def _shown(value: Any) -> str:
+    return f"of {len(value)} values" if isinstance(value, list | np.ndarray) else repr(value)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a model in a GGUF file is one of transformers."""
+
+    config: Callable[[Metadata, Gguf], dict[str, Any]]
+    names: Mapping[str, str]  # of tensors, "blk.*" and "model.layers.*" left out: those of each layer
+    permuted: bool = False  # the rows of q and k: ggml rotates neighbours, transformers halves
+    norm_offset: float = 0.0  # that ggml adds to the weights of norms
+
+
+_DENSE = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NORMED = _DENSE | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_SANDWICH = _DENSE | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI3 = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _common(metadata: Metadata, model_type: str, class_name: str, *, head_dim: bool = True) -> dict[str, Any]:
+    heads, width = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
+    if not heads or not width:
+        raise ValueError(f"{metadata.path} has {heads} attention heads for {width} values; expected 1 or more")
+    size = metadata.whole("attention.key_length", width // heads)
+    metadata.expect("attention.value_length", size)
+    metadata.expect("expert_count", 0)
+    metadata.expect("expert_used_count", 0)
+    metadata.expect("attention.causal", True)
+    layers = metadata.whole("block_count")
+    if not 1 <= layers <= metadata.tensors:
+        raise ValueError(
+            f"{metadata.path} has {metadata.architecture}.block_count {layers}; expected 1 or more, and not more than "
+            f"its {metadata.tensors} tensors"
+        )
+    config = {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "hidden_size": width,
+        "intermediate_size": metadata.whole("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
+        "max_position_embeddings": metadata.whole("context_length"),
+        "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
+    }
+    if head_dim:
+        config["head_dim"] = size
+    elif size != width // heads:
+        raise ValueError(f"{metadata.path} has heads of {size} values; expected {width // heads}, as {class_name} has")
+    return config
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _rope(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    """The rotation, but for frequencies in tensors of their own."""
+    metadata.expect("rope.dimension_count", _head_dim(config))
+    rope: dict[str, Any] = {"rope_theta": metadata.real("rope.freq_base", theta), "rope_type": "default"}
+    kind = metadata.text("rope.scaling.type", "none")
+    factor = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 1.0))
+    length = metadata.whole("rope.scaling.original_context_length", None)
+    if kind == "yarn":
+        metadata.expect("rope.scaling.attn_factor", 1.0)
+        metadata.expect("rope.scaling.yarn_attn_factor", 1.0)
+        metadata.expect("rope.scaling.yarn_ext_factor", 1.0)
+        rope |= {
+            "rope_type": "yarn",
+            "factor": factor,
+            "beta_fast": metadata.real("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": metadata.real("rope.scaling.yarn_beta_slow", 1.0),
+            "original_max_position_embeddings": length or config["max_position_embeddings"],
+        }
+    elif kind == "linear" or (kind == "none" and factor != 1.0):
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind != "none":
+        raise ValueError(
+            f"{metadata.path} has {metadata.architecture}.rope.scaling.type {kind!r}; expected none, linear or yarn"
+        )
+    return rope
+
+
+def _values(stored: StoredBlocks, count: int) -> np.ndarray:
+    """A small tensor of float32."""
+    if stored.type.name != "F32" or stored.shape != (count,):
+        raise ValueError(
+            f"{stored.path}: {stored.name} is {stored.type.name} {list(stored.shape)}; expected F32 [{count}]"
+        )
+    with open(stored.path, "rb") as file:
+        file.seek(stored.offset)
+        data = file.read(stored.bytes)
+    if len(data) != stored.bytes:
+        raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
+    values = np.frombuffer(data, "<f4").astype(np.float64)
+    if not np.isfinite(values).all() or (values <= 0).any():
+        raise ValueError(f"{stored.path}: {stored.name} has values that are no factors; expected finite ones above 0")
+    return values
+
+
+def _llama3_rope(gguf: Gguf, rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Llama 3's frequencies: the file has what its formula gave, not the formula's four numbers."""
+    stored = gguf.tensors.get("rope_freqs.weight")
+    if stored is None:
+        return rope
+    factors = _values(stored, head_dim // 2)
+    if rope["rope_type"] != "default":
+        raise ValueError(f"{stored.path} has both rope_freqs.weight and rope.scaling.type; expected one of them")
+    if (factors == 1).all():
+        return rope
+    waves = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    largest, low, high = float(factors.max()), 1.0, 4.0
+    for length in (8192, 4096, 16384, 32768):
+        smooth = np.clip((length / waves - low) / (high - low), 0, 1)
+        if np.allclose(1 / ((1 - smooth) / largest + smooth), factors, rtol=1e-4):
+            return rope | {
+                "rope_type": "llama3", "factor": largest, "low_freq_factor": low, "high_freq_factor": high,
+                "original_max_position_embeddings": length,
+            }  # fmt: skip
+    raise ValueError(f"{stored.path}: rope_freqs.weight has factors up to {largest:g} that are not those of Llama 3")
+
+
+def _llama(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "llama", "LlamaForCausalLM")
+    has = gguf.tensors.keys()
+    rope = _llama3_rope(gguf, _rope(metadata, config), config["head_dim"])
+    attention, mlp = "blk.0.attn_q.bias" in has, "blk.0.ffn_up.bias" in has
+    return config | {"rope_parameters": rope, "attention_bias": attention, "mlp_bias": mlp, "hidden_act": "silu"}
+
+
+def _qwen2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "qwen2", "Qwen2ForCausalLM", head_dim=False)
+    return config | {"rope_parameters": _rope(metadata, config), "use_sliding_window": False, "hidden_act": "silu"}
+
+
+def _qwen3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "qwen3", "Qwen3ForCausalLM")
+    rope, bias = _rope(metadata, config), "blk.0.attn_q.bias" in gguf.tensors
+    return config | {
+        "rope_parameters": rope, "attention_bias": bias, "use_sliding_window": False, "hidden_act": "silu"
+    }  # fmt: skip
+
+
+def _gemma(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "gemma", "GemmaForCausalLM")
+    activation = "gelu_pytorch_tanh"
+    return config | {
+        "rope_parameters": _rope(metadata, config), "hidden_act": activation, "hidden_activation": activation
+    }  # fmt: skip
+
+
+def _gemma2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "gemma2", "Gemma2ForCausalLM")
+    # ggml knows the 27B by its layers, and that it alone divides by the width that the heads would have.
+    large = config["num_hidden_layers"] == 46
+    return config | {
+        "rope_parameters": _rope(metadata, config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if large
+        else config["head_dim"],
+        "attn_logit_softcapping": metadata.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0),
+        "sliding_window": metadata.whole("attention.sliding_window", 4096),
+    }
+
+
+def _gemma3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "gemma3_text", "Gemma3ForCausalLM")
+    large = config["num_hidden_layers"] == 62  # likewise
+    pattern = metadata.whole("attention.sliding_window_pattern", 6)
+    layers = range(1, config["num_hidden_layers"] + 1)
+    soft_cap = metadata.real("final_logit_softcapping", 0.0)
+    return config | {
+        "rope_parameters": {
+            "full_attention": _rope(metadata, config, 1000000.0),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": metadata.real("rope.freq_base_swa", 10000.0),
+            },
+        },
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if large
+        else config["head_dim"],
+        "final_logit_softcapping": soft_cap or None,
+        "attn_logit_softcapping": None,
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if layer % max(pattern, 1) else "full_attention" for layer in layers],
+    }
+
+
+def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "phi3", "Phi3ForCausalLM", head_dim=False)
+    size = _head_dim(config)
+    rotated = metadata.whole("rope.dimension_count", size)
+    rope: dict[str, Any] = {
+        "rope_theta": metadata.real("rope.freq_base", 10000.0),
+        "rope_type": "default",
+        "partial_rotary_factor": rotated / size,
+    }
+    length = metadata.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
+    factors = [gguf.tensors.get(f"rope_factors_{which}.weight") for which in ("short", "long")]
+    if None not in factors:
+        short, long = (_values(stored, rotated // 2).tolist() for stored in factors)
+        rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        rope |= {
+            "attention_factor": metadata.real("rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": length,
+        }
+    else:
+        metadata.expect("rope.scaling.attn_factor", 1.0)
+    return config | {
+        "rope_parameters": rope,
+        "original_max_position_embeddings": length,
+        "sliding_window": metadata.whole("attention.sliding_window", None) or None,
+        "hidden_act": "silu",
+    }
+
+
+ARCHITECTURES = {
+    "llama": Architecture(_llama, _DENSE, permuted=True),
+    "qwen2": Architecture(_qwen2, _DENSE),
+    "qwen3": Architecture(_qwen3, _NORMED),
+    "gemma": Architecture(_gemma, _DENSE, norm_offset=1.0),
+    "gemma2": Architecture(_gemma2, _SANDWICH, norm_offset=1.0),
+    "gemma3": Architecture(_gemma3, _NORMED | _SANDWICH, norm_offset=1.0),
+    "phi3": Architecture(_phi3, _PHI3),
+}
+
+# Tensors that become numbers in config.json.
+IN_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+_LAYER = re.compile(r"^blk\.(0|[1-9]\d{0,4})\.(.*)\.(weight|bias)$")
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    found = ARCHITECTURES.get(metadata.architecture)
+    if found is None:
+        raise ValueError(
+            f"{metadata.path} has a model of the architecture {metadata.architecture!r}; lowbit imports "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return found
+
+
+def name_in_model(architecture: Architecture, name: str) -> str | None:
+    """What transformers calls a tensor of a GGUF file; None: the architecture has no such tensor."""
+    match = _LAYER.match(name)
+    if match is not None:
+        layer = architecture.names.get(match[2])
+        return None if layer is None else f"model.layers.{match[1]}.{layer}.{match[3]}"
+    outside, _, leaf = name.rpartition(".")
+    return f"{_OUTSIDE[outside]}.{leaf}" if outside in _OUTSIDE and leaf in ("weight", "bias") else None
+
+
+def config_of(metadata: Metadata, architecture: Architecture, gguf: Gguf) -> dict[str, Any]:
+    """config.json of the model, but for its dtype.
+
+    Raises:
+        ValueError: a key is missing, has a value that it may not have, or is not known.
+    """
+    table = gguf.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise ValueError(f"{metadata.path} has no matrix token_embd.weight, the table of its tokens")
+    config = architecture.config(metadata, gguf)
+    metadata.check_all_asked()
+    config |= {"vocab_size": table.shape[0], "tie_word_embeddings": "output.weight" not in gguf.tensors}
+    config |= special_tokens(metadata, table.shape[0])
+    return config
+
+
+def special_tokens(metadata: Metadata, vocabulary: int) -> dict[str, int | None]:
+    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id``; None where the file has none, not the class's own."""
+    found: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    for ours, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        value = metadata.all.get(f"tokenizer.ggml.{key}_token_id")
+        if value is not None:
+            found[f"{ours}_token_id"] = _token(metadata.path, key, value, vocabulary)
+    return found
+
+
+def _token(path: Path, key: str, value: Any, vocabulary: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
+        raise ValueError(
+            f"{path} has tokenizer.ggml.{key}_token_id {_shown(value)}; expected 0 to {vocabulary - 1}, a token"
+        )
+    return value
+
+
+def generation_config(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json: the tokens that end a text. A file names one or two, a chat model may have more."""
+    vocabulary = config["vocab_size"]
+    ends = [config["eos_token_id"]] if config["eos_token_id"] is not None else []
+    for key in ("eot", "eom"):
+        value = metadata.all.get(f"tokenizer.ggml.{key}_token_id")
+        if value is not None:
+            ends.append(_token(metadata.path, key, value, vocabulary))
+    tokens, types = metadata.all.get("tokenizer.ggml.tokens"), metadata.all.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens) <= vocabulary:
+        ends += [index for index in np.flatnonzero(types == _CONTROL).tolist() if tokens[index] in _ENDS]
+    content: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config[key] is not None}
+    return content | ({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})

@@ -1,0 +1,108 @@
+"""GPTQ's layout, of AutoGPTQ, GPTQModel and AutoRound.
+
+``qweight`` int32 [k * bits / 32, n]: the codes of a column follow each other, also across words at 3 bits. ``qzeros``
+int32 [groups, n * bits / 32] likewise by rows; the first version of the format stores each less 1. ``scales`` [groups,
+n]; ``g_idx`` int32 [k], the group of each input. A weight is ``scale * (code - zero)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+
+from ..files.safetensors import Stored
+from .bits import from_stream, words_of
+from .codes import Float, Matrix, Rows, Weights
+from .stock import Stock, load
+
+_WIDTHS = (2, 3, 4, 8)
+
+
+def read_gptq(stock: Stock) -> list[Matrix | Weights | Float]:
+    """The layers of a checkpoint in GPTQ's layout.
+
+    Raises:
+        ValueError: a layer is not whole, or has its inputs in an order of its own, or a zero point that no code has.
+    """
+    version = stock.setting("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    offset = 0 if version == "gptq_v2" else 1
+    return [_layer(stock, layer, offset) for layer in stock.layers("qweight")] + stock.rest()
+
+
+def _layer(stock: Stock, layer: str, offset: int) -> Matrix:
+    scales = stock.take(f"{layer}.scales", "F16", "BF16", "F32", shape=(None, None))
+    groups, n = scales.shape
+    codes = stock.take(f"{layer}.qweight", "I32", shape=(None, n))
+    zeros = stock.take(f"{layer}.qzeros", "I32", shape=(groups, None))
+    bits = next((bits for bits in _WIDTHS if words_of(n, bits) == zeros.shape[1]), 0)
+    if not bits or codes.shape[0] * 32 % bits:
+        raise ValueError(
+            f"{layer} in {codes.path} has qweight {list(codes.shape)}, qzeros {list(zeros.shape)} and scales "
+            f"{list(scales.shape)}; expected those of 2, 3, 4 or 8 bits"
+        )
+    k = codes.shape[0] * 32 // bits
+    size = _group_size(stock, layer, k, groups)
+    # "sym" in the settings is not asked: the zero points themselves say it.
+    stored_zeros = from_stream(load(zeros), bits, n).to(torch.int32) + offset
+    if offset and (stored_zeros == 1 << bits).any():
+        raise ValueError(
+            f"{layer} in {zeros.path} has a zero point that the format's first version cannot tell from 0 and "
+            f"{1 << bits}: "
+            "write it in the second (checkpoint_format gptq_v2)"
+        )
+    affine = bool((stored_zeros != 1 << (bits - 1)).any())
+    read = functools.partial(_read, stock, codes, scales, zeros, bits, k, offset, affine)
+    total = codes.bytes + scales.bytes + zeros.bytes
+    return Matrix(f"{layer}.weight", f"GPTQ, {bits} bits", (n, k), bits, size, affine, read, total)
+
+
+def _group_size(stock: Stock, layer: str, k: int, groups: int) -> int | None:
+    """Inputs of a group; None: all. Refuses groups that are not runs of inputs."""
+    size = stock.settings.get("group_size", -1)
+    if "dynamic" in stock.settings or "extra_config" in stock.settings:  # settings of single layers
+        size = k // groups if k % groups == 0 else size
+    if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1:
+        raise ValueError(f"{stock.path} has quantization_config.group_size {size!r}; expected inputs per group, or -1")
+    size = k if size == -1 else size
+    if -(-k // size) != groups:
+        raise ValueError(
+            f"{layer} in {stock.path} has {groups} groups for {k} inputs; expected {-(-k // size)}, of {size} inputs"
+        )
+    if stock.has(f"{layer}.g_idx"):
+        order = load(stock.take(f"{layer}.g_idx", "I32", "I64", shape=(k,))).long()
+        if not torch.equal(order, torch.arange(k) // size):
+            raise ValueError(
+                f"{layer} in {stock.path} has its inputs in an order of its own (act-order, desc_act): its groups are "
+                "not "
+                "runs of inputs, which is what lowbit packs. Take a version of the model without it"
+            )
+    return None if groups == 1 else size
+
+
+def _read(
+    stock: Stock,
+    codes: Stored,
+    scales: Stored,
+    zeros: Stored,
+    bits: int,
+    k: int,
+    offset: int,
+    affine: bool,
+    begin: int,
+    end: int,
+) -> Rows:
+    found = from_stream(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
+    scale = load(scales)[:, begin:end].T.float().contiguous()
+    if not affine:
+        return Rows(found, scale)
+    zero = from_stream(load(zeros), bits, scales.shape[1])[:, begin:end].T.float() + offset
+    return Rows(found, scale, -zero * scale)
+
+
+def renamed(matrices: list[Matrix | Weights | Float], source: str) -> list[Matrix | Weights | Float]:
+    """The same, said to be of another format."""
+    return [
+        replace(each, source=f"{source}, {each.bits} bits") if isinstance(each, Matrix) else each for each in matrices
+    ]

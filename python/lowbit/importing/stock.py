@@ -1,0 +1,92 @@
+"""The tensors of a quantised checkpoint in safetensors files, each taken once by the format that knows it."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..files.safetensors import DTYPES, Stored, read_bytes, read_rows
+from .codes import Float
+
+_DTYPES = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+
+
+class Stock:
+    """What of a checkpoint has not been taken yet."""
+
+    def __init__(self, path: Path, tensors: dict[str, Stored], settings: dict[str, Any]):
+        self.path, self.settings, self._left = path, settings, dict(tensors)
+        self._kept: tuple[Stored, Tensor] | None = None
+
+    def layers(self, leaf: str) -> list[str]:
+        """The layers that have a tensor of this name."""
+        return [name.removesuffix(f".{leaf}") for name in self._left if name.endswith(f".{leaf}")]
+
+    def has(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str, *dtypes: str, shape: tuple[int | None, ...] | None = None) -> Stored:
+        """A tensor, which nobody gets twice; None in `shape`: any size.
+
+        Raises:
+            ValueError: there is none, or it has another dtype or shape.
+        """
+        stored = self._left.pop(name, None)
+        if stored is None:
+            raise ValueError(f"{self.path} has no {name}; expected {' or '.join(dtypes)}")
+        right = shape is None or len(shape) == len(stored.shape)
+        right = right and all(size in (None, found) for size, found in zip(shape or (), stored.shape, strict=False))
+        if stored.dtype not in dtypes or not right or 0 in stored.shape:
+            wanted = "" if shape is None else f" {['any' if size is None else size for size in shape]}"
+            raise ValueError(
+                f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}; expected "
+                f"{' or '.join(dtypes)}{wanted}"
+            )
+        return stored
+
+    def load_kept(self, stored: Stored) -> Tensor:
+        """All of a tensor, kept until the next one: what is stored by columns is read once for all its rows."""
+        if self._kept is None or self._kept[0] is not stored:
+            self._kept = None  # before the next is there
+            self._kept = stored, load(stored)
+        return self._kept[1]
+
+    def rest(self) -> list[Float]:
+        """All that is left, as floats.
+
+        Raises:
+            ValueError: it is not floats: it would belong to a layer that nobody has read.
+        """
+        floats = []
+        for name, stored in self._left.items():
+            if stored.dtype not in DTYPES or not stored.shape or 0 in stored.shape:
+                raise ValueError(
+                    f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}, which is no part of a quantised "
+                    "layer "
+                    "that lowbit knows, and no float tensor"
+                )
+            read = functools.partial(read_rows, stored)
+            floats.append(Float(name, stored.dtype, stored.dtype, stored.shape, read, stored.bytes))
+        return floats
+
+    def setting(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+        """A setting of quantization_config.
+
+        Raises:
+            ValueError: it has a value that is not allowed.
+        """
+        value = self.settings.get(name, default)
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            raise ValueError(
+                f"{self.path} has quantization_config.{name} {value!r}; lowbit imports {', '.join(map(repr, allowed))}"
+            )
+        return value
+
+
+def load(stored: Stored) -> Tensor:
+    """All of a tensor."""
+    return read_bytes(stored).view(_DTYPES[stored.dtype]).view(stored.shape)

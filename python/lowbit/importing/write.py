@@ -1,0 +1,281 @@
+"""From a source of any format to a packed checkpoint, some rows of one matrix at a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _C, ops
+from ..checkpoint import CheckpointEntry, check_space, describe_entry, no_space, write_json
+from ..files.config_json import CONFIG
+from ..files.replace import PartialDirectory, resolve_new_directory
+from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer
+from .codes import Float, Matrix, Nearness, Weights, as_floats, pack_rows, requantise_rows
+from .report import REPORT, VERSION, ImportedTensor
+from .source import Source
+
+_BAND_WEIGHTS = 1 << 21
+_PANEL_ROWS = 16
+_ELEMENT = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ImportSummary:
+    """What :func:`import_checkpoint` has written."""
+
+    target: Path
+    format: str  # of the source
+    entries: list[CheckpointEntry]
+    tensors: list[ImportedTensor]  # how near each is to what the source has
+    source_bytes: int
+    target_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Output:
+    tensor: Matrix | Weights | Float
+    name: str
+    bias: Float | None = None
+    layer: str = ""  # in the model, when packed
+
+    @property
+    def packed(self) -> bool:
+        return not isinstance(self.tensor, Float)
+
+    def info(self) -> ops.PackedInfo | None:
+        return None if isinstance(self.tensor, Float) else self.tensor.info(self.bias is not None)
+
+    def stored(self, path: Path) -> Stored:
+        if isinstance(self.tensor, Float):
+            return Stored(self.name, path, self.tensor.dtype, self.tensor.shape, 0, self.tensor.bytes)
+        size = self.info().total_bytes
+        return Stored(self.name, path, "U8", (size,), 0, size)
+
+
+def _bands(shape: tuple[int, ...], whole_panels: bool) -> Iterator[tuple[int, int]]:
+    n, k = shape[0], max(1, functools.reduce(int.__mul__, shape[1:], 1))
+    rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS if whole_panels else max(1, _BAND_WEIGHTS // k)
+    for begin in range(0, n, rows):
+        yield begin, min(begin + rows, n)
+
+
+def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> ImportedTensor:
+    tensor = output.tensor
+    n = tensor.shape[0]
+    if isinstance(tensor, Float):
+        for begin, end in _bands(tensor.shape, False):
+            values = tensor.read(begin, end).contiguous()
+            if values.dtype != _DTYPES[tensor.dtype] or values.shape != (end - begin, *tensor.shape[1:]):
+                raise AssertionError(f"{tensor.name}: rows {begin} to {end} are {values.dtype} {list(values.shape)}")
+            writer.write(values.view(-1).view(torch.uint8).numpy())
+            done(tensor.bytes * (end - begin) // n)
+        return ImportedTensor(output.name, tensor.source, "dequantised" if tensor.dequantised else "float")
+    info, nearness = output.info(), Nearness()
+    bias = None if output.bias is None else output.bias.read(0, n).float()
+    start, folded = writer.write(bytes(64)), 0
+    for begin, end in _bands(tensor.shape, True):
+        rows, part = tensor.read(begin, end), None if bias is None else bias[begin:end]
+        try:
+            if isinstance(tensor, Matrix):
+                packed = pack_rows(tensor, rows, part, nearness)
+            else:
+                packed = requantise_rows(tensor, rows, part, nearness)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{tensor.name}, rows {begin} to {end - 1}: {error}") from error
+        folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
+        writer.write(packed[64:].numpy())
+        done(tensor.bytes * (end - begin) // n)
+        del rows, packed  # before the next are there
+    affine = info.mapping == "affine"
+    header = _C.packed_header(*tensor.shape, info.bits, info.group_size or 0, affine, info.has_bias, folded)
+    writer.write_at(start, header)
+    return ImportedTensor(output.name, tensor.source, nearness.kind, nearness.steps, nearness.error)
+
+
+def _meta_model(config: dict[str, Any], tensors: int):
+    from ..hf.loading import meta_model
+
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        return meta_model(Path(directory), tensors)
+
+
+def _plan(source: Source, model) -> list[_Output]:
+    """What becomes of each tensor; every one is held against the model."""
+    from ..hf.names import check_complete, given_by, names_in_model
+    from ..layers import KINDS
+
+    by_name: dict[str, Matrix | Weights | Float] = {}
+    for tensor in source.tensors:
+        if tensor.name in by_name:
+            raise ValueError(f"{source.path} has two tensors that become {tensor.name}; expected one")
+        by_name[tensor.name] = tensor
+    names, state = names_in_model(model, by_name), model.state_dict()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    biases, floats, outputs = {}, {}, []
+    for key, (name, targets) in names.items():
+        tensor = by_name[key]
+        if targets is None and name in state and tuple(state[name].shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"{key} in {source.path} has shape {list(tensor.shape)}; expected {list(state[name].shape)}, as its "
+                "configuration says"
+            )
+        if isinstance(tensor, Float):
+            floats[key] = tensor
+            continue
+        layer = name.removesuffix(".weight")
+        kind = type(modules[layer]) if layer in modules else None
+        if targets is None and name not in state:
+            raise ValueError(
+                f"{key} in {source.path} is quantised ({tensor.source}), but {type(model).__name__} has no such tensor"
+            )
+        if targets is not None or kind not in KINDS:
+            floats[key] = as_floats(tensor)
+            continue
+        bias = None
+        if getattr(modules[layer], "bias", None) is not None:
+            found = [other for other, (given, _) in names.items() if given == f"{layer}.bias"]
+            if len(found) != 1 or not isinstance(by_name[found[0]], Float):
+                raise ValueError(f"{source.path} has no {layer}.bias; expected the bias of {key}")
+            bias = by_name[found[0]]
+            biases[found[0]] = bias
+        outputs.append(_Output(tensor, key.removesuffix("weight") + "packed_weight", bias, layer))
+    extra = [key for key, (name, targets) in names.items() if targets is None and name not in state]
+    if extra:
+        warnings.warn(
+            f"{len(extra)} tensors of {source.path} are not in {type(model).__name__}, {min(extra)} for example: they "
+            "are copied as they are",
+            stacklevel=4,
+        )
+    check_complete(model, given_by(names), source.path)
+    _warn(source, floats)
+    outputs += [_Output(tensor, key) for key, tensor in floats.items() if key not in biases]
+    order = {tensor.name: place for place, tensor in enumerate(source.tensors)}
+    return sorted(outputs, key=lambda output: order[output.tensor.name])
+
+
+def _warn(source: Source, floats: Mapping[str, Float]) -> None:
+    anew = [tensor for tensor in source.tensors if isinstance(tensor, Weights)]
+    if anew:
+        kinds = ", ".join(f"{kind} to {bits} bits" for kind, bits in sorted({(t.source, t.config.bits) for t in anew}))
+        warnings.warn(
+            f"{len(anew)} matrices of {source.path} have codes that lowbit has none for; they are quantised "
+            f"anew: {kinds}",
+            stacklevel=5,
+        )
+    wide = [tensor for tensor in floats.values() if tensor.dequantised]
+    if wide:
+        size = sum(tensor.bytes for tensor in wide)
+        warnings.warn(
+            f"{len(wide)} quantised tensors of {source.path} become floats, {size / 1e6:.1f} MB: lowbit packs no layer "
+            f"of their kind, {wide[0].name} for example",
+            stacklevel=5,
+        )
+
+
+def _shards(outputs: list[_Output], most: int) -> list[list[_Output]]:
+    """Files of the outputs in their order; in a file packed tensors come first, then the wider elements: all are
+    aligned."""
+
+    def place(output: _Output) -> int:
+        return -64 if output.packed else -_ELEMENT[output.tensor.dtype]
+
+    shards: list[list[_Output]] = [[]]
+    size = 0
+    for output in outputs:
+        count = output.stored(Path()).bytes
+        if shards[-1] and size + count > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(output)
+        size += count
+    return [sorted(shard, key=place) for shard in shards]
+
+
+def write_checkpoint(
+    source: Source,
+    target: Path,
+    *,
+    max_shard_bytes: int,
+    progress: Callable[[int, int, str], None] | None,
+) -> ImportSummary:
+    """Writes a source as a packed checkpoint, all of it or nothing, with the arguments of ``import_checkpoint``."""
+    from ..hf.config import LowBitConfig
+    from ..hf.names import names_in_model
+    from ..hf.placing import place_packed
+
+    begin = time.perf_counter()
+    place = resolve_new_directory(target)
+    model = _meta_model(source.config, len(source.tensors))
+    outputs = _plan(source, model)
+    description = dict(source.config)
+    packed = {output.layer: (output.name, output.info()) for output in outputs if output.packed}
+    if packed:
+        place_packed(model, packed, {output.name for output in outputs if not output.packed}, torch.float32)
+        found = names_in_model(model, [output.name for output in outputs])
+        for output in outputs:
+            if output.packed and found[output.name] != (f"{output.layer}.packed_weight", None):
+                raise ValueError(
+                    f"{output.tensor.name} would be packed as {output.name}, which transformers takes for "
+                    f"{found[output.name][0]}; expected {output.layer}.packed_weight"
+                )
+        description["quantization_config"] = LowBitConfig.describing(model).to_dict()
+
+    total = sum(output.tensor.bytes for output in outputs)
+    target_bytes = sum(output.stored(Path()).bytes for output in outputs)
+    read = 0
+
+    def done(count: int, name: str) -> None:
+        nonlocal read
+        read += count
+        if progress is not None:
+            progress(read, total, name)
+
+    with PartialDirectory(place) as partial:
+        partial.rehearse()
+        check_space(partial.path, target_bytes)
+        with no_space(target, target_bytes):
+            source.write_files(partial.path)
+            entries, tensors = _write_tensors(partial.path, outputs, max_shard_bytes, done)
+            report = {
+                "version": VERSION,
+                "files": source.files,
+                "source": source.path.name,
+                "format": source.format,
+                "tensors": [asdict(each) for each in tensors],
+            }
+            write_json(partial.path / REPORT, report)
+            write_json(partial.path / CONFIG, description)  # last: without it nothing loads
+        partial.finish()
+    seconds = time.perf_counter() - begin
+    return ImportSummary(target, source.format, entries, tensors, total, target_bytes, seconds)
+
+
+def _write_tensors(
+    directory: Path, outputs: list[_Output], max_shard_bytes: int, done: Callable[[int, str], None]
+) -> tuple[list[CheckpointEntry], list[ImportedTensor]]:
+    entries, tensors = [], []
+    shards = _shards(outputs, max_shard_bytes)
+    for number, shard in enumerate(shards, 1):
+        file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
+        stored = [output.stored(file) for output in shard]
+        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        with Writer(file, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
+            for output in shard:
+                tensors.append(_write(output, writer, functools.partial(done, name=output.name)))
+    if len(shards) > 1:
+        weight_map = {entry.name: entry.file for entry in entries}
+        size = sum(entry.bytes for entry in entries)
+        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    return entries, tensors

@@ -1,0 +1,331 @@
+"""Measures a model at every width and with every method, and keeps what is measured in a JSON file."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import nn
+from .._machine import cpu_name
+from ..calibration import calibrate
+from ..calibration.capture import inputs_of
+from ..calibration.data import batches
+from ..files.config_json import read_config
+from ..files.replace import replacing
+from ..files.untrusted import interpreting
+from ..layers import names_by_weight, replace_layers
+from ..llm.bench import measure
+from ..llm.decoder import Decoder
+from ..llm.loading import is_packed, load_model, load_tokenizer
+from ..llm.perplexity import perplexity
+from ..quantize_model import described_to_transformers
+from .peers import peers
+
+VERSION = 1  # of the JSON file
+_SENSITIVITY_TOKENS = 2048  # of the text, for each layer
+_SENSITIVITY_SENTENCES = 64
+_PROMPT, _NEW = 16, 32  # tokens, to measure decoding
+CALIBRATED = ("importance", "gptq")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; the arguments of ``lowbit report``."""
+
+    model: Path
+    text: str
+    calibration: str | None
+    bits: list[int]
+    group_size: int | None = 32
+    mapping: str = "symmetric"
+    embedding_bits: int | None = None
+    window: int = 512
+    sensitivity: bool = True
+    speed: bool = True
+
+    def identity(self) -> dict[str, Any]:
+        """What figures depend on: those of another identity are not taken over."""
+
+        def digest(text: str | None) -> str | None:
+            return None if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+        files = sorted(path for path in self.model.iterdir() if path.suffix in (".json", ".safetensors"))
+        return {
+            "files": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+            "text": digest(self.text),
+            "calibration": digest(self.calibration),
+            "group_size": self.group_size,
+            "mapping": self.mapping,
+            "embedding_bits": self.embedding_bits,
+            "window": self.window,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def read(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """The figures in a file, if they are of this identity; else none."""
+    fresh = {"version": VERSION, "identity": identity, "rows": [], "sensitivity": None, "notes": []}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return fresh
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; remove it, or choose another name for the report") from error
+    if not isinstance(found, dict) or "version" not in found or not isinstance(found.get("rows"), list):
+        raise ValueError(f"{path} has no figures of a report; remove it, or choose another name for the report")
+    same = found["version"] == VERSION and found.get("identity") == identity
+    return found if same and found.keys() >= fresh.keys() else fresh
+
+
+def write(path: Path, figures: dict[str, Any]) -> None:
+    with replacing(path, ".json") as target:
+        target.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+class _Subject:
+    """The float model, and how its quality is measured: perplexity, or the cosine with the float embeddings."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        config = read_config(options.model)
+        if is_packed(options.model):
+            raise ValueError(f"{options.model} is packed already; a report needs the float checkpoint")
+        names = config.get("architectures")
+        self.language = not isinstance(names, list) or any("ForCausalLM" in str(name) for name in names)
+        self.tokenizer = load_tokenizer(options.model)
+        if self.language:
+            self.model = load_model(options.model)
+            self.tokens = self.tokenizer(options.text, verbose=False)["input_ids"]
+            if len(self.tokens) < 2:
+                raise ValueError(f"the text has {len(self.tokens)} tokens; expected 2 or more")
+        else:
+            transformers = import_module("transformers")
+            with interpreting(f"{options.model} does not load"):
+                self.model = transformers.AutoModel.from_pretrained(
+                    options.model, local_files_only=True, trust_remote_code=False, dtype="auto"
+                ).eval()
+            self.sentences = [line.strip() for line in options.text.splitlines() if line.strip()]
+            if not self.sentences:
+                raise ValueError("the text has no lines; expected a sentence in each")
+        # As stored, for the bytes; then float32, so that nothing but the formats differs.
+        self.model_bytes = sum(value.nbytes for value in _unique(self.model))
+        self.stored = self.model.dtype
+        self.model.float()
+        if not self.language:
+            self.expected = self.embeddings(self.model, self.sentences)
+
+    @torch.inference_mode()
+    def embeddings(self, model: torch.nn.Module, sentences: list[str]) -> torch.Tensor:
+        """[sentences, features]: means over the tokens of each, of length 1."""
+        rows = []
+        limit = getattr(model.config, "max_position_embeddings", 512)
+        for begin in range(0, len(sentences), 16):
+            part = sentences[begin : begin + 16]
+            inputs = self.tokenizer(
+                part, padding=True, truncation=True, max_length=min(limit, 256), return_tensors="pt"
+            )
+            hidden = model(**inputs).last_hidden_state.float()
+            mask = inputs["attention_mask"].unsqueeze(-1)
+            rows.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
+        return torch.cat(rows)
+
+    def quality(self, model: torch.nn.Module) -> float:
+        if self.language:
+            window = self.options.window
+            return perplexity(model, self.tokens, window=window, stride=window // 2).perplexity
+        return float((self.embeddings(model, self.sentences) * self.expected).sum(1).mean())
+
+    def loss(self, model: torch.nn.Module) -> float:
+        """On a part of the text, for layers one by one: nats per token, or 1 - cosine."""
+        if self.language:
+            tokens = self.tokens[:_SENSITIVITY_TOKENS]
+            measured = perplexity(model, tokens, window=self.options.window, stride=self.options.window // 2)
+            return measured.nats / measured.tokens
+        part = self.sentences[:_SENSITIVITY_SENTENCES]
+        return 1 - float((self.embeddings(model, part) * self.expected[: len(part)]).sum(1).mean())
+
+    def config(self, bits: int):
+        from ..transformers import LowBitConfig
+
+        options = self.options
+        return LowBitConfig(bits, options.group_size, options.mapping, embedding_bits=options.embedding_bits)
+
+    def calibration_texts(self) -> list[str]:
+        text = self.options.calibration
+        return [text] if self.language else [line for line in text.splitlines() if line.strip()]
+
+    def speed(self, model: torch.nn.Module) -> float | None:
+        """Tokens per second, decoded behind a short prompt; None: no language model, or one that is not decoded."""
+        if not self.language or not self.options.speed:
+            return None
+        try:
+            decoder = Decoder(model, 64)
+        except ValueError:
+            return None
+        prompt = torch.tensor([(self.tokens * _PROMPT)[:_PROMPT]])
+        measure(decoder, prompt, 2)
+        _, seconds = measure(decoder, prompt, _NEW)
+        decoder.release()
+        return 1 / statistics.median(seconds)
+
+
+def _unique(model: torch.nn.Module) -> list[torch.Tensor]:
+    return list({value.data_ptr(): value for value in model.state_dict().values() if value.numel()}.values())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # What stays float is the same at every width: the page says it once.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
+    """Measures what the JSON file at ``path`` has not yet, and writes it after every figure.
+
+    Args:
+        options: what to measure.
+        path: ends in .json.
+        say: called with what is measured next.
+
+    Raises:
+        OSError, ValueError: as :func:`lowbit.llm.loading.load_model`, or a file at ``path`` that is something else.
+    """
+    figures = read(path, options.identity())
+    known = {(row["method"], row["bits"]) for row in figures["rows"]}
+    figures["notes"] = []  # what cannot be measured is tried, and told, each time
+    say(f"loading {options.model}")
+    subject = _Subject(options)
+    with _quiet():
+        selected = subject.config(4).select(subject.model)
+    modules = {name: subject.model.get_submodule(name) for name in selected}
+    if not selected:
+        raise ValueError(f"{options.model} has no linear layer or embedding")
+    shared = names_by_weight(modules)
+    weights = sum(modules[names[0]].weight.numel() for names in shared.values())
+    matrix_bytes = weights * subject.stored.itemsize
+    figures["about"] = {
+        "model": str(options.model),
+        "architecture": type(subject.model).__name__,
+        "quality": "perplexity" if subject.language else "cosine",
+        "measured_on": len(subject.tokens) - 1 if subject.language else len(subject.sentences),
+        "weights": weights,
+        "rest_bytes": subject.model_bytes - matrix_bytes,
+        "machine": cpu_name(),
+        "threads": torch.get_num_threads(),
+    }
+
+    def add(method: str, bits: int | None, family: str, size: int, model: torch.nn.Module, timed: bool) -> None:
+        figures["rows"].append({
+            "method": method, "bits": bits, "family": family, "bytes": size, "bits_per_weight": 8 * size / weights,
+            "quality": subject.quality(model), "tokens_per_second": subject.speed(model) if timed else None,
+        })  # fmt: skip
+        write(path, figures)
+
+    if ("float", None) not in known:
+        say("float")
+        add("float", None, "float", matrix_bytes, subject.model, True)
+    for bits in options.bits:
+        methods = ["nearest", *(CALIBRATED if options.calibration is not None else ())]
+        for method in methods:
+            if (method, bits) not in known:
+                say(f"{method}, {bits} bits")
+                model = copy.deepcopy(subject.model)
+                with _quiet():
+                    _quantise(subject, model, method, bits)
+                packed = {
+                    layer.packed_weight.data_ptr(): layer.packed_weight.nbytes
+                    for layer in model.modules()
+                    if isinstance(layer, nn.Packed)
+                }
+                add(method, bits, "lowbit", sum(packed.values()), model, method == "nearest")
+    squares: dict[int, torch.Tensor] | None = None
+    for name, peer in peers(options.bits, options.calibration is not None).items():
+        if (name, None) not in known:
+            say(name)
+            if peer.importance and squares is None:
+                squares = _mean_squares(subject, shared)
+            model, size = copy.deepcopy(subject.model), 0
+            try:
+                for key, names in shared.items():
+                    of_inputs = squares.get(key) if peer.importance else None
+                    held, more = peer.hold(modules[names[0]].weight.detach().float(), of_inputs)
+                    size += more
+                    for each in names:
+                        target = model.get_submodule(each).weight
+                        target.data.copy_(held)
+            except (ValueError, OSError) as error:  # not for these shapes, or a library that does not load
+                figures["notes"].append(f"{name}: {error}")
+                continue
+            add(name, None, name.split()[0], size, model, False)
+    if options.sensitivity and figures["sensitivity"] is None:
+        figures["sensitivity"] = _sensitivity(subject, selected, shared, min(options.bits), say)
+        write(path, figures)
+    write(path, figures)
+    return figures
+
+
+def _quantise(subject: _Subject, model: torch.nn.Module, method: str, bits: int) -> None:
+    config = subject.config(bits)
+    if method == "nearest":
+        with described_to_transformers(model):
+            replace_layers(model, config.select(model))
+        return
+    calibrate(model, subject.calibration_texts(), config, method, tokenizer=subject.tokenizer)
+
+
+@torch.inference_mode()
+def _mean_squares(subject: _Subject, shared: dict[int, list[str]]) -> dict[int, torch.Tensor]:
+    """The mean square of each input of the float model's matrices on the calibration text, by the weight's id.
+
+    Tables without a head, and layers that no token reaches, have all inputs alike.
+    """
+    linears = {name: subject.model.get_submodule(name) for names in shared.values() for name in names}
+    linears = {name: layer for name, layer in linears.items() if isinstance(layer, torch.nn.Linear)}
+    sums = {id(layer.weight): torch.zeros(layer.in_features) for layer in linears.values()}
+
+    def take(name: str, x: torch.Tensor) -> None:
+        sums[id(linears[name].weight)] += x.float().flatten(0, -2).square().sum(0)
+
+    with inputs_of(linears, take):
+        for batch in batches(subject.model, subject.calibration_texts(), subject.tokenizer, subject.options.window):
+            subject.model(**batch)
+    found = {}
+    for key, names in shared.items():
+        square = sums.get(key)
+        alike = square is None or not float(square.sum()) > 0
+        found[key] = torch.ones(subject.model.get_submodule(names[0]).weight.shape[1]) if alike else square
+    return found
+
+
+def _sensitivity(subject: _Subject, selected, shared, bits: int, say: Say) -> dict[str, Any]:
+    """What each layer alone costs at ``bits``: nats per token, or cosine."""
+    say(f"{len(shared)} layers alone, {bits} bits")
+    before = subject.loss(subject.model)
+    kinds, layers = subject.config(bits).select(subject.model), []
+    for names in shared.values():
+        floats = {name: subject.model.get_submodule(name) for name in names}
+        replace_layers(subject.model, {name: kinds[name] for name in names})
+        try:
+            cost = subject.loss(subject.model) - before
+        finally:
+            for name, layer in floats.items():
+                subject.model.set_submodule(name, layer)
+        layers.append({"layer": names[0], "cost": cost if math.isfinite(cost) else None})
+    return {"bits": bits, "layers": layers}

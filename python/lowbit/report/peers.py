@@ -1,0 +1,132 @@
+"""Other projects' formats, where their package is installed: a matrix as they would hold it, and its bytes.
+
+They are evaluated by dequantising, with float activations, so what their kernels lose besides is not counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# [n, k] float32, and the mean square of each input [k] or None -> the same as the format holds it, and its bytes.
+# ValueError: the format is not for this shape.
+Hold = Callable[[Tensor, Tensor | None], tuple[Tensor, int]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A format of another project."""
+
+    hold: Hold
+    importance: bool = False  # it wants the mean square of each input
+
+
+# In Python, by the package gguf: nearest.
+_GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ2_0", "TQ1_0")
+# By ggml's own library, with a search, and with an importance matrix too; gguf reads them back. The last two are made
+# with one only.
+_GGML = ("Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "Q2_K", "IQ2_S", "IQ2_XS")
+_NEEDS_IMPORTANCE = ("IQ2_S", "IQ2_XS")
+_TORCHAO_GROUP = 32
+
+
+def peers(bits: list[int], importance: bool) -> dict[str, Peer]:
+    """What is installed: GGUF's types that the package ``gguf`` can quantise, those that the library of llama-cpp-python
+    can, and torchao's integers of these widths, symmetric, in groups of 32.
+
+    Args:
+        bits: for torchao.
+        importance: whether there is a calibration text: then GGUF's types with an importance matrix too.
+    """
+    found: dict[str, Peer] = {}
+    if importlib.util.find_spec("gguf") is not None:
+        found |= {f"GGUF {name}": Peer(_gguf(name)) for name in _GGUF}
+        if _ggml_file() is not None:
+            found |= {f"GGUF {name}": Peer(_ggml(name)) for name in _GGML if name not in _NEEDS_IMPORTANCE}
+            if importance:
+                found |= {f"GGUF {name}, importance": Peer(_ggml(name), True) for name in _GGML}
+    if importlib.util.find_spec("torchao") is not None:
+        found |= {f"torchao int{width}": Peer(_torchao(width)) for width in bits if width > 1}
+    return found
+
+
+def _blocks(kind, weight: Tensor) -> None:
+    from gguf import GGML_QUANT_SIZES
+
+    block = GGML_QUANT_SIZES[kind][0]
+    if weight.shape[1] % block:
+        raise ValueError(f"{kind.name} has blocks of {block}; a matrix has {weight.shape[1]} inputs")
+
+
+def _gguf(name: str) -> Hold:
+    def hold(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, int]:
+        from gguf import GGMLQuantizationType, quants
+
+        kind = GGMLQuantizationType[name]
+        _blocks(kind, weight)
+        held = quants.quantize(weight.numpy(), kind)
+        return torch.from_numpy(quants.dequantize(held, kind).copy()), held.nbytes
+
+    return hold
+
+
+def _ggml_file() -> Path | None:
+    """The library in which llama-cpp-python has ggml's quantisers."""
+    spec = importlib.util.find_spec("llama_cpp")
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for found in sorted((Path(place) / "lib").glob("libggml-base.*")):
+            return found
+    return None
+
+
+@functools.cache
+def _ggml_library(file: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(file))
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    library.ggml_quantize_chunk.argtypes = [
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
+    ]  # fmt: skip
+    return library
+
+
+def _ggml(name: str) -> Hold:
+    def hold(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, int]:
+        import numpy
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+        kind = GGMLQuantizationType[name]
+        _blocks(kind, weight)
+        block, size = GGML_QUANT_SIZES[kind]
+        (n, k), weight = weight.shape, weight.contiguous()
+        held = numpy.empty((n, k // block * size), dtype=numpy.uint8)
+        matrix = None if importance is None else importance.float().contiguous()
+        library = _ggml_library(_ggml_file())
+        written = library.ggml_quantize_chunk(
+            int(kind), weight.data_ptr(), held.ctypes.data, 0, n, k, None if matrix is None else matrix.data_ptr()
+        )
+        if written != held.nbytes:
+            raise ValueError(f"ggml wrote {written} bytes of {name}; expected {held.nbytes}")
+        return torch.from_numpy(quants.dequantize(held, kind).copy()), held.nbytes
+
+    return hold
+
+
+def _torchao(bits: int) -> Hold:
+    def hold(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, int]:
+        from torchao.quantization import IntxUnpackedToInt8Tensor
+
+        n, k = weight.shape
+        if k % _TORCHAO_GROUP:
+            raise ValueError(f"groups of {_TORCHAO_GROUP}; a matrix has {k} inputs")
+        held = IntxUnpackedToInt8Tensor.from_hp(weight, (1, _TORCHAO_GROUP), getattr(torch, f"int{bits}"))
+        # In this form a code is a byte. Counted as packed: `bits` per code and 16 per scale; zero points are all 0.
+        return held.dequantize().float(), n * k * bits // 8 + 2 * n * (k // _TORCHAO_GROUP)
+
+    return hold

@@ -1,0 +1,365 @@
+"""`lowbit import` of directories that others have quantised.
+
+The layouts are written here, bit by bit, as they are published.
+"""
+
+import json
+import math
+import os
+import re
+import struct
+
+import lowbit
+import numpy as np
+import pytest
+import torch
+from checkpoints import TOKENS, load
+from command_line import document, invoke
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.bitnet import pack_weights
+
+SIZES = {
+    "vocab_size": 403, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+GROUP = 32
+
+
+def stream(codes: list[int], bits: int) -> list[int]:
+    """Codes one after the other, from the lowest bit of the first word on."""
+    number = sum(code << (bits * place) for place, code in enumerate(codes))
+    words = -(-len(codes) * bits // 32)
+    return [struct.unpack("<i", struct.pack("<I", number >> (32 * word) & 0xFFFFFFFF))[0] for word in range(words)]
+
+
+def rows_of_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [rows, words] of codes [rows, count]."""
+    return torch.tensor([stream(row, bits) for row in codes.tolist()], dtype=torch.int32)
+
+
+class Quantised:
+    """A random layer: `codes` [n, k], `zeros` and `scales` [n, groups], and the weights that they stand for."""
+
+    def __init__(self, n: int, k: int, bits: int, group: int, zeros: str, generator: torch.Generator):
+        groups = k // group
+        self.codes = torch.randint(0, 2**bits, (n, k), generator=generator)
+        self.scales = (torch.rand((n, groups), generator=generator) + 0.1).mul(0.2 / 2**bits).half()
+        middle = torch.full((n, groups), 2 ** (bits - 1))
+        free = torch.randint(1, 2**bits, (n, groups), generator=generator)
+        self.zeros = middle if zeros == "middle" else free
+        spread = lambda each: each.repeat_interleave(group, 1)  # noqa: E731
+        self.weight = spread(self.scales.float()) * (self.codes - spread(self.zeros))
+
+
+def gptq(layer: Quantised, bits: int, group: int, version: int) -> dict[str, torch.Tensor]:
+    n, k = layer.codes.shape
+    return {
+        "qweight": rows_of_words(layer.codes, bits).T.contiguous(),
+        "qzeros": rows_of_words((layer.zeros - int(version == 1)).T, bits),
+        "scales": layer.scales.T.contiguous(),
+        "g_idx": (torch.arange(k) // group).int(),
+    }
+
+
+def awq(layer: Quantised) -> dict[str, torch.Tensor]:
+    def words(codes: torch.Tensor) -> torch.Tensor:  # [rows, n] by rows
+        ordered = codes.view(len(codes), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(len(codes), -1)
+        return rows_of_words(ordered, 4)
+
+    return {
+        "qweight": words(layer.codes.T.contiguous()),
+        "qzeros": words(layer.zeros.T.contiguous()),
+        "scales": layer.scales.T.contiguous(),
+    }
+
+
+def compressed(layer: Quantised, bits: int) -> dict[str, torch.Tensor]:
+    packed = {
+        "weight_packed": rows_of_words(layer.codes, bits),
+        "weight_scale": layer.scales,
+        "weight_shape": torch.tensor(layer.codes.shape),
+    }
+    if (layer.zeros != 2 ** (bits - 1)).any():
+        packed["weight_zero_point"] = rows_of_words(layer.zeros.T, bits).T.contiguous()
+    return packed
+
+
+def checkpoint(directory, settings: dict, make, *, change=None):
+    """A small llama whose layers but the head are made by `make(n, k)`: the weights, and the tensors of the layer.
+
+    Returns the float model of the same weights.
+    """
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            weight, packed = make(*layer.weight.shape)
+            layer.weight.data.copy_(weight)
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in packed.items()}
+    if change is not None:
+        change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return model
+
+
+def check(tmp_path, model, kind: str) -> lowbit.ImportSummary:
+    """Imports, and holds every packed weight against the float model's; the logits too."""
+    summary = lowbit.import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert {tensor.kind for tensor in summary.tensors} == {kind, "float"}
+    tensors, packed = load_file(tmp_path / "out" / "model.safetensors"), 0
+    for name, tensor in tensors.items():
+        if name.endswith("packed_weight"):
+            packed += 1
+            weight = model.get_submodule(name.removesuffix(".packed_weight")).weight
+            found = lowbit.embedding(torch.arange(len(weight)), tensor, weight.shape[1])
+            if kind == "exact":
+                assert torch.equal(found, weight), name
+            else:
+                torch.testing.assert_close(found, weight.detach(), rtol=0, atol=float(weight.abs().max()) * 4e-3)
+    assert packed == 7
+    found, expected = load(tmp_path / "out", dtype="auto")(TOKENS).logits, model(TOKENS).logits
+    assert (found - expected).norm() / expected.norm() < 0.05
+    return summary
+
+
+def maker(bits: int, zeros: str, pack, group: int = GROUP):
+    generator = torch.Generator().manual_seed(bits)
+
+    def make(n: int, k: int):
+        layer = Quantised(n, k, bits, group if group > 0 else k, zeros, generator)
+        return layer.weight, pack(layer)
+
+    return make
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("zeros", ["middle", "free"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq(tmp_path, bits, zeros, version):
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": False, "sym": zeros == "middle"}
+    if version == 2:
+        settings["checkpoint_format"] = "gptq_v2"
+    model = checkpoint(tmp_path / "in", settings, maker(bits, zeros, lambda layer: gptq(layer, bits, GROUP, version)))
+    # With zero points the min is rounded once.
+    summary = check(tmp_path, model, "exact" if zeros == "middle" else "rounded")
+    assert max(tensor.steps for tensor in summary.tensors) < 2**bits / 1200  # of 2**bits steps, by 11 significant bits
+    assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {f"GPTQ, {bits} bits"}
+
+
+def test_gptq_with_one_group_per_row(tmp_path):
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    pack = lambda layer: gptq(layer, 4, layer.codes.shape[1], 1)  # noqa: E731
+    model = checkpoint(tmp_path / "in", settings, maker(4, "middle", pack, group=-1))
+    check(tmp_path, model, "exact")
+    assert {entry.group_size for entry in lowbit.inspect_checkpoint(tmp_path / "out")} == {None}
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_auto_round(tmp_path, layout):
+    settings = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": GROUP,
+        "packing_format": f"auto_round:auto_{layout}",
+    }
+    pack = (lambda layer: gptq(layer, 4, GROUP, 1)) if layout == "gptq" else awq
+    model = checkpoint(tmp_path / "in", settings, maker(4, "middle", pack))
+    assert check(tmp_path, model, "exact").format == "AutoRound"
+
+
+@pytest.mark.parametrize("zeros", ["middle", "free"])
+def test_awq(tmp_path, zeros):
+    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+    model = checkpoint(tmp_path / "in", settings, maker(4, zeros, awq))
+    check(tmp_path, model, "exact" if zeros == "middle" else "rounded")
+
+
+@pytest.mark.parametrize("zeros", ["middle", "free"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_compressed_tensors(tmp_path, bits, zeros):
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": "group",
+        "group_size": GROUP,
+        "symmetric": zeros == "middle",
+    }
+    settings = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"], "input_activations": None}},
+    }  # fmt: skip
+    model = checkpoint(tmp_path / "in", settings, maker(bits, zeros, lambda layer: compressed(layer, bits)))
+    check(tmp_path, model, "exact" if zeros == "middle" or bits == 1 else "rounded")
+
+
+@pytest.mark.parametrize("kind", ["bitlinear", "autobitlinear"])
+def test_bitnet(tmp_path, kind):
+    generator = torch.Generator().manual_seed(0)
+
+    def make(n: int, k: int):
+        digits, scale = torch.randint(-1, 2, (n, k), generator=generator), torch.rand(1, generator=generator) + 0.5
+        weight = digits / scale if kind == "bitlinear" else digits * scale
+        return weight, {"weight": pack_weights(digits.clone()), "weight_scale": scale}
+
+    model = checkpoint(tmp_path / "in", {"quant_method": "bitnet", "linear_class": kind}, make)
+    summary = lowbit.import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert {tensor.kind for tensor in summary.tensors} == {"exact", "float"}
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        if name.endswith("packed_weight"):
+            weight = model.get_submodule(name.removesuffix(".packed_weight")).weight
+            found = lowbit.embedding(torch.arange(len(weight)), tensor, weight.shape[1])
+            torch.testing.assert_close(found, weight.detach(), rtol=2e-7, atol=0)  # 1 / scale, not division by it
+
+
+NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_nf4(tmp_path, nested):
+    generator, block = torch.Generator().manual_seed(0), GROUP
+
+    def make(n: int, k: int):
+        codes = torch.randint(0, 16, (n, k), generator=generator)
+        absmax = torch.rand((n * k // block,), generator=generator) + 0.1
+        state = {"quant_type": "nf4", "blocksize": block, "dtype": "float16", "shape": [n, k]}
+        packed = {"weight.absmax": absmax, "weight.quant_map": torch.tensor(NF4)}
+        if nested:
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.3}
+            indices = torch.randint(0, 256, absmax.shape, generator=generator)
+            largest = torch.rand((math.ceil(len(absmax) / 256),), generator=generator)
+            values = torch.linspace(-1, 1, 256)
+            absmax = values[indices] * largest.repeat_interleave(256)[: len(absmax)] + 0.3
+            packed |= {
+                "weight.absmax": indices.to(torch.uint8), "weight.nested_absmax": largest,
+                "weight.nested_quant_map": values,
+            }  # fmt: skip
+        packed["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        )
+        packed["weight"] = (codes[:, 0::2] << 4 | codes[:, 1::2]).to(torch.uint8).reshape(-1, 1)
+        weight = torch.tensor(NF4)[codes] * absmax.view(n, k // block).repeat_interleave(block, 1)
+        return weight, packed
+
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    model = checkpoint(tmp_path / "in", settings, make)
+    summary = check(tmp_path, model, "rounded")
+    assert max(tensor.steps for tensor in summary.tensors) < 0.06
+    assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {"bitsandbytes nf4"}
+
+
+CT = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def act_order(tensors: dict) -> None:
+    tensors[f"{Q}.g_idx"] = tensors[f"{Q}.g_idx"].flip(0)
+
+
+def missing(tensors: dict) -> None:
+    del tensors[f"{Q}.scales"]
+
+
+def short(tensors: dict) -> None:
+    tensors[f"{Q}.qweight"] = tensors[f"{Q}.qweight"][:-1].contiguous()
+
+
+def other_zeros(tensors: dict) -> None:
+    tensors[f"{Q}.qzeros"] = torch.full_like(tensors[f"{Q}.qzeros"], -1)
+
+
+def not_a_number(tensors: dict) -> None:
+    tensors[f"{Q}.scales"][0, 0] = math.nan
+
+
+def left_over(tensors: dict) -> None:
+    tensors["model.layers.0.more"] = torch.zeros(4, dtype=torch.int32)
+
+
+def both(tensors: dict) -> None:
+    tensors[f"{Q}.weight"] = torch.zeros(64, 64)
+
+
+REFUSED = {
+    "act-order": (GPTQ, act_order, "has its inputs in an order of its own (act-order, desc_act)"),
+    "missing": (GPTQ, missing, "has no model.layers.0.self_attn.q_proj.scales"),
+    "short": (GPTQ, short, "q_proj.g_idx in"),
+    "zeros": (GPTQ, other_zeros, "has a zero point that the format's first version cannot tell from 0 and 16"),
+    "nan": (GPTQ, not_a_number, "finite"),
+    "left over": (GPTQ, left_over, "model.layers.0.more in"),
+    "twice": (GPTQ, both, "has two tensors that become model.layers.0.self_attn.q_proj.weight"),
+    "marlin": (GPTQ | {"checkpoint_format": "marlin"}, None, "checkpoint_format 'marlin'; lowbit imports 'gptq'"),
+    "group size": (GPTQ | {"group_size": 64}, None, "has 3 groups for 96 inputs; expected 2, of 64 inputs"),
+    "group of a text": (GPTQ | {"group_size": "32"}, None, "group_size '32'; expected inputs per group, or -1"),
+    "another": ({"quant_method": "quip"}, None, "is quantised by the method 'quip'; lowbit imports gptq, awq"),
+    "packed": ({"quant_method": "lowbit"}, None, "is packed already"),
+    "gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, None, "version 'gemv'; lowbit imports 'gemm'"),
+    "activations": (
+        CT | {"config_groups": {"a": {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}}}, None,
+        "has quantised input_activations",
+    ),
+    "no layers": (CT, None, "is I32"),
+    "layout": ({"quant_method": "auto-round", "packing_format": "x"}, None, "packing_format 'x'; lowbit imports"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(tmp_path, what):
+    settings, change, message = REFUSED[what]
+    checkpoint(tmp_path / "in", settings, maker(4, "middle", lambda layer: gptq(layer, 4, GROUP, 1)), change=change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lowbit.import_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_float_checkpoints_are_for_quantize(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "in")
+    with pytest.raises(ValueError, match="has float weights: use lowbit quantize"):
+        lowbit.import_checkpoint(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="does not exist; expected a .gguf file"):
+        lowbit.import_checkpoint(tmp_path / "none", tmp_path / "out")
+
+
+def test_other_files_come_along(tmp_path):
+    checkpoint(tmp_path / "in", GPTQ, maker(4, "middle", lambda layer: gptq(layer, 4, GROUP, 1)))
+    (tmp_path / "in" / "tokenizer_config.json").write_text("{}")
+    said = document(invoke("import", tmp_path / "in", tmp_path / "out", "--json"))
+    assert (said["format"], said["packed_layers"]) == ("GPTQ", 7)
+    names = {
+        "config.json",
+        "generation_config.json",
+        "lowbit_import.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+    }
+    assert set(os.listdir(tmp_path / "out")) == names
+
+
+def test_streams_of_every_width():
+    from lowbit.importing.bits import from_stream
+
+    generator = np.random.default_rng(0)
+    for bits in range(1, 9):
+        for count in (1, 31, 32, 33, 97):
+            codes = torch.from_numpy(generator.integers(0, 2**bits, (3, count)))
+            assert torch.equal(from_stream(rows_of_words(codes, bits), bits, count), codes.to(torch.uint8))
+
+
+def test_a_second_import_of_changed_files_reads_them_anew(tmp_path):
+    pack = lambda layer: gptq(layer, 4, GROUP, 1)  # noqa: E731
+    for number, zeros in enumerate(("middle", "free")):  # the same names, shapes and places in the file
+        model = checkpoint(tmp_path / "in", GPTQ, maker(4, zeros, pack))
+        lowbit.import_checkpoint(tmp_path / "in", tmp_path / str(number))
+        packed = load_file(tmp_path / str(number) / "model.safetensors")[f"{Q}.packed_weight"]
+        found = lowbit.embedding(torch.arange(64), packed, 64)
+        torch.testing.assert_close(found, model.get_submodule(Q).weight.detach(), rtol=0, atol=1e-3)

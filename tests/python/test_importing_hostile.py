@@ -1,0 +1,289 @@
+"""GGUF files that are damaged, or made to do damage: one sentence that names what is wrong, and nothing is written."""
+
+import os
+import random
+import re
+import resource
+import struct
+import subprocess
+import sys
+
+import lowbit
+import numpy as np
+import pytest
+from gguf_files import ARRAY, STRING, file_bytes, tensor, text, value
+from lowbit.files import gguf as reader
+from lowbit.files.gguf import read_gguf
+from lowbit.importing.gguf import open_gguf
+
+HUGE = [2**64 - 1, 2**63, 2**63 - 1, 2**61, 2**60 + 1, 2**40]
+METADATA = {
+    "general.architecture": "llama", "llama.context_length": 64, "llama.embedding_length": 32, "llama.block_count": 1,
+    "llama.feed_forward_length": 32, "llama.attention.head_count": 2, "llama.attention.head_count_kv": 1,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.tokens": ["<s>", "a", "b", "ab"], "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.token_type": [3, 1, 1, 1], "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.add_bos_token": False,
+}  # fmt: skip
+MATRICES = {
+    "token_embd": (32, 4), "blk.0.attn_q": (32, 32), "blk.0.attn_k": (32, 16), "blk.0.attn_v": (32, 16),
+    "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (32, 32), "blk.0.ffn_up": (32, 32), "blk.0.ffn_down": (32, 32),
+}  # fmt: skip
+
+
+def tensors() -> list:
+    """All of a small llama: Q4_0 with scales of 1, and norms."""
+    block = struct.pack("<e", 1.0) + bytes(range(16))
+    found = [(f"{name}.weight", shape, 2, block * shape[1]) for name, shape in MATRICES.items()]
+    ones = np.ones(32, "<f4").tobytes()
+    return found + [(f"{name}.weight", (32,), 0, ones) for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")]
+
+
+def header(tensor_count: int = 0, key_count: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensor_count, key_count)
+
+
+def listing(
+    *entries: bytes, data: bytes = bytes(4096), alignment: int = 32, metadata: bytes = b"", keys: int = 0
+) -> bytes:
+    head = header(len(entries), keys) + metadata + b"".join(entries)
+    return head + bytes(-len(head) % alignment) + data
+
+
+def key(name: str, item) -> bytes:
+    return text(name) + value(item)
+
+
+def array(kind: int, count: int, content: bytes = b"") -> bytes:
+    return text("k") + struct.pack("<IIQ", ARRAY, kind, count) + content
+
+
+DAMAGED = {
+    "no magic": (b"GGML" + bytes(64), "begins with b'GGML'; expected b'GGUF'"),
+    "empty": (b"", "begins with b''"),
+    "version 1": (header(version=1), "is GGUF of version 1; expected 2 or 3"),
+    "version 4": (header(version=4), "is GGUF of version 4; expected 2 or 3"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "of a big-endian machine"),
+    "only magic": (b"GGUF", "its version would take 4 bytes at byte 4"),
+    "no counts": (header()[:12], "its number of tensors would take 8 bytes"),
+    "key twice": (header(0, 2) + key("a", 1) * 2, "has the key 'a' twice"),
+    "key too long": (header(0, 1) + text("k" * 257) + value(1), "has 257 bytes; expected at most 256"),
+    "key not text": (header(0, 1) + text(b"\xff\xfe") + value(1), "is not UTF-8 at its byte 0"),
+    "type of value": (header(0, 1) + text("k") + struct.pack("<I", 13) + bytes(8), "has the type 13; expected 0 to 12"),
+    "truth 2": (header(0, 1) + text("k") + struct.pack("<IB", 7, 2) + bytes(8), "holds the byte 2 for a truth value"),
+    "nested arrays": (header(0, 1) + array(ARRAY, 1, bytes(12)), "is an array of arrays"),
+    "type in array": (header(0, 1) + array(77, 1, bytes(12)), "is an array of type 77"),
+    "text not text": (header(0, 1) + text("k") + struct.pack("<I", STRING) + text(b"\xc0"), "'k' is not UTF-8"),
+    "dimensions 0": (listing(text("t") + struct.pack("<IIQ", 0, 0, 0)), "has 0 dimensions; expected 1 to 4"),
+    "dimensions 5": (listing(tensor("t", (1,) * 5, 0, 0)), "has 5 dimensions; expected 1 to 4"),
+    "dimension of 0": (listing(tensor("t", (0, 4), 0, 0)), "has a dimension of 0"),
+    "unknown type": (listing(tensor("t", (32,), 43, 0)), "has the type 43, which this lowbit does not know"),
+    "removed type": (listing(tensor("t", (32,), 4, 0)), "has the type 4, which"),
+    "partial block": (listing(tensor("t", (33,), 2, 0)), "has rows of 33 values; expected a multiple of 32"),
+    "blocks across rows": (listing(tensor("t", (16, 2), 2, 0)), "has rows of 16 values; expected a multiple of 32"),
+    "offset not aligned": (listing(tensor("t", (8,), 0, 8)), "begins at 8; expected a multiple of 32"),
+    "name twice": (listing(tensor("t", (8,), 0, 0), tensor("t", (8,), 0, 32)), "has the tensor 't' twice"),
+    "name too long": (listing(tensor("t" * 300, (8,), 0, 0)), "has 300 bytes; expected at most 256"),
+    "overlap": (listing(tensor("a", (16,), 0, 0), tensor("b", (16,), 0, 32)), "the tensor 'b' overlaps the tensor 'a'"),
+    "same place": (listing(tensor("a", (8,), 0, 0), tensor("b", (8,), 0, 0)), "the tensor 'b' overlaps the tensor 'a'"),
+    "beyond the end": (listing(tensor("t", (2048,), 0, 0)), "would end at byte"),
+    "just beyond": (listing(tensor("t", (8,), 0, 0), data=bytes(31)), "would end at byte"),
+    "control letters": (listing(tensor("\x1b[2J", (8,), 9, 0)), r"'\x1b[2J'"),
+}
+DAMAGED |= {f"{n} tensors": (header(n) + bytes(64), "tensors") for n in HUGE}
+DAMAGED |= {f"{n} keys": (header(0, n) + bytes(64), "keys would take") for n in HUGE}
+DAMAGED |= {f"a key of {n}": (header(0, 1) + struct.pack("<Q", n) + bytes(64), "expected at most 256") for n in HUGE}
+DAMAGED |= {
+    f"a text of {n}": (header(0, 1) + text("k") + struct.pack("<IQ", STRING, n) + bytes(64), f"would take {n} bytes")
+    for n in HUGE
+}
+DAMAGED |= {
+    f"{n} of type {kind} in an array": (header(0, 1) + array(kind, n, bytes(64)), "would take")
+    for n in HUGE
+    for kind in (0, 7, 8, 12)
+}
+DAMAGED |= {f"offset {n}": (listing(tensor("t", (8,), 0, n // 32 * 32)), "would end at byte") for n in HUGE}
+DAMAGED |= {f"dimension {n}": (listing(tensor("t", (n,), 24, 0)), "would end at byte") for n in HUGE}
+DAMAGED |= {  # whose product, or sum with the offset, is small in 64 bits
+    f"product of {shape}": (listing(tensor("t", shape, 24, 0)), "would end at byte")
+    for shape in [(2**32, 2**32), (2**33, 2**31), (2**63, 2), (2**16,) * 4, (2**62, 4, 1, 1), (2**61 + 1, 8)]
+}
+DAMAGED |= {
+    f"alignment {n}": (listing(metadata=key("general.alignment", n), keys=1), "general.alignment is")
+    for n in (0, 3, 33, 2**21, 2**31, -32, 32.0, True, "32", [32])
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_headers(tmp_path, what):
+    content, message = DAMAGED[what]
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ValueError) as raised:
+        read_gguf(file)
+    said = str(raised.value)
+    assert message in said and str(file) in said and "\n" not in said and said.isprintable()
+
+
+def test_every_truncation(tmp_path):
+    whole = file_bytes(METADATA, tensors())
+    file = tmp_path / "m.gguf"
+    file.write_bytes(whole)
+    assert len(read_gguf(file).tensors) == 11
+    for size in range(0, len(whole), 7):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ValueError):
+            read_gguf(file)
+
+
+def test_a_count_costs_no_memory(tmp_path):
+    """Under a limit of memory, in a process of its own: counts are refused before anything is allocated for them."""
+    file = tmp_path / "m.gguf"
+    file.write_bytes(header(0, 1) + array(12, 2**37, bytes(1 << 16)))
+    program = (
+        "import resource, sys\nfrom lowbit.files.gguf import read_gguf\n"
+        "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20),) * 2)\n"
+        "try:\n    read_gguf(sys.argv[1])\nexcept ValueError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, file], capture_output=True, text=True, timeout=300)
+    assert "would take 1099511627776 bytes" in done.stdout, done.stderr
+    assert resource.RLIMIT_AS  # the limit exists here
+
+
+def test_a_long_header_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "_MOST_METADATA", 1000)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(header(0, 1) + key("k", "x" * 2000))
+    with pytest.raises(ValueError, match="would take 2000 bytes at byte .*; a header may end"):
+        read_gguf(file)
+
+
+def changed(**changes) -> dict:
+    return METADATA | {name.replace("__", "."): item for name, item in changes.items()}
+
+
+MODELS = {
+    "no architecture": ({k: v for k, v in METADATA.items() if k[:7] != "general"}, "has no general.architecture"),
+    "architecture of a number": (changed(general__architecture=3), "has no general.architecture"),
+    "other architecture": (
+        changed(general__architecture="mamba"),
+        "has a model of the architecture 'mamba'; lowbit imports",
+    ),
+    "unknown key": (changed(llama__logit_scale=2.0), "llama.logit_scale, which lowbit does not know"),
+    "experts": (changed(llama__expert_count=8), "llama.expert_count 8; expected 0"),
+    "no heads": (changed(llama__attention__head_count=0), "has 0 attention heads"),
+    "heads of a text": (changed(llama__attention__head_count="2"), "head_count '2'; expected one whole number"),
+    "heads by layer": (changed(llama__attention__head_count_kv=[1, 1]), "head_count_kv of 2 values; expected one"),
+    "negative width": (changed(llama__embedding_length=-32), "embedding_length -32; expected one whole number"),
+    "no number": (changed(llama__attention__layer_norm_rms_epsilon=float("nan")), "expected a finite number"),
+    "no layers": (changed(llama__block_count=0), "block_count 0; expected 1 or more"),
+    "many layers": (
+        changed(llama__block_count=2**30),
+        "block_count 1073741824; expected 1 or more, and not more than its 11 tensors",
+    ),
+    "more layers": (changed(llama__block_count=2), "lacks 9 of the 21 tensors of LlamaForCausalLM"),
+    "other width": (changed(llama__feed_forward_length=64), r"has shape [32, 32]; expected [32, 64]"),
+    "rope": (changed(llama__rope__scaling__type="su"), "rope.scaling.type 'su'; expected none, linear or yarn"),
+    "part of a head": (changed(llama__rope__dimension_count=8), "rope.dimension_count 8; expected 16"),
+    "end beyond": (changed(tokenizer__ggml__eos_token_id=4), "eos_token_id 4; expected 0 to 3"),
+    "tokens twice": (changed(tokenizer__ggml__tokens=["a", "a", "b", "c"]), "has the token 'a' twice"),
+    "too many tokens": (
+        changed(tokenizer__ggml__tokens=list("abcde")),
+        "has 5 texts as tokenizer.ggml.tokens; expected 1 to 4",
+    ),
+    "types of other tokens": (
+        changed(tokenizer__ggml__token_type=[1]),
+        "token_type for another number of tokens than 4",
+    ),
+    "merge of nothing": (changed(tokenizer__ggml__merges=["x y"]), "the tokenizer in"),
+    "kind of tokenizer": (changed(tokenizer__ggml__model="magic"), "the tokenizer in"),
+    "template of a number": (changed(tokenizer__chat_template=1), "has a int as tokenizer.chat_template"),
+    "a part alone": (changed(split__count=2, split__no=0), "says that it is part 0 (from 0) of 2"),
+    "tensors of a part": (changed(split__tensors__count=12), "says that its model has 12 tensors; found 11"),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_models_that_are_refused(tmp_path, what):
+    metadata, message = MODELS[what]
+    (tmp_path / "m.gguf").write_bytes(file_bytes(metadata, tensors()))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def test_tensors_that_are_refused(tmp_path):
+    block = struct.pack("<e", float("nan")) + bytes(16)
+    ones = np.ones(32, "<f4").tobytes()
+    extra = {
+        "which lowbit does not know": ("blk.0.attn_sinks.weight", (32,), 0, ones),
+        "has no such tensor": ("blk.7.attn_q.weight", (32, 32), 2, (block[:2] + block[2:]) * 32),
+        "expected one of a weight": ("output.weight", (32, 4), 24, bytes(128)),
+        "has shape [5, 32]; expected [4, 32]": ("output.weight", (32, 5), 0, bytes(640)),
+        "expected a matrix": ("output.weight", (32, 2, 2), 2, bytes(72)),
+    }
+    for message, entry in extra.items():
+        (tmp_path / "m.gguf").write_bytes(file_bytes(METADATA, [*tensors(), entry]))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
+    found = tensors()
+    found[1] = (*found[1][:3], block * 32)
+    (tmp_path / "m.gguf").write_bytes(file_bytes(METADATA, found))
+    with pytest.raises(ValueError, match="q_proj.weight, rows 0 to 31: .*finite"):
+        lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def mutated(whole: bytes, generator: random.Random) -> bytes:
+    data = bytearray(whole)
+    for _ in range(generator.choice((1, 1, 1, 2, 5))):
+        at = generator.randrange(len(data))
+        what = generator.randrange(6)
+        if what == 0:
+            data[at] ^= 1 << generator.randrange(8)
+        elif what == 1:
+            data[at : at + 8] = struct.pack("<Q", generator.choice((*HUGE, 0, 1, 31, 2**32, len(data))))
+        elif what == 2:
+            data[at : at + 4] = struct.pack("<I", generator.choice((0, 1, 7, 8, 9, 12, 13, 30, 2**31, 2**32 - 1)))
+        elif what == 3:
+            del data[at : at + generator.randrange(1, 40)]
+        elif what == 4:
+            data[at:at] = generator.randbytes(generator.randrange(1, 40))
+        else:
+            del data[at:]
+        if not data:
+            break
+    return bytes(data)
+
+
+def fuzz(directory, seed: int, count: int, step) -> int:
+    """Runs `step` on mutants of a file; whatever it raises must be one sentence. Returns how many it accepted."""
+    whole, generator, accepted = file_bytes(METADATA, tensors()), random.Random(seed), 0
+    file = directory / "m.gguf"
+    for number in range(count):
+        file.write_bytes(mutated(whole, generator))
+        try:
+            step(file, number)
+            accepted += 1
+        except (ValueError, OSError) as error:
+            assert str(error).isprintable(), (seed, number, error)
+    return accepted
+
+
+def test_mutants_of_a_file(tmp_path):
+    count = int(os.environ.get("LOWBIT_FUZZ", 4000))
+    accepted = fuzz(tmp_path, int(os.environ.get("LOWBIT_FUZZ_SEED", 1)), count, lambda file, number: open_gguf(file))
+    assert 0 < accepted < count  # both ways were taken
+
+
+def test_mutants_are_imported_or_leave_nothing(tmp_path):
+    (tmp_path / "out").mkdir()
+
+    def step(file, number: int) -> None:
+        try:
+            lowbit.import_checkpoint(file, tmp_path / "out" / str(number))
+        except (ValueError, OSError):
+            assert not (tmp_path / "out" / str(number)).exists()
+            raise
+
+    assert 0 < fuzz(tmp_path, 2, 100, step) == len(os.listdir(tmp_path / "out"))

@@ -1,0 +1,132 @@
+"""LoRA on packed layers, through peft."""
+
+import copy
+import importlib.util
+import os
+
+import pytest
+import torch
+
+import checkpoints
+import lowbit
+import reference
+from lowbit import EmbeddingConfig, LinearConfig
+
+if importlib.util.find_spec("peft") is None:
+    if os.environ.get("CI"):
+        pytest.fail("peft is not installed", pytrace=False)
+    pytest.skip("peft is not installed", allow_module_level=True)
+
+import peft  # noqa: E402
+
+import lowbit.peft  # noqa: E402
+
+TARGETS = ["q_proj", "down_proj"]
+
+
+def packed_model(kind: str = "tied", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    configs = {"*": LinearConfig(4, 32), "*down_proj": LinearConfig(2, 16, "affine"), "*embed*": EmbeddingConfig(4, 32)}
+    return lowbit.quantize_(checkpoints.make_model(kind, dtype), configs)
+
+
+def config(**arguments) -> peft.LoraConfig:
+    return lowbit.peft.for_packed_layers(peft.LoraConfig(r=4, target_modules=TARGETS, **arguments))
+
+
+def test_adapters_learn_and_packed_weights_stay():
+    model = packed_model()
+    with torch.no_grad():
+        expected = model(checkpoints.TOKENS).logits
+    state = copy.deepcopy(model.state_dict())
+    adapted = peft.get_peft_model(model, config())
+    layer = model.model.layers[0].self_attn.q_proj
+    assert isinstance(layer, lowbit.peft.LoraLinear) and isinstance(layer.base_layer, lowbit.nn.Linear)
+    trainable = [name for name, value in adapted.named_parameters() if value.requires_grad]
+    assert len(trainable) == 2 * 2 * 2 and all("lora_" in name for name in trainable)
+    with torch.no_grad():
+        assert torch.equal(adapted(checkpoints.TOKENS).logits, expected)  # B begins at zero
+
+    optimiser = torch.optim.Adam((value for value in adapted.parameters() if value.requires_grad), 1e-2)
+    losses = []
+    for _ in range(8):
+        loss = adapted(checkpoints.TOKENS, labels=checkpoints.TOKENS).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    assert losses[-1] < losses[0] - 0.1
+    checkpoints.assert_same_model(adapted.unload(), _loaded(state))
+
+
+def _loaded(state: dict) -> torch.nn.Module:
+    model = packed_model()
+    model.load_state_dict(state)
+    return model
+
+
+def test_gradients_are_those_of_the_dequantised_weight():
+    base = lowbit.nn.Linear.from_float(torch.nn.Linear(64, 48), LinearConfig(3, 32))
+    model = torch.nn.Sequential(base, torch.nn.LayerNorm(48))  # peft asks for the first parameter's device
+    adapted = peft.get_peft_model(model, lowbit.peft.for_packed_layers(peft.LoraConfig(r=4, target_modules=["0"])))
+    layer = model[0]
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    x = reference.random_rows(5, 64).requires_grad_()
+    upstream = reference.random_rows(5, 48, seed=1)
+    layer(x).backward(upstream)
+    scaling = layer.scaling["default"]
+    torch.testing.assert_close(x.grad, upstream @ (base.dequantize() + scaling * b @ a).detach())
+    torch.testing.assert_close(b.grad, scaling * upstream.T @ (x @ a.T).detach())
+    torch.testing.assert_close(a.grad, scaling * (upstream @ b).detach().T @ x.detach())
+    assert adapted.get_nb_trainable_parameters()[0] == 4 * (64 + 48)
+
+
+def test_adapters_are_saved_and_loaded(tmp_path):
+    model = peft.get_peft_model(packed_model(dtype=torch.bfloat16), config())
+    for name, value in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.1)
+    with torch.no_grad():
+        expected = model(checkpoints.TOKENS).logits
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 50_000  # no packed weight is in it
+    read = lowbit.peft.for_packed_layers(peft.PeftConfig.from_pretrained(tmp_path))
+    again = peft.PeftModel.from_pretrained(packed_model(dtype=torch.bfloat16), tmp_path, config=read)
+    with torch.no_grad():
+        assert torch.equal(again(checkpoints.TOKENS).logits, expected)
+        with again.disable_adapter():
+            without = packed_model(dtype=torch.bfloat16)(checkpoints.TOKENS).logits
+            assert torch.equal(again(checkpoints.TOKENS).logits, without)
+
+
+def test_merging_is_refused():
+    model = peft.get_peft_model(packed_model(), config())
+    for merge in (model.merge_and_unload, model.merge_adapter, lambda: model.merge_and_unload(safe_merge=True)):
+        with pytest.raises(ValueError, match="adapters cannot be merged into packed weights: rounding to . bits would"):
+            merge()
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match="config is a dict; expected a peft.LoraConfig"):
+        lowbit.peft.for_packed_layers({})
+    with pytest.raises(ValueError, match="use_dora=True; expected False"):
+        config(use_dora=True)
+    with pytest.raises(ValueError, match="'all-linear'"):
+        lowbit.peft.for_packed_layers(peft.LoraConfig(target_modules="all-linear"))
+    for start in ("pissa", "olora"):
+        with pytest.raises(ValueError, match=f"init_lora_weights is '{start}'; expected True, False"):
+            peft.get_peft_model(packed_model(), config(init_lora_weights=start))
+
+
+def test_transformers_trainer_takes_it(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    packed_model().save_pretrained(tmp_path / "packed")
+    data = [{"input_ids": row, "labels": row} for row in checkpoints.TOKENS]
+    arguments = TrainingArguments(str(tmp_path / "run"), max_steps=2, report_to=[], save_strategy="no", use_cpu=True)
+    model = peft.get_peft_model(checkpoints.load(tmp_path / "packed"), config())
+    trainer = Trainer(model, arguments, train_dataset=data)
+    assert trainer.train().global_step == 2
+    # Without adapters there is nothing to train.
+    with pytest.raises(ValueError, match="purely quantized"):
+        Trainer(checkpoints.load(tmp_path / "packed"), arguments, train_dataset=data)

@@ -1,0 +1,300 @@
+"""Training before packing: what a prepared layer computes beside the packed one, gradients, ties, errors."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+import checkpoints
+import lowbit
+import reference
+from lowbit import EmbeddingConfig, LinearConfig
+
+GROUPS = (16, 32, 48, None)
+
+
+def close_to_packed(found: torch.Tensor, layer: lowbit.nn.Linear, x: torch.Tensor) -> None:
+    """Both are sums of the same products, in float32: within (k + 8) roundings of the sum of their magnitudes.
+
+    The packed layer adds the zero point's share at the end, so that belongs to the magnitudes too.
+    """
+    parts = reference.take_apart(layer.packed_weight)
+    values, scale, zero = (part.double() for part in reference.quantize_rows(x))
+    magnitudes = scale[:, None] * ((values.abs() + zero.abs()[:, None]) @ parts.weight().abs().T) + parts.bias.abs()
+    bound = (x.shape[1] + 8) * 2.0**-24 * magnitudes
+    assert ((found.double() - layer(x).double()).abs() <= bound).all()
+
+
+def train_a_little(model: torch.nn.Module, *inputs: torch.Tensor, steps: int = 3) -> None:
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)  # a smaller one is 0 in float16
+    for _ in range(steps):
+        optimiser.zero_grad()
+        model(*inputs).square().sum().backward()
+        optimiser.step()
+
+
+@pytest.mark.parametrize("mapping", reference.MAPPINGS)
+@pytest.mark.parametrize("bits", reference.WIDTHS)
+def test_linear_before_and_after_converting(bits, mapping):
+    for group in GROUPS:
+        for bias in (False, True):
+            config = LinearConfig(bits, group, mapping, "absmax" if bias else "mse")
+            model = torch.nn.Sequential(torch.nn.Linear(100, 37, bias=bias))
+            expected = lowbit.quantize_(copy.deepcopy(model), config)
+            lowbit.qat.prepare_(model, config)
+            untrained = lowbit.qat.convert_(copy.deepcopy(model))
+            assert torch.equal(untrained[0].packed_weight, expected[0].packed_weight)
+
+            x = reference.random_rows(9, 100, seed=bits)
+            train_a_little(model, x)
+            packed = lowbit.qat.convert_(copy.deepcopy(model))
+            assert not torch.equal(packed[0].packed_weight, expected[0].packed_weight)
+            with torch.no_grad():
+                assert torch.equal(model[0].fake_quantised(), packed[0].dequantize())
+                close_to_packed(model(x), packed[0], x)
+
+
+@pytest.mark.parametrize("mapping", reference.MAPPINGS)
+@pytest.mark.parametrize("bits", reference.WIDTHS)
+def test_embedding_before_and_after_converting(bits, mapping):
+    for group in GROUPS:
+        config = EmbeddingConfig(bits, group, mapping)
+        model = torch.nn.Sequential(torch.nn.Embedding(37, 100, padding_idx=3))
+        lowbit.qat.prepare_(model, config)
+        indices = torch.tensor([[0, 36, 3], [3, 5, 5]])
+        train_a_little(model, indices)
+        packed = lowbit.qat.convert_(copy.deepcopy(model))
+        assert torch.equal(model(indices), packed(indices))
+        assert packed[0].padding_idx == 3
+
+
+def test_rows_of_every_kind():
+    # Not finite, constant, one-sided, zero and subnormal rows; and many, for the rounding of activations at ties.
+    model = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Linear(64, 16)), LinearConfig(4, 32))
+    x = reference.random_rows(4000, 64)
+    x[0], x[1], x[2], x[3, 5], x[4, 6] = 0, 3, x[2].abs() + 1, torch.nan, -torch.inf
+    x[5] *= 1e-42
+    x[6:2000] = (x[6:2000] * 64).round() / 64
+    packed = lowbit.qat.convert_(copy.deepcopy(model))
+    found, expected = model(x).detach(), packed(x)
+    assert torch.equal(found.isnan(), expected.isnan()) and found[3:5].isnan().all() and not found[5:].isnan().any()
+    rows = torch.isfinite(x).all(1)
+    close_to_packed(found[rows], packed[0], x[rows])
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+def test_dtypes(dtype):
+    model = torch.nn.Sequential(torch.nn.Embedding(40, 64), torch.nn.Linear(64, 48)).to(dtype)
+    configs = {"0": EmbeddingConfig(3, 32), "1": LinearConfig(2, 16, "affine")}
+    lowbit.qat.prepare_(model, configs)
+    train_a_little(model, torch.arange(40))
+    packed = lowbit.qat.convert_(copy.deepcopy(model))
+    found, expected = model(torch.arange(40)).detach(), packed(torch.arange(40))
+    assert found.dtype == expected.dtype == dtype
+    # One more rounding, to the dtype.
+    torch.testing.assert_close(found.float(), expected.float(), rtol=torch.finfo(dtype).eps * 2, atol=1e-5)
+    rows = packed[0](torch.arange(40))
+    with torch.autocast("cpu", torch.bfloat16):  # changes nothing
+        autocast = model[1](rows)
+    assert torch.equal(autocast, model[1](rows))
+
+
+@pytest.mark.parametrize("mapping", reference.MAPPINGS)
+def test_gradients_are_those_of_lsq(mapping):
+    """Beside autograd of the formula, with the rounding as a constant that is added."""
+    bits, top = 3, 7
+    config = LinearConfig(bits, 32, mapping)
+    model = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Linear(96, 20)), config)
+    layer, x = model[0], reference.random_rows(6, 96).requires_grad_()
+    with torch.no_grad():  # so that some weights are beyond the range
+        layer.weight_scale.mul_(0.6)
+        layer.weight_scale.copy_(layer.weight_scale.half())
+        if layer.weight_min is not None:
+            layer.weight_min.copy_((0.6 * layer.weight_min).half())
+    upstream = reference.random_rows(6, 20, seed=1)
+    model(x).backward(upstream)
+
+    weight, scale = layer.weight.detach().clone().requires_grad_(), layer.weight_scale.detach().clone().requires_grad_()
+    low = None if layer.weight_min is None else layer.weight_min.detach().clone().requires_grad_()
+    steps = scale.repeat_interleave(32, 1)
+    begin = steps * -4 if low is None else low.repeat_interleave(32, 1)
+    code = ((weight - begin) / steps).clamp(0, top)
+    assert ((code == 0) | (code == top)).any() and ((code > 0) & (code < top)).any()
+    code = code + (code.round() - code).detach()
+    stored = steps * (code - 4) if low is None else steps * code + begin
+    rounded = reference.quantize_rows(x.detach())
+    activations = rounded[1][:, None] * (rounded[0] - rounded[2][:, None])
+    (activations @ stored.T).backward(upstream)
+    torch.testing.assert_close(layer.weight.grad, weight.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.weight_scale.grad, scale.grad, rtol=1e-4, atol=1e-3)
+    if low is not None:
+        torch.testing.assert_close(layer.weight_min.grad, low.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.bias.grad, upstream.sum(0))
+    torch.testing.assert_close(x.grad, upstream @ layer.fake_quantised().detach())
+
+
+def test_the_sign_of_one_bit_passes_all_gradients():
+    model = lowbit.qat.prepare_(torch.nn.Sequential(torch.nn.Linear(32, 4)), LinearConfig(1, 32))
+    x = reference.random_rows(5, 32)
+    model(x).sum().backward()
+    layer = model[0]
+    a, scale, zero = reference.quantize_rows(x)
+    expected = (scale[:, None] * (a - zero[:, None])).sum(0)
+    torch.testing.assert_close(layer.weight.grad, expected.expand(4, 32))
+    torch.testing.assert_close(layer.weight_scale.grad, (layer.weight.sign() * expected).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_a_model_of_transformers(kind, tmp_path):
+    model = checkpoints.make_model(kind, torch.float32)
+    configs = {
+        "*": LinearConfig(2, 32), "*down_proj": LinearConfig(3, 16, "affine"), "*.0.*o_proj": None,
+        "lm_head": LinearConfig(4, 32), "*embed*": EmbeddingConfig(4, 32),
+    }  # fmt: skip
+    expected = lowbit.quantize_(copy.deepcopy(model), configs)
+    lowbit.qat.prepare_(model, configs)
+    checkpoints.assert_same_model(lowbit.qat.convert_(copy.deepcopy(model)), expected)
+    assert type(model.model.layers[0].self_attn.o_proj) is torch.nn.Linear
+    scales = sum(name.endswith("weight_scale") for name, _ in model.named_parameters())
+    assert scales == (15 if kind == "untied" else 14)
+
+    optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(2):
+        model(checkpoints.TOKENS, labels=checkpoints.TOKENS).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    with torch.no_grad():
+        before = model(checkpoints.TOKENS).logits
+    state = copy.deepcopy(model.state_dict())
+    model.save_pretrained(tmp_path / "training")  # as Trainer does, in the middle
+    lowbit.qat.convert_(model)
+    with torch.no_grad():
+        after = model(checkpoints.TOKENS).logits
+    # A rounding that falls to the other side moves an activation by a step in the layers behind it.
+    assert (after - before).abs().max() <= 0.02 * after.abs().max()
+    shared = model.lm_head.packed_weight.data_ptr() == model.model.embed_tokens.packed_weight.data_ptr()
+    assert shared == (kind != "untied")
+    model.save_pretrained(tmp_path / "packed")
+    checkpoints.assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"), model)
+
+    # A checkpoint of training goes on where it was.
+    again = lowbit.qat.prepare_(checkpoints.make_model(kind, torch.float32, seed=1), configs)
+    again.load_state_dict(state)
+    checkpoints.assert_same_model(lowbit.qat.convert_(again), model)
+
+
+def test_the_same_layer_twice_and_hooks():
+    layer = torch.nn.Linear(32, 32)
+    model = torch.nn.Sequential(layer, layer)
+    seen = []
+    handle = layer.register_forward_hook(lambda *_: seen.append(1))
+    weight = layer.weight
+    lowbit.qat.prepare_(model, LinearConfig(4))
+    assert model[0] is model[1] and model[0].weight is weight
+    model(torch.zeros(1, 32))
+    lowbit.qat.convert_(model)
+    assert model[0] is model[1] and isinstance(model[0], lowbit.nn.Linear)
+    model(torch.zeros(1, 32))
+    handle.remove()
+    model(torch.zeros(1, 32))
+    assert len(seen) == 4
+
+
+def test_two_layers_with_one_weight_and_two_biases():
+    first, second = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+    second.weight = first.weight
+    model = torch.nn.ModuleList([first, second])
+    expected = lowbit.quantize_(copy.deepcopy(model), LinearConfig(2))
+    lowbit.qat.prepare_(model, LinearConfig(2))
+    assert len(list(model.parameters())) == 4  # a weight, its scale, two biases
+    lowbit.qat.convert_(model)
+    for found, one in zip(model, expected, strict=True):
+        assert torch.equal(found.packed_weight, one.packed_weight)
+
+
+def test_training_at_two_bits_gains():
+    torch.manual_seed(0)
+    teacher = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 16))
+    unseen = torch.randn(2000, 64)
+
+    def error(model: torch.nn.Module) -> float:
+        with torch.no_grad():
+            return functional.mse_loss(model(unseen), teacher(unseen)).item()
+
+    before = error(lowbit.quantize_(copy.deepcopy(teacher), LinearConfig(2)))
+    model = lowbit.qat.prepare_(copy.deepcopy(teacher), LinearConfig(2))
+    optimiser = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(300):
+        x = torch.randn(256, 64)
+        optimiser.zero_grad()
+        functional.mse_loss(model(x), teacher(x).detach()).backward()
+        optimiser.step()
+    assert error(lowbit.qat.convert_(model)) < 0.6 * before
+
+
+# ---- errors
+
+
+def two() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+
+
+def test_wrong_order():
+    config = LinearConfig(2)
+    with pytest.raises(ValueError, match=r"the model has no layers that lowbit\.qat\.prepare_ has prepared$"):
+        lowbit.qat.convert_(two())
+    packed = lowbit.quantize_(two(), config)
+    with pytest.raises(ValueError, match=r"has prepared; 2 are packed already$"):
+        lowbit.qat.convert_(packed)
+    with pytest.raises(ValueError, match=r"^0 is packed already; expected a float model to prepare$"):
+        lowbit.qat.prepare_(packed, config)
+    prepared = lowbit.qat.prepare_(two(), {"1": config})
+    for again in (lowbit.qat.prepare_, lowbit.quantize_):
+        with pytest.raises(ValueError, match=r"^1 is prepared for training; lowbit\.qat\.convert_ packs it$"):
+            again(prepared, config)
+    with pytest.raises(ValueError, match="prepared for training.* before it is exported"):
+        torch.export.export(prepared, (torch.zeros(1, 32),))
+    # Prepared in part: the other layer stays float, as with quantize_.
+    lowbit.qat.convert_(prepared)
+    assert type(prepared[0]) is torch.nn.Linear and isinstance(prepared[1], lowbit.nn.Linear)
+    with pytest.raises(ValueError, match=r"has prepared; 1 are packed already$"):
+        lowbit.qat.convert_(prepared)
+
+
+def test_bad_arguments():
+    config = LinearConfig(2)
+    layer = torch.nn.Linear(32, 32)
+    with pytest.raises(TypeError, match="model is itself a torch.nn.Linear"):
+        lowbit.qat.prepare_(layer, config)
+    with pytest.raises(TypeError, match="model is a int; expected a torch.nn.Module"):
+        lowbit.qat.prepare_(3, config)
+    with pytest.raises(TypeError, match="model is a int; expected a torch.nn.Module"):
+        lowbit.qat.convert_(3)
+    with pytest.raises(ValueError, match="config selects no"):
+        lowbit.qat.prepare_(two(), {"0": None})
+    with pytest.raises(TypeError, match="float64"):
+        lowbit.qat.prepare_(two().double(), config)
+    model = lowbit.qat.prepare_(two(), config)
+    with pytest.raises(TypeError, match="model is itself a prepared layer"):
+        lowbit.qat.convert_(model[0])
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "bias"])
+def test_training_that_went_wrong(name):
+    model = lowbit.qat.prepare_(two(), LinearConfig(2))
+    getattr(model[1], name).data.view(-1)[3] = torch.nan
+    with pytest.raises(ValueError, match=rf"^1\.{name} has .*NaN or infinite values; expected finite values$"):
+        lowbit.qat.convert_(model)
+    assert all(isinstance(layer, lowbit.qat.Linear) for layer in model)
+
+
+def test_scales_as_the_packer_stores_them():
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.randn(64, 5, generator=generator) * torch.exp2(torch.randint(-30, 30, (64, 5), generator=generator))
+    scales[0], scales[1], scales[2, 1:] = 0, scales[1].clamp(-999, 999).half(), 1e-38
+    codes = torch.ones(64, 80, dtype=torch.uint8)
+    packed = lowbit.pack(codes, scales, bits=2, group_size=16)
+    found, _ = lowbit.qat.stored(scales, None)
+    assert torch.equal(found, lowbit.unpack(packed).scales)

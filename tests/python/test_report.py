@@ -1,0 +1,248 @@
+"""`lowbit report`: its figures beside the library's, its page in a real browser."""
+
+import html
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit
+from command_line import FLOAT, TINY, document, documented_keys, error, invoke, keys_in, run
+from lowbit.llm.loading import load_model, load_tokenizer
+from lowbit.llm.perplexity import perplexity
+
+# Runs in the page before everything else of it, and at the end: what went wrong, and where the plots are.
+WATCH = """<script>
+window.problems = [];
+addEventListener("error", event => problems.push(String(event.message || event.target.tagName)), true);
+addEventListener("load", () => {
+  const boxes = [...document.querySelectorAll("svg")].map(svg => {
+    const box = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll("text")].map(text => text.getBoundingClientRect());
+    const inside = texts.every(t => t.left >= box.left - 1 && t.right <= box.right + 1);
+    return { plot: svg.dataset.plot, left: box.left, width: box.width, height: box.height, inside,
+      texts: texts.filter(t => t.width > 0 && t.height >= 6).length, paths: svg.querySelectorAll("path").length };
+  });
+  const ids = [...document.querySelectorAll("[id]")].map(element => element.id);
+  const result = { problems, boxes, width: document.documentElement.scrollWidth, view: innerWidth,
+    doubled: ids.length - new Set(ids).size,
+    loaded: performance.getEntriesByType("resource").map(entry => entry.name) };
+  const element = document.createElement("pre");
+  element.id = "measured";
+  element.textContent = JSON.stringify(result);
+  document.body.append(element);
+});
+</script>"""
+
+
+def browser() -> str:
+    found = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+    if found is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("there is no chromium; scripts/need.sh test installs it")
+    return found
+
+
+def look(page: Path, width: int, height: int) -> dict:
+    """What a browser makes of the page in a window of this size."""
+    watched = page.with_name(f"watched-{width}.html")
+    watched.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{WATCH}"), encoding="utf-8")
+    process = subprocess.run(
+        [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--hide-scrollbars",
+         f"--user-data-dir={page.parent / f'profile-{width}'}", f"--window-size={width},{height}", "--dump-dom",
+         watched.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert ":CONSOLE" not in process.stderr, process.stderr
+    return json.loads(html.unescape(re.search(r'<pre id="measured">(.*?)</pre>', process.stdout, re.S)[1]))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A report of the shipped model on a little text: its directory, and what the command said."""
+    directory = tmp_path_factory.mktemp("report")
+    text = (TINY / "heldout.txt").read_text(encoding="utf-8")
+    (directory / "text.txt").write_text(text[:1500], encoding="utf-8")
+    (directory / "other.txt").write_text(text[-6000:], encoding="utf-8")
+    options = ("--text", directory / "text.txt", "--window", 128)
+    calibrated = ("--calibrate", directory / "other.txt")
+    result = run("report", FLOAT, directory, *options, *calibrated, "--bits", "4,2", "--json")
+    assert result.returncode == 0, result.stderr
+    return directory, options, calibrated, result
+
+
+def test_figures_are_the_librarys(made):
+    directory, _, _, result = made
+    said = document(result)
+    assert set(said) | keys_in(said["results"]) == documented_keys("report")
+    rows = {(row["method"], row["bits"]): row for row in said["results"]}
+    ours = {("float", None)} | {(method, bits) for method in ("nearest", "importance", "gptq") for bits in (4, 2)}
+    assert ours <= set(rows)
+    assert all(row["family"] in ("GGUF", "torchao") for key, row in rows.items() if key not in ours)
+    assert all(rows[key]["tokens_per_second"] > 0 for key in rows if key[0] in ("float", "nearest"))
+
+    tokens = load_tokenizer(FLOAT)((directory / "text.txt").read_text(encoding="utf-8"))["input_ids"]
+    model = load_model(FLOAT).float()
+    for bits in (None, 4, 2):
+        if bits is not None:
+            model = load_model(FLOAT).float()
+            lowbit.quantize_(model, lowbit.LowBitConfig(bits).select(model))
+            packed = {layer.packed_weight.data_ptr(): layer.packed_weight.nbytes for layer in model.modules()
+                      if isinstance(layer, lowbit.nn.Packed)}  # fmt: skip
+            assert rows["nearest", bits]["bytes"] == sum(packed.values())
+        expected = perplexity(model, tokens, window=128, stride=64).perplexity
+        assert rows["float" if bits is None else "nearest", bits]["quality"] == pytest.approx(expected, rel=1e-4)
+    assert rows["gptq", 2]["quality"] < rows["nearest", 2]["quality"]
+    assert said["measured_on"] == len(tokens) - 1
+
+    figures = json.loads((directory / "report.json").read_text())
+    costs = {layer["layer"]: layer["cost"] for layer in figures["sensitivity"]["layers"]}
+    assert len(costs) == 36 and max(costs.values()) > 0.01  # 35 layers, and the table that is the head too
+    assert type(load_model(FLOAT)).__name__ == said["architecture"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)], ids=["desktop", "phone"])
+def test_the_page_in_a_browser(made, width, height):
+    directory = made[0]
+    page = directory / "report.html"
+    source = page.read_text(encoding="utf-8")
+    assert not re.search(r'(?:src|href)="(?!#|data:)', source) and "@import" not in source and "url(http" not in source
+    axis = "perplexity (lower is better)"
+    for text in ("Quality per byte", "Decoding", "Layers", "gptq, 2 bits", axis, "embed_tokens"):
+        assert text in source
+    seen = look(page, width, height)
+    assert seen["problems"] == [] and seen["loaded"] == [] and seen["doubled"] == 0
+    assert seen["view"] == width and seen["width"] <= width  # nothing makes the page wider than the window
+    assert [box["plot"] for box in seen["boxes"]] == ["quality", "speed", "layers"]
+    for box in seen["boxes"]:
+        assert box["left"] >= 0 and box["left"] + box["width"] <= width
+        assert box["width"] >= min(340, 0.85 * width) and box["height"] >= 200
+        assert box["texts"] >= 6 and box["paths"] >= 10 and box["inside"]
+
+
+def test_what_is_measured_is_not_measured_again(made):
+    directory, options, calibrated, _ = made
+    before = json.loads((directory / "report.json").read_text())
+    first = (directory / "report.html").read_text(encoding="utf-8")
+    again = invoke("report", FLOAT, directory, *options, *calibrated, "--bits", "4,2", "--threads", 1)
+    assert again.exit_code == 0, again.stderr
+    assert again.stderr.splitlines() == [f"loading {FLOAT} ..."]
+    assert json.loads((directory / "report.json").read_text()) == before
+    # The same page but for the command, which is pytest's here.
+    second = (directory / "report.html").read_text(encoding="utf-8")
+    footer = re.compile(r"<footer>.*?<br>", re.S)
+    assert footer.sub("", first) == footer.sub("", second)
+    # Another width: only that. Another text: all.
+    more = invoke("report", FLOAT, directory, *options, *calibrated, "--bits", "5,4,2", "--threads", 1)
+    assert [line for line in more.stderr.splitlines() if "bits" in line and "torchao" not in line] == [
+        "nearest, 5 bits ...", "importance, 5 bits ...", "gptq, 5 bits ...",
+    ]  # fmt: skip
+    copied = directory / "copy.html"
+    shutil.copy(directory / "report.json", directory / "copy.json")
+    other = invoke(
+        "report", FLOAT, copied, "--text", directory / "other.txt", "--bits", 4, "--skip-layers", "--skip-speed",
+        "--window", 128, "--threads", 1,
+    )  # fmt: skip
+    assert "float ..." in other.stderr.splitlines()
+    figures = json.loads((directory / "copy.json").read_text())
+    assert {row["bits"] for row in figures["rows"] if row["family"] == "lowbit"} == {4}
+    assert figures["sensitivity"] is None and not any(row["tokens_per_second"] for row in figures["rows"])
+    page = copied.read_text(encoding="utf-8")
+    assert 'data-plot="quality"' in page and 'data-plot="speed"' not in page and 'data-plot="layers"' not in page
+
+
+def test_an_embedding_model(tmp_path):
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(FLOAT)
+    model = BertModel(BertConfig(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+    ))  # fmt: skip
+    model.save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    sentences = [line for line in (TINY / "heldout.txt").read_text().splitlines() if len(line) > 40]
+    (tmp_path / "text.txt").write_text("\n".join(sentences[:40]))
+    (tmp_path / "other.txt").write_text("\n".join(sentences[100:200]))
+    result = invoke(
+        "report", tmp_path / "bert", tmp_path / "<b>page.html", "--text", tmp_path / "text.txt", "--calibrate",
+        tmp_path / "other.txt", "--bits", "8,2", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    said = json.loads(result.stdout)
+    quality = {(row["method"], row["bits"]): row["quality"] for row in said["results"]}
+    assert said["quality"] == "cosine" and said["measured_on"] == 40
+    assert quality["float", None] == pytest.approx(1, abs=1e-5)
+    assert quality["nearest", 8] > 0.99 > quality["nearest", 2]
+    assert not any(row["tokens_per_second"] for row in said["results"])
+    page = (tmp_path / "<b>page.html").read_text(encoding="utf-8")
+    assert "cosine with float (higher is better)" in page and "<b>" not in page
+
+
+def test_what_is_refused(packed, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Return the number of items in the list.")
+    (tmp_path / "same.txt").write_text(text.read_text())
+    (tmp_path / "r.json").write_text("[]")
+    (tmp_path / "s.json").write_text("{")
+    for arguments, message in (
+        ((FLOAT, tmp_path / "r.pdf"), r"r\.pdf does not end in \.html; expected the name of the page, or a directory"),
+        ((FLOAT, tmp_path / "no" / "r.html"), "no is not a directory; make it first"),
+        ((tmp_path / "no", tmp_path / "q.html"), "no is not a directory; expected a float checkpoint"),
+        ((packed[0], tmp_path / "q.html"), "is packed already; a report needs the float checkpoint"),
+        ((FLOAT, tmp_path / "r.html"), "r.json has no figures of a report; remove it, or choose another name"),
+        ((FLOAT, tmp_path / "s.html"), "s.json is not JSON: .*; remove it, or choose another name"),
+        ((FLOAT, tmp_path / "q.html", "--calibrate", tmp_path / "same.txt"), "are the same text; calibrate on"),
+        ((FLOAT, tmp_path / "q.html", "--group-size", "20"), "group_size is 20; expected a positive multiple of 16"),
+    ):
+        assert re.search(message, error(invoke("report", *arguments, "--text", text))), message
+    assert invoke("report", FLOAT, tmp_path / "q.html", "--text", text, "--bits", "9").exit_code == 2
+    assert not (tmp_path / "q.html").exists()
+
+
+def test_without_matplotlib(tmp_path, run_python):
+    (tmp_path / "text.txt").write_text("Return the number of items.")
+    script = (
+        "import sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'lowbit'\n"
+        "from lowbit.cli import main; main()"
+    )
+    process = run_python(script, "report", FLOAT, tmp_path / "q.html", "--text", tmp_path / "text.txt")
+    assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
+    assert "matplotlib is not installed" in process.stderr and "pip install matplotlib" in process.stderr
+
+
+def test_formats_of_other_projects():
+    from lowbit.report.peers import peers
+
+    for package in ("gguf", "torchao"):
+        if importlib.util.find_spec(package) is None:
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{package} is not installed")
+    weight = torch.randn(48, 256)
+    found = peers([8, 4], importance=False)
+    bits = {"GGUF Q8_0": 8.5, "GGUF Q5_1": 6, "GGUF Q4_0": 4.5, "GGUF MXFP4": 4.25}
+    bits |= {"torchao int8": 8.5, "torchao int4": 4.5}
+    errors = {}
+    for name, expected in bits.items():
+        held, size = found[name].hold(weight, None)
+        assert 8 * size / weight.numel() == expected and held.shape == weight.shape
+        errors[name] = float((held - weight).norm() / weight.norm())
+    assert errors["GGUF Q8_0"] < 0.01 and errors["torchao int8"] < 0.01
+    assert 0.05 < errors["GGUF Q4_0"] < 0.12 and 0.05 < errors["torchao int4"] < 0.15
+    # K- and I-quants are there with llama-cpp-python only, which `make bench-peers` installs.
+    if "GGUF Q4_K" in found:
+        importance = torch.rand(256) ** 4
+        plain, aimed = (held for held, _ in (
+            found["GGUF Q4_K"].hold(weight, None),
+            peers([4], importance=True)["GGUF Q4_K, importance"].hold(weight, importance),
+        ))  # fmt: skip
+        lost = [float(((held - weight).square() * importance).sum()) for held in (plain, aimed)]
+        assert 0 < lost[1] < 0.95 * lost[0]
+    for name in ("GGUF Q4_0", "torchao int4"):
+        with pytest.raises(ValueError, match="a matrix has 40 inputs"):
+            found[name].hold(torch.randn(16, 40), None)
