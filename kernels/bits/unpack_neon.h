@@ -9,8 +9,9 @@
 // Instructions per quarter (128 weights) beside the loads:
 //   bits   1    2    3    4    5    6    7    8
 //          8    8   11    8   14   12   14    0
-// With a table of levels lines are levels, signed bytes: one tbl for each, from codes that are shifted down. 12, 18 and
+// With a table of levels lines are levels, signed bytes: one tbl for each, from codes that are shifted down. 12, 21 and
 // 16 instructions at 2, 3 and 4 bits, because an index may have bits that do not count, where the table repeats itself.
+// (Not by tbl of two registers, which would save an AND three times: GCC 12 copies the pair each time.)
 #pragma once
 
 #include <arm_neon.h>
@@ -250,12 +251,6 @@ struct Tables<by_table(4)> : TableRegisters<1> {
   return {vqtbl1q_u8(table, index.q0), vqtbl1q_u8(table, index.q1)};
 }
 
-// A table that repeats itself, for indices below 32.
-[[gnu::always_inline]] inline Pair look_up_twice(uint8x16_t table, const Pair& index) {
-  const uint8x16x2_t tables{{table, table}};
-  return {vqtbl2q_u8(tables, index.q0), vqtbl2q_u8(tables, index.q1)};
-}
-
 // Here `block` has tables as well.
 template <>
 struct Unpack<by_table(2)> {
@@ -281,7 +276,7 @@ struct Unpack<by_table(3)> {
     const auto next = [&](auto j) __attribute__((always_inline)) {
       const Pair p = block.load(j);
       block.use(j, look_up(block.tables.table[0], and_mask(p, 0x07)));
-      block.use(Index<3 + j>{}, look_up_twice(block.tables.table[0], shift_right<3>(p)));
+      block.use(Index<3 + j>{}, look_up(block.tables.table[0], and_mask(shift_right<3>(p), 0x07)));
       return p;
     };
     const Pair p0 = next(Index<0>{}), p1 = next(Index<1>{});

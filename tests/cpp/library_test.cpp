@@ -28,8 +28,8 @@ struct Fault {
 TEST(A_Refused, BrokenLibraries) {
   const Fault faults[] = {
       {"no_function", "has no function 'lowbit_kernels'"},
-      {"null_library", "has no kernels for version 2"},
-      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 2"},
+      {"null_library", "has no kernels for version 3"},
+      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 3"},
       {"other_size", "its structure LinearKernel has 56 bytes; expected 64"},
       {"no_vendor", "the vendor has no name"},
       {"bad_preference", "its preference is 9; expected 0 or 1"},
