@@ -77,6 +77,7 @@ def test_files_beside_the_weights(tmp_path):
         "group_size": 32,
         "mapping": "symmetric",
         "scale": "mse",
+        "levels": None,
         "embedding_bits": 6,
         "overrides": [list(pair) for pair in OVERRIDES.items()],
     }
