@@ -36,7 +36,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 # Whole files in parallel: most tests use one thread, and the fixtures of a file are made once.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
-.PHONY: demo models test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python \
+.PHONY: demo models test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak \
   arm-python-lowbit wheel-aarch64 \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
@@ -45,14 +45,14 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
-# All that runs on this machine, and Arm on one emulated CPU: what a change needs. One part after the other, each on all
+# What runs on this machine in minutes, and Arm on one emulated CPU: what a change needs. One part after the other, each on all
 # cores.
 test: test-x86 test-python test-arm test-arm-python
 
-# That, and the rest: every emulated CPU, the sanitizers, what needs an Arm torch.
+# That, and the rest: whole models, every emulated CPU, the sanitizers, what needs an Arm torch.
 test-all: test test-more
 
-test-more: test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai
+test-more: test-python-more test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
 test-more: test-emulated-x86
@@ -201,7 +201,13 @@ test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
 
 test-python: $(VENV)/installed
 	scripts/need.sh test
-	HF_HUB_OFFLINE=1 $(PYTEST) tests/python
+	HF_HUB_OFFLINE=1 $(PYTEST) tests/python $(PYTHON_MORE:%=--ignore=tests/python/%.py)
+
+# Those that compile, calibrate or train whole models.
+PYTHON_MORE := test_calibrate_models test_cli_export test_cpp_runners test_demo test_llm_export test_qat_example test_report
+test-python-more: $(VENV)/installed
+	scripts/need.sh test
+	HF_HUB_OFFLINE=1 $(PYTEST) $(PYTHON_MORE:%=tests/python/%.py)
 
 # With the oldest versions that pyproject.toml allows of what the language models and the command line need; the newest
 # are those of requirements.txt, which all other tests have.
