@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -169,20 +169,29 @@ def same_bytes(first: Stored, second: Stored) -> bool:
 
 
 def packed_info(stored: Stored) -> ops.PackedInfo:
-    """What the header of a packed tensor in a file says; no other byte of it is read.
+    """What the header of a packed tensor in a file says, [bytes], or [experts, bytes] of the first expert's; no other byte of
+    it is read.
 
     Raises:
         ValueError: not a packed weight, of another version, or with an altered header.
     """
     try:
-        if stored.dtype != "U8" or len(stored.shape) != 1:
+        if stored.dtype != "U8" or len(stored.shape) not in (1, 2) or 0 in stored.shape:
             raise ValueError(
-                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension"
+                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and [bytes] or [experts, bytes]"
             )
-        header = read_bytes(stored, 0, min(128, stored.bytes))  # with levels; else 64
-        return ops.PackedInfo(**_C.info(header.data_ptr(), stored.bytes, False))
+        size = stored.shape[-1]
+        header = read_bytes(stored, 0, min(128, size))  # with levels; else 64
+        info = ops.PackedInfo(**_C.info(header.data_ptr(), size, False))
+        return info if len(stored.shape) == 1 else replace(info, experts=stored.shape[0])
     except ValueError as error:
         raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
+
+
+def float_name(stored: Stored) -> str:
+    """The name of a packed tensor if it were not packed: that of a layer's weight, or of the parameter that holds experts."""
+    name = stored.name.removesuffix("packed_weight")
+    return f"{name}weight" if len(stored.shape) == 1 else name.removesuffix(".")
 
 
 def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, int]:
