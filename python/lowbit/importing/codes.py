@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,31 @@ class Weights:
     def info(self, has_bias: bool) -> ops.PackedInfo:
         config = self.config
         return ops.describe(self.shape, config.bits, config.group_size, config.mapping, has_bias)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """The matrices of all experts of a layer, which the model and lowbit have in one tensor."""
+
+    name: str  # of the parameter in the checkpoint that is written, "model.layers.0.mlp.experts.down_proj"
+    matrices: tuple[Matrix, ...]  # by expert, all alike
+
+    @property
+    def source(self) -> str:
+        return self.matrices[0].source
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[experts, n, k]"""
+        return len(self.matrices), *self.matrices[0].shape
+
+    @property
+    def bytes(self) -> int:
+        return sum(matrix.bytes for matrix in self.matrices)
+
+    def info(self, has_bias: bool) -> ops.PackedInfo:
+        """As :meth:`Matrix.info`."""
+        return replace(self.matrices[0].info(has_bias), experts=len(self.matrices))
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,15 @@ from ..files.safetensors import files_of, read_files
 from .awq import read_awq
 from .bitnet import read_bitnet
 from .bitsandbytes import read_bitsandbytes
-from .codes import Float, Matrix, Weights
+from .codes import Float, Matrix, Stacked, Weights
 from .compressed_tensors import read_compressed_tensors
 from .gptq import read_gptq, renamed
+from .mxfp4 import read_mxfp4
 from .report import file_states
 from .source import Source
 from .stock import Stock
 
-_Tensors = list[Matrix | Weights | Float]
+_Tensors = list[Matrix | Stacked | Weights | Float]
 
 
 def _read_auto_round(stock: Stock) -> _Tensors:
@@ -43,6 +44,7 @@ _FORMATS: dict[str, tuple[str, Callable[[Stock], _Tensors]]] = {
     "gptq": ("GPTQ", read_gptq),
     "awq": ("AWQ", read_awq),
     "auto-round": ("AutoRound", _read_auto_round),
+    "mxfp4": ("MXFP4", read_mxfp4),
     "compressed-tensors": ("compressed-tensors", read_compressed_tensors),
     "bitnet": ("BitNet", read_bitnet),
     "bitsandbytes": ("bitsandbytes", read_bitsandbytes),
@@ -71,7 +73,7 @@ def open_directory(path: Path) -> Source:
     states = file_states(files)
     stock = Stock(path, read_files(files, weight_map), dict(config["quantization_config"]))
     tensors = read(stock)
-    if not any(isinstance(tensor, Matrix) for tensor in tensors):
+    if not any(isinstance(tensor, Matrix | Stacked) for tensor in tensors):
         raise ValueError(f"{path} has no quantised layer, although its quantization_config says {method!r}")
     description: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}
     return Source(path, name, description, tensors, lambda target: copy_files(path, target), states)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .codes import Float, Matrix, Weights
+from .codes import Float, Matrix, Stacked, Weights
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,6 @@ class Source:
     path: Path
     format: str  # as users call it
     config: dict[str, Any]  # config.json, without what described the quantisation
-    tensors: list[Matrix | Weights | Float]
+    tensors: list[Matrix | Stacked | Weights | Float]
     write_files: Callable[[Path], None]  # writes what belongs beside the weights, such as the tokenizer
     files: list[dict[str, str | int]]  # that were read, from report.file_states

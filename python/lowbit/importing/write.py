@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import struct
 import tempfile
 import time
@@ -20,7 +21,7 @@ from ..checkpoint import CheckpointEntry, check_space, describe_entry, no_space,
 from ..files.config_json import CONFIG
 from ..files.replace import PartialDirectory, resolve_new_directory
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer
-from .codes import Float, Matrix, Nearness, Weights, as_floats, pack_rows, requantise_rows
+from .codes import Float, Matrix, Nearness, Stacked, Weights, as_floats, pack_rows, requantise_rows
 from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
 
@@ -45,7 +46,7 @@ class ImportSummary:
 
 @dataclass(frozen=True)
 class _Output:
-    tensor: Matrix | Weights | Float
+    tensor: Matrix | Stacked | Weights | Float
     name: str
     bias: Float | None = None
     layer: str = ""  # in the model, when packed
@@ -60,8 +61,9 @@ class _Output:
     def stored(self, path: Path) -> Stored:
         if isinstance(self.tensor, Float):
             return Stored(self.name, path, self.tensor.dtype, self.tensor.shape, 0, self.tensor.bytes)
-        size = self.info().total_bytes
-        return Stored(self.name, path, "U8", (size,), 0, size)
+        info = self.info()
+        shape = tuple(size for size in (info.experts, info.total_bytes) if size is not None)
+        return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
 
 
 def _bands(shape: tuple[int, ...], whole_panels: bool) -> Iterator[tuple[int, int]]:
@@ -82,8 +84,25 @@ def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> Impo
             writer.write(values.view(-1).view(torch.uint8).numpy())
             done(tensor.bytes * (end - begin) // n)
         return ImportedTensor(output.name, tensor.source, "dequantised" if tensor.dequantised else "float")
-    info, nearness = output.info(), Nearness()
-    bias = None if output.bias is None else output.bias.read(0, n).float()
+    nearness = Nearness()
+    for number, matrix in enumerate(tensor.matrices if isinstance(tensor, Stacked) else (tensor,)):
+        bias = None
+        if output.bias is not None:
+            stacked = isinstance(tensor, Stacked)
+            bias = (output.bias.read(number, number + 1)[0] if stacked else output.bias.read(0, n)).float()
+        _write_matrix(output.info(), matrix, bias, nearness, writer, done)
+    return ImportedTensor(output.name, tensor.source, nearness.kind, nearness.steps, nearness.error)
+
+
+def _write_matrix(
+    info: ops.PackedInfo,
+    tensor: Matrix | Weights,
+    bias: torch.Tensor | None,
+    nearness: Nearness,
+    writer: Writer,
+    done: Callable[[int], None],
+) -> None:
+    n = tensor.shape[0]
     levels = None if info.levels is None else struct.pack(f"{len(info.levels)}b", *info.levels)
     header_bytes = 64 if levels is None else 128
     start, folded = writer.write(bytes(header_bytes)), 0
@@ -103,7 +122,6 @@ def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> Impo
     affine = info.mapping == "affine"
     header = _C.packed_header(*tensor.shape, info.bits, info.group_size or 0, affine, info.has_bias, folded, levels)
     writer.write_at(start, header)
-    return ImportedTensor(output.name, tensor.source, nearness.kind, nearness.steps, nearness.error)
 
 
 def _meta_model(config: dict[str, Any], tensors: int):
@@ -117,43 +135,51 @@ def _meta_model(config: dict[str, Any], tensors: int):
 def _plan(source: Source, model) -> list[_Output]:
     """What becomes of each tensor; every one is held against the model."""
     from ..hf.names import check_complete, given_by, names_in_model
-    from ..layers import KINDS
+    from ..layers import Experts, kind_of, named_layers
 
-    by_name: dict[str, Matrix | Weights | Float] = {}
+    by_name: dict[str, Matrix | Stacked | Weights | Float] = {}
     for tensor in source.tensors:
         if tensor.name in by_name:
             raise ValueError(f"{source.path} has two tensors that become {tensor.name}; expected one")
         by_name[tensor.name] = tensor
     names, state = names_in_model(model, by_name), model.state_dict()
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_layers(model))
     biases, floats, outputs = {}, {}, []
     for key, (name, targets) in names.items():
         tensor = by_name[key]
-        if targets is None and name in state and tuple(state[name].shape) != tuple(tensor.shape):
+        stacked = isinstance(tensor, Stacked)
+        if stacked and not (targets is None and isinstance(modules.get(name), Experts)):
             raise ValueError(
-                f"{key} in {source.path} has shape {list(tensor.shape)}; expected {list(state[name].shape)}, as its "
+                f"{key} in {source.path} holds the matrices of experts, but {type(model).__name__} has no such parameter"
+            )
+        expected = modules[name].weight.shape if stacked else state[name].shape if name in state else tensor.shape
+        if targets is None and tuple(expected) != tuple(tensor.shape):
+            raise ValueError(
+                f"{key} in {source.path} has shape {list(tensor.shape)}; expected {list(expected)}, as its "
                 "configuration says"
             )
         if isinstance(tensor, Float):
             floats[key] = tensor
             continue
         layer = name.removesuffix(".weight")
-        kind = type(modules[layer]) if layer in modules else None
+        kind = kind_of(modules.get(layer))
         if targets is None and name not in state:
             raise ValueError(
                 f"{key} in {source.path} is quantised ({tensor.source}), but {type(model).__name__} has no such tensor"
             )
-        if targets is not None or kind not in KINDS:
+        if targets is not None or kind is None:
             floats[key] = as_floats(tensor)
             continue
         bias = None
         if getattr(modules[layer], "bias", None) is not None:
-            found = [other for other, (given, _) in names.items() if given == f"{layer}.bias"]
+            called = f"{layer}_bias" if stacked else f"{layer}.bias"
+            found = [other for other, (given, _) in names.items() if given == called]
             if len(found) != 1 or not isinstance(by_name[found[0]], Float):
-                raise ValueError(f"{source.path} has no {layer}.bias; expected the bias of {key}")
+                raise ValueError(f"{source.path} has no {called}; expected the bias of {key}")
             bias = by_name[found[0]]
             biases[found[0]] = bias
-        outputs.append(_Output(tensor, key.removesuffix("weight") + "packed_weight", bias, layer))
+        packed = f"{key}.packed_weight" if stacked else key.removesuffix("weight") + "packed_weight"
+        outputs.append(_Output(tensor, packed, bias, layer))
     extra = [key for key, (name, targets) in names.items() if targets is None and name not in state]
     if extra:
         warnings.warn(

@@ -1,0 +1,55 @@
+"""MXFP4 as gpt-oss has it: experts of 4-bit floats, 32 of which share a power of two (OCP Microscaling Formats 1.0).
+
+For each parameter of experts there are ``NAME_blocks``, uint8 [experts, out, in / 32, 16], two codes in a byte, the first one low,
+and ``NAME_scales``, uint8 [experts, out, in / 32], the power plus 127. A bias is a float tensor of its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ..files.safetensors import Stored, read_bytes
+from ..levels import TABLES
+from .codes import Float, Matrix, Rows, Stacked
+from .stock import Stock
+
+_LEAVES = ("gate_up_proj", "down_proj")
+_GROUP = 32
+
+
+def _read(blocks: Stored, scales: Stored, expert: int, begin: int, end: int) -> Rows:
+    _, n, groups, _ = blocks.shape
+    first, last = (expert * n + begin) * groups, (expert * n + end) * groups
+    pairs = read_bytes(blocks, first * 16, last * 16)
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).view(end - begin, groups * _GROUP)
+    powers = read_bytes(scales, first, last).view(end - begin, groups).int()
+    # A level is twice the value. 255 stands for no number.
+    values = torch.ldexp(torch.ones(()), powers - 128)
+    return Rows(codes, torch.where(powers == 255, torch.nan, values))
+
+
+def read_mxfp4(stock: Stock) -> list[Stacked | Float]:
+    """All tensors of a checkpoint.
+
+    Raises:
+        ValueError: a tensor is missing, or has another shape or dtype.
+    """
+    found: list[Stacked | Float] = []
+    for leaf in _LEAVES:
+        for holder in stock.layers(f"{leaf}_blocks"):
+            name = f"{holder}.{leaf}"
+            blocks = stock.take(f"{name}_blocks", "U8", shape=(None, None, None, 16))
+            scales = stock.take(f"{name}_scales", "U8", shape=blocks.shape[:3])
+            experts, n, groups, _ = blocks.shape
+            bytes_of_one = (blocks.bytes + scales.bytes) // experts
+            matrices = tuple(
+                Matrix(
+                    f"{name}, expert {expert}", "MXFP4", (n, groups * _GROUP), 4, _GROUP, False,
+                    partial(_read, blocks, scales, expert), bytes_of_one, TABLES["mxfp4"],
+                )
+                for expert in range(experts)
+            )  # fmt: skip
+            found.append(Stacked(name, matrices))
+    return found + stock.rest()
