@@ -23,6 +23,7 @@ DTYPES = {
 }
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PACKED_SUFFIX = ".packed_weight"
 
 _ALIGNMENT = (
     64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
@@ -115,8 +116,18 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     return [directory / name for name in names], weight_map
 
 
+def guard_of(packed: str) -> str:
+    """The name of the empty tensor beside a packed one.
+
+    A program that does not know lowbit looks for the float weight, finds none, and goes on with random values. It finds
+    this instead, which has the wrong shape, and stops.
+    """
+    return packed.removesuffix(PACKED_SUFFIX) + ".weight"
+
+
 def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) -> dict[str, Stored]:
-    """The tensors of all files of a checkpoint, checked against its index if there is one.
+    """The tensors of all files of a checkpoint, checked against its index if there is one; without the guards
+    (:func:`guard_of`).
 
     Raises:
         OSError, ValueError: as :func:`read_file`, or the same name twice, or an index that disagrees with the files.
@@ -131,7 +142,8 @@ def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) 
         if name not in tensors or tensors[name].path.name != file:
             found = "nowhere" if name not in tensors else f"in {tensors[name].path.name}"
             raise ValueError(f"{INDEX} says that {name} is in {file}; found it {found}: copy all files again")
-    return tensors
+    guards = {guard_of(name) for name in tensors if name.endswith(PACKED_SUFFIX)}
+    return {name: stored for name, stored in tensors.items() if name not in guards or stored.shape != (0,)}
 
 
 def read_bytes(stored: Stored, begin: int = 0, end: int | None = None) -> Tensor:
@@ -186,9 +198,14 @@ def packed_info(stored: Stored) -> ops.PackedInfo:
 
 
 def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, int]:
-    """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them."""
+    """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them.
+
+    Packed tensors get their guards (:func:`guard_of`), which have no bytes.
+    """
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, dtype, shape, size in tensors:
+        if name.endswith(PACKED_SUFFIX):
+            header[guard_of(name)] = {"dtype": dtype, "shape": [0], "data_offsets": [at, at]}
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()

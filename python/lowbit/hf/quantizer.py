@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 
 from .. import nn
-from ..files.safetensors import Stored, packed_info, read_files, read_metadata
+from ..files.safetensors import Stored, guard_of, packed_info, read_files, read_metadata
 from ..layers import KINDS, replace_layers, warn_of_floats
 from ..memory import in_huge_pages
 from ..quantize import quantize_tensor
@@ -53,8 +54,13 @@ class LowBitQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model):
+        state = model.state_dict()
+        tied = getattr(model, "all_tied_weights_keys", None) or {}  # these are saved under the other name
+        for name in [name for name in state if name.rpartition(".")[2] == PACKED and name not in tied]:
+            # Empty, but with memory of its own: transformers takes tensors at the same address for one.
+            state[guard_of(name)] = torch.zeros(1, dtype=torch.uint8)[:0]
         # In every shard of a save the same: what a killed save leaves of an older one must not pass for a part of it.
-        return None, {_SAVE: uuid.uuid4().hex}
+        return state, {_SAVE: uuid.uuid4().hex}
 
     @property
     def is_trainable(self) -> bool:
@@ -76,6 +82,10 @@ class LowBitQuantizer(HfQuantizer):
         # Packed weights are called as the float ones would be, so that transformers' rules for names apply.
         aliases = {name.removesuffix(PACKED) + "weight" if name in packed else name: name for name in tensors}
         names = names_in_model(model, aliases)
+        guards = {name for alias, (name, _) in names.items() if aliases[alias] in packed} | set(map(guard_of, packed))
+        if guards:
+            ignored = {f"^({'|'.join(map(re.escape, sorted(guards)))})$"}
+            model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         given, placed = given_by(names), {}
         layers = dict(model.named_modules(remove_duplicate=False))
         whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
