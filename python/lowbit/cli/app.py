@@ -15,6 +15,7 @@ import typer
 import lowbit
 
 from .bench import bench
+from .chat import chat
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable] = {
     "quantize": quantize,
     "import": import_,
     "generate": generate,
+    "chat": chat,
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
