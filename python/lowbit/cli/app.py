@@ -15,6 +15,7 @@ import typer
 import lowbit
 
 from .bench import bench
+from .doctor import doctor
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Callable] = {
     "bench": bench,
     "tune": tune,
     "info": info,
+    "doctor": doctor,
 }
 
 app = typer.Typer(
