@@ -16,6 +16,7 @@ TABLES: dict[str, tuple[int, ...]] = {
     "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "nvfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
+"""The usual tables, by name: int8 levels by code."""
 FIT = "fit"
 LARGEST = 127
 
