@@ -44,6 +44,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "\n".join(lines)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    # Notebooks come with a script for formulas, whose address is that of a server or empty; ours have none.
+    return re.sub(r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->", "", output, flags=re.S)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = Path(config.docs_dir).parent
     for name, svg in {
