@@ -41,7 +41,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 # Whole files in parallel: most tests use one thread, and the fixtures of a file are made once.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
-.PHONY: demo models test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
+.PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak \
   arm-python-lowbit wheel-aarch64 \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
@@ -52,12 +52,12 @@ demo: $(VENV)/installed
 
 # What runs on this machine in minutes, and Arm on one emulated CPU: what a change needs. One part after the other, each on all
 # cores.
-test: test-x86 test-python test-arm test-arm-python
+test: typecheck test-x86 test-python test-arm test-arm-python
 
 # That, and the rest: whole models, every emulated CPU, the sanitizers, what needs an Arm torch.
 test-all: test test-more
 
-test-more: test-python-more test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai
+test-more: docs test-python-more test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
 test-more: test-emulated-x86
@@ -205,6 +205,21 @@ test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
 	set -e; for cpu in cortex-a76 max,sve=off; do \
 	  QEMU_CPU=$$cpu $(BIN)/ctest --test-dir build/test-kleidiai -R kleidiai --output-on-failure --no-tests=error; \
 	done
+
+# The documentation site, in build/site: warnings are errors, links and anchors are checked, pages are looked at in a browser.
+docs: $(VENV)/installed build/docs-env
+	scripts/need.sh test
+	NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet
+	PYTHONPATH=tests/python $(PYTEST) tests/docs
+
+build/docs-env: docs/requirements.txt
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install -q -r docs/requirements.txt
+	touch $@
+
+# The types of the package, by mypy; pyproject.toml says what is checked. Seconds.
+typecheck: $(VENV)/requirements
+	$(BIN)/python -m mypy --cache-dir build/mypy
 
 test-python: $(VENV)/installed
 	scripts/need.sh test

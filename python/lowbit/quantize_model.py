@@ -22,7 +22,7 @@ def select_layers(
 ) -> dict[str, Config]:
     """The qualified names to quantise, each with its config."""
     if isinstance(config, Config):
-        patterns = {"*": config}
+        patterns: dict[str, Config | None] = {"*": config}
     elif isinstance(config, Mapping):
         patterns = dict(config)
         for pattern, value in patterns.items():
@@ -41,7 +41,7 @@ def select_layers(
         kind = KINDS.get(type(module))
         if kind is None:
             continue
-        chosen = ordered.last(name, lambda value, kind=kind: value is None or isinstance(value, kind))
+        chosen = ordered.last(name, lambda value, kind=kind: value is None or isinstance(value, kind))  # type: ignore[misc]
         if chosen is not None and chosen[1] is not None and (filter_fn is None or filter_fn(module, name)):
             selected[name] = chosen[1]
     ordered.warn_unused("layer that its config applies to", stacklevel=4)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,7 +203,8 @@ def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[byt
 
     Packed tensors get their guards (:func:`guard_of`), which have no bytes.
     """
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    at = 0
     for name, dtype, shape, size in tensors:
         if name.endswith(PACKED_SUFFIX):
             header[guard_of(name)] = {"dtype": dtype, "shape": [0], "data_offsets": [at, at]}
