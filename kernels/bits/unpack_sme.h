@@ -63,6 +63,17 @@ template <int Count>
   else return svlsl_n_u8_x(svptrue_b8(), v, Count);
 }
 
+// The top `Count` bits of `upper`, and below them the top bits of `lower`; or the lowest `Count` bits of `lower`, and
+// above them the lowest bits of `upper`.
+template <int Count>
+[[gnu::always_inline]] inline svuint8_t insert_below(svuint8_t upper, svuint8_t lower) __arm_streaming {
+  return svsri_n_u8(upper, lower, Count);
+}
+template <int Count>
+[[gnu::always_inline]] inline svuint8_t insert_above(svuint8_t lower, svuint8_t upper) __arm_streaming {
+  return svsli_n_u8(lower, upper, Count);
+}
+
 // `Length` bits from bit `First` up.
 template <int First, int Length>
 [[gnu::always_inline]] inline svuint8_t field(svuint8_t v) __arm_streaming {
@@ -107,6 +118,39 @@ template <int Bits, int J, bool Double = false>
     return field<0, Bits>(packed_line<kRun.line>(low, high));
   }
 }
+
+// The same for lines of four panels.
+#define LOWBIT_OF_FOUR(op, ...)                                                                              \
+  svcreate4_u8(op(svget4_u8(v, 0) __VA_OPT__(, svget4_u8(__VA_ARGS__, 0))),                                  \
+               op(svget4_u8(v, 1) __VA_OPT__(, svget4_u8(__VA_ARGS__, 1))),                                  \
+               op(svget4_u8(v, 2) __VA_OPT__(, svget4_u8(__VA_ARGS__, 2))),                                  \
+               op(svget4_u8(v, 3) __VA_OPT__(, svget4_u8(__VA_ARGS__, 3))))
+template <int Count>
+[[gnu::always_inline]] inline svuint8x4_t shift_right(svuint8x4_t v) __arm_streaming {
+  return LOWBIT_OF_FOUR(shift_right<Count>);
+}
+template <int Count>
+[[gnu::always_inline]] inline svuint8x4_t shift_left(svuint8x4_t v) __arm_streaming {
+  return LOWBIT_OF_FOUR(shift_left<Count>);
+}
+template <int Count>
+[[gnu::always_inline]] inline svuint8x4_t insert_below(svuint8x4_t v, svuint8x4_t lower) __arm_streaming {
+  return LOWBIT_OF_FOUR(insert_below<Count>, lower);
+}
+template <int Count>
+[[gnu::always_inline]] inline svuint8x4_t insert_above(svuint8x4_t v, svuint8x4_t upper) __arm_streaming {
+  return LOWBIT_OF_FOUR(insert_above<Count>, upper);
+}
+template <int First, int Length>
+[[gnu::always_inline]] inline svuint8x4_t field(svuint8x4_t v) __arm_streaming {
+  return svcreate4_u8(field<First, Length>(svget4_u8(v, 0)), field<First, Length>(svget4_u8(v, 1)),
+                      field<First, Length>(svget4_u8(v, 2)), field<First, Length>(svget4_u8(v, 3)));
+}
+[[gnu::always_inline]] inline svuint8x4_t and_mask(svuint8x4_t v, uint8_t mask) __arm_streaming {
+  return svcreate4_u8(and_mask(svget4_u8(v, 0), mask), and_mask(svget4_u8(v, 1), mask),
+                      and_mask(svget4_u8(v, 2), mask), and_mask(svget4_u8(v, 3), mask));
+}
+#undef LOWBIT_OF_FOUR
 
 }  // namespace
 }  // namespace lowbit

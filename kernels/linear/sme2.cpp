@@ -17,14 +17,14 @@
 //
 // The unit wants its own mode, in which ordinary vector instructions do not exist; on CPUs with it but without SVE,
 // those of SVE exist there only. So streaming functions are entered by run_streaming() alone, stay there for some
-// panels and leave sums in the call's scratch memory; NEON makes outputs of them. A thread whose vectors are shorter,
+// panels, and make the outputs there as well. A thread whose vectors are shorter,
 // or with a caller's live ZA, goes the way of the rows for i8mm.
 
 #include <arm_sme.h>
 
 #include "../bits/unpack_sme.h"
 #include "../bits/widths.h"
-#include "panel_neon.h"
+#include "../ukernel.h"
 
 #define LOWBIT_STREAMING __arm_streaming __arm_inout("za")
 
@@ -72,6 +72,13 @@ bool has_unit() {
   return svcntsb() == kVectorBytes && live == 0;
 }
 
+// A number that compilers do not know. ZA is addressed by a register and a small constant; of two constants Clang 19
+// makes a new register each time.
+[[gnu::always_inline]] inline uint32_t hidden(uint32_t number) __arm_streaming_compatible {
+  __asm__("" : "+r"(number));
+  return number;
+}
+
 int64_t half_blocks(const Layout& layout) { return (layout.k + kHalfInputs - 1) / kHalfInputs; }
 
 constexpr bool is_signed(int bits) { return stored_flip(bits) != 0; }
@@ -90,10 +97,47 @@ template <int Bits, bool Affine, int J>
   else return codes;
 }
 
+template <int Bits>
+[[gnu::always_inline]] inline svuint8x4_t levels_of(svuint8x4_t codes, svuint8_t table) __arm_streaming {
+  if constexpr (is_by_table(Bits)) {
+    return svcreate4_u8(svtbl_u8(table, svget4(codes, 0)), svtbl_u8(table, svget4(codes, 1)),
+                        svtbl_u8(table, svget4(codes, 2)), svtbl_u8(table, svget4(codes, 3)));
+  } else {
+    return codes;
+  }
+}
+
 [[gnu::always_inline]] inline svfloat32_t load_scales(const uint8_t* at, int64_t vector) __arm_streaming {
   const svbool_t all = svptrue_b32();
   const svuint32_t half = svld1uh_vnum_u32(all, reinterpret_cast<const uint16_t*>(at), vector);
   return svcvt_f32_f16_x(all, svreinterpret_f16_u32(half));
+}
+
+constexpr int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// A panel's head, and where row 0 of its outputs begins.
+struct Head {
+  const float *row_scale, *row_sum, *bias;
+  char* out;
+  int64_t n;
+
+  [[gnu::always_inline]] Head(const LinearArgs& args, int64_t panel) __arm_streaming_compatible
+      : row_scale(reinterpret_cast<const float*>(args.panels + panel * args.layout.panel_bytes +
+                                                 args.layout.head_offset)),
+        row_sum(row_scale + kPanelRows),
+        bias(row_sum + kPanelRows),
+        out(static_cast<char*>(args.out) + panel * kPanelRows * bytes_of(args.out_dtype)),
+        n(args.layout.n - panel * kPanelRows) {}
+
+  [[gnu::always_inline]] svbool_t columns() const __arm_streaming { return svwhilelt_b32(int64_t{0}, n); }
+};
+
+[[gnu::always_inline]] inline void store_row(char* out, DType dtype, svbool_t columns, svfloat32_t y) __arm_streaming {
+  if (dtype == DType::f32) return svst1_f32(columns, reinterpret_cast<float*>(out), y);
+  const svbool_t all = svptrue_b32();
+  const svuint32_t half = dtype == DType::bf16 ? svreinterpret_u32_bf16(svcvt_bf16_f32_x(all, y))
+                                               : svreinterpret_u32_f16(svcvt_f16_f32_x(all, y));
+  svst1h_u32(columns, reinterpret_cast<uint16_t*>(out), half);
 }
 
 [[gnu::always_inline]] inline svuint8_t load_table(const Layout& layout) __arm_streaming {
@@ -124,9 +168,6 @@ struct Scratch {
 };
 static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
-// Where row `row` of a tile lies in acc.
-constexpr int place_of(int64_t row) { return static_cast<int>(row % 4 * 4 + row / 4) * kPanelRows; }
-
 // Up to 32 rows of m times up to 8 panels. Streaming functions call no others, so all is worked out before.
 struct Chunk {
   const LinearArgs& args;
@@ -144,8 +185,8 @@ struct Chunk {
 
 // `words` columns of up to 16 rows, `stride` words apart, to vectors of 16 rows; zeros for rows that are not there.
 // Whole tiles of 16 columns are written.
-[[gnu::always_inline]] inline void transpose(const void* from, int64_t stride, int64_t rows, int64_t words,
-                                             void* to) LOWBIT_STREAMING {
+[[gnu::noinline]] void transpose(const void* from, int64_t stride, int64_t rows, int64_t words,
+                                 void* to) LOWBIT_STREAMING {
   svzero_mask_za(0x11);
   auto* out = static_cast<uint32_t*>(to);
   for (int64_t word = 0; word < words; word += kTileRows, out += kTileSums) {
@@ -153,7 +194,13 @@ struct Chunk {
     const uint32_t* row = static_cast<const uint32_t*>(from) + word;
     if (rows == kTileRows) {
 #pragma clang loop unroll(full)
-      for (uint32_t i = 0; i < kTileRows; ++i, row += stride) svld1_hor_za32(0, i, columns, row);
+      for (uint32_t i = 0; i < kTileRows; i += 4, row += 4 * stride) {
+        const uint32_t first = hidden(i);
+        svld1_hor_za32(0, first, columns, row);
+        svld1_hor_za32(0, first + 1, columns, row + stride);
+        svld1_hor_za32(0, first + 2, columns, row + 2 * stride);
+        svld1_hor_za32(0, first + 3, columns, row + 3 * stride);
+      }
     } else {
       for (uint32_t i = 0; i < rows; ++i, row += stride) svld1_hor_za32(0, i, columns, row);
     }
@@ -257,10 +304,11 @@ template <int Offset, int T>
 // A finished group of tile T to the float sums of tile 2 + T.
 template <bool Affine, int T>
 [[gnu::always_inline]] inline void finish(svfloat32_t scale, svfloat32_t min, const int32_t* sum) LOWBIT_STREAMING {
+  const uint32_t begin[2] = {hidden(0), hidden(8)};
 #pragma clang loop unroll(full)
   for (uint32_t i = 0; i < 4; ++i) {
-    const svfloat32x4_t total = svcvt_f32_s32_x4(svread_za32_s32_vg1x4(4 * i + T));
-    svmla_single_za32_f32_vg1x4(4 * i + 2 + T, total, scale);
+    const uint32_t at = begin[i / 2] + 4 * (i % 2) + T;
+    svmla_single_za32_f32_vg1x4(at + 2, svcvt_f32_s32_x4(svread_za32_s32_vg1x4(at)), scale);
   }
   if constexpr (Affine) {
     const svbool_t all = svptrue_b32();
@@ -268,18 +316,15 @@ template <bool Affine, int T>
   }
 }
 
+// Between pieces: float sums, and the integer sums of a group that is open.
 template <int T>
-[[gnu::always_inline]] inline void load_tile(const Chunk& chunk, const Piece& piece, int64_t panel,
+[[gnu::always_inline]] inline void load_tile(const Chunk& chunk, bool open, int64_t panel,
                                              int64_t tile) LOWBIT_STREAMING {
   const svcount_t all = svptrue_c32();
 #pragma clang loop unroll(full)
   for (uint32_t i = 0; i < 4; ++i) {
-    if (!piece.begins) {
-      svwrite_za32_s32_vg1x4(4 * i + T, svld1_vnum_s32_x4(all, chunk.scratch.open[panel][tile], 4 * i));
-    }
-    if (piece.first > 0) {
-      svwrite_za32_f32_vg1x4(4 * i + 2 + T, svld1_vnum_f32_x4(all, chunk.scratch.acc[panel][tile], 4 * i));
-    }
+    if (open) svwrite_za32_s32_vg1x4(4 * i + T, svld1_vnum_s32_x4(all, chunk.scratch.open[panel][tile], 4 * i));
+    svwrite_za32_f32_vg1x4(4 * i + 2 + T, svld1_vnum_f32_x4(all, chunk.scratch.acc[panel][tile], 4 * i));
   }
 }
 
@@ -291,6 +336,44 @@ template <int T>
   for (uint32_t i = 0; i < 4; ++i) {
     if (open) svst1_vnum_s32_x4(all, chunk.scratch.open[panel][tile], 4 * i, svread_za32_s32_vg1x4(4 * i + T));
     svst1_vnum_f32_x4(all, chunk.scratch.acc[panel][tile], 4 * i, svread_za32_f32_vg1x4(4 * i + 2 + T));
+  }
+}
+
+// The float sums of tile 2 + T to outputs; the integer ones are not needed any more. The scale of each output, that of
+// its row of m times that of its weights, is a product of vectors like the zero points' part; added to -0, which leaves
+// the sign of a zero.
+template <int T>
+[[gnu::noinline]] void store_outputs(const Chunk& chunk, int64_t panel, int64_t tile) LOWBIT_STREAMING {
+  const LinearArgs& args = chunk.args;
+  const Head head(args, chunk.first_panel + panel);
+  const svbool_t all = svptrue_b32();
+  const int64_t first = chunk.first_row + tile * kTileRows, rows = chunk.rows - tile * kTileRows;
+  const svbool_t there = svwhilelt_b32(int64_t{0}, rows);
+  svmops_za32_f32_m(2 + T, there, all, svld1_f32(there, args.zeros + first), svld1_f32(all, head.row_sum));
+  const svfloat32_t zero = svdup_n_f32(-0.0f);
+  const uint32_t begin[2] = {hidden(0), hidden(8)};
+#pragma clang loop unroll(full)
+  for (uint32_t i = 0; i < 4; ++i) {
+    svwrite_za32_f32_vg1x4(begin[i / 2] + 4 * (i % 2) + T, svcreate4_f32(zero, zero, zero, zero));
+  }
+  svmopa_za32_f32_m(T, there, all, svld1_f32(there, args.scales + first), svld1_f32(all, head.row_scale));
+
+  const svfloat32_t bias = svld1_f32(all, head.bias);
+  const int64_t row_bytes = args.out_stride * bytes_of(args.out_dtype);
+  const svbool_t columns = head.columns();
+  char* out = head.out + first * row_bytes;
+#pragma clang loop unroll(full)
+  for (uint32_t i = 0; i < 4; ++i, out += row_bytes) {
+    const uint32_t at = begin[i / 2] + 4 * (i % 2) + T;
+    const svfloat32x4_t scale = svread_za32_f32_vg1x4(at), sum = svread_za32_f32_vg1x4(at + 2);
+    char* row = out;
+    if (i < rows) store_row(row, args.out_dtype, columns, svmad_f32_x(all, svget4(scale, 0), svget4(sum, 0), bias));
+    row += 4 * row_bytes;
+    if (i + 4 < rows) store_row(row, args.out_dtype, columns, svmad_f32_x(all, svget4(scale, 1), svget4(sum, 1), bias));
+    row += 4 * row_bytes;
+    if (i + 8 < rows) store_row(row, args.out_dtype, columns, svmad_f32_x(all, svget4(scale, 2), svget4(sum, 2), bias));
+    row += 4 * row_bytes;
+    if (i + 12 < rows) store_row(row, args.out_dtype, columns, svmad_f32_x(all, svget4(scale, 3), svget4(sum, 3), bias));
   }
 }
 
@@ -311,8 +394,10 @@ template <int Bits, bool Affine, int Tiles, int Panels>
   const uint8_t* at[2] = {next[0], next[kPanel1]};
 
   svzero_za();
-  load_tile<0>(chunk, piece, panel, 0);
-  if constexpr (kUsed == 2) load_tile<1>(chunk, piece, panel + kPanel1, kTile1);
+  if (piece.first > 0) {
+    load_tile<0>(chunk, !piece.begins, panel, 0);
+    if constexpr (kUsed == 2) load_tile<1>(chunk, !piece.begins, panel + kPanel1, kTile1);
+  }
 
   bool open = false;
   int64_t half = 0, left = piece.first_left, skip = 0;
@@ -364,8 +449,13 @@ template <int Bits, bool Affine, int Tiles, int Panels>
     parts += kTileRows;
   }
   next[0] = at[0], next[kPanel1] = at[kPanel1];
-  store_tile<0>(chunk, open, panel, 0);
-  if constexpr (kUsed == 2) store_tile<1>(chunk, open, panel + kPanel1, kTile1);
+  if (piece.last) {
+    store_outputs<0>(chunk, panel, 0);
+    if constexpr (kUsed == 2) store_outputs<1>(chunk, panel + kPanel1, kTile1);
+  } else {
+    store_tile<0>(chunk, open, panel, 0);
+    if constexpr (kUsed == 2) store_tile<1>(chunk, open, panel + kPanel1, kTile1);
+  }
 }
 
 template <int Bits, bool Affine>
@@ -404,13 +494,8 @@ struct Few {
   const LinearArgs& args;
   int64_t first_row, rows;
   int64_t first_panel, panels;
-  float (*acc)[kFewRows][kPanelRows];  // of each panel
-
   int64_t halves = half_blocks(args.layout), group_halves = args.layout.group_inputs() / kHalfInputs;
 };
-
-// How many panels a call's scratch memory has room for: a multiple of 4.
-constexpr int64_t kMostFewPanels = kLinearScratchBytes / (kFewRows * kPanelRows * 4) / kFewPanels * kFewPanels;
 
 // Integer sums of row `row` of m += line * activations 4 J to 4 J + 3 of a half.
 template <int Bits, int J>
@@ -421,23 +506,6 @@ template <int Bits, int J>
     svdot_lane_za32_s8_vg1x4(row, levels, a, J);
   } else {
     svusdot_lane_za32_u8_vg1x4(row, w, a, J);
-  }
-}
-
-// Lines J to End - 1 of a block of four panels. a0, a1: of each row of m, the first and the second half of its inputs.
-template <int Bits, bool Affine, int Rows, int J, int End>
-[[gnu::always_inline]] inline void dot_lines(svuint8x4_t low0, svuint8x4_t high0, svuint8x4_t low1, svuint8x4_t high1,
-                                             svuint8x4_t low2, svuint8x4_t high2, svuint8x4_t low3, svuint8x4_t high3,
-                                             svuint8_t table, svint8x4_t a0, svint8x4_t a1) LOWBIT_STREAMING {
-  if constexpr (J < End) {
-    const svuint8x4_t w =
-        svcreate4_u8(line<Bits, Affine, J>(low0, high0, table), line<Bits, Affine, J>(low1, high1, table),
-                     line<Bits, Affine, J>(low2, high2, table), line<Bits, Affine, J>(low3, high3, table));
-    dot<Bits, J % 4>(0, w, svget4_s8(J < 4 ? a0 : a1, 0));
-    if constexpr (Rows > 1) dot<Bits, J % 4>(1, w, svget4_s8(J < 4 ? a0 : a1, 1));
-    if constexpr (Rows > 2) dot<Bits, J % 4>(2, w, svget4_s8(J < 4 ? a0 : a1, 2));
-    if constexpr (Rows > 2) dot<Bits, J % 4>(3, w, svget4_s8(J < 4 ? a0 : a1, 3));
-    dot_lines<Bits, Affine, Rows, J + 1, End>(low0, high0, low1, high1, low2, high2, low3, high3, table, a0, a1);
   }
 }
 
@@ -452,23 +520,139 @@ template <int Rows>
   return rows;
 }
 
-template <int Bits, bool Affine, int Rows, int J, int End>
+// Packed line I of four panels.
+template <int I>
+[[gnu::always_inline]] inline svuint8x4_t load_four(const uint8_t* const* block) __arm_streaming {
+  const svbool_t all = svptrue_b8();
+  return svcreate4_u8(svld1_vnum_u8(all, block[0], I), svld1_vnum_u8(all, block[1], I),
+                      svld1_vnum_u8(all, block[2], I), svld1_vnum_u8(all, block[3], I));
+}
+
+// Line J of four panels times the activations of all rows.
+template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
+[[gnu::always_inline]] inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0,
+                                       svint8x4_t a1) LOWBIT_STREAMING {
+  if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
+    const svuint8x4_t w = levels_of<Bits>(codes, table);
+    const svint8x4_t a = J < 4 ? a0 : a1;
+    dot<Bits, J % 4>(0, w, svget4_s8(a, 0));
+    if constexpr (Rows > 1) dot<Bits, J % 4>(1, w, svget4_s8(a, 1));
+    if constexpr (Rows > 2) dot<Bits, J % 4>(2, w, svget4_s8(a, 2));
+    if constexpr (Rows > 2) dot<Bits, J % 4>(3, w, svget4_s8(a, 3));
+  }
+}
+
+// A block, or a half of it, of four panels: a packed line is loaded when it is needed first, and few are in registers
+// at any time. What is computed for lines of a half that is not wanted is dead code.
+template <int Bits, bool Affine, int Rows, Halves Wanted>
 [[gnu::always_inline]] inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table,
                                              const int8_t* const* a, int64_t input) LOWBIT_STREAMING {
   constexpr int kBits = code_bits(Bits);
+  constexpr bool kDouble = Bits == 1 && !Affine;
   svint8x4_t a0 = svundef4_s8(), a1 = a0;
-  if constexpr (J < 4) a0 = load_rows<Rows>(a, input);
-  if constexpr (End > 4) a1 = load_rows<Rows>(a, input + kHalfInputs);
-  dot_lines<Bits, Affine, Rows, J, End>(
-      load_lines<kBits, 0>(panel[0] + at), load_lines<kBits, 4>(panel[0] + at), load_lines<kBits, 0>(panel[1] + at),
-      load_lines<kBits, 4>(panel[1] + at), load_lines<kBits, 0>(panel[2] + at), load_lines<kBits, 4>(panel[2] + at),
-      load_lines<kBits, 0>(panel[3] + at), load_lines<kBits, 4>(panel[3] + at), table, a0, a1);
+  if constexpr ((Wanted & kFirstHalf) != 0) a0 = load_rows<Rows>(a, input);
+  if constexpr ((Wanted & kSecondHalf) != 0) a1 = load_rows<Rows>(a, input + kHalfInputs);
+  const uint8_t* const block[kFewPanels] = {panel[0] + at, panel[1] + at, panel[2] + at, panel[3] + at};
+#define USE(j, line) use<Bits, Affine, Rows, Wanted, j>(line, table, a0, a1)
+#define BITS(j, q) USE(j, (field<placement(kBits, j).run[0].line_bit, kBits>(q)))
+  if constexpr (kBits == 1) {
+    const svuint8x4_t q = load_four<0>(block);
+    if constexpr (kDouble) {
+#define TWICE(j, line) USE(j, and_mask(line, 2))
+      TWICE(0, shift_left<1>(q)), TWICE(1, q), TWICE(2, shift_right<1>(q)), TWICE(3, shift_right<2>(q));
+      TWICE(4, shift_right<3>(q)), TWICE(5, shift_right<4>(q)), TWICE(6, shift_right<5>(q)), TWICE(7, shift_right<6>(q));
+#undef TWICE
+    } else {
+      BITS(0, q), BITS(1, q), BITS(2, q), BITS(3, q), BITS(4, q), BITS(5, q), BITS(6, q), BITS(7, q);
+    }
+  } else if constexpr (kBits == 2) {
+    const svuint8x4_t q0 = load_four<0>(block);
+    BITS(0, q0), BITS(1, q0), BITS(2, q0), BITS(3, q0);
+    const svuint8x4_t q1 = load_four<1>(block);
+    BITS(4, q1), BITS(5, q1), BITS(6, q1), BITS(7, q1);
+  } else if constexpr (kBits == 3) {
+    const svuint8x4_t q0 = load_four<0>(block);
+    BITS(0, q0), BITS(3, q0);
+    const svuint8x4_t q1 = load_four<1>(block);
+    BITS(1, q1), BITS(4, q1);
+    USE(6, shift_right<5>(insert_below<2>(q0, q1)));
+    const svuint8x4_t q2 = load_four<2>(block);
+    BITS(2, q2), BITS(5, q2);
+    USE(7, shift_right<5>(insert_below<2>(q2, shift_left<1>(q1))));
+  } else if constexpr (kBits == 4) {
+    const svuint8x4_t q0 = load_four<0>(block);
+    BITS(0, q0), BITS(4, q0);
+    const svuint8x4_t q1 = load_four<1>(block);
+    BITS(1, q1), BITS(5, q1);
+    const svuint8x4_t q2 = load_four<2>(block);
+    BITS(2, q2), BITS(6, q2);
+    const svuint8x4_t q3 = load_four<3>(block);
+    BITS(3, q3), BITS(7, q3);
+  } else if constexpr (kBits == 5) {
+    const svuint8x4_t low = load_four<4>(block), q3 = load_four<3>(block);
+    BITS(3, q3), USE(7, shift_right<3>(insert_below<3>(q3, low)));
+    const svuint8x4_t q2 = load_four<2>(block);
+    BITS(2, q2), USE(6, shift_right<3>(insert_below<3>(q2, shift_left<2>(low))));
+    const svuint8x4_t q1 = load_four<1>(block);
+    BITS(1, q1), USE(5, shift_right<3>(insert_below<3>(q1, shift_left<4>(low))));
+    const svuint8x4_t q0 = load_four<0>(block);
+    BITS(0, q0), USE(4, insert_above<2>(low, shift_right<5>(q0)));
+  } else if constexpr (kBits == 6) {
+    const svuint8x4_t q0 = load_four<0>(block), q1 = load_four<1>(block), q2 = load_four<2>(block);
+    BITS(0, q0), BITS(1, q1), BITS(2, q2), USE(3, shift_right<2>(insert_below<2>(q0, insert_below<2>(q1, q2))));
+    const svuint8x4_t q3 = load_four<3>(block), q4 = load_four<4>(block), q5 = load_four<5>(block);
+    BITS(4, q3), BITS(5, q4), BITS(6, q5), USE(7, shift_right<2>(insert_below<2>(q3, insert_below<2>(q4, q5))));
+  } else if constexpr (kBits == 7) {
+    svuint8x4_t top = load_four<0>(block);
+    BITS(0, top);
+#define NEXT(j)                                       \
+  const svuint8x4_t q##j = load_four<j>(block);       \
+  BITS(j, q##j);                                      \
+  top = insert_below<j>(top, q##j)
+    NEXT(1);
+    NEXT(2);
+    NEXT(3);
+    NEXT(4);
+    NEXT(5);
+    NEXT(6);
+#undef NEXT
+    USE(7, shift_right<1>(top));
+  } else {
+    USE(0, load_four<0>(block)), USE(1, load_four<1>(block)), USE(2, load_four<2>(block)), USE(3, load_four<3>(block));
+    USE(4, load_four<4>(block)), USE(5, load_four<5>(block)), USE(6, load_four<6>(block)), USE(7, load_four<7>(block));
+  }
+#undef BITS
+#undef USE
 }
 
 [[gnu::always_inline]] inline svfloat32x4_t load_four_scales(const uint8_t* const* panel, int64_t at,
                                                              int64_t vector) __arm_streaming {
   return svcreate4_f32(load_scales(panel[0] + at, vector), load_scales(panel[1] + at, vector),
                        load_scales(panel[2] + at, vector), load_scales(panel[3] + at, vector));
+}
+
+[[gnu::always_inline]] inline void store_outputs(const Few& few, int64_t panel, int64_t row,
+                                                 svfloat32_t sum) __arm_streaming {
+  if (panel >= few.panels) return;
+  const LinearArgs& args = few.args;
+  const Head head(args, few.first_panel + panel);
+  const svbool_t all = svptrue_b32();
+  const int64_t there = few.first_row + row;
+  const svfloat32_t scale = svmul_f32_x(all, svld1_f32(all, head.row_scale), svdup_n_f32(args.scales[there]));
+  const svfloat32_t corrected = svmls_f32_x(all, sum, svld1_f32(all, head.row_sum), svdup_n_f32(args.zeros[there]));
+  store_row(head.out + there * args.out_stride * bytes_of(args.out_dtype), args.out_dtype, head.columns(),
+            svmad_f32_x(all, scale, corrected, svld1_f32(all, head.bias)));
+}
+
+// The float sums of four panels.
+[[gnu::noinline]] void store_outputs(const Few& few, int64_t first) LOWBIT_STREAMING {
+  for (int64_t row = 0; row < few.rows; ++row) {
+    const svfloat32x4_t total = svread_za32_f32_vg1x4(static_cast<uint32_t>(4 + row));
+    store_outputs(few, first, row, svget4_f32(total, 0));
+    store_outputs(few, first + 1, row, svget4_f32(total, 1));
+    store_outputs(few, first + 2, row, svget4_f32(total, 2));
+    store_outputs(few, first + 3, row, svget4_f32(total, 3));
+  }
 }
 
 // Integer sums are groups of vectors 0 to 3, a row of m each, float sums 4 to 7.
@@ -500,26 +684,20 @@ template <int Bits, bool Affine, int Rows>
     const int64_t end = group_halves < halves - half ? half + group_halves : halves;
     svzero_mask_za((1 << Rows) - 1);  // 64-bit tiles: the vectors 0 to 3, 8 to 11 and so on
     if (half % 2 != 0) {
-      dot_block<Bits, Affine, Rows, 4, 8>(panel, at, table, a, input);
+      dot_block<Bits, Affine, Rows, kSecondHalf>(panel, at, table, a, input);
       at += kBlockBytes + skip;
       input += kBlockInputs;
       ++half;
     }
 #pragma clang loop unroll(disable)
     for (; half + 2 <= end; half += 2) {
-      if constexpr (code_bits(Bits) <= 4) {
-        dot_block<Bits, Affine, Rows, 0, 8>(panel, at, table, a, input);
-      } else {
-        dot_block<Bits, Affine, Rows, 0, 4>(panel, at, table, a, input);
-        __asm__ volatile("" : : : "memory");  // what is loaded again is not kept
-        dot_block<Bits, Affine, Rows, 4, 8>(panel, at, table, a, input);
-      }
+      dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
       at += kBlockBytes;
       input += kBlockInputs;
     }
     int64_t scales = at;
     if (half < end) {
-      dot_block<Bits, Affine, Rows, 0, 4>(panel, at, table, a, input);
+      dot_block<Bits, Affine, Rows, kFirstHalf>(panel, at, table, a, input);
       scales += kBlockBytes;  // behind the whole block
       skip = kGroupBytes;
       ++half;
@@ -542,14 +720,7 @@ template <int Bits, bool Affine, int Rows>
       }
     }
   }
-#pragma clang loop unroll(full)
-  for (uint32_t row = 0; row < Rows; ++row) {
-    const svfloat32x4_t total = svread_za32_f32_vg1x4(4 + row);
-    svst1_f32(all, few.acc[first][row], svget4_f32(total, 0));
-    svst1_f32(all, few.acc[first + 1][row], svget4_f32(total, 1));
-    svst1_f32(all, few.acc[first + 2][row], svget4_f32(total, 2));
-    svst1_f32(all, few.acc[first + 3][row], svget4_f32(total, 3));
-  }
+  store_outputs(few, first);
 }
 
 template <int Bits, bool Affine, int Rows>
@@ -559,33 +730,6 @@ void dot_panels(const Few& few) LOWBIT_STREAMING {
 
 // ---- Calls ----
 
-// Outputs of the rows and panels of `part`, a Chunk or Few; sums_of(panel, row): where their 16 sums are.
-template <class Part, class SumsOf>
-[[gnu::always_inline]] inline void store_part(const Part& part, SumsOf sums_of) {
-  const LinearArgs& args = part.args;
-  with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
-    for (int64_t p = 0; p < part.panels; ++p) {
-      const Heads heads = load_heads(args, part.first_panel + p);
-      for (int64_t row = 0; row < part.rows; ++row) {
-        const float* const sums = sums_of(p, row);
-        float32x4_t y[kQuarters];
-        for (int q = 0; q < kQuarters; ++q) y[q] = vld1q_f32(sums + 4 * q);
-        store_outputs<decltype(dtype)::value>(args, part.first_panel + p, part.first_row + row, heads, y);
-      }
-    }
-  });
-}
-
-[[gnu::noinline]] void store_few(const Few& few) {
-  store_part(few, [&](int64_t panel, int64_t row) { return few.acc[panel][row]; });
-}
-
-[[gnu::noinline]] void store_many(const Chunk& chunk) {
-  store_part(chunk, [&](int64_t panel, int64_t row) {
-    return chunk.scratch.acc[panel][row / kTileRows] + place_of(row % kTileRows);
-  });
-}
-
 template <class Function>
 const void* address(Function* streaming) {
   return reinterpret_cast<const void*>(streaming);
@@ -593,15 +737,11 @@ const void* address(Function* streaming) {
 
 template <int Bits, bool Affine>
 void run_few(const LinearArgs& args, int64_t first_row, int64_t rows) {
-  for (int64_t p = args.panel_begin; p < args.panel_end; p += kMostFewPanels) {
-    const int64_t panels = args.panel_end - p < kMostFewPanels ? args.panel_end - p : kMostFewPanels;
-    const Few few{args, first_row, rows, p, panels, static_cast<float(*)[kFewRows][kPanelRows]>(args.scratch)};
-    run_streaming(rows == 1   ? address(&dot_panels<Bits, Affine, 1>)
-                  : rows == 2 ? address(&dot_panels<Bits, Affine, 2>)
-                              : address(&dot_panels<Bits, Affine, kFewRows>),
-                  &few);
-    store_few(few);
-  }
+  const Few few{args, first_row, rows, args.panel_begin, args.panel_end - args.panel_begin};
+  run_streaming(rows == 1   ? address(&dot_panels<Bits, Affine, 1>)
+                : rows == 2 ? address(&dot_panels<Bits, Affine, 2>)
+                            : address(&dot_panels<Bits, Affine, kFewRows>),
+                &few);
 }
 
 template <int Bits, bool Affine>
@@ -610,7 +750,6 @@ void run_many(const LinearArgs& args, int64_t first_row, int64_t rows) {
     const int64_t panels = args.panel_end - p < kChunkPanels ? args.panel_end - p : kChunkPanels;
     const Chunk chunk{args, first_row, rows, p, panels, *static_cast<Scratch*>(args.scratch)};
     run_streaming(address(&multiply_chunk<Bits, Affine>), &chunk);
-    store_many(chunk);
   }
 }
 
@@ -626,7 +765,8 @@ void run_rows(const LinearArgs& args) {
 // What any other CPU of the family runs.
 template <int Bits>
 void run_without_unit(const LinearArgs& args) {
-  for (const Table<LinearKernel>* table : {&kLinearI8mm, &kLinearNeonDot}) {
+  const Table<LinearKernel>* const kTables[] = {&kLinearI8mm, &kLinearNeonDot};
+  for (const Table<LinearKernel>* table : kTables) {
     for (const LinearKernel& row : *table) {
       if (row.bits == Bits && row.m_least <= args.m && args.layout.group_inputs() % row.group_step == 0) {
         return row.run(args);

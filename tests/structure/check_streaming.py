@@ -3,7 +3,7 @@
 CPUs with SME2 need not have SVE: outside of streaming mode its instructions end the process there. And in streaming
 mode ordinary vector instructions do. So a function of such an object is one or the other:
 
-    streaming  it is called by run_streaming() alone, calls nothing and never changes the mode
+    streaming  it is called by run_streaming() or its like alone, calls nothing else and never changes the mode
     ordinary   no instruction on z, p or ZA registers; all that it may ask is the length of vectors (rdsvl). Only
                run_streaming() starts and stops the mode, with a single call between
 
@@ -30,7 +30,7 @@ def functions(listing: str) -> dict[str, list[tuple[str, str]]]:
         if match := re.match(r"^[0-9a-f]+ <(.+)>:$", line):
             current = found.setdefault(match[1], [])
         elif match := re.match(r"^\s+[0-9a-f]+:\s+(\S+)\s*(.*)$", line):
-            current.append((match[1], match[2].split("<")[0].split("//")[0]))
+            current.append((match[1], match[2].split("//")[0]))
     return found
 
 
@@ -44,7 +44,10 @@ def problems(code: dict[str, list[tuple[str, str]]]) -> list[str]:
         elif any(mnemonic in MODE for mnemonic, _ in instructions):
             wrong.append(f"{name} changes the mode")
         scalable = [f"{m} {o}" for m, o in instructions if SCALABLE.search(o) or m in LENGTHS]
-        calls = [f"{m} {o}" for m, o in instructions if m in ("bl", "blr")]
+        calls = [f"{m} {o}" for m, o in instructions if m == "blr" or m == "bl" and callee(o) not in streaming(code)]
+        into = [f"{m} {o}" for m, o in instructions if m == "bl" and callee(o) in streaming(code)]
+        if into and not scalable:
+            wrong.append(f"{name} is ordinary and calls a streaming function: {into[0]}")
         neon = [f"{m} {o}" for m, o in instructions if NEON.search(o)]
         if scalable and (calls or neon):
             wrong.append(f"{name} is neither streaming nor ordinary: {scalable[0]}; {(calls + neon)[0]}")
@@ -55,6 +58,11 @@ def problems(code: dict[str, list[tuple[str, str]]]) -> list[str]:
     if unknown := [name for name, instructions in code.items() if any("unknown" in m + o for m, o in instructions)]:
         wrong.append(f"unknown instructions in {unknown[0]}")
     return wrong
+
+
+def callee(operand: str) -> str:
+    """Of a call within the object; others have an offset, for the linker to fill in."""
+    return operand.partition("<")[2].rstrip("> ")
 
 
 def streaming(code: dict[str, list[tuple[str, str]]]) -> set[str]:
@@ -68,7 +76,10 @@ def check_that_it_can_fail() -> None:
     assert not problems(entry | body | ordinary)
     assert problems(entry | body | {"run": ordinary["run"] + [("ptrue", "p0.b")]})
     assert problems(entry | body | {"run": ordinary["run"] + [("cntd", "x0")]})
-    assert problems(entry | {"body": [*body["body"], ("bl", "0x50 ")]})
+    assert problems(entry | {"body": [*body["body"], ("bl", "0x50 <run>")]} | ordinary)
+    assert problems(entry | {"body": [*body["body"], ("bl", "0x50 <body+0x50>")]})
+    assert not problems(entry | body | {"other": [*body["body"], ("bl", "0x50 <body>")]})
+    assert problems(entry | body | {"run": [*ordinary["run"], ("bl", "0x50 <body>")]})
     assert problems(entry | {"body": [*body["body"], ("add", "v0.4s, v0.4s, v1.4s")]})
     assert problems(entry | {"body": [("smstop", "sm"), *body["body"]]})
     assert problems({ENTRY: [("smstart", ""), ("bl", "0x1"), ("blr", "x1"), ("smstop", "")]} | body)
