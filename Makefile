@@ -57,7 +57,7 @@ test: typecheck test-x86 test-python test-arm test-arm-python
 # That, and the rest: whole models, every emulated CPU, the sanitizers, what needs an Arm torch.
 test-all: test test-more
 
-test-more: docs test-python-more test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai
+test-more: docs test-python-more test-sanitize test-arm-cpus test-arm-sme2 test-arm-python-cpus test-arm-runner test-kleidiai
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
 test-more: test-emulated-x86
@@ -128,6 +128,28 @@ test-arm: build-test-arm
 # Only what another CPU can change.
 test-arm-cpus: build-test-arm
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-L cpu))
+
+# SME2, on an emulator that has it: vectors of 512 bits, which the kernels are for, without SVE as on Apple's CPUs; with SVE,
+# and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.
+SME2_CPUS := max,sve=off,sme512=on:sme2 max,sme-default-vector-length=64:sme2 \
+  max,sve=off,sme128=on:i8mm max,sve=off,sme256=on:i8mm
+SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme2
+SME2_TESTS_i8mm := ^isa_cap[.]sme2$$|^isa_cap[.]none$$
+.PHONY: test-arm-sme2
+test-arm-sme2: export PATH := $(abspath build/arm-emulator):$(PATH)
+test-arm-sme2: build-test-arm build/arm-emulator
+	QEMU_CPU=$(firstword $(subst :, ,$(SME2_CPUS))) $(CTEST) --test-dir build/test-arm -R '^operators[.]sme2$$'
+	$(foreach cpu,$(SME2_CPUS),$(call test-arm-sme2-cpu,$(firstword $(subst :, ,$(cpu))),$(lastword $(subst :, ,$(cpu)))))
+
+define test-arm-sme2-cpu
+@echo "== aarch64, emulated $(1), must cover $(2)"
+QEMU_CPU=$(1) LOWBIT_REQUIRE_ISA=$(2) $(CTEST) --test-dir build/test-arm -R '$(SME2_TESTS_$(2))'
+
+endef
+
+build/arm-emulator: scripts/arm_emulator.sh | $(VENV)/requirements
+	scripts/need.sh test
+	scripts/arm_emulator.sh $@
 
 # Python 3.11 with torch for 64-bit Arm, to run under QEMU: $(ARM_PYTHON) is used as any python.
 $(ARM_PYTHON): scripts/arm_python.sh scripts/arm_python.txt | $(VENV)/requirements
