@@ -43,7 +43,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak \
-  arm-python-lowbit wheel-aarch64 \
+  arm-python-lowbit wheel-aarch64 wheels test-wheels \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
 
@@ -174,6 +174,22 @@ wheel-aarch64: $(VENV)/requirements $(ARM_PYTHON)
 	  build/wheel-aarch64/*.whl
 	mkdir -p dist
 	cp build/wheel-aarch64/*.whl dist/
+
+# The wheels for Linux, each for manylinux_2_28: CPython 3.11 to 3.14 as far as their headers can be had here, on x86-64 and
+# 64-bit Arm; into dist/. WHEELS='--processors x86_64 --pythons 3.11' for some of them.
+build/wheel-tools/installed: scripts/wheels.txt | $(VENV)/requirements
+	$(BIN)/python -m venv build/wheel-tools
+	build/wheel-tools/bin/python -m pip install -q -r scripts/wheels.txt
+	touch $@
+
+wheels: build/wheel-tools/installed $(VENV)/requirements $(ARM_PYTHON)
+	scripts/need.sh test
+	CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) $(BIN)/python scripts/wheels.py $(WHEELS)
+
+# Those wheels beside torch's own of every version, each in a directory with nothing else; 6 GB to download the first time.
+# TEST_WHEELS='--only x86_64:3.11:2.15.0' for one of them.
+test-wheels: build/wheel-tools/installed $(VENV)/requirements
+	$(BIN)/python scripts/test_wheels.py $(TEST_WHEELS)
 
 # The wheel that users get, installed where torch and executorch are.
 arm-python-lowbit: wheel-aarch64
