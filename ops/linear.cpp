@@ -222,14 +222,15 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
   const int64_t quantized_bytes = quantized.bytes(chunk);
   const int64_t bands_bytes = grid.bands() * static_cast<int64_t>(sizeof(Band));
   const int64_t worker_bytes = kLinearScratchBytes + quantized.gather_bytes();
-  const int64_t bytes = quantized_bytes + bands_bytes + threads * worker_bytes;
+  const int64_t bytes = bands_bytes + quantized_bytes + threads * worker_bytes;
   const Scratch scratch(bytes);
   if (scratch.data() == nullptr) {
     return Status::no_memory("no memory for %" PRId64 " bytes of quantised activations", bytes);
   }
-  quantized.place(scratch.data(), chunk);
-  char* const band_memory = scratch.data() + quantized_bytes;
-  char* const workers = band_memory + bands_bytes;
+  char* const band_memory = scratch.data();
+  char* const rows_memory = band_memory + bands_bytes;
+  char* const workers = rows_memory + quantized_bytes;
+  quantized.place(rows_memory, chunk);
 
   const DefaultFloats floats;
   for (int64_t begin = 0; begin < rows; begin += chunk) {

@@ -143,7 +143,9 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
         selected: the layers that will be packed.
         chosen: layers that stay float because the user says so; there is no warning of them.
     """
-    packed, unasked, total, seen = 0, Counter(), 0, set()
+    packed, total = 0, 0
+    unasked: Counter[str] = Counter()
+    seen: set[int] = set()
     tied = getattr(model, "all_tied_weights_keys", {})  # which transformers ties only after loading
     # Selected layers first: a matrix that has several names is packed if one of its layers is.
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0] not in selected):

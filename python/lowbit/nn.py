@@ -49,6 +49,9 @@ _HOOKS = (
 class Packed(torch.nn.Module):
     """A module whose weight is one packed buffer, ``packed_weight`` (uint8)."""
 
+    packed_weight: Tensor
+    info: ops.PackedInfo
+
     def __init__(self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float16")

@@ -33,7 +33,7 @@ def select_layers(
 ) -> dict[str, Config]:
     """The qualified names to quantise, each with its config; those of experts in one tensor only if they are asked for."""
     if isinstance(config, Config):
-        patterns = {"*": config}
+        patterns: dict[str, Config | None] = {"*": config}
     elif isinstance(config, Mapping):
         patterns = dict(config)
         for pattern, value in patterns.items():
@@ -52,7 +52,7 @@ def select_layers(
         kind = kind_of(module)
         if kind is None or (isinstance(module, Experts) and not experts):
             continue
-        chosen = ordered.last(name, lambda value, kind=kind: value is None or isinstance(value, kind))
+        chosen = ordered.last(name, lambda value, kind=kind: value is None or isinstance(value, kind))  # type: ignore[misc]
         if chosen is not None and chosen[1] is not None and (filter_fn is None or filter_fn(module, name)):
             selected[name] = chosen[1]
     ordered.warn_unused("layer that its config applies to", stacklevel=4)

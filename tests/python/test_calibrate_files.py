@@ -89,7 +89,7 @@ def text(tmp_path_factory) -> Path:
 def packed_of(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {name: value for name, value in load_file(path / "model.safetensors").items() if value.dtype == torch.uint8}
+    return {name: value for name, value in load_file(path / "model.safetensors").items() if name.endswith(".packed_weight")}
 
 
 def hidden(model, seed: int = 7) -> torch.Tensor:

@@ -51,6 +51,8 @@ def test_the_bytes_are_those_of_whole_tensors(tmp_path, monkeypatch, kind, shard
             config = lowbit.LinearConfig(bits=3, group_size=32, mapping="affine", scale="absmax")
         expected[f"{layer}.packed_weight"] = lowbit.quantize_tensor(weight, config, floats.get(f"{layer}.bias"))
     assert (f"{HEAD}.packed_weight" in expected) == (kind == "untied")
+    guards = {name.removesuffix("packed_weight") + "weight" for name in expected if name.endswith(".packed_weight")}
+    assert all(packed.pop(name).numel() == 0 for name in guards)
     assert packed.keys() == expected.keys()
     for name, tensor in expected.items():
         assert packed[name].dtype == tensor.dtype and torch.equal(packed[name], tensor), name

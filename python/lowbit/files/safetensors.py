@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ DTYPES = {
 }
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PACKED_SUFFIX = ".packed_weight"
 
 _ALIGNMENT = (
     64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
@@ -115,8 +117,20 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     return [directory / name for name in names], weight_map
 
 
+def float_name(packed: str, shape: tuple[int, ...]) -> str:
+    """The name of a packed tensor if it were not packed: that of a layer's weight, or of the parameter that holds experts.
+
+    In a file an empty tensor of this name lies beside the packed weight, its guard. A program that does not know
+    lowbit looks for the float weight, finds none, and goes on with random values. It finds the guard instead, which has
+    the wrong shape, and stops.
+    """
+    name = packed.removesuffix(PACKED_SUFFIX)
+    return f"{name}.weight" if len(shape) == 1 else name
+
+
 def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) -> dict[str, Stored]:
-    """The tensors of all files of a checkpoint, checked against its index if there is one.
+    """The tensors of all files of a checkpoint, checked against its index if there is one; without the guards
+    (:func:`float_name`).
 
     Raises:
         OSError, ValueError: as :func:`read_file`, or the same name twice, or an index that disagrees with the files.
@@ -131,7 +145,8 @@ def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) 
         if name not in tensors or tensors[name].path.name != file:
             found = "nowhere" if name not in tensors else f"in {tensors[name].path.name}"
             raise ValueError(f"{INDEX} says that {name} is in {file}; found it {found}: copy all files again")
-    return tensors
+    guards = {float_name(name, stored.shape) for name, stored in tensors.items() if name.endswith(PACKED_SUFFIX)}
+    return {name: stored for name, stored in tensors.items() if name not in guards or stored.shape != (0,)}
 
 
 def read_bytes(stored: Stored, begin: int = 0, end: int | None = None) -> Tensor:
@@ -188,16 +203,16 @@ def packed_info(stored: Stored) -> ops.PackedInfo:
         raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
 
 
-def float_name(stored: Stored) -> str:
-    """The name of a packed tensor if it were not packed: that of a layer's weight, or of the parameter that holds experts."""
-    name = stored.name.removesuffix("packed_weight")
-    return f"{name}weight" if len(stored.shape) == 1 else name.removesuffix(".")
-
-
 def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, int]:
-    """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them.
+
+    Packed weights get their guards (:func:`float_name`), which have no bytes.
+    """
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    at = 0
     for name, dtype, shape, size in tensors:
+        if name.endswith(PACKED_SUFFIX):
+            header[float_name(name, shape)] = {"dtype": dtype, "shape": [0], "data_offsets": [at, at]}
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()

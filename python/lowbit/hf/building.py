@@ -73,7 +73,7 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
             in no file, take more than this machine's memory.
     """
     packed = {name for name in tensors if name.rpartition(".")[2] == PACKED}
-    called = {float_name(tensors[name]) if name in packed else name: name for name in tensors}
+    called = {float_name(name, tensors[name].shape) if name in packed else name: name for name in tensors}
     names, state = names_in_model(model, called), model.state_dict()
     given = given_by(names)
     for alias, (name, targets) in names.items():

@@ -40,6 +40,7 @@ def place_packed(
         layer = floats_of.get(name)
         if kind_of(layer) is None or isinstance(layer, Experts) != (info.experts is not None):
             found = "no such layer" if layer is None else f"a {type(layer).__name__}"
+            found = "experts in one tensor" if isinstance(layer, Experts) else found
             expected = "Linear or Embedding" if info.experts is None else "experts in one tensor"
             raise ValueError(f"{where} is packed, but {type(model).__name__} has {found} there; expected {expected}")
         _check_fits(where, info, layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,8 +53,15 @@ class LowBitQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model):
+        state = model.state_dict()
+        tied = getattr(model, "all_tied_weights_keys", None) or {}  # these are saved under the other name
+        packed = [name for name in state if name.rpartition(".")[2] == PACKED and state[name].dim() == 1]
+        for name in packed:
+            if name not in tied:
+                # Empty, but with memory of its own: transformers takes tensors at the same address for one.
+                state[float_name(name, state[name].shape)] = torch.zeros(1, dtype=torch.uint8)[:0]
         # In every shard of a save the same: what a killed save leaves of an older one must not pass for a part of it.
-        return None, {_SAVE: uuid.uuid4().hex}
+        return state, {_SAVE: uuid.uuid4().hex}
 
     @property
     def is_trainable(self) -> bool:
@@ -73,8 +81,12 @@ class LowBitQuantizer(HfQuantizer):
         self._check_files(files, tensors, packed)
 
         # Packed weights are called as the float ones would be, so that transformers' rules for names apply.
-        aliases = {float_name(tensors[name]) if name in packed else name: name for name in tensors}
+        aliases = {float_name(name, tensors[name].shape) if name in packed else name: name for name in tensors}
         names = names_in_model(model, aliases)
+        guards = {each for alias, (name, _) in names.items() if aliases[alias] in packed for each in (alias, name)}
+        if guards:
+            ignored = {f"^({'|'.join(map(re.escape, sorted(guards)))})$"}
+            model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         given, placed = given_by(names), {}
         layers = dict(named_layers(model))
         whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
@@ -130,7 +142,7 @@ class LowBitQuantizer(HfQuantizer):
                 "quantization_config; quantise again, or load without one"
             )
         for name in packed:
-            both = float_name(packed[name])
+            both = float_name(name, packed[name].shape)
             if both in tensors:
                 raise ValueError(
                     f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them"

@@ -39,7 +39,7 @@ _ROUNDING = 1e-6
 
 def sample_text(config: Any, count: int) -> Tensor:
     """[1, count]: tokens from all over the vocabulary, but for those that mean something to the model."""
-    special = set()
+    special: set[int] = set()
     for name, value in vars(config).items():
         if name.endswith(("_token_id", "_token_index")):
             special.update(value if isinstance(value, (list, tuple)) else [value])
