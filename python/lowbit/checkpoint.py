@@ -251,7 +251,8 @@ def _experts(
                 if not same or {shape[1] for shape in shapes} != {expected[1]} or list(matrix.shape) != expected:
                     part = matrix.parts[0]
                     raise ValueError(
-                        f"{part.name} in {part.path} has shape {shapes[0]}; expected a part of {expected}, as config.json says"
+                        f"{part.name} in {part.path} has shape {shapes[0]}; expected a part of {expected}, as "
+                        "config.json says"
                     )
             if len(found[name]) != layer.num_experts:
                 raise ValueError(

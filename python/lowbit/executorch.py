@@ -20,7 +20,7 @@ _INSTALL = "Install it with `pip install executorch==1.5.1`, then build lowbit a
 
 
 def register() -> None:
-    """Registers lowbit's operators (linear, linear_experts, embedding, attention) with the ExecuTorch runtime of this process.
+    """Registers lowbit's operators with the ExecuTorch runtime of this process.
 
     Needed before a program with these operators is loaded. Does nothing when they are registered already, by an earlier
     call or by anyone else.

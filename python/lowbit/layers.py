@@ -116,7 +116,8 @@ def check_whole_experts(layers: Mapping[str, Layer], selected: Collection[str]) 
                 other = f"{holder}.{leaf}" if holder else leaf
                 if other not in selected:
                     raise ValueError(
-                        f"{name} has a config and {other}, of the same experts, has none; give both a config, or None to both"
+                        f"{name} has a config and {other}, of the same experts, has none; give both a config, or None "
+                        "to both"
                     )
 
 
@@ -259,8 +260,8 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
     """Packs layers of a model, in place.
 
     Args:
-        selected: qualified names of layers, of the exact types in ``KINDS`` or ``Prepared``, or of experts, each with its config.
-            What shares a tensor is packed once, and stays shared.
+        selected: qualified names of layers, of the exact types in ``KINDS`` or ``Prepared``, or of experts, each with its
+            config. What shares a tensor is packed once, and stays shared.
 
     Raises:
         TypeError, ValueError: weights that are not finite or not on the CPU, or different configs for layers that share

@@ -390,8 +390,8 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
 
     Args:
         x: [..., in_features] float32, bfloat16 or float16, any strides.
-        packed_weights: uint8 [experts, bytes], contiguous: in each row a weight from :func:`pack` of ``out_features`` rows and
-            ``in_features`` inputs, all with groups of the same size. ``torch.stack`` makes it of several.
+        packed_weights: uint8 [experts, bytes], contiguous: in each row a weight from :func:`pack` of ``out_features`` rows
+            and ``in_features`` inputs, all with groups of the same size. ``torch.stack`` makes it of several.
         experts: int64 [..., e], any strides: the e experts that each row of x goes to, 0 for the first.
         out_features: the rows of each packed weight.
 

@@ -140,9 +140,9 @@ def quantize_(
     """Replaces the linear layers and embedding tables of a model by quantised ones, in place.
 
     Args:
-        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth, and modules
-            of transformers with the weights of all experts of a mixture in one parameter, which is a layer here and called as
-            it is (``"*.experts.down_proj"``): linear ones, packed expert by expert.
+        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth, and
+            modules of transformers with the weights of all experts of a mixture in one parameter, which is a linear layer
+            here, called as the parameter is (``"*.experts.down_proj"``).
         config: one config, for all layers of its kind; or shell-style patterns of qualified names (``"*embed*"``) to
             configs, of which the last that matches wins, and None leaves a layer as it is.
         filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it as it is. In the

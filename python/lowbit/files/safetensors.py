@@ -184,8 +184,8 @@ def same_bytes(first: Stored, second: Stored) -> bool:
 
 
 def packed_info(stored: Stored) -> ops.PackedInfo:
-    """What the header of a packed tensor in a file says, [bytes], or [experts, bytes] of the first expert's; no other byte of
-    it is read.
+    """What the header of a packed tensor in a file says; of [experts, bytes] that of the first expert. No other byte is
+    read.
 
     Raises:
         ValueError: not a packed weight, of another version, or with an altered header.

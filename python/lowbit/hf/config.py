@@ -55,8 +55,9 @@ def _pair(entry: Any) -> list:
 class LowBitConfig(QuantizationConfigMixin):
     """How to quantise a model of transformers.
 
-    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised, and experts in one tensor, which is called as the
-    parameter is, but those that the architecture keeps in float32. A head that shares the embedding's weight is quantised as the embedding is.
+    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised, and experts in one tensor, which are called as
+    the parameter is, but those that the architecture keeps in float32. A head that shares the embedding's weight is
+    quantised as the embedding is.
 
     Args:
         bits, group_size, mapping, scale, levels: as in :class:`lowbit.LinearConfig`.
@@ -126,8 +127,11 @@ class LowBitConfig(QuantizationConfigMixin):
         return self.to_dict()
 
     def select(self, model: torch.nn.Module, experts: bool = True) -> dict[str, LinearConfig | EmbeddingConfig]:
-        """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`. ``experts``: also
-        those that are a parameter of a module, and no module themselves."""
+        """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`.
+
+        Args:
+            experts: also those that are a parameter of a module, and no module themselves.
+        """
         chosen, layers = self.choose(model, stacklevel=3)[0], dict(named_layers(model))
         return {name: config for name, config in chosen.items() if experts or not isinstance(layers[name], Experts)}
 

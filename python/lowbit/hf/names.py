@@ -58,7 +58,7 @@ def names_in_model(model, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str
 def parts_of_experts(
     model, names: Mapping[str, tuple[str, tuple[str, ...] | None]]
 ) -> dict[str, list[list[str]]]:
-    """Tensors of experts that transformers stacks from one matrix for each expert, or from two that it puts below each other.
+    """Tensors that transformers stacks from one matrix for each expert, or from two that it puts below each other.
 
     Those that it makes in another way are not among them.
 
@@ -68,15 +68,14 @@ def parts_of_experts(
     Returns:
         Name in the model -> for each expert, in their order, the names of its parts in the files.
     """
-    forms = []
+    forms, stacked = [], [("MergeModulelist", 0)]
     for transform in get_model_conversion_mapping(model):
         if isinstance(transform, WeightConverter) and len(transform.target_patterns) == 1:
             steps = [(type(step).__name__, getattr(step, "dim", None)) for step in transform.operations]
             parts = list(transform.source_patterns)
-            if steps == [("MergeModulelist", 0), ("Concatenate", 1)] or (steps[:1] == steps and len(parts) == 1):
-                if steps[0] == ("MergeModulelist", 0):
-                    patterns = [re.compile(re.escape(part).replace(r"\*", r"(\d+)") + "$") for part in parts]
-                    forms.append((transform.target_patterns[0], patterns))
+            if (steps == stacked and len(parts) == 1) or steps == [*stacked, ("Concatenate", 1)]:
+                patterns = [re.compile(re.escape(part).replace(r"\*", r"(\d+)") + "$") for part in parts]
+                forms.append((transform.target_patterns[0], patterns))
     found: dict[str, dict[tuple[int, int], str]] = {}
     for key, (_, targets) in names.items():
         for end, patterns in forms:
@@ -84,12 +83,12 @@ def parts_of_experts(
                 for part, pattern in enumerate(patterns):
                     if match := pattern.search(key):
                         found.setdefault(targets[0], {})[int(match[1]), part] = key
-    stacked = {}
+    result = {}
     for target, keys in found.items():
         experts, parts = (1 + max(place[i] for place in keys) for i in range(2))
         if len(keys) == experts * parts == sum(targets == (target,) for _, targets in names.values()):
-            stacked[target] = [[keys[expert, part] for part in range(parts)] for expert in range(experts)]
-    return stacked
+            result[target] = [[keys[expert, part] for part in range(parts)] for expert in range(experts)]
+    return result
 
 
 def given_by(names: Mapping[str, tuple[str, tuple[str, ...] | None]]) -> set[str]:

@@ -1,7 +1,7 @@
 """MXFP4 as gpt-oss has it: experts of 4-bit floats, 32 of which share a power of two (OCP Microscaling Formats 1.0).
 
-For each parameter of experts there are ``NAME_blocks``, uint8 [experts, out, in / 32, 16], two codes in a byte, the first one low,
-and ``NAME_scales``, uint8 [experts, out, in / 32], the power plus 127. A bias is a float tensor of its own.
+For each parameter of experts there are ``NAME_blocks``, uint8 [experts, out, in / 32, 16], two codes in a byte, the first
+one low, and ``NAME_scales``, uint8 [experts, out, in / 32], the power plus 127. A bias is a float tensor of its own.
 """
 
 from __future__ import annotations
