@@ -5,6 +5,9 @@
 
 #if defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(_WIN32)
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 #elif defined(__x86_64__)
@@ -47,6 +50,14 @@ IsaBits detect(IsaBits) {
   if (sysctl_flag("hw.optional.arm.FEAT_DotProd")) bits |= kNeonDot;
   if (sysctl_flag("hw.optional.arm.FEAT_I8MM")) bits |= kI8mm;
   if (sysctl_flag("hw.optional.arm.FEAT_SME2") && has_long_vectors()) bits |= kSme2;
+  return bits;
+}
+#elif defined(_WIN32)
+// Numbers of PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE and PF_ARM_V82_I8MM_...: older headers lack the second.
+IsaBits detect(IsaBits) {
+  IsaBits bits = kNeon;
+  if (IsProcessorFeaturePresent(43)) bits |= kNeonDot;
+  if (IsProcessorFeaturePresent(66)) bits |= kI8mm;
   return bits;
 }
 #else
@@ -101,7 +112,7 @@ bool may_use_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
-  return true;
+  return false;  // no other system was asked yet; one that waits to be asked would end the process at the first tile
 #endif
 }
 

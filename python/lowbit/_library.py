@@ -32,7 +32,7 @@ def load() -> str:
         raise ImportError(
             f"lowbit's compiled part does not load: {error}. Build it again with `pip install .`."
         ) from error
-    library = Path(_C.__file__).parent / "lowbit_torch.so"
+    library = Path(str(_C.__file__)).parent / "lowbit_torch.so"
     if not library.exists():
         raise ImportError(f"lowbit's operator library is missing: {library}. Build it again with `pip install .`.")
     try:
