@@ -133,7 +133,7 @@ test-arm-cpus: build-test-arm
 # and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.
 SME2_CPUS := max,sve=off,sme512=on:sme2 max,sme-default-vector-length=64:sme2 \
   max,sve=off,sme128=on:i8mm max,sve=off,sme256=on:i8mm
-SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme2
+SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme
 SME2_TESTS_i8mm := ^isa_cap[.]sme2$$|^isa_cap[.]none$$
 .PHONY: test-arm-sme2
 test-arm-sme2: export PATH := $(abspath build/arm-emulator):$(PATH)
