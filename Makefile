@@ -345,6 +345,12 @@ arm-cost: $(VENV)/requirements $(ARM_PYTHON)
 	scripts/need.sh arm-cost
 	$(BIN)/python bench/arm_cost.py
 
+# The part about SME2 alone.
+.PHONY: arm-cost-sme2
+arm-cost-sme2: $(VENV)/requirements build/arm-emulator
+	scripts/need.sh test
+	$(BIN)/python bench/arm_cost.py --sme2
+
 # The language model in examples/tiny_llama/model, anew; goes on where it was stopped.
 train-tiny-llama: $(VENV)/requirements
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/tiny_llama/train.py --output build/tiny-llama
