@@ -133,7 +133,7 @@ test-arm-cpus: build-test-arm
 # and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.
 SME2_CPUS := max,sve=off,sme512=on:sme2 max,sme-default-vector-length=64:sme2 \
   max,sve=off,sme128=on:i8mm max,sve=off,sme256=on:i8mm
-SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme2
+SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme
 SME2_TESTS_i8mm := ^isa_cap[.]sme2$$|^isa_cap[.]none$$
 .PHONY: test-arm-sme2
 test-arm-sme2: export PATH := $(abspath build/arm-emulator):$(PATH)
@@ -344,6 +344,12 @@ build/benchmark/source:
 arm-cost: $(VENV)/requirements $(ARM_PYTHON)
 	scripts/need.sh arm-cost
 	$(BIN)/python bench/arm_cost.py
+
+# The part about SME2 alone.
+.PHONY: arm-cost-sme2
+arm-cost-sme2: $(VENV)/requirements build/arm-emulator
+	scripts/need.sh test
+	$(BIN)/python bench/arm_cost.py --sme2
 
 # The language model in examples/tiny_llama/model, anew; goes on where it was stopped.
 train-tiny-llama: $(VENV)/requirements

@@ -2,6 +2,7 @@
 counts KleidiAI's 4-bit layer beside ours, projects tokens per second, and writes docs/arm_cost.md and .json.
 
     python3 bench/arm_cost.py                            cross-builds, does all of it, writes both files
+    python3 bench/arm_cost.py --sme2                     counts SME2's kernels anew (arm_sme2.py), writes both files
     python3 bench/arm_cost.py --check [--program P] [PART...]
                                                          counts the rows whose names contain PART (^ISA: but no rows of
                                                          that ISA); fails when one needs over 3 % more than in the JSON
@@ -21,6 +22,7 @@ import tempfile
 import arm_cycles
 import arm_peer
 import arm_project
+import arm_sme2
 from arm_cycles import CORES
 from arm_tools import run, tool, version
 
@@ -34,12 +36,12 @@ MAIN_ROWS = (" m1", " m16", " m64")  # of the tables by width
 EVERY_ROWS = 33
 
 
-def build(directory: pathlib.Path) -> pathlib.Path:
+def build(directory: pathlib.Path, target: str = "arm_cost") -> pathlib.Path:
     tool("aarch64-linux-gnu-g++")
     run([tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", ROOT, "-B", directory,
          "-DLOWBIT_BUILD_BENCH=ON", f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/aarch64-linux-gnu.cmake'}"], "cmake")
-    run([tool("cmake"), "--build", directory, "--target", "arm_cost"], "the build")
-    return directory / "bench/arm_cost"
+    run([tool("cmake"), "--build", directory, "--target", target], "the build")
+    return directory / "bench" / target
 
 
 class Counter:
@@ -175,6 +177,7 @@ def document(data: dict) -> str:
     lines += table(["", *WIDTHS], embedding_rows(counts))
     lines += document_bytes(data["bytes per weight"]) + document_cycles(data["cycles"])
     core_names = {core: name for core, (name, _) in CORES.items()}
+    lines += arm_sme2.document(data["SME2"], table, linear_rows)
     lines += arm_peer.document(data["KleidiAI"], core_names)
     lines += arm_project.document(data["tokens per second"], core_names)
     return "\n".join(lines).rstrip() + "\n"
@@ -251,11 +254,20 @@ def check(counter: Counter, parts: list[str]) -> int:
     return 1 if bad or not found else 0
 
 
+def write(data: dict) -> int:
+    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    DOCUMENT.write_text(document(data), encoding="utf-8")
+    rows = len(data["counts"]) + (len(data["SME2"]["counts"]) if data["SME2"] else 0)
+    print(f"{rows} kernel rows: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build/arm_cost", help="where to build")
     parser.add_argument("--program", type=pathlib.Path, help="a counting program that is built already")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--sme2", action="store_true")
     parser.add_argument("parts", nargs="*", metavar="PART")
     args = parser.parse_args()
     compiler, emulator = version("aarch64-linux-gnu-g++"), version("qemu-aarch64")
@@ -268,6 +280,10 @@ def main() -> int:
             return SKIPPED
     elif args.parts:
         parser.error("the document is about all rows: PART is for --check")
+    if args.sme2:
+        data = json.loads(DATA.read_text(encoding="utf-8"))
+        data["SME2"] = arm_sme2.count(args.program or build(args.build, "arm_cost_static"))
+        return write(data)
     program = args.program or build(args.build)
     with tempfile.TemporaryDirectory() as scratch:
         counter = Counter(program, scratch)
@@ -278,11 +294,9 @@ def main() -> int:
         data = {"compiler": compiler, "emulator": emulator, "counts": per_unit(traced), "cycles": cycles,
                 "bytes per weight": bytes_per_weight(counter),
                 "tokens per second": arm_project.project(cycles, counter.packed_bytes),
-                "KleidiAI": arm_peer.count(counter.plugin, pathlib.Path(scratch)) if arm_peer.available() else None}
-    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    DOCUMENT.write_text(document(data), encoding="utf-8")
-    print(f"{len(data['counts'])} kernel rows: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")
-    return 0
+                "KleidiAI": arm_peer.count(counter.plugin, pathlib.Path(scratch)) if arm_peer.available() else None,
+                "SME2": json.loads(DATA.read_text(encoding="utf-8")).get("SME2")}
+    return write(data)
 
 
 if __name__ == "__main__":

@@ -98,12 +98,12 @@ def project(cycles: dict, packed_bytes) -> dict:
         for bits in range(1, 9):
             packed = sum(count * sizes[n, k][bits, MAPPING, GROUP_SIZE] for count, n, k in layers)
             rows = found.setdefault(model, {})
-            rows.setdefault("bytes", {})[bits] = packed
+            rows.setdefault("bytes", {})[str(bits)] = packed
             for machine in MACHINES:
                 if packed <= 0.9 * machine.memory:
                     computing, reading = seconds(machine, layers, bits, cycles, packed)
-                    rows.setdefault(machine.name, {})[bits] = (round(1 / max(computing, reading), 1),
-                                                               "compute" if computing > reading else "memory")
+                    rows.setdefault(machine.name, {})[str(bits)] = (round(1 / max(computing, reading), 1),
+                                                                    "compute" if computing > reading else "memory")
     return found
 
 
@@ -125,9 +125,9 @@ def document(projected: dict, core_names: dict) -> list[str]:
         cores = ", ".join(f"{cores.count} x {cores.clock / 1e9:.1f} GHz (modelled as {core_names[cores.model]})"
                           for cores in machine.cores)
         lines.append(f"| {machine.name} | {cores} | {machine.bandwidth / 1e9:.1f} | {machine.source} |")
-    widths = range(1, 9)
+    widths = [str(bits) for bits in range(1, 9)]
     for model, rows in projected.items():
-        lines += ["", f"### {model}", "", "| | " + " | ".join(map(str, widths)) + " |", "|---|" + "---|" * len(widths)]
+        lines += ["", f"### {model}", "", "| | " + " | ".join(widths) + " |", "|---|" + "---|" * len(widths)]
         lines.append("| packed linear layers, GB | "
                      + " | ".join(f"{rows['bytes'][bits] / 1e9:.2f}" for bits in widths) + " |")
         for machine in MACHINES:

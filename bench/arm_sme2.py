@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 from arm_tools import run, tool
 
@@ -66,3 +67,23 @@ def trace(program: pathlib.Path, arguments: list[str]) -> dict:
         name, task, units = call.split("\t")
         found.setdefault(name, {})[task] = round(count / int(units), 3)
     return found
+
+
+def count(program: pathlib.Path) -> dict:
+    compiler = run([tool("clang++-19"), "--version"], "clang++").splitlines()[0]
+    emulator = run([EMULATOR, "--version"], "qemu-aarch64").splitlines()[0]
+    return {"compiler": compiler, "emulator": emulator, "counts": trace(program, ["_sme2"])}
+
+
+def document(data: dict | None, table: Callable, linear_rows: Callable) -> list[str]:
+    if data is None:
+        return []
+    lines = ["## SME2", "",
+             f"Compiler: {data['compiler']}. Emulator: {data['emulator']}, `-cpu {CPU}`: vectors of 512 bits.",
+             "Counted as above, by `make arm-cost-sme2`; there is no model of a core with SME2, so there are no cycles,",
+             "and an instruction of a matrix unit is not one of a core: for up to 1024 products `smopa` counts as one.",
+             "Rows of activations come in tiles of 16, each of which costs what a whole one does.", ""]
+    for kernel, rows in linear_rows(data["counts"]).items():
+        rows = {task: cells for task, cells in rows.items() if task.endswith(" m1") == kernel.startswith("1x")}
+        lines += [f"### {kernel}", ""] + table(["", *map(str, range(1, 9))], rows)
+    return lines

@@ -6,6 +6,7 @@
 #include "operators.h"
 #include "rows.h"
 #include "scratch.h"
+#include "sme_threads.h"
 #include "tiles.h"
 
 namespace lowbit {
@@ -27,6 +28,7 @@ struct Matrix {
   Layout layout;
   const uint8_t* panels;
   const LinearKernel* kernel;
+  const LinearKernel* beside;  // for threads that have no matrix unit: sme_threads.h
   int64_t first_panel;  // among the panels of all matrices of the call
   char* out;            // row 0, this matrix's first column
   int sums;             // which of the group sums it reads: one kind for each group size
@@ -48,7 +50,7 @@ struct Matrices {
     group_inputs[kind] = layout.group_inputs();
     groups[kind] = layout.groups;
     if (kind == kinds_of_sums) ++kinds_of_sums;
-    of[count++] = {layout, bytes + layout.header_bytes, nullptr, panels, nullptr, kind};
+    of[count++] = {layout, bytes + layout.header_bytes, nullptr, nullptr, panels, nullptr, kind};
     panels += layout.panels;
     outputs += layout.n;
   }
@@ -127,8 +129,8 @@ class QuantizedRows {
 };
 
 // Panels [begin, end) of all matrices, for the rows of `args`: whose m, scratch, out_dtype and out_stride are set.
-void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int64_t first_row, int64_t out_offset,
-                LinearArgs args, int64_t begin, int64_t end) {
+void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int worker, int64_t first_row,
+                int64_t out_offset, LinearArgs args, int64_t begin, int64_t end) {
   for (int i = 0; i < matrices.count; ++i) {
     const Matrix& matrix = matrices.of[i];
     const int64_t behind = matrix.first_panel + matrix.layout.panels;
@@ -139,7 +141,7 @@ void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int64_
     args.panel_end = (end < behind ? end : behind) - matrix.first_panel;
     args.out = matrix.out + out_offset;
     quantized.give(args, matrix, first_row);
-    matrix.kernel->run(args);
+    (worker < sme_threads() ? matrix.kernel : matrix.beside)->run(args);
   }
 }
 
@@ -208,6 +210,10 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   grid.columns = matrices.panels;
   const int64_t panel_products = grid.rows_of(0) * matrices.k * kPanelRows;
   grid.least_columns = 1 + kClaimProducts / panel_products;
+  for (int i = 0; i < matrices.count; ++i) {
+    const int64_t at_once = matrices.of[i].kernel->n_step / kPanelRows;
+    if (grid.least_columns < at_once) grid.least_columns = at_once;
+  }
   grid.most_columns = grid.least_columns < kClaimPanels ? kClaimPanels : grid.least_columns;
   return grid;
 }
@@ -254,7 +260,7 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
                   args.out_stride = matrices.outputs;
                   args.scratch = workers + worker * worker_bytes;
                   const int64_t out_offset = (begin + first) * matrices.outputs * element_bytes(x.type);
-                  run_panels(matrices, quantized, first, out_offset, args, first_panel, end_panel);
+                  run_panels(matrices, quantized, worker, first, out_offset, args, first_panel, end_panel);
                 });
   }
   return {};
@@ -297,6 +303,7 @@ Status linear_shape(const TensorView& x, int64_t out_features, Shape* out) {
 Status linears(const TensorView& x, const TensorView* packed, const int64_t* out_features, int64_t count,
                const TensorView& out, const Parallel& parallel) {
   Shape out_shape;
+  if (Status status = sme_threads_status(); !status.ok()) return status;
   if (Status status = linears_shape(x, out_features, count, &out_shape); !status.ok()) return status;
   if (Status status = check_on_cpu("x", x); !status.ok()) return status;
   if (!is_activation_type(x.type)) {
@@ -328,6 +335,10 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
     const Layout& layout = matrix.layout;
     matrix.kernel = &choose_linear(layout, rows, active_isa());
     if (matrix.kernel->run == nullptr) return no_kernel("linear", layout);
+    matrix.beside = matrix.kernel;
+    if ((matrix.kernel->isa & kSme2) != 0 && parallel.threads > sme_threads()) {
+      matrix.beside = &choose_linear(layout, rows, active_isa() & ~IsaBits{kSme2});
+    }
     matrix.out = column;
     column += layout.n * element_bytes(x.type);
     prepared = prepared || matrix.kernel->prepare != nullptr;
@@ -344,6 +355,7 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
     }
     rest.add(matrix.layout, matrix.panels - matrix.layout.header_bytes);
     rest.of[rest.count - 1].kernel = matrix.kernel;
+    rest.of[rest.count - 1].beside = matrix.beside;
     rest.of[rest.count - 1].out = matrix.out;
   }
   rest.outputs = matrices.outputs;

@@ -22,6 +22,8 @@
 
 #include <arm_sme.h>
 
+#include <type_traits>
+
 #include "../bits/unpack_sme.h"
 #include "../bits/widths.h"
 #include "../ukernel.h"
@@ -75,11 +77,15 @@ bool has_unit() {
 // A number that compilers do not know. ZA is addressed by a register and a small constant; of two constants Clang 19
 // makes a new register each time.
 [[gnu::always_inline]] inline uint32_t hidden(uint32_t number) __arm_streaming_compatible {
-  __asm__("" : "+r"(number));
+  __asm__ volatile("" : "+r"(number));
   return number;
 }
 
-int64_t half_blocks(const Layout& layout) { return (layout.k + kHalfInputs - 1) / kHalfInputs; }
+// Of k. Where groups are whole blocks, so is the last: activations are zero there.
+int64_t half_blocks(const Layout& layout) {
+  const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
+  return layout.group_inputs() % kBlockInputs == 0 ? halves + halves % 2 : halves;
+}
 
 constexpr bool is_signed(int bits) { return stored_flip(bits) != 0; }
 
@@ -303,11 +309,11 @@ template <int Offset, int T>
 
 // A finished group of tile T to the float sums of tile 2 + T.
 template <bool Affine, int T>
-[[gnu::always_inline]] inline void finish(svfloat32_t scale, svfloat32_t min, const int32_t* sum) LOWBIT_STREAMING {
-  const uint32_t begin[2] = {hidden(0), hidden(8)};
+[[gnu::always_inline]] inline void finish(svfloat32_t scale, svfloat32_t min, const int32_t* sum, uint32_t vector0,
+                                          uint32_t vector8) LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
   for (uint32_t i = 0; i < 4; ++i) {
-    const uint32_t at = begin[i / 2] + 4 * (i % 2) + T;
+    const uint32_t at = (i < 2 ? vector0 : vector8) + 4 * (i % 2) + T;
     svmla_single_za32_f32_vg1x4(at + 2, svcvt_f32_s32_x4(svread_za32_s32_vg1x4(at)), scale);
   }
   if constexpr (Affine) {
@@ -367,18 +373,19 @@ template <int T>
     const uint32_t at = begin[i / 2] + 4 * (i % 2) + T;
     const svfloat32x4_t scale = svread_za32_f32_vg1x4(at), sum = svread_za32_f32_vg1x4(at + 2);
     char* row = out;
-    if (i < rows) store_row(row, args.out_dtype, columns, svmad_f32_x(all, svget4(scale, 0), svget4(sum, 0), bias));
+    const auto dtype = args.out_dtype;
+    if (i < rows) store_row(row, dtype, columns, svmad_f32_x(all, svget4(scale, 0), svget4(sum, 0), bias));
     row += 4 * row_bytes;
-    if (i + 4 < rows) store_row(row, args.out_dtype, columns, svmad_f32_x(all, svget4(scale, 1), svget4(sum, 1), bias));
+    if (i + 4 < rows) store_row(row, dtype, columns, svmad_f32_x(all, svget4(scale, 1), svget4(sum, 1), bias));
     row += 4 * row_bytes;
-    if (i + 8 < rows) store_row(row, args.out_dtype, columns, svmad_f32_x(all, svget4(scale, 2), svget4(sum, 2), bias));
+    if (i + 8 < rows) store_row(row, dtype, columns, svmad_f32_x(all, svget4(scale, 2), svget4(sum, 2), bias));
     row += 4 * row_bytes;
-    if (i + 12 < rows) store_row(row, args.out_dtype, columns, svmad_f32_x(all, svget4(scale, 3), svget4(sum, 3), bias));
+    if (i + 12 < rows) store_row(row, dtype, columns, svmad_f32_x(all, svget4(scale, 3), svget4(sum, 3), bias));
   }
 }
 
 // A piece of k: one or two tiles of rows times one panel, or one tile times two. `at` moves on to the next piece.
-template <int Bits, bool Affine, int Tiles, int Panels>
+template <int Bits, bool Affine, int Tiles, int Panels, bool Halves>
 [[gnu::always_inline]] inline void multiply_piece(const Chunk& chunk, const Piece& piece, int64_t panel,
                                                   const uint8_t** next) LOWBIT_STREAMING {
   constexpr int kUsed = Tiles * Panels, kPanel1 = Panels - 1, kTile1 = Tiles - 1;
@@ -411,20 +418,21 @@ template <int Bits, bool Affine, int Tiles, int Panels>
         if constexpr (kUsed == 2) add_offset<kOffset, 1>(parts + kTile1 * sums_stride, factors);
       }
     }
-    if (half % 2 != 0) {
+    if (Halves && half % 2 != 0) {
       add_block<Bits, Affine, Tiles, Panels, kSecondHalf>(at, table, a, a_stride);
       a += kHalfLines * kVectorBytes;
       at[0] += kBlockBytes + skip, at[1] += kBlockBytes + skip;
       ++half;
     }
 #pragma clang loop unroll(disable)
-    for (; half + 2 <= end; half += 2) {
+    for (int64_t blocks = (end - half) >> 1; blocks > 0; --blocks) {
       add_block<Bits, Affine, Tiles, Panels, kWholeBlock>(at, table, a, a_stride);
       a += kBlockLines * kVectorBytes;
       at[0] += kBlockBytes, at[1] += kBlockBytes;
     }
+    half = Halves ? half + ((end - half) & ~int64_t{1}) : end;
     const uint8_t* scales[2] = {at[0], at[1]};
-    if (half < end) {
+    if (Halves && half < end) {
       add_block<Bits, Affine, Tiles, Panels, kFirstHalf>(at, table, a, a_stride);
       a += kHalfLines * kVectorBytes;
       scales[0] += kBlockBytes, scales[1] += kBlockBytes;  // behind the whole block
@@ -437,14 +445,15 @@ template <int Bits, bool Affine, int Tiles, int Panels>
       open = true;
       break;
     }
+    const uint32_t vector0 = hidden(0), vector8 = hidden(8);
     svfloat32_t scale = load_scales(scales[0], 0), min = svundef_f32();
     if constexpr (Affine) min = load_scales(scales[0], 1);
-    finish<Affine, 0>(scale, min, sums);
+    finish<Affine, 0>(scale, min, sums, vector0, vector8);
     if constexpr (Panels == 2) {
       scale = load_scales(scales[1], 0);
       if constexpr (Affine) min = load_scales(scales[1], 1);
     }
-    if constexpr (kUsed == 2) finish<Affine, 1>(scale, min, sums + kTile1 * sums_stride);
+    if constexpr (kUsed == 2) finish<Affine, 1>(scale, min, sums + kTile1 * sums_stride, vector0, vector8);
     sums += kTileRows;
     parts += kTileRows;
   }
@@ -458,7 +467,7 @@ template <int Bits, bool Affine, int Tiles, int Panels>
   }
 }
 
-template <int Bits, bool Affine>
+template <int Bits, bool Affine, bool Halves>
 void multiply_chunk(const Chunk& chunk) LOWBIT_STREAMING {
   const Layout& layout = chunk.args.layout;
   const int64_t halves = chunk.halves, group_halves = chunk.group_halves;
@@ -479,10 +488,12 @@ void multiply_chunk(const Chunk& chunk) LOWBIT_STREAMING {
     transpose_piece<Bits, Affine>(chunk, piece);
     int64_t panel = 0;
     if (chunk.tiles == 2) {
-      for (; panel < chunk.panels; ++panel) multiply_piece<Bits, Affine, 2, 1>(chunk, piece, panel, at + panel);
+      for (; panel < chunk.panels; ++panel) multiply_piece<Bits, Affine, 2, 1, Halves>(chunk, piece, panel, at + panel);
     } else {
-      for (; panel + 2 <= chunk.panels; panel += 2) multiply_piece<Bits, Affine, 1, 2>(chunk, piece, panel, at + panel);
-      if (panel < chunk.panels) multiply_piece<Bits, Affine, 1, 1>(chunk, piece, panel, at + panel);
+      for (; panel + 2 <= chunk.panels; panel += 2) {
+        multiply_piece<Bits, Affine, 1, 2, Halves>(chunk, piece, panel, at + panel);
+      }
+      if (panel < chunk.panels) multiply_piece<Bits, Affine, 1, 1, Halves>(chunk, piece, panel, at + panel);
     }
   }
 }
@@ -528,6 +539,32 @@ template <int I>
                       svld1_vnum_u8(all, block[2], I), svld1_vnum_u8(all, block[3], I));
 }
 
+// Packed lines 0 to 3 of four panels. One load takes four lines of a panel to registers four apart, so that a line of
+// all panels is four neighbours, which dot products want. Compilers do not find that, so the registers are named.
+struct FourLines {
+  [[gnu::always_inline]] static void load(const uint8_t* const* block, svuint8x4_t& line0, svuint8x4_t& line1,
+                                          svuint8x4_t& line2, svuint8x4_t& line3) __arm_streaming {
+    register svuint8_t p0l0 __asm__("z16"), p0l1 __asm__("z20"), p0l2 __asm__("z24"), p0l3 __asm__("z28");
+    register svuint8_t p1l0 __asm__("z17"), p1l1 __asm__("z21"), p1l2 __asm__("z25"), p1l3 __asm__("z29");
+    register svuint8_t p2l0 __asm__("z18"), p2l1 __asm__("z22"), p2l2 __asm__("z26"), p2l3 __asm__("z30");
+    register svuint8_t p3l0 __asm__("z19"), p3l1 __asm__("z23"), p3l2 __asm__("z27"), p3l3 __asm__("z31");
+    __asm__ volatile(
+        "ptrue pn8.b\n\t"
+        "ld1b {z16.b, z20.b, z24.b, z28.b}, pn8/z, [%16]\n\t"
+        "ld1b {z17.b, z21.b, z25.b, z29.b}, pn8/z, [%17]\n\t"
+        "ld1b {z18.b, z22.b, z26.b, z30.b}, pn8/z, [%18]\n\t"
+        "ld1b {z19.b, z23.b, z27.b, z31.b}, pn8/z, [%19]"
+        : "=w"(p0l0), "=w"(p0l1), "=w"(p0l2), "=w"(p0l3), "=w"(p1l0), "=w"(p1l1), "=w"(p1l2), "=w"(p1l3), "=w"(p2l0),
+          "=w"(p2l1), "=w"(p2l2), "=w"(p2l3), "=w"(p3l0), "=w"(p3l1), "=w"(p3l2), "=w"(p3l3)
+        : "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
+        : "p8", "memory");
+    line0 = svcreate4_u8(p0l0, p1l0, p2l0, p3l0);
+    line1 = svcreate4_u8(p0l1, p1l1, p2l1, p3l1);
+    line2 = svcreate4_u8(p0l2, p1l2, p2l2, p3l2);
+    line3 = svcreate4_u8(p0l3, p1l3, p2l3, p3l3);
+  }
+};
+
 // Line J of four panels times the activations of all rows.
 template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
 [[gnu::always_inline]] inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0,
@@ -560,7 +597,8 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
     if constexpr (kDouble) {
 #define TWICE(j, line) USE(j, and_mask(line, 2))
       TWICE(0, shift_left<1>(q)), TWICE(1, q), TWICE(2, shift_right<1>(q)), TWICE(3, shift_right<2>(q));
-      TWICE(4, shift_right<3>(q)), TWICE(5, shift_right<4>(q)), TWICE(6, shift_right<5>(q)), TWICE(7, shift_right<6>(q));
+      TWICE(4, shift_right<3>(q)), TWICE(5, shift_right<4>(q));
+      TWICE(6, shift_right<5>(q)), TWICE(7, shift_right<6>(q));
 #undef TWICE
     } else {
       BITS(0, q), BITS(1, q), BITS(2, q), BITS(3, q), BITS(4, q), BITS(5, q), BITS(6, q), BITS(7, q);
@@ -580,14 +618,9 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
     BITS(2, q2), BITS(5, q2);
     USE(7, shift_right<5>(insert_below<2>(q2, shift_left<1>(q1))));
   } else if constexpr (kBits == 4) {
-    const svuint8x4_t q0 = load_four<0>(block);
-    BITS(0, q0), BITS(4, q0);
-    const svuint8x4_t q1 = load_four<1>(block);
-    BITS(1, q1), BITS(5, q1);
-    const svuint8x4_t q2 = load_four<2>(block);
-    BITS(2, q2), BITS(6, q2);
-    const svuint8x4_t q3 = load_four<3>(block);
-    BITS(3, q3), BITS(7, q3);
+    svuint8x4_t q0, q1, q2, q3;
+    FourLines::load(block, q0, q1, q2, q3);
+    BITS(0, q0), BITS(4, q0), BITS(1, q1), BITS(5, q1), BITS(2, q2), BITS(6, q2), BITS(3, q3), BITS(7, q3);
   } else if constexpr (kBits == 5) {
     const svuint8x4_t low = load_four<4>(block), q3 = load_four<3>(block);
     BITS(3, q3), USE(7, shift_right<3>(insert_below<3>(q3, low)));
@@ -618,8 +651,17 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
 #undef NEXT
     USE(7, shift_right<1>(top));
   } else {
-    USE(0, load_four<0>(block)), USE(1, load_four<1>(block)), USE(2, load_four<2>(block)), USE(3, load_four<3>(block));
-    USE(4, load_four<4>(block)), USE(5, load_four<5>(block)), USE(6, load_four<6>(block)), USE(7, load_four<7>(block));
+    svuint8x4_t q0, q1, q2, q3;
+    if constexpr ((Wanted & kFirstHalf) != 0) {
+      FourLines::load(block, q0, q1, q2, q3);
+      USE(0, q0), USE(1, q1), USE(2, q2), USE(3, q3);
+    }
+    if constexpr ((Wanted & kSecondHalf) != 0) {
+      const uint8_t* const second[kFewPanels] = {block[0] + kLineBytes * 4, block[1] + kLineBytes * 4,
+                                                 block[2] + kLineBytes * 4, block[3] + kLineBytes * 4};
+      FourLines::load(second, q0, q1, q2, q3);
+      USE(4, q0), USE(5, q1), USE(6, q2), USE(7, q3);
+    }
   }
 #undef BITS
 #undef USE
@@ -656,7 +698,7 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
 }
 
 // Integer sums are groups of vectors 0 to 3, a row of m each, float sums 4 to 7.
-template <int Bits, bool Affine, int Rows>
+template <int Bits, bool Affine, int Rows, bool Halves>
 [[gnu::always_inline]] inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   constexpr int kOffset = offset<Bits, Affine>();
@@ -683,20 +725,21 @@ template <int Bits, bool Affine, int Rows>
   for (int64_t group = 0; half < halves; ++group) {
     const int64_t end = group_halves < halves - half ? half + group_halves : halves;
     svzero_mask_za((1 << Rows) - 1);  // 64-bit tiles: the vectors 0 to 3, 8 to 11 and so on
-    if (half % 2 != 0) {
+    if (Halves && half % 2 != 0) {
       dot_block<Bits, Affine, Rows, kSecondHalf>(panel, at, table, a, input);
       at += kBlockBytes + skip;
       input += kBlockInputs;
       ++half;
     }
 #pragma clang loop unroll(disable)
-    for (; half + 2 <= end; half += 2) {
+    for (int64_t blocks = (end - half) >> 1; blocks > 0; --blocks) {
       dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
       at += kBlockBytes;
       input += kBlockInputs;
     }
+    half = Halves ? half + ((end - half) & ~int64_t{1}) : end;
     int64_t scales = at;
-    if (half < end) {
+    if (Halves && half < end) {
       dot_block<Bits, Affine, Rows, kFirstHalf>(panel, at, table, a, input);
       scales += kBlockBytes;  // behind the whole block
       skip = kGroupBytes;
@@ -707,25 +750,26 @@ template <int Bits, bool Affine, int Rows>
     const svfloat32x4_t scale = load_four_scales(panel, scales, 0);
     svfloat32x4_t min = svundef4_f32();
     if constexpr (Affine) min = load_four_scales(panel, scales, 1);
+    const uint32_t vector0 = hidden(0);
 #pragma clang loop unroll(full)
     for (uint32_t row = 0; row < Rows; ++row) {
-      svint32x4_t total = svread_za32_s32_vg1x4(row);
+      svint32x4_t total = svread_za32_s32_vg1x4(vector0 + row);
       if constexpr (kOffset != 0) {
         const svint32_t sum = svdup_n_s32(sums[row][group]);
         total = svadd_single_s32_x4(total, svmul_n_s32_x(all, sum, kOffset));
       }
-      svmla_za32_f32_vg1x4(4 + row, svcvt_f32_s32_x4(total), scale);
+      svmla_za32_f32_vg1x4(vector0 + 4 + row, svcvt_f32_s32_x4(total), scale);
       if constexpr (Affine) {
-        svmla_single_za32_f32_vg1x4(4 + row, min, svcvt_f32_s32_x(all, svdup_n_s32(sums[row][group])));
+        svmla_single_za32_f32_vg1x4(vector0 + 4 + row, min, svcvt_f32_s32_x(all, svdup_n_s32(sums[row][group])));
       }
     }
   }
   store_outputs(few, first);
 }
 
-template <int Bits, bool Affine, int Rows>
+template <int Bits, bool Affine, int Rows, bool Halves>
 void dot_panels(const Few& few) LOWBIT_STREAMING {
-  for (int64_t first = 0; first < few.panels; first += kFewPanels) dot_four<Bits, Affine, Rows>(few, first);
+  for (int64_t first = 0; first < few.panels; first += kFewPanels) dot_four<Bits, Affine, Rows, Halves>(few, first);
 }
 
 // ---- Calls ----
@@ -738,10 +782,13 @@ const void* address(Function* streaming) {
 template <int Bits, bool Affine>
 void run_few(const LinearArgs& args, int64_t first_row, int64_t rows) {
   const Few few{args, first_row, rows, args.panel_begin, args.panel_end - args.panel_begin};
-  run_streaming(rows == 1   ? address(&dot_panels<Bits, Affine, 1>)
-                : rows == 2 ? address(&dot_panels<Bits, Affine, 2>)
-                            : address(&dot_panels<Bits, Affine, kFewRows>),
-                &few);
+  const auto function = [rows](auto halves) {
+    constexpr bool kHalves = decltype(halves)::value;
+    return rows == 1   ? address(&dot_panels<Bits, Affine, 1, kHalves>)
+           : rows == 2 ? address(&dot_panels<Bits, Affine, 2, kHalves>)
+                       : address(&dot_panels<Bits, Affine, kFewRows, kHalves>);
+  };
+  run_streaming(few.group_halves % 2 != 0 ? function(std::true_type()) : function(std::false_type()), &few);
 }
 
 template <int Bits, bool Affine>
@@ -749,7 +796,9 @@ void run_many(const LinearArgs& args, int64_t first_row, int64_t rows) {
   for (int64_t p = args.panel_begin; p < args.panel_end; p += kChunkPanels) {
     const int64_t panels = args.panel_end - p < kChunkPanels ? args.panel_end - p : kChunkPanels;
     const Chunk chunk{args, first_row, rows, p, panels, *static_cast<Scratch*>(args.scratch)};
-    run_streaming(address(&multiply_chunk<Bits, Affine>), &chunk);
+    run_streaming(chunk.group_halves % 2 != 0 ? address(&multiply_chunk<Bits, Affine, true>)
+                                              : address(&multiply_chunk<Bits, Affine, false>),
+                  &chunk);
   }
 }
 

@@ -8,10 +8,14 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <atomic>
+#include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 
 #include "../../kernels/registry.h"
+#include "../../ops/sme_threads.h"
 #include "support/coverage.h"
 #include "support/tensors.h"
 
@@ -41,9 +45,20 @@ const QuantizeKernel* real_quantize;
 const LinearKernel* real_linear;
 const EmbeddingKernel* real_embedding;
 
+// Of linear's threads: who ran the chosen row, and how often the row beside it was run.
+std::mutex linear_mutex;
+std::set<std::thread::id> linear_threads;
+std::atomic<int> beside_runs{0};
+const LinearKernel* real_beside;
+
+void run_beside(const LinearArgs& args) { ++beside_runs, real_beside->run(args); }
 void run_quantize(const QuantizeArgs& args) { seen_quantize.ran = real_quantize->name, real_quantize->run(args); }
 void run_linear(const LinearArgs& args) {
-  seen_linear.ran = real_linear->name;
+  {
+    const std::lock_guard lock(linear_mutex);
+    seen_linear.ran = real_linear->name;
+    linear_threads.insert(std::this_thread::get_id());
+  }
   EXPECT_EQ(reinterpret_cast<uintptr_t>(args.scratch) % 64, 0u);
   std::memset(args.scratch, 0xff, kLinearScratchBytes);  // the row's own memory, whatever it holds
   real_linear->run(args);
@@ -73,6 +88,13 @@ const QuantizeKernel& choose_quantize(IsaBits isa) {
 const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) {
   static auto* const real =
       next<const LinearKernel&(const Layout&, int64_t, IsaBits)>("_ZN6lowbit13choose_linearERKNS_6LayoutElj");
+  if ((active_isa() & ~isa & kSme2) != 0) {  // asked for second
+    real_beside = &real(layout, m, isa);
+    static LinearKernel copy_beside;
+    copy_beside = *real_beside;
+    copy_beside.run = run_beside;
+    return copy_beside;
+  }
   real_linear = &real(layout, m, isa);
   static LinearKernel copy;
   copy = *real_linear;
@@ -169,6 +191,30 @@ Tensor linear_of(const Tensor& x, const Tensor& weight) {
   return out;
 }
 
+// Threads beyond those that may use the matrix unit run other rows; the bits are the same.
+TEST(IsaCap, SomeThreadsUseTheMatrixUnit) {
+  if ((active_isa() & kSme2) == 0) GTEST_SKIP() << "no SME2";
+  ASSERT_TRUE(sme_threads_status().ok());
+  Random random(1);
+  const Layout layout = layout_of(2048, 256, 4, 32, Mapping::symmetric, false);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  for (const int64_t m : {1, 40}) {
+    const Tensor x = random_tensor(ElementType::f32, {m, 256}, random);
+    const Tensor expected(ElementType::f32, {m, 2048}), found(ElementType::f32, {m, 2048});
+    ASSERT_TRUE(linear(x.view, weight.view, 2048, expected.view, {}).ok());
+    linear_threads.clear();
+    beside_runs = 0;
+    for (int tries = 0; tries < 100 && beside_runs == 0; ++tries) {  // threads may come when all is done
+      linear_threads.clear();
+      ASSERT_TRUE(linear(x.view, weight.view, 2048, found.view, threads(4)).ok());
+      EXPECT_EQ(found.bytes(), expected.bytes());
+      EXPECT_LE(linear_threads.size(), static_cast<size_t>(sme_threads()));
+      if (sme_threads() >= 4) break;
+    }
+    EXPECT_EQ(beside_runs > 0, sme_threads() < 4);
+  }
+}
+
 // Where a thread has chosen shorter vectors, or somebody's ZA is live, other rows do its work.
 TEST(IsaCap, Sme2IsLeftAloneWhereItCannotBeUsed) {
   if ((active_isa() & kSme2) == 0) GTEST_SKIP() << "no SME2";
@@ -194,6 +240,22 @@ TEST(IsaCap, Sme2IsLeftAloneWhereItCannotBeUsed) {
   }
 }
 #endif
+
+TEST(IsaCap, SmeThreadsAreANumber) {
+  const char* const text = std::getenv("LOWBIT_SME_THREADS");
+  if (text == nullptr || text[0] == '\0') {
+    EXPECT_GE(sme_threads(), 1);
+  } else if (std::strcmp(text, "many") != 0) {
+    EXPECT_EQ(sme_threads(), std::atoi(text));
+  } else {
+    Random random(1);
+    const Layout layout = layout_of(20, 64, 4, 32, Mapping::symmetric, false);
+    const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+    const Tensor x = random_tensor(ElementType::f32, {3, 64}, random), out(ElementType::f32, {3, 20});
+    EXPECT_TRUE(refused(linear(x.view, weight.view, 20, out.view, {}),
+                        "LOWBIT_SME_THREADS is 'many'; expected a number from 0 to 1024"));
+  }
+}
 
 TEST(IsaCap, IsReadOnce) {
   const std::string before = isa_cap() == nullptr ? "" : isa_cap();

@@ -36,6 +36,7 @@ def functions(listing: str) -> dict[str, list[tuple[str, str]]]:
 
 def problems(code: dict[str, list[tuple[str, str]]]) -> list[str]:
     wrong = []
+    inside = streaming(code)
     for name, instructions in code.items():
         if ENTRY in name:
             body = [mnemonic for mnemonic, _ in instructions if mnemonic in MODE or mnemonic in ("bl", "blr")]
@@ -44,8 +45,8 @@ def problems(code: dict[str, list[tuple[str, str]]]) -> list[str]:
         elif any(mnemonic in MODE for mnemonic, _ in instructions):
             wrong.append(f"{name} changes the mode")
         scalable = [f"{m} {o}" for m, o in instructions if SCALABLE.search(o) or m in LENGTHS]
-        calls = [f"{m} {o}" for m, o in instructions if m == "blr" or m == "bl" and callee(o) not in streaming(code)]
-        into = [f"{m} {o}" for m, o in instructions if m == "bl" and callee(o) in streaming(code)]
+        calls = [f"{m} {o}" for m, o in instructions if m == "blr" or m == "bl" and callee(o) not in inside]
+        into = [f"{m} {o}" for m, o in instructions if m == "bl" and callee(o) in inside]
         if into and not scalable:
             wrong.append(f"{name} is ordinary and calls a streaming function: {into[0]}")
         neon = [f"{m} {o}" for m, o in instructions if NEON.search(o)]

@@ -1,0 +1,17 @@
+// Arm's matrix unit (SME2) is not a core's own: a cluster of cores has one, and more threads on it gain nothing.
+#pragma once
+
+#include "../kernels/export.h"
+#include "../kernels/status.h"
+
+namespace lowbit {
+
+// How many threads of a call may run kernels for SME2, while the others run those for the cores' own units (the bits
+// are the same): LOWBIT_SME_THREADS, 0 to 1024, or without it one for each cluster that the system tells of, and at
+// least one. Read once.
+LOWBIT_API int sme_threads();
+
+// An error when LOWBIT_SME_THREADS is no such number: linear() returns it then.
+LOWBIT_API const Status& sme_threads_status();
+
+}  // namespace lowbit
