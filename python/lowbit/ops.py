@@ -17,15 +17,15 @@ from . import _C
 class PackedInfo:
     """What the header of a packed weight says."""
 
-    bits: int
+    bits: int  # of a code, 1 to 8
     mapping: str  # "symmetric", "affine" or "levels"
     group_size: int | None  # None: one group per row
-    out_features: int
-    in_features: int
+    out_features: int  # rows, n
+    in_features: int  # of a row, k
     groups: int  # per row
-    has_bias: bool
-    total_bytes: int
-    version: int
+    has_bias: bool  # inside the packed weight
+    total_bytes: int  # with the header
+    version: int  # of the format: 2 with levels, else 1
     format: str = "panel16"  # of the bytes behind the header; or a vendor's
     levels: tuple[int, ...] | None = None  # of mapping "levels", by code
 
