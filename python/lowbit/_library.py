@@ -81,7 +81,7 @@ def isa() -> dict:
     """The instruction sets: ``cpu`` (what this CPU has), ``cap`` (``LOWBIT_ISA`` or None), ``active`` (what is used).
 
     ``LOWBIT_ISA`` is read once, when the package is imported, and caps the ISA: on Arm at ``portable``, ``neon``,
-    ``neondot`` or ``i8mm``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avx512vnni`` or ``amx``.
+    ``neondot``, ``i8mm`` or ``sme2``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avx512vnni`` or ``amx``.
     """
     from . import _C
 

@@ -32,7 +32,7 @@ def _huge_page_bytes() -> int | None:
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A copy of a packed weight, uint8 [bytes], in huge pages; itself if it fills none or the system has none to ask for."""
+    """A copy of packed weights, uint8, in huge pages; itself if it fills none or the system has none to ask for."""
     page = _huge_page_bytes()
     if page is None or tensor.numel() < page or tensor.device.type != "cpu":
         return tensor
@@ -44,7 +44,7 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
         return tensor
     # Begins where a page does: not every system aligns the mapping itself. What is never touched takes no memory.
     offset = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % page
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset).copy_(tensor)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset).view(tensor.shape).copy_(tensor)
 
 
 class ReadBandwidth:

@@ -15,6 +15,7 @@ import typer
 import lowbit
 
 from .bench import bench
+from .chat import chat
 from .doctor import doctor
 from .evaluate import evaluate
 from .export import export
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Callable] = {
     "quantize": quantize,
     "import": import_,
     "generate": generate,
+    "chat": chat,
     "eval": evaluate,
     "export": export,
     "inspect": inspect,

@@ -141,6 +141,17 @@ def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
     return list(ids)
 
 
+def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathLike) -> None:
+    """Raises ValueError for tokens that the model does not have; `path` is where their tokenizer came from."""
+    vocabulary = model.config.get_text_config().vocab_size
+    wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise ValueError(
+            f"the tokenizer in {path} gives the token {wrong}; expected 0 to {vocabulary - 1}, the model's "
+            "vocabulary: it is the tokenizer of another model"
+        )
+
+
 class TextStream:
     """Turns tokens into text as they come. A character of several tokens comes whole, with its last token."""
 

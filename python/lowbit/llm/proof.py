@@ -61,7 +61,7 @@ class Reference:
         config = model.config.get_text_config()
         self.tokens = sample_text(config, min(TOKENS, max_length))
         count = self.tokens.shape[1]
-        self.exact = model.dtype == torch.float32 and not any(isinstance(m, nn.Linear) for m in model.modules())
+        self.exact = model.dtype == torch.float32 and not any(isinstance(m, nn.Linear | nn.LinearExperts) for m in model.modules())
         positions = torch.arange(count)
         self.whole = _own(model, self.tokens)
         if self.whole.isnan().any():
