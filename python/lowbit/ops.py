@@ -90,7 +90,7 @@ def info_of_experts(packed: Tensor, *, verified: bool = False) -> PackedInfo:
     """
     if isinstance(packed, Tensor) and (packed.dim() != 2 or packed.shape[0] < 1):
         raise ValueError(f"packed has shape {list(packed.shape)}; expected [experts, bytes]")
-    first = None
+    first: PackedInfo | None = None
     for number, matrix in enumerate(packed):
         try:
             found = verify(matrix) if verified else info(matrix)
@@ -99,6 +99,7 @@ def info_of_experts(packed: Tensor, *, verified: bool = False) -> PackedInfo:
         first = first or found
         if replace(found, levels=first.levels) != first:
             raise ValueError(f"expert {number} is packed as {found}; expected {first}, as expert 0")
+    assert first is not None  # there is one at least
     return replace(first, experts=len(packed))
 
 
