@@ -26,12 +26,28 @@ class Docstrings(griffe.Extension):
         if obj.docstring is None:
             return
         text = _ROLE.sub(r"[`\1`][\1]", obj.docstring.value)
+        if re.match(r"Args:\n\S", text):  # nothing but arguments: no other line says how deep they are
+            text = text.replace("\n", "\n    ")
+        if obj.is_function and obj.returns is not None:  # else what stands before a colon is taken for the type
+            text = text.replace("Returns:\n    ", f"Returns:\n    {obj.returns}: ")
         head, found, rest = text.partition("Args:\n")
         arguments, blank, behind = rest.partition("\n\n")
         arguments = _SEVERAL.sub(
             lambda entry: "\n".join(f"{entry[1]}{name}{entry[3]}" for name in entry[2].split(", ")), arguments
         )
         obj.docstring.value = head + found + arguments + blank + behind
+
+    def on_class(self, *, cls: griffe.Class, **kwargs) -> None:
+        """The fields of a dataclass, with the comments behind them, where its docstring has no arguments."""
+        if not any("dataclass" in str(each.value) for each in cls.decorators) or cls.docstring is None or "Args:\n" in cls.docstring.value:
+            return
+        lines = cls.filepath.read_text(encoding="utf-8").splitlines()
+        fields = []
+        for name, member in cls.members.items():
+            if member.is_attribute and "property" not in member.labels and not name.startswith("_"):
+                comment = lines[member.lineno - 1].partition("  # ")[2]
+                fields.append(f"    {name}: {comment or name.replace('_', ' ')}")
+        cls.docstring.value += "\n\nAttributes:\n" + "\n".join(fields)
 
     def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
         if pkg.path == "lowbit":

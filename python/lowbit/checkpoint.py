@@ -67,14 +67,14 @@ _WEIGHTS_OF_ALL_FRAMEWORKS = (
 class CheckpointEntry:
     """A tensor of a checkpoint."""
 
-    name: str
+    name: str  # as the file has it
     kind: str  # "packed", or the dtype, as "bfloat16"
     shape: tuple[int, ...]  # of a packed weight: [out, in], or [experts, out, in]
     bits: int  # per code; of a tensor that is not packed: per element
     group_size: int | None  # None: one group per row, or not packed
     mapping: str | None  # "symmetric" or "affine"; None: not packed
     bytes: int  # in the file
-    file: str
+    file: str  # its name, without the directory
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class CheckpointSummary:
     entries: list[CheckpointEntry]
     source_bytes: int  # of the tensors read
     target_bytes: int  # of the tensors written
-    seconds: float
+    seconds: float  # that it took
     left: dict[str, str] = field(default_factory=dict)  # matrices (2 dimensions or more) that stay float -> why
     left_bytes: int = 0  # of these in the target
 

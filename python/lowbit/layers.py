@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 
@@ -61,7 +62,7 @@ class Experts:
 # Functions that find the experts of a module, by the names of its parameters. hf/experts.py adds transformers' kind.
 EXPERTS_IN: list[Callable[[torch.nn.Module], Mapping[str, Experts]]] = []
 
-Layer = torch.nn.Module | Experts
+Layer: TypeAlias = torch.nn.Module | Experts
 
 
 def kind_of(layer: Layer | None) -> type | None:
@@ -226,8 +227,9 @@ def check_layers(modules: Mapping[str, Layer], selected: Mapping[str, Config]) -
                     f"{name}.weight has dtype torch.float64; expected torch.float32, torch.bfloat16 or torch.float16, "
                     "in which the layer then computes (model.float())"
                 )
-            if getattr(modules[name], "max_norm", None) is not None:
-                raise ValueError(f"{name} has max_norm={modules[name].max_norm}; expected None: it changes the weights")
+            max_norm = getattr(modules[name], "max_norm", None)
+            if max_norm is not None:
+                raise ValueError(f"{name} has max_norm={max_norm}; expected None: it changes the weights")
             if vars(selected[name]) != vars(selected[first]):
                 raise ValueError(
                     f"{first} and {name} share one weight but have different configs, {selected[first]} and "

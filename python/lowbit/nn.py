@@ -316,7 +316,7 @@ class LinearExperts(Packed):
 
     @property
     def num_experts(self) -> int:
-        return self.info.experts
+        return self.info.experts or 0  # there is one at least
 
     @property
     def in_features(self) -> int:

@@ -17,15 +17,15 @@ from . import _C
 class PackedInfo:
     """What the header of a packed weight says."""
 
-    bits: int
+    bits: int  # of a code, 1 to 8
     mapping: str  # "symmetric", "affine" or "levels"
     group_size: int | None  # None: one group per row
-    out_features: int
-    in_features: int
+    out_features: int  # rows, n
+    in_features: int  # of a row, k
     groups: int  # per row
-    has_bias: bool
-    total_bytes: int
-    version: int
+    has_bias: bool  # inside the packed weight
+    total_bytes: int  # with the header
+    version: int  # of the format: 2 with levels, else 1
     format: str = "panel16"  # of the bytes behind the header; or a vendor's
     levels: tuple[int, ...] | None = None  # of mapping "levels", by code; of experts: of the first
     experts: int | None = None  # so many matrices, of which everything above is said of each; None: one matrix
@@ -90,7 +90,7 @@ def info_of_experts(packed: Tensor, *, verified: bool = False) -> PackedInfo:
     """
     if isinstance(packed, Tensor) and (packed.dim() != 2 or packed.shape[0] < 1):
         raise ValueError(f"packed has shape {list(packed.shape)}; expected [experts, bytes]")
-    first = None
+    first: PackedInfo | None = None
     for number, matrix in enumerate(packed):
         try:
             found = verify(matrix) if verified else info(matrix)
@@ -99,6 +99,7 @@ def info_of_experts(packed: Tensor, *, verified: bool = False) -> PackedInfo:
         first = first or found
         if replace(found, levels=first.levels) != first:
             raise ValueError(f"expert {number} is packed as {found}; expected {first}, as expert 0")
+    assert first is not None  # there is one at least
     return replace(first, experts=len(packed))
 
 

@@ -12,7 +12,7 @@ SECTIONS = re.findall(r"^### (.*)\n(.*)\n", TEXT, re.M)
 SYMPTOMS = {
     "Rows of NaN",
     "The first call is slow, or more threads are slower",
-    "A packed checkpoint loads with random weights",
+    "transformers knows no quantization type `lowbit`, and ends over mismatched sizes",
 }
 
 

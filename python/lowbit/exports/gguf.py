@@ -257,7 +257,7 @@ def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
     heads, width = whole("num_attention_heads"), whole("hidden_size")
     head = whole("head_dim", width // heads)
-    found = {
+    found: dict[str, Any] = {
         "context_length": whole("max_position_embeddings"),
         "embedding_length": width,
         "block_count": whole("num_hidden_layers"),

@@ -85,9 +85,9 @@ def parts_of_experts(
                         found.setdefault(targets[0], {})[int(match[1]), part] = key
     result = {}
     for target, keys in found.items():
-        experts, parts = (1 + max(place[i] for place in keys) for i in range(2))
-        if len(keys) == experts * parts == sum(targets == (target,) for _, targets in names.values()):
-            result[target] = [[keys[expert, part] for part in range(parts)] for expert in range(experts)]
+        experts, many = (1 + max(place[i] for place in keys) for i in range(2))
+        if len(keys) == experts * many == sum(targets == (target,) for _, targets in names.values()):
+            result[target] = [[keys[expert, part] for part in range(many)] for expert in range(experts)]
     return result
 
 

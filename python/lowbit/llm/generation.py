@@ -73,6 +73,11 @@ def penalise(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
     """Draws a token from logits [vocabulary]; the most likely one at temperature 0.
 
+    Args:
+        logits: [vocabulary], of any floating-point dtype.
+        temperature, top_k, top_p: as for :func:`generate`.
+        generator: a torch.Generator of the CPU.
+
     Raises:
         ValueError: a temperature below 0 or not finite, a top_k below 1, a top_p that is not from 0 to 1.
     """

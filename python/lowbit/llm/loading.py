@@ -107,6 +107,9 @@ def load_model(
 def load_tokenizer(path: str | os.PathLike):
     """The fast tokenizer of a checkpoint.
 
+    Args:
+        path: a directory with tokenizer.json and what belongs to it.
+
     Raises:
         ImportError: transformers is not installed.
         OSError, ValueError: no tokenizer there, or none that decodes token by token.

@@ -101,7 +101,8 @@ _LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 
 
 def shape_config(name: str) -> Any:
-    """The configuration (a class of transformers) of a named shape, one of ``NAMES``.
+    """The configuration (a class of transformers) of a named shape: "llama-3.2-1b", "llama-3.2-3b",
+    "llama-3.1-8b" or "qwen3-0.6b".
 
     Raises:
         ValueError: an unknown name.
@@ -168,7 +169,7 @@ def random_model(
     Weights have mean 0 and a variance of about 1 / in_features, norms are 1: activations stay within a sane range.
 
     Args:
-        shape: one of ``NAMES``, or a configuration of transformers.
+        shape: a name, as for :func:`shape_config`, or a configuration of transformers.
         linear, embedding: how weights are packed; None leaves that kind in floats of ``dtype``. With a tied head the
             table counts, and the head shares its buffer.
         dtype: of activations, and of whatever is not packed: float32, bfloat16 or float16.
