@@ -16,6 +16,7 @@ import lowbit
 
 from .bench import bench
 from .chat import chat
+from .doctor import doctor
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Callable] = {
     "bench": bench,
     "tune": tune,
     "info": info,
+    "doctor": doctor,
 }
 
 app = typer.Typer(

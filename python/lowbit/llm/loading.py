@@ -24,7 +24,8 @@ def is_packed(path: str | os.PathLike) -> bool:
     """Whether a checkpoint has packed weights of lowbit.
 
     Raises:
-        OSError, ValueError: as :func:`read_config`; or weights that another method has quantised, or a later lowbit.
+        OSError, ValueError: config.json is missing or damaged; or weights that another method has quantised, or a later
+            lowbit.
     """
     file, config = Path(path) / CONFIG, read_config(path)
     method = quantization_method(config)
