@@ -42,7 +42,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
-  test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak \
+  test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak fuzz-import \
   arm-python-lowbit wheel-aarch64 wheels test-wheels \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
@@ -281,6 +281,14 @@ soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-LE cpu))
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync X86_OPERATORS='*' $(X86_RUNS:%=emulated/%)
 	HF_HUB_OFFLINE=1 LOWBIT_HYPOTHESIS=soak $(PYTEST) tests/python -m hypothesis
+
+# Files that are damaged at random, for the readers of `lowbit import`, on one core: FUZZ of GGUF, and a quarter as many of
+# the other formats. Others with another SEED; what it finds it prints, with seed and number.
+FUZZ ?= 1000000
+SEED ?= 1
+fuzz-import: $(VENV)/installed
+	HF_HUB_OFFLINE=1 LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest \
+	  tests/python/test_importing_hostile.py -k 'mutants_of'
 
 # Which lines the tests of this machine run, in C++ and in Python: totals and the worst files here, all of it in
 # build/coverage.

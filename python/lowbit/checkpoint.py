@@ -15,12 +15,12 @@ import shutil
 import struct
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -434,13 +434,26 @@ def _write_packed(output: _Output, packed: torch.Tensor, writer: Writer, done: C
     done(output.source_bytes)
 
 
-def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
+class Planned(Protocol):
+    """A tensor that will be written."""
+
+    def info(self) -> ops.PackedInfo | None:
+        """None: it is not packed."""
+
+    def stored(self, path: Path) -> Stored:
+        """What it will be in this file."""
+
+
+T = TypeVar("T", bound=Planned)
+
+
+def _shards(outputs: Iterable[T], most: int) -> Iterator[list[T]]:
     """Cuts the outputs, in their order, into files. In a file packed tensors come first, at multiples of 64 bytes."""
 
-    def place(output: _Output) -> int:  # packed first, then the wider elements, so that all are aligned
-        return -512 if output.config is not None else -_DTYPES.get(output.source.dtype, ("", 8))[1]
+    def place(output: T) -> int:  # packed first, then the wider elements, so that all are aligned
+        return -512 if output.info() is not None else -_DTYPES.get(output.stored(Path()).dtype, ("", 8))[1]
 
-    shard: list[_Output] = []
+    shard: list[T] = []
     size = 0
     for output in outputs:
         count = output.stored(Path()).bytes
@@ -452,7 +465,7 @@ def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
     yield sorted(shard, key=place)
 
 
-def check_space(directory: Path, needed: int) -> None:
+def _check_space(directory: Path, needed: int) -> None:
     """Raises OSError where the disk has fewer bytes free."""
     free = shutil.disk_usage(directory).free
     if free < needed:
@@ -463,18 +476,51 @@ def check_space(directory: Path, needed: int) -> None:
 
 
 @contextmanager
-def no_space(target: Path, needed: int) -> Iterator[None]:
-    """Around writing: says of a full disk what was written, and how much it takes."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise
-        raise OSError(
-            error.errno,
-            f"{error.strerror} while {target} was written, which takes {needed / 1e9:.2f} GB; nothing of it was kept. "
-            "Make room, or choose another place",
-        ) from error
+def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
+    """A hidden directory to write a checkpoint into, which takes the place of `target` when all went well.
+
+    Args:
+        target: an absolute path, empty or not there yet.
+        needed: bytes of the weights.
+
+    Raises:
+        OSError: target is not empty, or cannot be replaced, which is tried first; or the disk is too small, or full: the
+            message says what was written, and how much it takes.
+    """
+    with PartialDirectory(resolve_new_directory(target)) as partial:
+        partial.rehearse()
+        _check_space(partial.path, needed)
+        try:
+            yield partial.path
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise
+            raise OSError(
+                error.errno,
+                f"{error.strerror} while {target} was written, which takes {needed / 1e9:.2f} GB; nothing of it was "
+                "kept. Make room, or choose another place",
+            ) from error
+        partial.finish()
+
+
+def write_tensors(
+    directory: Path, outputs: Iterable[T], max_shard_bytes: int, write: Callable[[T, Writer], None]
+) -> list[CheckpointEntry]:
+    """Writes files of weights, and their index where there are several; `write` writes the bytes of each tensor."""
+    entries = []
+    shards = list(_shards(outputs, max_shard_bytes))
+    for number, shard in enumerate(shards, 1):
+        file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
+        stored = [output.stored(file) for output in shard]
+        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        with Writer(file, list(map(_described, stored))) as writer:
+            for output in shard:
+                write(output, writer)
+    if len(shards) > 1:
+        weight_map = {entry.name: entry.file for entry in entries}
+        size = sum(entry.bytes for entry in entries)
+        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    return entries
 
 
 def check_shard_bytes(count: Any) -> None:
@@ -589,7 +635,7 @@ def quantize_checkpoint(
     begin = time.perf_counter()
     source, target = Path(source), Path(target).absolute()
     check_shard_bytes(max_shard_bytes)
-    place = resolve_new_directory(target)
+    resolve_new_directory(target)  # refused before the files are read
     outputs, left, description = _read_and_plan(source, config)
     total = sum(output.source_bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
@@ -601,47 +647,26 @@ def quantize_checkpoint(
         if progress is not None:
             progress(read, total, name)
 
-    with PartialDirectory(place) as partial:
-        partial.rehearse()
-        check_space(partial.path, target_bytes)
-        with no_space(target, target_bytes):
-            entries = _write_tensors(partial.path, outputs, max_shard_bytes, packed() if packed else {}, done)
-            copy_files(source, partial.path)
-            # Last: without it nothing loads.
-            write_json(partial.path / CONFIG, description | {"quantization_config": config.to_dict()})
-        partial.finish()
+    with new_checkpoint(target, target_bytes) as directory:
+        ready = packed() if packed else {}
+
+        def write(output: _Output, writer: Writer) -> None:
+            advance = functools.partial(done, name=output.name)
+            if output.layer in ready:
+                _write_packed(output, ready[output.layer], writer, advance)
+            elif output.config is not None:
+                _pack(output, writer, advance)
+            else:
+                for chunk in chunks(output.source):
+                    writer.write(chunk.numpy())
+                    advance(chunk.numel())
+
+        entries = write_tensors(directory, outputs, max_shard_bytes, write)
+        copy_files(source, directory)
+        # Last: without it nothing loads.
+        write_json(directory / CONFIG, description | {"quantization_config": config.to_dict()})
     left_bytes = sum(output.source.bytes for output in outputs if output.config is None and output.name in left)
     return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left, left_bytes)
-
-
-def _write_tensors(
-    directory: Path,
-    outputs: list[_Output],
-    max_shard_bytes: int,
-    packed: Mapping[str, torch.Tensor],
-    done: Callable[[int, str], None],
-) -> list[CheckpointEntry]:
-    entries = []
-    shards = list(_shards(outputs, max_shard_bytes))
-    for number, shard in enumerate(shards, 1):
-        file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
-        stored = [output.stored(file) for output in shard]
-        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
-        with Writer(file, list(map(_described, stored))) as writer:
-            for output in shard:
-                if output.layer in packed:
-                    _write_packed(output, packed[output.layer], writer, functools.partial(done, name=output.name))
-                elif output.config is not None:
-                    _pack(output, writer, functools.partial(done, name=output.name))
-                else:
-                    for chunk in chunks(output.source):
-                        writer.write(chunk.numpy())
-                        done(chunk.numel(), output.name)
-    if len(shards) > 1:
-        weight_map = {entry.name: entry.file for entry in entries}
-        size = sum(entry.bytes for entry in entries)
-        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    return entries
 
 
 def _is_weights(name: str) -> bool:

@@ -7,7 +7,10 @@ import termios
 
 import pexpect
 import pytest
+import torch
+from checkpoints import make_model
 from command_line import FLOAT, LOWBIT, ONE_THREAD, TINY, document, documented_keys, error, invoke, keys_in
+from gguf_files import write_model
 from test_chat import PLAIN
 
 from lowbit import llm
@@ -143,6 +146,16 @@ def test_a_model_without_template(packed):
     options = ("--template", TINY / "plain.jinja", "--max-new-tokens", 16, "--max-length", 256)
     result = invoke("chat", packed[0], *options, stdin="Return the number\n")
     assert result.stdout == answers(packed[0], "Return the number")[0] + "\n"
+
+
+def test_a_gguf_file_is_imported_first(tmp_path):
+    tokens = ["<s>", "</s>", "t", "h", "th", "e", "the", *[chr(0x100 + number) for number in range(396)]]
+    write_model(tmp_path / "m.gguf", make_model(dtype=torch.float32, intermediate_size=96), "Q4_0", tokens)
+    options = ("chat", tmp_path / "m.gguf", "--max-new-tokens", 3, "--max-length", 32, "--json")
+    first, second = (invoke(*options, stdin="the the\n") for _ in range(2))
+    assert "is imported to" in first.stderr and "was imported before" in second.stderr
+    turns = document(first)["turns"]
+    assert turns[0]["tokens"] == document(second)["turns"][0]["tokens"] and len(turns[0]["tokens"]) == 3
 
 
 def test_a_float_checkpoint_is_quantised_on_the_way():

@@ -2,6 +2,7 @@
 
 import ctypes
 import filecmp
+import json
 import os
 import shutil
 import warnings
@@ -117,6 +118,37 @@ def test_what_is_quantised_here_goes_over(symmetric, tmp_path):
     listed = [bytes(fields.fields["tokenizer.ggml.tokens"].parts[at]).decode() for at in
               fields.fields["tokenizer.ggml.tokens"].data]  # fmt: skip
     assert listed == text.convert_ids_to_tokens(range(2048))
+
+
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize("name, rule", [("llama-bpe", WORDS), ("qwen2", WORDS.replace("{1,3}", "")), ("gpt-2", None)])
+def test_tokenizers_come_back(tmp_path, name, rule):
+    """With the ways of cutting words that llama.cpp knows: the same tokens, ends and template after an import."""
+    from tokenizers import Regex, pre_tokenizers
+
+    tokenizer = load_tokenizer(FLOAT)
+    cut = [] if rule is None else [pre_tokenizers.Split(Regex(rule), "isolated")]
+    cut.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule is None))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cut) if rule else cut[0]
+    tokenizer.chat_template = "{{ messages }}"
+    make_model(dtype=torch.float32, **SIZES).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_gguf(tmp_path / "model", tmp_path / "m.gguf")
+        lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "back")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == name
+    found, text = load_tokenizer(tmp_path / "back"), "It's the first.\n\n  Return 12345 items; naïve 世界 </s>"
+    assert found(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert found.chat_template == tokenizer.chat_template
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """GGUF files that are damaged, or made to do damage: one sentence that names what is wrong, and nothing is written."""
 
+import json
 import os
 import random
 import re
@@ -11,10 +12,15 @@ import sys
 import lowbit
 import numpy as np
 import pytest
+import torch
 from gguf_files import ARRAY, STRING, file_bytes, tensor, text, value
 from lowbit.files import gguf as reader
 from lowbit.files.gguf import read_gguf
+from lowbit.importing import open_source
 from lowbit.importing.gguf import open_gguf
+from safetensors.torch import save
+from test_importing_directory import NF4, Quantised, awq, compressed, gptq
+from test_importing_others import hqq
 
 HUGE = [2**64 - 1, 2**63, 2**63 - 1, 2**61, 2**60 + 1, 2**40]
 METADATA = {
@@ -274,6 +280,69 @@ def test_mutants_of_a_file(tmp_path):
     count = int(os.environ.get("LOWBIT_FUZZ", 4000))
     accepted = fuzz(tmp_path, int(os.environ.get("LOWBIT_FUZZ_SEED", 1)), count, lambda file, number: open_gguf(file))
     assert 0 < accepted < count  # both ways were taken
+
+
+def layers_of_others() -> dict[str, tuple[dict, dict, dict]]:
+    """By format a layer of 32 x 32 weights: settings, tensors, metadata of the file."""
+    generator = torch.Generator().manual_seed(0)
+    layer = Quantised(32, 32, 4, 32, "free", generator)
+    matrix = {
+        "_type": "IntxUnpackedToInt8Tensor",
+        "_data": {"target_dtype": {"_data": "int4"}, "block_size": [1, 32], "activation_quantization": None},
+    }
+    integers = {
+        "_weight_qdata": (layer.codes - 8).to(torch.int8), "_weight_scale": layer.scales,
+        "_weight_zero_point": (layer.zeros - 8).to(torch.int8),
+    }  # fmt: skip
+    state = json.dumps({"quant_type": "nf4", "blocksize": 32, "dtype": "float16", "shape": [32, 32]})
+    nf4 = {
+        "weight": torch.randint(0, 256, (512, 1), generator=generator, dtype=torch.uint8),
+        "weight.absmax": torch.rand(32, generator=generator), "weight.quant_map": torch.tensor(NF4),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state.encode()), dtype=torch.uint8),
+    }  # fmt: skip
+    ternary = {"weight": torch.full((8, 32), 0b01100100, dtype=torch.uint8), "weight_scale": torch.ones(1)}
+    plain: dict = {"format": "pt"}
+    groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": False}}}
+    return {
+        "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq(layer, 4, 32, 2), plain),
+        "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, awq(layer), plain),
+        "compressed-tensors": (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups},
+            compressed(layer, 4), plain,
+        ),
+        "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, plain),
+        "bitnet": ({"quant_method": "bitnet"}, ternary, plain),
+        "hqq": ({"quant_method": "hqq"}, hqq(4, 32)(32, 32)[1], plain),
+        "torchao": ({"quant_method": "torchao"}, integers, plain | {"model.a.weight": json.dumps(matrix)}),
+    }  # fmt: skip
+
+
+def test_mutants_of_directories(tmp_path):
+    """Of a format's own file, or of config.json; what is accepted is read."""
+    count = int(os.environ.get("LOWBIT_FUZZ", 4000)) // 4
+    generator = random.Random(int(os.environ.get("LOWBIT_FUZZ_SEED", 1)))
+    wholes = {}
+    for name, (settings, tensors, metadata) in layers_of_others().items():
+        made = {("model.a" + ("." + leaf)): tensor.contiguous() for leaf, tensor in tensors.items()}
+        config = json.dumps({"model_type": "llama", "quantization_config": settings}).encode()
+        wholes[name] = {"model.safetensors": save(made, metadata), "config.json": config}
+    accepted = dict.fromkeys(wholes, 0)
+    for number in range(count + len(wholes)):
+        name = list(wholes)[number % len(wholes)]
+        files = dict(wholes[name])
+        if number >= len(wholes):  # the first of each is whole
+            which = generator.choice(("model.safetensors", "model.safetensors", "config.json"))
+            files[which] = mutated(files[which], generator)
+        for file, data in files.items():
+            (tmp_path / file).write_bytes(data)
+        try:
+            for matrix in open_source(tmp_path).tensors:
+                matrix.read(0, min(2, matrix.shape[0]))
+            accepted[name] += 1
+        except (ValueError, OSError) as error:
+            assert number >= len(wholes), (name, error)
+            assert str(error).isprintable(), (number, error)
+    assert min(accepted.values()) > 1 and sum(accepted.values()) < count
 
 
 def test_mutants_are_imported_or_leave_nothing(tmp_path):

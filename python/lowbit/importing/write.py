@@ -17,17 +17,16 @@ from typing import Any
 import torch
 
 from .. import _C, ops
-from ..checkpoint import CheckpointEntry, check_space, describe_entry, no_space, write_json
+from ..checkpoint import CheckpointEntry, new_checkpoint, write_json, write_tensors
 from ..files.config_json import CONFIG
-from ..files.replace import PartialDirectory, resolve_new_directory
-from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer
+from ..files.replace import resolve_new_directory
+from ..files.safetensors import Stored, Writer
 from .codes import Float, Matrix, Nearness, Stacked, Weights, as_floats, pack_rows, requantise_rows
 from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
 
 _BAND_WEIGHTS = 1 << 21
 _PANEL_ROWS = 16
-_ELEMENT = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -213,25 +212,6 @@ def _warn(source: Source, floats: Mapping[str, Float]) -> None:
         )
 
 
-def _shards(outputs: list[_Output], most: int) -> list[list[_Output]]:
-    """Files of the outputs in their order; in a file packed tensors come first, then the wider elements: all are
-    aligned."""
-
-    def place(output: _Output) -> int:
-        return -64 if output.packed else -_ELEMENT[output.tensor.dtype]
-
-    shards: list[list[_Output]] = [[]]
-    size = 0
-    for output in outputs:
-        count = output.stored(Path()).bytes
-        if shards[-1] and size + count > most:
-            shards.append([])
-            size = 0
-        shards[-1].append(output)
-        size += count
-    return [sorted(shard, key=place) for shard in shards]
-
-
 def write_checkpoint(
     source: Source,
     target: Path,
@@ -245,7 +225,7 @@ def write_checkpoint(
     from ..hf.placing import place_packed
 
     begin = time.perf_counter()
-    place = resolve_new_directory(target)
+    resolve_new_directory(target)  # refused before the model is built
     model = _meta_model(source.config, len(source.tensors))
     outputs = _plan(source, model)
     description = dict(source.config)
@@ -271,40 +251,23 @@ def write_checkpoint(
         if progress is not None:
             progress(read, total, name)
 
-    with PartialDirectory(place) as partial:
-        partial.rehearse()
-        check_space(partial.path, target_bytes)
-        with no_space(target, target_bytes):
-            source.write_files(partial.path)
-            entries, tensors = _write_tensors(partial.path, outputs, max_shard_bytes, done)
-            report = {
-                "version": VERSION,
-                "files": source.files,
-                "source": source.path.name,
-                "format": source.format,
-                "tensors": [asdict(each) for each in tensors],
-            }
-            write_json(partial.path / REPORT, report)
-            write_json(partial.path / CONFIG, description)  # last: without it nothing loads
-        partial.finish()
+    tensors: list[ImportedTensor] = []
+
+    def write(output: _Output, writer: Writer) -> None:
+        tensors.append(_write(output, writer, functools.partial(done, name=output.name)))
+
+    with new_checkpoint(target, target_bytes) as directory:
+        source.write_files(directory)
+        entries = write_tensors(directory, outputs, max_shard_bytes, write)
+        report = {
+            "version": VERSION,
+            "files": source.files,
+            "source": source.path.name,
+            "format": source.format,
+            "tensors": [asdict(each) for each in tensors],
+        }
+        write_json(directory / REPORT, report)
+        write_json(directory / CONFIG, description)  # last: without it nothing loads
     seconds = time.perf_counter() - begin
     return ImportSummary(target, source.format, entries, tensors, total, target_bytes, seconds)
 
-
-def _write_tensors(
-    directory: Path, outputs: list[_Output], max_shard_bytes: int, done: Callable[[int, str], None]
-) -> tuple[list[CheckpointEntry], list[ImportedTensor]]:
-    entries, tensors = [], []
-    shards = _shards(outputs, max_shard_bytes)
-    for number, shard in enumerate(shards, 1):
-        file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
-        stored = [output.stored(file) for output in shard]
-        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
-        with Writer(file, [(each.name, each.dtype, each.shape, each.bytes) for each in stored]) as writer:
-            for output in shard:
-                tensors.append(_write(output, writer, functools.partial(done, name=output.name)))
-    if len(shards) > 1:
-        weight_map = {entry.name: entry.file for entry in entries}
-        size = sum(entry.bytes for entry in entries)
-        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    return entries, tensors
