@@ -1,15 +1,15 @@
 #include "round_to_nearest.h"
 
-#include <cfloat>
 #include <cinttypes>
 #include <cmath>
+#include <limits>
 
 #include "pack.h"
 
 namespace lowbit {
 namespace {
 
-constexpr float kLargestWeight = FLT_MAX / 4;
+constexpr float kLargestWeight = std::numeric_limits<float>::max() / 4;
 // A group whose scale would be smaller counts as constant: the inverse of the scale must be finite.
 constexpr float kSmallestScale = 0x1p-120f;
 constexpr float kShrinkStep = 0.05f;
@@ -159,7 +159,7 @@ Grid choose_grid(const float* weight, int64_t count, int bits, bool affine, bool
   if (std::fabs(full.scale) < kSmallestScale) return {0.0f, affine ? low : 0.0f};
 
   Grid best = full;
-  float least = INFINITY;
+  float least = std::numeric_limits<float>::infinity();
   for (int c = 0; c < candidates(bits, search); ++c) {
     const float factor = 1.0f - kShrinkStep * static_cast<float>(c);
     Grid grid = {full.scale * factor, full.min * factor};

@@ -1,13 +1,12 @@
 #include "load_kernels.h"
 
-#include <dlfcn.h>
-
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
 
 #include "../kernels/registry.h"
+#include "shared_library.h"
 
 namespace lowbit {
 namespace {
@@ -15,14 +14,11 @@ namespace {
 constexpr char kFunction[] = "lowbit_kernels";
 
 // The end of a path: what fits a message and tells files apart.
-const char* tail(const char* path, size_t longest = 100) {
+const char* tail(const char* path) {
+  constexpr size_t longest = 100;
   const size_t length = std::strlen(path);
   return length > longest ? path + length - longest : path;
 }
-
-struct Close {
-  void operator()(void* library) const { dlclose(library); }
-};
 
 }  // namespace
 
@@ -45,9 +41,11 @@ Status add_kernels(const KernelLibrary& library, const char* name) {
 Status load_kernels(const char* path) {
   if (const Status& status = isa_cap_status(); !status.ok()) return status;
   if (path[0] == '\0') return Status::error("the path of the kernel library is empty");  // dlopen: the program itself
-  std::unique_ptr<void, Close> handle(dlopen(path, RTLD_NOW | RTLD_LOCAL));
-  if (handle == nullptr) return Status::system("kernel library does not load: %s", tail(dlerror(), 250));
-  const auto kernels = reinterpret_cast<KernelLibraryFunction*>(dlsym(handle.get(), kFunction));
+  SharedLibrary opened;
+  if (const Status status = SharedLibrary::open(path, &opened); !status.ok()) {
+    return Status::system("kernel library does not load: %s", status.message());
+  }
+  const auto kernels = reinterpret_cast<KernelLibraryFunction*>(opened.function(kFunction));
   if (kernels == nullptr) {
     return Status::error("'%s' is no kernel library: it has no function '%s'", tail(path), kFunction);
   }
@@ -57,7 +55,7 @@ Status load_kernels(const char* path) {
                          static_cast<int>(kKernelAbi));
   }
   if (Status status = add_kernels(*library, path); !status.ok()) return status;
-  handle.release();  // stays loaded
+  opened.keep();
   return {};
 }
 

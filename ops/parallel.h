@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <thread>
 
@@ -73,8 +74,15 @@ struct Grid {
   }
 };
 
+// What moves between the caches of two cores.
+#ifdef __APPLE__
+inline constexpr size_t kCacheLine = 128;
+#else
+inline constexpr size_t kCacheLine = 64;
+#endif
+
 // What threads know of each other's work on a band.
-struct alignas(64) Band {
+struct alignas(kCacheLine) Band {
   std::atomic<int64_t> claimed_rows{0}, prepared_rows{0}, claimed_columns{0};
 };
 

@@ -2,7 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
+
+#include "aligned_memory.h"
 
 namespace lowbit {
 
@@ -17,12 +18,12 @@ class Scratch {
   explicit Scratch(int64_t bytes) : kept_(kept()) {
     borrowed_ = !kept_.lent && bytes <= kKeptBytes;
     if (!borrowed_) {
-      data_ = allocate(bytes);
+      data_ = allocate_aligned(bytes);
       return;
     }
     if (kept_.bytes < bytes) {
-      std::free(kept_.memory);
-      kept_.memory = allocate(bytes);
+      free_aligned(kept_.memory);
+      kept_.memory = allocate_aligned(bytes);
       kept_.bytes = kept_.memory != nullptr ? bytes : 0;
     }
     kept_.lent = true;
@@ -32,7 +33,7 @@ class Scratch {
     if (borrowed_) {
       kept_.lent = false;
     } else {
-      std::free(data_);
+      free_aligned(data_);
     }
   }
   Scratch(const Scratch&) = delete;
@@ -50,7 +51,7 @@ class Scratch {
     bool lent = false;
 
     ~Kept() {
-      std::free(memory);
+      free_aligned(memory);
       lent = true;
     }
   };
@@ -58,7 +59,6 @@ class Scratch {
     static thread_local Kept of_thread;
     return of_thread;
   }
-  static void* allocate(int64_t bytes) { return std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)); }
 
   Kept& kept_;
   bool borrowed_;

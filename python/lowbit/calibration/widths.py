@@ -338,7 +338,7 @@ def measured(model: Any, inputs: list[Batch], config: LowBitConfig, bits: float,
         raise ValueError(f"target_bits is {bits!r}; expected a number of bits per weight")
     if config.levels not in (None, FIT):
         raise ValueError(f"levels are {config.levels!r}; expected {FIT!r} or none, where each layer has a width of its own")
-    selected = config.select(model)
+    selected = config.select(model, experts=False)
     check_weights(model, selected)
     reference = min(max(BITS[0], int(bits)), BITS[-1])
     return measure(model, inputs, selected, pinned_by(config, selected), reference, progress)

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# A CPython of another Debian release or processor, with its C headers, in a directory of its own: nothing is installed, no
+# root is needed.
+#   scripts/debian_python.sh VERSION ARCHITECTURE DIRECTORY      3.13 or 3.14; x86_64 or aarch64
+#   DIRECTORY/bin/python ...      runs it (another processor's under QEMU); DIRECTORY/include has Python.h
+# 30 MB are downloaded and 120 MB stay. DEBIAN_MIRROR names the mirror; without it, that of this machine's apt.
+set -euo pipefail
+
+version=${1:?usage: scripts/debian_python.sh VERSION ARCHITECTURE DIRECTORY}
+architecture=${2:?}
+target=${3:?}
+case $version in
+  3.13) suite=trixie ;;
+  3.14) suite=forky ;;
+  *) echo "no Debian release has CPython $version; expected 3.13 or 3.14" >&2; exit 1 ;;
+esac
+case $architecture in
+  x86_64) debian=amd64 loader=ld-linux-x86-64.so.2 ;;
+  aarch64) debian=arm64 loader=ld-linux-aarch64.so.1 ;;
+  *) echo "the architecture is '$architecture'; expected x86_64 or aarch64" >&2; exit 1 ;;
+esac
+mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' \
+  'Label: Debian' 2>/dev/null | grep -E -m 1 '^(https?|file):' || true)}
+if [ -z "$mirror" ] || [ ! -f /usr/share/keyrings/debian-archive-keyring.gpg ]; then
+  echo "apt, a Debian mirror (DEBIAN_MIRROR=<URL>) or the package debian-archive-keyring is missing" >&2
+  exit 1
+fi
+
+# Built aside and renamed at the end: what has the right name is whole.
+new=$target.new
+rm -rf "$new"
+mkdir -p "$new"/{root/usr/lib,bin,apt/lists/partial,apt/cache/archives/partial}
+new=$(cd "$new" && pwd)
+: >"$new/apt/status"
+echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main" >"$new/apt/sources.list"
+cat >"$new/apt/apt.conf" <<SETTINGS
+Dir::Etc::sourcelist "$new/apt/sources.list";
+Dir::Etc::sourceparts "-";
+Dir::State::lists "$new/apt/lists";
+Dir::State::status "$new/apt/status";
+Dir::Cache "$new/apt/cache";
+APT::Architecture "$debian";
+APT::Architectures { "$debian"; };
+APT::Install-Recommends "0";
+APT::Sandbox::User "root";
+Acquire::Languages "none";
+Debug::NoLocking "1";
+SETTINGS
+APT_CONFIG=$new/apt/apt.conf apt-get update -q >"$new/log" 2>&1 &&
+  APT_CONFIG=$new/apt/apt.conf apt-get install -y -q --download-only \
+    "python$version-minimal" "libpython$version-stdlib" "libpython$version-dev" libstdc++6 >>"$new/log" 2>&1 || {
+  tail -n 5 "$new/log" >&2
+  echo "CPython $version for $architecture could not be fetched" >&2
+  exit 1
+}
+ln -s usr/lib "$new/root/lib"
+ln -s usr/lib "$new/root/lib64"
+for package in "$new"/apt/cache/archives/*.deb; do
+  dpkg-deb --fsys-tarfile "$package" | tar -x -C "$new/root" --no-same-owner --no-same-permissions --keep-directory-symlink \
+    --exclude=./usr/share --exclude=./usr/include/linux --exclude=./usr/sbin --exclude=./etc --exclude=./var --exclude='*.a'
+done
+rm -rf "$new/apt" "$new/log"
+# Debian's Python.h asks for this one by the processor's directory, which is not on the path of another compiler.
+triple=$architecture-linux-gnu
+cp "$new/root/usr/include/$triple/python$version/pyconfig.h" "$new/root/usr/include/python$version/pyconfig.h"
+ln -s "root/usr/include/python$version" "$new/include"
+
+# A loader of its own: the C library may be newer than this machine's. argv[0] becomes sys.executable.
+cat >"$new/bin/python" <<WRAPPER
+#!/bin/sh
+self=\$(readlink -f "\$0")
+root=\${self%/bin/*}/root
+export PYTHONHOME="\$root/usr" PYTHONNOUSERSITE=1
+if [ "\$(uname -m)" = $architecture ]; then
+  exec "\$root/usr/lib/$loader" --argv0 "\$self" \\
+    --library-path "\$root/usr/lib/$triple:\$root/usr/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}" \\
+    "\$root/usr/bin/python$version" "\$@"
+fi
+export QEMU_LD_PREFIX="\$root"
+exec qemu-$architecture -0 "\$self" "\$root/usr/bin/python$version" "\$@"
+WRAPPER
+chmod +x "$new/bin/python"
+[ -e "$new/root/usr/lib/$loader" ] || ln -s "$triple/$loader" "$new/root/usr/lib/$loader"
+found=$("$new/bin/python" -c 'import platform, sys; print("%d.%d %s" % (*sys.version_info[:2], platform.machine()))')
+if [ "$found" != "$version $architecture" ]; then
+  echo "found Python $found; expected $version $architecture" >&2
+  exit 1
+fi
+rm -rf "$target"
+mv "$new" "$target"

@@ -1,0 +1,93 @@
+"""Uses an installed wheel as its users do; run by the Python that has it and nothing else of the project.
+
+    python wheel.py [--isa NAME]      NAME: the best kernels that must be in use here
+"""
+
+import argparse
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lowbit
+
+
+def fails_with(exception: type | tuple[type, ...], words: str, function, *arguments) -> None:
+    try:
+        function(*arguments)
+    except exception as error:
+        assert words in str(error), f"{error}: '{words}' is missing"
+    else:
+        raise AssertionError(f"no {exception} with '{words}'")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--isa")
+    arguments = parser.parse_args()
+    package = Path(lowbit.__file__).parent
+    assert not (package.parent.parent / "pyproject.toml").exists(), f"{package} is a checkout"
+    if arguments.isa:
+        assert arguments.isa in lowbit.isa()["active"], lowbit.isa()
+
+    # Quantises and runs: every width, near the float result.
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for bits in range(1, 9):
+            layer = nn.Linear(256, 96)
+            x = torch.randn(7, 256)
+            model = lowbit.quantize_(nn.Sequential(layer), lowbit.LinearConfig(bits=bits, group_size=32))
+            error = (model(x) - layer(x)).norm() / layer(x).norm()
+            assert error < 1.5 * 0.6**bits + 0.02, (bits, error)
+        vocabulary = lowbit.quantize_(nn.Sequential(nn.Embedding(100, 64)), lowbit.EmbeddingConfig(bits=4))
+        assert vocabulary(torch.tensor([[3, 99]])).shape == (1, 2, 64)
+
+        # A state dict comes back.
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        again = lowbit.quantize_(nn.Sequential(nn.Linear(256, 96)), lowbit.LinearConfig(bits=8, group_size=32))
+        again.load_state_dict(torch.load(buffer, weights_only=True))
+        assert torch.equal(again(x), model(x))
+
+        # Exports: the program has the operator, and computes the same.
+        with tempfile.TemporaryDirectory() as directory:
+            program = torch.export.export(model, (x,))
+            assert "lowbit.linear" in str(program.graph)
+            torch.export.save(program, Path(directory) / "model.pt2")
+            loaded = torch.export.load(Path(directory) / "model.pt2").module()
+            assert torch.equal(loaded(x), model(x))
+
+    # Refusals cross the operator library and the module as exceptions.
+    packed = model[0].packed_weight
+    fails_with(ValueError, "not a packed weight", lowbit.info, torch.zeros(256, dtype=torch.uint8))
+    # torch 2.15 makes a RuntimeError of every exception that an operator throws; those before keep its kind.
+    fails_with((ValueError, RuntimeError), "x has shape", torch.ops.lowbit.linear, torch.zeros(2, 3), packed, 96)
+    fails_with(OSError, "does not load", lowbit.load_kernels, "/nowhere/vendor.so")
+    wrong = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "import lowbit"],
+        check=False, capture_output=True, text=True, env=os.environ | {"LOWBIT_ISA": "nonsense"},
+    )
+    assert "LOWBIT_ISA is 'nonsense'" in wrong.stderr.splitlines()[-1], wrong.stderr
+
+    # What a C++ program needs is there.
+    prefix = Path(lowbit.cmake_prefix_path)
+    for name in "lib/cmake/lowbit/lowbit-config.cmake", "include/lowbit/ops/operators.h":
+        assert (prefix / name).is_file(), name
+
+    if importlib.util.find_spec("executorch"):
+        importlib.import_module("lowbit.executorch").register()
+    print(
+        f"Python {sys.version.split()[0]}, torch {torch.__version__}, "
+        f"{', '.join(lowbit.isa()['active'])}: {len(lowbit.kernels())} kernels, {prefix}"
+    )
+
+
+if __name__ == "__main__":
+    main()
