@@ -33,6 +33,7 @@ WINDOW = 512
 CALIBRATED = {
     "importance": ("importance", {}),
     "auto": ("auto", {}),
+    "tuned": ("tuned", {}),
     "gptq": ("gptq", {"correction": 0.0, "sweeps": 0}),
     "gptaq-0.25": ("gptq", {"correction": 0.25, "sweeps": 0}),
     "gptaq": ("gptq", {"correction": 1.0, "sweeps": 0}),
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["tiny_llama", "minilm"], choices=["tiny_llama", "minilm"])
     parser.add_argument("--bits", nargs="*", type=int, default=[4, 3, 2])
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[32])
-    parser.add_argument("--mappings", nargs="+", default=["symmetric"], choices=["symmetric", "affine"])
+    parser.add_argument("--mappings", nargs="+", default=["symmetric"], choices=["symmetric", "affine", "levels"])
     parser.add_argument("--methods", nargs="+", default=["nearest", "importance", "auto"],
                         choices=["nearest", *CALIBRATED])
     parser.add_argument("--table-bits", type=int, default=0, help="more for tables of embeddings than for the rest")

@@ -24,7 +24,7 @@ SAMPLE = 1 << 18  # weights that a fit looks at; more change the levels by a ste
 _ROUNDS = 20
 _CHUNK = 1 << 20  # weights at once
 # Of the scale at which the group's largest magnitude meets the largest level. Below 1 outliers are cut off.
-_FACTORS = (1.0, 0.93, 0.87, 0.81, 0.75, 1.08)
+FACTORS = (1.0, 0.93, 0.87, 0.81, 0.75, 1.08)
 
 
 def sampled_rows(n: int, k: int) -> range:
@@ -53,20 +53,31 @@ def _per_weight(importance: Tensor | None, weight: Tensor) -> Tensor | None:
     return importance.float().expand(weight.shape)
 
 
-class _Table:
+class Table:
     """Levels in order, for looking up the nearest."""
 
     def __init__(self, levels: Tensor):
         self.levels, self.order = levels.float().sort()
         self.between = (self.levels[1:] + self.levels[:-1]) / 2
 
+    @property
+    def by_code(self) -> tuple[int, ...]:
+        """The levels as a packed weight has them."""
+        found = torch.empty_like(self.levels)
+        found[self.order] = self.levels
+        return tuple(map(int, found))
+
+    def codes(self, levels: Tensor) -> Tensor:
+        """The codes, uint8, of levels that are in the table."""
+        return self.order[torch.searchsorted(self.levels, levels.contiguous())].to(torch.uint8)
+
     def nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The places of the nearest levels, and the levels."""
-        places = torch.bucketize(x, self.between)
+        places = torch.bucketize(x.contiguous(), self.between)
         return places, self.levels[places]
 
 
-def _refit(x: Tensor, near: Tensor, importance: Tensor | None, scale: Tensor) -> Tensor:
+def refit(x: Tensor, near: Tensor, importance: Tensor | None, scale: Tensor) -> Tensor:
     """The scales [groups, 1] with the least squared error for these levels."""
     weighted = near if importance is None else near * importance
     squares = (weighted * near).sum(1, keepdim=True)
@@ -82,7 +93,7 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
     return x * torch.where(scale == 0, 0.0, 1.0 / scale)
 
 
-def _best_scales(x: Tensor, table: _Table, importance: Tensor | None, factors: Sequence[float]) -> Tensor:
+def best_scales(x: Tensor, table: Table, importance: Tensor | None, factors: Sequence[float]) -> Tensor:
     """The best of some scales for each group, of both signs where the table is not symmetric, then fitted to its levels."""
     largest = x.abs().amax(1, keepdim=True)
     ends = {float(table.levels[-1]), float(table.levels[0])} - {0.0}
@@ -97,7 +108,7 @@ def _best_scales(x: Tensor, table: _Table, importance: Tensor | None, factors: S
                 scale = largest * (sign * factor / end)
                 _, near = table.nearest(_scaled(x, scale))
                 if len(factors) > 1:
-                    scale = _refit(x, near, importance, scale)
+                    scale = refit(x, near, importance, scale)
                 error = _error(x, near, importance, scale)
                 if least is None:
                     best_scale, least = scale, error
@@ -132,7 +143,7 @@ def round_to_levels(
         ValueError: importance of another shape.
     """
     n, k = weight.shape
-    table = _Table(torch.tensor(list(levels)))
+    table = Table(torch.tensor(list(levels)))
     importance = _per_weight(importance, weight)
     codes, scales = [], []
     rows = max(1, _CHUNK // k)
@@ -140,10 +151,10 @@ def round_to_levels(
         part = weight[begin : begin + rows].detach().float()
         x = _grouped(part, group_size)
         counts = None if importance is None else _grouped(importance[begin : begin + rows], group_size)
-        scale = _best_scales(x, table, counts, _FACTORS if search else (1.0,))
+        scale = best_scales(x, table, counts, FACTORS if search else (1.0,))
         places, near = table.nearest(_scaled(x, scale))
         if search:
-            scale = _refit(x, near, counts, scale)
+            scale = refit(x, near, counts, scale)
             places, _ = table.nearest(_scaled(x, scale))
         codes.append(table.order[places].to(torch.uint8).reshape(len(part), -1)[:, :k])
         scales.append(scale.reshape(len(part), -1))
@@ -157,29 +168,29 @@ def _starts(bits: int) -> list[Tensor]:
     return [even, torch.tensor(TABLES["iq4_nl"]) / LARGEST if bits == 4 else even.sign() * even.abs() ** 1.4]
 
 
-def _fit(x: Tensor, importance: Tensor | None, bits: int, start: Tensor) -> tuple[_Table, float]:
+def _fit(x: Tensor, importance: Tensor | None, bits: int, start: Tensor) -> tuple[Table, float]:
     """The table, and the error that is left."""
-    table = _Table(start)
-    scale = _best_scales(x, table, importance, _FACTORS)
+    table = Table(start)
+    scale = best_scales(x, table, importance, FACTORS)
     for step in range(_ROUNDS):
         if step % 4 == 3:
             fitted = []
             for signed in (scale, -scale):
                 _, near = table.nearest(_scaled(x, signed))
-                signed = _refit(x, near, importance, signed)
+                signed = refit(x, near, importance, signed)
                 fitted.append((signed, _error(x, near, importance, signed)))
             (scale, kept), (other, turned) = fitted
             scale = torch.where(turned < kept, other, scale)
         places, near = table.nearest(_scaled(x, scale))
-        scale = _refit(x, near, importance, scale)
+        scale = refit(x, near, importance, scale)
         weighted = scale.expand(x.shape) if importance is None else scale * importance
         squares = torch.bincount(places.flatten(), (weighted * scale).flatten().double(), minlength=2**bits)
         products = torch.bincount(places.flatten(), (weighted * x).flatten().double(), minlength=2**bits)
         moved = torch.where(squares > 0, products / squares.clamp(min=1e-300), table.levels.double())
         largest = float(moved.abs().max())
-        table = _Table(moved / largest)
+        table = Table(moved / largest)
         scale = scale * largest
-    scale = _best_scales(x, table, importance, _FACTORS)
+    scale = best_scales(x, table, importance, FACTORS)
     _, near = table.nearest(_scaled(x, scale))
     return table, float(_error(x, near, importance, scale).sum())
 

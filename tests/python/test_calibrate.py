@@ -6,8 +6,9 @@ from torch import Tensor
 
 import lowbit
 from lowbit import LinearConfig
+from lowbit.calibration import bands
 from lowbit.calibration.gptq import Moments, Solver, best_correction, descend, gptq, target
-from lowbit.calibration.grid import Quantised, nearest
+from lowbit.calibration.grid import Quantised, nearest, with_table
 from lowbit.calibration.importance import search
 from reference import MAPPINGS, WIDTHS
 
@@ -264,3 +265,55 @@ def test_what_is_refused():
         gptq(weight, moments_of(correlated(33)), config)
     with pytest.raises(ValueError, match="saw no tokens"):
         gptq(weight, Moments(torch.zeros(32, 32), None, 0), config)
+
+
+# ---- tables of levels
+
+
+@pytest.mark.parametrize("bits, levels", [(2, "fit"), (3, "fit"), (4, "fit"), (4, "mxfp4"), (4, "nf4")])
+def test_tables_of_levels(bits, levels):
+    """As they are stored, and each method better than the one before."""
+    for n, k, group in ((24, 80, 32), (5, 50, 48), (3, 130, None)):
+        weight, x = weights(n, k), correlated(k)
+        moments = moments_of(x)
+        config = with_table(LinearConfig(bits, group, levels=levels), weight, moments.importance())
+        assert len(config.levels) == 2**bits and set(map(type, config.levels)) == {int}
+        by_lowbit = lowbit.nn.Linear(lowbit.quantize_tensor(weight, config)).dequantize()
+        found = [search(weight, moments.importance(), config), gptq(weight, moments, config), gptq(weight, moments, config)]
+        descend(found[2], weight, moments, sweeps=1)
+        for quantised in found:
+            unpacked = lowbit.unpack(quantised.pack())
+            assert unpacked.mapping == "levels" and tuple(unpacked.levels.tolist()) == config.levels
+            assert torch.equal(unpacked.codes, quantised.codes()) and torch.equal(unpacked.scales, quantised.scales)
+            assert torch.equal(lowbit.nn.Linear(quantised.pack()).dequantize(), quantised.dequantize())
+        assert torch.equal(gptq(weight, moments, config).levels, found[1].levels)
+        wanted = x @ weight.T
+        errors = [float((x @ by_lowbit.T - wanted).square().sum())]
+        errors += [float((x @ quantised.dequantize().T - wanted).square().sum()) for quantised in found]
+        assert min(errors[:2]) > errors[2] > errors[3], (errors, n, k, group)
+
+
+def test_a_fitted_table_is_better_than_whole_numbers_at_two_bits():
+    weight, moments = weights(48, 96), moments_of(correlated(96))
+    symmetric, fitted = (
+        output_error(weight, gptq(weight, moments, LinearConfig(2, 32, levels=levels)), correlated(96))
+        for levels in (None, "fit")
+    )
+    assert fitted < 0.95 * symmetric, (fitted, symmetric)
+
+
+def test_bands_of_a_matrix_have_one_table(monkeypatch):
+    weight, moments = weights(70, 96), moments_of(correlated(96))
+    config, bias = with_table(LinearConfig(3, 32, levels="fit"), weight, moments.importance()), weights(1, 70)[0]
+    solver = Solver(moments)
+    whole = bands.packed_in_bands(weight, config, lambda rows: solver.quantise(rows, config, 1.0), bias)
+    monkeypatch.setattr(bands, "_BAND_WEIGHTS", 32 * 96)
+    seen = []
+
+    def quantise(rows: Tensor) -> Quantised:
+        seen.append(len(rows))
+        return solver.quantise(rows, config, 1.0)
+
+    parts = bands.packed_in_bands(weight, config, quantise, bias)
+    assert seen == [32, 32, 6] and torch.equal(parts, whole)
+    assert lowbit.info(whole).levels == config.levels

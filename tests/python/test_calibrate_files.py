@@ -133,10 +133,10 @@ def test_files_have_what_memory_has(kind, method, tmp_path):
 
 
 def test_a_matrix_in_bands_is_the_same(source, tmp_path, monkeypatch):
-    from lowbit.calibration import model
+    from lowbit.calibration import bands
 
     calibrate_checkpoint(source, tmp_path / "one", CONFIG, words(1500))
-    monkeypatch.setattr(model, "_BAND_WEIGHTS", 64 * 32)
+    monkeypatch.setattr(bands, "_BAND_WEIGHTS", 64 * 32)
     calibrate_checkpoint(source, tmp_path / "other", CONFIG, words(1500))
     one, other = packed_of(tmp_path / "one"), packed_of(tmp_path / "other")
     for name in one:
@@ -156,6 +156,20 @@ def test_an_encoder_sees_each_line_by_itself(tmp_path):
     wanted = hidden(load(source).eval())
     errors = [relative(hidden(load(tmp_path / name).eval()), wanted) for name in ("out", "plain")]
     assert errors[0] < 0.7 * errors[1], errors
+
+
+def test_fitted_levels_from_file_to_file(source, text, tmp_path):
+    options = ["--bits", 2, "--mapping", "levels", "--embedding-bits", "8"]
+    said = document(invoke("quantize", source, tmp_path / "out", *options, "--calibrate", text, "--json"))
+    assert set(said["methods"].values()) == {"gptq"}
+    assert invoke("quantize", source, tmp_path / "plain", *options).exit_code == 0
+    kinds = [{entry.name: (entry.mapping, entry.bits) for entry in lowbit.inspect_checkpoint(tmp_path / name)
+              if entry.kind == "packed"} for name in ("out", "plain")]  # fmt: skip
+    assert kinds[0] == kinds[1] and set(kinds[0].values()) == {("levels", 2), ("symmetric", 8)}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    wanted = hidden(load(source).eval())
+    errors = [relative(hidden(load(tmp_path / name).eval()), wanted) for name in ("out", "plain")]
+    assert errors[0] < 0.8 * errors[1], errors
 
 
 def test_what_cannot_be_packed_stays_float_and_is_said(tmp_path):
@@ -235,16 +249,17 @@ main()
     assert result.returncode == -signal.SIGKILL, (result.returncode, result.stderr)
 
 
-@pytest.mark.parametrize("budget", [[], ["--target-bits", "6"]])
-def test_a_killed_run_goes_on(budget, source, text, tmp_path, run_python):
-    options = ["--calibrate", text, "--method", "gptq", *budget]
+# What is kept before the kill: the table, which is the head too, and layer after layer, or block after block.
+@pytest.mark.parametrize("method, budget, kept, resumed", [("gptq", [], 9, 10), ("tuned", ["--target-bits", "6"], 2, 9)])
+def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_path, run_python):
+    options = ["--calibrate", text, "--method", method, *budget]
     expected = document(invoke("quantize", source, tmp_path / "whole", *options, "--json"))
     assert expected["resumed_layers"] == 0 and set(expected) == documented_keys("quantize")
-    killed_after(9, ["quantize", source, tmp_path / "out", *options], run_python)
+    killed_after(kept, ["quantize", source, tmp_path / "out", *options], run_python)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / ".out.calibration").is_dir()
     said = document(invoke("quantize", source, tmp_path / "out", *options, "--json"))
-    assert said["resumed_layers"] == 10  # the table and the head are two of them
+    assert said["resumed_layers"] == resumed  # the table and the head are two of them
     assert said["methods"] == expected["methods"]
     for name in sorted(os.listdir(tmp_path / "whole")):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
@@ -310,7 +325,7 @@ def test_a_target_size_is_met_to_the_byte(source, text, tmp_path):
         largest = found
         entries = [entry for entry in lowbit.inspect_checkpoint(out) if entry.kind == "packed"]
         assert len({(entry.bits, entry.group_size) for entry in entries}) > 1
-        assert all(2 <= entry.bits <= 8 and entry.group_size in (16, 32, 64, 128) for entry in entries)
+        assert all(1 <= entry.bits <= 8 and entry.group_size in (16, 32, 64, 128) for entry in entries)
         assert said["bits_per_weight"] == 8 * said["packed_bytes"] / said["packed_weights"]
         loaded = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
         assert hidden(loaded).isfinite().all()
@@ -392,7 +407,7 @@ def test_budgets_that_cannot_be(source, text, tmp_path):
         options = ["--calibrate", text, "--target-size", end, "--method", "importance"]
         assert invoke("quantize", source, tmp_path / end, *options).exit_code == 0
     assert weights_bytes(tmp_path / found[1]) == int(found[1])
-    for bits in (1.5, 20):
+    for bits in (1.1, 20):
         said = error(invoke("quantize", source, out, "--calibrate", text, "--target-bits", bits))
         assert re.search(r"bits per weight cannot be had; this model takes [\d.]+ at the least and [\d.]+ at the", said)
     assert "--calibrate" in error(invoke("quantize", source, out, "--target-bits", 3))
@@ -410,7 +425,7 @@ def test_budgets_that_cannot_be(source, text, tmp_path):
         ("binary", r"is not UTF-8 text: .* at byte 0"),
         ("missing", r"No such file"),
         ("tokenizer", r"has no tokenizer.json"),
-        ("method", r"method is 'awq'; expected one of 'auto', 'gptq', 'importance'"),
+        ("method", r"method is 'awq'; expected one of 'auto', 'gptq', 'importance', 'tuned'"),
         ("nan", r"the inputs of model.layers.1.self_attn.\w+ have NaN or infinite values on the calibration text"),
         ("blocks", r"LlamaForCausalLM has no list of blocks with layers to quantise, which gptq goes through"),
         ("taken", r"has 1 files; expected a directory that is empty"),

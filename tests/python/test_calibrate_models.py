@@ -88,10 +88,28 @@ def test_llama_gets_better():
         assert found[1] < found[0], found
 
 
+@pytest.mark.parametrize("config", [LinearConfig(2, 32), LinearConfig(2, 32, "affine"), LinearConfig(2, levels="fit")])
+def test_tuned_scales_are_better_at_two_bits(config):
+    torch.manual_seed(3)
+    found = errors(llama(), {"*": config, "lm_head": None}, ("gptq", "tuned"))
+    assert found[1] < 0.95 * found[0], found
+
+
+def test_bert_s_biases_are_tuned_too():
+    model = bert()
+    floats = {name: module.bias.clone() for name, module in model.named_modules() if type(module) is nn.Linear}
+    config = {"*": LinearConfig(2), "*pooler*": None}
+    result = calibrate(model, tokens(20), config, "tuned")
+    assert "tuned" in result.methods.values()
+    for name, method in result.methods.items():
+        bias = lowbit.unpack(model.get_submodule(name).packed_weight).bias
+        assert torch.equal(bias, floats[name]) == (method != "tuned"), name
+
+
 def test_llama_in_bfloat16():
     model = llama().bfloat16()
     names = linears(model)
-    result = calibrate(model, tokens(8), LinearConfig(4), "gptq")
+    result = calibrate(model, tokens(8), LinearConfig(4), "tuned")
     assert packed(model) == names == set(result.methods)
     assert hidden(model, tokens(1)).isfinite().all()
 

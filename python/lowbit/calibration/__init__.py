@@ -41,7 +41,9 @@ def calibrate(
         config: as for :func:`lowbit.quantize_`, or a :class:`lowbit.LowBitConfig`.
         method: "gptq" (:func:`lowbit.calibration.gptq.gptq`, the better one, which takes as long as some ten passes over
             the text), "importance" (:func:`lowbit.calibration.importance.search` with the mean square of each input; one
-            pass), or "auto": gptq where a layer saw at least as many tokens as it has inputs, else importance.
+            pass), "auto": gptq where a layer saw at least as many tokens as it has inputs, else importance, or "tuned":
+            auto, and behind each block its scales are learnt (:func:`lowbit.calibration.tuning.tuned`), which pays below
+            3 bits, takes some three times as long, and gradients' memory for one block.
         tokenizer: of the model, for texts.
         window: tokens of a language model's inputs.
         max_tokens: of texts that are used; of longer ones, parts that lie evenly in them. Memory is needed for two

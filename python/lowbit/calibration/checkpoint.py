@@ -15,10 +15,11 @@ from ..checkpoint import MAX_SHARD_BYTES, CheckpointSummary, PlannedSize, planne
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import files_of, read_files
-from .data import MOST_TOKENS, batches, tokens_of
+from .data import MOST_TOKENS, batches
 from .journal import Journal, digest
-from .model import Kept, check_method, evaluating, has_blocks, run
+from .model import Kept, check_method, evaluating, run
 from .result import Calibration
+from .selection import has_blocks
 from .widths import Item, Option, assign, config_of, extremes, measured, within
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def calibrate_checkpoint(
         "text": digest([text.encode()]),
         "config": json.dumps([config.to_dict(), budget], sort_keys=True),
         "method": f"{method}, window {window}, {max_tokens} tokens",
+        "torch": torch.__version__,  # whose sums may differ in their last bits
     }
     with Journal(place, identity) as journal:
         if journal.begun_anew:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .grid import Config, Quantised, levels_near, stored
+from .grid import Config, Quantised, levels_near, stored, table_in, with_table
 from .importance import in_groups, search, search_groups
 
 _LEAST_COLUMNS = 64  # of a block whose errors are passed on together
@@ -107,8 +107,14 @@ class Solver:
         # What an error of an input costs once the inputs behind it have made up for what they can.
         self.costs = self.diagonal.square().reciprocal()
 
+    def table(self, weight: Tensor, config: Config) -> Config:
+        """The config with its table of levels fitted to a whole matrix, where it has one that is to be fitted."""
+        return with_table(config, weight, self.importance)
+
     def quantise(self, weight: Tensor, config: Config, correction: float) -> Quantised:
         """Rows of a matrix, float32 [n, k]; the arguments are those of :func:`gptq`."""
+        config = self.table(weight, config)
+        table = table_in(config)
         n, k = weight.shape
         if k != len(self.factor):
             raise ValueError(f"the moments are of {len(self.factor)} inputs; expected {k}")
@@ -143,7 +149,7 @@ class Solver:
                     if affine:
                         mins[:, g] = stored(low, largest)[:, 0]
                 values = block[at]
-                level = levels_near(values, scales[:, g], mins[:, g] if affine else None, config.bits)
+                level = levels_near(values, scales[:, g], mins[:, g] if affine else None, config.bits, table)
                 rounded = scales[:, g] * level
                 if affine:
                     rounded = rounded + mins[:, g]
@@ -249,6 +255,7 @@ def descend(
         sweeps: each takes as long as :func:`gptq`.
     """
     config = quantised.config
+    table = table_in(config)
     n, k = wanted.shape
     group = config.group_size or k
     square = _damped(moments.square, damping)
@@ -270,7 +277,7 @@ def descend(
             before = scale * levels[begin:end] if low is None else scale * levels[begin:end] + low
             now = before.clone()
             for at in range(end - begin):
-                level = levels_near(now[at] + block[at] / diagonal[begin + at], scale, low, config.bits)
+                level = levels_near(now[at] + block[at] / diagonal[begin + at], scale, low, config.bits, table)
                 value = scale * level if low is None else scale * level + low
                 block.addr_(inner[at], value - now[at], alpha=-1.0)
                 levels[begin + at], now[at] = level, value

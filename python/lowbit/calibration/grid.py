@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..levels import TABLES, Table
 from ..ops import pack
-from ..quantize import EmbeddingConfig, LinearConfig
+from ..quantize import EmbeddingConfig, LinearConfig, table_of
 
 Config = LinearConfig | EmbeddingConfig
 
@@ -16,6 +17,7 @@ _SCALE_BITS = 11  # significant bits of a float16
 # Scales of a row that are smaller than its largest by more than this become 0. float16 holds 29 powers of two with all
 # bits; the rest is room for a largest scale that grows while codes are chosen.
 _SMALLEST = 2.0**-20
+_FITTED = 1 << 16  # weights, or up to twice as many, that a table of levels is fitted to
 
 
 def stored(values: Tensor, largest: Tensor) -> Tensor:
@@ -32,12 +34,32 @@ def stored(values: Tensor, largest: Tensor) -> Tensor:
     return torch.where(values.abs() < largest * _SMALLEST, 0.0, rounded)
 
 
-def levels_near(values: Tensor, scale: Tensor, min: Tensor | None, bits: int) -> Tensor:
+def with_table(config: Config, weight: Tensor, importance: Tensor | None = None) -> Config:
+    """A config whose table of levels, if it has one, is there in numbers: fitted to ``weight`` [n, k] where the config says
+    so, each squared error counted by ``importance`` [k]."""
+    if config.mapping != "levels" or not isinstance(config.levels, str):
+        return config
+    step = max(1, weight.numel() // _FITTED)
+    return replace(config, levels=table_of(config, weight[::step], importance))
+
+
+def table_in(config: Config) -> Table | None:
+    """The table of a config, for looking up the nearest level; None: its levels are whole numbers in a row."""
+    if config.mapping != "levels":
+        return None
+    if config.levels is None or isinstance(config.levels, str) and config.levels not in TABLES:
+        raise ValueError(f"levels are {config.levels!r}; expected numbers: with_table fits them to a matrix")
+    return Table(torch.tensor(TABLES[config.levels] if isinstance(config.levels, str) else config.levels))
+
+
+def levels_near(values: Tensor, scale: Tensor, min: Tensor | None, bits: int, table: Table | None = None) -> Tensor:
     """The levels nearest to ``values``, as floats.
 
-    Symmetric: -2^(b-1) to 2^(b-1) - 1, at 1 bit -1 and 1. Affine: 0 to 2^b - 1.
+    Symmetric: -2^(b-1) to 2^(b-1) - 1, at 1 bit -1 and 1. Affine: 0 to 2^b - 1. With a table: its levels.
     """
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
+    if table is not None:
+        return table.nearest(values * inverse)[1]
     if min is not None:
         return ((values - min) * inverse).round_().clamp_(0, 2**bits - 1)
     if bits == 1:
@@ -50,7 +72,8 @@ def levels_near(values: Tensor, scale: Tensor, min: Tensor | None, bits: int) ->
 class Quantised:
     """A matrix in the terms of the format."""
 
-    levels: Tensor  # float32 [n, k]; symmetric -2^(b-1) .. 2^(b-1) - 1 (1 bit: -1, 1), affine 0 .. 2^b - 1
+    # float32 [n, k]; symmetric -2^(b-1) .. 2^(b-1) - 1 (1 bit: -1, 1), affine 0 .. 2^b - 1, or levels of the config's table
+    levels: Tensor
     scales: Tensor  # float32 [n, groups], as stored
     mins: Tensor | None  # float32 [n, groups], as stored; None: symmetric
     config: Config
@@ -68,6 +91,9 @@ class Quantised:
 
     def codes(self) -> Tensor:
         """uint8 [n, k], as :func:`lowbit.pack` takes them."""
+        table = table_in(self.config)
+        if table is not None:
+            return table.codes(self.levels)
         if self.mins is not None:
             return self.levels.to(torch.uint8)
         if self.config.bits == 1:
@@ -85,6 +111,7 @@ class Quantised:
             bits=config.bits,
             group_size=config.group_size,
             mapping=config.mapping,
+            levels=None if config.mapping != "levels" else table_in(config).by_code,
         )
 
 
@@ -92,6 +119,10 @@ def nearest(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config)
     """Rounds each weight to the nearest level of its group."""
     quantised = Quantised(weight, scales, mins, config)
     quantised.levels = levels_near(
-        weight, quantised.per_input(scales), None if mins is None else quantised.per_input(mins), config.bits
+        weight,
+        quantised.per_input(scales),
+        None if mins is None else quantised.per_input(mins),
+        config.bits,
+        table_in(config),
     )
     return quantised

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .grid import Config, Quantised, levels_near, nearest, stored
+from ..levels import FACTORS, Table, best_scales, refit
+from .grid import Config, Quantised, levels_near, nearest, stored, table_in, with_table
 
 _FITS = 3
 _CHUNK = 1 << 20  # weights that are searched at a time, which bounds the memory
@@ -25,11 +26,13 @@ def search(weight: Tensor, importance: Tensor | None, config: Config) -> Quantis
     Args:
         weight: float32 [n, k], finite.
         importance: float32 [k] or [n, k], not negative; None: all alike.
-        config: bits, group size and mapping; its choice of scale does not count.
+        config: bits, group size and mapping; its choice of scale does not count. A table that is to be fitted is fitted to
+            these rows: fit it before where they are a part of a matrix (:func:`lowbit.calibration.grid.with_table`).
 
     Returns:
         The rounded matrix, with scales as they are stored.
     """
+    config = with_table(config, weight, importance if importance is None or importance.dim() == 1 else None)
     if importance is not None and importance.dim() == 1:
         importance = importance.expand(weight.shape)
     scales, mins = [], []
@@ -71,9 +74,22 @@ def search_groups(x: Tensor, importance: Tensor, config: Config) -> tuple[Tensor
     # Groups that no input reaches are fitted as if all were alike.
     total = importance.sum(2, keepdim=True)
     importance = torch.where(total > 0, importance / torch.where(total > 0, total, 1.0), 1.0 / x.shape[2])
-    return _search_affine(x, importance, config.bits) if config.mapping == "affine" else (
-        _search_symmetric(x, importance, config.bits), None
-    )
+    if config.mapping == "affine":
+        return _search_affine(x, importance, config.bits)
+    table = table_in(config)
+    if table is not None:
+        return _search_table(x, importance, table), None
+    return _search_symmetric(x, importance, config.bits), None
+
+
+def _search_table(x: Tensor, w: Tensor, table: Table) -> Tensor:
+    groups, counts = x.flatten(0, 1), w.flatten(0, 1)
+    # A weight that does not count must not set the range either.
+    scale = best_scales(torch.where(counts > 0, groups, 0.0), table, counts, FACTORS)
+    for _ in range(_FITS):
+        inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
+        scale = refit(groups, table.nearest(groups * inverse)[1], counts, scale)
+    return scale.view(x.shape[:2])
 
 
 def _search_symmetric(x: Tensor, w: Tensor, bits: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..files.replace import lock, sync, sync_path
 
-_VERSION = 1
+_VERSION = 2
 _IDENTITY, _LAYERS, _WIDTHS = "identity.json", "layers.jsonl", "widths.json"
 
 
@@ -52,6 +52,7 @@ class Journal:
         self.path = target.parent / f".{target.name}.calibration"
         self.identity = {"version": str(_VERSION), **identity}
         self.packed: dict[str, tuple[str, Tensor]] = {}
+        self._files = 0
         self.begun_anew: list[str] = []
 
     def __enter__(self) -> Journal:
@@ -90,14 +91,17 @@ class Journal:
             return
         for line in lines:
             try:
-                entry = json.loads(line)
-                packed = self._map(entry["file"])
-                ops.verify(packed)
+                entries = json.loads(line)
+                found = [self._map(entry["file"]) for entry in entries]
+                for packed in found:
+                    ops.verify(packed)
             except (ValueError, KeyError, TypeError, OSError, RuntimeError):
                 break
             whole += line
-            for name in entry["layers"]:
-                self.packed[name] = (entry["method"], packed)
+            self._files += len(found)
+            for entry, packed in zip(entries, found, strict=True):
+                for name in entry["layers"]:
+                    self.packed[name] = (entry["method"], packed)
         log.write_bytes(whole)
 
     def _map(self, name: str) -> Tensor:
@@ -112,19 +116,28 @@ class Journal:
         os.replace(partial, self.path / name)
         sync_path(self.path)
 
-    def keep(self, names: list[str], method: str, packed: Tensor) -> Tensor:
-        """Writes layers that share a packed weight, and returns it as it lies in the file, in no memory of its own."""
-        name = f"{len(set(id(each) for _, each in self.packed.values())):05}.packed"
-        with open(self.path / name, "wb") as file:
-            file.write(packed.numpy())
+    def keep(self, layers: list[tuple[list[str], str, Tensor]]) -> list[Tensor]:
+        """Writes layers, all of them or, should the run be killed, none, and returns their weights as they lie in the files,
+        in no memory of their own.
+
+        Args:
+            layers: those that share a packed weight, their method, and the weight.
+        """
+        entries = []
+        for names, method, packed in layers:
+            entries.append({"layers": names, "method": method, "file": f"{self._files:05}.packed"})
+            self._files += 1
+            with open(self.path / entries[-1]["file"], "wb") as file:
+                file.write(packed.numpy())
+                sync(file)
+        with open(self.path / _LAYERS, "ab") as file:  # a line is whole, or does not count
+            file.write(json.dumps(entries).encode() + b"\n")
             sync(file)
-        with open(self.path / _LAYERS, "ab") as file:
-            file.write(json.dumps({"layers": names, "method": method, "file": name}).encode() + b"\n")
-            sync(file)
-        mapped = self._map(name)
-        for each in names:
-            self.packed[each] = (method, mapped)
-        return mapped
+        found = [self._map(entry["file"]) for entry in entries]
+        for (names, method, _), mapped in zip(layers, found, strict=True):
+            for name in names:
+                self.packed[name] = (method, mapped)
+        return found
 
     def widths(self) -> Any:
         """What :meth:`keep_widths` has kept; None: nothing."""

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _C, nn, ops
-from ..layers import KINDS, leave_fused_paths
-from ..quantize import EmbeddingConfig, LinearConfig, check_layer
-from ..quantize_model import described_to_transformers, quantize_, select_layers
+from .. import nn
+from ..layers import leave_fused_paths
+from ..quantize import EmbeddingConfig, LinearConfig
+from ..quantize_model import described_to_transformers, quantize_
+from .bands import packed_in_bands
 from .capture import Call, Stop, blocks_of, inputs_of, slow_paths
+from .collect import HELD, HELD_PART, add_to, inputs_in_a_run, part_held, rows_of, sets_of
 from .data import Batch, batches, tokens_of
 from .gptq import Moments, Solver, best_correction, gptq
-from .grid import Config, Quantised
+from .grid import Config, Quantised, with_table
 from .importance import search
 from .result import METHODS, Calibration
-
-_PANEL_ROWS = 16
-_BAND_WEIGHTS = 1 << 22  # of a matrix that are quantised at a time, which bounds the memory
-_HELD = 1024  # the most tokens by which GPTAQ's correction is chosen, ...
-_HELD_PART = 4  # ... and which part of the text they are at the most
-
+from .selection import check_weights, left_float, lists_of_blocks, select
+from .tuning import tuned
 
 @dataclass
 class Kept:
     """Layers that are packed already, and where those go that are packed now: what a run that resumes needs."""
 
     packed: Mapping[str, tuple[str, Tensor]]  # by layer: the method, and the packed weight
-    keep: Callable[[list[str], str, Tensor], Tensor]  # layers of one weight, method, packed; returns what to compute with
+    # Takes layers at once: those of one weight, their method, the packed weight; returns the weights to compute with.
+    keep: Callable[[list[tuple[list[str], str, Tensor]]], list[Tensor]]
 
 
 def run(
@@ -50,20 +49,16 @@ def run(
     options: Mapping[str, Any] | None = None,
     kept: Kept | None = None,
 ) -> Calibration:
-    """:func:`lowbit.calibrate`; ``options`` are keyword arguments of :func:`gptq`, for measurements."""
+    """:func:`lowbit.calibrate`; ``options`` are keyword arguments of :func:`gptq`, and steps and rate of :func:`tuned`, for
+    measurements."""
     check_method(method)
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model is a {type(model).__name__}; expected a model of transformers")
-    selected = _select(model, config)
+    selected = select(model, config)
     check_weights(model, selected)
     inputs, there = batches(model, data, tokenizer, window, max_tokens)
     with evaluating(model), described_to_transformers(model):
         return _Run(model, selected, method, inputs, there, progress, dict(options or {}), kept).run()
-
-
-def has_blocks(model: torch.nn.Module, config: Any) -> bool:
-    """Whether layers to calibrate lie in a list of blocks."""
-    return bool(_lists_of_blocks(model, [n for n, c in _select(model, config).items() if isinstance(c, LinearConfig)]))
 
 
 def check_method(method: Any) -> None:
@@ -85,71 +80,6 @@ def evaluating(model) -> Iterator[None]:
         model.train(training)
 
 
-# ---- what to quantise
-
-
-def _select(model: torch.nn.Module, config: Any) -> dict[str, Config]:
-    """Layers by their names, each with its config: as :func:`lowbit.quantize_`, or what a LowBitConfig selects."""
-    selected = config.select(model, experts=False) if hasattr(config, "select") else select_layers(model, config, None)
-    if not any(isinstance(value, LinearConfig) for value in selected.values()):
-        raise ValueError("config selects no torch.nn.Linear of this model; only those can be calibrated")
-    for name, value in selected.items():
-        if value.mapping not in ("symmetric", "affine"):
-            raise ValueError(
-                f"the config of {name} has mapping {value.mapping!r}; expected 'symmetric' or 'affine': tables of levels are "
-                "chosen without a text"
-            )
-    return selected
-
-
-def check_weights(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
-    configs: dict[int, tuple[str, Config]] = {}
-    for name, config in selected.items():
-        layer = model.get_submodule(name)
-        weight = layer.weight
-        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(
-                f"{name}.weight has dtype {weight.dtype}; expected torch.float32, torch.bfloat16 or torch.float16"
-            )
-        check_layer(weight, getattr(layer, "bias", None), config, f"{name}.")
-        first, other = configs.setdefault(id(weight), (name, config))
-        if vars(other) != vars(config):
-            raise ValueError(
-                f"{first} and {name} share one weight but have different configs, {other} and {config}; give both the "
-                "same, or None to one of them"
-            )
-
-
-def _left(model: torch.nn.Module) -> dict[str, str]:
-    """Modules whose weights multiply activations, but which cannot be packed."""
-    left = {}
-    for name, module in model.named_modules():
-        if type(module) in KINDS or isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        kind = type(module).__name__
-        if kind == "Conv1D":
-            left[name] = "a Conv1D of transformers, no torch.nn.Linear"
-        elif isinstance(module, torch.nn.Linear):
-            left[name] = f"a {kind}, which may use its weight in its own way"
-        elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
-            left[name] = f"{kind}: weights of several experts in one tensor"
-    return left
-
-
-def _lists_of_blocks(model: torch.nn.Module, targets: Iterable[str]) -> list[str]:
-    """The names of the outermost lists of at least two modules that all hold layers to calibrate."""
-    targets = list(targets)
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.ModuleList) or len(module) < 2:
-            continue
-        if any(name.startswith(f"{outer}.") for outer in found):
-            continue
-        if all(any(target.startswith(f"{name}.{i}.") for target in targets) for i in range(len(module))):
-            found.append(name)
-    return found
-
-
 # ---- the run
 
 
@@ -164,8 +94,17 @@ class _Run:
         self.targets = {name: c for name, c in selected.items() if isinstance(c, LinearConfig)}
         self.selected = selected
         self.done, self.progress = 0, progress
-        self.kept = kept or Kept({}, lambda names, method, packed: packed)
+        self.kept = kept or Kept({}, lambda layers: [packed for _, _, packed in layers])
         self.in_memory = kept is None
+        # Layers of a block that wait for its scales to be tuned; kept with these, all at once.
+        self.pending: list[tuple[list[str], str, Tensor]] = []
+        # Whole batches: tokens behind others of the same text would know too much of them.
+        step = max(HELD_PART, -(-self.result.tokens // HELD))
+        last = len(inputs) - 1
+        self.held = {i for i in range(len(inputs)) if i % step == step - 1} or {last}
+        self.tuning = {name: self.options.pop(name) for name in ("steps", "rate") if name in self.options}
+        # With a single batch nothing would be left to learn from.
+        self.tunes = method == "tuned" and last > 0
 
     def run(self) -> Calibration:
         model = self.model
@@ -186,7 +125,7 @@ class _Run:
             early = self.targets
             lists: list[str] = []
         else:
-            lists = _lists_of_blocks(model, alone)
+            lists = lists_of_blocks(model, alone)
         floats, moments = self._first_pass(lists, [name for name in early if name not in self.kept.packed])
         for names in shared:
             self._quantise_shared(names, moments)
@@ -201,7 +140,7 @@ class _Run:
                 if name in floats:
                     self._list(name, floats.pop(name), alone)
             self._whole(alone)
-        self.result.left = _left(model)
+        self.result.left = left_float(model)
         if self.in_memory:
             nn.use_huge_pages(model)
         return self.result
@@ -231,7 +170,7 @@ class _Run:
             recorded: dict[str, Any] = {}
 
             def take(name: str, x: Tensor, mask=mask, missing=missing, recorded=recorded) -> None:
-                _add(moments, name, _rows(x, mask), None, diagonal=self.method == "importance")
+                add_to(moments, name, rows_of(x, mask), None, diagonal=self.method == "importance")
                 missing.discard(name)
                 # The logits of all tokens, which nobody needs, would take more memory than all else.
                 if not missing and all(len(one.calls) == len(blocks[list_]) for list_, one in recorded.items()):
@@ -274,11 +213,29 @@ class _Run:
                 targets,
                 lambda i, block=block, now=now: now[i].run(block, ours[i]),
                 lambda i, twin=twin, before=before: before[i].run(twin, theirs[i]),
+                tune=self.tunes,
             )
-            if index + 1 < len(blocks):
+            if index + 1 < len(blocks) or self.pending:
                 for i in range(len(self.inputs)):
                     theirs[i] = before[i].run(twin, theirs[i])
+            if self.pending:
+                self._tune(block, prefix, lambda module, i, now=now: now[i].run(module, ours[i]), theirs)
+            if index + 1 < len(blocks):
+                for i in range(len(self.inputs)):
                     ours[i] = now[i].run(block, ours[i])
+
+    def _tune(self, block, prefix: str, run, wanted: list[Tensor]) -> None:
+        """Fits the scales of a block's new layers to the outputs of the float block, and keeps the layers."""
+        names = [name.removeprefix(prefix) for (name,), _, _ in self.pending]
+        better = tuned(block, names, run, wanted, self.masks, self.held, **self.tuning)
+        layers = [
+            (full, "tuned", better[name]) if name in better else (full, method, packed)
+            for name, (full, method, packed) in zip(names, self.pending, strict=True)
+        ]
+        self.pending = []
+        self.result.methods |= {full: method for (full,), method, _ in layers}
+        for name, packed in zip(names, self.kept.keep(layers), strict=True):
+            self._place(block, name, packed)
 
     def _whole(self, alone: Mapping[str, Config]) -> None:
         """All layers that are not quantised yet, with runs of the whole model."""
@@ -297,25 +254,23 @@ class _Run:
             None if twin is None else lambda i: twin(**self.inputs[i]),
         )
 
-    def _segment(self, module, twin, prefix: str, targets: Mapping[str, Config], ours, theirs) -> None:
+    def _segment(
+        self, module, twin, prefix: str, targets: Mapping[str, Config], ours, theirs, tune: bool = False
+    ) -> None:
         """Quantises layers of a module in the order of its calls, those that share an input at a time."""
         known = self.kept.packed
         if all(prefix + name in known for name in targets):
             for name in targets:
                 self._quantise(module, [name], targets, None, prefix)
             return
-        # Whole batches: tokens behind others of the same text would know too much of them.
-        step = max(_HELD_PART, -(-self.result.tokens // _HELD))
+        held = set() if "correction" in self.options or twin is None else self.held
         last = len(self.inputs) - 1
-        held = {i for i in range(len(self.inputs)) if i % step == step - 1} or {last}
-        if "correction" in self.options or twin is None:
-            held = set()
-        for layers in _sets(module, targets, lambda: ours(0)):
+        for layers in sets_of(module, targets, lambda: ours(0)):
             moments: dict[str, Moments] = {}
             leaders = sorted({leader for name, leader in layers.items() if prefix + name not in known})
             for i, mask in enumerate(self.masks if leaders else ()):
-                float_inputs = _inputs(twin, leaders, lambda i=i: theirs(i)) if twin is not None else {}
-                for name, values in _inputs(module, leaders, lambda i=i: ours(i)).items():
+                float_inputs = inputs_in_a_run(twin, leaders, lambda i=i: theirs(i)) if twin is not None else {}
+                for name, values in inputs_in_a_run(module, leaders, lambda i=i: ours(i)).items():
                     others = float_inputs.get(name, ())
                     # An expert may get other tokens than in the float model.
                     paired = len(values) == len(others) and all(
@@ -323,16 +278,22 @@ class _Run:
                         for x, y in zip(values, others, strict=True)
                     )
                     for j, x in enumerate(values):
-                        y = _rows(others[j], mask) if paired else None
-                        _add(moments, name, _rows(x, mask), y, diagonal=False, held=_held(i in held, last == 0))
+                        y = rows_of(others[j], mask) if paired else None
+                        add_to(moments, name, rows_of(x, mask), y, diagonal=False, held=part_held(i in held, last == 0))
             for leader in dict.fromkeys(layers.values()):
                 names = [name for name in layers if layers[name] == leader]
-                self._quantise(module, names, targets, moments.pop(leader, None), prefix)
+                self._quantise(module, names, targets, moments.pop(leader, None), prefix, tune)
 
     # -- layers
 
     def _quantise(
-        self, root, names: list[str], configs: Mapping[str, Config], moments: Moments | None, prefix: str = ""
+        self,
+        root,
+        names: list[str],
+        configs: Mapping[str, Config],
+        moments: Moments | None,
+        prefix: str = "",
+        tune: bool = False,
     ) -> None:
         """Packs layers that have the same inputs, but not the same weight."""
         todo = [name for name in names if prefix + name not in self.kept.packed]
@@ -341,23 +302,32 @@ class _Run:
         for name in names:
             layer, full = root.get_submodule(name), prefix + name
             if name in quantisers:
-                packed = packed_in_bands(weights.pop(name), configs[name], layer.bias, quantisers.pop(name))
-                packed = self.kept.keep([full], method, packed)
+                packed = packed_in_bands(weights.pop(name), *quantisers.pop(name), layer.bias)
+                if tune:
+                    self.pending.append(([full], method, packed))
+                else:
+                    packed = self.kept.keep([([full], method, packed)])[0]
                 self.result.methods[full] = method
             else:
                 self.result.methods[full], packed = self.kept.packed[full]
-            root.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
+            self._place(root, name, packed)
             self._report(1)
         leave_fused_paths(root)
 
+    @staticmethod
+    def _place(root, name: str, packed: Tensor) -> None:
+        layer = root.get_submodule(name)
+        root.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
+
     def _quantisers(
         self, prefix: str, weights: Mapping[str, Tensor], configs: Mapping[str, Config], moments: Moments | None
-    ) -> tuple[str, dict[str, Callable[[Tensor], Quantised]]]:
-        """The method for layers with the same inputs, and for each what quantises rows of its weight."""
+    ) -> tuple[str, dict[str, tuple[Config, Callable[[Tensor], Quantised]]]]:
+        """The method for layers with the same inputs, and for each its config, with the table of levels if it has one, and
+        what quantises rows of its weight."""
         if moments is not None and moments.tokens == 0:
             moments.join()
         if moments is None or moments.tokens == 0 or not weights:
-            return "nearest", {name: lambda rows, name=name: search(rows, None, configs[name]) for name in weights}
+            return "nearest", self._searching(weights, configs, None)
         held = moments.held
         if not all(bool(torch.isfinite(x).all()) for x in (moments.square, *(x for pair in held for x in pair))):
             raise ValueError(
@@ -365,30 +335,36 @@ class _Run:
                 "the calibration text"
             )
         enough = moments.tokens + sum(len(x) for x, _ in held) >= len(moments.importance())
-        if moments.square.dim() == 1 or (self.method == "auto" and not enough):
+        if moments.square.dim() == 1 or (self.method in ("auto", "tuned") and not enough):
             moments.join()
-            importance = moments.importance()
-            return "importance", {
-                name: lambda rows, name=name: search(rows, importance, configs[name]) for name in weights
-            }
+            return "importance", self._searching(weights, configs, moments.importance())
+        importance = moments.importance()
+        own = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
         corrections = {}
         if held:
             trial = Solver(moments)
             for name, weight in weights.items():
-                corrections[name] = best_correction(trial, weight, configs[name], held)
+                corrections[name] = best_correction(trial, weight, own[name], held)
             del trial
             moments.join()
         if self.options.keys() - {"correction"}:
             return "gptq", {
-                name: lambda rows, name=name: gptq(rows, moments, configs[name], **self.options) for name in weights
+                name: (own[name], lambda rows, name=name: gptq(rows, moments, own[name], **self.options))
+                for name in weights
             }
         solver = Solver(moments)
-        return "gptq", {
-            name: lambda rows, name=name: solver.quantise(
-                rows, configs[name], self.options.get("correction", corrections.get(name, 1.0))
-            )
-            for name in weights
-        }
+
+        def quantise(rows: Tensor, name: str) -> Quantised:
+            return solver.quantise(rows, own[name], self.options.get("correction", corrections.get(name, 1.0)))
+
+        return "gptq", {name: (own[name], partial(quantise, name=name)) for name in weights}
+
+    @staticmethod
+    def _searching(
+        weights: Mapping[str, Tensor], configs: Mapping[str, Config], importance: Tensor | None
+    ) -> dict[str, tuple[Config, Callable[[Tensor], Quantised]]]:
+        own = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
+        return {name: (own[name], partial(search, importance=importance, config=own[name])) for name in weights}
 
     def _first_not_finite(self) -> str | None:
         """The first layer of a run of the model whose inputs are not finite: those behind it only inherit that."""
@@ -425,10 +401,8 @@ class _Run:
                 total = Moments(sum(m.square for m in together), None, sum(m.tokens for m in together))
             weight = layers[names[0]].weight.detach()
             method, quantisers = self._quantisers("", {linears[0]: weight}, self.selected, total)
-            packed = packed_in_bands(
-                weight, self.selected[names[0]], next(iter(biases.values())), quantisers[linears[0]]
-            )
-            packed = self.kept.keep(names, method, packed)
+            packed = packed_in_bands(weight, *quantisers[linears[0]], next(iter(biases.values())))
+            packed = self.kept.keep([(names, method, packed)])[0]
         for name in names:
             layer = layers[name]
             if isinstance(layer, torch.nn.Linear):
@@ -436,133 +410,3 @@ class _Run:
             self.model.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
         leave_fused_paths(self.model)
         self._report(1)
-
-
-# ---- helpers
-
-
-def packed_in_bands(
-    weight: Tensor, config: Config, bias: Tensor | None, quantise: Callable[[Tensor], Quantised]
-) -> Tensor:
-    """A packed matrix, uint8 [bytes], of what ``quantise`` makes of its rows, some at a time.
-
-    Each band is packed as a matrix of its own, whose panels are the whole one's.
-    """
-    n, k = weight.shape
-    rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS
-    if n <= rows:
-        return quantise(weight.float()).pack(bias)
-    info = ops.describe((n, k), config.bits, config.group_size, config.mapping, bias is not None)
-    result = torch.empty(info.total_bytes, dtype=torch.uint8)
-    folded, at = 0, 64
-    for begin in range(0, n, rows):
-        band = slice(begin, min(begin + rows, n))
-        packed = quantise(weight[band].float()).pack(None if bias is None else bias[band])
-        folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
-        count = packed.numel() - 64
-        result[at : at + count] = packed[64:]
-        at += count
-    header = _C.packed_header(n, k, info.bits, info.group_size or 0, info.mapping == "affine", info.has_bias, folded, None)
-    result[:64] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    return result
-
-
-def _rows(x: Tensor, mask: Tensor | None) -> Tensor:
-    """[..., k] -> float32 [tokens, k], without padding."""
-    if mask is not None and x.shape[:-1] == mask.shape:
-        return x[mask].float()
-    if mask is not None and x.dim() == 2 and x.shape[0] == mask.numel():
-        return x[mask.flatten()].float()
-    return x.reshape(-1, x.shape[-1]).float()
-
-
-def _held(chosen: bool, alone: bool) -> float:
-    """The part of a batch's tokens that is held back: all, or of a batch that is the only one its end."""
-    return (1 / _HELD_PART if alone else 1.0) if chosen else 0.0
-
-
-def _add(
-    moments: dict[str, Moments], name: str, x: Tensor, y: Tensor | None, *, diagonal: bool, held: float = 0.0
-) -> None:
-    """Adds inputs of a layer to its moments; the last ones are held back, a part of `held`, if there are float ones."""
-    k = x.shape[1]
-    if name not in moments:
-        square = torch.zeros(k) if diagonal else torch.zeros(k, k)
-        moments[name] = Moments(square, None if y is None else torch.zeros(k, k), 0)
-    known = moments[name]
-    count = 0 if y is None else round(held * len(x))
-    if count:
-        known.held.append((x[-count:].clone(), y[-count:].clone()))
-        x, y = x[:-count], y[:-count]
-    known.add(x, y)
-
-
-def _inputs(module: torch.nn.Module, names: list[str], call: Callable[[], Any]) -> dict[str, list[Tensor]]:
-    """What goes into some layers in one run, which ends when there is nothing more to come."""
-    found: dict[str, list[Tensor]] = {}
-
-    def take(name: str, x: Tensor) -> None:
-        found.setdefault(name, []).append(x.detach())
-        if len(names) == 1 and "expert" not in name:
-            raise Stop
-
-    with inputs_of({name: module.get_submodule(name) for name in names}, take):
-        try:
-            call()
-        except Stop:
-            pass
-    return found
-
-
-def _sets(
-    module: torch.nn.Module, targets: Mapping[str, Config], call: Callable[[], Any]
-) -> Iterable[dict[str, str]]:
-    """Layers that can be quantised at the same time, in the order of their calls: layer -> one with the same input.
-
-    All experts of a block are one layer as far as the order goes.
-    """
-    order: list[tuple[str, Tensor]] = []
-    missing = set(targets)
-
-    def take(name: str, x: Tensor) -> None:
-        order.append((name, x))
-        missing.discard(name)
-        if not missing:
-            raise Stop
-
-    with inputs_of({name: module.get_submodule(name) for name in targets}, take):
-        try:
-            call()
-        except Stop:
-            pass
-    sets: list[dict[str, str]] = []
-    place: dict[str, int] = {}
-    leaders: list[tuple[str, Tensor]] = []
-    for name, x in order:
-        if any(name in layers for layers in sets):
-            continue
-        leader = next((other for other, y in leaders if x is y), None)
-        key = _without_expert(name)
-        if leader is not None:
-            index = place[_without_expert(leader)]
-        else:
-            leaders.append((name, x))
-            leader = name
-            if key not in place:
-                sets.append({})
-            index = place.get(key, len(sets) - 1)
-        place.setdefault(key, index)
-        sets[index][name] = leader
-    # Layers that the first run did not use: experts that got no token, or what is used in training only.
-    for name in targets:
-        if not any(name in layers for layers in sets):
-            key = _without_expert(name)
-            if key not in place:
-                place[key] = len(sets)
-                sets.append({})
-            sets[place[key]][name] = name
-    return sets
-
-
-def _without_expert(name: str) -> str:
-    return re.sub(r"(experts?)\.\d+\.", r"\1.*.", name)

@@ -12,19 +12,23 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..levels import FIT
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
 from .capture import inputs_of
 from .data import Batch, tokens_of
-from .grid import Config
+from .grid import Config, with_table
 from .importance import search
-from .model import check_weights
+from .selection import check_weights
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
-BITS = tuple(range(2, 9))
+BITS = tuple(range(1, 9))
 GROUP_SIZES = (16, 32, 64, 128)
+# What may take the place of a symmetric weight: a min costs bytes and a table costs time, and neither gains at more bits.
+_AFFINE_BITS = (2, 3, 4)
+LEVELS_BITS = (2, 3, 4)
 
 _TOKENS = 2048  # by which sensitivities are measured, or fewer, so that logits are at most ...
 _LOGITS = 1 << 27
@@ -94,7 +98,7 @@ def measure(
             items.append(Item(names, weight.numel(), [Option(_bytes(weight, config, bias), 0.0, config)]))
             continue
         counts = next((importance[name] for name in names if name in importance), None)
-        reference = replace(config, bits=reference_bits, group_size=32)
+        reference = replace(config, bits=reference_bits, group_size=32, mapping="symmetric", levels=None)
         rounded = _rounded(weight, counts, reference)
         layers = [model.get_submodule(name) for name in names]
         kept = [layer.weight for layer in layers]
@@ -108,12 +112,7 @@ def measure(
                 layer.weight = own
         rows = weight[:: -(-len(weight) // _ROWS)].float()
         whole = _error(rows, counts, reference)
-        options = [
-            replace(config, bits=bits, group_size=group)
-            for bits in BITS
-            for group in GROUP_SIZES
-            if group <= max(GROUP_SIZES[0], weight.shape[1])
-        ]
+        options = _options(config, rows, counts)
         items.append(
             Item(
                 names,
@@ -127,6 +126,26 @@ def measure(
     if progress is not None:
         progress(len(groups), len(groups))
     return items
+
+
+def _options(config: Config, rows: Tensor, counts: Tensor | None) -> list[Config]:
+    """What a matrix of which these are some rows may become: a table of levels is there in numbers."""
+    found = []
+    for bits in BITS:
+        mappings = [config.mapping if config.mapping != "levels" or bits in LEVELS_BITS else "symmetric"]
+        if config.mapping == "symmetric":
+            mappings += ["affine"] * (bits in _AFFINE_BITS) + ["levels"] * (bits in LEVELS_BITS)
+        for mapping in mappings:
+            levels = (config.levels or FIT) if mapping == "levels" else None
+            for group in GROUP_SIZES:
+                if group > max(GROUP_SIZES[0], rows.shape[1]):
+                    continue
+                own = replace(config, bits=bits, group_size=group, mapping=mapping, levels=levels)
+                if levels == FIT:  # one for all groups: they differ little
+                    own = with_table(own, rows, counts)
+                    levels = own.levels
+                found.append(own)
+    return found
 
 
 def _bytes(weight: Tensor, config: Config, bias: bool) -> int:
@@ -292,10 +311,14 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
 
     overrides = list(base.overrides)
     for item, option in zip(items, chosen, strict=True):
-        change = {"bits": option.config.bits, "group_size": option.config.group_size}
+        own = option.config
+        change: dict[str, Any] = {"bits": own.bits, "group_size": own.group_size}
+        if own.mapping != base.mapping:
+            # The table is fitted to the whole matrix when its turn comes.
+            change |= {"mapping": own.mapping, "levels": FIT if own.mapping == "levels" else None}
         overrides += [(escape(name), change) for name in item.layers if len(item.options) > 1]
     return LowBitConfig(
-        base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides
+        base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides, base.levels
     )
 
 
@@ -313,6 +336,8 @@ def measured(model: Any, inputs: list[Batch], config: LowBitConfig, bits: float,
     """:func:`measure` for what a config selects, at the whole number of bits nearest below a mean of ``bits``."""
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits):
         raise ValueError(f"target_bits is {bits!r}; expected a number of bits per weight")
+    if config.levels not in (None, FIT):
+        raise ValueError(f"levels are {config.levels!r}; expected {FIT!r} or none, where each layer has a width of its own")
     selected = config.select(model, experts=False)
     check_weights(model, selected)
     reference = min(max(BITS[0], int(bits)), BITS[-1])

@@ -56,7 +56,12 @@ def quantize(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", help="With --calibrate: gptq, importance, or auto, the better of the two.")
+        str,
+        typer.Option(
+            "--method",
+            help="With --calibrate: gptq, importance, auto, the better of the two, or tuned, which is slower and below 3 bits "
+            "better.",
+        ),
     ] = "auto",
     calibrate_tokens: Annotated[
         int, typer.Option("--calibrate-tokens", min=128, help="The most tokens of the text that are used.")

@@ -28,9 +28,20 @@ def report(
         typer.Option("--calibrate", help="File of text for the methods that need one; another one than --text."),
     ] = None,
     bits: Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")] = "8,4,3,2",
+    target_bits: Annotated[
+        str,
+        typer.Option(
+            "--target-bits",
+            metavar="N,N,...",
+            help="With --calibrate: also widths by layer, for these means of bits per weight; or none.",
+        ),
+    ] = "1.5,2,2.5,3,3.5,4.5,6.5,8.5",
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
     embedding_bits: EmbeddingBits = None,
+    calibrate_tokens: Annotated[
+        int, typer.Option("--calibrate-tokens", min=128, help="The most tokens of the text that are used.")
+    ] = 32768,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
     skip_layers: Annotated[bool, typer.Option("--skip-layers", help="Without what each layer costs.")] = False,
     skip_speed: Annotated[bool, typer.Option("--skip-speed", help="Without decoding speed.")] = False,
@@ -49,6 +60,14 @@ def report(
         widths = []
     if not widths or not all(1 <= width <= 8 for width in widths):
         raise typer.BadParameter(f"{bits!r}; expected numbers from 1 to 8, as in 8,4,2", param_hint="--bits")
+    try:
+        targets = sorted({float(part) for part in target_bits.split(",")} if target_bits != "none" else (), reverse=True)
+    except ValueError:
+        targets = [0.0]
+    if not all(1 <= target <= 16 for target in targets):
+        raise typer.BadParameter(
+            f"{target_bits!r}; expected numbers from 1 to 16, as in 4.5,2.5, or none", param_hint="--target-bits"
+        )
     set_threads(threads)
     page = output_path / "report.html" if output_path.is_dir() else output_path
     if page.suffix != ".html":
@@ -62,8 +81,8 @@ def report(
     if calibration is not None and calibration == content:
         raise ValueError(f"{calibrate} and {text} are the same text; calibrate on one that is not measured on")
     options = Options(
-        model, content, calibration, widths, parse_group_size(group_size), mapping, embedding_bits, window,
-        sensitivity=not skip_layers, speed=not skip_speed,
+        model, content, calibration, widths, targets, parse_group_size(group_size), mapping, embedding_bits, window,
+        calibrate_tokens, sensitivity=not skip_layers, speed=not skip_speed,
     )  # fmt: skip
     figures = collect(options, page.with_suffix(".json"), lambda what: output.note(f"{what} ..."))
     command = shlex.join(["lowbit", *sys.argv[1:]])
@@ -71,7 +90,7 @@ def report(
         target.write_text(render(figures, command), encoding="utf-8")
     shown = table("", "bits per weight", figures["about"]["quality"])
     for row in sorted(figures["rows"], key=lambda row: -row["bytes"]):
-        name = row["method"] if row["bits"] is None else f"{row['method']}, {row['bits']} bits"
+        name = row["method"] if row["bits"] is None else f"{row['method']}, {row['bits']:g} bits"
         shown.add_row(name, f"{row['bits_per_weight']:.2f}", f"{row['quality']:.4f}")
     written = {"output": str(page), "figures": str(page.with_suffix(".json"))}
     document = {**written, **figures["about"], "results": figures["rows"]}

@@ -21,7 +21,9 @@ from .. import nn
 from .._machine import cpu_name
 from ..calibration import calibrate
 from ..calibration.capture import inputs_of
-from ..calibration.data import batches
+from ..calibration.data import MOST_TOKENS, batches
+from ..calibration.model import evaluating
+from ..calibration.widths import LEVELS_BITS, Item, config_of, measured, within
 from ..files.config_json import read_config
 from ..files.replace import replacing
 from ..files.untrusted import interpreting
@@ -33,11 +35,14 @@ from ..llm.perplexity import perplexity
 from ..quantize_model import described_to_transformers
 from .peers import peers
 
-VERSION = 1  # of the JSON file
+VERSION = 2  # of the JSON file
 _SENSITIVITY_TOKENS = 2048  # of the text, for each layer
 _SENSITIVITY_SENTENCES = 64
 _PROMPT, _NEW = 16, 32  # tokens, to measure decoding
-CALIBRATED = ("importance", "gptq")
+_REFERENCE_BITS = 3  # at which layers are measured, for widths by layer of all sizes
+CALIBRATED = ("importance", "auto")
+LEVELS = ", levels"  # behind a method: with a table fitted to each matrix
+WIDTHS = "widths by layer"
 
 Say = Callable[[str], None]
 
@@ -50,10 +55,12 @@ class Options:
     text: str
     calibration: str | None
     bits: list[int]
+    target_bits: list[float]
     group_size: int | None = 32
     mapping: str = "symmetric"
     embedding_bits: int | None = None
     window: int = 512
+    calibration_tokens: int = MOST_TOKENS
     sensitivity: bool = True
     speed: bool = True
 
@@ -72,6 +79,7 @@ class Options:
             "mapping": self.mapping,
             "embedding_bits": self.embedding_bits,
             "window": self.window,
+            "calibration_tokens": self.calibration_tokens,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
@@ -159,11 +167,20 @@ class _Subject:
         part = self.sentences[:_SENSITIVITY_SENTENCES]
         return 1 - float((self.embeddings(model, part) * self.expected[: len(part)]).sum(1).mean())
 
-    def config(self, bits: int):
+    def config(self, bits: int, mapping: str | None = None):
         from ..transformers import LowBitConfig
 
         options = self.options
-        return LowBitConfig(bits, options.group_size, options.mapping, embedding_bits=options.embedding_bits)
+        return LowBitConfig(
+            bits, options.group_size, mapping or options.mapping, embedding_bits=options.embedding_bits
+        )
+
+    def batches(self) -> list:
+        """The calibration text as inputs of the model."""
+        options = self.options
+        return batches(
+            self.model, self.calibration_texts(), self.tokenizer, options.window, options.calibration_tokens
+        )[0]
 
     def calibration_texts(self) -> list[str]:
         text = self.options.calibration
@@ -242,19 +259,31 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
         say("float")
         add("float", None, "float", matrix_bytes, subject.model, True)
     for bits in options.bits:
-        methods = ["nearest", *(CALIBRATED if options.calibration is not None else ())]
-        for method in methods:
+        for method in _methods(options, bits):
             if (method, bits) not in known:
                 say(f"{method}, {bits} bits")
                 model = copy.deepcopy(subject.model)
                 with _quiet():
                     _quantise(subject, model, method, bits)
-                packed = {
-                    layer.packed_weight.data_ptr(): layer.packed_weight.nbytes
-                    for layer in model.modules()
-                    if isinstance(layer, nn.Packed)
-                }
-                add(method, bits, "lowbit", sum(packed.values()), model, method == "nearest")
+                add(method, bits, "lowbit", _packed_bytes(model), model, method == "nearest")
+    items: list[Item] = []
+    for target in options.target_bits if options.calibration is not None else ():
+        if (WIDTHS, target) in known:
+            continue
+        if not items:
+            say("layers, for widths by layer")
+            with _quiet(), evaluating(subject.model):
+                items = measured(subject.model, subject.batches(), subject.config(_REFERENCE_BITS), _REFERENCE_BITS)
+        try:
+            config = config_of(subject.config(_REFERENCE_BITS), items, within(items, target))
+        except ValueError as error:
+            figures["notes"].append(f"{WIDTHS}: {error}")
+            continue
+        say(f"{WIDTHS}, {target:g} bits")
+        model = copy.deepcopy(subject.model)
+        with _quiet():
+            _calibrate(subject, model, config, "auto")
+        add(WIDTHS, target, "lowbit", _packed_bytes(model), model, False)
     squares: dict[int, torch.Tensor] | None = None
     for name, peer in peers(options.bits, options.calibration is not None).items():
         if (name, None) not in known:
@@ -281,13 +310,37 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
     return figures
 
 
+def _methods(options: Options, bits: int) -> list[str]:
+    methods = ["nearest", *(CALIBRATED if options.calibration is not None else ())]
+    if options.mapping == "symmetric" and bits in LEVELS_BITS:
+        methods += [name + LEVELS for name in methods if name != "importance"]
+    return methods
+
+
+def _packed_bytes(model: torch.nn.Module) -> int:
+    packed = {
+        layer.packed_weight.data_ptr(): layer.packed_weight.nbytes
+        for layer in model.modules()
+        if isinstance(layer, nn.Packed)
+    }
+    return sum(packed.values())
+
+
 def _quantise(subject: _Subject, model: torch.nn.Module, method: str, bits: int) -> None:
-    config = subject.config(bits)
-    if method == "nearest":
+    config = subject.config(bits, "levels" if method.endswith(LEVELS) else None)
+    if method.startswith("nearest"):
         with described_to_transformers(model):
             replace_layers(model, config.select(model))
         return
-    calibrate(model, subject.calibration_texts(), config, method, tokenizer=subject.tokenizer)
+    _calibrate(subject, model, config, method.removesuffix(LEVELS))
+
+
+def _calibrate(subject: _Subject, model: torch.nn.Module, config: Any, method: str) -> None:
+    options = subject.options
+    calibrate(
+        model, subject.calibration_texts(), config, method, tokenizer=subject.tokenizer, window=options.window,
+        max_tokens=options.calibration_tokens,
+    )  # fmt: skip
 
 
 @torch.inference_mode()
@@ -304,7 +357,7 @@ def _mean_squares(subject: _Subject, shared: dict[int, list[str]]) -> dict[int, 
         sums[id(linears[name].weight)] += x.float().flatten(0, -2).square().sum(0)
 
     with inputs_of(linears, take):
-        for batch in batches(subject.model, subject.calibration_texts(), subject.tokenizer, subject.options.window):
+        for batch in subject.batches():
             subject.model(**batch)
     found = {}
     for key, names in shared.items():

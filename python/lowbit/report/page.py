@@ -14,9 +14,11 @@ try:
 except ImportError as error:
     raise ImportError(f"matplotlib is not installed ({error}); a report needs it: pip install matplotlib") from error
 
-_COLOURS = {"nearest": "#767676", "importance": "#0f7ba0", "gptq": "#b3261e", "GGUF": "#8a6d00",
-            "GGUF, importance": "#2e7d32", "torchao": "#6b4fa0"}  # fmt: skip
-_MARKS = {"nearest": "o", "importance": "s", "gptq": "D", "GGUF": "^", "GGUF, importance": "P", "torchao": "v"}
+_COLOURS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "importance": "#0f7ba0", "auto": "#b3261e",
+            "auto, levels": "#e07a5f", "widths by layer": "#1b1b1b", "GGUF": "#8a6d00", "GGUF, importance": "#2e7d32",
+            "torchao": "#6b4fa0", "HQQ": "#c2185b"}  # fmt: skip
+_MARKS = {"nearest": "o", "nearest, levels": "o", "importance": "s", "auto": "D", "auto, levels": "D",
+          "widths by layer": "*", "GGUF": "^", "GGUF, importance": "P", "torchao": "v", "HQQ": "X"}  # fmt: skip
 _MOST_OVER_FLOAT = 4  # perplexities in the plot; the table has all
 _MOST_LAYERS = 40  # in the plot of layers: those that cost most
 
@@ -139,14 +141,57 @@ def _table(figures: dict[str, Any]) -> str:
     head = ["", "bits per weight", "MB", figures["about"]["quality"], *(["over float"] if perplexity else [])]
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
     for row in sorted(figures["rows"], key=lambda row: (-row["bytes"], row["method"])):
-        name = row["method"] if row["bits"] is None else f"{row['method']}, {row['bits']} bits"
         quality = row["quality"]
-        cells = [name, f"{row['bits_per_weight']:.2f}", f"{row['bytes'] / 1e6:.3g}"]
+        cells = [_name(row), f"{row['bits_per_weight']:.2f}", f"{row['bytes'] / 1e6:.3g}"]
         cells.append((f"{quality:.2f}" if perplexity else f"{quality:.4f}") if _finite(quality) else "none")
         if perplexity:
             cells.append(f"{quality / whole:.4f}" if _finite(quality) else "none")
         lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return "\n".join(lines)
+
+
+def ahead(rows: list[dict[str, Any]], perplexity: bool) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Where another project's format is better than all that lowbit has at its bytes or fewer.
+
+    Returns:
+        Each such row of a peer, the largest first, with the best of lowbit's that is not larger; None: there is none.
+    """
+    found = []
+    for row in sorted(rows, key=lambda row: -row["bytes"]):
+        if row["family"] in ("lowbit", "float") or not _finite(row["quality"]):
+            continue
+        own = [
+            each for each in rows
+            if each["family"] == "lowbit" and each["bytes"] <= row["bytes"] and _finite(each["quality"])
+        ]  # fmt: skip
+        sign = 1 if perplexity else -1
+        best = min(own, key=lambda each: sign * each["quality"], default=None)
+        if best is None or sign * best["quality"] > sign * row["quality"]:
+            found.append((row, best))
+    return found
+
+
+def _ahead(figures: dict[str, Any]) -> str:
+    rows, perplexity = figures["rows"], figures["about"]["quality"] == "perplexity"
+    if all(row["family"] in ("lowbit", "float") for row in rows):
+        return ""
+    found = ahead(rows, perplexity)
+    if not found:
+        text = "No format of another project is better than lowbit at the same bytes or fewer."
+        return f"<p>{text}</p>"
+    items = []
+    for row, best in found:
+        digits = 2 if perplexity else 4
+        text = f"{row['method']} at {row['bits_per_weight']:.2f} bits per weight: {row['quality']:.{digits}f}, "
+        text += "where lowbit has nothing as small" if best is None else (
+            f"against {best['quality']:.{digits}f} of {_name(best)} at {best['bits_per_weight']:.2f}"
+        )
+        items.append(f"<li>{escape(text)}</li>")
+    return "<p>Other projects are ahead here, of all that takes no more bytes:</p><ul>" + "".join(items) + "</ul>"
+
+
+def _name(row: dict[str, Any]) -> str:
+    return row["method"] if row["bits"] is None else f"{row['method']}, {row['bits']:g} bits"
 
 
 def render(figures: dict[str, Any], command: str) -> str:
@@ -190,7 +235,7 @@ def render(figures: dict[str, Any], command: str) -> str:
 <div class="plots">
 {sections}
 </div>
-<section><h2>All figures</h2><div class="wide"><table>
+<section><h2>All figures</h2>{_ahead(figures)}<div class="wide"><table>
 {_table(figures)}
 </table></div></section>
 <footer><code>{escape(command)}</code><br>{escape(about["machine"])}, {_threads(about)}, torch

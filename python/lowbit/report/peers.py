@@ -35,14 +35,16 @@ _GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ2_0", "TQ1_0")
 _GGML = ("Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "Q2_K", "IQ2_S", "IQ2_XS")
 _NEEDS_IMPORTANCE = ("IQ2_S", "IQ2_XS")
 _TORCHAO_GROUP = 32
+_HQQ_GROUP = 64
+_HQQ_BITS = (8, 4, 3, 2, 1)
 
 
 def peers(bits: list[int], importance: bool) -> dict[str, Peer]:
     """What is installed: GGUF's types that the package ``gguf`` can quantise, those that the library of llama-cpp-python
-    can, and torchao's integers of these widths, symmetric, in groups of 32.
+    can, torchao's integers of these widths, symmetric, in groups of 32, and HQQ's, with a zero point, in groups of 64.
 
     Args:
-        bits: for torchao.
+        bits: for torchao and HQQ.
         importance: whether there is a calibration text: then GGUF's types with an importance matrix too.
     """
     found: dict[str, Peer] = {}
@@ -54,6 +56,8 @@ def peers(bits: list[int], importance: bool) -> dict[str, Peer]:
                 found |= {f"GGUF {name}, importance": Peer(_ggml(name), True) for name in _GGML}
     if importlib.util.find_spec("torchao") is not None:
         found |= {f"torchao int{width}": Peer(_torchao(width)) for width in bits if width > 1}
+    if importlib.util.find_spec("hqq") is not None:
+        found |= {f"HQQ {width} bits": Peer(_hqq(width)) for width in bits if width in _HQQ_BITS}
     return found
 
 
@@ -128,5 +132,23 @@ def _torchao(bits: int) -> Hold:
         held = IntxUnpackedToInt8Tensor.from_hp(weight, (1, _TORCHAO_GROUP), getattr(torch, f"int{bits}"))
         # In this form a code is a byte. Counted as packed: `bits` per code and 16 per scale; zero points are all 0.
         return held.dequantize().float(), n * k * bits // 8 + 2 * n * (k // _TORCHAO_GROUP)
+
+    return hold
+
+
+def _hqq(bits: int) -> Hold:
+    def hold(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, int]:
+        from hqq.core.quantize import Quantizer
+
+        n, k = weight.shape
+        if k % _HQQ_GROUP:
+            raise ValueError(f"groups of {_HQQ_GROUP}; a matrix has {k} inputs")
+        codes, meta = Quantizer.quantize(
+            weight, nbits=bits, group_size=_HQQ_GROUP, axis=1, optimize=True, device="cpu", compute_dtype=torch.float32,
+            bitpack=False,
+        )  # fmt: skip
+        # Its layers hold scale and zero point in 16 bits each.
+        meta |= {name: meta[name].half().float() for name in ("scale", "zero")}
+        return Quantizer.dequantize(codes, meta).float().view(n, k), n * k * bits // 8 + 4 * n * (k // _HQQ_GROUP)
 
     return hold

@@ -1,0 +1,75 @@
+"""What of a model is calibrated, and what stays float."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .. import nn
+from ..layers import KINDS
+from ..quantize import LinearConfig, check_layer
+from ..quantize_model import select_layers
+from .grid import Config
+
+
+def select(model: torch.nn.Module, config: Any) -> dict[str, Config]:
+    """Layers by their names, each with its config: as :func:`lowbit.quantize_`, or what a LowBitConfig selects."""
+    selected = config.select(model, experts=False) if hasattr(config, "select") else select_layers(model, config, None)
+    if not any(isinstance(value, LinearConfig) for value in selected.values()):
+        raise ValueError("config selects no torch.nn.Linear of this model; only those can be calibrated")
+    return selected
+
+
+def check_weights(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
+    configs: dict[int, tuple[str, Config]] = {}
+    for name, config in selected.items():
+        layer = model.get_submodule(name)
+        weight = layer.weight
+        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"{name}.weight has dtype {weight.dtype}; expected torch.float32, torch.bfloat16 or torch.float16"
+            )
+        check_layer(weight, getattr(layer, "bias", None), config, f"{name}.")
+        first, other = configs.setdefault(id(weight), (name, config))
+        if vars(other) != vars(config):
+            raise ValueError(
+                f"{first} and {name} share one weight but have different configs, {other} and {config}; give both the "
+                "same, or None to one of them"
+            )
+
+
+def left_float(model: torch.nn.Module) -> dict[str, str]:
+    """Modules whose weights multiply activations, but which cannot be packed."""
+    left = {}
+    for name, module in model.named_modules():
+        if type(module) in KINDS or isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        kind = type(module).__name__
+        if kind == "Conv1D":
+            left[name] = "a Conv1D of transformers, no torch.nn.Linear"
+        elif isinstance(module, torch.nn.Linear):
+            left[name] = f"a {kind}, which may use its weight in its own way"
+        elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+            left[name] = f"{kind}: weights of several experts in one tensor"
+    return left
+
+
+def lists_of_blocks(model: torch.nn.Module, targets: Iterable[str]) -> list[str]:
+    """The names of the outermost lists of at least two modules that all hold layers to calibrate."""
+    targets = list(targets)
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList) or len(module) < 2:
+            continue
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if all(any(target.startswith(f"{name}.{i}.") for target in targets) for i in range(len(module))):
+            found.append(name)
+    return found
+
+
+def has_blocks(model: torch.nn.Module, config: Any) -> bool:
+    """Whether layers to calibrate lie in a list of blocks."""
+    return bool(lists_of_blocks(model, [n for n, c in select(model, config).items() if isinstance(c, LinearConfig)]))
