@@ -29,6 +29,11 @@ comma := ,
 X86_RUNS := kernels/sapphire_rapids/avx512vnni kernels/sapphire_rapids/amx kernels/arrow_lake/avxvnni \
   operators/sapphire_rapids/amx operators/arrow_lake/avxvnni
 
+# What Linux calls these ISAs. A machine that has one runs its tests as they are, which takes seconds.
+CPU_FLAG_avx512vnni := avx512_vnni
+CPU_FLAG_avxvnni := avx_vnni
+CPU_FLAG_amx := amx_int8
+
 ARM_PYTHON := build/arm-python/bin/python
 ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
@@ -36,7 +41,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 # Whole files in parallel: most tests use one thread, and the fixtures of a file are made once.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
-.PHONY: demo models test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
+.PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak \
   arm-python-lowbit wheel-aarch64 wheels test-wheels test-workflows test-macos-build test-windows-build \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
@@ -47,12 +52,12 @@ demo: $(VENV)/installed
 
 # What runs on this machine in minutes, and Arm on one emulated CPU: what a change needs. One part after the other, each on all
 # cores.
-test: test-x86 test-python test-arm test-arm-python
+test: typecheck test-x86 test-python test-arm test-arm-python
 
 # That, and the rest: whole models, every emulated CPU, the sanitizers, what needs an Arm torch.
 test-all: test test-more
 
-test-more: test-python-more test-sanitize test-arm-cpus test-arm-python-cpus test-arm-runner test-kleidiai
+test-more: docs test-python-more test-sanitize test-arm-cpus test-arm-sme2 test-arm-python-cpus test-arm-runner test-kleidiai
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
 test-more: test-emulated-x86
@@ -85,8 +90,9 @@ test-emulated-x86: build-test-host build/x86-emulator
 
 .PHONY: $(X86_RUNS:%=emulated/%)
 $(X86_RUNS:%=emulated/%):
-	@set -e -- $(subst /, ,$@); echo "== x86, emulated $$3, $$4: $$2"; \
-	run="scripts/emulate_x86.sh $$3 build/test-host/tests/cpp"; \
+	@set -e -- $(subst /, ,$@); run=build/test-host/tests/cpp; \
+	if grep -qw $(CPU_FLAG_$(notdir $@)) /proc/cpuinfo; then echo "== x86, on this machine, $$4: $$2"; \
+	else echo "== x86, emulated $$3, $$4: $$2"; run="scripts/emulate_x86.sh $$3 $$run"; fi; \
 	if [ $$2 = kernels ]; then \
 	  LOWBIT_TEST_ISA=$$4 LOWBIT_REQUIRE_ISA=$$4 $$run/kernel_tests --gtest_brief=1; \
 	else \
@@ -122,6 +128,28 @@ test-arm: build-test-arm
 # Only what another CPU can change.
 test-arm-cpus: build-test-arm
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-L cpu))
+
+# SME2, on an emulator that has it: vectors of 512 bits, which the kernels are for, without SVE as on Apple's CPUs; with SVE,
+# and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.
+SME2_CPUS := max,sve=off,sme512=on:sme2 max,sme-default-vector-length=64:sme2 \
+  max,sve=off,sme128=on:i8mm max,sve=off,sme256=on:i8mm
+SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme2
+SME2_TESTS_i8mm := ^isa_cap[.]sme2$$|^isa_cap[.]none$$
+.PHONY: test-arm-sme2
+test-arm-sme2: export PATH := $(abspath build/arm-emulator):$(PATH)
+test-arm-sme2: build-test-arm build/arm-emulator
+	QEMU_CPU=$(firstword $(subst :, ,$(SME2_CPUS))) $(CTEST) --test-dir build/test-arm -R '^operators[.]sme2$$'
+	$(foreach cpu,$(SME2_CPUS),$(call test-arm-sme2-cpu,$(firstword $(subst :, ,$(cpu))),$(lastword $(subst :, ,$(cpu)))))
+
+define test-arm-sme2-cpu
+@echo "== aarch64, emulated $(1), must cover $(2)"
+QEMU_CPU=$(1) LOWBIT_REQUIRE_ISA=$(2) $(CTEST) --test-dir build/test-arm -R '$(SME2_TESTS_$(2))'
+
+endef
+
+build/arm-emulator: scripts/arm_emulator.sh | $(VENV)/requirements
+	scripts/need.sh test
+	scripts/arm_emulator.sh $@
 
 # Python 3.11 with torch for 64-bit Arm, to run under QEMU: $(ARM_PYTHON) is used as any python.
 $(ARM_PYTHON): scripts/arm_python.sh scripts/arm_python.txt | $(VENV)/requirements
@@ -223,6 +251,21 @@ test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
 	set -e; for cpu in cortex-a76 max,sve=off; do \
 	  QEMU_CPU=$$cpu $(BIN)/ctest --test-dir build/test-kleidiai -R kleidiai --output-on-failure --no-tests=error; \
 	done
+
+# The documentation site, in build/site: warnings are errors, links and anchors are checked, pages are looked at in a browser.
+docs: $(VENV)/installed build/docs-env
+	scripts/need.sh test
+	NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet
+	PYTHONPATH=tests/python $(PYTEST) tests/docs
+
+build/docs-env: docs/requirements.txt
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install -q -r docs/requirements.txt
+	touch $@
+
+# The types of the package, by mypy; pyproject.toml says what is checked. Seconds.
+typecheck: $(VENV)/requirements
+	$(BIN)/python -m mypy --cache-dir build/mypy
 
 test-python: $(VENV)/installed
 	scripts/need.sh test

@@ -14,6 +14,7 @@ set(LOWBIT_ISAS
   "neon|aarch64|"
   "neondot|aarch64|-march=armv8.2-a+dotprod ${no_early_scheduling}"
   "i8mm|aarch64|-march=armv8.2-a+dotprod+i8mm ${no_early_scheduling}"
+  "sme2|aarch64|-march=armv8-a+sme2"  # never with SVE: CPUs with SME2 need not have it, and compilers would use it
   "avx2|x86_64|-mavx2 -mfma -mf16c ${additions_in_order}"
   "avxvnni|x86_64|-mavx2 -mfma -mf16c -mavxvnni"
   "avx512vnni|x86_64|-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mf16c"
@@ -27,6 +28,54 @@ elseif(LOWBIT_PROCESSOR MATCHES "^(amd64|x86_64)$")
   set(LOWBIT_PROCESSOR x86_64)
 endif()
 
+# SME2 wants a Clang of version 19 or later (Apple's 17). GCC's +sme2 means SVE as well, in ordinary functions too.
+# Where the compiler of the build is another one, the file is compiled by a Clang that is found, or left out.
+set(LOWBIT_SME2_COMPILER "" CACHE FILEPATH "A clang++ for kernels/*/sme2.cpp (looked for when empty)")
+set(sme2_flags "-march=armv8-a+sme2")
+set(sme2_probe "${CMAKE_CURRENT_LIST_DIR}/sme2_probe.cpp")
+
+# Which compiler builds the files for SME2: "" for that of the build, a command with its target, or NOTFOUND.
+function(lowbit_find_sme2_compiler out)
+  if(CMAKE_CXX_COMPILER_ID MATCHES "Clang" AND NOT LOWBIT_SME2_COMPILER)
+    try_compile(LOWBIT_SME2_BUILT_IN SOURCES "${sme2_probe}" COMPILE_DEFINITIONS ${sme2_flags} CXX_STANDARD 20)
+    if(LOWBIT_SME2_BUILT_IN)
+      set(${out} "" PARENT_SCOPE)
+      return()
+    endif()
+  endif()
+  execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -dumpmachine OUTPUT_VARIABLE target
+    OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  set(names clang++)
+  foreach(version RANGE 19 29)
+    list(PREPEND names clang++-${version})
+  endforeach()
+  find_program(sme2_clang NAMES ${names} NAMES_PER_DIR NO_CACHE)
+  foreach(compiler IN ITEMS "${LOWBIT_SME2_COMPILER}" "${sme2_clang}")
+    if(compiler)
+      set(command "${compiler}" "--target=${target}")
+      execute_process(COMMAND ${command} -std=c++20 ${sme2_flags} -fsyntax-only "${sme2_probe}"
+        RESULT_VARIABLE failed OUTPUT_QUIET ERROR_QUIET)
+      if(NOT failed)
+        set(${out} "${command}" PARENT_SCOPE)
+        return()
+      endif()
+    endif()
+  endforeach()
+  set(${out} NOTFOUND PARENT_SCOPE)
+endfunction()
+
+if(LOWBIT_PROCESSOR STREQUAL "aarch64")
+  lowbit_find_sme2_compiler(LOWBIT_SME2_COMMAND)
+  if(LOWBIT_SME2_COMMAND MATCHES "NOTFOUND$")
+    message(WARNING "The kernels for SME2 are left out: they want clang++ 19 or later (Debian: apt-get install "
+      "clang-19; or -DLOWBIT_SME2_COMPILER=<path>). CPUs with SME2 will run those for i8mm.")
+    set_source_files_properties(kernels/registry.cpp PROPERTIES COMPILE_DEFINITIONS LOWBIT_WITHOUT_SME2)
+  elseif(LOWBIT_SME2_COMMAND)
+    list(GET LOWBIT_SME2_COMMAND 0 compiler)
+    message(STATUS "The kernels for SME2 are built by ${compiler}")
+  endif()
+endif()
+
 # Collects the kernel files for this processor into `out` and sets each one's flags.
 function(lowbit_kernel_sources out)
   set(sources)
@@ -36,6 +85,9 @@ function(lowbit_kernel_sources out)
     list(GET fields 1 processor)
     list(GET fields 2 flags)
     if(NOT processor STREQUAL "any" AND NOT processor STREQUAL LOWBIT_PROCESSOR)
+      continue()
+    endif()
+    if(name STREQUAL "sme2" AND LOWBIT_SME2_COMMAND MATCHES "NOTFOUND$")
       continue()
     endif()
     file(GLOB files CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/kernels/*/${name}.cpp")
@@ -50,7 +102,36 @@ function(lowbit_kernel_sources out)
           COMPILE_FLAGS "${flags} -fno-sanitize=undefined")
       endif()
     endif()
+    if(name STREQUAL "sme2" AND LOWBIT_SANITIZE AND files)
+      set_source_files_properties(${files} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES
+        COMPILE_FLAGS "${flags} -fno-sanitize=all")  # its calls do not exist in streaming mode
+    endif()
     list(APPEND sources ${files})
   endforeach()
   set(${out} ${sources} PARENT_SCOPE)
+endfunction()
+
+# Takes the files for SME2 out of `sources` where another compiler has to build them, with the project's own flags, and
+# sets LOWBIT_OTHER_OBJECTS: what $<TARGET_OBJECTS:lowbit> does not have.
+function(lowbit_sources_of_others sources)
+  set(objects)
+  if(LOWBIT_SME2_COMMAND)
+    set(others ${${sources}})
+    list(FILTER others INCLUDE REGEX "/sme2[.]cpp$")
+    foreach(source IN LISTS others)
+      file(RELATIVE_PATH name "${PROJECT_SOURCE_DIR}" "${source}")
+      set(object "${PROJECT_BINARY_DIR}/other_compiler/${name}.o")
+      cmake_path(GET object PARENT_PATH directory)
+      file(MAKE_DIRECTORY "${directory}")
+      add_custom_command(OUTPUT "${object}"
+        COMMAND ${CMAKE_CXX_COMPILER_LAUNCHER} ${LOWBIT_SME2_COMMAND} ${sme2_flags} -std=c++20 -O3 -DNDEBUG -fPIC
+                -ffp-contract=off -fno-math-errno -fvisibility=hidden -fvisibility-inlines-hidden -Wall -Wextra
+                -MD -MF "${object}.d" -MT "${object}" -c "${source}" -o "${object}"
+        DEPENDS "${source}" DEPFILE "${object}.d" VERBATIM)
+      list(REMOVE_ITEM ${sources} "${source}")
+      list(APPEND objects "${object}")
+    endforeach()
+  endif()
+  set(${sources} ${${sources}} PARENT_SCOPE)
+  set(LOWBIT_OTHER_OBJECTS ${objects} PARENT_SCOPE)
 endfunction()

@@ -17,6 +17,7 @@ enum Isa : IsaBits {
   kNeon = 1u << 0,
   kNeonDot = 1u << 1,  // sdot, udot (Armv8.2 dotprod)
   kI8mm = 1u << 2,     // smmla, usmmla
+  kSme2 = 1u << 3,     // SME2 with vectors of 512 bits
   kAvx2 = 1u << 8,     // with FMA and F16C
   kAvxVnni = 1u << 9,
   kAvx512Vnni = 1u << 10,  // with F, BW, DQ, VL

@@ -7,7 +7,7 @@ namespace lowbit {
 
 // The tables, one per ISA file.
 extern const Table<QuantizeKernel> kQuantizePortable, kQuantizeNeon, kQuantizeAvx2, kQuantizeAvx512Vnni;
-extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, kLinearI8mm;
+extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, kLinearI8mm, kLinearSme2;
 extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvx512Vnni, kLinearAmx;
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
 extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionAvx2, kAttentionAvx512Vnni;
@@ -17,7 +17,11 @@ namespace {
 // Best first: the first row that fits the task and the ISA is chosen.
 #if defined(__aarch64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
+constexpr const Table<LinearKernel>* kLinear[] = {
+#if !defined(LOWBIT_WITHOUT_SME2)  // no compiler for it: cmake/isa.cmake
+    &kLinearSme2,
+#endif
+    &kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
 #elif defined(__x86_64__)

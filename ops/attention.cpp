@@ -3,6 +3,7 @@
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
+#include "rows.h"
 #include "scratch.h"
 
 namespace lowbit {
@@ -120,13 +121,6 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
   return {};
 }
 
-// A row of queries whose values do not lie next to each other.
-void gather(int64_t item, const char* from, int64_t step, char* to, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) std::memcpy(to + i * item, from + i * step * item, static_cast<size_t>(item));
-}
-
-constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 class Call {
  public:
   Call(const Sizes& sizes, const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
@@ -168,7 +162,7 @@ class Call {
               (batch * q_.stride[0] + head * q_.stride[1] + i * q_.stride[2]) * item_;
       if (q_.stride[3] != 1) {
         char* const copy = gathered + at * width * item_;
-        gather(item_, static_cast<const char*>(q[at]), q_.stride[3], copy, width);
+        gather(item_, q[at], q_.stride[3], copy, width);
         q[at] = copy;
       }
       out[at] = out_ + ((batch * sizes_.positions + i) * sizes_.heads + head) * sizes_.value_width * item_;

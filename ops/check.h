@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cinttypes>
+#include <cstring>
 #include <mutex>
 
 #include "../kernels/format.h"
@@ -104,6 +105,22 @@ inline int64_t offset_of(const TensorView& tensor, int dims, int64_t flat) {
     flat /= tensor.shape.size[d];
   }
   return offset;
+}
+
+// The int32 or int64 at position `flat`. Whoever lent the memory may change it meanwhile, so it is read once: here.
+inline int64_t index_at(const TensorView& indices, int64_t flat) {
+  const char* at = static_cast<const char*>(indices.data) +
+                   element_bytes(indices.type) * offset_of(indices, indices.shape.ndim, flat);
+  if (indices.type == ElementType::i64) {
+    int64_t index;
+    std::memcpy(&index, at, sizeof index);
+    __asm__ volatile("" : "+r"(index));  // the compiler must not read it again either
+    return index;
+  }
+  int32_t index;
+  std::memcpy(&index, at, sizeof index);
+  __asm__ volatile("" : "+r"(index));
+  return index;
 }
 
 }  // namespace lowbit

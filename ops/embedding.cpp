@@ -9,22 +9,6 @@ namespace {
 // Below this many values a second thread costs more than it saves.
 constexpr int64_t kParallelValues = 1 << 15;
 
-// Whoever lent the memory may change it meanwhile, so it is read once: here.
-int64_t index_at(const TensorView& indices, int64_t flat) {
-  const char* at = static_cast<const char*>(indices.data) +
-                   element_bytes(indices.type) * offset_of(indices, indices.shape.ndim, flat);
-  if (indices.type == ElementType::i64) {
-    int64_t index;
-    std::memcpy(&index, at, sizeof index);
-    __asm__ volatile("" : "+r"(index));  // the compiler must not read it again either
-    return index;
-  }
-  int32_t index;
-  std::memcpy(&index, at, sizeof index);
-  __asm__ volatile("" : "+r"(index));
-  return index;
-}
-
 }  // namespace
 
 Status embedding_shape(const TensorView& indices, int64_t embedding_dim, Shape* out) {

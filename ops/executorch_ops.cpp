@@ -171,6 +171,30 @@ Status run_linears(Span<EValue*> values) {
   return lowbit::linears(x_view, packed, out_features.data(), count, out_view, executorch_threads());
 }
 
+Status run_linear_experts(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
+                                               {"packed_weights", Tag::Tensor},
+                                               {"experts", Tag::Tensor},
+                                               {"out_features", Tag::Int},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const Tensor &x = values[0]->toTensor(), &packed_weights = values[1]->toTensor(), &experts = values[2]->toTensor();
+  const int64_t out_features = values[3]->toInt();
+  Tensor& out = values[4]->toTensor();
+
+  const TensorView x_view = view_of(x), experts_view = view_of(experts);
+  Shape shape;
+  if (Status status = lowbit::linear_experts_shape(x_view, experts_view, out_features, &shape); !status.ok()) {
+    return status;
+  }
+  const TensorView out_view = resized(out, shape);
+  if (Status status = check_memory({&x, &packed_weights, &experts}, {&out}); !status.ok()) return status;
+  return lowbit::linear_experts(x_view, view_of(packed_weights), experts_view, out_features, out_view,
+                                executorch_threads());
+}
+
 // The dtype is the output's, which export gave the type that `dtype` asks for.
 Status run_embedding(Span<EValue*> values) {
   if (Status status = check_arguments(values, {{"indices", Tag::Tensor},
@@ -229,7 +253,7 @@ Status run_attention(Span<EValue*> values) {
 }
 
 constexpr char kLinear[] = "lowbit::linear.out", kLinears[] = "lowbit::linears.out", kEmbedding[] = "lowbit::embedding.out";
-constexpr char kAttention[] = "lowbit::attention.out";
+constexpr char kAttention[] = "lowbit::attention.out", kLinearExperts[] = "lowbit::linear_experts.out";
 
 template <const char* name, Status (*run)(Span<EValue*>), size_t out>
 void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
@@ -241,8 +265,9 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
 
 const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
                            Kernel(kLinears, kernel<kLinears, run_linears, 3>),
+                           Kernel(kLinearExperts, kernel<kLinearExperts, run_linear_experts, 4>),
                            Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>),
                            Kernel(kAttention, kernel<kAttention, run_attention, 10>)};
-[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 4));
+[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 5));
 
 }  // namespace

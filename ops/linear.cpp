@@ -4,40 +4,16 @@
 #include "check.h"
 #include "float_environment.h"
 #include "operators.h"
+#include "rows.h"
 #include "scratch.h"
+#include "tiles.h"
 
 namespace lowbit {
 namespace {
 
-// Below this many products a second thread costs more than it saves (a parallel region is 0.7 to 0.9 us).
-constexpr int64_t kParallelProducts = 1 << 17;
-// Up to this many activations are quantised before threads are asked for.
-constexpr int64_t kParallelValues = 1 << 15;
-// Each claim of rows to quantise is about this many values.
-constexpr int64_t kClaimValues = 1 << 13;
-// A claim of panels is at least about this many products: fewer are not worth the claim.
-constexpr int64_t kClaimProducts = 1 << 14;
-// A kernel for many rows prepares the activations of a claim once, for up to so many panels.
-constexpr int64_t kClaimPanels = 8;
-// The activations of a band stay in a cache while the weights stream past them, once per band; kernels unpack a panel once
-// for so many rows or more, so bands have about a multiple of them. On x86 a band may fill a second-level cache and more:
-// there 128 rows of 14336 inputs were 1.2 times faster in bands of 2 MiB than of 256 KiB (Zen 4). On Arm that cache is
-// smaller as a rule.
-#if defined(__x86_64__)
-constexpr int64_t kBandBytes = 2 << 20;
-#else
-constexpr int64_t kBandBytes = 256 << 10;
-#endif
-constexpr int64_t kBandRows = 32;
-// So many tiles per thread, if there can be: bands get shorter when there are few panels.
-constexpr int64_t kTilesPerThread = 8;
 // Rows of m that are quantised at once take up to about this much memory, which the thread keeps (scratch.h); more of
 // them need another parallel region.
 constexpr int64_t kScratchBytes = 8 << 20;
-
-constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-int64_t at_least_1(int64_t value) { return value < 1 ? 1 : value; }
 
 // Rows that are quantised at once, of so many bytes each.
 int64_t rows_at_once(int64_t rows, int64_t row_bytes) {
@@ -114,9 +90,7 @@ class QuantizedRows {
     const int64_t item = element_bytes(x_.type);
     const char* source = static_cast<const char*>(x_.data) + item * offset_of(x_, last, row);
     if (gather_) {
-      for (int64_t i = 0; i < matrices_.k; ++i) {
-        std::memcpy(gathered + i * item, source + i * item * x_.stride[last], static_cast<size_t>(item));
-      }
+      gather(item, source, x_.stride[last], gathered, matrices_.k);
       source = gathered;
     }
     QuantizeArgs args{};

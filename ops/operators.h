@@ -25,6 +25,13 @@ LOWBIT_API Status linears_shape(const TensorView& x, const int64_t* out_features
 LOWBIT_API Status linears(const TensorView& x, const TensorView* packed, const int64_t* out_features, int64_t count,
                           const TensorView& out, const Parallel& parallel);
 
+// Rows to the matrices of experts: packed [experts, bytes] uint8, each row of it one packed matrix of n = out_features rows
+// and k inputs, all with groups of the same size; x [..., k], experts [..., e] int64, any strides: the e experts that each
+// row of x goes to.  out [..., e, n] of x's type, the bits of linear() for each; only the experts chosen are read.
+LOWBIT_API Status linear_experts_shape(const TensorView& x, const TensorView& experts, int64_t out_features, Shape* out);
+LOWBIT_API Status linear_experts(const TensorView& x, const TensorView& packed, const TensorView& experts,
+                                 int64_t out_features, const TensorView& out, const Parallel& parallel);
+
 // indices [...] int32 or int64, any strides;  out [..., embedding_dim] float32, bfloat16 or float16.
 LOWBIT_API Status embedding_shape(const TensorView& indices, int64_t embedding_dim, Shape* out);
 LOWBIT_API Status embedding(const TensorView& indices, const TensorView& packed, int64_t embedding_dim,

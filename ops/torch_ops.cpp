@@ -124,6 +124,19 @@ Tensor linears(const Tensor& x, const std::vector<Tensor>& packed_weights, const
   return out;
 }
 
+Tensor linear_experts(const Tensor& x, const Tensor& packed_weights, const Tensor& experts, int64_t out_features) {
+  const TensorView x_view = view_of("x", x), experts_view = view_of("experts", experts);
+  Shape shape;
+  raise_unless_ok(linear_experts_shape(x_view, experts_view, out_features, &shape));
+  if (!is_activation_type(x_view.type)) {
+    raise_unless_ok(Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x_view.type)));
+  }
+  const Tensor out = allocate(shape, x.scalar_type());
+  raise_unless_ok(lowbit::linear_experts(x_view, view_of("packed_weights", packed_weights), experts_view, out_features,
+                                         view_of("out", out), torch_threads()));
+  return out;
+}
+
 Tensor embedding(const Tensor& indices, const Tensor& packed_weight, int64_t embedding_dim,
                  std::optional<ScalarType> dtype) {
   const TensorView indices_view = view_of("indices", indices);
@@ -213,6 +226,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
   library.def("linears(Tensor x, Tensor[] packed_weights, int[] out_features) -> Tensor");
   library.def(
       "linears.out(Tensor x, Tensor[] packed_weights, int[] out_features, *, Tensor(a!) out) -> Tensor(a!)");
+  library.def("linear_experts(Tensor x, Tensor packed_weights, Tensor experts, int out_features) -> Tensor");
+  library.def(
+      "linear_experts.out(Tensor x, Tensor packed_weights, Tensor experts, int out_features, *, Tensor(a!) out) -> "
+      "Tensor(a!)");
   library.def("embedding(Tensor indices, Tensor packed_weight, int embedding_dim, *, ScalarType? dtype=None) -> Tensor");
   library.def(
       "embedding.out(Tensor indices, Tensor packed_weight, int embedding_dim, *, ScalarType? dtype=None, "
@@ -235,6 +252,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
 STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("linears", TORCH_BOX(&linears));
+  library.impl("linear_experts", TORCH_BOX(&linear_experts));
   library.impl("embedding", TORCH_BOX(&embedding));
   library.impl("attention", TORCH_BOX(&attention));
   library.impl("pack", TORCH_BOX(&pack));

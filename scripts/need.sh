@@ -26,6 +26,11 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need g++-aarch64-linux-gnu has aarch64-linux-gnu-g++
   need ccache has ccache
   need googletest test -f /usr/src/googletest/CMakeLists.txt
+  # Another compiler for SME2's kernels, and what reads its objects: cmake/isa.cmake. Without them they are left out.
+  if ! has clang++-19 >/dev/null 2>&1 && apt-cache show clang-19 llvm-19 >/dev/null 2>&1; then
+    need clang-19 has clang++-19
+    need llvm-19 has llvm-objdump-19
+  fi
   # The emulated Arm Python: scripts/arm_python.sh
   need debootstrap test -x /usr/sbin/debootstrap
   need debian-archive-keyring test -f /usr/share/keyrings/debian-archive-keyring.gpg

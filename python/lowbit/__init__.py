@@ -16,7 +16,7 @@ from . import nn, qat  # noqa: E402  (they need the operators)
 from ._library import isa, kernels, load_kernels  # noqa: E402
 from .exports.module import export_pt2, export_pte  # noqa: E402
 from .nn import use_huge_pages  # noqa: E402
-from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linears  # noqa: E402
+from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linear_experts, linears  # noqa: E402
 from .ops import pack, repack, unpack, verify  # noqa: E402
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
 from .quantize_model import quantize_  # noqa: E402
@@ -63,6 +63,7 @@ __all__ = [
     "isa",
     "kernels",
     "linear",
+    "linear_experts",
     "linears",
     "load_kernels",
     "nn",

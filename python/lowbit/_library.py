@@ -40,7 +40,7 @@ def load() -> str:
         raise ImportError(
             f"lowbit's compiled part does not load: {error}. Build it again with `pip install .`."
         ) from error
-    library = Path(_C.__file__).parent / "lowbit_torch.so"
+    library = Path(str(_C.__file__)).parent / "lowbit_torch.so"
     if not library.exists():
         raise ImportError(f"lowbit's operator library is missing: {library}. Build it again with `pip install .`.")
     try:
@@ -89,7 +89,7 @@ def isa() -> dict:
     """The instruction sets: ``cpu`` (what this CPU has), ``cap`` (``LOWBIT_ISA`` or None), ``active`` (what is used).
 
     ``LOWBIT_ISA`` is read once, when the package is imported, and caps the ISA: on Arm at ``portable``, ``neon``,
-    ``neondot`` or ``i8mm``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avx512vnni`` or ``amx``.
+    ``neondot``, ``i8mm`` or ``sme2``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avx512vnni`` or ``amx``.
     """
     from . import _C
 

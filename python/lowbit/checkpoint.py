@@ -15,7 +15,7 @@ import shutil
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -41,7 +41,7 @@ from .files.safetensors import (
     read_rows,
     same_bytes,
 )
-from .layers import warn_of_floats
+from .layers import Experts, named_layers, warn_of_floats
 from .levels import FIT, sampled_rows
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor, table_of
 
@@ -69,7 +69,7 @@ class CheckpointEntry:
 
     name: str
     kind: str  # "packed", or the dtype, as "bfloat16"
-    shape: tuple[int, ...]  # of a packed weight: [out, in]
+    shape: tuple[int, ...]  # of a packed weight: [out, in], or [experts, out, in]
     bits: int  # per code; of a tensor that is not packed: per element
     group_size: int | None  # None: one group per row, or not packed
     mapping: str | None  # "symmetric" or "affine"; None: not packed
@@ -104,7 +104,7 @@ _DTYPES = {
 def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
     """What a tensor is; `info` of a packed one."""
     if info is not None:
-        shape = (info.out_features, info.in_features)
+        shape = info.shape
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
     else:
         shape, group_size, mapping = stored.shape, None, None
@@ -133,6 +133,49 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
 
 
 @dataclass(frozen=True)
+class _Matrix:
+    """A matrix to pack, in one or several tensors of the files that lie below each other."""
+
+    parts: tuple[Stored, ...]
+    transposed: bool = False  # in the files
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[n, k]; all parts have the same columns."""
+        rows, columns = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def reader(self) -> Callable[[int, int], torch.Tensor]:
+        """A function that reads rows [begin, end)."""
+        if self.transposed:  # its rows lie all over the file
+            whole = self._read(0, self.shape[1]).T
+            return lambda begin, end: whole[begin:end]
+        return self._read
+
+    def _read(self, begin: int, end: int) -> torch.Tensor:
+        found, at = [], 0
+        for part in self.parts:
+            first, last = max(begin - at, 0), min(end - at, part.shape[0])
+            if first < last:
+                found.append(read_rows(part, first, last))
+            at += part.shape[0]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _slices(stored: Stored) -> list[Stored]:
+    """Each matrix of a tensor of three dimensions."""
+    size = stored.bytes // max(1, stored.shape[0])
+    return [
+        replace(stored, shape=stored.shape[1:], offset=stored.offset + i * size, bytes=size)
+        for i in range(stored.shape[0])
+    ]
+
+
+@dataclass(frozen=True)
 class _Output:
     """A tensor to write: a copy of `source`, or with a config its packed form."""
 
@@ -141,18 +184,29 @@ class _Output:
     config: LinearConfig | EmbeddingConfig | None = None
     bias: Stored | None = None
     layer: str = ""  # that it is for, when packed
+    experts: tuple[_Matrix, ...] | None = None  # instead of the source, which is the first tensor of the first one
+
+    @property
+    def matrices(self) -> tuple[_Matrix, ...]:
+        return self.experts or (_Matrix((self.source,)),)
+
+    @property
+    def source_bytes(self) -> int:
+        return self.source.bytes if self.experts is None else sum(matrix.bytes for matrix in self.experts)
 
     def info(self) -> ops.PackedInfo | None:
         if self.config is None:
             return None
-        config = self.config
-        return ops.describe(self.source.shape, config.bits, config.group_size, config.mapping, self.bias is not None)
+        config, shape = self.config, self.matrices[0].shape
+        info = ops.describe(shape, config.bits, config.group_size, config.mapping, self.bias is not None)
+        return info if self.experts is None else replace(info, experts=len(self.experts))
 
     def stored(self, path: Path) -> Stored:
         if self.config is None:
             return Stored(self.name, path, self.source.dtype, self.source.shape, 0, self.source.bytes)
         size = self.info().total_bytes
-        return Stored(self.name, path, "U8", (size,), 0, size)
+        shape = (size,) if self.experts is None else (len(self.experts), size)
+        return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
 
 
 def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
@@ -176,18 +230,61 @@ def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str
     return by_name
 
 
+def _experts(
+    model,
+    selected: Collection[str],
+    by_name: Mapping[str, Stored],
+    tensors: Mapping[str, Stored],
+    parts: Mapping[str, list[list[str]]],
+) -> dict[str, tuple[_Matrix, ...]]:
+    """The matrices of selected experts, where they can be read one by one; all of a module's, or none."""
+    found: dict[str, tuple[_Matrix, ...]] = {}
+    layers = {name: layer for name, layer in named_layers(model) if isinstance(layer, Experts) and name in selected}
+    for name, layer in layers.items():
+        if name in by_name:
+            found[name] = tuple(_Matrix((each,), layer.transposed) for each in _slices(by_name[name]))
+        elif name in parts and not layer.transposed:
+            found[name] = tuple(_Matrix(tuple(tensors[key] for key in keys)) for keys in parts[name])
+            for matrix in found[name]:
+                shapes = [list(part.shape) for part in matrix.parts]
+                expected, same = list(layer.weight.shape[1:]), {len(shape) for shape in shapes} == {2}
+                if not same or {shape[1] for shape in shapes} != {expected[1]} or list(matrix.shape) != expected:
+                    part = matrix.parts[0]
+                    raise ValueError(
+                        f"{part.name} in {part.path} has shape {shapes[0]}; expected a part of {expected}, as config.json says"
+                    )
+            if len(found[name]) != layer.num_experts:
+                raise ValueError(
+                    f"the files have {len(found[name])} experts of {name}; expected {layer.num_experts}, as config.json says"
+                )
+        for part in (part for matrix in found.get(name, ()) for part in matrix.parts):
+            if part.dtype not in DTYPES:
+                raise ValueError(f"{part.name} in {part.path} has dtype {part.dtype}; expected {', '.join(DTYPES)}")
+        if layer.bias is not None and f"{name}_bias" not in by_name:
+            found.pop(name, None)
+    return {
+        name: matrices
+        for name, matrices in found.items()
+        if all(other in found for other in layers if layers[other].holder is layers[name].holder)
+    }
+
+
 def _plan(
     model, config: LowBitConfig, tensors: dict[str, Stored], source: Path
 ) -> tuple[list[_Output], dict[str, str]]:
     """What to write, and which matrices stay float, and why."""
     from .hf.config import BY_OVERRIDES
-    from .hf.names import check_complete, given_by, names_in_model
+    from .hf.names import check_complete, given_by, names_in_model, parts_of_experts
 
-    names = names_in_model(model, tensors)
+    names, layers = names_in_model(model, tensors), dict(named_layers(model))
     state = model.state_dict()
     check_complete(model, given_by(names), source)
     by_name = _called_in_model(model, names, tensors)
     selected, unselected = config.choose(model)
+    experts = _experts(model, selected, by_name, {key: tensors[key] for key in names}, parts_of_experts(model, names))
+    for name in [name for name in selected if isinstance(layers.get(name), Experts) and name not in experts]:
+        del selected[name]
+        unselected[name] = "transformers makes it of the files in a way that lowbit does not follow"
     if not selected:
         raise ValueError(f"config selects no layer of {type(model).__name__}")
     warn_of_floats(model, selected, {name for name, why in unselected.items() if why == BY_OVERRIDES}, stacklevel=3)
@@ -202,9 +299,18 @@ def _plan(
             users[target].append(tied)
 
     outputs: list[_Output] = []
-    packed_biases: set[str] = set()
+    packed_biases = {f"{name}_bias" for name in experts}
+    written: set[str] = set()
     for key in tensors:
-        name = names[key][0]
+        name, targets = names[key]
+        of = name if targets is None else targets[0]
+        if of in experts:
+            if of not in written:
+                matrices = experts[of]
+                output = _Output(f"{of}.packed_weight", matrices[0].parts[0], selected[of], by_name.get(f"{of}_bias"), of)
+                outputs.append(replace(output, experts=matrices))
+                written.add(of)
+            continue
         if by_name.get(name) is not tensors[key]:
             if names[key][1] is not None or name not in state:
                 outputs.append(_Output(key, tensors[key]))
@@ -254,10 +360,12 @@ def _plan(
         if targets is None and name in state:
             layer = name.rpartition(".")[0]
             kind = type(model.get_submodule(layer)).__name__
-            left[output.name] = unselected.get(layer, f"in a layer of the kind {kind}, which lowbit does not pack")
+            why = unselected.get(layer) or unselected.get(name)
+            left[output.name] = why or f"in a layer of the kind {kind}, which lowbit does not pack"
         elif targets is not None and targets[0] in state:
             kind = type(model.get_submodule(targets[0].rpartition(".")[0])).__name__
-            left[output.name] = f"transformers makes it a part of {kind}, which lowbit does not pack"
+            why = unselected.get(targets[0])
+            left[output.name] = why or f"transformers makes it a part of {kind}, which lowbit does not pack"
         else:
             left[output.name] = _EXTRA.format(type(model).__name__)
     extra = {name for name, why in left.items() if why == _EXTRA.format(type(model).__name__)}
@@ -272,15 +380,27 @@ def _plan(
 
 
 def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
-    """Quantises a matrix in bands of rows; each is packed as a matrix of its own, whose panels are the whole one's."""
-    source, config, info = output.source, output.config, output.info()
-    n, k = source.shape
+    """Quantises a matrix, or those of experts one after the other."""
+    bias, (n, _) = output.bias, output.matrices[0].shape
+    for number, matrix in enumerate(output.matrices):
+        own = None
+        if bias is not None:
+            own = read_rows(bias, 0, n) if output.experts is None else read_rows(bias, number, number + 1)[0]
+        _pack_matrix(output, matrix, own, writer, done)
+
+
+def _pack_matrix(
+    output: _Output, matrix: _Matrix, bias: torch.Tensor | None, writer: Writer, done: Callable[[int], None]
+) -> None:
+    """Quantises in bands of rows; each is packed as a matrix of its own, whose panels are the whole one's."""
+    config, info, source = output.config, output.info(), matrix.parts[0]
+    n, k = matrix.shape
+    read = matrix.reader()
     rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS
-    bias = None if output.bias is None else read_rows(output.bias, 0, n)
     levels = None
     if config.mapping == "levels":  # one table for all bands
         rows_to_fit = sampled_rows(n, k) if config.levels == FIT else range(1)
-        sample = torch.cat([read_rows(source, row, row + 1) for row in rows_to_fit])
+        sample = torch.cat([read(row, row + 1) for row in rows_to_fit])
         config = replace(config, levels=table_of(config, sample))
         levels = struct.pack(f"{2**config.bits}b", *config.levels)
     header_bytes = 64 if levels is None else 128
@@ -288,7 +408,7 @@ def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
     folded = 0
     for begin in range(0, n, rows):
         end = min(begin + rows, n)
-        weight = read_rows(source, begin, end)
+        weight = read(begin, end)
         try:
             packed = quantize_tensor(weight, config, None if bias is None else bias[begin:end])
         except ValueError as error:
@@ -304,12 +424,13 @@ def _pack(output: _Output, writer: Writer, done: Callable[[int], None]) -> None:
 
 def _write_packed(output: _Output, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
     """Writes a layer that is packed already."""
-    found, expected = ops.info(packed), output.info()
+    found, expected = ops.info(packed) if packed.dim() == 1 else ops.info_of_experts(packed), output.info()
     if found != expected:
         raise ValueError(f"{output.layer} is packed as {found}; expected {expected}")
+    packed = packed.flatten()
     for begin in range(0, packed.numel(), _CHUNK):
         writer.write(packed[begin : begin + _CHUNK].numpy())
-    done(output.source.bytes)
+    done(output.source_bytes)
 
 
 def _shards(outputs: list[_Output], most: int) -> Iterator[list[_Output]]:
@@ -424,8 +545,8 @@ def planned_size(
     packed = [output for output in outputs if output.config is not None]
     return PlannedSize(
         total,
-        sum(output.info().total_bytes for output in packed),
-        sum(math.prod(output.source.shape) for output in packed),
+        sum(output.stored(Path()).bytes for output in packed),
+        sum(math.prod(output.info().shape) for output in packed),
     )
 
 
@@ -469,7 +590,7 @@ def quantize_checkpoint(
     check_shard_bytes(max_shard_bytes)
     place = resolve_new_directory(target)
     outputs, left, description = _read_and_plan(source, config)
-    total = sum(output.source.bytes for output in outputs)
+    total = sum(output.source_bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
     read = 0
 

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from . import _C
 
-_OPERATORS = {"lowbit::linear.out", "lowbit::linears.out", "lowbit::embedding.out", "lowbit::attention.out"}
+_OPERATORS = {
+    f"lowbit::{name}.out" for name in ("linear", "linears", "linear_experts", "embedding", "attention")
+}
 _INSTALL = "Install it with `pip install executorch==1.5.1`, then build lowbit again with `pip install .`."
 
 
 def register() -> None:
-    """Registers lowbit's operators (linear, embedding, attention) with the ExecuTorch runtime of this process.
+    """Registers lowbit's operators (linear, linear_experts, embedding, attention) with the ExecuTorch runtime of this process.
 
     Needed before a program with these operators is loaded. Does nothing when they are registered already, by an earlier
     call or by anyone else.

@@ -4,17 +4,120 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from . import nn
+from . import nn, ops
 from .memory import in_huge_pages
 from .quantize import Config, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
 
 # What can be packed. Exact types: a subclass may use its weight in its own way (the output projection of
 # nn.MultiheadAttention does, and a scaled embedding).
-KINDS = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
+KINDS: dict[type, type] = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
+
+
+class Experts:
+    """The weights of one linear layer for each expert of a mixture, in one parameter of a module: a layer to pack.
+
+    Attributes:
+        weight: [experts, out, in].
+        bias: [experts, out], or None.
+    """
+
+    def __init__(
+        self, holder: torch.nn.Module, leaf: str, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+    ):
+        """Args:
+            holder: the module, whose parameter is called ``leaf``, and its bias ``leaf_bias``.
+            weight: the parameter; [experts, in, out] if ``transposed``.
+        """
+        self.holder, self.leaf, self.transposed = holder, leaf, transposed
+        self.weight, self.bias = self.oriented(weight), bias
+
+    def oriented(self, weight: torch.Tensor) -> torch.Tensor:
+        """[experts, out, in] of a tensor that lies as the parameter does."""
+        return weight.transpose(1, 2) if self.transposed else weight
+
+    @property
+    def num_experts(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[2]
+
+    def put(self, packed: torch.nn.Module) -> None:
+        """Puts a packed layer in the place of the parameter and its bias."""
+        for leaf in (self.leaf, f"{self.leaf}_bias"):
+            self.holder._parameters.pop(leaf, None)
+        setattr(self.holder, self.leaf, packed)
+
+
+# Functions that find the experts of a module, by the names of its parameters. hf/experts.py adds transformers' kind.
+EXPERTS_IN: list[Callable[[torch.nn.Module], Mapping[str, Experts]]] = []
+
+Layer = torch.nn.Module | Experts
+
+
+def kind_of(layer: Layer | None) -> type | None:
+    """The kind of config that a float layer takes; None: it cannot be packed."""
+    return LinearConfig if isinstance(layer, Experts) else KINDS.get(type(layer))
+
+
+def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
+    """The float experts in a module, by the names of its parameters."""
+    return {leaf: experts for find in EXPERTS_IN for leaf, experts in find(module).items()}
+
+
+def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
+    """All modules of a model by their qualified names, shared ones by each, and the float experts in them."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield name, module
+        for leaf, experts in experts_of(module).items():
+            yield f"{name}.{leaf}" if name else leaf, experts
+
+
+def layer_at(model: torch.nn.Module, name: str) -> Layer:
+    """A module, or the experts in a parameter, by its qualified name.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    parent, _, leaf = name.rpartition(".")
+    return experts_of(model.get_submodule(parent)).get(leaf) or model.get_submodule(name)
+
+
+def put_packed(model: torch.nn.Module, name: str, layer: Layer, packed: torch.Tensor | ops.PackedInfo, dtype: torch.dtype):
+    """Puts the packed layer of this weight, or of this description, in the place of a float one; returns it."""
+    if isinstance(layer, Experts):
+        made = nn.LinearExperts(packed, dtype).train(layer.holder.training)
+        layer.put(made)
+        return made
+    made = nn.in_place_of(layer, packed, dtype)
+    model.set_submodule(name, made)
+    return made
+
+
+def check_whole_experts(layers: Mapping[str, Layer], selected: Collection[str]) -> None:
+    """Refuses a choice of some of the matrices of experts: a layer runs all packed, or all float.
+
+    Raises:
+        ValueError: another matrix of the same experts is not chosen.
+    """
+    for name in selected:
+        if isinstance(layers.get(name), Experts):
+            holder = name.rpartition(".")[0]
+            for leaf in experts_of(layers[name].holder):
+                other = f"{holder}.{leaf}" if holder else leaf
+                if other not in selected:
+                    raise ValueError(
+                        f"{name} has a config and {other}, of the same experts, has none; give both a config, or None to both"
+                    )
 
 
 class Prepared:
@@ -40,7 +143,9 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
         selected: the layers that will be packed.
         chosen: layers that stay float because the user says so; there is no warning of them.
     """
-    packed, unasked, total, seen = 0, Counter(), 0, set()
+    packed, total = 0, 0
+    unasked: Counter[str] = Counter()
+    seen: set[int] = set()
     tied = getattr(model, "all_tied_weights_keys", {})  # which transformers ties only after loading
     # Selected layers first: a matrix that has several names is packed if one of its layers is.
     for name, module in sorted(model.named_modules(), key=lambda pair: pair[0] not in selected):
@@ -49,9 +154,10 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
                 continue
             seen.add(id(parameter))
             total += parameter.nbytes
-            if name in selected:
+            own = (f"{name}.{leaf}" if name else leaf).removesuffix("_bias")  # as experts are called
+            if name in selected or own in selected:
                 packed += parameter.nbytes
-            elif name not in chosen:
+            elif name not in chosen and own not in chosen:
                 unasked[type(module).__name__] += parameter.nbytes
     left = unasked.total()
     if left <= total / 100:
@@ -61,7 +167,8 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
     share = f"{100 * left / total:.0f} % of the bytes of this {type(model).__name__}'s matrices stay float, in {largest}{more}"
     only = "" if left < total / 2 else f"only {100 * packed / total:.0f} % are packed: "
     warnings.warn(
-        f"{only}{share}; lowbit packs torch.nn.Linear and torch.nn.Embedding", stacklevel=stacklevel + 1
+        f"{only}{share}; lowbit packs torch.nn.Linear, torch.nn.Embedding and transformers' experts",
+        stacklevel=stacklevel + 1,
     )
 
 
@@ -81,7 +188,7 @@ def leave_fused_paths(model: torch.nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def names_by_weight(modules: Mapping[str, torch.nn.Module]) -> dict[int, list[str]]:
+def names_by_weight(modules: Mapping[str, Layer]) -> dict[int, list[str]]:
     """The names of layers that share a weight, by its id."""
     found: dict[int, list[str]] = {}
     for name, module in modules.items():
@@ -89,7 +196,21 @@ def names_by_weight(modules: Mapping[str, torch.nn.Module]) -> dict[int, list[st
     return found
 
 
-def check_layers(modules: Mapping[str, torch.nn.Module], selected: Mapping[str, Config]) -> None:
+def check_weights(name: str, layer: Layer, config: Config) -> None:
+    """Refuses what the quantiser or the packer would refuse.
+
+    Raises:
+        TypeError, ValueError: as :func:`lowbit.quantize_tensor`.
+    """
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    if not isinstance(layer, Experts):
+        check_layer(weight, bias, config, f"{name}.")
+        return
+    for number, matrix in enumerate(weight):
+        check_layer(matrix, None if bias is None else bias[number], config, f"expert {number} of {name}: ")
+
+
+def check_layers(modules: Mapping[str, Layer], selected: Mapping[str, Config]) -> None:
     """Refuses layers that cannot be packed.
 
     Raises:
@@ -98,7 +219,7 @@ def check_layers(modules: Mapping[str, torch.nn.Module], selected: Mapping[str, 
     for names in names_by_weight(modules).values():
         first = names[0]
         for name in names:
-            check_layer(modules[name].weight, getattr(modules[name], "bias", None), selected[name], f"{name}.")
+            check_weights(name, modules[name], selected[name])
             if modules[name].weight.dtype == torch.float64:
                 raise TypeError(
                     f"{name}.weight has dtype torch.float64; expected torch.float32, torch.bfloat16 or torch.float16, "
@@ -113,29 +234,46 @@ def check_layers(modules: Mapping[str, torch.nn.Module], selected: Mapping[str, 
                 )
 
 
-def _pack(layer: torch.nn.Module, config: Config, bias: torch.Tensor | None) -> torch.Tensor:
-    return layer.pack(bias) if isinstance(layer, Prepared) else quantize_tensor(layer.weight, config, bias=bias)
+def pack_experts(weight: torch.Tensor, config: Config, bias: torch.Tensor | None) -> torch.Tensor:
+    """Quantises [experts, out, in], with a bias [experts, out] or None, to uint8 [experts, bytes]."""
+    packed = None
+    for number, matrix in enumerate(weight):
+        own = quantize_tensor(matrix, config, None if bias is None else bias[number])
+        packed = own.new_empty(len(weight), len(own)) if packed is None else packed
+        packed[number] = own
+    return packed
+
+
+def pack_layer(layer: Layer, config: Config, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The packed weight of a layer; ``weight`` is its own, or one to take in its place."""
+    if isinstance(layer, Experts):
+        return pack_experts(weight, config, bias)
+    return quantize_tensor(weight, config, bias=bias)
+
+
+def _pack(layer: Layer, config: Config, bias: torch.Tensor | None) -> torch.Tensor:
+    return layer.pack(bias) if isinstance(layer, Prepared) else pack_layer(layer, config, layer.weight, bias)
 
 
 def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
     """Packs layers of a model, in place.
 
     Args:
-        selected: qualified names of layers, of the exact types in ``KINDS`` or ``Prepared``, each with its config. What shares a tensor is
-            packed once, and stays shared.
+        selected: qualified names of layers, of the exact types in ``KINDS`` or ``Prepared``, or of experts, each with its config.
+            What shares a tensor is packed once, and stays shared.
 
     Raises:
         TypeError, ValueError: weights that are not finite or not on the CPU, or different configs for layers that share
             a weight. The model is then unchanged.
     """
     # All checks come before the first change.
-    modules = {name: model.get_submodule(name) for name in selected}
+    modules = {name: layer_at(model, name) for name in selected}
     check_layers(modules, selected)
     by_weight = names_by_weight(modules)
     for names in by_weight.values():
         # One buffer holds one bias: linear layers that share a weight but not a bias are packed one by one.
         # An embedding reads no bias.
-        linears = [modules[name] for name in names if isinstance(modules[name], torch.nn.Linear)]
+        linears = [modules[name] for name in names if isinstance(modules[name], torch.nn.Linear | Experts)]
         biases = {id(linear.bias): linear.bias for linear in linears}
         shared = None
         replaced: dict[int, torch.nn.Module] = {}
@@ -149,7 +287,8 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
                         bias = next(iter(biases.values()), None)
                         shared = in_huge_pages(_pack(module, selected[name], bias))
                     packed = shared
-                replaced[id(module)] = nn.in_place_of(module, packed, module.weight.dtype)
-            model.set_submodule(name, replaced[id(module)])
+                replaced[id(module)] = put_packed(model, name, module, packed, module.weight.dtype)
+            else:
+                model.set_submodule(name, replaced[id(module)])
             modules[name] = None  # lets go of the float weight as soon as it is packed
     leave_fused_paths(model)

@@ -16,6 +16,7 @@ TABLES: dict[str, tuple[int, ...]] = {
     "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "nvfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
+"""The usual tables, by name: int8 levels by code."""
 FIT = "fit"
 LARGEST = 127
 
@@ -212,11 +213,6 @@ def fit_levels(
     largest = x.abs().amax(1, keepdim=True)
     if not float(largest.max()) > 0:
         return tuple(range(-(2 ** (bits - 1)), 2 ** (bits - 1)))  # nothing to fit; any table holds zeros
-    best = least = None
-    for start in _starts(bits):
-        table, error = _fit(x, counts, bits, start)
-        if least is None or error < least:
-            best, least = table, error
-    table = best
+    table, _ = min((_fit(x, counts, bits, start) for start in _starts(bits)), key=lambda fitted: fitted[1])
     levels = (table.levels * LARGEST).round().clamp(-LARGEST, LARGEST)
     return tuple(int(level) for level in levels)

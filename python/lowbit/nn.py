@@ -49,6 +49,9 @@ _HOOKS = (
 class Packed(torch.nn.Module):
     """A module whose weight is one packed buffer, ``packed_weight`` (uint8)."""
 
+    packed_weight: Tensor
+    info: ops.PackedInfo
+
     def __init__(self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
@@ -56,7 +59,8 @@ class Packed(torch.nn.Module):
         self._dtype = dtype  # no buffer: it would be in every exported program
         if isinstance(packed_weight, ops.PackedInfo):
             self.info = packed_weight
-            packed_weight = torch.empty(self.info.total_bytes, dtype=torch.uint8, device="meta")
+            shape = [count for count in (self.info.experts, self.info.total_bytes) if count is not None]
+            packed_weight = torch.empty(shape, dtype=torch.uint8, device="meta")
         else:
             self._describe(packed_weight)
         self.register_buffer("packed_weight", packed_weight)
@@ -64,13 +68,24 @@ class Packed(torch.nn.Module):
     def _describe(self, packed_weight: Tensor) -> None:
         self.info = ops.info(packed_weight)
 
+    def _verified(self, packed_weight: Tensor) -> ops.PackedInfo:
+        return ops.verify(packed_weight)
+
+    def verify(self) -> None:
+        """Checks every byte against the checksums, and reads the description anew.
+
+        Raises:
+            ValueError: not a packed weight, or the packed bytes were altered.
+        """
+        self.info = self._verified(self.packed_weight)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight as [out, in] of ``dtype`` (float32, bfloat16 or float16).
 
         Raises:
             ValueError: the packed bytes were altered.
         """
-        ops.verify(self.packed_weight)
+        self._verified(self.packed_weight)
         return self._dequantized(dtype)
 
     @property
@@ -80,8 +95,7 @@ class Packed(torch.nn.Module):
         Its shape, dtype and device cost nothing; whoever uses its values has them computed, each time anew. It cannot be
         changed, and is neither a parameter nor in the state dict.
         """
-        shape = (self.info.out_features, self.info.in_features)
-        return self._computed(lambda: self._dequantized(self._dtype), shape)
+        return self._computed(lambda: self._dequantized(self._dtype), self.info.shape)
 
     def _computed(self, compute: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
         if torch.compiler.is_compiling():  # traced as it is; where nothing but the dtype is used, it is left out again
@@ -136,11 +150,9 @@ class Packed(torch.nn.Module):
         loaded = state_dict.get(key)
         if loaded is not None:
             try:
-                described = ops.verify(loaded)
-                shape = (described.out_features, described.in_features)
-                expected = (self.info.out_features, self.info.in_features)
-                if shape != expected:
-                    raise ValueError(f"the weight has shape {list(shape)}; expected {list(expected)}")
+                found, expected = self._verified(loaded), self.info
+                if found.shape != expected.shape:
+                    raise ValueError(f"the weight has shape {list(found.shape)}; expected {list(expected.shape)}")
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"{key}: {error}")
                 return
@@ -276,6 +288,66 @@ class Embedding(Packed):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
         return f"{self.num_embeddings}, {self.embedding_dim}, {padding}" + self._format_repr()
+
+
+class LinearExperts(Packed):
+    """Linear layers with 1- to 8-bit weights, one for each expert of a mixture: ``packed_weight`` is uint8 [experts, bytes].
+
+    Input [..., in_features] float32, bfloat16 or float16 and int64 [..., e], the e experts of each row; output [..., e,
+    out_features]: :func:`lowbit.linear_experts`. The weights are fixed; gradients are as those of :class:`Linear`.
+    """
+
+    def __init__(self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32):
+        """Args:
+            packed_weight: weights from :func:`lowbit.pack`, stacked; their biases are in them. Or a description, as for
+                :class:`Linear`.
+            dtype: of ``weight`` when it is read: float32, bfloat16 or float16.
+
+        Raises:
+            ValueError: not valid packed weights of one shape, width and group size, or another dtype.
+        """
+        super().__init__(packed_weight, dtype)
+
+    def _describe(self, packed_weight: Tensor) -> None:
+        self.info = ops.info_of_experts(packed_weight)
+
+    def _verified(self, packed_weight: Tensor) -> ops.PackedInfo:
+        return ops.info_of_experts(packed_weight, verified=True)
+
+    @property
+    def num_experts(self) -> int:
+        return self.info.experts
+
+    @property
+    def in_features(self) -> int:
+        return self.info.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.info.out_features
+
+    def _dequantized(self, dtype: torch.dtype) -> Tensor:
+        rows = torch.arange(self.info.out_features, device=self.packed_weight.device)
+        return torch.stack([ops.embedding(rows, one, self.info.in_features, dtype=dtype) for one in self.packed_weight])
+
+    def to_format(self, format: str) -> LinearExperts:
+        """Experts stay in the format of :func:`lowbit.pack`.
+
+        Raises:
+            ValueError: for another format.
+        """
+        if format != "panel16":
+            raise ValueError(f"format is {format!r}; expected 'panel16': the weights of experts have no other")
+        return self
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        return ops.linear_experts(x, self.packed_weight, experts, self.info.out_features)
+
+    def extra_repr(self) -> str:
+        return (
+            f"experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.info.has_bias}, " + self._format_repr()
+        )
 
 
 def _dtype_of(layer: torch.nn.Linear | torch.nn.Embedding) -> torch.dtype:

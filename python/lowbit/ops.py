@@ -4,7 +4,7 @@ import inspect
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,14 @@ class PackedInfo:
     total_bytes: int
     version: int
     format: str = "panel16"  # of the bytes behind the header; or a vendor's
-    levels: tuple[int, ...] | None = None  # of mapping "levels", by code
+    levels: tuple[int, ...] | None = None  # of mapping "levels", by code; of experts: of the first
+    experts: int | None = None  # so many matrices, of which everything above is said of each; None: one matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight: (out_features, in_features), behind the number of experts if there are some."""
+        one = (self.out_features, self.in_features)
+        return one if self.experts is None else (self.experts, *one)
 
     @property
     def bits_per_weight(self) -> float:
@@ -70,6 +77,29 @@ def info(packed: Tensor) -> PackedInfo:
     """
     _check_packed(packed)
     return PackedInfo(**_C.info(packed.data_ptr(), packed.numel(), False))
+
+
+def info_of_experts(packed: Tensor, *, verified: bool = False) -> PackedInfo:
+    """Describes the matrices of experts, uint8 [experts, bytes], after verifying the header of each.
+
+    Args:
+        verified: check every byte against the checksums, too.
+
+    Raises:
+        ValueError: as :func:`info`, of which expert; or they are not packed alike (their tables of levels may differ).
+    """
+    if isinstance(packed, Tensor) and (packed.dim() != 2 or packed.shape[0] < 1):
+        raise ValueError(f"packed has shape {list(packed.shape)}; expected [experts, bytes]")
+    first = None
+    for number, matrix in enumerate(packed):
+        try:
+            found = verify(matrix) if verified else info(matrix)
+        except ValueError as error:
+            raise ValueError(f"expert {number}: {error}") from error
+        first = first or found
+        if replace(found, levels=first.levels) != first:
+            raise ValueError(f"expert {number} is packed as {found}; expected {first}, as expert 0")
+    return replace(first, experts=len(packed))
 
 
 def verify(packed: Tensor) -> PackedInfo:
@@ -330,6 +360,56 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
     return torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
 
 
+class _StraightThroughExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(x, packed_weights, experts, out_features):
+        return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, packed_weights, experts, _ = inputs
+        ctx.save_for_backward(packed_weights, experts)
+        ctx.shape = x.shape
+
+    @staticmethod
+    def backward(ctx, grad):
+        packed_weights, experts = ctx.saved_tensors
+        rows, result = torch.arange(grad.shape[-1]), grad.new_zeros(ctx.shape)
+        for expert in experts.unique().tolist():
+            weight = torch.ops.lowbit.embedding(rows, packed_weights[expert], ctx.shape[-1], dtype=grad.dtype)
+            # A row that goes to an expert twice takes part twice.
+            result += torch.where((experts == expert)[..., None], grad, 0).sum(-2) @ weight
+        return result, None, None, None
+
+
+def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
+    """:func:`linear` of each row of x with the matrices of some experts, as layers of mixtures of experts choose them.
+
+    Only the matrices of chosen experts are read, all rows of one at once, and a row of x is quantised once for all of its
+    experts. The results have the bits of :func:`linear`.
+
+    Args:
+        x: [..., in_features] float32, bfloat16 or float16, any strides.
+        packed_weights: uint8 [experts, bytes], contiguous: in each row a weight from :func:`pack` of ``out_features`` rows and
+            ``in_features`` inputs, all with groups of the same size. ``torch.stack`` makes it of several.
+        experts: int64 [..., e], any strides: the e experts that each row of x goes to, 0 for the first.
+        out_features: the rows of each packed weight.
+
+    Returns:
+        [..., e, out_features] of x's dtype.
+
+    The gradient with respect to x is that of float layers with the dequantised weights, as that of :func:`linear`.
+
+    Raises:
+        IndexError: there is no such expert.
+        ValueError: a wrong dtype, shape or device, or an invalid packed weight.
+    """
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
+            return _StraightThroughExperts.apply(x, packed_weights, experts, out_features)
+    return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
+
+
 def embedding(
     indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -413,6 +493,11 @@ def _(x, packed_weight, out_features):
 @torch.library.register_fake("lowbit::linears")
 def _(x, packed_weights, out_features):
     return x.new_empty((*x.shape[:-1], sum(out_features)))
+
+
+@torch.library.register_fake("lowbit::linear_experts")
+def _(x, packed_weights, experts, out_features):
+    return x.new_empty((*experts.shape, out_features))
 
 
 @torch.library.register_fake("lowbit::embedding")

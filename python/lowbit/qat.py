@@ -64,8 +64,9 @@ def _codes(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) 
     The formulas of ``lowbit::quantize``, to the bit.
     """
     top, half = 2**config.bits - 1, 2 ** (config.bits - 1)
-    step, low = scales, mins
-    if mins is None:
+    if mins is not None:
+        step, low = scales, mins
+    else:
         step, low = (2 * scales, -scales) if config.bits == 1 else (scales, -scales * half)
     usable = step.abs() >= _SMALLEST_STEP
     inverse = torch.where(usable, 1.0 / step, 0.0)
@@ -152,6 +153,8 @@ class _RoundedRows(torch.autograd.Function):
 class _Layer(Prepared):
     """Beside the float ``weight`` a ``weight_scale`` and, if affine, a ``weight_min``: float32 [n, groups], trained."""
 
+    weight: Tensor
+
     def _prepare(self, config: Config, owner: _Layer | None) -> None:
         """``owner``: the layer that has the scales, where several share one weight."""
         self._config = config
@@ -188,7 +191,7 @@ class _Layer(Prepared):
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self._config}"
+        return f"{super().extra_repr()}, {self._config}"  # type: ignore[misc]
 
 
 def _refuse_export() -> None:
@@ -298,7 +301,7 @@ def convert_(model: torch.nn.Module) -> torch.nn.Module:
     if isinstance(model, Prepared):
         raise TypeError("model is itself a prepared layer; convert_ takes the model that holds it")
     modules = {
-        name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Prepared)
+        name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, _Layer)
     }
     if not modules:
         packed = sum(isinstance(module, Packed) for module in model.modules())

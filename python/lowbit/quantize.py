@@ -105,15 +105,15 @@ def table_of(config: Config, weight: Tensor) -> tuple[int, ...]:
     """The levels of a config with mapping "levels"; fitted to ``weight`` [n, k] where the config says so."""
     if config.levels == FIT:
         return fit_levels(weight, config.bits, config.group_size)
-    return TABLES[config.levels] if isinstance(config.levels, str) else config.levels
+    return TABLES[config.levels] if isinstance(config.levels, str) else tuple(config.levels or ())
 
 
-def quantize_tensor(weight: Tensor, config: LinearConfig | EmbeddingConfig, bias: Tensor | None = None) -> Tensor:
+def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) -> Tensor:
     """Quantises a weight matrix by round-to-nearest and packs it.
 
     Args:
         weight: [n, k] of any floating-point dtype, finite, on the CPU.
-        config: bits, group size, mapping and choice of scale.
+        config: a :class:`LinearConfig` or :class:`EmbeddingConfig`: bits, group size, mapping and choice of scale.
         bias: [n] or None; stored as float32.
 
     Returns:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 
 import torch
 
 from . import ops
-from .layers import KINDS, refuse_prepared, replace_layers, warn_of_floats
+from .layers import (
+    KINDS,
+    Experts,
+    check_whole_experts,
+    kind_of,
+    named_layers,
+    refuse_prepared,
+    replace_layers,
+    warn_of_floats,
+)
 from .patterns import Patterns
 from .quantize import Config, EmbeddingConfig, LinearConfig
 
@@ -19,10 +29,11 @@ def select_layers(
     model: torch.nn.Module,
     config: Config | Mapping[str, Config | None],
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
+    experts: bool = False,
 ) -> dict[str, Config]:
-    """The qualified names to quantise, each with its config."""
+    """The qualified names to quantise, each with its config; those of experts in one tensor only if they are asked for."""
     if isinstance(config, Config):
-        patterns = {"*": config}
+        patterns: dict[str, Config | None] = {"*": config}
     elif isinstance(config, Mapping):
         patterns = dict(config)
         for pattern, value in patterns.items():
@@ -36,15 +47,16 @@ def select_layers(
             f"config is a {type(config).__name__}; expected a LinearConfig, an EmbeddingConfig or a dict of patterns"
         )
 
-    selected, ordered = {}, Patterns(patterns.items())
-    for name, module in model.named_modules(remove_duplicate=False):
-        kind = KINDS.get(type(module))
-        if kind is None:
+    selected, ordered, layers = {}, Patterns(patterns.items()), dict(named_layers(model))
+    for name, module in layers.items():
+        kind = kind_of(module)
+        if kind is None or (isinstance(module, Experts) and not experts):
             continue
-        chosen = ordered.last(name, lambda value, kind=kind: value is None or isinstance(value, kind))
+        chosen = ordered.last(name, lambda value, kind=kind: value is None or isinstance(value, kind))  # type: ignore[misc]
         if chosen is not None and chosen[1] is not None and (filter_fn is None or filter_fn(module, name)):
             selected[name] = chosen[1]
     ordered.warn_unused("layer that its config applies to", stacklevel=4)
+    check_whole_experts(layers, selected)
     return selected
 
 
@@ -70,6 +82,7 @@ def choose_layers(
     model: torch.nn.Module,
     config: Config | Mapping[str, Config | None],
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
+    experts: bool = False,
 ) -> dict[str, Config]:
     """:func:`select_layers`, with the errors and warnings of :func:`quantize_`."""
     if not isinstance(model, torch.nn.Module):
@@ -78,11 +91,11 @@ def choose_layers(
         name = type(model).__name__
         raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{name}.from_float(model, config)")
     refuse_prepared(model)
-    selected = select_layers(model, config, filter_fn)
+    selected = select_layers(model, config, filter_fn, experts)
     if not selected:
         raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
 
-    kinds = {name for name, module in model.named_modules(remove_duplicate=False) if type(module) in KINDS}
+    kinds = {name for name, layer in named_layers(model) if kind_of(layer) and (experts or not isinstance(layer, Experts))}
     warn_of_floats(model, selected, kinds - selected.keys(), stacklevel=3)
     _warn_of_half_a_tie(model, selected)
     return selected
@@ -112,6 +125,13 @@ def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
+def _know_transformers() -> None:
+    """Lets its experts be found; a model of it can only be there if it is loaded."""
+    if "transformers.modeling_utils" in sys.modules:
+        with suppress(ImportError):  # of another version: its experts stay float, and a warning says so
+            import_module("lowbit.hf.experts")
+
+
 def quantize_(
     model: torch.nn.Module,
     config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
@@ -120,10 +140,13 @@ def quantize_(
     """Replaces the linear layers and embedding tables of a model by quantised ones, in place.
 
     Args:
-        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth.
+        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth, and modules
+            of transformers with the weights of all experts of a mixture in one parameter, which is a layer here and called as
+            it is (``"*.experts.down_proj"``): linear ones, packed expert by expert.
         config: one config, for all layers of its kind; or shell-style patterns of qualified names (``"*embed*"``) to
             configs, of which the last that matches wins, and None leaves a layer as it is.
-        filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it as it is.
+        filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it as it is. In the
+            place of a module experts have an object with their ``weight``, ``in_features`` and ``out_features``.
 
     Returns:
         The model. A tensor that an embedding and an output head share is packed once, and stays shared. If only one of
@@ -141,7 +164,8 @@ def quantize_(
         TypeError, ValueError: a wrong config, nothing to quantise, weights that are not finite or not on the CPU, or
             different configs for layers that share a weight. The model is then unchanged.
     """
-    selected = choose_layers(model, config, filter_fn)
+    _know_transformers()
+    selected = choose_layers(model, config, filter_fn, experts=True)
     with described_to_transformers(model):
         replace_layers(model, selected)
     return model

@@ -9,6 +9,7 @@
 
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include "../../kernels/registry.h"
 #include "support/coverage.h"
@@ -19,6 +20,10 @@
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#include <sys/prctl.h>
+#endif
 #endif
 
 namespace lowbit {
@@ -145,6 +150,48 @@ TEST(IsaCap, HoldsForThePermissionToUseTiles) {
 TEST(IsaCap, ASmallSignalStackLeavesOutTiles) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process, whose ISA has not been read
   EXPECT_EXIT(exit_with_a_small_signal_stack(), testing::ExitedWithCode(0), "");
+}
+#endif
+
+#if defined(__linux__) && defined(__aarch64__)
+constexpr int kSetSmeLength = 63, kGetSmeLength = 64;  // of prctl; the length is in bytes
+
+TEST(IsaCap, Sme2WantsVectorsOf512Bits) {
+  constexpr unsigned long kHwcap2Sme2 = 1ul << 37;
+  const bool has = (getauxval(AT_HWCAP2) & kHwcap2Sme2) != 0 && (prctl(kGetSmeLength) & 0xffff) == 64;
+  EXPECT_EQ((cpu_isa() & kSme2) != 0, has);
+}
+
+Tensor linear_of(const Tensor& x, const Tensor& weight) {
+  Tensor out(ElementType::f32, {x.view.shape.size[0], 80});
+  const Status status = linear(x.view, weight.view, 80, out.view, {});
+  EXPECT_TRUE(status.ok()) << status.message();
+  return out;
+}
+
+// Where a thread has chosen shorter vectors, or somebody's ZA is live, other rows do its work.
+TEST(IsaCap, Sme2IsLeftAloneWhereItCannotBeUsed) {
+  if ((active_isa() & kSme2) == 0) GTEST_SKIP() << "no SME2";
+  Random random(1);
+  for (int bits = 1; bits <= 8; ++bits) {
+    const Layout layout = layout_of(80, 208, bits, 48, Mapping::affine, false);
+    const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+    for (const int64_t m : {1, 3, 20}) {
+      const Tensor x = random_tensor(ElementType::f32, {m, 208}, random), expected = linear_of(x, weight);
+      std::thread([&] {
+        for (const int length : {16, 32}) {
+          if (prctl(kSetSmeLength, length) != length) continue;  // a length that this CPU lacks
+          EXPECT_EQ(linear_of(x, weight).bytes(), expected.bytes());
+        }
+      }).join();
+      uint64_t live = reinterpret_cast<uint64_t>(&live), after = 0;
+      __asm__ volatile("msr S3_3_C13_C0_5, %0" : : "r"(live));  // TPIDR2_EL0
+      const Tensor found = linear_of(x, weight);
+      __asm__ volatile("mrs %0, S3_3_C13_C0_5\n\tmsr S3_3_C13_C0_5, xzr" : "=&r"(after));
+      EXPECT_EQ(found.bytes(), expected.bytes());
+      EXPECT_EQ(after, live);
+    }
+  }
 }
 #endif
 

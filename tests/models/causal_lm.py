@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import lowbit
 import lowbit.llm
+from lowbit.layers import kind_of
 
 MAX_LENGTH, TEXT, NEW = 64, 24, 8
 # Of the standard deviation of the logits: what rounding may do. Float32 sums in another order do 1e-6 or so. Between
@@ -160,13 +161,20 @@ def make(model_type: str) -> torch.nn.Module:
 
 
 def quantise(model: torch.nn.Module) -> int:
-    """All linear layers that lowbit takes, to 4 bits in groups of 16; how many."""
+    """All linear layers that lowbit takes, experts too, to 4 bits in groups of 16; how many."""
 
     def chosen(module, name):
-        return type(module) is torch.nn.Linear and module.in_features >= 16
+        return kind_of(module) is lowbit.LinearConfig and module.in_features >= 16
 
     lowbit.quantize_(model, lowbit.LinearConfig(4, 16), chosen)
-    return sum(isinstance(module, lowbit.nn.Linear) for module in model.modules())
+    return sum(isinstance(module, lowbit.nn.Linear | lowbit.nn.LinearExperts) for module in model.modules())
+
+
+def experts_in(model: torch.nn.Module) -> str:
+    """What a quantised model does with the experts that it has in one tensor: "packed", "float", or nothing."""
+    if any(isinstance(module, lowbit.nn.LinearExperts) for module in model.modules()):
+        return "packed"
+    return "float" if any("expert" in name and value.dim() == 3 for name, value in model.named_parameters()) else ""
 
 
 @dataclass
@@ -177,6 +185,7 @@ class Outcome:
     reason: str = ""
     figures: dict[str, float] = field(default_factory=dict)
     export: str = ""  # "yes", or the reason
+    experts: str = ""  # at 4 bits: :func:`experts_in`
 
 
 def text(vocabulary: int) -> torch.Tensor:
@@ -273,6 +282,8 @@ def try_model(model_type: str, kinds: Iterable[str] = CLOSE, export: bool = True
                 continue
         # The graph is the same in floats, and a trace takes longer than all else.
         outcomes[kind] = attempt(this, kind, export and kind != "float")
+        if kind != "float":
+            outcomes[kind].experts = experts_in(this)
     return outcomes
 
 
@@ -394,7 +405,8 @@ def document(results: dict[str, dict]) -> str:
         "",
         f"**Right** means: the logits of a text of {TEXT} tokens, whole, token by token and in three pieces, and {NEW} "
         "tokens that were generated behind it, are those of transformers' own forward over the whole text, in floats and with "
-        f"linear layers of 4 bits. The logits may differ by {CLOSE['float']:g} standard deviations in floats and by "
+        f"linear layers of 4 bits. Experts packed means: those that the model has in one tensor are among these layers; else "
+        "it says that they stay float. The logits may differ by {CLOSE['float']:g} standard deviations in floats and by "
         f"{CLOSE['4 bits']:g} at 4 bits, where rounding makes more of itself; they differed by up to "
         f"{rounding['float']:.1g} and {rounding['4 bits']:.2g}. After `release()` the model gives the same bits as "
         "before. Exported means: `torch.export` of the decoder, for any number of tokens, at 4 bits, and the same logits from "
@@ -419,6 +431,8 @@ def document(results: dict[str, dict]) -> str:
                 elif kind != "float":
                     export = outcome["export"] or "not tried"
                     said.append("exported" if export == "yes" else f"not exported: {cell(export)}")
+                if outcome.get("experts"):
+                    said.append(f"experts {outcome['experts']}")
         else:
             said.append(cell(next(outcome["reason"] for outcome in outcomes.values() if outcome["state"] == state)))
         lines.append(f"| {name} | {results[name]['class']} | {state} | {'; '.join(said)} |")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, JetMoeConfig, JetMoeForCausalLM
 
 import lowbit
 from checkpoints import EMBED, HEAD, KINDS, NORM, UP, change_tensors, edit_json, load, save_model
@@ -51,6 +51,8 @@ def test_the_bytes_are_those_of_whole_tensors(tmp_path, monkeypatch, kind, shard
             config = lowbit.LinearConfig(bits=3, group_size=32, mapping="affine", scale="absmax")
         expected[f"{layer}.packed_weight"] = lowbit.quantize_tensor(weight, config, floats.get(f"{layer}.bias"))
     assert (f"{HEAD}.packed_weight" in expected) == (kind == "untied")
+    guards = {name.removesuffix("packed_weight") + "weight" for name in expected if name.endswith(".packed_weight")}
+    assert all(packed.pop(name).numel() == 0 for name in guards)
     assert packed.keys() == expected.keys()
     for name, tensor in expected.items():
         assert packed[name].dtype == tensor.dtype and torch.equal(packed[name], tensor), name
@@ -422,15 +424,13 @@ time.sleep(300)
 
 
 def test_what_stays_float(tmp_path):
-    """Fused experts and GPT-2's Conv1D are most of the bytes: no run passes over that in silence."""
-    sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = MixtralConfig(**sizes, intermediate_size=96, num_key_value_heads=2, num_local_experts=4)
-    MixtralForCausalLM(config).save_pretrained(tmp_path / "experts")
-    with pytest.warns(UserWarning, match="only .* % are packed: .* stay float, in MixtralExperts"):
+    """Experts of an architecture's own form and GPT-2's Conv1D are most of the bytes: no run passes over that in silence."""
+    sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 16}
+    JetMoeForCausalLM(JetMoeConfig(**sizes, intermediate_size=96, num_local_experts=4)).save_pretrained(tmp_path / "experts")
+    with pytest.warns(UserWarning, match="only .* % are packed: .* stay float, in JetMoeParallelExperts"):
         summary = quantize_checkpoint(tmp_path / "experts", tmp_path / "packed", LowBitConfig())
-    experts = [name for name in summary.left if ".experts." in name]
-    assert len(experts) == 12  # three matrices of four experts
-    assert summary.left[experts[0]] == "transformers makes it a part of MixtralExperts, which lowbit does not pack"
+    kind = "in a layer of the kind JetMoeParallelExperts, which lowbit does not pack"
+    assert list(summary.left.values()).count(kind) == 4  # of the feed-forward layer and of attention
     entries = {entry.name: entry for entry in summary.entries}
     assert summary.left.keys() == {name for name in entries if entries[name].kind != "packed" and len(entries[name].shape) > 1}
     assert summary.left_bytes == sum(entries[name].bytes for name in summary.left)

@@ -40,7 +40,7 @@ torch.save(tensors, sys.argv[1])
 print(json.dumps([lowbit.isa(), lowbit.kernels()]))
 """
 IMPORT = "import lowbit"
-FAMILIES = {"x86": ["avx2", "avxvnni", "avx512vnni", "amx"], "arm": ["neon", "neondot", "i8mm"]}
+FAMILIES = {"x86": ["avx2", "avxvnni", "avx512vnni", "amx"], "arm": ["neon", "neondot", "i8mm", "sme2"]}
 
 
 

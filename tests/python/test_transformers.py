@@ -65,6 +65,32 @@ def test_a_packed_file_is_mapped(tmp_path):
         assert buffer.data_ptr() % 64 == 0, name
 
 
+WITHOUT_LOWBIT = """
+import sys
+from transformers import AutoModel, AutoModelForCausalLM
+
+for directory in sys.argv[1:]:
+    for kind in (AutoModel, AutoModelForCausalLM):
+        try:
+            kind.from_pretrained(directory)
+        except RuntimeError as error:
+            assert "mismatch" in str(error), error
+        else:
+            sys.exit(f"{kind.__name__} loads {directory}, without its weights")
+assert "lowbit.transformers" not in sys.modules
+"""
+
+
+def test_without_lowbit_a_checkpoint_does_not_load(tmp_path, run_python):
+    source = save_model(tmp_path / "source", "tied")
+    quantize_checkpoint(source, tmp_path / "packed", CONFIG)
+    quantize_checkpoint(source, tmp_path / "shards", CONFIG, max_shard_bytes=40_000)
+    load(tmp_path / "packed").save_pretrained(tmp_path / "saved")
+    directories = [tmp_path / name for name in ("packed", "shards", "saved")]
+    result = run_python(WITHOUT_LOWBIT, *directories)
+    assert result.returncode == 0, result.stderr
+
+
 def test_loading_takes_no_memory_for_weights(tmp_path, run_python):
     source = save_model(tmp_path / "source", "untied", vocab_size=50_000, hidden_size=512, num_hidden_layers=1)
     quantize_checkpoint(source, tmp_path / "packed", LowBitConfig(bits=8, scale="absmax"))

@@ -12,7 +12,7 @@ from .result import METHODS, Calibration
 
 
 def calibrate(
-    model,
+    model: Any,
     data: Iterable[Any],
     config: Any,
     method: str = "auto",
@@ -66,7 +66,7 @@ def calibrate(
 
 
 def assign_widths(
-    model,
+    model: Any,
     data: Iterable[Any],
     config: Any,
     target_bits: float,

@@ -90,7 +90,7 @@ def evaluating(model) -> Iterator[None]:
 
 def _select(model: torch.nn.Module, config: Any) -> dict[str, Config]:
     """Layers by their names, each with its config: as :func:`lowbit.quantize_`, or what a LowBitConfig selects."""
-    selected = config.select(model) if hasattr(config, "select") else select_layers(model, config, None)
+    selected = config.select(model, experts=False) if hasattr(config, "select") else select_layers(model, config, None)
     if not any(isinstance(value, LinearConfig) for value in selected.values()):
         raise ValueError("config selects no torch.nn.Linear of this model; only those can be calibrated")
     for name, value in selected.items():

@@ -313,7 +313,7 @@ def measured(model: Any, inputs: list[Batch], config: LowBitConfig, bits: float,
     """:func:`measure` for what a config selects, at the whole number of bits nearest below a mean of ``bits``."""
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits):
         raise ValueError(f"target_bits is {bits!r}; expected a number of bits per weight")
-    selected = config.select(model)
+    selected = config.select(model, experts=False)
     check_weights(model, selected)
     reference = min(max(BITS[0], int(bits)), BITS[-1])
     return measure(model, inputs, selected, pinned_by(config, selected), reference, progress)

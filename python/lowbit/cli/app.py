@@ -15,6 +15,8 @@ import typer
 import lowbit
 
 from .bench import bench
+from .chat import chat
+from .doctor import doctor
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
@@ -30,6 +32,7 @@ COMMANDS: dict[str, Callable] = {
     "quantize": quantize,
     "import": import_,
     "generate": generate,
+    "chat": chat,
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
@@ -37,6 +40,7 @@ COMMANDS: dict[str, Callable] = {
     "bench": bench,
     "tune": tune,
     "info": info,
+    "doctor": doctor,
 }
 
 app = typer.Typer(

@@ -87,7 +87,7 @@ def evaluate(
 def _name_weights(model: torch.nn.Module) -> str:
     """What a model's weights are, in a few words: "bfloat16", "packed, 4 and 8 bits"."""
     bits = sorted(
-        {module.info.bits for module in model.modules() if isinstance(module, lowbit.nn.Linear | lowbit.nn.Embedding)}
+        {module.info.bits for module in model.modules() if isinstance(module, lowbit.nn.Packed)}
     )
     return f"packed, {' and '.join(map(str, bits))} bits" if bits else str(model.dtype).removeprefix("torch.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,16 +11,17 @@ import typer
 
 from .models import load, need_compiler, positions
 from .options import EmbeddingBits, GroupSize, Json, Mapping, MaxLength, Model, OptionalBits, make_config
-from .output import Output, size
+from .output import Output, size, table
 
 
 def export(
     model: Model,
     to: Annotated[
-        Literal["pte", "pt2"], typer.Option("--to", help="ExecuTorch's format, or AOTInductor's.", show_default=False)
+        Literal["pte", "pt2", "gguf"],
+        typer.Option("--to", help="ExecuTorch's format, AOTInductor's, or llama.cpp's.", show_default=False),
     ],
     file: Annotated[
-        Path, typer.Option("--output", help="File to write; its name ends in .pte or .pt2.", show_default=False)
+        Path, typer.Option("--output", help="File to write; its name ends in .pte, .pt2 or .gguf.", show_default=False)
     ],
     max_length: MaxLength = None,
     chunk: Annotated[
@@ -31,14 +33,19 @@ def export(
     embedding_bits: EmbeddingBits = None,
     as_json: Json = False,
 ) -> None:
-    """Write a model, with its KV cache, to a file that runs without Python."""
-    from lowbit import llm
-
+    """Write a model, with its KV cache, to a file that runs without Python; or its weights to one for llama.cpp."""
     output = Output(as_json)
     if file.suffix != f".{to}":
         raise ValueError(f"--output is {str(file)!r}; expected a name that ends in .{to}")
     if not file.absolute().parent.is_dir():
         raise NotADirectoryError(f"{file.absolute().parent} is not a directory; make it first")
+    if to == "gguf":
+        if bits is not None:
+            raise ValueError("--bits does not go with --to gguf: quantise with lowbit quantize, and export the result")
+        _to_gguf(output, model, file)
+        return
+    from lowbit import llm
+
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if to == "pt2":
         need_compiler()
@@ -57,8 +64,35 @@ def export(
         "chunk": min(chunk, max_length),
         "bytes": file.stat().st_size,
         "seconds": time.perf_counter() - begin,
+        "tensors": None,
     }
     output.result(
         document,
         f"{file}: {size(document['bytes'])}, up to {max_length} tokens, written in {document['seconds']:.1f} s",
+    )
+
+
+def _to_gguf(output: Output, model: Path, file: Path) -> None:
+    from lowbit.exports.gguf import export_gguf
+    from lowbit.importing.report import ImportedTensor
+
+    begin = time.perf_counter()
+    with output.progress(f"exporting to {file}", "bytes") as advance:
+        tensors = export_gguf(model, file, advance)
+    document = {
+        "model": str(model),
+        "output": str(file),
+        "to": "gguf",
+        "max_length": None,
+        "chunk": None,
+        "bytes": file.stat().st_size,
+        "seconds": time.perf_counter() - begin,
+        "tensors": [asdict(tensor) for tensor in tensors],
+    }
+    shown = table("tensors", "become", "went over")
+    for type_, kind in sorted({(tensor.type, tensor.kind) for tensor in tensors}):
+        alike = [tensor.steps for tensor in tensors if (tensor.type, tensor.kind) == (type_, kind)]
+        shown.add_row(str(len(alike)), type_, ImportedTensor("", "", kind, max(alike)).came_over)
+    output.result(
+        document, shown, f"{file}: {size(document['bytes'])}, written in {document['seconds']:.1f} s"
     )

@@ -12,7 +12,7 @@ import typer
 
 from lowbit._machine import peak_memory
 
-from .models import load, need_compiler, positions, read_text, set_threads
+from .models import imported, load, need_compiler, positions, read_text, set_threads
 from .options import (
     EmbeddingBits,
     GroupSize,
@@ -70,11 +70,11 @@ def generate(
 ) -> None:
     """Continue a text: the new text goes to stdout as it comes, all else to stderr."""
     from lowbit import llm
-    from lowbit.llm.loading import TextStream, load_tokenizer, stop_tokens
+    from lowbit.llm.chat import chat_template, render
+    from lowbit.llm.loading import TextStream, check_tokens, load_tokenizer, stop_tokens
 
     output = Output(as_json)
-    if model.suffix == ".gguf" and model.is_file():
-        model = _imported(output, model)
+    model = imported(output, model)
     text = _prompt(prompt, prompt_file)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if compile_:
@@ -83,17 +83,10 @@ def generate(
     loaded = load(output, model, config)
     tokenizer = load_tokenizer(model)
     if chat:
-        if not tokenizer.chat_template:
-            raise ValueError(f"the tokenizer in {model} has no chat template; leave out --chat")
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
-    vocabulary = loaded.config.get_text_config().vocab_size
-    if any(not 0 <= token < vocabulary for token in ids):
-        raise ValueError(
-            f"the tokenizer in {model} gives the token {max(ids)}; expected 0 to {vocabulary - 1}, the model's "
-            "vocabulary: it is the tokenizer of another model"
-        )
+        ids = render(tokenizer, [{"role": "user", "content": text}], chat_template(tokenizer, model))
+    else:
+        ids = tokenizer(text)["input_ids"]
+    check_tokens(loaded, ids, model)
     if max_length is None:
         max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
     step = llm.Decoder(loaded, max_length)
@@ -145,20 +138,6 @@ def generate(
         )
     else:
         output.result(document)
-
-
-def _imported(output: Output, model: Path) -> Path:
-    """The import of a GGUF file, from the directory beside it, or made there."""
-    from lowbit.importing.cache import cache_of, import_to_cache, is_current
-
-    cache = cache_of(model)
-    if is_current(model):
-        output.note(f"{model} was imported before: {cache}")
-        return cache
-    changed = "; the one that is there is of other files" if cache.exists() else ""
-    output.note(f"{model} is imported to {cache}{changed}")
-    with output.progress(f"importing {model}", "bytes") as advance:
-        return import_to_cache(model, advance)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -24,6 +24,22 @@ def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.M
         return load_model(model, config, progress=advance)
 
 
+def imported(output: Output, model: Path) -> Path:
+    """A checkpoint as it is; of a GGUF file the import, from the directory beside it, or made there."""
+    from lowbit.importing.cache import cache_of, import_to_cache, is_current
+
+    if model.suffix != ".gguf" or not model.is_file():
+        return model
+    cache = cache_of(model)
+    if is_current(model):
+        output.note(f"{model} was imported before: {cache}")
+        return cache
+    changed = "; the one that is there is of other files" if cache.exists() else ""
+    output.note(f"{model} is imported to {cache}{changed}")
+    with output.progress(f"importing {model}", "bytes") as advance:
+        return import_to_cache(model, advance)
+
+
 def load_packed(output: Output, model: Path, bits: int | None, group_size: str) -> torch.nn.Module:
     """A packed checkpoint as it is, a float one with `bits` or 4."""
     from lowbit.llm.loading import is_packed

@@ -1,1 +1,1 @@
-"""Files that run without Python: ExecuTorch's .pte and AOTInductor's .pt2."""
+"""Files that run without Python: ExecuTorch's .pte, AOTInductor's .pt2, and GGUF for llama.cpp."""

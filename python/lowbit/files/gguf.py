@@ -1,10 +1,12 @@
-"""GGUF files: metadata, and what is where. Nothing that a file says is believed before it is held against its size.
+"""GGUF files: metadata, and what is where; read and written. Nothing that a file says is believed before it is held
+against its size.
 
 Read with plain reads, not through a mapping: a mapped file that another process shortens ends the reader with SIGBUS.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import struct
@@ -298,3 +300,75 @@ def read_gguf(path: str | os.PathLike) -> Gguf:
     if total != len(tensors):
         raise ValueError(f"{first.paths[0]} says that its model has {total} tensors; found {len(tensors)} in all parts")
     return Gguf([path for file in files for path in file.paths], first.metadata, tensors)
+
+
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    """A value with its type before it: a text, a truth value, a number, or a list of texts or of int32."""
+    if isinstance(value, bool):
+        return struct.pack("<I?", _BOOL, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _text(value)
+    if all(isinstance(item, str) for item in value):
+        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+    return struct.pack("<IIQ", _ARRAY, 5, len(value)) + np.array(value, "<i4").tobytes()
+
+
+class GgufWriter:
+    """A file of version 3 whose tensors are known by name, type and shape, and are then written in this order."""
+
+    def __init__(self, path: Path, metadata: dict[str, Any], tensors: list[tuple[str, TensorType, tuple[int, ...]]]):
+        """Args:
+        metadata: int as uint32, float as float32, lists of int as int32.
+        tensors: shapes with the slowest dimension first; whole blocks in a row.
+        """
+        numbers = {kind: number for number, kind in TYPES.items()}
+        header = MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata))
+        header += b"".join(_text(key) + _value(value) for key, value in metadata.items())
+        at, self._ends = 0, []
+        for name, kind, shape in tensors:
+            header += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+            header += struct.pack("<IQ", numbers[kind], at)
+            end = at + math.prod(shape) // kind.block * kind.bytes
+            self._ends.append(end)
+            at = -(-end // _ALIGNMENT) * _ALIGNMENT
+        header += bytes(-len(header) % _ALIGNMENT)
+        self._start, self._at = len(header), 0
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._put(header)
+
+    def _put(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            view = view[self._file.write(view) :]
+
+    def write(self, data: Any) -> None:
+        """Appends to the tensor whose turn it is; what fills it up ends it."""
+        size = memoryview(data).nbytes
+        if not self._ends or self._at + size > self._ends[0]:
+            raise AssertionError(f"{size} bytes at {self._at} are not of the tensors that the header lists")
+        self._put(data)
+        self._at += size
+        if self._at == self._ends[0]:
+            del self._ends[0]
+            padding = -self._at % _ALIGNMENT
+            self._put(bytes(padding))
+            self._at += padding
+
+    def __enter__(self) -> GgufWriter:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        with self._file:
+            if kind is None:
+                if self._ends:
+                    raise AssertionError(f"{len(self._ends)} tensors were not written")
+                os.fsync(self._file.fileno())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ DTYPES = {
 }
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PACKED_SUFFIX = ".packed_weight"
 
 _ALIGNMENT = (
     64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
@@ -115,8 +117,20 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     return [directory / name for name in names], weight_map
 
 
+def float_name(packed: str, shape: tuple[int, ...]) -> str:
+    """The name of a packed tensor if it were not packed: that of a layer's weight, or of the parameter that holds experts.
+
+    In a file an empty tensor of this name lies beside the packed weight of a layer, its guard. A program that does not know
+    lowbit looks for the float weight, finds none, and goes on with random values. It finds the guard instead, which has
+    the wrong shape, and stops.
+    """
+    name = packed.removesuffix(PACKED_SUFFIX)
+    return f"{name}.weight" if len(shape) == 1 else name
+
+
 def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) -> dict[str, Stored]:
-    """The tensors of all files of a checkpoint, checked against its index if there is one.
+    """The tensors of all files of a checkpoint, checked against its index if there is one; without the guards
+    (:func:`float_name`).
 
     Raises:
         OSError, ValueError: as :func:`read_file`, or the same name twice, or an index that disagrees with the files.
@@ -131,7 +145,8 @@ def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) 
         if name not in tensors or tensors[name].path.name != file:
             found = "nowhere" if name not in tensors else f"in {tensors[name].path.name}"
             raise ValueError(f"{INDEX} says that {name} is in {file}; found it {found}: copy all files again")
-    return tensors
+    guards = {float_name(name, stored.shape) for name, stored in tensors.items() if name.endswith(PACKED_SUFFIX)}
+    return {name: stored for name, stored in tensors.items() if name not in guards or stored.shape != (0,)}
 
 
 def read_bytes(stored: Stored, begin: int = 0, end: int | None = None) -> Tensor:
@@ -169,26 +184,35 @@ def same_bytes(first: Stored, second: Stored) -> bool:
 
 
 def packed_info(stored: Stored) -> ops.PackedInfo:
-    """What the header of a packed tensor in a file says; no other byte of it is read.
+    """What the header of a packed tensor in a file says, [bytes], or [experts, bytes] of the first expert's; no other byte of
+    it is read.
 
     Raises:
         ValueError: not a packed weight, of another version, or with an altered header.
     """
     try:
-        if stored.dtype != "U8" or len(stored.shape) != 1:
+        if stored.dtype != "U8" or len(stored.shape) not in (1, 2) or 0 in stored.shape:
             raise ValueError(
-                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and one dimension"
+                f"found dtype {stored.dtype} and shape {list(stored.shape)}; expected U8 and [bytes] or [experts, bytes]"
             )
-        header = read_bytes(stored, 0, min(128, stored.bytes))  # with levels; else 64
-        return ops.PackedInfo(**_C.info(header.data_ptr(), stored.bytes, False))
+        size = stored.shape[-1]
+        header = read_bytes(stored, 0, min(128, size))  # with levels; else 64
+        info = ops.PackedInfo(**_C.info(header.data_ptr(), size, False))
+        return info if len(stored.shape) == 1 else replace(info, experts=stored.shape[0])
     except ValueError as error:
         raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
 
 
 def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, int]:
-    """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them.
+
+    Packed weights of layers get their guards (:func:`float_name`), which have no bytes.
+    """
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    at = 0
     for name, dtype, shape, size in tensors:
+        if name.endswith(PACKED_SUFFIX) and len(shape) == 1:
+            header[float_name(name, shape)] = {"dtype": dtype, "shape": [0], "data_offsets": [at, at]}
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -17,8 +17,9 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 from ..files.config_json import CONFIG
-from ..files.safetensors import Stored, packed_info
-from .names import check_complete, given_by, names_in_model
+from ..files.safetensors import Stored, float_name, packed_info
+from ..layers import Experts, layer_at
+from .names import check_complete, given_by, given_with, names_in_model
 from .placing import PACKED
 
 _MOST_LAYERS = 10_000  # real ones have up to some hundreds; configs make lists of this length
@@ -72,7 +73,7 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
             in no file, take more than this machine's memory.
     """
     packed = {name for name in tensors if name.rpartition(".")[2] == PACKED}
-    called = {name.removesuffix(PACKED) + "weight" if name in packed else name: name for name in tensors}
+    called = {float_name(name, tensors[name].shape) if name in packed else name: name for name in tensors}
     names, state = names_in_model(model, called), model.state_dict()
     given = given_by(names)
     for alias, (name, targets) in names.items():
@@ -81,10 +82,11 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
             continue
         shape = list(stored.shape)
         if stored.name in packed:
-            info = packed_info(stored)
-            shape = [info.out_features, info.in_features]
-            if info.has_bias:
-                given.add(name.removesuffix("weight") + "bias")
+            info, layer = packed_info(stored), name.removesuffix(".weight")
+            given |= given_with(layer, info)
+            shape = list(info.shape)
+            if isinstance(found := layer_at(model, layer), Experts):
+                state[name] = found.weight
         expected = list(state[name].shape)
         if shape != expected:
             raise ValueError(

@@ -13,9 +13,10 @@ from transformers.quantizers import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
-from ..layers import KINDS
+from ..layers import KINDS, Experts, check_whole_experts, kind_of, named_layers
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
+from . import experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 METHOD = "lowbit"
@@ -54,8 +55,8 @@ def _pair(entry: Any) -> list:
 class LowBitConfig(QuantizationConfigMixin):
     """How to quantise a model of transformers.
 
-    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised, but those that the architecture keeps in
-    float32. A head that shares the embedding's weight is quantised as the embedding is.
+    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised, and experts in one tensor, which is called as the
+    parameter is, but those that the architecture keeps in float32. A head that shares the embedding's weight is quantised as the embedding is.
 
     Args:
         bits, group_size, mapping, scale, levels: as in :class:`lowbit.LinearConfig`.
@@ -124,9 +125,11 @@ class LowBitConfig(QuantizationConfigMixin):
         """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
         return self.to_dict()
 
-    def select(self, model: torch.nn.Module) -> dict[str, LinearConfig | EmbeddingConfig]:
-        """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`."""
-        return self.choose(model, stacklevel=3)[0]
+    def select(self, model: torch.nn.Module, experts: bool = True) -> dict[str, LinearConfig | EmbeddingConfig]:
+        """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`. ``experts``: also
+        those that are a parameter of a module, and no module themselves."""
+        chosen, layers = self.choose(model, stacklevel=3)[0], dict(named_layers(model))
+        return {name: config for name, config in chosen.items() if experts or not isinstance(layers[name], Experts)}
 
     def choose(
         self, model: torch.nn.Module, stacklevel: int = 2
@@ -134,12 +137,12 @@ class LowBitConfig(QuantizationConfigMixin):
         """As :meth:`select`; and linear layers and embeddings that stay float, each with the reason: ``BY_OVERRIDES`` or
         ``BY_ARCHITECTURE``."""
         selected, left, overridden, patterns = {}, {}, set(), Patterns(self.overrides)
-        modules = dict(model.named_modules(remove_duplicate=False))
+        modules = dict(named_layers(model))
         # Layers that an architecture computes in float32, whose weights its code reads (T5's "wo").
         precise = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
         precise |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
         for name, module in modules.items():
-            kind = KINDS.get(type(module))
+            kind = kind_of(module)
             if kind is None:
                 continue
             found = patterns.last(name)
@@ -160,6 +163,7 @@ class LowBitConfig(QuantizationConfigMixin):
                 elif table in overridden:
                     del selected[head]  # left as it is, as its table is
                     left[head] = BY_OVERRIDES
+        check_whole_experts(modules, selected)
         patterns.warn_unused(f"linear layer or embedding of {type(model).__name__}", stacklevel)
         return selected, left
 
@@ -171,14 +175,14 @@ class LowBitConfig(QuantizationConfigMixin):
         common = counted.most_common(1)[0][0]
         head = model.get_output_embeddings()  # named always: without an override, a tied one would follow its table
         overrides: list[tuple[str, dict[str, Any] | None]] = []
-        for name, layer in model.named_modules():
+        for name, layer in named_layers(model):
             if name in packed:
                 info = layer.info
                 fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), common, strict=False)
                 change = {field: own for field, own, usual in fields if own != usual}
                 if change or layer is head:
                     overrides.append((escape(name), change))
-            elif type(layer) in KINDS:
+            elif kind_of(layer) is not None:
                 overrides.append((escape(name), None))
         bits, group_size, mapping = common
         return cls(bits, group_size, mapping, overrides=overrides)

@@ -1,7 +1,8 @@
-"""The tokenizer in the metadata of a GGUF file, built by transformers' own tables and saved as a fast one."""
+"""The tokenizer in the metadata of a GGUF file, built by transformers' own tables and saved as a fast one; and back."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
@@ -31,6 +32,14 @@ def _converter():
         return import_module("transformers.integrations.gguf")
     except ImportError:  # earlier versions 5
         return import_module("transformers.integrations.ggml")
+
+
+def _cuts(converter) -> Mapping[str, str] | None:
+    """The rules of cutting words that transformers knows, by what GGUF files call them."""
+    known = getattr(converter, "GGUF_PRE_TOKENIZER_SPLITS", None)
+    if known is None and hasattr(converter, "__path__"):
+        known = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    return known
 
 
 def _check(path: Path, fields: Mapping[str, Any], vocabulary: int) -> None:
@@ -89,10 +98,9 @@ def save_tokenizer(
         raise ValueError(f"{path} has a {type(template).__name__} as tokenizer.chat_template; expected a text")
     with counting(None), interpreting(f"the tokenizer in {path} cannot be built"):
         converter = _converter()
-        known = getattr(converter, "GGUF_PRE_TOKENIZER_SPLITS", None)
-        if known is None and hasattr(converter, "__path__"):
-            known = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+        known = _cuts(converter)
         backend, _ = converter.convert_gguf_tokenizer(architecture, fields)
+        backend = _without_others(backend, len(tokens))
         cut = fields.get("pre_tokenizer_type", "default")
         if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
             warnings.warn(
@@ -105,6 +113,15 @@ def save_tokenizer(
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(directory)
+
+
+def _without_others(backend, count: int):
+    """Without tokens that the file has not: the class of GPT-2's tokenizer adds its own, beyond the model's table."""
+    content = json.loads(backend.to_str())
+    own = [token for token in content["added_tokens"] if token["id"] < count]
+    if len(own) == len(content["added_tokens"]):
+        return backend
+    return type(backend).from_str(json.dumps(content | {"added_tokens": own}))
 
 
 def _flag(path: Path, metadata: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -127,3 +144,76 @@ def _add_ends(backend, special: Mapping[str, str], add_bos: bool, add_eos: bool,
         backend.post_processor = processors.TemplateProcessing(
             single=[*first, "$A", *last], pair=[*first, "$A", *last, *first, "$B", *last], special_tokens=around
         )
+
+
+_NORMAL, _OUTSIDE_TEXT, _USER, _UNUSED = 1, 3, 4, 5  # types of tokens
+
+
+def tokenizer_metadata(directory: Path, tokenizer, vocabulary: int) -> dict[str, Any]:
+    """What a GGUF file says of the tokenizer of a checkpoint.
+
+    Warns where llama.cpp has no name for its way of cutting words.
+
+    Args:
+        directory: of the checkpoint, for messages.
+        tokenizer: a fast one.
+        vocabulary: rows of the table of tokens; those without a token are written as unused.
+
+    Raises:
+        ValueError: no byte-level BPE, the only kind that is written.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, cut = content["model"], content["pre_tokenizer"]
+    parts = cut["pretokenizers"] if cut and cut["type"] == "Sequence" else [cut]
+    byte_level = [part for part in parts if part and part["type"] == "ByteLevel"]
+    normalizer = content["normalizer"]
+    if model["type"] != "BPE" or model.get("byte_fallback") or not byte_level:
+        raise ValueError(
+            f"the tokenizer in {directory} is {model['type']} without bytes as letters; lowbit writes byte-level BPE "
+            "to GGUF, as Llama 3 and Qwen have it"
+        )
+    if normalizer is not None and normalizer["type"] != "NFC":
+        raise ValueError(f"the tokenizer in {directory} has the normalizer {normalizer['type']}; expected none, or NFC")
+    texts: dict[int, str] = {number: text for text, number in model["vocab"].items()}
+    types = dict.fromkeys(texts, _NORMAL)
+    for added in content["added_tokens"]:
+        if added["id"] >= vocabulary:
+            continue  # of the tokenizer's class: the model has no row for it
+        texts[added["id"]] = added["content"]
+        types[added["id"]] = _OUTSIDE_TEXT if added["special"] else _USER
+    if max(texts) >= vocabulary:
+        raise ValueError(f"the tokenizer in {directory} has the token {max(texts)}; expected 0 to {vocabulary - 1}")
+    found: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": _name_of_cut(directory, parts),
+        "tokens": [texts.get(number, f"[PAD{number}]") for number in range(vocabulary)],
+        "token_type": [types.get(number, _UNUSED) for number in range(vocabulary)],
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
+    }
+    for name, key in _SPECIAL.items():
+        number = getattr(tokenizer, f"{name}_id")
+        if number is not None and number < vocabulary:
+            found[f"{key}_token_id"] = number
+    around = tokenizer.backend_tokenizer.encode("").ids  # what every text is put between
+    found["add_bos_token"] = around[:1] == [tokenizer.bos_token_id]
+    found["add_eos_token"] = around[found["add_bos_token"] :] == [tokenizer.eos_token_id]
+    metadata = {_PREFIX + key: value for key, value in found.items()}
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    return metadata | ({"tokenizer.chat_template": template} if template else {})
+
+
+def _name_of_cut(directory: Path, parts: list[dict[str, Any]]) -> str:
+    rules = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
+    if len(parts) == 1 and parts[0]["use_regex"]:
+        return "gpt-2"
+    known = _cuts(_converter()) or {}
+    names = [name for name, rule in known.items() if rules == [rule]]
+    if not names:
+        warnings.warn(
+            f"the tokenizer in {directory} cuts words by a rule that llama.cpp has no name for: GPT-2's is named, and "
+            "there some texts become other tokens",
+            stacklevel=5,
+        )
+        return "gpt-2"
+    return next((name for name in ("llama-bpe", "qwen2") if name in names), names[0])

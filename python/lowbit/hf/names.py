@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from .. import nn
 from ..layers import KINDS
+from ..ops import PackedInfo
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 
 def tied_layers(model: torch.nn.Module) -> dict[str, str]:
@@ -52,9 +55,74 @@ def names_in_model(model, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str
     return names
 
 
+def parts_of_experts(
+    model, names: Mapping[str, tuple[str, tuple[str, ...] | None]]
+) -> dict[str, list[list[str]]]:
+    """Tensors of experts that transformers stacks from one matrix for each expert, or from two that it puts below each other.
+
+    Those that it makes in another way are not among them.
+
+    Args:
+        names: of a checkpoint's tensors, from :func:`names_in_model`.
+
+    Returns:
+        Name in the model -> for each expert, in their order, the names of its parts in the files.
+    """
+    forms = []
+    for transform in get_model_conversion_mapping(model):
+        if isinstance(transform, WeightConverter) and len(transform.target_patterns) == 1:
+            steps = [(type(step).__name__, getattr(step, "dim", None)) for step in transform.operations]
+            parts = list(transform.source_patterns)
+            if steps == [("MergeModulelist", 0), ("Concatenate", 1)] or (steps[:1] == steps and len(parts) == 1):
+                if steps[0] == ("MergeModulelist", 0):
+                    patterns = [re.compile(re.escape(part).replace(r"\*", r"(\d+)") + "$") for part in parts]
+                    forms.append((transform.target_patterns[0], patterns))
+    found: dict[str, dict[tuple[int, int], str]] = {}
+    for key, (_, targets) in names.items():
+        for end, patterns in forms:
+            if targets is not None and targets[0].endswith(end):
+                for part, pattern in enumerate(patterns):
+                    if match := pattern.search(key):
+                        found.setdefault(targets[0], {})[int(match[1]), part] = key
+    stacked = {}
+    for target, keys in found.items():
+        experts, parts = (1 + max(place[i] for place in keys) for i in range(2))
+        if len(keys) == experts * parts == sum(targets == (target,) for _, targets in names.values()):
+            stacked[target] = [[keys[expert, part] for part in range(parts)] for expert in range(experts)]
+    return stacked
+
+
 def given_by(names: Mapping[str, tuple[str, tuple[str, ...] | None]]) -> set[str]:
     """The tensors of the model that a checkpoint gives it; `names` from :func:`names_in_model`."""
     return {given for name, targets in names.values() for given in (targets or (name,))}
+
+
+def given_with(layer: str, info: PackedInfo) -> set[str]:
+    """The bias in a packed weight, as the float model calls it: "up.bias", or of experts in one tensor "up_proj_bias"."""
+    return set() if not info.has_bias else {f"{layer}.bias" if info.experts is None else f"{layer}_bias"}
+
+
+def keep_names(model: PreTrainedModel) -> None:
+    """Sees that packed experts are saved under the names that they have in the model.
+
+    By itself transformers saves experts in the form that checkpoints of the architecture have, often a tensor for each; a
+    packed tensor would be cut to pieces, or renamed to what no loader knows.
+    """
+    packed = [f"{name}.packed_weight" for name, layer in model.named_modules() if isinstance(layer, nn.LinearExperts)]
+    if not packed:
+        return
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:  # not loaded: what saving would take
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+        transforms = [each for each in transforms if type(each).__name__ != "PrefixChange"]
+
+    def concerns(transform) -> bool:
+        if not isinstance(transform, WeightConverter):
+            return False
+        back = transform.reverse_transform()
+        return any(back.rename_source_key(name)[1] is not None for name in packed)
+
+    model._weight_conversions = [transform for transform in transforms if not concerns(transform)]
 
 
 def check_complete(model, given: set[str], where: Path) -> None:

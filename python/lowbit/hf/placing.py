@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from .. import nn, ops
-from ..layers import KINDS
+from ..layers import Experts, check_whole_experts, kind_of, named_layers, put_packed
+from . import experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 PACKED = "packed_weight"
@@ -34,16 +35,18 @@ def place_packed(
         ValueError: the model has no such layer, or one of another shape.
     """
     tied = tied_layers(model)
-    floats_of = dict(model.named_modules(remove_duplicate=False))
+    floats_of = dict(named_layers(model))
     for name, (where, info) in packed.items():
         layer = floats_of.get(name)
-        if type(layer) not in KINDS:
+        if kind_of(layer) is None or isinstance(layer, Experts) != (info.experts is not None):
             found = "no such layer" if layer is None else f"a {type(layer).__name__}"
-            raise ValueError(
-                f"{where} is packed, but {type(model).__name__} has {found} there; expected Linear or Embedding"
-            )
+            expected = "Linear or Embedding" if info.experts is None else "experts in one tensor"
+            raise ValueError(f"{where} is packed, but {type(model).__name__} has {found} there; expected {expected}")
         _check_fits(where, info, layer)
-        model.set_submodule(name, nn.in_place_of(layer, info, dtype))
+    # Experts are float or packed as a whole.
+    check_whole_experts(floats_of, packed)
+    for name, (_, info) in packed.items():
+        put_packed(model, name, floats_of[name], info, dtype)
     shared = {}
     for target, source in tied.items():
         if target not in packed and source not in packed:
@@ -64,8 +67,8 @@ def place_packed(
 
 
 def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> None:
-    found, expected = [info.out_features, info.in_features], list(layer.weight.shape)
-    if isinstance(layer, torch.nn.Linear) and info.has_bias != (layer.bias is not None):
+    found, expected = list(info.shape), list(layer.weight.shape)
+    if not isinstance(layer, torch.nn.Embedding) and info.has_bias != (layer.bias is not None):
         found.append("with a bias" if info.has_bias else "without a bias")
         expected.append("without a bias" if info.has_bias else "with a bias")
     if found != expected:
@@ -83,11 +86,11 @@ def share_packed(model, shared: Mapping[str, tuple[str, torch.nn.Module]], dtype
 
 def verify(model, where: Mapping[str, str]) -> None:
     """Checks all bytes of all packed weights against their checksums, on as many threads as torch has."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Embedding)}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed)}
 
     def check(name: str) -> None:
         try:
-            layers[name].info = ops.verify(layers[name].packed_weight)
+            layers[name].verify()
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantise, again."
@@ -101,9 +104,10 @@ def verify(model, where: Mapping[str, str]) -> None:
 
 def mark_initialised(model, layers: Iterable[str]) -> None:
     # Some architectures initialise the weights of a layer from the module around it (T5's attention).
+    experts = {name for name, layer in named_layers(model) if isinstance(layer, Experts | nn.LinearExperts)}
     for name in layers:
         parent = model.get_submodule(name.rpartition(".")[0])
-        if not parent._parameters and not parent._buffers:
+        if name in experts or (not parent._parameters and not parent._buffers):
             parent._is_hf_initialized = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,11 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 
 from .. import nn
-from ..files.safetensors import Stored, packed_info, read_files, read_metadata
-from ..layers import KINDS, replace_layers, warn_of_floats
+from ..files.safetensors import Stored, float_name, packed_info, read_files, read_metadata
+from ..layers import Experts, kind_of, layer_at, named_layers, pack_layer, put_packed, replace_layers, warn_of_floats
 from ..memory import in_huge_pages
-from ..quantize import quantize_tensor
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
-from .names import check_complete, given_by, names_in_model, tied_layers
+from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
 from .placing import (
     PACKED,
     expanded_ties,
@@ -53,8 +53,15 @@ class LowBitQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model):
+        state = model.state_dict()
+        tied = getattr(model, "all_tied_weights_keys", None) or {}  # these are saved under the other name
+        packed = [name for name in state if name.rpartition(".")[2] == PACKED and state[name].dim() == 1]
+        for name in packed:
+            if name not in tied:
+                # Empty, but with memory of its own: transformers takes tensors at the same address for one.
+                state[float_name(name, state[name].shape)] = torch.zeros(1, dtype=torch.uint8)[:0]
         # In every shard of a save the same: what a killed save leaves of an older one must not pass for a part of it.
-        return None, {_SAVE: uuid.uuid4().hex}
+        return state, {_SAVE: uuid.uuid4().hex}
 
     @property
     def is_trainable(self) -> bool:
@@ -74,10 +81,14 @@ class LowBitQuantizer(HfQuantizer):
         self._check_files(files, tensors, packed)
 
         # Packed weights are called as the float ones would be, so that transformers' rules for names apply.
-        aliases = {name.removesuffix(PACKED) + "weight" if name in packed else name: name for name in tensors}
+        aliases = {float_name(name, tensors[name].shape) if name in packed else name: name for name in tensors}
         names = names_in_model(model, aliases)
+        guards = {each for alias, (name, _) in names.items() if aliases[alias] in packed for each in (alias, name)}
+        if guards:
+            ignored = {f"^({'|'.join(map(re.escape, sorted(guards)))})$"}
+            model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         given, placed = given_by(names), {}
-        layers = dict(model.named_modules(remove_duplicate=False))
+        layers = dict(named_layers(model))
         whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
         for alias, (name, _) in names.items():
             stored, layer = packed.get(aliases[alias]), name.removesuffix(".weight")
@@ -86,12 +97,13 @@ class LowBitQuantizer(HfQuantizer):
                 self._where[layer] = f"{stored.name} in {stored.path}"
                 placed[layer] = self._where[layer], packed_info(stored)
         if files and whole:
-            with_bias = {layer for layer, (_, info) in placed.items() if info.has_bias}
-            with_bias |= {target for target, source in tied_layers(model).items() if source in with_bias}
-            check_complete(model, given | {f"{layer}.bias" for layer in with_bias}, files[0].parent)
+            biases = {bias for layer, (_, info) in placed.items() for bias in given_with(layer, info)}
+            ties = tied_layers(model).items()
+            biases |= {f"{target}.bias" for target, source in ties if f"{source}.bias" in biases}
+            check_complete(model, given | biases, files[0].parent)
 
         if self.pre_quantized:
-            floats = given - {f"{layer}.weight" for layer in placed}
+            floats = given - {f"{layer}.weight" for layer in placed} - placed.keys()
             self._shared = place_packed(model, placed, floats, self._dtype)
             mark_initialised(model, placed)
             return
@@ -101,10 +113,11 @@ class LowBitQuantizer(HfQuantizer):
         warn_of_floats(model, self._selected, {name for name, why in left.items() if why == BY_OVERRIDES})
         self._tied = {name for pair in tied_layers(model).items() for name in pair}
         mark_initialised(model, self._selected)
+        state = model.state_dict()
         for key, (name, targets) in names.items():
             layer = name.removesuffix(".weight")
-            if targets is None and layer in self._selected and name.endswith(".weight"):
-                expected = tuple(layers[layer].weight.shape)
+            if targets is None and layer in self._selected and name in state:
+                expected = tuple(state[name].shape)
                 if tensors[key].shape != expected:
                     raise ValueError(
                         f"{key} in {tensors[key].path} has shape {list(tensors[key].shape)}; expected "
@@ -129,16 +142,18 @@ class LowBitQuantizer(HfQuantizer):
                 "quantization_config; quantise again, or load without one"
             )
         for name in packed:
-            both = name.removesuffix(PACKED) + "weight"
+            both = float_name(name, packed[name].shape)
             if both in tensors:
                 raise ValueError(
                     f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them"
                 )
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
-        layer, _, leaf = param_name.rpartition(".")
+        layer = param_name.removesuffix(".weight")
+        if layer == param_name:  # experts, or of a module that has no weight
+            return isinstance(layer_at(model, layer), Experts) if layer in self._selected else False
         # Tied weights wait until they are tied: then they are packed once.
-        return leaf == "weight" and layer in self._selected and layer not in self._tied
+        return layer in self._selected and layer not in self._tied
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -148,12 +163,12 @@ class LowBitQuantizer(HfQuantizer):
             verify(model, self._where)
             share_packed(model, self._shared, self._dtype)
         else:
-            left = {
-                name: config for name, config in self._selected.items() if type(model.get_submodule(name)) in KINDS
-            }
+            layers = dict(named_layers(model))
+            left = {name: config for name, config in self._selected.items() if kind_of(layers[name]) is not None}
             if left:
                 replace_layers(model, left)
         tie_packed(model, self._ties)
+        keep_names(model)
         refuse_resizing(model)
         del self._ties, self._shared, self._where, self._selected
         return model
@@ -170,7 +185,7 @@ class _Quantize(ConversionOps):
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
             path = name.removesuffix(".weight")
-            layer = model.get_submodule(path)
+            layer = layer_at(model, path)
             config = self._quantizer._selected.get(path)
             bias = getattr(layer, "bias", None)
             # What cannot be packed now is left to the end, where its bias is there, or the error reaches the caller.
@@ -178,13 +193,12 @@ class _Quantize(ConversionOps):
                 left[name] = value
                 continue
             try:
-                packed = in_huge_pages(quantize_tensor(weight, config, bias=bias))
+                weight = layer.oriented(weight) if isinstance(layer, Experts) else weight
+                packed = in_huge_pages(pack_layer(layer, config, weight, bias))
             except (TypeError, ValueError):
                 left[name] = value
                 continue
-            quantised = nn.in_place_of(layer, packed, weight.dtype)
-            quantised._is_hf_initialized = True
-            model.set_submodule(path, quantised)
+            put_packed(model, path, layer, packed, weight.dtype)._is_hf_initialized = True
             missing_keys.discard(name)
         return left
 
@@ -208,6 +222,7 @@ def describing(model: torch.nn.Module) -> Iterator[None]:
         if not any(isinstance(layer, nn.Packed) for layer in part.modules()):
             continue
         tie_packed(part, ties)
+        keep_names(part)
         refuse_resizing(part)
         inside = any(part is not other and part in other.modules() for other in models)
         if not inside:  # a part of a model is saved on its own rarely, and its configuration may be the whole one's

@@ -47,17 +47,15 @@ def import_checkpoint(
     Args:
         source: a .gguf file (of a split one any part), or a directory with config.json and safetensors files.
         target: a directory that is empty or not there yet, as for :func:`lowbit.quantize_checkpoint`: it appears when
-        all
-            is written, in one step.
+            all is written, in one step.
         max_shard_bytes: a file gets no second tensor beyond this many bytes.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band of rows.
 
     Raises:
         OSError: a file is missing or cannot be read; target is not empty or cannot be written; the disk is full.
         ValueError: a damaged file, an architecture or a format that lowbit does not import, tensors that are missing
-        or of
-            another shape than the model's, or weights that the packed format cannot hold. Nothing is left of target
-            then.
+            or of another shape than the model's, or weights that the packed format cannot hold. Nothing is left of
+            target then.
     """
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")

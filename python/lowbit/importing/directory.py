@@ -15,9 +15,11 @@ from .bitsandbytes import read_bitsandbytes
 from .codes import Float, Matrix, Weights
 from .compressed_tensors import read_compressed_tensors
 from .gptq import read_gptq, renamed
+from .hqq import read_hqq
 from .report import file_states
 from .source import Source
 from .stock import Stock
+from .torchao import read_torchao
 
 _Tensors = list[Matrix | Weights | Float]
 
@@ -46,6 +48,8 @@ _FORMATS: dict[str, tuple[str, Callable[[Stock], _Tensors]]] = {
     "compressed-tensors": ("compressed-tensors", read_compressed_tensors),
     "bitnet": ("BitNet", read_bitnet),
     "bitsandbytes": ("bitsandbytes", read_bitsandbytes),
+    "hqq": ("HQQ", read_hqq),
+    "torchao": ("torchao", read_torchao),
 }
 
 

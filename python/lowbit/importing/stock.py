@@ -26,6 +26,10 @@ class Stock:
         """The layers that have a tensor of this name."""
         return [name.removesuffix(f".{leaf}") for name in self._left if name.endswith(f".{leaf}")]
 
+    def paths(self) -> list[Path]:
+        """The files of what is left."""
+        return list(dict.fromkeys(stored.path for stored in self._left.values()))
+
     def has(self, name: str) -> bool:
         return name in self._left
 

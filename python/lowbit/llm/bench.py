@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch
 
-from .. import _C, nn
+from .. import nn
 from .._machine import cpu_name, peak_memory
+from ..memory import ReadBandwidth
 from ..quantize import EmbeddingConfig, LinearConfig
 from .compiled import compile_decoder
 from .decoder import Decoder
@@ -19,22 +19,6 @@ from .generation import most_likely
 from .shapes import random_model
 
 MODES = ("eager", "compile", "aot")
-_BANDWIDTH_BYTES = 1 << 30  # beyond every cache
-
-
-class ReadBandwidth:
-    """Measures how fast this machine reads memory: one buffer of 1 GiB, read in the pattern that is fastest."""
-
-    def __init__(self):
-        # Private: pages of shared memory are not made huge.
-        self._memory = mmap.mmap(-1, _BANDWIDTH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)  # a roof: page walks are not part of it
-        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8).fill_(1)
-
-    def __call__(self, threads: int) -> float:
-        """Bytes per second with so many threads; about a fifth of a second."""
-        return _C.read_bandwidth(self._buffer.data_ptr(), self._buffer.numel(), threads)
 
 
 def bytes_per_token(model: torch.nn.Module) -> int:

@@ -17,6 +17,7 @@ class Generation:
 
     tokens: list[int] = field(default_factory=list)  # the new ones
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, that were in the caches already
     prefill_seconds: float = 0.0  # until the first new token is known
     decode_seconds: float = 0.0  # for all further steps
     decode_steps: int = 0  # those: one for each new token behind the first, and for the stop token
@@ -24,8 +25,8 @@ class Generation:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second."""
-        return self.prompt_tokens / self.prefill_seconds
+        """Prompt tokens per second, of those that were computed."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds
 
     @property
     def decode_rate(self) -> float:
@@ -39,14 +40,34 @@ def most_likely(logits: Tensor) -> int:
     return int((logits if logits.dtype == torch.float32 else logits.float()).detach().numpy().argmax())
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raises ValueError for what :func:`sample` cannot draw by."""
+def check_sampling(
+    temperature: float, top_k: int | None, top_p: float | None, repetition_penalty: float = 1.0
+) -> None:
+    """Raises ValueError for what :func:`sample` and :func:`penalise` cannot draw by."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}; expected 0 or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; expected 1 or more")
     if top_p is not None and not 0 <= top_p <= 1:
         raise ValueError(f"top_p is {top_p}; expected 0 to 1")
+    if not 0 < repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty is {repetition_penalty}; expected a number above 0")
+
+
+def penalise(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
+    """Makes tokens that have come before less likely (Keskar et al. 2019, CTRL; as transformers does it).
+
+    Args:
+        logits: [vocabulary].
+        tokens: that have come, prompt included, each once.
+        penalty: divides their positive logits, multiplies the negative ones; 1 changes nothing.
+    """
+    if penalty == 1:
+        return logits
+    logits = logits.float().clone()
+    came = torch.tensor(list(tokens))
+    logits[came] = torch.where(logits[came] < 0, logits[came] * penalty, logits[came] / penalty)
+    return logits
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
@@ -84,8 +105,10 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: Iterable[int] = (),
+    cached: int = 0,
     on_token: Callable[[int], None] | None = None,
 ) -> Generation:
     """Continues a prompt, token by token.
@@ -97,8 +120,11 @@ def generate(
         max_length: of the decoder.
         temperature: 0 takes the most likely token; otherwise tokens are drawn with this temperature.
         top_k, top_p: draw only from the k most likely tokens, or the most likely ones that together reach p.
+        repetition_penalty: above 1 makes tokens of the prompt and of the text less likely.
         seed: of the draws.
         stop: tokens that end the text; they are not part of the result.
+        cached: so many tokens at the beginning of the prompt are in the step's caches already, and are not computed
+            again.
         on_token: called with every new token as soon as it is known.
 
     Raises:
@@ -114,17 +140,20 @@ def generate(
         )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
-    check_sampling(temperature, top_k, top_p)
+    if not 0 <= cached < len(prompt):
+        raise ValueError(f"cached is {cached}; expected 0 to {len(prompt) - 1}, fewer than the prompt has tokens")
+    check_sampling(temperature, top_k, top_p, repetition_penalty)
     stop = frozenset(stop)
     generator = torch.Generator().manual_seed(seed)
-    result = Generation(prompt_tokens=len(prompt))
-    tokens = torch.tensor([prompt])
-    start = torch.zeros(1, dtype=torch.int64)
+    result, came = Generation(prompt_tokens=len(prompt), cached_tokens=cached), set(prompt)
+    tokens = torch.tensor([prompt[cached:]])
+    start = torch.tensor([cached])
     if len(prompt) + max_new_tokens > max_length:
         result.stopped = "max_length"
     begin = time.perf_counter()
     for _ in range(min(max_new_tokens, max_length - len(prompt))):
-        token = sample(step(tokens, start)[0], temperature, top_k, top_p, generator)
+        logits = penalise(step(tokens, start)[0], came, repetition_penalty)
+        token = sample(logits, temperature, top_k, top_p, generator)
         now = time.perf_counter()
         if not result.prefill_seconds:
             result.prefill_seconds, decode_begin = now - begin, now
@@ -135,6 +164,7 @@ def generate(
             result.stopped = "stop"
             break
         result.tokens.append(token)
+        came.add(token)
         if on_token is not None:
             on_token(token)
         start += tokens.shape[1]

@@ -24,7 +24,8 @@ def is_packed(path: str | os.PathLike) -> bool:
     """Whether a checkpoint has packed weights of lowbit.
 
     Raises:
-        OSError, ValueError: as :func:`read_config`; or weights that another method has quantised, or a later lowbit.
+        OSError, ValueError: config.json is missing or damaged; or weights that another method has quantised, or a later
+            lowbit.
     """
     file, config = Path(path) / CONFIG, read_config(path)
     method = quantization_method(config)
@@ -135,6 +136,17 @@ def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
     if not all(isinstance(token, int) for token in ids):
         raise ValueError(f"the eos_token_id of the model is {ids}; expected token ids, as in {_GENERATION}")
     return list(ids)
+
+
+def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathLike) -> None:
+    """Raises ValueError for tokens that the model does not have; `path` is where their tokenizer came from."""
+    vocabulary = model.config.get_text_config().vocab_size
+    wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise ValueError(
+            f"the tokenizer in {path} gives the token {wrong}; expected 0 to {vocabulary - 1}, the model's "
+            "vocabulary: it is the tokenizer of another model"
+        )
 
 
 class TextStream:

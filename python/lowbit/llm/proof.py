@@ -39,7 +39,7 @@ _ROUNDING = 1e-6
 
 def sample_text(config: Any, count: int) -> Tensor:
     """[1, count]: tokens from all over the vocabulary, but for those that mean something to the model."""
-    special = set()
+    special: set[int] = set()
     for name, value in vars(config).items():
         if name.endswith(("_token_id", "_token_index")):
             special.update(value if isinstance(value, (list, tuple)) else [value])
@@ -61,7 +61,7 @@ class Reference:
         config = model.config.get_text_config()
         self.tokens = sample_text(config, min(TOKENS, max_length))
         count = self.tokens.shape[1]
-        self.exact = model.dtype == torch.float32 and not any(isinstance(m, nn.Linear) for m in model.modules())
+        self.exact = model.dtype == torch.float32 and not any(isinstance(m, nn.Linear | nn.LinearExperts) for m in model.modules())
         positions = torch.arange(count)
         self.whole = _own(model, self.tokens)
         if self.whole.isnan().any():

@@ -213,7 +213,7 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
     say(f"loading {options.model}")
     subject = _Subject(options)
     with _quiet():
-        selected = subject.config(4).select(subject.model)
+        selected = subject.config(4).select(subject.model, experts=False)
     modules = {name: subject.model.get_submodule(name) for name in selected}
     if not selected:
         raise ValueError(f"{options.model} has no linear layer or embedding")
@@ -318,7 +318,7 @@ def _sensitivity(subject: _Subject, selected, shared, bits: int, say: Say) -> di
     """What each layer alone costs at ``bits``: nats per token, or cosine."""
     say(f"{len(shared)} layers alone, {bits} bits")
     before = subject.loss(subject.model)
-    kinds, layers = subject.config(bits).select(subject.model), []
+    kinds, layers = subject.config(bits).select(subject.model, experts=False), []
     for names in shared.values():
         floats = {name: subject.model.get_submodule(name) for name in names}
         replace_layers(subject.model, {name: kinds[name] for name in names})

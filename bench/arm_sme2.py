@@ -1,0 +1,68 @@
+"""Counts the instructions of the SME2 kernels, for arm_cost.py --sme2: under the QEMU of scripts/arm_emulator.sh, which
+takes no plugins. It writes a line for each instruction of the kernels' own code and for the markers of arm_cost.cpp."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+from arm_tools import run, tool
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EMULATOR = ROOT / "build/arm-emulator/qemu-aarch64"
+CPU = "max,sve=off,sme512=on"
+KERNELS = "other_compiler/kernels/linear/sme2.cpp.o"
+ENTRY = "run_streaming"
+BEGIN, END = "#0x61", "#0x62"  # operands of the markers' hints
+
+
+def symbols(path: pathlib.Path) -> dict[str, int]:
+    lines = run([tool("aarch64-linux-gnu-nm"), path], "nm").splitlines()
+    return {fields[2]: int(fields[0], 16) for fields in map(str.split, lines) if len(fields) == 3}
+
+
+def kernel_code(program: pathlib.Path, objects: pathlib.Path) -> range:
+    """Where the kernels' object lies in the program: it is one piece."""
+    text = run([tool("aarch64-linux-gnu-objdump"), "-h", objects], "objdump")
+    size = int(re.search(r"\.text +([0-9a-f]+)", text)[1], 16)
+    name, offset = next((name, at) for name, at in symbols(objects).items() if ENTRY in name)
+    begin = symbols(program)[name] - offset
+    return range(begin, begin + size)
+
+
+def markers(program: pathlib.Path) -> dict[int, str]:
+    """{address: hint's operand}"""
+    text = run([tool("aarch64-linux-gnu-objdump"), "-d", program], "objdump")
+    found = re.findall(r"^ *([0-9a-f]+):\t.*\thint\t(#0x6[12])$", text, re.M)
+    return {int(address, 16): hint for address, hint in found}
+
+
+def trace(program: pathlib.Path, arguments: list[str]) -> dict:
+    """{row: {task: instructions per unit}}"""
+    if not EMULATOR.exists():
+        sys.exit(f"arm_cost: {EMULATOR.relative_to(ROOT)} is missing (make build/arm-emulator)")
+    code, hints = kernel_code(program, program.parent.parent / KERNELS), markers(program)
+    wanted = ",".join([f"0x{code.start:x}..0x{code.stop - 1:x}", *(f"0x{at:x}+4" for at in hints)])
+    command = [EMULATOR, "-cpu", CPU, "-one-insn-per-tb", "-d", "exec,nochain", "-dfilter", wanted, program, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "QEMU_CPU"}
+    counts, counting, instructions = [], False, 0
+    with subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=environment) as process:
+        for line in process.stderr:
+            hint = hints.get(int(line.split("/", 2)[1], 16)) if line.startswith("Trace") else None
+            if hint == BEGIN:
+                counting, instructions = True, 0
+            elif hint == END:
+                counting = False
+                counts.append(instructions)
+            else:
+                instructions += counting
+        calls = process.stdout.read().splitlines()
+    if process.returncode != 0 or not calls or len(calls) != len(counts):
+        sys.exit(f"arm_cost: {len(calls)} calls but {len(counts)} counts; the program returned {process.returncode}")
+    found: dict = {}
+    for call, count in zip(calls, counts):
+        name, task, units = call.split("\t")
+        found.setdefault(name, {})[task] = round(count / int(units), 3)
+    return found

@@ -1,0 +1,142 @@
+"""What `make docs` does besides: links for file names, and plots of the figures in the documents.
+
+The documents are also read as files, so they name each other as ``docs/NAME.md``. On the site each such name is a link, and one
+that leads nowhere is an error. Plots are made of the tables themselves: a figure stands in one place.
+"""
+
+import io
+import re
+from pathlib import Path
+
+import matplotlib
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (behind the choice of a backend)
+from matplotlib.ticker import FixedLocator, NullLocator  # noqa: E402
+
+# Pages of the site whose text lies elsewhere.
+_ELSEWHERE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+    "examples/cpp": "cpp.md",
+    "examples/vendor_kernel": "vendor.md",
+}
+_NAME = re.compile(r"`(docs/([a-z_]+\.md)|" + "|".join(map(re.escape, _ELSEWHERE)) + ")`(?!\\])")
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    up = "../" * page.file.src_uri.count("/")
+
+    def link(found: re.Match) -> str:
+        name = found[2] or _ELSEWHERE[found[1]]
+        return found[0] if name == page.file.src_uri else f"[{found[0]}]({up}{name})"
+
+    # Not in blocks of code, which are indented or fenced.
+    lines, fenced = markdown.split("\n"), False
+    for at, line in enumerate(lines):
+        fenced ^= line.startswith("```")
+        if not fenced and not line.startswith("    "):
+            lines[at] = _NAME.sub(link, line)
+    return "\n".join(lines)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    # Notebooks come with a script for formulas, whose address is that of a server or empty; ours have none.
+    return re.sub(r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->", "", output, flags=re.S)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    root = Path(config.docs_dir).parent
+    for name, svg in {
+        "perplexity": _language_model(root / "examples/tiny_llama/README.md"),
+        "sentences": _sentences(root / "examples/minilm/README.md"),
+        "methods": _methods(root / "docs/quality.md"),
+    }.items():
+        files.append(File.generated(config, f"plots/{name}.svg", content=svg))
+    return files
+
+
+def _tables(path: Path) -> list[list[list[str]]]:
+    """The tables of a document: rows of cells, the header first."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", path.read_text(encoding="utf-8"), re.M)
+    rows = ([[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()] for block in blocks)
+    return [[row for row in table if not set(row[0]) == {"-"}] for table in rows]
+
+
+def _table(path: Path, *columns: str) -> list[dict[str, str]]:
+    """The first table that has these columns."""
+    for header, *rows in _tables(path):
+        if set(columns) <= set(header):
+            return [dict(zip(header, row, strict=True)) for row in rows]
+    raise PluginError(f"{path} has no table with the columns {', '.join(columns)}, which the site plots")
+
+
+def _figure(title: str, x: str, y: str) -> tuple[plt.Figure, plt.Axes]:
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: plt.Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return text.getvalue()
+
+
+def _marked(axes: plt.Axes, points: list[tuple[str, float, float]], above: bool = True) -> None:
+    """A line through points, each with its name to the right."""
+    axes.plot([x for _, x, _ in points], [y for *_, y in points], "o-")
+    for name, x, y in points:
+        axes.annotate(name, (x, y), xytext=(5, 5 if above else -12), textcoords="offset points", fontsize=8)
+    axes.margins(x=0.1, y=0.15)
+
+
+def _language_model(path: Path) -> str:
+    rows = _table(path, "weights", "size, MB", "perplexity")
+    points = [
+        (row["weights"].removesuffix("s") if row["weights"] == "1 bits" else row["weights"], float(row["size, MB"]),
+         float(row["perplexity"]))
+        for row in rows
+        if "bit" in row["weights"] and float(row["perplexity"]) < 200
+    ]  # fmt: skip
+    figure, axes = _figure("a language model of 3.3 M parameters, rounded to nearest", "size, MB", "perplexity (lower is better)")
+    _marked(axes, points)
+    return _svg(figure)
+
+
+def _sentences(path: Path) -> str:
+    rows = _table(path, "weights", "size, MB", "cosine to float32, mean", "batches of 32, sentences/s")
+    points = [(row["weights"], float(row["size, MB"]), float(row["cosine to float32, mean"])) for row in rows]
+    figure, axes = _figure("all-MiniLM-L6-v2, rounded to nearest", "size, MB", "mean cosine with float32 (higher is better)")
+    _marked(axes, [point for point in points if "bit" in point[0]], above=False)
+    return _svg(figure)
+
+
+def _methods(path: Path) -> str:
+    """Each method's perplexity over float, by bits per weight."""
+    for header, *rows in _tables(path):
+        widths = {column: float(found[1]) for column in header if (found := re.fullmatch(r"\d bits \(([\d.]+)\)", column))}
+        if len(widths) > 1 and header[0] == "method":
+            break
+    else:
+        raise PluginError(f"{path} has no table of methods at several widths, which the site plots")
+    figure, axes = _figure("the same model, by method", "bits per weight", "perplexity over float")
+    for row in rows:
+        cells = dict(zip(header, row, strict=True))
+        points = [(widths[column], float(cells[column])) for column in widths if re.fullmatch(r"[\d.]+", cells[column])]
+        axes.plot(*zip(*points, strict=True), "o-", label=row[0])
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(FixedLocator([1, 1.1, 1.2, 1.4, 1.6, 2, 2.5, 3, 4]))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.legend(fontsize=8, frameon=False)
+    return _svg(figure)

@@ -1,0 +1,156 @@
+// Unpacking a block with the streaming instructions of SME2, at vectors of 512 bits: a line is one vector.
+//
+// A field is moved down to the lowest bits, so that all lines count alike in one sum: products go to tiles of 16 x 16
+// sums, which are too few for one of each shift. Scattered codes are joined by shift-and-insert (sri, sli). At 1 bit
+// lines are twice the codes where that is wanted: such a sum less that of the activations is a symmetric group's.
+// Instructions per 512 weights beside the loads, and 8 more with a table of levels:
+//   bits   1    2    3    4    5    6    7    8
+//         14   12   14    8   15   12   14    0
+#pragma once
+
+#include <arm_sme.h>
+
+#include <cstdint>
+
+#include "codec.h"
+
+namespace lowbit {
+namespace {
+
+// Four packed lines of a block from line First on, or as many as there are. (Types of such vectors can be no members.)
+template <int Bits, int First>
+[[gnu::always_inline]] inline svuint8x4_t load_lines(const uint8_t* block) __arm_streaming {
+  constexpr int kCount = Bits - First;
+  if constexpr (kCount <= 0) {
+    return svundef4_u8();
+  } else if constexpr (kCount == 1) {
+    return svset4_u8(svundef4_u8(), 0, svld1_vnum_u8(svptrue_b8(), block, First));
+  } else if constexpr (kCount <= 3) {
+    const svuint8x2_t pair = svld1_vnum_u8_x2(svptrue_c8(), block, First);
+    const svuint8x4_t two = svset4_u8(svset4_u8(svundef4_u8(), 0, svget2_u8(pair, 0)), 1, svget2_u8(pair, 1));
+    if constexpr (kCount == 2) return two;
+    else return svset4_u8(two, 2, svld1_vnum_u8(svptrue_b8(), block, First + 2));
+  } else {
+    return svld1_vnum_u8_x4(svptrue_c8(), block, First);
+  }
+}
+
+template <int I>
+[[gnu::always_inline]] inline svuint8_t packed_line(svuint8x4_t low, svuint8x4_t high) __arm_streaming {
+  if constexpr (I < 4) {
+    return svget4_u8(low, I);
+  } else {
+    return svget4_u8(high, I - 4);
+  }
+}
+
+// The mask is hidden from the compiler: AND with a constant changes its operand, which would be copied first.
+[[gnu::always_inline]] inline svuint8_t and_mask(svuint8_t v, uint8_t mask) __arm_streaming {
+  svuint8_t masks = svdup_n_u8(mask);
+  __asm__("" : "+w"(masks));
+  return svand_u8_x(svptrue_b8(), v, masks);
+}
+
+template <int Count>
+[[gnu::always_inline]] inline svuint8_t shift_right(svuint8_t v) __arm_streaming {
+  if constexpr (Count == 0) return v;
+  else return svlsr_n_u8_x(svptrue_b8(), v, Count);
+}
+
+template <int Count>
+[[gnu::always_inline]] inline svuint8_t shift_left(svuint8_t v) __arm_streaming {
+  if constexpr (Count == 0) return v;
+  else return svlsl_n_u8_x(svptrue_b8(), v, Count);
+}
+
+// The top `Count` bits of `upper`, and below them the top bits of `lower`; or the lowest `Count` bits of `lower`, and
+// above them the lowest bits of `upper`.
+template <int Count>
+[[gnu::always_inline]] inline svuint8_t insert_below(svuint8_t upper, svuint8_t lower) __arm_streaming {
+  return svsri_n_u8(upper, lower, Count);
+}
+template <int Count>
+[[gnu::always_inline]] inline svuint8_t insert_above(svuint8_t lower, svuint8_t upper) __arm_streaming {
+  return svsli_n_u8(lower, upper, Count);
+}
+
+// `Length` bits from bit `First` up.
+template <int First, int Length>
+[[gnu::always_inline]] inline svuint8_t field(svuint8_t v) __arm_streaming {
+  const svuint8_t low = shift_right<First>(v);
+  if constexpr (First + Length == 8) return low;
+  else return and_mask(low, (1 << Length) - 1);
+}
+
+// Line J of a block: codes, unsigned; at 8 bits signed codes less 128. `Double`: twice the codes, of 1 bit.
+template <int Bits, int J, bool Double = false>
+[[gnu::always_inline]] inline svuint8_t unpack_line(svuint8x4_t low, svuint8x4_t high) __arm_streaming {
+  if constexpr (Bits == 1 && Double) {
+    if constexpr (J == 0) return and_mask(shift_left<1>(packed_line<0>(low, high)), 2);
+    else return and_mask(shift_right<J - 1>(packed_line<0>(low, high)), 2);
+  } else if constexpr (Bits == 1 || Bits == 2 || Bits == 4 || (Bits == 3 && J < 6)) {
+    constexpr BitRun kRun = placement(Bits, J).run[0];
+    return field<kRun.line_bit, Bits>(packed_line<kRun.line>(low, high));
+  } else if constexpr (Bits == 3 && J == 6) {
+    return shift_right<5>(svsri_n_u8(packed_line<0>(low, high), packed_line<1>(low, high), 2));
+  } else if constexpr (Bits == 3) {
+    return shift_right<5>(svsri_n_u8(packed_line<2>(low, high), shift_left<1>(packed_line<1>(low, high)), 2));
+  } else if constexpr (Bits == 5 && J == 4) {
+    return svsli_n_u8(packed_line<4>(low, high), shift_right<5>(packed_line<0>(low, high)), 2);
+  } else if constexpr (Bits == 5 && J > 4) {
+    const svuint8_t rest = shift_left<2 * (7 - J)>(packed_line<4>(low, high));
+    return shift_right<3>(svsri_n_u8(packed_line<J - 4>(low, high), rest, 3));
+  } else if constexpr (Bits == 6 && J % 4 == 3) {
+    constexpr int kFirst = 3 * (J / 4);
+    const svuint8_t rest = svsri_n_u8(packed_line<kFirst + 1>(low, high), packed_line<kFirst + 2>(low, high), 2);
+    return shift_right<2>(svsri_n_u8(packed_line<kFirst>(low, high), rest, 2));
+  } else if constexpr (Bits == 7 && J == 7) {
+    svuint8_t top = svsri_n_u8(packed_line<0>(low, high), packed_line<1>(low, high), 1);
+    top = svsri_n_u8(top, packed_line<2>(low, high), 2);
+    top = svsri_n_u8(top, packed_line<3>(low, high), 3);
+    top = svsri_n_u8(top, packed_line<4>(low, high), 4);
+    top = svsri_n_u8(top, packed_line<5>(low, high), 5);
+    return shift_right<1>(svsri_n_u8(top, packed_line<6>(low, high), 6));
+  } else if constexpr (Bits == 8) {
+    return packed_line<J>(low, high);
+  } else {
+    constexpr BitRun kRun = placement(Bits, J).run[0];
+    return field<0, Bits>(packed_line<kRun.line>(low, high));
+  }
+}
+
+// The same for lines of four panels.
+#define LOWBIT_OF_FOUR(op, ...)                                                                              \
+  svcreate4_u8(op(svget4_u8(v, 0) __VA_OPT__(, svget4_u8(__VA_ARGS__, 0))),                                  \
+               op(svget4_u8(v, 1) __VA_OPT__(, svget4_u8(__VA_ARGS__, 1))),                                  \
+               op(svget4_u8(v, 2) __VA_OPT__(, svget4_u8(__VA_ARGS__, 2))),                                  \
+               op(svget4_u8(v, 3) __VA_OPT__(, svget4_u8(__VA_ARGS__, 3))))
+template <int Count>
+[[gnu::always_inline]] inline svuint8x4_t shift_right(svuint8x4_t v) __arm_streaming {
+  return LOWBIT_OF_FOUR(shift_right<Count>);
+}
+template <int Count>
+[[gnu::always_inline]] inline svuint8x4_t shift_left(svuint8x4_t v) __arm_streaming {
+  return LOWBIT_OF_FOUR(shift_left<Count>);
+}
+template <int Count>
+[[gnu::always_inline]] inline svuint8x4_t insert_below(svuint8x4_t v, svuint8x4_t lower) __arm_streaming {
+  return LOWBIT_OF_FOUR(insert_below<Count>, lower);
+}
+template <int Count>
+[[gnu::always_inline]] inline svuint8x4_t insert_above(svuint8x4_t v, svuint8x4_t upper) __arm_streaming {
+  return LOWBIT_OF_FOUR(insert_above<Count>, upper);
+}
+template <int First, int Length>
+[[gnu::always_inline]] inline svuint8x4_t field(svuint8x4_t v) __arm_streaming {
+  return svcreate4_u8(field<First, Length>(svget4_u8(v, 0)), field<First, Length>(svget4_u8(v, 1)),
+                      field<First, Length>(svget4_u8(v, 2)), field<First, Length>(svget4_u8(v, 3)));
+}
+[[gnu::always_inline]] inline svuint8x4_t and_mask(svuint8x4_t v, uint8_t mask) __arm_streaming {
+  return svcreate4_u8(and_mask(svget4_u8(v, 0), mask), and_mask(svget4_u8(v, 1), mask),
+                      and_mask(svget4_u8(v, 2), mask), and_mask(svget4_u8(v, 3), mask));
+}
+#undef LOWBIT_OF_FOUR
+
+}  // namespace
+}  // namespace lowbit

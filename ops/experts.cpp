@@ -1,0 +1,317 @@
+#include <new>
+
+#include "../kernels/registry.h"
+#include "check.h"
+#include "operators.h"
+#include "rows.h"
+#include "scratch.h"
+#include "tiles.h"
+
+namespace lowbit {
+namespace {
+
+// Rows that are quantised at once take up to about this much memory, which the thread keeps (scratch.h). Rows beyond it
+// read the weights of their experts once more, so it is more than linear() takes.
+constexpr int64_t kScratchBytes = 16 << 20;
+// Results of a tile of several rows, before they go to their places. Tiles have fewer panels rather than more bytes.
+constexpr int64_t kTileBytes = 256 << 10;
+
+// Some rows of one expert: places [first, first + rows) in the order of experts.
+struct ExpertRows {
+  int64_t expert, first, rows;
+};
+
+// A tensor of `size[0]` packed matrices of `size[1]` bytes each.
+Status check_packed(const TensorView& packed) {
+  if (Status status = check_isa_cap(); !status.ok()) return status;
+  if (Status status = check_on_cpu("packed_weights", packed); !status.ok()) return status;
+  if (packed.type != ElementType::u8 || packed.shape.ndim != 2 || packed.shape.size[0] < 1) {
+    return Status::error("packed_weights has dtype %s and shape %s; expected uint8 and [experts, bytes]",
+                         name_of(packed.type), describe(packed.shape).text);
+  }
+  if (!packed.is_contiguous()) return Status::error("packed_weights is not contiguous");
+  return {};
+}
+
+const uint8_t* expert_bytes(const TensorView& packed, int64_t expert) {
+  return static_cast<const uint8_t*>(packed.data) + expert * packed.shape.size[1];
+}
+
+// The matrix of an expert, which has to fit x and `out_features`. `group_inputs`: of the others, or 0.
+Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x, int64_t out_features,
+                   int64_t group_inputs, Layout* layout) {
+  if (Status s = read_header(expert_bytes(packed, expert), packed.shape.size[1], layout); !s.ok()) {
+    return Status::error("expert %" PRId64 ": %.400s", expert, s.message());
+  }
+  if (layout->format != Format::panel16) {
+    return Status::error("expert %" PRId64 " is packed in format '%s'; expected panel16", expert,
+                         name_of(layout->format).text);
+  }
+  if (out_features != layout->n) {
+    return Status::error("out_features is %" PRId64 "; expected %" PRId64 ", the rows of expert %" PRId64,
+                         out_features, layout->n, expert);
+  }
+  if (x.shape.size[x.shape.ndim - 1] != layout->k) {
+    return Status::error("x has shape %s; expected [..., %" PRId64 "], the inputs of expert %" PRId64,
+                         describe(x.shape).text, layout->k, expert);
+  }
+  if (group_inputs != 0 && group_inputs != layout->group_inputs()) {
+    return Status::error("expert %" PRId64 " has groups of %" PRId64 " inputs; expected %" PRId64 ", as expert 0",
+                         expert, layout->group_inputs(), group_inputs);
+  }
+  return {};
+}
+
+// Takes pieces of an operator's memory, one behind the other; with no memory it only counts.
+class Pieces {
+ public:
+  explicit Pieces(char* memory) : memory_(memory) {}
+  template <class T>
+  T* take(int64_t count) {
+    char* const taken = memory_ == nullptr ? nullptr : memory_ + bytes_;
+    bytes_ += aligned(count * static_cast<int64_t>(sizeof(T)));
+    return reinterpret_cast<T*>(taken);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  char* memory_;
+  int64_t bytes_ = 0;
+};
+
+// What a call works in. A row of x has `each` results, one for each of its experts: result r belongs to row r / each.
+struct Memory {
+  Layout* layouts;      // of each expert that is chosen
+  int64_t* chosen;      // by result: its expert
+  int64_t* next;        // by expert: the next place of its rows
+  ExpertRows* parts;
+  int64_t* results;     // by place: the result that belongs there
+  int64_t* places;      // by result of the chunk, the other way round
+  int8_t* a;            // from here on by place: quantised rows, as kernels read them
+  int32_t* group_sums;
+  float *scales, *zeros;
+  char* workers;
+
+  void place(Pieces& pieces, int64_t experts, int64_t all, int64_t chunk, const Layout& layout, int64_t worker_bytes) {
+    layouts = pieces.take<Layout>(experts);
+    chosen = pieces.take<int64_t>(all);
+    next = pieces.take<int64_t>(experts + 1);
+    parts = pieces.take<ExpertRows>(experts + chunk / kBandRows + 1);
+    results = pieces.take<int64_t>(chunk);
+    places = pieces.take<int64_t>(chunk);
+    a = pieces.take<int8_t>(chunk * layout.blocks * kBlockInputs);
+    group_sums = pieces.take<int32_t>(chunk * layout.groups);
+    scales = pieces.take<float>(chunk);
+    zeros = pieces.take<float>(chunk);
+    workers = pieces.take<char>(worker_bytes);
+  }
+};
+
+class Call {
+ public:
+  Call(const TensorView& x, const TensorView& packed, const TensorView& out, const Layout& layout, int64_t each,
+       const Memory& memory)
+      : x_(x), packed_(packed), out_(static_cast<char*>(out.data)), layout_(layout), each_(each), memory_(memory),
+        item_(element_bytes(x.type)), row_values_(layout.blocks * kBlockInputs),
+        quantize_(choose_quantize(active_isa())) {}
+
+  // Row `row` of x, to the places of its results from `first` on. It is quantised once, and copied to the others.
+  void quantize(int64_t row, int64_t first, char* gathered) const {
+    const int last = x_.shape.ndim - 1;
+    const char* source = static_cast<const char*>(x_.data) + item_ * offset_of(x_, last, row);
+    if (x_.stride[last] != 1) {
+      gather(item_, source, x_.stride[last], gathered, layout_.k);
+      source = gathered;
+    }
+    const int64_t* const places = memory_.places + row * each_ - first;
+    const int64_t place = places[0];
+    quantize_.run({source, dtype_of(x_.type), layout_.k, row_values_, layout_.group_inputs(),
+                   memory_.a + place * row_values_, memory_.group_sums + place * layout_.groups,
+                   memory_.scales + place, memory_.zeros + place});
+    for (int64_t i = 1; i < each_; ++i) {
+      const int64_t to = places[i];
+      std::memcpy(memory_.a + to * row_values_, memory_.a + place * row_values_, static_cast<size_t>(row_values_));
+      std::memcpy(memory_.group_sums + to * layout_.groups, memory_.group_sums + place * layout_.groups,
+                  static_cast<size_t>(layout_.groups) * sizeof(int32_t));
+      memory_.scales[to] = memory_.scales[place];
+      memory_.zeros[to] = memory_.zeros[place];
+    }
+  }
+
+  // Panels [begin, end) for some rows of an expert. Panels are a matrix of their own: the kernel writes its rows to the
+  // worker's memory, from where they go to their places in the output.
+  void run(const ExpertRows& part, int64_t begin, int64_t end, char* worker) const {
+    const Layout& whole = memory_.layouts[part.expert];
+    LinearArgs args{};
+    args.layout = whole;
+    args.layout.panels = end - begin;
+    args.layout.n = end == whole.panels ? whole.n - begin * kPanelRows : (end - begin) * kPanelRows;
+    args.layout.total_bytes = whole.header_bytes + (end - begin) * whole.panel_bytes;
+    args.panels = expert_bytes(packed_, part.expert) + whole.header_bytes + begin * whole.panel_bytes;
+    args.panel_end = end - begin;
+    args.a = memory_.a + part.first * row_values_;
+    args.group_sums = memory_.group_sums + part.first * layout_.groups;
+    args.scales = memory_.scales + part.first;
+    args.zeros = memory_.zeros + part.first;
+    args.m = part.rows;
+    args.out_dtype = dtype_of(x_.type);
+    args.scratch = worker;
+    const int64_t* const results = memory_.results + part.first;
+    char* const column = out_ + begin * kPanelRows * item_;
+    const bool alone = part.rows == 1;
+    args.out = alone ? column + results[0] * whole.n * item_ : worker + kLinearScratchBytes;
+    args.out_stride = alone ? whole.n : args.layout.n;
+    choose_linear(whole, part.rows, active_isa()).run(args);
+    const int64_t bytes = args.layout.n * item_;
+    for (int64_t i = 0; i < part.rows && !alone; ++i) {
+      std::memcpy(column + results[i] * whole.n * item_, static_cast<const char*>(args.out) + i * bytes,
+                  static_cast<size_t>(bytes));
+    }
+  }
+
+ private:
+  const TensorView &x_, &packed_;
+  char* out_;
+  const Layout& layout_;
+  int64_t each_;
+  const Memory& memory_;
+  int64_t item_, row_values_;
+  const QuantizeKernel& quantize_;
+};
+
+// Sorts results [first, first + count) by expert, into parts of up to `most` rows; returns how many parts there are.
+int64_t sort_by_expert(const Memory& memory, int64_t experts, int64_t first, int64_t count, int64_t most) {
+  std::memset(memory.next, 0, static_cast<size_t>(experts + 1) * sizeof(int64_t));
+  for (int64_t i = 0; i < count; ++i) ++memory.next[memory.chosen[first + i] + 1];
+  int64_t parts = 0;
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    const int64_t begin = memory.next[expert], rows = memory.next[expert + 1];
+    const int64_t pieces = (rows + most - 1) / most;
+    for (int64_t i = 0; i < pieces; ++i) {  // equal ones: no last one of a row or two that pays for all unpacking
+      memory.parts[parts++] = {expert, begin + rows * i / pieces, rows * (i + 1) / pieces - rows * i / pieces};
+    }
+    memory.next[expert + 1] += begin;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t place = memory.next[memory.chosen[first + i]]++;
+    memory.places[i] = place;
+    memory.results[place] = first + i;
+  }
+  return parts;
+}
+
+}  // namespace
+
+Status linear_experts_shape(const TensorView& x, const TensorView& experts, int64_t out_features, Shape* out) {
+  if (x.shape.ndim < 1) return Status::error("x has no dimensions; expected [..., in_features]");
+  if (out_features < 1) return Status::error("out_features is %" PRId64 "; expected 1 or more", out_features);
+  if (experts.shape.ndim >= kMaxDims) {
+    return Status::error("experts has %d dimensions; expected at most %d", experts.shape.ndim, kMaxDims - 1);
+  }
+  const int last = x.shape.ndim - 1;
+  bool same = experts.shape.ndim == x.shape.ndim;
+  for (int d = 0; same && d < last; ++d) same = experts.shape.size[d] == x.shape.size[d];
+  if (!same) {
+    return Status::error("experts has shape %s; expected that of x, %s, with the number of a row's experts in the place of "
+                         "in_features",
+                         describe(experts.shape).text, describe(x.shape).text);
+  }
+  *out = experts.shape;
+  out->size[out->ndim++] = out_features;
+  return {};
+}
+
+Status linear_experts(const TensorView& x, const TensorView& packed, const TensorView& experts, int64_t out_features,
+                      const TensorView& out, const Parallel& parallel) {
+  Shape out_shape;
+  if (Status status = linear_experts_shape(x, experts, out_features, &out_shape); !status.ok()) return status;
+  if (Status status = check_on_cpu("x", x); !status.ok()) return status;
+  if (!is_activation_type(x.type)) {
+    return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
+  }
+  if (Status status = check_on_cpu("experts", experts); !status.ok()) return status;
+  if (experts.type != ElementType::i64) {
+    return Status::error("experts has dtype %s; expected int64", name_of(experts.type));
+  }
+  if (Status status = check_packed(packed); !status.ok()) return status;
+  Layout layout;
+  if (Status status = read_expert(packed, 0, x, out_features, 0, &layout); !status.ok()) return status;
+  if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
+
+  const int64_t results = experts.shape.numel();
+  if (results == 0) return {};
+  const int64_t count = packed.shape.size[0], each = experts.shape.size[experts.shape.ndim - 1];
+  const int64_t rows = results / each;
+  const int64_t row_values = layout.blocks * kBlockInputs;
+  const int64_t row_bytes = each * (row_values + 4 * layout.groups + 24);
+  const int64_t rows_at_once = rows * row_bytes <= kScratchBytes ? rows : at_least_1(kScratchBytes / row_bytes);
+  const int64_t chunk = rows_at_once * each;
+  const int64_t most = at_least_1(kBandBytes / row_values / kBandRows) * kBandRows;  // rows of a part
+  const int64_t item = element_bytes(x.type);
+  const int64_t tile_rows = chunk < most ? chunk : most;
+  const int64_t panel_bytes = tile_rows * kPanelRows * item;
+  const int64_t tile_bytes = panel_bytes < kTileBytes ? kTileBytes : panel_bytes;
+  const int64_t gathered = x.stride[x.shape.ndim - 1] == 1 ? 0 : aligned(layout.k * item);
+  const int64_t worker_bytes = kLinearScratchBytes + aligned(tile_bytes) + gathered;
+  const Parallel threads = results * layout.k * layout.n < kParallelProducts ? Parallel() : parallel;
+
+  Memory memory;
+  Pieces size(nullptr);
+  memory.place(size, count, results, chunk, layout, threads.threads * worker_bytes);
+  const Scratch scratch(size.bytes());
+  if (scratch.data() == nullptr) {
+    return Status::no_memory("no memory for %" PRId64 " bytes of quantised activations", size.bytes());
+  }
+  Pieces pieces(scratch.data());
+  memory.place(pieces, count, results, chunk, layout, threads.threads * worker_bytes);
+
+  // All that can be refused is refused before a result is written. What was checked is what is used: another thread may
+  // write to the caller's indices meanwhile.
+  for (int64_t expert = 0; expert < count; ++expert) new (memory.layouts + expert) Layout{};
+  for (int64_t i = 0; i < results; ++i) {
+    const int64_t expert = index_at(experts, i);
+    if (expert < 0 || expert >= count) {
+      return Status::out_of_range("expert %" PRId64 " (number %" PRId64 " of %" PRId64
+                                  ") is out of range; expected 0 to %" PRId64, expert, i, results, count - 1);
+    }
+    memory.chosen[i] = expert;
+    Layout& own = memory.layouts[expert];
+    if (own.n != 0) continue;
+    if (Status s = read_expert(packed, expert, x, out_features, layout.group_inputs(), &own); !s.ok()) return s;
+    if (choose_linear(own, 1, active_isa()).run == nullptr) return no_kernel("linear", own);
+  }
+
+  const Call call(x, packed, out, layout, each, memory);
+  for (int64_t first = 0; first < results; first += chunk) {
+    const int64_t here = results - first < chunk ? results - first : chunk;
+    const int64_t parts = sort_by_expert(memory, count, first, here, most);
+    const int64_t begin = first / each;
+    parallel_1d(here / each * layout.k < kParallelValues ? Parallel() : threads, here / each,
+                at_least_1(kClaimValues / layout.k), [&](int worker, int64_t from, int64_t to) {
+                  char* const own = memory.workers + worker * worker_bytes + worker_bytes - gathered;
+                  for (int64_t row = begin + from; row < begin + to; ++row) call.quantize(row, first, own);
+                });
+
+    // A tile is some panels of one part. One row of an expert reads its weights once, so its tiles are as long as there are
+    // enough of them for all threads; those of more rows have what fits their memory.
+    int64_t part_rows = 1;
+    for (int64_t i = 0; i < parts; ++i) part_rows = memory.parts[i].rows > part_rows ? memory.parts[i].rows : part_rows;
+    const int64_t least = 1 + kClaimProducts * parts / (here * layout.k * kPanelRows);
+    const int64_t fits = part_rows == 1 ? layout.panels : at_least_1(tile_bytes / (part_rows * kPanelRows * item));
+    int64_t step = at_least_1(parts * layout.panels / (kTilesPerThread * threads.threads));
+    step = step < least ? least : step;
+    step = step < fits ? step : fits;
+    const int64_t tiles = (layout.panels + step - 1) / step;
+    parallel_1d(threads, parts * tiles, 1, [&](int worker, int64_t from, int64_t to) {
+      char* const own = memory.workers + worker * worker_bytes;
+      for (int64_t tile = from; tile < to; ++tile) {
+        const int64_t panel = tile % tiles * step;
+        const int64_t end = panel + step < layout.panels ? panel + step : layout.panels;
+        call.run(memory.parts[tile / tiles], panel, end, own);
+      }
+    });
+  }
+  return {};
+}
+
+}  // namespace lowbit

@@ -1,0 +1,33 @@
+// How the calls of linear operators are cut.
+#pragma once
+
+#include <cstdint>
+
+namespace lowbit {
+
+// Below this many products a second thread costs more than it saves (a parallel region is 0.7 to 0.9 us).
+inline constexpr int64_t kParallelProducts = 1 << 17;
+// Up to this many activations are quantised before threads are asked for.
+inline constexpr int64_t kParallelValues = 1 << 15;
+// Each claim of rows to quantise is about this many values.
+inline constexpr int64_t kClaimValues = 1 << 13;
+// A claim of panels is at least about this many products: fewer are not worth the claim.
+inline constexpr int64_t kClaimProducts = 1 << 14;
+// A kernel for many rows prepares the activations of a claim once, for up to so many panels.
+inline constexpr int64_t kClaimPanels = 8;
+// The activations of a band stay in a cache while the weights stream past them, once per band; kernels unpack a panel once
+// for so many rows or more, so bands have about a multiple of them. On x86 a band may fill a second-level cache and more:
+// there 128 rows of 14336 inputs were 1.2 times faster in bands of 2 MiB than of 256 KiB (Zen 4). On Arm that cache is
+// smaller as a rule.
+#if defined(__x86_64__)
+inline constexpr int64_t kBandBytes = 2 << 20;
+#else
+inline constexpr int64_t kBandBytes = 256 << 10;
+#endif
+inline constexpr int64_t kBandRows = 32;
+// So many tiles per thread, if there can be: bands get shorter when there are few panels.
+inline constexpr int64_t kTilesPerThread = 8;
+
+constexpr int64_t at_least_1(int64_t value) { return value < 1 ? 1 : value; }
+
+}  // namespace lowbit

@@ -1,0 +1,103 @@
+"""``lowbit doctor``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer
+
+from .options import Json
+from .output import Output, size, table
+
+
+def doctor(as_json: Json = False) -> None:
+    """Examine this machine, and try every way to run a model; takes a minute or two."""
+    from lowbit.doctor.machine import advice, examine
+    from lowbit.doctor.surfaces import SURFACES, try_surface
+
+    output = Output(as_json)
+    with output.progress("measuring this machine"):
+        facts = examine()
+    surfaces = []
+    for name in SURFACES:
+        with output.progress(f"trying {name}"):
+            surfaces.append(try_surface(name))
+    broken = [surface.name for surface in surfaces if surface.state == "broken"]
+    advised = advice(facts)
+    document = {
+        **facts,
+        "advice": advised,
+        "surfaces": [vars(surface) for surface in surfaces],
+        "works": not broken,
+    }
+    tried = table("tried on a tiny layer", "", "seconds")
+    tried.columns[1].justify = "left"
+    for surface in surfaces:
+        took = "" if surface.state == "missing" else f"{surface.seconds:.1f}"
+        tried.add_row(surface.name, "not installed" if surface.state == "missing" else surface.state, took)
+    remarks = [
+        line
+        for surface in surfaces
+        if surface.state != "works"
+        for line in (f"{surface.name}: {surface.found}", f"  remedy: {surface.remedy}")
+    ]
+    remarks += [f"faster: {sentence}" for sentence in advised]
+    if broken:
+        remarks.append(f"{' and '.join(broken)} {'does' if len(broken) == 1 else 'do'} not work.")
+    else:
+        remarks.append("All that is installed works.")
+    output.result(document, _facts(facts), "", _kernels(facts["kernels"]), "", tried, "", *remarks)
+    if broken:
+        raise typer.Exit(1)
+
+
+def _facts(facts: dict[str, Any]) -> Any:
+    """The table of what is here."""
+    shown = table("", "")
+    shown.show_header = False
+    shown.columns[1].justify = "left"
+    isa, bandwidth = facts["isa"], facts["read_bandwidth"]
+    packages = [f"{name} {version or '-'}" for name, version in facts["packages"].items()]
+    pages: dict[str | None, str] = {"madvise": "given on request: weights that quantize_ makes use them", "always": "given to everybody"}
+    pages |= {"never": "switched off", None: "this system has none to ask for"}
+    built = facts["built_with_executorch"]
+    for name, value in (
+        ("lowbit", f"{facts['lowbit']}, Python {facts['python']}"),
+        ("packages", ", ".join(packages)),
+        ("built for", f"executorch {built}" if built else "torch alone, without executorch"),
+        ("CPU", f"{facts['cpu']}, {facts['architecture']}"),
+        ("instruction sets", ", ".join(isa["active"]) + (f" (LOWBIT_ISA={isa['cap']})" if isa["cap"] else "")),
+        ("memory", "not measured" if bandwidth is None else f"read at {size(bandwidth)}/s"),
+        ("huge pages", pages.get(facts["huge_pages"], facts["huge_pages"])),
+        (
+            "threads",
+            f"{facts['threads']}; this process may use {facts['cpus_allowed']} CPUs; "
+            f"fastest for one token: {facts['advised_threads']}",
+        ),
+    ):
+        shown.add_row(name, value)
+    return shown
+
+
+def _kernels(kernels: dict[str, list[str]]) -> Any:
+    """The table of the kernels that run; widths that have the same ones share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for use, names in kernels.items():
+        family, _, bits = use.partition(", ")
+        # A name says family and bits, which stand before it here: linear_a8w4_1x16_neondot.
+        short = ", ".join(re.sub(r"^(linear_a8w\d|embedding_w\d|quantize|attention)_", "", name) for name in names)
+        rows.setdefault((family, short), []).append(bits.removesuffix(" bits"))
+    shown = table("kernels", "bits", "that run here")
+    shown.columns[2].justify = "left"
+    shown.columns[2].no_wrap = False
+    for (family, short), widths in rows.items():
+        shown.add_row(family, _span(widths), short)
+    return shown
+
+
+def _span(bits: list[str]) -> str:
+    """Widths in order: "1-8", "4", "2, 4"; the families that have none have an empty one."""
+    if len(bits) > 2 and [int(each) for each in bits] == list(range(int(bits[0]), int(bits[0]) + len(bits))):
+        return f"{bits[0]}-{bits[-1]}"
+    return ", ".join(bits)

@@ -1,0 +1,258 @@
+"""Each way to run a model, tried on a tiny layer.
+
+A try runs in a process of its own: what ends the process, or changes it for good, is a finding and not the end of the doctor.
+``python -m lowbit.doctor.surfaces NAME FILE`` is such a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import lowbit
+
+from ..files.untrusted import one_line
+
+_SECONDS = 600  # more than any try takes on a slow board; what takes longer hangs
+_COMPILER = (
+    "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
+)
+_BUILD_AGAIN = "build lowbit again in a checkout, with `pip install .`"
+_EXECUTORCH = f"pip install executorch==1.5.1; then {_BUILD_AGAIN}"
+_TRANSFORMERS = "pip install 'lowbit[llm]'"
+
+
+class Missing(Exception):
+    """What a surface needs is not installed."""
+
+    def __init__(self, what: str, remedy: str):
+        super().__init__(what)
+        self.remedy = remedy
+
+
+class Broken(Exception):
+    """A surface does not work, for a reason that we know."""
+
+    def __init__(self, what: str, remedy: str):
+        super().__init__(what)
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class Surface:
+    """What came of a try."""
+
+    name: str
+    state: str  # "works", "broken" or "missing": not installed
+    seconds: float  # that the try took, without starting Python and importing torch
+    found: str | None = None  # why it does not work
+    remedy: str | None = None
+
+
+def _layer() -> tuple[torch.nn.Module, torch.Tensor]:
+    """Two linear layers with 4 bits and something to compile between them, and two rows of input [2, 64]."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32)).eval()
+    return lowbit.quantize_(model, lowbit.LinearConfig(bits=4, group_size=32)), torch.randn(2, 64)
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    if not torch.equal(found, expected):
+        raise Broken("the results are not those of eager mode", _BUILD_AGAIN)
+
+
+def _need_compiler() -> str:
+    cpp_builder, exc = import_module("torch._inductor.cpp_builder"), import_module("torch._inductor.exc")
+    try:
+        return cpp_builder.get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, OSError) as error:  # OSError: CXX names what is no program
+        raise Broken("there is no C++ compiler", _COMPILER) from error
+
+
+def _eager(directory: Path) -> None:
+    """Every width: a linear layer for one row and for many, and a table."""
+    torch.manual_seed(0)
+    weight = torch.randn(48, 96)
+    for bits in range(1, 9):
+        packed = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=bits, group_size=32))
+        table = lowbit.embedding(torch.arange(48), packed, 96)
+        for rows in (1, 17):
+            x = torch.randn(rows, 96)
+            lost = (lowbit.linear(x, packed, 48) - x @ table.T).abs()
+            # An activation is rounded to int8: by half a step at most, a little more where the zero point is rounded too.
+            step = (x.amax(1, keepdim=True).clamp(min=0) - x.amin(1, keepdim=True).clamp(max=0)) / 255
+            if not bool((lost <= step * table.abs().sum(1)).all()):
+                raise Broken(f"linear layers with {bits} bits give wrong results", _BUILD_AGAIN)
+
+
+def _compile(directory: Path) -> None:
+    _need_compiler()
+    model, x = _layer()
+    with torch.inference_mode():
+        _same(torch.compile(model, fullgraph=True)(x), model(x))
+
+
+def _pt2(directory: Path) -> None:
+    _need_compiler()
+    model, x = _layer()
+    with torch.inference_mode():
+        lowbit.export_pt2(model, (x,), directory / "layer.pt2")
+        loaded = import_module("torch._inductor").aoti_load_package(str(directory / "layer.pt2"))
+        _same(loaded(x), model(x))
+
+
+def _pte(directory: Path) -> None:
+    if find_spec("executorch") is None:
+        raise Missing("executorch is not installed", _EXECUTORCH)
+    register = import_module("lowbit.executorch").register
+    try:
+        register()
+    except ImportError as error:
+        raise Broken(str(error), _EXECUTORCH) from error
+    model, x = _layer()
+    lowbit.export_pte(model, (x,), directory / "layer.pte")
+    runtime = import_module("executorch.runtime").Runtime.get()
+    method = runtime.load_program(directory / "layer.pte").load_method("forward")
+    _same(method.execute([x])[0], model(x))
+
+
+def _cpp(directory: Path) -> None:
+    compiler = _need_compiler()
+    installed = Path(lowbit.cmake_prefix_path)
+    if not (installed / "include").is_dir():
+        raise Broken(f"there are no headers in {installed}", _BUILD_AGAIN)
+    model, x = _layer()
+    layer = model[0]
+    program, packed, row = (directory / name for name in ("probe", "packed", "row"))
+    packed.write_bytes(layer.packed_weight.numpy().tobytes())
+    row.write_bytes(x[:1].numpy().tobytes())
+    command = [
+        compiler, "-std=c++17", f"-I{installed / 'include'}", str(Path(__file__).with_name("probe.cpp")),
+        f"-L{installed}", "-llowbit", f"-Wl,-rpath,{installed}", "-o", str(program),
+    ]  # fmt: skip
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    if compiled.returncode:
+        raise Broken(f"{compiler} does not compile against lowbit: {_gist(compiled.stderr)}", _COMPILER)
+    ran = subprocess.run([program, packed, row, str(layer.out_features)], capture_output=True)
+    if ran.returncode:
+        raise Broken(f"the compiled program fails: {_gist(ran.stderr.decode(errors='replace'))}", _BUILD_AGAIN)
+    _same(torch.frombuffer(bytearray(ran.stdout), dtype=torch.float32), layer(x[:1])[0])
+
+
+def _language_models(directory: Path) -> None:
+    if missing := [name for name in ("transformers", "safetensors") if find_spec(name) is None]:
+        raise Missing(f"{' and '.join(missing)} not installed", _TRANSFORMERS)
+    try:
+        llm = import_module("lowbit.llm")
+        config = llm.shape_config("llama-3.2-1b")
+    except (ImportError, AttributeError) as error:
+        raise Broken(f"transformers does not load: {error}", _TRANSFORMERS) from error
+    config.vocab_size, config.hidden_size, config.intermediate_size, config.num_hidden_layers = 256, 64, 128, 2
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
+    config.bos_token_id = config.eos_token_id = None
+    model = llm.random_model(config, lowbit.LinearConfig(bits=4), lowbit.EmbeddingConfig(bits=4))
+    decoder = llm.Decoder(model, 32)  # which compares itself with the model's own attention
+    if len(llm.generate(decoder, [1, 2, 3], 4, max_length=32).tokens) != 4:
+        raise Broken("a tiny model does not decode", _TRANSFORMERS)
+
+
+SURFACES: dict[str, Callable[[Path], None]] = {
+    "eager": _eager,
+    "torch.compile": _compile,
+    ".pt2": _pt2,
+    ".pte": _pte,
+    "C++": _cpp,
+    "language models": _language_models,
+}
+
+
+def _gist(text: str) -> str:
+    """Of what a program wrote: the first line that names an error, else the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.search(r"\berror\b", line, re.I)]
+    return (named or lines[-1:] or ["without a word"])[0][:300]
+
+
+def _try_here(name: str) -> Surface:
+    begin = time.perf_counter()
+    state, found, remedy = "works", None, None
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            SURFACES[name](Path(directory))
+        except Missing as error:
+            state, found, remedy = "missing", str(error), error.remedy
+        except Broken as error:
+            state, found, remedy = "broken", str(error), error.remedy
+        except Exception as error:
+            state, found = "broken", f"{type(error).__name__}: {error}"
+            remedy = _remedy_of(name)
+            traceback.print_exc()
+    found = None if found is None else one_line(found, 300)
+    return Surface(name, state, time.perf_counter() - begin, found, remedy)
+
+
+def _remedy_of(name: str) -> str:
+    """For what we do not know: how to see more."""
+    return f"the whole error: {Path(sys.executable).name} -m lowbit.doctor.surfaces {name!r}"
+
+
+def try_surface(name: str, seconds: float = _SECONDS) -> Surface:
+    """Tries one of :data:`SURFACES` in a process of its own. What it compiles is compiled, not taken from a cache.
+
+    Args:
+        name: of the surface.
+        seconds: after which the try is given up.
+    """
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory) / "result.json"
+        # -P: a file in the current directory must not take the place of a library.
+        command = [sys.executable, "-P", "-W", "ignore", "-m", "lowbit.doctor.surfaces", name, str(result)]
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(directory) / "cache")}
+        with open(Path(directory) / "said", "w+", errors="replace") as said:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
+            )
+            try:
+                code = process.wait(seconds)
+                found = f"its process ended by {signal.Signals(-code).name}" if code < 0 else None
+            except subprocess.TimeoutExpired:
+                found = f"it was not done after {seconds:g} seconds"
+            finally:
+                if process.poll() is None:  # with the compilers that it has started
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            try:
+                return Surface(**json.loads(result.read_text()))
+            except (OSError, ValueError):
+                said.seek(0)
+                found = one_line(found or _gist(said.read()), 300)
+        return Surface(name, "broken", time.perf_counter() - begin, found, _remedy_of(name))
+
+
+def main() -> None:
+    """``python -m lowbit.doctor.surfaces NAME [FILE]``: tries a surface here, and writes the outcome to the file as JSON."""
+    name, *file = sys.argv[1:]
+    document = json.dumps(asdict(_try_here(name)))
+    if file:
+        Path(file[0]).write_text(document)
+    else:
+        print(document)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""HQQ's layout, as its layers are saved to safetensors.
+
+A matrix is reshaped to rows of one group each, [n * k / group, group] (``axis`` 1). ``W_q`` has several such rows in an
+element: the first part of all rows in the highest bits, the last in the lowest (``packing``). ``scale`` and ``zero``
+[rows, 1]: a weight is ``scale * (code - zero)``. Settings are tensors too, texts as their letters.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..files.safetensors import Stored
+from .codes import Float, Matrix, Rows, Weights
+from .stock import Stock, load
+
+# What the layout is called -> bits that it has for a code, and how many are in an element.
+_PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
+_UNUSED = (
+    "unpack_view_dtype", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise",
+    "optimize", "round_zero",
+)  # fmt: skip
+
+
+def read_hqq(stock: Stock) -> list[Matrix | Weights | Float]:
+    """The layers of a checkpoint that HQQ has quantised.
+
+    Raises:
+        ValueError: a layer is not whole; has groups along the outputs (``axis`` 0), or scales that are quantised.
+    """
+    return [_layer(stock, layer) for layer in stock.layers("W_q")] + stock.rest()
+
+
+def _number(stock: Stock, name: str, default: int) -> int:
+    if not stock.has(name):
+        return default
+    value = load(stock.take(name, "I32", "I64", "U8"))
+    if value.numel() != 1:
+        raise ValueError(f"{name} in {stock.path} has {value.numel()} values; expected one")
+    return int(value)
+
+
+def _layer(stock: Stock, layer: str) -> Matrix:
+    packing = bytes(load(stock.take(f"{layer}.packing", "U8", shape=(None,))).tolist()).decode("latin-1")
+    if packing not in _PACKINGS:
+        raise ValueError(f"{layer} in {stock.path} is packed as {packing!r}; expected {', '.join(_PACKINGS)}")
+    for name, expected in (("axis", 1), ("view_as_float", 0), ("quant_scale", 0), ("quant_zero", 0)):
+        value = _number(stock, f"{layer}.{name}", expected)
+        if value != expected:
+            raise ValueError(f"{layer} in {stock.path} has {name} {value}; lowbit imports {expected}")
+    width, count = _PACKINGS[packing]
+    bits = _number(stock, f"{layer}.nbits", width)
+    if not 1 <= bits <= width:
+        raise ValueError(f"{layer} in {stock.path} has nbits {bits}; expected 1 to {width}, packed as {packing}")
+    n, k = load(stock.take(f"{layer}.shape", "I64", "I32", shape=(2,))).tolist()
+    size = _number(stock, f"{layer}.group_size", k)
+    if min(n, k, size) < 1 or k % size:
+        raise ValueError(f"{layer} in {stock.path} has the shape [{n}, {k}] in groups of {size}; expected whole groups")
+    rows = n * k // size
+    codes = stock.take(f"{layer}.W_q", "I32" if width == 3 else "U8", shape=(-(-rows // count), size))
+    if width != 3 and rows % count:
+        raise ValueError(f"{layer} in {stock.path} has {rows} groups; expected a multiple of {count}")
+    scales, zeros = (stock.take(f"{layer}.{name}", "F16", "BF16", "F32", shape=(rows, 1)) for name in ("scale", "zero"))
+    for name in _UNUSED:
+        if stock.has(f"{layer}.{name}"):
+            stock.take(f"{layer}.{name}", "U8", "I32", "F32", "I64")
+    affine = bool((load(zeros).float() != 2 ** (bits - 1)).any()) or bits == 1
+    read = functools.partial(_read, stock, codes, scales, zeros, k, width, affine)
+    total = codes.bytes + scales.bytes + zeros.bytes
+    group = None if size == k else size
+    return Matrix(f"{layer}.weight", f"HQQ, {bits} bits", (n, k), bits, group, affine, read, total)
+
+
+def _read(
+    stock: Stock, codes: Stored, scales: Stored, zeros: Stored, k: int, width: int, affine: bool, begin: int, end: int
+) -> Rows:
+    step, size = codes.shape
+    count = {bits: each for bits, each in _PACKINGS.values()}[width]
+    groups = k // size
+    rows = torch.arange(begin * groups, end * groups)
+    shifts = width * (count - 1 - rows // step)
+    found = (stock.load_kept(codes)[rows % step].int() >> shifts[:, None].int()) & (2**width - 1)
+
+    def of(stored: Stored) -> Tensor:
+        return load(stored)[begin * groups : end * groups].float().view(end - begin, groups).contiguous()
+
+    scale = of(scales)
+    mins = -of(zeros) * scale if affine else None
+    return Rows(found.to(torch.uint8).view(end - begin, k).contiguous(), scale, mins)

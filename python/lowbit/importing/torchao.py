@@ -1,0 +1,91 @@
+"""torchao's integers of one byte each, ``IntxUnpackedToInt8Tensor``, as its safetensors support writes them.
+
+``LAYER._weight_qdata`` int8 [n, k], from -2^(bits - 1) on; ``_weight_scale`` and ``_weight_zero_point`` [n, groups]: a
+weight is ``scale * (code - zero point)``. The metadata of the file says of each tensor which of torchao's classes it is,
+and its settings.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+
+from ..files.safetensors import Stored, read_bytes, read_metadata
+from .codes import Float, Matrix, Rows, Weights
+from .stock import Stock, load
+
+_CLASS = "IntxUnpackedToInt8Tensor"
+_LEAF = "_weight_qdata"
+_WIDTHS = {f"int{bits}": bits for bits in range(1, 9)}
+# What becomes of activations: as they are, or int8 by rows, which is what lowbit does with all.
+_ACTIVATIONS = (None, "int8_asym_per_token")
+
+
+def read_torchao(stock: Stock) -> list[Matrix | Weights | Float]:
+    """The layers of a checkpoint that torchao has quantised.
+
+    Raises:
+        ValueError: tensors of other classes of torchao's, or a layer that is not whole.
+    """
+    described: dict[str, str] = {}
+    for path in stock.paths():
+        described |= read_metadata(path)
+    return [_layer(stock, layer, described) for layer in stock.layers(_LEAF)] + stock.rest()
+
+
+def _described(stock: Stock, layer: str, described: dict[str, str]) -> tuple[str, list[int], str | None]:
+    """The dtype of the codes, the block that has one scale, and what becomes of activations."""
+    try:
+        content: dict[str, Any] = json.loads(described[f"{layer}.weight"])
+        kind = content["_type"]
+        if kind != _CLASS:
+            raise ValueError(f"{layer} in {stock.path} is a {kind} of torchao; lowbit imports {_CLASS}")
+        data = content["_data"]
+        activations = data["activation_quantization"]
+        return (
+            data["target_dtype"]["_data"],
+            list(data["block_size"]),
+            activations["_data"] if isinstance(activations, dict) else activations,
+        )
+    except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"the files of {stock.path} do not say what {layer}.weight is ({type(error).__name__}); expected {_CLASS} in "
+            "their metadata"
+        ) from error
+
+
+def _layer(stock: Stock, layer: str, described: dict[str, str]) -> Matrix:
+    dtype, block, activations = _described(stock, layer, described)
+    if dtype not in _WIDTHS or activations not in _ACTIVATIONS:
+        raise ValueError(
+            f"{layer} in {stock.path} has codes of {dtype} and activations {activations}; expected int1 to int8, and "
+            "float activations or int8_asym_per_token"
+        )
+    bits = _WIDTHS[dtype]
+    codes = stock.take(f"{layer}.{_LEAF}", "I8", shape=(None, None))
+    n, k = codes.shape
+    if len(block) != 2 or block[0] != 1 or type(block[1]) is not int or block[1] < 1 or k % block[1]:
+        raise ValueError(f"{layer} in {stock.path} has blocks {block} for {k} inputs; expected [1, whole groups]")
+    scales = stock.take(f"{layer}._weight_scale", "F32", "F16", "BF16", shape=(n, k // block[1]))
+    zeros = stock.take(f"{layer}._weight_zero_point", "I8", "F32", "F16", "BF16", shape=(n, k // block[1]))
+    # One bit is -1 and 0 there, and minus and plus the scale here.
+    affine = bits == 1 or bool(load(zeros).any())
+    read = functools.partial(_read, codes, scales, zeros, bits, affine)
+    total = codes.bytes + scales.bytes + zeros.bytes
+    size = None if block[1] == k else block[1]
+    return Matrix(f"{layer}.weight", f"torchao, {bits} bits", (n, k), bits, size, affine, read, total)
+
+
+def _read(codes: Stored, scales: Stored, zeros: Stored, bits: int, affine: bool, begin: int, end: int) -> Rows:
+    half = 2 ** (bits - 1)
+    k = codes.shape[1]
+    found = read_bytes(codes, begin * k, end * k).view(torch.int8).view(end - begin, k).to(torch.int16) + half
+    if (found < 0).any() or (found >= 2 * half).any():
+        raise ValueError(f"{codes.name} in {codes.path} has codes beyond {bits} bits")
+    scale = load(scales)[begin:end].float()
+    mins = -(load(zeros)[begin:end].float() + half) * scale if affine else None
+    return Rows(found.to(torch.uint8), scale, mins)
+

@@ -1,0 +1,246 @@
+"""Conversations: a chat template's text of all turns, decoded over caches that stay from turn to turn."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..files.untrusted import interpreting
+from .generation import check_sampling, generate
+from .loading import TextStream, check_tokens
+
+Message = dict[str, str]
+
+# Settings of transformers that change which tokens are drawn, with the values that change nothing; lowbit has none.
+_OTHER_SETTINGS = {
+    "min_p": (0,), "top_h": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "num_beams": (1,),
+    "no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "guidance_scale": (1,),
+    "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": ([],), "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (), "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "stop_strings": ([],),
+    "penalty_alpha": (0,),
+}  # fmt: skip
+
+
+def chat_template(tokenizer, path: str | os.PathLike) -> str:
+    """The tokenizer's template, of several the default one.
+
+    Raises:
+        ValueError: it has none; `path` is where it came from.
+    """
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        raise ValueError(
+            f"the tokenizer in {path} has no chat template, so it is not known how the model marks turns: it may be "
+            "made to continue texts only (lowbit generate without --chat), or chat_template.jinja was not copied; "
+            "lowbit chat --template FILE gives one"
+        )
+    return template
+
+
+def render(tokenizer, messages: list[Message], template: str) -> list[int]:
+    """The tokens of a conversation up to where the model's answer begins. The template says all, also a first token.
+
+    Raises:
+        ValueError: the template cannot be read, or refuses the messages: some know no system prompt.
+    """
+    with interpreting("the chat template does not take this conversation"):
+        text = tokenizer.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: the arguments of :func:`lowbit.llm.generate` of these names."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self):
+        check_sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
+
+
+def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]]:
+    """What a model's generation_config.json says, with transformers' defaults.
+
+    Returns:
+        how tokens are drawn; ``max_new_tokens`` or None; and the settings that it has but lowbit does not.
+
+    Raises:
+        ValueError: a setting is no number, or out of its range.
+    """
+    config = getattr(model, "generation_config", None)
+
+    def number(name: str, default: Any, *kinds: type) -> Any:
+        value = getattr(config, name, None)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            raise ValueError(f"generation_config.json has {name} {value!r}; expected a number")
+        return value
+
+    ignored = [
+        name
+        for name, neutral in _OTHER_SETTINGS.items()
+        if (value := getattr(config, name, None)) is not None and value not in neutral
+    ]
+    try:
+        drawn = (number("temperature", 1.0, int, float), number("top_k", 50, int), number("top_p", None, int, float))
+        penalty = number("repetition_penalty", 1.0, int, float)
+        most = number("max_new_tokens", None, int)
+        if most is not None and most < 1:
+            raise ValueError(f"max_new_tokens is {most}; expected 1 or more")
+        temperature, top_k, top_p = drawn if getattr(config, "do_sample", None) else (0.0, None, None)
+        return Sampling(temperature, top_k or None, top_p, penalty), most, ignored  # top_k 0: all
+    except ValueError as error:
+        raise ValueError(f"the generation_config.json of the model: {error}") from error
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What :meth:`Chat.answer` did."""
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    cached_tokens: int  # of these, that the caches had from earlier turns
+    stopped: str  # "stop", "max_new_tokens", "max_length" or "interrupted"
+    forgotten: int  # turns that were left out from here on, because the context was full
+    seconds: float  # until the last token
+
+
+@dataclass
+class Chat:
+    """A conversation. What the caches hold stays: of each turn only those tokens are computed that are new."""
+
+    step: Callable[[Tensor, Tensor], Tensor]  # a Decoder, compiled or not
+    model: torch.nn.Module  # of the decoder
+    tokenizer: Any  # a fast one
+    template: str
+    max_length: int  # of the decoder
+    system: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int = 1024
+    seed: int = 0  # of the first answer; each further one has the next number
+    stop: Iterable[int] = ()
+    turns: list[tuple[str, str]] = field(default_factory=list)  # messages and answers that the model sees
+    answers: int = 0
+    _cached: list[int] = field(default_factory=list)  # the tokens whose keys and values the caches hold
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation as chat templates take it."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        pairs = [
+            {"role": role, "content": content}
+            for turn in self.turns
+            for role, content in zip(("user", "assistant"), turn, strict=True)
+        ]
+        return system + pairs
+
+    def reset(self, system: str | None) -> None:
+        """Forgets all turns, and begins with this system prompt.
+
+        Raises:
+            ValueError: the template does not take it; then nothing has changed.
+        """
+        before = self.system
+        self.system = system
+        try:
+            self.check()
+        except ValueError:
+            self.system = before
+            raise
+        self.turns = []
+
+    def check(self) -> None:
+        """Raises ValueError if the template cannot begin a conversation, or its system prompt fills the context."""
+        system = self.messages[: self.system is not None]
+        count = len(render(self.tokenizer, [*system, {"role": "user", "content": "?"}], self.template))
+        if count >= self.max_length:
+            raise ValueError(
+                f"the system prompt takes {count} tokens with its template; expected fewer than the {self.max_length} "
+                "of the context"
+            )
+
+    def _prompt(self, text: str) -> tuple[list[int], int]:
+        """The tokens before the answer, and how many of the oldest turns have to be forgotten for it."""
+        system, pairs = self.messages[: self.system is not None], self.messages[self.system is not None :]
+
+        def tokens(forgotten: int) -> list[int]:
+            messages = [*system, *pairs[2 * forgotten :], {"role": "user", "content": text}]
+            return render(self.tokenizer, messages, self.template)
+
+        ids, forgotten = tokens(0), 0
+        if len(ids) + min(self.max_new_tokens, self.max_length // 4) > self.max_length:
+            # Half is made free at once: what stays moves, and all of it has to be computed again.
+            while forgotten < len(self.turns) and len(ids) > self.max_length // 2:
+                forgotten += 1
+                ids = tokens(forgotten)
+        if len(ids) >= self.max_length:
+            raise ValueError(
+                f"the message takes {len(ids)} tokens with its template; expected fewer than the {self.max_length} of "
+                "the context: shorten it, or begin with a larger --max-length"
+            )
+        check_tokens(self.model, ids, self.tokenizer.name_or_path)
+        return ids, forgotten
+
+    def answer(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
+        """Answers a message. A KeyboardInterrupt ends the answer: what there is of it stays in the conversation; where
+        there is nothing yet, the message does not stay either.
+
+        Args:
+            text: of the user.
+            on_text: called with each piece of the answer as it comes.
+
+        Raises:
+            ValueError: the message does not fit into the context, or the template refuses it. The conversation is as
+                before then.
+        """
+        ids, forgotten = self._prompt(text)
+        same = next((i for i, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), None)
+        same = min(len(ids) - 1, len(self._cached) if same is None else same)
+        self._cached = ids[:same]  # what is behind is written over
+        stream, tokens, pieces = TextStream(self.tokenizer, ids), [], []
+
+        def on_token(token: int) -> None:
+            tokens.append(token)
+            pieces.append(stream.push(token))
+            if on_text is not None:
+                on_text(pieces[-1])
+
+        stopped, seconds = "interrupted", 0.0
+        try:
+            generation = generate(
+                self.step,
+                ids,
+                self.max_new_tokens,
+                max_length=self.max_length,
+                seed=self.seed + self.answers,
+                stop=self.stop,
+                cached=same,
+                on_token=on_token,
+                **vars(self.sampling),
+            )
+            stopped, seconds = generation.stopped, generation.prefill_seconds + generation.decode_seconds
+            self._cached = ids + tokens[: generation.decode_steps]
+        except KeyboardInterrupt:
+            if tokens:  # the last one may not have been computed
+                self._cached = ids + tokens[:-1]
+        if tokens or stopped != "interrupted":
+            self.turns = [*self.turns[forgotten:], (text, "".join(pieces))]
+            self.answers += 1
+        else:
+            forgotten = 0
+        return Answer("".join(pieces), tokens, len(ids), same, stopped, forgotten, seconds)

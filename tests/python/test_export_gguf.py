@@ -1,0 +1,219 @@
+"""`lowbit export --to gguf`: what the package gguf, llama.cpp and our own importer make of the file."""
+
+import ctypes
+import filecmp
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import gguf
+import lowbit
+import numpy as np
+import pytest
+import torch
+from checkpoints import edit_json, make_model, quantised, save_model
+from command_line import FLOAT, document, documented_keys, error, invoke, keys_in
+from gguf_files import write_model
+from lowbit import llm, ops
+from lowbit.exports.gguf import encode, export_gguf
+from lowbit.importing.codes import dequantise
+from lowbit.importing.gguf_blocks import NL4
+from lowbit.llm.loading import load_model, load_tokenizer
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 2048}
+
+
+def to_gguf(source, path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the tokenizer in .* cuts words")
+        return export_gguf(source, path)
+
+
+def with_tokenizer(path: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((FLOAT / name).read_bytes())
+    return path
+
+
+@pytest.fixture(scope="module")
+def symmetric(tmp_path_factory) -> Path:
+    """The shipped model as GGUF's types have it: 4 bits, groups of 32, without mins, the table with 6."""
+    target = tmp_path_factory.mktemp("symmetric") / "model"
+    config = lowbit.LowBitConfig(embedding_bits=6, scale="absmax", overrides={"*.1.*gate_proj": {"mapping": "affine"}})
+    lowbit.quantize_checkpoint(FLOAT, target, config)
+    edit_json(target / "config.json", dtype="float32")  # activations, as in llama.cpp
+    return target
+
+
+@pytest.mark.parametrize(
+    "bits, mapping, kind",
+    [(1, "symmetric", "Q4_0"), (2, "symmetric", "Q4_0"), (3, "symmetric", "Q4_0"), (4, "symmetric", "Q4_0"),
+     (5, "symmetric", "Q5_0"), (6, "symmetric", "Q8_0"), (7, "symmetric", "Q8_0"), (8, "symmetric", "Q8_0"),
+     (2, "affine", "Q4_1"), (4, "affine", "Q4_1"), (5, "affine", "Q5_1"), (3, "levels", "Q8_0"), (4, "NL4", "IQ4_NL")],
+)  # fmt: skip
+@pytest.mark.parametrize("group", [32, 64, None])
+def test_blocks_are_the_weights(bits, mapping, kind, group):
+    """Every code; by the package's own dequantisation."""
+    k, n = 160, 18
+    groups = 1 if group is None else -(-k // group)
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
+    codes[:, : 2**bits] = torch.arange(min(2**bits, k), dtype=torch.int32).to(torch.uint8)
+    scales = (torch.randn(n, groups) / 7).half().float()
+    mins = torch.randn(n, groups).half().float() if mapping == "affine" else None
+    levels = NL4 if mapping == "NL4" else [-127, -50, -9, 0, 3, 20, 77, 127] if mapping == "levels" else None
+    packed = ops.pack(
+        codes, scales, mins, bits=bits, group_size=group, mapping="levels" if levels else mapping, levels=levels
+    )
+    unpacked = ops.unpack(packed)
+    blocks = encode(kind, ops.info(packed), *unpacked[:3])
+    found = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    expected = dequantise(unpacked).numpy()
+    if mins is None:
+        assert np.array_equal(found, expected)
+    else:  # numpy rounds the product, ggml's kernels and ours do not
+        assert np.abs(found - expected).max() <= 2**-22 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    "model, kind",
+    [*(("untied", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")), ("bias", "Q4_0")],
+)
+def test_there_and_back_are_the_same_bytes(tmp_path, model, kind):
+    made = make_model(model, dtype=torch.float32, **SIZES)
+    tokens = ["<s>", "</s>", *[chr(0x100 + number) for number in range(2046)]]
+    tokens[2:6] = ["t", "h", "e", "th"]
+    tokens[6] = "the"
+    write_model(tmp_path / "m.gguf", made, kind, tokens)
+    lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "one")
+    report = to_gguf(tmp_path / "one", tmp_path / "again.gguf")
+    assert {each.kind for each in report} == ({"exact", "float"} if kind.startswith("Q") else {"float"})
+    lowbit.import_checkpoint(tmp_path / "again.gguf", tmp_path / "two")
+    names = sorted(os.listdir(tmp_path / "one"))
+    assert names == sorted(os.listdir(tmp_path / "two")) and "model.safetensors" in names
+    same = {name for name in names if filecmp.cmp(tmp_path / "one" / name, tmp_path / "two" / name, shallow=False)}
+    different = {"lowbit_import.json"}  # it has the name and the time of the file
+    if model == "bias":  # transformers cuts words as Qwen2 does for every model of that type, whatever the file says
+        different.add("tokenizer.json")
+    assert same == set(names) - different
+
+
+def test_what_is_quantised_here_goes_over(symmetric, tmp_path):
+    """The shipped model, by the package's reader; one tensor of it as float, to compare."""
+    assert "Q8_0" in invoke("export", symmetric, "--to", "gguf", "--output", tmp_path / "m.gguf").stdout
+    fields = gguf.GGUFReader(tmp_path / "m.gguf")
+    tensors = {tensor.name: tensor for tensor in fields.tensors}
+    model = load_model(symmetric)
+    found = gguf.dequantize(tensors["blk.1.ffn_down.weight"].data, gguf.GGMLQuantizationType.Q4_0)
+    weight = ops.unpack(model.model.layers[1].mlp.down_proj.packed_weight)
+    step = weight.scales.repeat_interleave(32, 1).numpy()
+    assert 0 < (np.abs(found - dequantise(weight).numpy()) / np.abs(step)).max() < 0.004
+    said = document(invoke("export", symmetric, "--to", "gguf", "--output", tmp_path / "m.gguf", "--json"))
+    assert set(said) | keys_in(said["tensors"]) == documented_keys("export")
+    kinds = {tensor["name"]: (tensor["type"], tensor["kind"]) for tensor in said["tensors"]}
+    assert kinds["token_embd.weight"] == ("Q8_0", "rounded") and kinds["output_norm.weight"] == ("F32", "float")
+    assert max(tensor["steps"] for tensor in said["tensors"]) < 0.02
+    text = load_tokenizer(symmetric)
+    listed = [bytes(fields.fields["tokenizer.ggml.tokens"].parts[at]).decode() for at in
+              fields.fields["tokenizer.ggml.tokens"].data]  # fmt: skip
+    assert listed == text.convert_ids_to_tokens(range(2048))
+
+
+@pytest.fixture(scope="module")
+def llama_cpp():
+    """llama-cpp-python, which `make bench-peers` installs: a skip without it."""
+    library = pytest.importorskip("llama_cpp", exc_type=(ImportError, OSError, RuntimeError))
+    silent = library.llama_log_callback(lambda level, text, data: None)
+    library.llama_log_set(silent, ctypes.c_void_p(0))
+    library.llama_backend_init()
+    yield library
+    del silent
+
+
+def llama_logits(library, path, tokens) -> np.ndarray:
+    model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
+    assert model, "llama.cpp does not load the file"
+    settings = library.llama_context_default_params()
+    settings.n_ctx = settings.n_batch = settings.n_ubatch = 64
+    settings.n_threads = settings.n_threads_batch = 1
+    context = library.llama_init_from_model(model, settings)
+    array = (library.llama_token * len(tokens))(*tokens)
+    assert library.llama_decode(context, library.llama_batch_get_one(array, len(tokens))) == 0
+    count = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+    found = np.ctypeslib.as_array(library.llama_get_logits_ith(context, -1), (count,)).copy()
+    library.llama_free(context)
+    library.llama_model_free(model)
+    return found
+
+
+def our_logits(directory, tokens) -> np.ndarray:
+    model = load_model(directory)
+    step = llm.Decoder(model.float() if directory == FLOAT else model, 64)
+    return step(torch.tensor([tokens]), torch.zeros(1, dtype=torch.int64))[0].detach().numpy()
+
+
+def test_llama_cpp_computes_the_same(llama_cpp, symmetric, tmp_path):
+    tokens = load_tokenizer(FLOAT)("Return the number of items")["input_ids"]
+    # Floats: the two differ by float16 caches alone, so rotation, order of rows and settings are right.
+    to_gguf(FLOAT, tmp_path / "float.gguf")
+    found, expected = llama_logits(llama_cpp, tmp_path / "float.gguf", tokens), our_logits(FLOAT, tokens)
+    assert np.abs(found - expected).max() < 0.02 * expected.std()
+    # Packed: also by how activations are rounded.
+    to_gguf(symmetric, tmp_path / "packed.gguf")
+    found, expected = llama_logits(llama_cpp, tmp_path / "packed.gguf", tokens), our_logits(symmetric, tokens)
+    assert np.abs(found - expected).max() < 0.2 * expected.std() and found.argmax() == expected.argmax()
+
+
+def test_what_gguf_does_not_hold_is_refused_by_name(tmp_path):
+    model = make_model(dtype=torch.float32, **SIZES)
+    for config, words in (
+        ({"group_size": 16}, "lowbit quantize --group-size 32"),
+        ({"bits": 6, "mapping": "affine"}, "--mapping symmetric"),
+    ):
+        name = words[-4:].strip("- ")
+        packed = quantised(make_model(dtype=torch.float32, **SIZES), lowbit.LowBitConfig(**config))
+        packed.save_pretrained(tmp_path / name)
+        with_tokenizer(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"(packed_weight) has .*{words}"):
+            to_gguf(tmp_path / name, tmp_path / "m.gguf")
+    model.save_pretrained(tmp_path / "odd")
+    with_tokenizer(tmp_path / "odd")
+    edit_json(tmp_path / "odd" / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0})
+    with pytest.raises(ValueError, match="has the rope_type 'yarn'"):
+        to_gguf(tmp_path / "odd", tmp_path / "m.gguf")
+    edit_json(tmp_path / "odd" / "config.json", model_type="gemma")
+    with pytest.raises(ValueError, match="'gemma'; lowbit writes llama, qwen2 and qwen3"):
+        to_gguf(tmp_path / "odd", tmp_path / "m.gguf")
+    save_model(tmp_path / "rows", vocab_size=2048)  # 168 inputs of the last matrix of a layer
+    quantised_rows = tmp_path / "packed rows"
+    lowbit.quantize_checkpoint(tmp_path / "rows", quantised_rows, lowbit.LowBitConfig())
+    with_tokenizer(quantised_rows)
+    with pytest.raises(ValueError, match="down_proj.* has 168 inputs"):
+        to_gguf(quantised_rows, tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+    assert "--bits does not go with" in error(
+        invoke("export", FLOAT, "--to", "gguf", "--bits", 4, "--output", tmp_path / "m.gguf")
+    )
+
+
+def test_scales_that_float16_does_not_hold(tmp_path):
+    codes, scales = torch.full((16, 64), 15, dtype=torch.uint8), torch.full((16, 2), 1e-7)
+    from lowbit.exports.gguf import _steps
+
+    info = ops.info(ops.pack(codes, scales, bits=4, group_size=32))
+    with pytest.raises(ValueError, match="w has scales from 1e-07 to 1e-07; GGUF's float16"):
+        _steps("w", info, scales, None)
+    with pytest.raises(ValueError, match="float16"):
+        _steps("w", info, scales * 1e12, None)
+    assert _steps("w", info, torch.full((16, 2), 0.5), None) == 0
+
+
+def test_damaged_weights_are_refused(symmetric, tmp_path):
+    shutil.copytree(symmetric, tmp_path / "m")
+    data = bytearray((tmp_path / "m" / "model.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "m" / "model.safetensors").write_bytes(data)
+    (tmp_path / "m.gguf").write_bytes(b"what was there")
+    with pytest.raises(ValueError, match="is damaged: its checksum is another"):
+        to_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    assert (tmp_path / "m.gguf").read_bytes() == b"what was there"

@@ -1,0 +1,82 @@
+"""What type checkers read: the stub of the compiled part beside the module itself. `make typecheck` checks the package."""
+
+import ast
+import re
+from pathlib import Path
+
+import lowbit
+from lowbit import _C
+
+PACKAGE = Path(lowbit.__file__).parent
+
+# What pybind11 says of a C++ type, and what the stub says.
+TYPES = {
+    "typing.SupportsInt | typing.SupportsIndex": "int",
+    "bool": "bool",
+    "str": "str",
+    "int": "int",
+    "float": "float",
+    "bytes": "bytes",
+    "dict": "dict[str, Any]",
+    "list": "list[dict[str, Any]]",
+    "None": "None",
+}
+# A std::string takes both; the loader gets what os.fsencode gives, a table of levels is bytes.
+BYTES_TOO = {("load_kernels", "path"), *((name, "levels") for name in ("packed_bytes", "describe_packed", "packed_header"))}
+
+
+def stub() -> dict[str, str]:
+    """name -> "(parameter: type = default, ...) -> type" of a function, or the type of a value."""
+    found = {}
+    for node in ast.parse((PACKAGE / "_C.pyi").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = f"({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
+        elif isinstance(node, ast.AnnAssign):
+            found[node.target.id] = ast.unparse(node.annotation)
+    return found
+
+
+def module() -> dict[str, str]:
+    found = {}
+    for name, value in vars(_C).items():
+        if name.startswith("__"):
+            continue
+        if not callable(value):
+            found[name] = type(value).__name__
+            continue
+        arguments, result = re.fullmatch(rf"{name}\((.*)\) -> (\w+)\s*", value.__doc__, re.S).groups()
+        parameters = []
+        for text in filter(None, arguments.split(", ")):
+            parameter, kind, default = re.fullmatch(r"(\w+): (.*?)( = .*)?", text).groups()
+            optional = kind.endswith(" | None")
+            kind = TYPES[kind.removesuffix(" | None")]
+            kind += " | bytes" if (name, parameter) in BYTES_TOO else ""
+            kind += " | None" if optional else ""
+            parameters.append(f"{parameter}: {kind}{(default or '').replace(' = ', '=')}")
+        found[name] = f"({', '.join(parameters)}) -> {TYPES[result]}"
+    return found
+
+
+def test_the_stub_says_what_the_module_has():
+    assert stub() == module()
+
+
+def test_the_package_is_marked_as_typed():
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_every_public_function_says_its_types():
+    """Parameters and results of what `import lowbit` gives, and of the methods of its classes."""
+    for name in lowbit.__all__:
+        value = getattr(lowbit, name)
+        functions = {name: value} if callable(value) and not isinstance(value, type) else {}
+        if isinstance(value, type):
+            functions = {
+                f"{name}.{method}": function
+                for method, function in vars(value).items()
+                if callable(function) and not method.startswith("_") and not isinstance(function, type)
+            }
+        for qualified, function in functions.items():
+            code, said = function.__code__, function.__annotations__
+            names = [each for each in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if each != "self"]
+            assert [each for each in [*names, "return"] if each not in said] == [], qualified
