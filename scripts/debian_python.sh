@@ -3,7 +3,7 @@
 # root is needed.
 #   scripts/debian_python.sh VERSION ARCHITECTURE DIRECTORY      3.13 or 3.14; x86_64 or aarch64
 #   DIRECTORY/bin/python ...      runs it (another processor's under QEMU); DIRECTORY/include has Python.h
-# 30 MB are downloaded and 120 MB stay. DEBIAN_MIRROR names the mirror; without it, that of this machine's apt.
+# 30 MB are downloaded and 120 MB stay. DEBIAN_MIRROR names the mirror; without it, that of this machine's apt or debootstrap's.
 set -euo pipefail
 
 version=${1:?usage: scripts/debian_python.sh VERSION ARCHITECTURE DIRECTORY}
@@ -21,6 +21,9 @@ case $architecture in
 esac
 mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' \
   'Label: Debian' 2>/dev/null | grep -E -m 1 '^(https?|file):' || true)}
+if [ -z "$mirror" ]; then
+  mirror=$(sed -n 's/^ *default_mirror //p' /usr/share/debootstrap/scripts/sid 2>/dev/null | head -n 1)
+fi
 if [ -z "$mirror" ] || [ ! -f /usr/share/keyrings/debian-archive-keyring.gpg ]; then
   echo "apt, a Debian mirror (DEBIAN_MIRROR=<URL>) or the package debian-archive-keyring is missing" >&2
   exit 1

@@ -1,8 +1,14 @@
 #!/bin/sh
 # Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
-#   scripts/need.sh build|test|bench|arm-cost
+#   scripts/need.sh build|test|bench|arm-cost|workflows
 # Says which packages are missing, and fails, where it cannot install them.
 set -u
+
+# macOS: Xcode's compiler is all that there is to have; tests take GoogleTest from GTEST_DIR (Makefile).
+if [ "$(uname -s)" = Darwin ]; then
+  command -v c++ >/dev/null || { echo "There is no C++ compiler. Install Xcode's: xcode-select --install" >&2; exit 1; }
+  exit 0
+fi
 
 missing=""
 need() { # need PACKAGE CHECK...
@@ -38,6 +44,9 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need xz-utils has xz
   need cpio has cpio
   need xorriso has xorriso
+fi
+if [ "${1:-build}" = workflows ]; then
+  need npm has npm
 fi
 if [ "${1:-build}" = bench ]; then
   need libbenchmark-dev test -f /usr/include/benchmark/benchmark.h

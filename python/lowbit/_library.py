@@ -1,6 +1,7 @@
 """Loads the compiled part of the package and asks it about itself."""
 
 import os
+import sysconfig
 from importlib import import_module
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def load() -> str:
         # Not `from . import _C`: that raises a plain ImportError when the file is missing.
         _C = import_module("._C", __package__)
     except ModuleNotFoundError as error:
+        others = sorted(path.name for path in Path(__file__).parent.glob("_C.*"))
+        if others:  # a wheel that was unpacked by hand, or copied from another machine
+            expected = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+            raise ImportError(
+                f"this lowbit was built for another Python or processor: found {', '.join(others)}; expected {expected}. "
+                "Install it with `pip install lowbit`."
+            ) from error
         raise ImportError(
             "lowbit's compiled part is missing. Build it with `pip install .` in a checkout of lowbit "
             "(torch must be installed first)."
