@@ -120,6 +120,25 @@ TEST(FloatSettings, Linear) {
   }
 }
 
+TEST(FloatSettings, LinearExperts) {
+  Random random(7);
+  const std::vector<uint8_t> one = packed(random_weights(layout_of(400, 320, 4, 32, Mapping::affine, true), random));
+  Tensor weights(ElementType::u8, {2, static_cast<int64_t>(one.size())});
+  for (size_t i = 0; i < 2; ++i) std::memcpy(weights.memory->data() + i * one.size(), one.data(), one.size());
+  const Tensor x = small_values({130, 320}, 1e-36f, 8);
+  std::vector<int64_t> chosen;
+  for (int64_t i = 0; i < 130; ++i) chosen.push_back(i % 2);
+  Tensor experts = index_tensor(chosen);
+  const std::vector<int64_t> sizes = {130, 1};
+  experts.view = view_of(experts.memory->data(), ElementType::i64, sizes, contiguous_strides(sizes));
+  expect_same_bits("linear_experts", DType::f32, [&](const Parallel& parallel) {
+    Tensor out(ElementType::f32, {130, 1, 400});
+    const Status status = linear_experts(x.view, weights.view, experts.view, 400, out.view, parallel);
+    EXPECT_TRUE(status.ok()) << status.message();
+    return out.bytes();
+  });
+}
+
 TEST(FloatSettings, Embedding) {
   Random random(2);
   const Layout layout = layout_of(60, 100, 3, 32, Mapping::affine, false);
