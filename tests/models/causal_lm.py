@@ -405,8 +405,8 @@ def document(results: dict[str, dict]) -> str:
         "",
         f"**Right** means: the logits of a text of {TEXT} tokens, whole, token by token and in three pieces, and {NEW} "
         "tokens that were generated behind it, are those of transformers' own forward over the whole text, in floats and with "
-        f"linear layers of 4 bits. Experts packed means: those that the model has in one tensor are among these layers; else "
-        "it says that they stay float. The logits may differ by {CLOSE['float']:g} standard deviations in floats and by "
+        "linear layers of 4 bits. Experts packed means: those that the model has in one tensor are among these layers; else "
+        f"it says that they stay float. The logits may differ by {CLOSE['float']:g} standard deviations in floats and by "
         f"{CLOSE['4 bits']:g} at 4 bits, where rounding makes more of itself; they differed by up to "
         f"{rounding['float']:.1g} and {rounding['4 bits']:.2g}. After `release()` the model gives the same bits as "
         "before. Exported means: `torch.export` of the decoder, for any number of tokens, at 4 bits, and the same logits from "
