@@ -23,12 +23,12 @@ def load() -> str:
         # Not `from . import _C`: that raises a plain ImportError when the file is missing.
         _C = import_module("._C", __package__)
     except ModuleNotFoundError as error:
-        others = sorted(path.name for path in Path(__file__).parent.glob("_C.*"))
+        others = sorted(path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd"))
         if others:  # a wheel that was unpacked by hand, or copied from another machine
             expected = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
             raise ImportError(
                 f"this lowbit was built for another Python or processor: found {', '.join(others)}; expected {expected}. "
-                "Install it with `pip install lowbit`."
+                "Install the wheel for that one, or build lowbit again with `pip install .`."
             ) from error
         raise ImportError(
             "lowbit's compiled part is missing. Build it with `pip install .` in a checkout of lowbit "

@@ -44,6 +44,15 @@ def compiled(package: Path, name: str) -> Path:
     return found
 
 
+def test_a_module_of_another_python(run_python, copied):
+    module = compiled(copied, "_C.")
+    module.rename(copied / "_C.cpython-399-riscv64-linux-gnu.so")
+    assert last_line(run_python, copied) == (
+        "ImportError: this lowbit was built for another Python or processor: found _C.cpython-399-riscv64-linux-gnu.so; "
+        f"expected {module.name}. Install the wheel for that one, or build lowbit again with `pip install .`."
+    )
+
+
 def test_a_whole_copy(run_python, copied):
     assert last_line(run_python, copied) == "imported"
 
