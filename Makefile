@@ -43,7 +43,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak \
-  arm-python-lowbit wheel-aarch64 wheels test-wheels test-workflows \
+  arm-python-lowbit wheel-aarch64 wheels test-wheels test-workflows test-macos-build test-windows-build \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
 
