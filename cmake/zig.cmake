@@ -1,0 +1,42 @@
+# Cross build with the Clang that the PyPI package ziglang brings, with headers and link libraries of each system:
+#   cmake -DCMAKE_TOOLCHAIN_FILE=cmake/zig.cmake -DLOWBIT_ZIG_TARGET=aarch64-macos.11.0
+# Targets: aarch64-macos.11.0, aarch64-windows-gnu, x86_64-windows-gnu and others of `zig targets`. LOWBIT_ZIG: the program.
+set(LOWBIT_ZIG_TARGET "" CACHE STRING "What to build for, in Zig's words")
+set(LOWBIT_ZIG "zig" CACHE STRING "The program zig")
+list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES LOWBIT_ZIG_TARGET LOWBIT_ZIG)
+if(NOT LOWBIT_ZIG_TARGET MATCHES "^(aarch64|x86_64)-(macos|windows|linux)")
+  message(FATAL_ERROR "LOWBIT_ZIG_TARGET is '${LOWBIT_ZIG_TARGET}'; expected aarch64 or x86_64, "
+    "then -macos, -windows or -linux, for example aarch64-macos.11.0")
+endif()
+set(CMAKE_SYSTEM_PROCESSOR ${CMAKE_MATCH_1})
+set(names macos Darwin windows Windows linux Linux)
+list(FIND names ${CMAKE_MATCH_2} index)
+math(EXPR index "${index} + 1")
+list(GET names ${index} CMAKE_SYSTEM_NAME)
+
+foreach(tool cc c++)
+  string(REPLACE "cc" C language ${tool})
+  string(REPLACE "c++" CXX language ${language})
+  set(CMAKE_${language}_COMPILER "${CMAKE_CURRENT_LIST_DIR}/../scripts/zig.sh" "${LOWBIT_ZIG}" ${tool}
+    -target ${LOWBIT_ZIG_TARGET})
+endforeach()
+set(CMAKE_CXX_ARCHIVE_CREATE "\"${LOWBIT_ZIG}\" ar qcs <TARGET> <OBJECTS>")
+set(CMAKE_CXX_ARCHIVE_FINISH "")
+set(CMAKE_C_ARCHIVE_CREATE "${CMAKE_CXX_ARCHIVE_CREATE}")
+set(CMAKE_C_ARCHIVE_FINISH "")
+set(CMAKE_AR "${LOWBIT_ZIG}")
+set(CMAKE_RANLIB "${LOWBIT_ZIG}")
+
+if(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
+  set(CMAKE_INSTALL_NAME_TOOL "not-needed")  # libraries are linked as they are to be installed
+  set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
+  set(CMAKE_SHARED_MODULE_CREATE_CXX_FLAGS "-dynamiclib")
+  # The system's C++ library, as far as torch uses it: scripts/macos_libraries.py.
+  set(LOWBIT_LIBCXX "" CACHE FILEPATH "A .tbd file of macOS's libc++")
+  list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES LOWBIT_LIBCXX)
+  set(CMAKE_SHARED_LINKER_FLAGS_INIT "-nostdlib++")
+  set(CMAKE_CXX_STANDARD_LIBRARIES "${LOWBIT_LIBCXX}")
+endif()
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+# CMake's checks of the compiler link nothing: zig would build a C++ library of its own for that, which takes minutes.
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
