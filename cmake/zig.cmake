@@ -20,12 +20,14 @@ foreach(tool cc c++)
   set(CMAKE_${language}_COMPILER "${CMAKE_CURRENT_LIST_DIR}/../scripts/zig.sh" "${LOWBIT_ZIG}" ${tool}
     -target ${LOWBIT_ZIG_TARGET})
 endforeach()
-set(CMAKE_CXX_ARCHIVE_CREATE "\"${LOWBIT_ZIG}\" ar qcs <TARGET> <OBJECTS>")
-set(CMAKE_CXX_ARCHIVE_FINISH "")
-set(CMAKE_C_ARCHIVE_CREATE "${CMAKE_CXX_ARCHIVE_CREATE}")
-set(CMAKE_C_ARCHIVE_FINISH "")
-set(CMAKE_AR "${LOWBIT_ZIG}")
-set(CMAKE_RANLIB "${LOWBIT_ZIG}")
+# CMake wants these two as programs of their own.
+foreach(tool ar ranlib)
+  set(program "${CMAKE_BINARY_DIR}/zig-${tool}")
+  file(CONFIGURE OUTPUT "${program}" CONTENT "#!/bin/sh\nexec '@LOWBIT_ZIG@' @tool@ \"$@\"\n" @ONLY)
+  file(CHMOD "${program}" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+  string(TOUPPER ${tool} name)
+  set(CMAKE_${name} "${program}")
+endforeach()
 
 if(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
   set(CMAKE_INSTALL_NAME_TOOL "not-needed")  # libraries are linked as they are to be installed
