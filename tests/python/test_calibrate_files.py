@@ -374,7 +374,7 @@ def test_assignment_is_best_at_its_size():
     for index in range(4):
         losses = torch.rand(5, generator=generator).cumsum(0).flip(0) * 10**index
         options = [Option(100 + 60 * at + 7 * index, float(loss), None) for at, loss in enumerate(losses)]
-        items.append(Item([f"layer{index}"], 1000, options))
+        items.append(Item([f"layer{index}"], 1000, options, None))
     smallest, largest = extremes(items)
     seen = set()
     for most in range(smallest, largest + 1, 13):

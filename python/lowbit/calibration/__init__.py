@@ -81,7 +81,7 @@ def assign_widths(
     """A width and a group size for each layer of a float model, for a mean of bits per weight; the model stays as it is.
 
     Each matrix alone is rounded, and the change of the model's outputs on some of the text measured
-    (:func:`lowbit.calibration.widths.measure`); then bits go where they gain most
+    (:func:`lowbit.calibration.widths.measure_losses`); then bits go where they gain most
     (:func:`lowbit.calibration.widths.assign`).
 
     Args:
@@ -99,13 +99,16 @@ def assign_widths(
     from ..transformers import LowBitConfig
     from .data import batches
     from .model import evaluating
-    from .widths import config_of, measured, within
+    from .widths import check_bits, config_of, measure_losses, options_of, whole_bits, within
 
     if not isinstance(config, LowBitConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
+    reference_bits = whole_bits(target_bits)
     inputs, _ = batches(model, data, tokenizer, window, max_tokens)
+    items = options_of(model, config)
+    check_bits(items, target_bits)
     with evaluating(model):
-        items = measured(model, inputs, config, target_bits, progress)
+        measure_losses(model, inputs, items, reference_bits, progress)
     return config_of(config, items, within(items, target_bits))
 
 

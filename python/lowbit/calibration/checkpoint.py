@@ -20,7 +20,7 @@ from .journal import Journal, digest
 from .model import Kept, check_method, evaluating, run
 from .result import Calibration
 from .selection import has_blocks
-from .widths import Item, Option, assign, config_of, extremes, measured, within
+from .widths import Item, Option, assign, check_bits, config_of, extremes, measure_losses, options_of, whole_bits, within
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -149,38 +149,52 @@ def _with_widths(
     target_bytes, target_bits = budget
     floats = planned.bytes - planned.packed_bytes
     about = target_bits if target_bytes is None else 8 * (target_bytes - floats) / planned.packed_weights
-    with evaluating(model):
-        items = measured(
-            model, inputs, config, about, None if progress is None else lambda *at: progress("measuring layers", *at, "")
-        )
+    reference_bits = whole_bits(about)
+    items = options_of(model, config)
+
+    def size(options: list[Option]) -> int:
+        return planned_size(source, config_of(config, items, options), max_shard_bytes).bytes
+
+    # Before anything is measured, which takes time.
     if target_bytes is None:
-        chosen = config_of(config, items, within(items, target_bits))
+        check_bits(items, target_bits)
     else:
-        chosen = _within_bytes(items, config, target_bytes, source, max_shard_bytes)
+        _check_bytes(items, target_bytes, size)
+    with evaluating(model):
+        said = None if progress is None else lambda *at: progress("measuring layers", *at, "")
+        measure_losses(model, inputs, items, reference_bits, said)
+    options = within(items, target_bits) if target_bytes is None else _within_bytes(items, target_bytes, size)
+    chosen = config_of(config, items, options)
     journal.keep_widths(chosen.to_dict())
     return chosen
 
 
-def _within_bytes(
-    items: list[Item], config: LowBitConfig, target_bytes: int, source: Path, max_shard_bytes: int
-) -> LowBitConfig:
-    def size(options: list[Option]) -> int:
-        return planned_size(source, config_of(config, items, options), max_shard_bytes).bytes
+Size = Callable[[list[Option]], int]  # of the files of weights with these options
 
+
+def _ends(items: list[Item], size: Size) -> tuple[int, int]:
     smallest, largest = (
         size([pick(item.options, key=lambda option: option.bytes) for item in items]) for pick in (min, max)
     )
+    return smallest, largest
+
+
+def _check_bytes(items: list[Item], target_bytes: int, size: Size) -> None:
+    smallest, largest = _ends(items, size)
     if not smallest <= target_bytes <= largest:
         raise ValueError(
             f"{target_bytes} bytes cannot be had; the weights' files of this model take {smallest} bytes at the least and "
             f"{largest} at the most"
         )
+
+
+def _within_bytes(items: list[Item], target_bytes: int, size: Size) -> list[Option]:
     # Headers of files grow with the numbers in them, by some bytes.
-    fixed = smallest - extremes(items)[0]
+    fixed = _ends(items, size)[0] - extremes(items)[0]
     room = max(target_bytes - fixed, extremes(items)[0])
     while True:
         options = assign(items, room)
         over = size(options) - target_bytes
         if over <= 0:
-            return config_of(config, items, options)
+            return options
         room = max(room - over, extremes(items)[0])

@@ -52,20 +52,58 @@ class Item:
     layers: list[str]
     weights: int
     options: list[Option]
+    config: Config  # what was selected for it
 
 
 # ---- sensitivities
 
 
-def measure(
+def options_of(model: torch.nn.Module, config: LowBitConfig) -> list[Item]:
+    """What each matrix that a config selects may become, and the bytes of that; nothing is lost yet.
+
+    Raises:
+        ValueError: levels other than fitted ones, or weights that are not finite.
+    """
+    if config.levels not in (None, FIT):
+        raise ValueError(f"levels are {config.levels!r}; expected {FIT!r} or none, where each layer has a width of its own")
+    selected = config.select(model, experts=False)
+    check_weights(model, selected)
+    pinned = pinned_by(config, selected)
+    by_weight: dict[int, list[str]] = {}
+    for name in selected:
+        by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)
+    items = []
+    for names in by_weight.values():
+        own, module = selected[names[0]], model.get_submodule(names[0])
+        weight, bias = module.weight, getattr(module, "bias", None) is not None
+        choices = [own] if pinned & set(names) else _choices(own, weight.shape[1])
+        options = [Option(_bytes(weight, each, bias), 0.0, each) for each in choices]
+        items.append(Item(names, weight.numel(), options, own))
+    return items
+
+
+def _choices(config: Config, inputs: int) -> list[Config]:
+    found = []
+    for bits in BITS:
+        mappings = [config.mapping if config.mapping != "levels" or bits in LEVELS_BITS else "symmetric"]
+        if config.mapping == "symmetric":
+            mappings += ["affine"] * (bits in _AFFINE_BITS) + ["levels"] * (bits in LEVELS_BITS)
+        for mapping in mappings:
+            levels = (config.levels or FIT) if mapping == "levels" else None
+            for group in GROUP_SIZES:
+                if group <= max(GROUP_SIZES[0], inputs):
+                    found.append(replace(config, bits=bits, group_size=group, mapping=mapping, levels=levels))
+    return found
+
+
+def measure_losses(
     model: torch.nn.Module,
     inputs: list[Batch],
-    selected: Mapping[str, Config],
-    pinned: set[str],
+    items: list[Item],
     reference_bits: int,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Item]:
-    """What each matrix of a float model may become, and what the model's outputs lose by it.
+) -> None:
+    """Finds what a float model's outputs lose by each option of its matrices.
 
     Each matrix alone is rounded to ``reference_bits`` in groups of 32, its scales searched with the mean squares of its
     inputs, and the model run on some of the text: the loss is the mean Kullback-Leibler divergence of its predictions
@@ -73,34 +111,27 @@ def measure(
     widths and group sizes it is scaled by their squared error, weighted with the same mean squares, on some rows.
 
     Args:
-        pinned: layers whose config stays.
+        items: from :func:`options_of`. Those with one option are left alone.
 
     Raises:
         ValueError: outputs that are not finite.
     """
-    by_weight: dict[int, list[str]] = {}
-    for name in selected:
-        by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)
-    groups = list(by_weight.values())
-    importance = _importance(model, inputs, [name for name in selected if isinstance(selected[name], LinearConfig)])
+    linear = [name for item in items if isinstance(item.config, LinearConfig) for name in item.layers]
+    importance = _importance(model, inputs, linear)
     batch = _trial(model, inputs)
     wanted = _outputs(model, batch)
     if not bool(torch.isfinite(wanted).all()):
         raise ValueError("the outputs of the model have NaN or infinite values on the calibration text")
-    items = []
-    for done, names in enumerate(groups):
+    for done, item in enumerate(items):
         if progress is not None:
-            progress(done, len(groups))
-        config = selected[names[0]]
-        module = model.get_submodule(names[0])
-        weight, bias = module.weight.detach(), getattr(module, "bias", None) is not None
-        if pinned & set(names):
-            items.append(Item(names, weight.numel(), [Option(_bytes(weight, config, bias), 0.0, config)]))
+            progress(done, len(items))
+        if len(item.options) == 1:
             continue
-        counts = next((importance[name] for name in names if name in importance), None)
-        reference = replace(config, bits=reference_bits, group_size=32, mapping="symmetric", levels=None)
+        layers = [model.get_submodule(name) for name in item.layers]
+        weight = layers[0].weight.detach()
+        counts = next((importance[name] for name in item.layers if name in importance), None)
+        reference = replace(item.config, bits=reference_bits, group_size=32, mapping="symmetric", levels=None)
         rounded = _rounded(weight, counts, reference)
-        layers = [model.get_submodule(name) for name in names]
         kept = [layer.weight for layer in layers]
         try:
             parameter = torch.nn.Parameter(rounded, requires_grad=False)
@@ -112,40 +143,19 @@ def measure(
                 layer.weight = own
         rows = weight[:: -(-len(weight) // _ROWS)].float()
         whole = _error(rows, counts, reference)
-        options = _options(config, rows, counts)
-        items.append(
-            Item(
-                names,
-                weight.numel(),
-                [
-                    Option(_bytes(weight, each, bias), loss * (_error(rows, counts, each) / whole if whole else 0.0), each)
-                    for each in options
-                ],
-            )
-        )
+        tables: dict[int, Config] = {}  # one of a width for all group sizes: they differ little
+        options = []
+        for option in item.options:
+            tried = option.config
+            if tried.levels == FIT:
+                if tried.bits not in tables:
+                    tables[tried.bits] = with_table(tried, rows, counts)
+                tried = replace(tried, levels=tables[tried.bits].levels)
+            lost = loss * (_error(rows, counts, tried) / whole if whole else 0.0)
+            options.append(replace(option, loss=lost))
+        item.options = options
     if progress is not None:
-        progress(len(groups), len(groups))
-    return items
-
-
-def _options(config: Config, rows: Tensor, counts: Tensor | None) -> list[Config]:
-    """What a matrix of which these are some rows may become: a table of levels is there in numbers."""
-    found = []
-    for bits in BITS:
-        mappings = [config.mapping if config.mapping != "levels" or bits in LEVELS_BITS else "symmetric"]
-        if config.mapping == "symmetric":
-            mappings += ["affine"] * (bits in _AFFINE_BITS) + ["levels"] * (bits in LEVELS_BITS)
-        for mapping in mappings:
-            levels = (config.levels or FIT) if mapping == "levels" else None
-            for group in GROUP_SIZES:
-                if group > max(GROUP_SIZES[0], rows.shape[1]):
-                    continue
-                own = replace(config, bits=bits, group_size=group, mapping=mapping, levels=levels)
-                if levels == FIT:  # one for all groups: they differ little
-                    own = with_table(own, rows, counts)
-                    levels = own.levels
-                found.append(own)
-    return found
+        progress(len(items), len(items))
 
 
 def _bytes(weight: Tensor, config: Config, bias: bool) -> int:
@@ -289,12 +299,8 @@ def extremes(items: list[Item]) -> tuple[int, int]:
     )
 
 
-def within(items: list[Item], target_bits: float) -> list[Option]:
-    """:func:`assign` for a mean of bits per weight, scales and heads of files included.
-
-    Raises:
-        ValueError: that cannot be; the message says what can.
-    """
+def check_bits(items: list[Item], target_bits: float) -> None:
+    """Raises ValueError if no options have this mean of bits per weight; the message says what can be had."""
     weights = sum(item.weights for item in items)
     smallest, largest = (8 * size / weights for size in extremes(items))
     if not smallest <= target_bits <= largest:
@@ -302,7 +308,16 @@ def within(items: list[Item], target_bits: float) -> list[Option]:
             f"{target_bits:g} bits per weight cannot be had; this model takes {smallest:.3f} at the least and "
             f"{largest:.3f} at the most, scales included"
         )
-    return assign(items, int(target_bits * weights / 8))
+
+
+def within(items: list[Item], target_bits: float) -> list[Option]:
+    """:func:`assign` for a mean of bits per weight, scales and heads of files included.
+
+    Raises:
+        ValueError: as :func:`check_bits`.
+    """
+    check_bits(items, target_bits)
+    return assign(items, int(target_bits * sum(item.weights for item in items) / 8))
 
 
 def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> LowBitConfig:
@@ -332,13 +347,12 @@ def pinned_by(config: LowBitConfig, selected: Mapping[str, Config]) -> set[str]:
     }
 
 
-def measured(model: Any, inputs: list[Batch], config: LowBitConfig, bits: float, progress: Any = None) -> list[Item]:
-    """:func:`measure` for what a config selects, at the whole number of bits nearest below a mean of ``bits``."""
+def whole_bits(bits: Any) -> int:
+    """The whole number of bits nearest below a mean, which sensitivities are measured at.
+
+    Raises:
+        ValueError: no number.
+    """
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits):
         raise ValueError(f"target_bits is {bits!r}; expected a number of bits per weight")
-    if config.levels not in (None, FIT):
-        raise ValueError(f"levels are {config.levels!r}; expected {FIT!r} or none, where each layer has a width of its own")
-    selected = config.select(model, experts=False)
-    check_weights(model, selected)
-    reference = min(max(BITS[0], int(bits)), BITS[-1])
-    return measure(model, inputs, selected, pinned_by(config, selected), reference, progress)
+    return min(max(BITS[0], int(bits)), BITS[-1])

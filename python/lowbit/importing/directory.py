@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from .source import Source
 from .stock import Stock
 from .torchao import read_torchao
 
-_Tensors = list[Matrix | Stacked | Weights | Float]
+_Tensors = Sequence[Matrix | Stacked | Weights | Float]
 
 
 def _read_auto_round(stock: Stock) -> _Tensors:
@@ -76,7 +76,7 @@ def open_directory(path: Path) -> Source:
     files, weight_map = files_of(path)
     states = file_states(files)
     stock = Stock(path, read_files(files, weight_map), dict(config["quantization_config"]))
-    tensors = read(stock)
+    tensors = list(read(stock))
     if not any(isinstance(tensor, Matrix | Stacked) for tensor in tensors):
         raise ValueError(f"{path} has no quantised layer, although its quantization_config says {method!r}")
     description: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}

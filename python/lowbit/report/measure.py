@@ -23,7 +23,7 @@ from ..calibration import calibrate
 from ..calibration.capture import inputs_of
 from ..calibration.data import MOST_TOKENS, batches
 from ..calibration.model import evaluating
-from ..calibration.widths import LEVELS_BITS, Item, config_of, measured, within
+from ..calibration.widths import LEVELS_BITS, Item, config_of, measure_losses, options_of, within
 from ..files.config_json import read_config
 from ..files.replace import replacing
 from ..files.untrusted import interpreting
@@ -273,7 +273,8 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
         if not items:
             say("layers, for widths by layer")
             with _quiet(), evaluating(subject.model):
-                items = measured(subject.model, subject.batches(), subject.config(_REFERENCE_BITS), _REFERENCE_BITS)
+                items = options_of(subject.model, subject.config(_REFERENCE_BITS))
+                measure_losses(subject.model, subject.batches(), items, _REFERENCE_BITS)
         try:
             config = config_of(subject.config(_REFERENCE_BITS), items, within(items, target))
         except ValueError as error:
