@@ -71,7 +71,7 @@ inline Tensor random_tensor(ElementType type, const std::vector<int64_t>& sizes,
 template <class Index>
 Tensor index_tensor(const std::vector<Index>& values) {
   Tensor tensor(sizeof(Index) == 8 ? ElementType::i64 : ElementType::i32, {static_cast<int64_t>(values.size())});
-  std::memcpy(tensor.memory->data(), values.data(), values.size() * sizeof(Index));
+  if (!values.empty()) std::memcpy(tensor.memory->data(), values.data(), values.size() * sizeof(Index));
   tensor.memory->freeze();
   return tensor;
 }
