@@ -26,7 +26,7 @@ def test_export_pte(packed, executorch, tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines() == [f"loading {packed[0]} ...", f"exporting to {tmp_path / 'm.pte'} ..."]
     said = document(result)
-    assert set(said) == documented_keys("export")
+    assert set(said) == documented_keys("export") - {"name", "type", "kind", "steps"}  # of a GGUF file's tensors
     assert said["bytes"] == (tmp_path / "m.pte").stat().st_size
     step = llm.load_decoder(tmp_path / "m.pte")
     assert (step.max_length, step.chunk) == (128, 128) == (said["max_length"], said["chunk"])
