@@ -27,6 +27,7 @@ from .result import METHODS, Calibration
 from .selection import check_weights, left_float, lists_of_blocks, select
 from .tuning import tuned
 
+
 @dataclass
 class Kept:
     """Layers that are packed already, and where those go that are packed now: what a run that resumes needs."""
