@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .models import imported, load, need_compiler, positions, read_text, set_threads
+from .models import imported, load, make_decoder, need_compiler, positions, read_text, set_threads
 from .options import (
+    Compile,
     EmbeddingBits,
     GroupSize,
     Json,
@@ -94,13 +95,10 @@ def chat(
     embedding_bits: EmbeddingBits = None,
     max_length: MaxLength = None,
     threads: Threads = None,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Make machine code of the whole model first; needs a C++ compiler.")
-    ] = False,
+    compile_: Compile = False,
     as_json: Json = False,
 ) -> None:
     """Talk with a model: answers go to stdout as they come, all else to stderr."""
-    from lowbit import llm
     from lowbit.llm.chat import Chat, chat_template, sampling_of
     from lowbit.llm.loading import load_tokenizer, stop_tokens
 
@@ -124,10 +122,7 @@ def chat(
         output.warn(f"generation_config.json of {model} sets {', '.join(ignored)}, which lowbit does not do")
     if max_length is None:
         max_length = min(_CONTEXT, positions(loaded) // 16 * 16)
-    step = llm.Decoder(loaded, max_length)
-    if compile_:
-        with output.progress("compiling"):
-            step = llm.compile_decoder(step)
+    step = make_decoder(output, loaded, max_length, compile_)
     talk = Chat(
         step, loaded, tokenizer, text, max_length,
         system=system, sampling=sampling, max_new_tokens=max_new_tokens or most or _NEW, seed=seed,

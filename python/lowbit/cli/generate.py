@@ -12,8 +12,9 @@ import typer
 
 from lowbit._machine import peak_memory
 
-from .models import imported, load, need_compiler, positions, read_text, set_threads
+from .models import imported, load, make_decoder, need_compiler, positions, read_text, set_threads
 from .options import (
+    Compile,
     EmbeddingBits,
     GroupSize,
     Json,
@@ -63,9 +64,7 @@ def generate(
     embedding_bits: EmbeddingBits = None,
     max_length: MaxLength = None,
     threads: Threads = None,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Make machine code of the whole model first; needs a C++ compiler.")
-    ] = False,
+    compile_: Compile = False,
     as_json: Json = False,
 ) -> None:
     """Continue a text: the new text goes to stdout as it comes, all else to stderr."""
@@ -89,10 +88,7 @@ def generate(
     check_tokens(loaded, ids, model)
     if max_length is None:
         max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
-    step = llm.Decoder(loaded, max_length)
-    if compile_:
-        with output.progress("compiling"):
-            step = llm.compile_decoder(step)
+    step = make_decoder(output, loaded, max_length, compile_)
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
         sys.stdout.reconfigure(errors="replace")  # the text is for people

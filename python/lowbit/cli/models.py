@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,19 @@ def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.M
         f"loading {model}" if config is None else f"loading {model} to {config.bits} bits", "tensors"
     ) as advance:
         return load_model(model, config, progress=advance)
+
+
+def make_decoder(
+    output: Output, model: torch.nn.Module, max_length: int, compiled: bool
+) -> Callable[..., torch.Tensor]:
+    """The model over caches of this length, as machine code if that is asked for."""
+    from lowbit import llm
+
+    step = llm.Decoder(model, max_length)
+    if not compiled:
+        return step
+    with output.progress("compiling"):
+        return llm.compile_decoder(step)
 
 
 def imported(output: Output, model: Path) -> Path:

@@ -45,6 +45,9 @@ EmbeddingBits = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads to run on.", show_default="torch's")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Make machine code of the whole model first; needs a C++ compiler.")
+]
 MaxLength = Annotated[
     int | None,
     typer.Option("--max-length", min=16, help="Tokens in the KV cache, a multiple of 16.", show_default=False),
