@@ -38,6 +38,7 @@
 #define HAVE_SYS_TIME_H 1
 #define HAVE_SYS_TYPES_H 1
 #define HAVE_WCHAR_H 1
+#define _Py_STACK_GROWS_DOWN 1  // since 3.14
 
 // What it has not: wchar_t is signed, threads are real ones, numbers lie as on other Arm CPUs.
 #undef HAVE_ALIGNED_REQUIRED
