@@ -20,6 +20,7 @@ from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linea
 from .ops import pack, repack, unpack, verify  # noqa: E402
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
 from .quantize_model import quantize_  # noqa: E402
+from .slices import concat, slice_columns, slice_rows  # noqa: E402
 from .threads import ThreadTuning, tune_threads  # noqa: E402
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [
     "Unpacked",
     "attention",
     "cmake_prefix_path",
+    "concat",
     "embedding",
     "export_pt2",
     "export_pte",
@@ -72,6 +74,8 @@ __all__ = [
     "quantize_",
     "quantize_tensor",
     "repack",
+    "slice_columns",
+    "slice_rows",
     "tune_threads",
     "unpack",
     "use_huge_pages",
