@@ -133,6 +133,10 @@ test-arm: build-test-arm
 test-arm-cpus: build-test-arm
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-L cpu))
 
+# What the tests download and set up: `.ci/run` does it beside other work.
+.PHONY: fetch
+fetch: build/x86-emulator build/arm-emulator build/docs-env $(ARM_PYTHON)
+
 # SME2, on an emulator that has it: vectors of 512 bits, which the kernels are for, without SVE as on Apple's CPUs; with SVE,
 # and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.
 SME2_CPUS := max,sve=off,sme512=on:sme2 max,sme-default-vector-length=64:sme2 \
