@@ -336,6 +336,8 @@ def export_gguf(
         layer, _, leaf = key.rpartition(".")
         if leaf == "weight" and f"{layer}.packed_weight" in tensors:
             continue  # stands in its place for programs that do not know packed weights
+        if leaf == "input_order":
+            raise ValueError(f"{layer} has its inputs in an order of its own ({key}); GGUF has no such layers")
         name = _OUTSIDE.get(layer)
         if name is None and layer.startswith("model.layers."):
             number, _, part = layer.removeprefix("model.layers.").partition(".")

@@ -15,7 +15,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 
 from .. import nn
-from ..files.safetensors import Stored, float_name, packed_info, read_files, read_metadata
+from ..files.safetensors import Stored, float_name, orders_of, packed_info, read_files, read_metadata
 from ..layers import Experts, kind_of, layer_at, named_layers, pack_layer, put_packed, replace_layers, warn_of_floats
 from ..memory import in_huge_pages
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
@@ -79,6 +79,7 @@ class LowBitQuantizer(HfQuantizer):
         tensors = read_files(files)
         packed = {name: stored for name, stored in tensors.items() if name.rpartition(".")[2] == PACKED}
         self._check_files(files, tensors, packed)
+        orders = orders_of(tensors)
 
         # Packed weights are called as the float ones would be, so that transformers' rules for names apply.
         aliases = {float_name(name, tensors[name].shape) if name in packed else name: name for name in tensors}
@@ -87,7 +88,7 @@ class LowBitQuantizer(HfQuantizer):
         if guards:
             ignored = {f"^({'|'.join(map(re.escape, sorted(guards)))})$"}
             model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
-        given, placed = given_by(names), {}
+        given, placed, ordered = given_by(names), {}, set()
         layers = dict(named_layers(model))
         whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
         for alias, (name, _) in names.items():
@@ -96,6 +97,7 @@ class LowBitQuantizer(HfQuantizer):
             if stored is not None and (whole or layer in layers):
                 self._where[layer] = f"{stored.name} in {stored.path}"
                 placed[layer] = self._where[layer], packed_info(stored)
+                ordered |= {layer} if stored.name in orders else set()
         if files and whole:
             biases = {bias for layer, (_, info) in placed.items() for bias in given_with(layer, info)}
             ties = tied_layers(model).items()
@@ -104,7 +106,7 @@ class LowBitQuantizer(HfQuantizer):
 
         if self.pre_quantized:
             floats = given - {f"{layer}.weight" for layer in placed} - placed.keys()
-            self._shared = place_packed(model, placed, floats, self._dtype)
+            self._shared = place_packed(model, placed, floats, self._dtype, ordered)
             mark_initialised(model, placed)
             return
         self._selected, left = self.quantization_config.choose(model)
