@@ -75,7 +75,8 @@ def random_blocks(name: str, n: int, k: int, block: int, size: int, generator: n
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma": gguf.MODEL_ARCH.GEMMA, "gemma2": gguf.MODEL_ARCH.GEMMA2, "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
-    "phi3": gguf.MODEL_ARCH.PHI3,
+    "phi3": gguf.MODEL_ARCH.PHI3, "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }  # fmt: skip
 
 
@@ -83,6 +84,17 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """As llama.cpp's converter orders the rows of q and k."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def experts_as_in_files(name: str, array: np.ndarray, interleaved: bool) -> dict[str, np.ndarray]:
+    """The tensors of a file that a parameter of experts becomes, [experts, n, k] or [experts, n], by "gate", "up", "down";
+    the halves of one with two matrices lie below each other, or their rows alternate and all is transposed."""
+    if interleaved and array.ndim == 3:
+        array = array.swapaxes(1, 2)
+    if "gate_up" not in name:
+        return {"down": array}
+    half = array.shape[1] // 2
+    return dict(zip(("gate", "up"), (array[:, ::2], array[:, 1::2]) if interleaved else (array[:, :half], array[:, half:])))
 
 
 def write_model(
@@ -133,14 +145,29 @@ def write_model(
             continue
         base, leaf = name.rsplit(".", 1)
         array = parameter.float().numpy()
-        if config.model_type == "llama" and base.endswith(("q_proj", "k_proj")):
+        if ".experts." in name:
+            leaf = "bias" if name.endswith("_bias") else "weight"
+            for part, matrices in experts_as_in_files(name, array, config.model_type == "gpt_oss").items():
+                called = f"blk.{name.split('.')[2]}.ffn_{part}_exps.{leaf}"
+                if leaf == "weight" and kind != "F32":
+                    data = np.stack([gguf.quantize(np.ascontiguousarray(matrix), number) for matrix in matrices])
+                    writer.add_tensor(called, data, raw_dtype=number)
+                else:
+                    writer.add_tensor(called, np.ascontiguousarray(matrices))
+            continue
+        if leaf == "sinks":
+            base, leaf = name, "weight"
+        if base.endswith("shared_expert_gate"):
+            array = array[0]
+        if config.model_type in ("llama", "mixtral") and base.endswith(("q_proj", "k_proj")):
             array = permute(
                 array, config.num_key_value_heads if base.endswith("k_proj") else config.num_attention_heads
             )
         if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
         called = f"{names.get_name(base)}.{leaf}"
-        if array.ndim == 2 and array.shape[1] % block == 0 and kind != "F32":
+        router = "ffn_gate_inp" in called  # which stays float
+        if array.ndim == 2 and array.shape[1] % block == 0 and kind != "F32" and not router:
             writer.add_tensor(called, gguf.quantize(array, number), raw_dtype=number)
         else:
             writer.add_tensor(called, np.ascontiguousarray(array))
