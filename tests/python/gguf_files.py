@@ -98,13 +98,20 @@ def experts_as_in_files(name: str, array: np.ndarray, interleaved: bool) -> dict
 
 
 def write_model(
-    path: Path, model: torch.nn.Module, kind: str = "F32", tokens: list[str] | None = None, split: int = 0, **others
+    path: Path,
+    model: torch.nn.Module,
+    kind: str = "F32",
+    tokens: list[str] | None = None,
+    split: int = 0,
+    sentencepiece: list[tuple[str, float, int]] | None = None,
+    **others,
 ) -> Path:
     """A model of transformers as llama.cpp's converter writes it; matrices as `kind` if their rows fit its blocks.
 
     Args:
         tokens: of a byte-level vocabulary, without merges.
         split: tensors in each part; 0: one file.
+        sentencepiece: tokens with their scores and types instead.
         others: metadata of the architecture.
     """
     config = model.config
@@ -136,6 +143,16 @@ def write_model(
         writer.add_eos_token_id(1)
         writer.add_add_bos_token(True)
         writer.add_chat_template("{% for message in messages %}<{{ message['content'] }}>{% endfor %}")
+    if sentencepiece is not None:
+        texts, scores, types = zip(*sentencepiece)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(texts)
+        writer.add_token_scores(scores)
+        writer.add_token_types(types)
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_add_bos_token(True)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tied = config.tie_word_embeddings
     number = gguf.GGMLQuantizationType[kind]
