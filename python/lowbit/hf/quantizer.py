@@ -32,6 +32,7 @@ from .placing import (
 )
 
 _SAVE = "lowbit_save"
+_BIAS = "_bias"  # what the bias of experts in one tensor is called after it
 
 
 @register_quantizer(METHOD)
@@ -152,7 +153,8 @@ class LowBitQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         layer = param_name.removesuffix(".weight")
-        if layer == param_name:  # experts, or of a module that has no weight
+        if layer == param_name:  # experts or their bias, or of a module that has no weight
+            layer = layer if layer in self._selected else layer.removesuffix(_BIAS)
             return isinstance(layer_at(model, layer), Experts) if layer in self._selected else False
         # Tied weights wait until they are tied: then they are packed once.
         return layer in self._selected and layer not in self._tied
@@ -187,21 +189,26 @@ class _Quantize(ConversionOps):
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
             path = name.removesuffix(".weight")
+            is_bias = path not in self._quantizer._selected and path.endswith(_BIAS)
+            path = path.removesuffix(_BIAS) if is_bias else path
             layer = layer_at(model, path)
             config = self._quantizer._selected.get(path)
-            bias = getattr(layer, "bias", None)
-            # What cannot be packed now is left to the end, where its bias is there, or the error reaches the caller.
-            if config is None or (bias is not None and bias.device.type == "meta"):
+            if is_bias:  # of experts, which waited for it
+                weight, bias = layer.weight, weight
+            else:
+                weight = layer.oriented(weight) if isinstance(layer, Experts) else weight
+                bias = getattr(layer, "bias", None)
+            # What cannot be packed now waits: for its other tensor, or for the end, where the error reaches the caller.
+            if config is None or "meta" in (weight.device.type, "" if bias is None else bias.device.type):
                 left[name] = value
                 continue
             try:
-                weight = layer.oriented(weight) if isinstance(layer, Experts) else weight
                 packed = in_huge_pages(pack_layer(layer, config, weight, bias))
             except (TypeError, ValueError):
                 left[name] = value
                 continue
             put_packed(model, path, layer, packed, weight.dtype)._is_hf_initialized = True
-            missing_keys.discard(name)
+            missing_keys.difference_update((name, path))
         return left
 
 
