@@ -2,7 +2,8 @@
 
 ``weight_packed`` int32 [n, ceil(k * bits / 32)]: the codes of a row, with 2**(bits - 1) added, follow each other, also
 across words. ``weight_scale`` [n, groups]; ``weight_zero_point``, where there is one, int32 [ceil(n * bits / 32),
-groups] packed likewise by columns; ``weight_shape`` [2]. A weight is ``scale * (code - zero)``, both signed.
+groups] packed likewise by columns; ``weight_shape`` [2]; ``weight_g_idx`` [k], the
+group of each input, or -1 everywhere. A weight is ``scale * (code - zero)``, both signed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from ..files.safetensors import Stored
 from .bits import from_stream, words_of
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Float, Matrix, Rows, Weights, order_of
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
@@ -77,14 +78,13 @@ def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
     size = -(-k // groups)
     if groups > 1 and k % groups:
         raise ValueError(f"{layer} in {scales.path} has {groups} groups for {k} inputs; expected groups of one size")
+    order = None
     if stock.has(f"{layer}.weight_g_idx"):
-        order = load(stock.take(f"{layer}.weight_g_idx", "I32", "I64", shape=(k,))).long()
-        if (order != -1).any() and not torch.equal(order, torch.arange(k) // size):
-            raise ValueError(
-                f"{layer} in {stock.path} has its inputs in an order of its own (actorder group): its groups are not "
-                "runs "
-                "of inputs, which is what lowbit packs. Take a version of the model without it"
-            )
+        of_inputs = load(stock.take(f"{layer}.weight_g_idx", "I32", "I64", shape=(k,))).long()
+        try:
+            order = None if (of_inputs == -1).all() else order_of(of_inputs, size)
+        except ValueError as error:
+            raise ValueError(f"{layer}.weight_g_idx in {stock.path}: {error}") from error
     zeros = None
     if stock.has(f"{layer}.weight_zero_point"):
         zeros = stock.take(f"{layer}.weight_zero_point", "I32", shape=(words_of(scales.shape[0], bits), groups))
@@ -92,10 +92,10 @@ def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
             zeros = None
     # At 1 bit the codes are -1 and 0, where the packed format's symmetric ones are -1 and 1.
     affine = zeros is not None or bits == 1
-    read = functools.partial(_read, codes, scales, zeros, bits, k, affine)
+    read = functools.partial(_read, codes, scales, zeros, bits, k, affine, order)
     total = codes.bytes + scales.bytes + (0 if zeros is None else zeros.bytes)
     source = f"compressed-tensors, {bits} bits"
-    return Matrix(f"{layer}.weight", source, (n, k), bits, None if groups == 1 else size, affine, read, total)
+    return Matrix(f"{layer}.weight", source, (n, k), bits, None if groups == 1 else size, affine, read, total, order=order)
 
 
 def _zeros(zeros: Stored, bits: int, rows: int) -> torch.Tensor:
@@ -104,13 +104,22 @@ def _zeros(zeros: Stored, bits: int, rows: int) -> torch.Tensor:
 
 
 def _read(
-    codes: Stored, scales: Stored, zeros: Stored | None, bits: int, k: int, affine: bool, begin: int, end: int
+    codes: Stored,
+    scales: Stored,
+    zeros: Stored | None,
+    bits: int,
+    k: int,
+    affine: bool,
+    order: torch.Tensor | None,
+    begin: int,
+    end: int,
 ) -> Rows:
     row = codes.bytes // codes.shape[0]
     part = Stored(
         codes.name, codes.path, "I32", (end - begin, codes.shape[1]), codes.offset + begin * row, (end - begin) * row
     )
     found, scale = from_stream(load(part), bits, k), load(scales).float()
+    found = found if order is None else found[:, order]
     scale = scale[begin:end] if len(scale) > 1 else scale.expand(end - begin, -1)
     if not affine:
         return Rows(found, scale.contiguous())
