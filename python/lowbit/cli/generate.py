@@ -26,7 +26,7 @@ from .options import (
     finite,
     make_config,
 )
-from .output import Output, size
+from .output import Output, set_stdout_errors, size
 
 
 def generate(
@@ -96,7 +96,7 @@ def generate(
     step = make_decoder(output, loaded, max_length, compile_)
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
-        sys.stdout.reconfigure(errors="replace")  # the text is for people
+        set_stdout_errors("replace")  # the text is for people
 
     def on_token(token: int) -> None:
         pieces.append(stream.push(token))
@@ -152,4 +152,4 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise typer.BadParameter("give one of --prompt and --prompt-file", param_hint="--prompt")
     if prompt == "-" or str(prompt_file) == "-":
         return sys.stdin.read()
-    return prompt if prompt_file is None else read_text(prompt_file)
+    return read_text(prompt_file) if prompt_file is not None else prompt or ""
