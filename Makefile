@@ -350,10 +350,10 @@ bench: $(VENV)/installed
 	$(call build-bench,roofs)
 	$(COMPARE) $(BENCH)
 
-# The same, written to docs/bench.md, docs/bench.json and docs/bench.png.
+# The same, written to this kind of CPU's part of docs/bench.md and docs/bench.json, with a plot beside them.
 bench-doc: $(VENV)/installed
 	$(call build-bench,roofs)
-	$(COMPARE) --output docs/bench $(BENCH)
+	$(COMPARE) --document docs/bench $(BENCH)
 
 # Language models of well-known shapes beside llama.cpp and torch, after `make bench-peers`; the second writes docs/llm.*.
 bench-llm: $(VENV)/installed

@@ -51,7 +51,7 @@ py::dict describe(const char* family, const Kernel& kernel) {
   row["family"] = family;
   row["isa"] = name_of_isa(kernel.isa);
   row["supported"] = (kernel.isa & ~cpu_isa()) == 0;
-  row["enabled"] = (kernel.isa & ~active_isa()) == 0;
+  row["enabled"] = (instructions_of(kernel.isa) & ~active_isa()) == 0;
   row["vendor"] = loaded == nullptr ? py::object(py::none()) : py::object(py::str(loaded->library->vendor));
   row["library"] = py::none();
   if (loaded != nullptr) row["library"] = py::module_::import("os").attr("fsdecode")(py::bytes(loaded->path));
@@ -117,6 +117,15 @@ py::dict isa() {
   result["cap"] = isa_cap() == nullptr ? py::object(py::none()) : py::object(py::str(isa_cap()));
   result["active"] = names_of(active_isa());
   return result;
+}
+
+// How one row reads its weights; with `pin`, from now on.
+const char* streams_as(const std::optional<std::string>& pin) {
+  if (pin.has_value()) {
+    if (*pin != "one" && *pin != "several") throw py::value_error("pin is '" + *pin + "'; expected one or several");
+    pin_streams(*pin == "one" ? Streams::one : Streams::several);
+  }
+  return streams() == Streams::one ? "one" : "several";
 }
 
 void raise_unless_ok(const Status& status) {
@@ -290,6 +299,7 @@ PYBIND11_MODULE(_C, module) {
   if (const Status status = isa_cap_status(); !status.ok()) throw py::import_error(status.message());
   module.def("kernels", &kernels);
   module.def("isa", &isa);
+  module.def("streams", &streams_as, py::arg("pin") = py::none());
   module.def("info", &info, py::arg("address"), py::arg("size"), py::arg("verify"));
   module.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
              py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none());

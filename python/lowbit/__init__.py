@@ -13,7 +13,7 @@ from . import _library
 cmake_prefix_path = _library.load()
 
 from . import nn, qat  # noqa: E402  (they need the operators)
-from ._library import isa, kernels, load_kernels  # noqa: E402
+from ._library import isa, kernels, load_kernels, streams  # noqa: E402
 from .exports.module import export_pt2, export_pte  # noqa: E402
 from .nn import use_huge_pages  # noqa: E402
 from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linear_experts, linears  # noqa: E402
@@ -76,6 +76,7 @@ __all__ = [
     "repack",
     "slice_columns",
     "slice_rows",
+    "streams",
     "tune_threads",
     "unpack",
     "use_huge_pages",
