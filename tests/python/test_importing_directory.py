@@ -33,8 +33,13 @@ def stream(codes: list[int], bits: int) -> list[int]:
     return [struct.unpack("<i", struct.pack("<I", number >> (32 * word) & 0xFFFFFFFF))[0] for word in range(words)]
 
 
-def rows_of_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [rows, words] of codes [rows, count]."""
+def rows_of_words(codes: torch.Tensor, bits: int, whole: bool = False) -> torch.Tensor:
+    """int32 [rows, words] of codes [rows, count]; `whole`: no code is in two words."""
+    if whole:
+        each = 32 // bits
+        places = range(0, codes.shape[1], each)
+        rows = [[stream(row[at : at + each], bits)[0] for at in places] for row in codes.tolist()]
+        return torch.tensor(rows, dtype=torch.int32)
     return torch.tensor([stream(row, bits) for row in codes.tolist()], dtype=torch.int32)
 
 
@@ -84,14 +89,14 @@ def awq(layer: Quantised) -> dict[str, torch.Tensor]:
     }
 
 
-def compressed(layer: Quantised, bits: int) -> dict[str, torch.Tensor]:
+def compressed(layer: Quantised, bits: int, whole: bool = False) -> dict[str, torch.Tensor]:
     packed = {
-        "weight_packed": rows_of_words(layer.codes, bits),
+        "weight_packed": rows_of_words(layer.codes, bits, whole),
         "weight_scale": layer.scales,
         "weight_shape": torch.tensor(layer.codes.shape),
     }
     if (layer.zeros != 2 ** (bits - 1)).any():
-        packed["weight_zero_point"] = rows_of_words(layer.zeros.T, bits).T.contiguous()
+        packed["weight_zero_point"] = rows_of_words(layer.zeros.T, bits, whole).T.contiguous()
     return packed
 
 
@@ -239,8 +244,8 @@ def test_awq(tmp_path, zeros):
 
 
 @pytest.mark.parametrize("zeros", ["middle", "free"])
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_compressed_tensors(tmp_path, bits, zeros):
+@pytest.mark.parametrize(("bits", "whole"), [*((bits, False) for bits in range(1, 9)), (3, True), (5, True), (7, True)])
+def test_compressed_tensors(tmp_path, bits, whole, zeros):
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -252,7 +257,7 @@ def test_compressed_tensors(tmp_path, bits, zeros):
         "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"], "input_activations": None}},
     }  # fmt: skip
-    model = checkpoint(tmp_path / "in", settings, maker(bits, zeros, lambda layer: compressed(layer, bits)))
+    model = checkpoint(tmp_path / "in", settings, maker(bits, zeros, lambda layer: compressed(layer, bits, whole)))
     check(tmp_path, model, "exact" if zeros == "middle" or bits == 1 else "rounded")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import TOKENS, load
 from lowbit.exports.gguf import export_gguf
+from lowbit.llm.loading import load_model
 from safetensors.torch import load_file, save_file
 from test_importing_directory import GPTQ, GROUP, Q, Quantised, act_order, checkpoint, gptq
 
@@ -84,7 +85,7 @@ def test_saving_what_was_loaded(imported, tmp_path):
 
 
 def test_a_decoder(imported):
-    model = load(imported[0], dtype="auto")
+    model = load_model(imported[0])
     tokens = TOKENS[:1]
     with torch.inference_mode():
         expected = model(tokens).logits[:, -1]
