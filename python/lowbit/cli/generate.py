@@ -58,6 +58,9 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+    guesses: Annotated[
+        int, typer.Option("--guesses", min=0, help="Guess so many tokens from the text before; the text is the same.")
+    ] = 0,
     bits: OptionalBits = None,
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
@@ -76,6 +79,8 @@ def generate(
     model = imported(output, model)
     text = _prompt(prompt, prompt_file)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
+    if compile_ and guesses:
+        raise typer.BadParameter("compiled decoders give no logits behind guesses", param_hint="--guesses")
     if compile_:
         need_compiler()
     set_threads(threads)
@@ -108,6 +113,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=stop_tokens(loaded, tokenizer),
+        guesses=guesses,
         on_token=on_token,
     )
     memory = peak_memory()
@@ -121,12 +127,17 @@ def generate(
         "decode_seconds": generation.decode_seconds,
         "prefill_tokens_per_second": generation.prefill_rate,
         "decode_tokens_per_second": generation.decode_rate,
+        "decode_calls": generation.decode_calls,
+        "guessed": generation.guessed,
+        "right": generation.right,
         "peak_memory_bytes": memory,
         "threads": torch.get_num_threads(),
     }
     if not as_json:
         print(flush=True)
         decode = "" if math.isnan(generation.decode_rate) else f", decode {generation.decode_rate:.1f} tokens/s"
+        if generation.guessed:
+            decode += f" in {generation.decode_calls} calls, {generation.right} of {generation.guessed} guesses right"
         used = "" if memory is None else f", peak memory {size(memory)}"
         output.note(
             f"{generation.prompt_tokens} prompt tokens, prefill {generation.prefill_rate:.1f} tokens/s; "

@@ -155,3 +155,9 @@ class Decoder(torch.nn.Module):
             self.check()
             check_call(tokens, start, self.vocabulary, self.max_length)
         return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches(), keep=1)[:, -1]
+
+    def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:
+        """As a call, but [1, s, vocabulary]: the logits behind each token."""
+        self.check()
+        check_call(tokens, start, self.vocabulary, self.max_length)
+        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches())
