@@ -1,6 +1,7 @@
 """What CMake makes of the project: static libraries, and the kernel files of the processor that is built for."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -89,3 +90,25 @@ def test_kernel_files_are_those_of_the_architecture(tmp_path, architecture, has,
 def test_what_cannot_be_built(tmp_path, definitions, found):
     done = configure(tmp_path, "LOWBIT_STATIC=ON", *definitions) if definitions else for_a_mac(tmp_path, "arm64;x86_64")
     assert done.returncode == 1 and found in " ".join(done.stderr.split())
+
+
+def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):
+    """Every command of CONTRIBUTING.md, as make would run it with nothing built: the tools of the system come first."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = sorted(set(re.findall(r"^    make ([a-z][\w-]*)", guide, re.M)))
+    assert {"test", "docs", "wheel-macos"} <= set(targets)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VENV"))}
+    for target in targets:
+        done = subprocess.run(
+            ["make", "--dry-run", target], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, (target, done.stderr)
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("make[")]
+        first = next((number for number, line in enumerate(lines) if "/.venv/bin/" in line), len(lines))
+        made = next((number for number, line in enumerate(lines) if "-m venv .venv" in line), len(lines))
+        assert made < first or first == len(lines), f"make {target} uses .venv before it is there: {lines[first]}"
