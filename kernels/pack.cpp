@@ -137,7 +137,14 @@ Status pack_scales(const Layout& layout, const PackArgs& args, int64_t panel, ui
       return Status::error("bias [%" PRId64 "] is %g; expected a finite value", row, static_cast<double>(bias));
     }
 
-    const float row_scale = choose_row_scale(scales, mins, groups, std::fmax(range.largest, min_range.largest));
+    const float given = args.row_scales == nullptr ? 0.0f : args.row_scales[row];
+    if (!std::isfinite(given)) {
+      return Status::error("row scale [%" PRId64 "] is %g; expected a finite value", row, static_cast<double>(given));
+    }
+    const float row_scale = args.row_scales != nullptr
+                                ? given
+                                : choose_row_scale(scales, mins, groups, std::fmax(range.largest, min_range.largest));
+    const float unit = args.row_scales != nullptr ? 1.0f : row_scale;
     double row_sum = 0.0;
     const uint8_t* codes = args.codes + row * layout.k;
     for (int64_t g = 0; g < groups; ++g) {
@@ -152,11 +159,11 @@ Status pack_scales(const Layout& layout, const PackArgs& args, int64_t panel, ui
       }
 
       uint8_t* group = out + layout.scales_offset(g);
-      const uint16_t scale = f16_from_f32(scales[g] / row_scale);
+      const uint16_t scale = f16_from_f32(scales[g] / unit);
       put(group, r, scale);
       row_sum += static_cast<double>(f32_from_f16(scale)) * static_cast<double>(sum);
       if (mins != nullptr) {
-        const uint16_t min = f16_from_f32(mins[g] / row_scale);
+        const uint16_t min = f16_from_f32(mins[g] / unit);
         put(group, kPanelRows + r, min);
         row_sum += static_cast<double>(f32_from_f16(min)) * static_cast<double>(end - begin);
       }
@@ -216,11 +223,13 @@ void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int6
       const int64_t row = p * kPanelRows + r;
       const uint8_t* head = panel + layout.head_offset;
       const float row_scale = load_as_f32(head, DType::f32, r);
+      const float unit = args.row_scales != nullptr ? 1.0f : row_scale;
+      if (args.row_scales != nullptr) args.row_scales[row] = row_scale;
       for (int64_t g = 0; g < layout.groups; ++g) {
         const uint8_t* group = panel + layout.scales_offset(g);
-        args.scales[row * layout.groups + g] = row_scale * load_as_f32(group, DType::f16, r);
+        args.scales[row * layout.groups + g] = unit * load_as_f32(group, DType::f16, r);
         if (args.mins != nullptr) {
-          args.mins[row * layout.groups + g] = row_scale * load_as_f32(group, DType::f16, kPanelRows + r);
+          args.mins[row * layout.groups + g] = unit * load_as_f32(group, DType::f16, kPanelRows + r);
         }
       }
       if (args.bias != nullptr) args.bias[row] = load_as_f32(head, DType::f32, 2 * kPanelRows + r);

@@ -11,6 +11,8 @@ struct PackArgs {
   const float* scales;   // n x groups, finite
   const float* mins;     // n x groups, finite; nullptr unless affine
   const float* bias;     // n, finite; nullptr without bias
+  // n, when scales and mins are already in units of them, as UnpackArgs::row_scales gives them; nullptr: they are chosen
+  const float* row_scales = nullptr;
 };
 
 struct UnpackArgs {
@@ -18,6 +20,7 @@ struct UnpackArgs {
   float* scales;
   float* mins;  // nullptr unless affine
   float* bias;  // nullptr without bias
+  float* row_scales = nullptr;  // n: then scales and mins come in units of these, as they are stored; or nullptr
 };
 
 // Packs panels [begin, end) into `packed`, the start of a buffer of layout.total_bytes, and writes the checksum of

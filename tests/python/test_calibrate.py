@@ -10,6 +10,7 @@ from lowbit.calibration import bands
 from lowbit.calibration.gptq import Moments, Solver, best_correction, descend, gptq, target
 from lowbit.calibration.grid import Quantised, nearest, with_table
 from lowbit.calibration.importance import search
+from lowbit.calibration.learning import Learning
 from reference import MAPPINGS, WIDTHS
 
 TOKENS = 400
@@ -317,3 +318,44 @@ def test_bands_of_a_matrix_have_one_table(monkeypatch):
     parts = bands.packed_in_bands(weight, config, quantise, bias)
     assert seen == [32, 32, 6] and torch.equal(parts, whole)
     assert lowbit.info(whole).levels == config.levels
+
+
+# ---- what is learnt
+
+
+@pytest.mark.parametrize("bits, mapping", [(1, "symmetric"), (3, "symmetric"), (2, "affine"), (2, "levels"), (4, "levels")])
+def test_what_has_not_learnt_yet_is_what_was_packed(bits, mapping):
+    torch.manual_seed(0)
+    packed = search(torch.randn(20, 70), None, LinearConfig(bits, 32, mapping)).pack(torch.randn(20))
+    learning = Learning(packed, True)
+    assert torch.equal(learning.pack(), packed)
+    x = torch.randn(3, 70)
+    torch.testing.assert_close(learning.linear(x), x @ dequantized(packed).T + lowbit.unpack(packed).bias)
+    rows = torch.tensor([[3, 3], [19, 0]])
+    torch.testing.assert_close(learning.embedding(rows), dequantized(packed)[rows])
+
+
+def dequantized(packed: torch.Tensor) -> torch.Tensor:
+    info = lowbit.ops.info(packed)
+    return lowbit.ops.embedding(torch.arange(info.out_features), packed, info.in_features)
+
+
+@pytest.mark.parametrize("mapping", ["affine", "levels"])
+def test_gradients_of_what_is_learnt(mapping):
+    """Those of autograd through plain operators."""
+    torch.manual_seed(0)
+    learning = Learning(search(torch.randn(12, 40), None, LinearConfig(2, 16, mapping)).pack(), True)
+    x, wanted = torch.randn(9, 40, requires_grad=True), torch.randn(9, 12)
+    parameters = [x, *learning.parameters()]
+    (learning.linear(x) * wanted).sum().backward()
+    found = [parameter.grad.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    levels, scales, mins = learning.values()
+    weight = levels[learning.unpacked.codes.long()] * scales.repeat_interleave(16, 1)[:, :40]
+    if mins is not None:
+        weight = weight + mins.repeat_interleave(16, 1)[:, :40]
+    ((x @ weight.T) * wanted).sum().backward()
+    assert len(parameters) == 3
+    for parameter, gradient in zip(parameters, found, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)

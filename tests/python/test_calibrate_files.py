@@ -20,6 +20,7 @@ import lowbit
 from checkpoints import change_tensors
 from command_line import documented_keys, document, error, invoke
 from lowbit.calibration import checkpoint as implementation
+from lowbit.calibration import distilling
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.journal import Journal
 from lowbit.calibration.widths import Item, Option, _hull, assign, extremes
@@ -266,6 +267,31 @@ def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_p
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
 
 
+def test_a_distilled_run_that_is_stopped_goes_on(source, text, tmp_path, monkeypatch):
+    """Stopped behind the learning, when all layers are there for the second time."""
+    monkeypatch.setattr(distilling, "STEPS", 8)
+    config = lowbit.LowBitConfig(bits=2, levels="fit")
+    _, whole = calibrate_checkpoint(source, tmp_path / "whole", config, text.read_text(), "distilled")
+    assert set(whole.methods.values()) == {"distilled"}
+    keep = Journal.keep
+
+    def stopped(journal, layers):
+        result = keep(journal, layers)
+        if layers[0][1] == "distilled":
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Journal, "keep", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_checkpoint(source, tmp_path / "out", config, text.read_text(), "distilled")
+    monkeypatch.setattr(Journal, "keep", keep)
+    monkeypatch.setattr(distilling, "distilled", None)  # nothing is learnt again
+    _, again = calibrate_checkpoint(source, tmp_path / "out", config, text.read_text(), "distilled")
+    assert again.methods == whole.methods and again.resumed == len(whole.methods) + 1  # and the table
+    for name in sorted(os.listdir(tmp_path / "whole")):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
 @pytest.mark.parametrize("change", ["text", "source", "config", "method", "damage"])
 def test_what_an_earlier_run_left_is_only_used_where_it_is_the_same(change, source, text, tmp_path, run_python):
     copied = shutil.copytree(source, tmp_path / "source")
@@ -425,7 +451,7 @@ def test_budgets_that_cannot_be(source, text, tmp_path):
         ("binary", r"is not UTF-8 text: .* at byte 0"),
         ("missing", r"No such file"),
         ("tokenizer", r"has no tokenizer.json"),
-        ("method", r"method is 'awq'; expected one of 'auto', 'gptq', 'importance', 'tuned'"),
+        ("method", r"method is 'awq'; expected one of 'auto', 'gptq', 'importance', 'tuned', 'distilled'"),
         ("nan", r"the inputs of model.layers.1.self_attn.\w+ have NaN or infinite values on the calibration text"),
         ("blocks", r"LlamaForCausalLM has no list of blocks with layers to quantise, which gptq goes through"),
         ("taken", r"has 1 files; expected a directory that is empty"),

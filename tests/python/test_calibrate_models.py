@@ -106,6 +106,46 @@ def test_bert_s_biases_are_tuned_too():
         assert torch.equal(bias, floats[name]) == (method != "tuned"), name
 
 
+def test_all_scales_learnt_together_are_better():
+    for make, config in (
+        (llama, {"*": LinearConfig(2, levels="fit"), "model.embed_tokens": EmbeddingConfig(2, levels="fit")}),
+        (bert, {"*": LinearConfig(2), "*embeddings": EmbeddingConfig(2), "*pooler*": None}),
+    ):
+        torch.manual_seed(3)
+        model = make()
+        test = tokens(seed=1)
+        wanted, found = hidden(model, test), []
+        for method, options in (("gptq", {}), ("distilled", {"steps": 32, "rate": 0.004})):
+            changed = copy.deepcopy(model)
+            result = implementation.run(
+                changed, tokens(12), config, method, tokenizer=None, window=64, max_tokens=4096, progress=None,
+                options=options,
+            )  # fmt: skip
+            assert set(result.methods.values()) == {method}
+            found.append(float((hidden(changed, test) - wanted).square().sum() / wanted.square().sum()))
+        assert found[1] < 0.97 * found[0], (make, found)
+
+
+def test_what_no_text_shows_stays(monkeypatch):
+    """Rows of a table of embeddings that are not in the text, and tables of levels that the config names."""
+    model = llama(tied=False)
+    table = (-127, -40, 40, 127)
+    names = {"*": LinearConfig(2, levels=table), "model.embed_tokens": EmbeddingConfig(2)}
+    plain = lowbit.quantize_(copy.deepcopy(model), names)
+    unseen = 11
+    data = [torch.where(batch == unseen, 12, batch) for batch in tokens(8)]
+    result = implementation.run(
+        model, data, names, "distilled", tokenizer=None, window=64, max_tokens=4096, progress=None,
+        options={"steps": 24, "rate": 0.004},
+    )  # fmt: skip
+    assert set(result.methods.values()) == {"distilled"}
+    before, after = (lowbit.unpack(each.model.embed_tokens.packed_weight) for each in (plain, model))
+    assert torch.equal(before.codes, after.codes)
+    changed = (before.scales != after.scales).any(1)
+    assert not changed[unseen] and changed[data[0].unique()].any()
+    assert lowbit.ops.info(model.lm_head.packed_weight).levels == table
+
+
 def test_llama_in_bfloat16():
     model = llama().bfloat16()
     names = linears(model)

@@ -43,7 +43,9 @@ def calibrate(
             the text), "importance" (:func:`lowbit.calibration.importance.search` with the mean square of each input; one
             pass), "auto": gptq where a layer saw at least as many tokens as it has inputs, else importance, or "tuned":
             auto, and behind each block its scales are learnt (:func:`lowbit.calibration.tuning.tuned`), which pays below
-            3 bits, takes some three times as long, and gradients' memory for one block.
+            3 bits, takes some three times as long, and gradients' memory for one block; or "distilled": auto, and then
+            all scales are learnt together towards the float model's answers
+            (:func:`lowbit.calibration.distilling.distilled`), with gradients' memory for the whole model.
         tokenizer: of the model, for texts.
         window: tokens of a language model's inputs.
         max_tokens: of texts that are used; of longer ones, parts that lie evenly in them. Memory is needed for two

@@ -14,15 +14,18 @@ from torch import Tensor
 
 from .. import nn
 from ..layers import leave_fused_paths
+from ..levels import FIT
 from ..quantize import EmbeddingConfig, LinearConfig
 from ..quantize_model import described_to_transformers, quantize_
 from .bands import packed_in_bands
 from .capture import Call, Stop, blocks_of, inputs_of, slow_paths
 from .collect import HELD, HELD_PART, add_to, inputs_in_a_run, part_held, rows_of, sets_of
 from .data import Batch, batches, tokens_of
+from .distilling import Teacher, distilled
 from .gptq import Moments, Solver, best_correction, gptq
 from .grid import Config, Quantised, with_table
 from .importance import search
+from .learning import put_weights
 from .result import METHODS, Calibration
 from .selection import check_weights, left_float, lists_of_blocks, select
 from .tuning import tuned
@@ -50,8 +53,8 @@ def run(
     options: Mapping[str, Any] | None = None,
     kept: Kept | None = None,
 ) -> Calibration:
-    """:func:`lowbit.calibrate`; ``options`` are keyword arguments of :func:`gptq`, and steps and rate of :func:`tuned`, for
-    measurements."""
+    """:func:`lowbit.calibrate`; ``options`` are keyword arguments of :func:`gptq`, and steps and rate of :func:`tuned` and
+    :func:`distilled`, for measurements."""
     check_method(method)
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model is a {type(model).__name__}; expected a model of transformers")
@@ -106,6 +109,8 @@ class _Run:
         self.tuning = {name: self.options.pop(name) for name in ("steps", "rate") if name in self.options}
         # With a single batch nothing would be left to learn from.
         self.tunes = method == "tuned" and last > 0
+        self.distils = method == "distilled" and last > 0
+        self.tables = {name for name, config in selected.items() if config.levels == FIT}
 
     def run(self) -> Calibration:
         model = self.model
@@ -114,8 +119,11 @@ class _Run:
             by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)
         shared = [names for names in by_weight.values() if len(names) > 1]
         first = {names[0] for names in by_weight.values() if set(names) & self.targets.keys()}
-        self.total = len(first)
+        known = {name: packed for name, (method, packed) in self.kept.packed.items() if method == "distilled"}
+        self.total = len(first) * (2 if self.distils and not known else 1)  # distilling takes as long, or so
         self._report()
+        # The answers of the float model, which is about to go.
+        teacher = Teacher(model, self.inputs) if self.distils and not known else None
 
         # Layers that share a weight are calibrated once, in the float model, and before all others: an error of the
         # table is then made up for by what follows.
@@ -141,6 +149,9 @@ class _Run:
                 if name in floats:
                     self._list(name, floats.pop(name), alone)
             self._whole(alone)
+        if teacher is not None:
+            self._distil(teacher)
+        put_weights(model, {name: packed for name, packed in known.items() if name in self.embeddings})
         self.result.left = left_float(model)
         if self.in_memory:
             nn.use_huge_pages(model)
@@ -228,7 +239,8 @@ class _Run:
     def _tune(self, block, prefix: str, run, wanted: list[Tensor]) -> None:
         """Fits the scales of a block's new layers to the outputs of the float block, and keeps the layers."""
         names = [name.removeprefix(prefix) for (name,), _, _ in self.pending]
-        better = tuned(block, names, run, wanted, self.masks, self.held, **self.tuning)
+        tables = {name.removeprefix(prefix) for name in self.tables}
+        better = tuned(block, names, run, wanted, self.masks, self.held, tables=tables, **self.tuning)
         layers = [
             (full, "tuned", better[name]) if name in better else (full, method, packed)
             for name, (full, method, packed) in zip(names, self.pending, strict=True)
@@ -237,6 +249,23 @@ class _Run:
         self.result.methods |= {full: method for (full,), method, _ in layers}
         for name, packed in zip(names, self.kept.keep(layers), strict=True):
             self._place(block, name, packed)
+
+    def _distil(self, teacher: Teacher) -> None:
+        """Fits the scales of all layers to the float model's answers, and keeps the layers, all at once."""
+
+        def report(step: int, steps: int) -> None:
+            if self.progress is not None:
+                self.progress(self.done + (self.total - self.done) * step // steps, self.total)
+
+        found = distilled(self.model, teacher, self.selected, self.held, self.tables, progress=report, **self.tuning)
+        self._report(self.total - self.done)
+        by_weight: dict[int, list[str]] = {}
+        for name in found:
+            by_weight.setdefault(found[name].data_ptr(), []).append(name)
+        layers = [(names, "distilled", found[names[0]]) for names in by_weight.values()]
+        for (names, method, _), packed in zip(layers, self.kept.keep(layers) if layers else (), strict=True):
+            put_weights(self.model, dict.fromkeys(names, packed))
+            self.result.methods |= {name: method for name in names if name in self.result.methods}
 
     def _whole(self, alone: Mapping[str, Config]) -> None:
         """All layers that are not quantised yet, with runs of the whole model."""
@@ -336,7 +365,7 @@ class _Run:
                 "the calibration text"
             )
         enough = moments.tokens + sum(len(x) for x, _ in held) >= len(moments.importance())
-        if moments.square.dim() == 1 or (self.method in ("auto", "tuned") and not enough):
+        if moments.square.dim() == 1 or (self.method in ("auto", "tuned", "distilled") and not enough):
             moments.join()
             return "importance", self._searching(weights, configs, moments.importance())
         importance = moments.importance()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-METHODS = ("auto", "gptq", "importance", "tuned")
+METHODS = ("auto", "gptq", "importance", "tuned", "distilled")
 
 
 @dataclass
@@ -13,6 +13,6 @@ class Calibration:
 
     tokens: int  # of the text, as often as the model saw them
     there: int  # tokens that the text has; more than were used where there are more than asked for
-    methods: dict[str, str] = field(default_factory=dict)  # of each quantised layer: "gptq", "importance", "tuned" or "nearest"
+    methods: dict[str, str] = field(default_factory=dict)  # of each quantised layer: a method, or "nearest"
     left: dict[str, str] = field(default_factory=dict)  # what stays float though it holds weights to multiply with: why
     resumed: int = 0  # layers that an earlier run, which was killed, had finished

@@ -59,8 +59,8 @@ def quantize(
         str,
         typer.Option(
             "--method",
-            help="With --calibrate: gptq, importance, auto, the better of the two, or tuned, which is slower and below 3 bits "
-            "better.",
+            help="With --calibrate: gptq, importance, auto, the better of the two, or, slower and below 3 bits better, tuned and "
+            "distilled.",
         ),
     ] = "auto",
     calibrate_tokens: Annotated[

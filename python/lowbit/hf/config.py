@@ -121,7 +121,7 @@ class LowBitConfig(QuantizationConfigMixin):
             fields["bits"] = self.embedding_bits
             if not 2 <= self.embedding_bits <= 4 and (self.levels is not None or self.mapping == "levels"):
                 fields |= {"mapping": "symmetric", "levels": None}
-        return kind(**fields | change)
+        return kind(**{**fields, **change})
 
     def to_diff_dict(self) -> dict[str, Any]:
         """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
@@ -141,7 +141,8 @@ class LowBitConfig(QuantizationConfigMixin):
     ) -> tuple[dict[str, LinearConfig | EmbeddingConfig], dict[str, str]]:
         """As :meth:`select`; and linear layers and embeddings that stay float, each with the reason: ``BY_OVERRIDES`` or
         ``BY_ARCHITECTURE``."""
-        selected, left, overridden, patterns = {}, {}, set(), Patterns(self.overrides)
+        selected, left, overridden = {}, {}, set()
+        patterns = Patterns((pattern, change) for pattern, change in self.overrides)
         modules = dict(named_layers(model))
         # Layers that an architecture computes in float32, whose weights its code reads (T5's "wo").
         precise = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
@@ -182,7 +183,7 @@ class LowBitConfig(QuantizationConfigMixin):
         overrides: list[tuple[str, dict[str, Any] | None]] = []
         for name, layer in named_layers(model):
             if name in packed:
-                info = layer.info
+                info = packed[name].info
                 fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), common, strict=False)
                 change = {field: own for field, own, usual in fields if own != usual}
                 if change or layer is head:

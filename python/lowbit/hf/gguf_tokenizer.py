@@ -47,10 +47,11 @@ def _check(path: Path, fields: Mapping[str, Any], vocabulary: int) -> None:
     if not isinstance(tokens, list) or not 1 <= len(tokens) <= vocabulary:
         found = f"{len(tokens)} texts" if isinstance(tokens, list) else f"a {type(tokens).__name__}"
         raise ValueError(f"{path} has {found} as tokenizer.ggml.tokens; expected 1 to {vocabulary} texts")
-    if len(set(tokens)) != len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))
-        raise ValueError(f"{path} has the token {printable(twice)!r} twice")
+    seen = set()
+    for token in tokens:
+        if token in seen:
+            raise ValueError(f"{path} has the token {printable(token)!r} twice")
+        seen.add(token)
     for name in ("scores", "token_type"):
         if name in fields and (not isinstance(fields[name], list) or len(fields[name]) != len(tokens)):
             raise ValueError(f"{path} has tokenizer.ggml.{name} for another number of tokens than {len(tokens)}")

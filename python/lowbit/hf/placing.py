@@ -76,7 +76,8 @@ def place_packed(
 
 
 def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> None:
-    found, expected = list(info.shape), list(layer.weight.shape)
+    found: list[int | str] = list(info.shape)
+    expected: list[int | str] = list(layer.weight.shape)
     if not isinstance(layer, torch.nn.Embedding) and info.has_bias != (layer.bias is not None):
         found.append("with a bias" if info.has_bias else "without a bias")
         expected.append("without a bias" if info.has_bias else "with a bias")

@@ -1,0 +1,146 @@
+"""Packed layers whose scales, mins, biases and tables of levels can be learnt by gradients; their codes stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, pad
+
+from .. import nn, ops
+from .grid import stored
+
+_LARGEST_LEVEL = 127.0
+
+
+def _in_groups(values: Tensor, group: int) -> Tensor:
+    """[n, k] -> [n, groups, group]; zeros behind a short last group."""
+    n, k = values.shape
+    return pad(values, (0, -k % group)).view(n, -1, group)
+
+
+class _Weight(torch.autograd.Function):
+    """A matrix [n, k] of levels by code, scales (and mins) [n, groups], and codes uint8 [n, k].
+
+    Between forward and backward only the codes stay in memory, and sums of gradients have one order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, levels: Tensor, scales: Tensor, mins: Tensor | None, codes: Tensor, group: int) -> Tensor:
+        ctx.save_for_backward(levels, scales, codes)
+        ctx.group = group
+        weight = _in_groups(levels[codes.int()], group) * scales[:, :, None]
+        if mins is not None:
+            weight = weight + mins[:, :, None]
+        return weight.flatten(1)[:, : codes.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        levels, scales, codes = ctx.saved_tensors
+        grouped = _in_groups(grads[0], ctx.group)
+        to_levels = None
+        if ctx.needs_input_grad[0]:
+            by_weight = (grouped * scales[:, :, None]).flatten(1)[:, : codes.shape[1]]
+            to_levels = torch.bincount(codes.flatten(), by_weight.flatten().double(), minlength=len(levels)).float()
+        to_scales = (grouped * _in_groups(levels[codes.int()], ctx.group)).sum(2)
+        return to_levels, to_scales, grouped.sum(2) if ctx.needs_input_grad[2] else None, None, None
+
+
+class Learning(torch.nn.Module):
+    """What can be learnt of a packed weight: factors of its scales, shifts of its mins, its bias, and its table.
+
+    Args:
+        packed: from :func:`lowbit.pack`.
+        table: learns its levels too. For tables that were fitted: others have a meaning of their own.
+    """
+
+    def __init__(self, packed: Tensor, table: bool):
+        super().__init__()
+        self.unpacked = unpacked = ops.unpack(packed)
+        self.group = unpacked.group_size or unpacked.codes.shape[1]
+        if unpacked.levels is not None:
+            self.levels = unpacked.levels.float()
+        elif unpacked.mapping == "affine":
+            self.levels = torch.arange(2.0**unpacked.bits)
+        elif unpacked.bits == 1:
+            self.levels = torch.tensor([-1.0, 1.0])
+        else:
+            self.levels = torch.arange(2.0**unpacked.bits) - 2 ** (unpacked.bits - 1)
+        self.scale = torch.nn.Parameter(torch.ones_like(unpacked.scales))
+        self.shift = None if unpacked.mins is None else torch.nn.Parameter(torch.zeros_like(unpacked.mins))
+        self.moved = torch.nn.Parameter(torch.zeros_like(self.levels)) if table and unpacked.levels is not None else None
+        self.bias = None if unpacked.bias is None else torch.nn.Parameter(unpacked.bias.clone())
+
+    def values(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Levels by code, scales and mins as they are now."""
+        levels = self.levels if self.moved is None else self.levels + _LARGEST_LEVEL * self.moved
+        scales = self.unpacked.scales * self.scale
+        return levels, scales, None if self.shift is None else self.unpacked.mins + self.unpacked.scales * self.shift
+
+    def linear(self, x: Tensor) -> Tensor:
+        weight = _Weight.apply(*self.values(), self.unpacked.codes, self.group)
+        return linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+    def embedding(self, indices: Tensor) -> Tensor:
+        levels, scales, mins = self.values()
+        rows, numbers = indices.unique(return_inverse=True)
+        of_rows = None if mins is None else mins[rows]
+        return embedding(numbers, _Weight.apply(levels, scales[rows], of_rows, self.unpacked.codes[rows], self.group))
+
+    def pack(self) -> Tensor:
+        """uint8 [bytes], with what was learnt as the format stores it."""
+        unpacked, levels = self.unpacked, self.unpacked.levels
+        learnt, scales, mins = (None if value is None else value.detach() for value in self.values())
+        # Rows that no token reached stay to the bit.
+        rows = (scales == unpacked.scales).all(1, keepdim=True)
+        if mins is not None:
+            rows &= (mins == unpacked.mins).all(1, keepdim=True)
+        if self.moved is not None and bool(self.moved.any()):
+            factor = _LARGEST_LEVEL / learnt.abs().max().clamp(min=1e-6)
+            levels, scales, rows = (learnt * factor).round().to(torch.int8), scales / factor, torch.zeros_like(rows)
+        largest = scales.abs().amax(1, keepdim=True)
+        if mins is not None:
+            largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
+            mins = torch.where(rows, mins, stored(mins, largest))
+        return ops.pack(
+            unpacked.codes, torch.where(rows, scales, stored(scales, largest)), mins,
+            None if self.bias is None else self.bias.detach(), bits=unpacked.bits, group_size=unpacked.group_size,
+            mapping=unpacked.mapping, levels=levels,
+        )  # fmt: skip
+
+
+class _InPlaceOf(torch.nn.Module):
+    """A layer that computes with a weight that is learnt, which others may share."""
+
+    def __init__(self, layer: nn.Linear | nn.Embedding, shared: Learning):
+        super().__init__()
+        self.layer, self.shared = layer, shared
+
+    @property
+    def weight(self) -> Tensor:
+        """As it was: some blocks ask for its dtype."""
+        return self.layer.weight
+
+
+class LearningLinear(_InPlaceOf):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared.linear(x)
+
+
+class LearningEmbedding(_InPlaceOf):
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.shared.embedding(indices).to(self.layer.weight.dtype)
+
+
+def learning_in_place_of(layer: nn.Linear | nn.Embedding, shared: Learning) -> torch.nn.Module:
+    """The module that learns in the place of a packed layer."""
+    return (LearningEmbedding if isinstance(layer, nn.Embedding) else LearningLinear)(layer, shared)
+
+
+def put_weights(module: torch.nn.Module, packed: dict[str, Tensor]) -> None:
+    """Gives packed layers other weights of the same shape, width and group size."""
+    for name, weight in packed.items():
+        layer = module.get_submodule(name)
+        layer.packed_weight = weight
+        layer.verify()  # which reads the table of levels anew
