@@ -1,5 +1,5 @@
-"""The compiled part: the kernel table, headers of packed weights, repacking, joining and cutting. ``tests/python/test_typing.py`` holds this
-file against the module."""
+"""The compiled part: the kernel table, headers of packed weights, repacking, joining and cutting.
+``tests/python/test_typing.py`` holds this file against the module."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ executorch_version: str  # that the ExecuTorch operators were built with; empty 
 
 def kernels() -> list[dict[str, Any]]: ...
 def isa() -> dict[str, Any]: ...
+def streams(pin: str | None = None) -> str: ...
 def info(address: int, size: int, verify: bool) -> dict[str, Any]: ...
 def packed_bytes(
     n: int, k: int, bits: int, group_size: int, affine: bool, has_bias: bool, levels: str | bytes | None = None
