@@ -45,7 +45,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak fuzz-import \
-  arm-python-lowbit wheel-aarch64 wheels test-wheels test-workflows test-macos-build test-windows-build \
+  arm-python-lowbit wheel-aarch64 wheels wheel-macos test-wheels test-workflows test-macos-build test-windows-build \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
 
@@ -199,27 +199,30 @@ wheels: build/wheel-tools/installed $(VENV)/requirements $(ARM_PYTHON)
 test-wheels: build/wheel-tools/installed $(VENV)/requirements
 	$(BIN)/python scripts/test_wheels.py $(TEST_WHEELS)
 
-# liblowbit and the operator libraries for macOS on 64-bit Arm and the core for Windows, cross-built by Zig's Clang; not run.
-# Zig's own caches are in build/zig: a first build compiles what it needs of C libraries.
-ZIG_CMAKE = ZIG_GLOBAL_CACHE_DIR=$(abspath build/zig) ZIG_LOCAL_CACHE_DIR=$(abspath build/zig) $(CMAKE) -S . \
-  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/zig.cmake) -DLOWBIT_ZIG=$$(ls $(abspath build)/wheel-tools/lib/python*/site-packages/ziglang/zig)
+# The wheels for macOS on 64-bit Arm, and the core for Windows: cross-built by Zig's Clang, not run. Zig's own caches are in
+# build/zig: a first build compiles what it needs of C libraries.
+ZIG_CACHES = ZIG_GLOBAL_CACHE_DIR=$(abspath build/zig) ZIG_LOCAL_CACHE_DIR=$(abspath build/zig)
+ZIG_CMAKE = $(ZIG_CACHES) $(CMAKE) -S . -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/zig.cmake) \
+  -DLOWBIT_ZIG=$$(ls $(abspath build)/wheel-tools/lib/python*/site-packages/ziglang/zig)
 MACOS := $(abspath build/macos-packages)
-MACOS_LIBRARIES = $(MACOS)/torch/lib/libc10.dylib $(MACOS)/torch/lib/libtorch_cpu.dylib $(MACOS)/executorch/lib/*.dylib
-MACOS_TOOL = build/wheel-tools/bin/python scripts/macos_libraries.py
 
-$(MACOS)/libc++.tbd: scripts/macos_libraries.py | build/wheel-tools/installed
+# The oldest torch that lowbit runs with, which runs on the oldest system, and executorch.
+$(MACOS)/installed: | $(VENV)/requirements
 	$(BIN)/python -m pip install -q --root-user-action=ignore --no-deps --no-compile --only-binary=:all: --upgrade \
-	  --platform macosx_14_0_arm64 --python-version 311 --implementation cp --abi cp311 --target $(MACOS) \
-	  torch==2.13.0 executorch==1.5.1
-	$(MACOS_TOOL) libc++ $@ $(MACOS_LIBRARIES)
+	  --platform macosx_11_0_arm64 --platform macosx_14_0_arm64 --python-version 311 --implementation cp --abi cp311 \
+	  --abi none --target $(MACOS) torch===2.10.0 executorch==1.5.1
+	touch $@
+
+$(MACOS)/libc++.tbd: $(MACOS)/installed scripts/macos_libraries.py | build/wheel-tools/installed
+	build/wheel-tools/bin/python scripts/macos_libraries.py libc++ --minimum 11.0 $@ \
+	  $(MACOS)/torch/lib/libc10.dylib $(MACOS)/torch/lib/libtorch_cpu.dylib
+
+# WHEELS='--pythons 3.11' for one of them; the test builds that one, elsewhere than for a release.
+wheel-macos: $(VENV)/requirements $(MACOS)/libc++.tbd
+	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py $(WHEELS)
 
 test-macos-build: $(VENV)/requirements $(MACOS)/libc++.tbd
-	$(ZIG_CMAKE) -B build/macos-arm64 -DLOWBIT_ZIG_TARGET=aarch64-macos.11.0 -DLOWBIT_LIBCXX=$(MACOS)/libc++.tbd \
-	  -DLOWBIT_BUILD_TORCH=ON -DLOWBIT_TORCH_DIR=$(MACOS)/torch \
-	  -DLOWBIT_BUILD_EXECUTORCH=ON -DLOWBIT_EXECUTORCH_DIR=$(MACOS)/executorch
-	ZIG_GLOBAL_CACHE_DIR=$(abspath build/zig) $(BIN)/cmake --build build/macos-arm64 -j $(JOBS)
-	$(MACOS_TOOL) check 11.0 build/wheel-tools/lib/python*/site-packages/ziglang/lib/libc/darwin/libSystem.tbd \
-	  build/macos-arm64/*.dylib build/macos-arm64/*.so -- $(MACOS_LIBRARIES)
+	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --output build/macos-wheel
 
 test-windows-build: $(VENV)/requirements build/wheel-tools/installed
 	set -e; for processor in x86_64 aarch64; do \

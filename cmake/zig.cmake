@@ -31,12 +31,13 @@ endforeach()
 
 if(CMAKE_SYSTEM_NAME STREQUAL "Darwin")
   set(CMAKE_INSTALL_NAME_TOOL "not-needed")  # libraries are linked as they are to be installed
+  set(CMAKE_STRIP "")  # this machine's knows no Mach-O, and another file than the signed one would not load
   set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
-  set(CMAKE_SHARED_MODULE_CREATE_CXX_FLAGS "-dynamiclib")
   # The system's C++ library, as far as torch uses it: scripts/macos_libraries.py.
   set(LOWBIT_LIBCXX "" CACHE FILEPATH "A .tbd file of macOS's libc++")
   list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES LOWBIT_LIBCXX)
-  set(CMAKE_SHARED_LINKER_FLAGS_INIT "-nostdlib++")
+  set(CMAKE_SHARED_LINKER_FLAGS_INIT "-nostdlib++ -Wl,-S")
+  set(CMAKE_MODULE_LINKER_FLAGS_INIT "-nostdlib++ -Wl,-S")
   set(CMAKE_CXX_STANDARD_LIBRARIES "${LOWBIT_LIBCXX}")
 endif()
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)

@@ -1,25 +1,31 @@
 """The macOS libraries that a cross build links and checks against: read from Mach-O files, without a Mac.
 
-    python scripts/macos_libraries.py libc++ OUTPUT LIBRARY...   what LIBRARYs import from macOS's libc++, as OUTPUT (.tbd)
-    python scripts/macos_libraries.py check MINIMUM SYSTEM_TBD BUILT... -- LIBRARY...
+    python scripts/macos_libraries.py libc++ --minimum 11.0 OUTPUT LIBRARY...
+    python scripts/macos_libraries.py check --minimum 11.0 --system TBD [--python-headers DIRECTORY]
+      --libraries LIBRARY... --built BUILT...
 
-`check`: every symbol that the BUILT libraries import is there: in the libraries of torch and executorch (LIBRARY), in each
-other, in SYSTEM_TBD (zig's libSystem), or in libc++, of which LIBRARYs import it too. Each is arm64, names only libraries
-that a Mac or the packages have, and needs no newer system than MINIMUM, for example 11.0.
+`libc++`: what those of the LIBRARYs that run on that system import from its libc++, as a file for the linker (.tbd).
+
+`check`: every symbol that the BUILT libraries import is there: in the libraries of torch and executorch (LIBRARY), in
+each other, in TBD (zig's libSystem), in that system's libc++ (as above), or among what Python's headers declare.
+Each is arm64 with a right signature, needs no newer system than the minimum, and finds the others from where it lies.
+liblowbit has the kernels for every instruction set.
 
 Zig has no libc++ of macOS to link with, only one of its own, and a process must not have two.
 """
 
+import argparse
+import hashlib
 import re
+import struct
 import sys
 from pathlib import Path
 
-from macholib.MachO import MachO
-from macholib.mach_o import CPU_TYPE_NAMES
-from macholib.SymbolTable import SymbolTable
-
-# In every libc++, and not among what torch happens to use: operators new[] and delete, and std::bad_alloc.
+# In every libc++, and not among what torch happens to use: operators new[] and delete, exceptions of C++11 and before,
+# stream buffers.
 STANDARD = {"__ZnamRKSt9nothrow_t", "__ZdlPvm", "__ZNSt9bad_allocC2Ev", "__ZNSt9bad_allocD2Ev"}
+STANDARD |= {"__ZTISt12domain_error", "__ZTISt14overflow_error", "__ZTISt16nested_exception"}
+STANDARD |= {"__ZTVNSt3__115basic_streambufIcNS_11char_traitsIcEEEE"}
 LOADS = ("LC_LOAD_DYLIB", "LC_LOAD_WEAK_DYLIB", "LC_REEXPORT_DYLIB")  # in the order of their numbers
 LIBCXX = "/usr/lib/libc++.1.dylib"
 LIBSYSTEM = "/usr/lib/libSystem.B.dylib"
@@ -34,69 +40,207 @@ exports:
 """
 # From a library that is looked for when the process runs: the interpreter's.
 DYNAMIC_LOOKUP = 0xFE
+# Of each instruction set that kernels are written for, an instruction (mask, bits) that no other has.
+INSTRUCTIONS = {
+    "neondot": (0xBFC0F400, 0x0F80E000),  # sdot v.4s, v.16b, v.4b[i]
+    "i8mm": (0xFFE0FC00, 0x4E80A400),  # smmla v.4s, v.16b, v.16b
+    "sme2": (0xFFFFF9FF, 0xD503417F),  # smstart, of streaming mode, of ZA or of both
+}
 
 
 class Library:
     """What one Mach-O file imports, exports and needs."""
 
     def __init__(self, path: str):
-        self.name = Path(path).name
+        # In build/wheel-tools only (scripts/wheels.txt); the tests of what follows need no file.
+        from macholib.mach_o import CPU_TYPE_NAMES
+        from macholib.MachO import MachO
+        from macholib.SymbolTable import SymbolTable
+
+        self.path = Path(path)
+        self.name = self.path.name
         (header,) = MachO(path).headers
         self.processor = CPU_TYPE_NAMES[header.header.cputype]
         commands = [(load.get_cmd_name(), command, data) for load, command, data in header.commands]
-        self.needs = [data.rstrip(b"\0").decode() for name, _, data in commands if name in LOADS]
+
+        def names(kinds) -> list[str]:
+            return [data.rstrip(b"\0").decode() for name, _, data in commands if name in kinds]
+
+        self.needs = names(LOADS)
+        self.own_names = names(("LC_ID_DYLIB",))
+        self.search = names(("LC_RPATH",))
         (build,) = (command for name, command, _ in commands if name == "LC_BUILD_VERSION")
         self.minimum = (build.minos >> 16, build.minos >> 8 & 255)
+        signature = [command for name, command, _ in commands if name == "LC_CODE_SIGNATURE"]
+        self.signature = (signature[0].dataoff, signature[0].datasize) if signature else None
         table = SymbolTable(MachO(path))
         self.exports = {name.decode() for _, name in table.extdefsyms}
-        self.imports = []
-        for entry, name in table.undefsyms:
-            ordinal = entry.n_desc >> 8 & 255
-            known = 0 < ordinal <= len(self.needs)
-            self.imports.append((name.decode(), self.needs[ordinal - 1] if known else ordinal))
+        # Zig leaves the library out of its list of symbols, and names it where the loader reads it. Torch's have it here.
+        origins = {name.decode(): entry.n_desc >> 8 & 255 for entry, name in table.undefsyms}
+        for command in (command for name, command, _ in commands if name == "LC_DYLD_INFO_ONLY"):
+            data = self.path.read_bytes()
+            for start, size in (
+                (command.bind_off, command.bind_size), (command.lazy_bind_off, command.lazy_bind_size)
+            ):  # fmt: skip
+                origins |= bound(data[start : start + size])
+        self.imports = [
+            (name, self.needs[origin - 1] if 0 < origin <= len(self.needs) else origin) for name, origin in origins.items()
+        ]
 
 
-def of_libcxx(libraries: list[Library]) -> set[str]:
+def bound(code: bytes) -> dict[str, int]:
+    """Which library the loader takes a symbol from, as its little program says: its number, or one like DYNAMIC_LOOKUP."""
+    found, at, origin, name = {}, 0, 0, ""
+
+    def number() -> int:
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            byte, at = code[at], at + 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(code):
+        operation, immediate = code[at] & 0xF0, code[at] & 15
+        at += 1
+        if operation == 0x10:
+            origin = immediate
+        elif operation == 0x20:
+            origin = number()
+        elif operation == 0x30:  # a negative number, of four bits
+            origin = 0xF0 | immediate if immediate else 0
+        elif operation == 0x40:
+            end = code.index(0, at)
+            name, at = code[at:end].decode(), end + 1
+        elif operation in (0x60, 0x70, 0x80):  # where in memory
+            number()
+        elif operation in (0x90, 0xA0, 0xB0, 0xC0):
+            found[name] = origin
+            for _ in range({0xA0: 1, 0xC0: 2}.get(operation, 0)):
+                number()
+        elif operation not in (0x00, 0x50):
+            raise ValueError(f"the loader has no operation {operation:#x}")
+    return found
+
+
+def of_libcxx(libraries: list[Library], minimum: tuple[int, int]) -> set[str]:
+    """What is in the libc++ of that system: what libraries import that run on it."""
+    libraries = [library for library in libraries if library.minimum <= minimum]
     return STANDARD | {name for library in libraries for name, origin in library.imports if origin == LIBCXX}
 
 
-def problems(built: list[Library], libraries: list[Library], system: set[str], minimum: tuple[int, int]) -> list[str]:
+def signature_is_right(data: bytes, signature: tuple[int, int] | None) -> bool:
+    """Whether each page is the one that was signed, be it by nobody ("ad hoc"): else a process on an Arm Mac ends.
+
+    The numbers are big-endian: a list of blobs, the first of which has the SHA-256 of each page before the signature.
+    """
+    if signature is None:
+        return False
+    start, size = signature
+    blob = data[start : start + size]
+    magic, _, count = struct.unpack_from(">3I", blob)
+    if magic != 0xFADE0CC0:
+        return False
+    kinds = dict(struct.unpack_from(">2I", blob, 12 + 8 * each) for each in range(count))
+    directory = kinds.get(0, 0)
+    magic, _, _, _, hashes, _, _, pages, limit = struct.unpack_from(">9I", blob, directory)
+    hash_size, hash_kind, _, page_bits = struct.unpack_from(">4B", blob, directory + 36)
+    page = 1 << page_bits
+    if magic != 0xFADE0C02 or (hash_size, hash_kind) != (32, 2) or limit != start or pages != -(-limit // page):
+        return False
+    return all(
+        hashlib.sha256(data[number * page : min((number + 1) * page, limit)]).digest()
+        == blob[directory + hashes + 32 * number :][:32]
+        for number in range(pages)
+    )
+
+
+def missing_kernels(data: bytes) -> list[str]:
+    """The instruction sets for which a linear kernel of some width is missing, or any instruction of theirs."""
+    words = memoryview(data[: len(data) // 4 * 4]).cast("I")
+    found = []
+    for isa, (mask, bits) in INSTRUCTIONS.items():
+        widths = set(re.findall(rb"linear_a8w(\d)_\w*_%s\0" % isa.encode(), data))
+        if len(widths) != 8 or not any(word & mask == bits for word in words):
+            found.append(isa)
+    return found
+
+
+def of_python(headers: Path) -> set[str]:
+    """The functions and objects that Python's public headers declare, as a linker calls them on macOS."""
+    declared = set()
+    for path in [*headers.glob("*.h"), *(headers / "cpython").glob("*.h")]:
+        text = path.read_text(encoding="utf-8")
+        declared |= set(re.findall(r"PyAPI_(?:FUNC|DATA)\s*\([^)]*\)\s*(?:_Py_NO_RETURN\s+)?(\w+)", text))
+    return {f"_{name}" for name in declared}
+
+
+def problems(
+    built: list[Library], libraries: list[Library], system: set[str], python: set[str], minimum: tuple[int, int]
+) -> list[str]:
     exports = {library.name: library.exports for library in built + libraries}
-    exports |= {"libc++.1.dylib": of_libcxx(libraries), "libSystem.B.dylib": system}
+    exports |= {"libc++.1.dylib": of_libcxx(libraries, minimum), "libSystem.B.dylib": system}
     found = []
     for library in built:
         if library.processor != "ARM64":
             found.append(f"{library.name} is for {library.processor}; expected ARM64")
         if library.minimum > minimum:
             found.append(f"{library.name} needs macOS {library.minimum}; expected {minimum} or less")
+        if any(name != f"@rpath/{library.name}" for name in library.own_names):
+            found.append(f"{library.name} calls itself {library.own_names}; expected @rpath/{library.name}")
+        for place in library.search:
+            if place != "@loader_path" and not place.startswith("@loader_path/"):
+                found.append(f"{library.name} looks for others in {place}; expected a place beside itself")
         for need in library.needs:
             if need not in (LIBCXX, LIBSYSTEM) and not (need.startswith("@rpath/") and Path(need).name in exports):
                 found.append(f"{library.name} needs {need}, which nobody has")
+        if any(Path(need).name == other.name for need in library.needs for other in built):
+            if "@loader_path" not in library.search:
+                found.append(f"{library.name} does not look beside itself for what it needs")
         for name, origin in library.imports:
-            if origin == DYNAMIC_LOOKUP and re.match("_?_Py", name):
+            if origin == DYNAMIC_LOOKUP and name in python:
                 continue
+            if origin == DYNAMIC_LOOKUP:
+                origin = "the process"
             if not isinstance(origin, str) or name not in exports.get(Path(origin).name, ()):
                 found.append(f"{library.name} imports {name} from {origin}, which has no such symbol")
+        data = library.path.read_bytes()
+        if not signature_is_right(data, library.signature):
+            found.append(f"{library.name} has no signature, or one of other contents")
+        if library.name == "liblowbit.dylib":
+            found += [f"{library.name} has not all kernels for {isa}" for isa in missing_kernels(data)]
     return found
 
 
 def main() -> None:
-    command, *arguments = sys.argv[1:]
-    if command == "libc++":
-        output, *paths = arguments
-        symbols = sorted(of_libcxx([Library(path) for path in paths]))
-        Path(output).write_text(TEXT.format(name=LIBCXX, symbols=", ".join(f"'{name}'" for name in symbols)))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    libcxx = commands.add_parser("libc++")
+    libcxx.add_argument("--minimum", required=True)
+    libcxx.add_argument("output", type=Path)
+    libcxx.add_argument("libraries", nargs="+")
+    check = commands.add_parser("check")
+    check.add_argument("--minimum", required=True)
+    check.add_argument("--system", type=Path, required=True)
+    check.add_argument("--python-headers", type=Path)
+    check.add_argument("--libraries", nargs="+", required=True)
+    check.add_argument("--built", nargs="+", required=True)
+    arguments = parser.parse_args()
+    libraries = [Library(path) for path in arguments.libraries]
+    minimum = tuple(map(int, arguments.minimum.split(".")))
+    if arguments.command == "libc++":
+        symbols = sorted(of_libcxx(libraries, minimum))
+        arguments.output.write_text(TEXT.format(name=LIBCXX, symbols=", ".join(f"'{name}'" for name in symbols)))
         return
-    minimum, tbd, *paths = arguments
-    split = paths.index("--")
-    built, libraries = [Library(path) for path in paths[:split]], [Library(path) for path in paths[split + 1 :]]
+    built = [Library(path) for path in arguments.built]
     # A list of names is all that is needed of the text.
-    system = set(re.findall(r"[\w$.]+", Path(tbd).read_text(encoding="utf-8")))
-    found = problems(built, libraries, system, tuple(map(int, minimum.split("."))))
-    for line in found:
-        print(line)
+    system = set(re.findall(r"[\w$.]+", arguments.system.read_text(encoding="utf-8")))
+    python = of_python(arguments.python_headers) if arguments.python_headers else set()
+    found = problems(built, libraries, system, python, minimum)
     count = sum(len(library.imports) for library in built)
-    print(f"{len(built)} libraries, {count} imported symbols: {len(found)} problems")
+    print(f"{len(built)} libraries, {count} imported symbols: {len(found)} problems", *found, sep="\n")
     sys.exit(bool(found) or not count)
 
 

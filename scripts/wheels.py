@@ -11,8 +11,12 @@ exit code 1 where it was asked for by name.
 """
 
 import argparse
+import base64
+import csv
 import functools
+import hashlib
 import importlib.util
+import io
 import os
 import platform
 import re
@@ -109,26 +113,91 @@ def run(command: list, **environment: str) -> str:
     return done.stdout
 
 
-def build(processor: str, python: str, output: Path) -> Path:
-    """Builds one wheel; the objects of an earlier one for the same processor are used again."""
-    defined = settings(processor, python)
-    (BUILD / f"wheel-{processor}-objects/CMakeCache.txt").unlink(missing_ok=True)  # it knows the last CPython
-    new = BUILD / f"wheel-{processor}-{python}"
+def build_as_is(name: str, python: str, platform_tag: str, defined: dict[str, str]) -> Path:
+    """Builds the wheel for one CPython with these settings of CMake, and tags it for what it was made for.
+
+    Its directory is build/wheel-`name`-`python`. Objects of an earlier one of that name are used again.
+    """
+    (BUILD / f"wheel-{name}-objects/CMakeCache.txt").unlink(missing_ok=True)  # it knows the last CPython
+    new = BUILD / f"wheel-{name}-{python}"
     shutil.rmtree(new, ignore_errors=True)
     tag = "cp" + python.replace(".", "")
-    options = ["-C", f"build-dir=build/wheel-{processor}-objects"]
-    for name, value in defined.items():
-        options += ["-C", f"cmake.define.{name}={value}"]
+    options = ["-C", f"build-dir=build/wheel-{name}-objects"]
+    for setting, value in defined.items():
+        options += ["-C", f"cmake.define.{setting}={value}"]
     pip = [sys.executable, "-m", "pip"]
     run([*pip, "wheel", "-q", ".", "-w", new, "--no-build-isolation", "--no-deps", "--no-cache-dir", *options])
     (built,) = new.glob("*.whl")
-    names = zipfile.ZipFile(built).namelist()
-    if [name for name in names if "/_C." in name] != [f"lowbit/_C{defined['PYTHON_MODULE_EXTENSION']}"]:
-        sys.exit(f"{built} has {[name for name in names if '/_C.' in name]}")
     # The backend tags a wheel for the Python that runs it.
-    tags = ["--remove", "--python-tag", tag, "--abi-tag", tag, "--platform-tag", f"linux_{processor}"]
+    tags = ["--remove", "--python-tag", tag, "--abi-tag", tag, "--platform-tag", platform_tag]
     run([sys.executable, "-m", "wheel", "tags", *tags, built])
     (built,) = new.glob("*.whl")
+    return built
+
+
+def problems_of(wheel: Path, extension: str) -> list[str]:
+    """What is wrong with a wheel as a file, a sentence each: its name, its list of contents, what has to be in it.
+
+    Args:
+        wheel: the file.
+        extension: of the module `_C`, for example ".cpython-311-darwin.so".
+    """
+    found = []
+    _, version, *tags = wheel.stem.split("-")
+    information = f"lowbit-{version}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+        if len(set(archive.namelist())) != len(archive.namelist()):
+            found.append("a name is in it twice")
+    library = "liblowbit.dylib" if "darwin" in extension else "liblowbit.so"
+    needed = [f"lowbit/_C{extension}", f"lowbit/{library}", "lowbit/lowbit_torch.so", "lowbit/lowbit_executorch.so"]
+    needed += ["lowbit/__init__.py", "lowbit/_C.pyi", "lowbit/py.typed", "lowbit_autoload/__init__.py"]
+    needed += ["lowbit/include/lowbit/ops/operators.h", "lowbit/lib/cmake/lowbit/lowbit-config.cmake"]
+    facts = ("WHEEL", "METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE")
+    needed += [f"{information}/{name}" for name in facts]
+    found += [f"it has no {name}" for name in needed if name not in contents]
+    binaries = {name for name in contents if re.search(r"[.](so|dylib)([.]|$)", name)}
+    found += [f"it has {name}, which nobody asked for" for name in sorted(binaries - set(needed))]
+    found += [f"it has {name}" for name in contents if name.endswith((".pyc", ".o", ".a"))]
+
+    # The list of contents: each file with its size and checksum, but for the list.
+    rows = list(csv.reader(io.StringIO(contents.get(f"{information}/RECORD", b"").decode())))
+    listed = {row[0]: row[1:] for row in rows}
+    found += [f"RECORD does not name {name}" for name in contents if name not in listed]
+    found += [f"RECORD names {name}, which is not there" for name in listed if name not in contents]
+    for name, data in contents.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        right = ["", ""] if name == f"{information}/RECORD" else [f"sha256={digest}", str(len(data))]
+        if name in listed and listed[name] != right:
+            found.append(f"RECORD has another size or checksum of {name}")
+
+    # The tags of the name are those inside, and those of the module.
+    inside = re.findall(r"^Tag: (.*)$", contents.get(f"{information}/WHEEL", b"").decode(), re.M)
+    each = {f"{python}-{abi}-{platform}" for python in tags[0].split(".") for abi in tags[1].split(".")
+            for platform in tags[2].split(".")}  # fmt: skip
+    if set(inside) != each:
+        found.append(f"its name says {sorted(each)}, WHEEL says {sorted(inside)}")
+    if tags[0] != "cp" + re.match(r"[.]cpython-(\d+)-", extension)[1] or tags[1] != tags[0]:
+        found.append(f"its name says {tags[0]}-{tags[1]}; the module is _C{extension}")
+
+    # Nothing of the machine that built it.
+    for name, data in contents.items():
+        if str(ROOT).encode() in data:
+            found.append(f"{name} has the path {ROOT} in it")
+    return found
+
+
+def check(wheel: Path, extension: str) -> None:
+    """Ends where the wheel has problems."""
+    if found := problems_of(wheel, extension):
+        sys.exit("\n".join(f"{wheel.name}: {problem}" for problem in found))
+
+
+def build(processor: str, python: str, output: Path) -> Path:
+    """Builds one wheel for Linux."""
+    defined = settings(processor, python)
+    built = build_as_is(processor, python, f"linux_{processor}", defined)
+    new = built.parent
     tools = BUILD / "wheel-tools/bin"
     exclude = [f"--exclude={library}" for library in HOSTS]
     # auditwheel finds the oldest tag that is true, and another processor's wheel cannot be told which it must be.
@@ -141,6 +210,7 @@ def build(processor: str, python: str, output: Path) -> Path:
     name = f"manylinux_2_{GLIBC}_{processor}"
     run([sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", name, repaired])
     (repaired,) = (new / "repaired").glob("*.whl")
+    check(repaired, defined["PYTHON_MODULE_EXTENSION"])
     output.mkdir(parents=True, exist_ok=True)
     wheel = output / repaired.name
     shutil.move(repaired, wheel)

@@ -1,0 +1,91 @@
+"""What CMake makes of the project: static libraries, and the kernel files of the processor that is built for."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lowbit
+from runners import EXAMPLE, Runner, build, tool
+
+ROOT = Path(__file__).parents[2]
+# executorch and torch.export warn of their own and each other's old calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:" + what)
+    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+]
+
+
+@pytest.fixture(scope="module")
+def runner(executorch, tmp_path_factory) -> Runner:
+    """pte_runner of examples/cpp, built with the CMake package of a static installation."""
+    (packages,) = importlib.util.find_spec("executorch").submodule_search_locations
+    installed, program = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("program")
+    definitions = ["LOWBIT_STATIC=ON", "LOWBIT_BUILD_EXECUTORCH=ON", f"LOWBIT_EXECUTORCH_DIR={packages}"]
+    # As deep in the checkout as other builds, so that ccache knows what `make test-x86` has compiled.
+    if shutil.which("ccache"):
+        definitions.append(f"CMAKE_CXX_COMPILER_LAUNCHER={shutil.which('ccache')}")
+    build(ROOT, ROOT / "build/test-static", *definitions, f"CMAKE_INSTALL_PREFIX={installed}")
+    subprocess.run([tool("cmake"), "--install", ROOT / "build/test-static"], check=True, capture_output=True)
+    libraries = sorted(path.name for path in installed.rglob("*") if path.suffix in (".a", ".so"))
+    assert libraries == ["liblowbit.a", "liblowbit_executorch.a"]
+    build(
+        EXAMPLE, program, "PT2_RUNNER=OFF", f"CMAKE_PREFIX_PATH={installed}",
+        f"executorch_DIR={packages}/lib/cmake/executorch",
+    )  # fmt: skip
+    return Runner("pte_runner", [str(program / "pte_runner")])
+
+
+def test_a_program_that_is_one_file_runs_a_pte(runner, tmp_path):
+    """It refers to nothing that registers operators: the CMake package says that all of the archive is wanted."""
+    assert not any("lowbit" in name for name in runner.libraries())
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 48)).eval()
+    model, x = lowbit.quantize_(layers, lowbit.LinearConfig(bits=4, group_size=32)), torch.randn(3, 64)
+    lowbit.export_pte(model, (x,), tmp_path / "model.pte")
+    np.save(tmp_path / "x.npy", x.numpy())
+    ran = runner("--output", tmp_path / "y", tmp_path / "model.pte", tmp_path / "x.npy")
+    assert ran.returncode == 0, ran.stderr
+    (written,) = tmp_path.glob("y*.npy")
+    with torch.inference_mode():
+        assert torch.equal(torch.from_numpy(np.load(written)), model(x))
+
+
+def configure(directory: Path, *definitions: str) -> subprocess.CompletedProcess:
+    command = [tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", ROOT, "-B", directory]
+    command += [f"-D{definition}" for definition in definitions]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
+
+
+def for_a_mac(directory: Path, architectures: str) -> subprocess.CompletedProcess:
+    """As Xcode's tools are told what to build for, on a Mac of whatever processor. Nothing is compiled."""
+    mac = ["CMAKE_SYSTEM_NAME=Darwin", "CMAKE_SYSTEM_PROCESSOR=other", "CMAKE_OSX_SYSROOT=", "CMAKE_CXX_COMPILER=g++"]
+    mac += ["CMAKE_CXX_COMPILER_WORKS=ON", "CMAKE_INSTALL_NAME_TOOL=none", "LOWBIT_STATIC=ON"]
+    return configure(directory, *mac, f"CMAKE_OSX_ARCHITECTURES={architectures}")
+
+
+@pytest.mark.parametrize(
+    "architecture, has, has_not", [("arm64", {"neondot", "i8mm"}, {"avx2"}), ("x86_64", {"avx2", "amx"}, {"neondot"})]
+)
+def test_kernel_files_are_those_of_the_architecture(tmp_path, architecture, has, has_not):
+    done = for_a_mac(tmp_path, architecture)
+    assert done.returncode == 0, done.stderr
+    files = set(re.findall(r"kernels/linear/(\w+)[.]cpp", (tmp_path / "build.ninja").read_text()))
+    assert has | {"portable"} <= files and not has_not & files
+
+
+@pytest.mark.parametrize(
+    "definitions, found",
+    [
+        ([], "CMAKE_OSX_ARCHITECTURES is 'arm64;x86_64'; expected one: each has kernels of its own."),
+        (["LOWBIT_BUILD_TORCH=ON"], "LOWBIT_STATIC is ON; expected LOWBIT_BUILD_TORCH and LOWBIT_BUILD_PYTHON to be OFF"),
+    ],
+)
+def test_what_cannot_be_built(tmp_path, definitions, found):
+    done = configure(tmp_path, "LOWBIT_STATIC=ON", *definitions) if definitions else for_a_mac(tmp_path, "arm64;x86_64")
+    assert done.returncode == 1 and found in " ".join(done.stderr.split())
