@@ -1,7 +1,7 @@
 """lowbit beside its peers on the same matrices, with this machine's roofs.
 
     make bench                                  everything; prints the tables, writes build/bench/compare.{json,md,png}
-    make bench-doc                              the same, written to docs/bench.{json,md,png}
+    make bench-doc                              the same, written to the part of this kind of CPU in docs/bench.{json,md}
     python3 bench/compare.py --roofs build/bench/bench/roofs [OPTION...]
 
 Each library runs in a process of its own, one at a time, so that no pool of threads spins while another library is
@@ -422,6 +422,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--roofs", type=Path, required=True, metavar="PROGRAM", help="built from bench/roofs.cpp")
     parser.add_argument("--output", type=Path, default=Path("build/bench/compare"), help="without suffix")
+    parser.add_argument(
+        "--document", type=Path, help="likewise, a document of several kinds of CPU: this one's part is written anew"
+    )
     parser.add_argument("--threads", type=numbers, help="numbers of threads; default 1, and 2 where there are two CPUs")
     parser.add_argument("--shapes", type=shapes, default=list(SHAPES), metavar="NxK,...", help="multiples of 256")
     parser.add_argument("--sweep", type=numbers, default=list(SWEEP), metavar="M,...", help="rows of the table by rows")
@@ -477,7 +480,10 @@ def main() -> int:
     if not comparison.samples:
         return 1
     results = comparison.conclude()
-    for path in compare_report.write(results, options.output):
+    written = compare_report.write(results, options.output)
+    if options.document is not None:
+        written += compare_report.write_document(results, options.document)
+    for path in written:
         comparison.say(f"wrote {path}")
     print(compare_report.markdown(results))
     wrong = compare_report.wrong(results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 from pathlib import Path
 
@@ -243,10 +244,30 @@ def sweep_tables(results: dict, times: Times) -> list[str]:
     return lines
 
 
+def kind_of(results: dict) -> str:
+    """What kind of CPU a run was on, as a heading: its name and its best instruction set."""
+    machine = results["machine"]
+    return f"{machine['cpu']}, {machine['isa']['active'][-1]}"
+
+
+def document(kinds: dict[str, dict]) -> str:
+    """All runs, one for each kind of CPU."""
+    lines = ["# How fast", "", "Written by `make bench-doc`: a run replaces the part of its own kind of CPU.", ""]
+    for kind, results in sorted(kinds.items()):
+        lines += [f"## {kind}", "", *body(results, "##"), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def markdown(results: dict) -> str:
+    """One run."""
+    return "\n".join(["# How fast", "", *body(results, "#")]).rstrip() + "\n"
+
+
+def body(results: dict, above: str) -> list[str]:
+    """A run's part of a document, below a heading of the level `above`."""
     times, roofs, settings = Times(results), results["roofs"], results["settings"]
     versions = ", ".join(f"{name} {text}" for name, text in results["versions"].items())
-    lines = ["# How fast", ""]
+    lines = []
     if not results["complete"]:
         lines += ["**Not complete: the run was interrupted.**", ""]
     lines += [
@@ -300,7 +321,7 @@ def markdown(results: dict) -> str:
     lines += ["## Absent", ""] + [
         f"* {entry['name']}: {' '.join(entry['reason'].split())}" for entry in results["absent"]
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    return [above[1:] + line if line.startswith("#") else line for line in lines]
 
 
 MARKERS = {"lowbit": "o", "torch": "s", "onnxruntime": "^", "ggml": "D"}
@@ -400,3 +421,16 @@ def write(results: dict, output: Path) -> list[Path]:
     replace(paths[1], markdown(results))
     draw(results, paths[2])
     return paths
+
+
+def write_document(results: dict, path: Path) -> list[Path]:
+    """path.json and path.md with this run in the place of an earlier one on the same kind of CPU, and its own plot."""
+    data, text = path.with_suffix(".json"), path.with_suffix(".md")
+    kinds = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
+    kind = kind_of(results)
+    kinds[kind] = results
+    plot = path.with_name(f"{path.name}_{re.sub(r'[^a-z0-9]+', '_', kind.lower()).strip('_')}.png")
+    replace(data, json.dumps(dict(sorted(kinds.items())), indent=1) + "\n")
+    replace(text, document(kinds))
+    draw(results, plot)
+    return [data, text, plot]

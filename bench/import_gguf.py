@@ -74,6 +74,7 @@ def write(path: Path) -> None:
 
 
 def main(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     file = directory / "q4_k_m.gguf"
     write(file)
     loading.causal_model_types()

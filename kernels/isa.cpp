@@ -1,5 +1,6 @@
 #include "isa.h"
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
@@ -135,7 +136,13 @@ IsaBits detect(IsaBits allowed) {
   if (avx512) bits |= kAvx512Vnni;
   const bool amx = avx512 && (state & kTile) == kTile && has(leaf7.d, 24) && has(leaf7.d, 25);
   if (amx && (allowed & kAmx) != 0 && may_use_tiles()) bits |= kAmx;
-  return bits;
+  return bits | kInStep;
+}
+
+// Measured on both makers' CPUs: docs/design.md, Memory.
+bool reads_several_streams_faster() {
+  unsigned highest, name[3];
+  return __get_cpuid(0, &highest, &name[0], &name[2], &name[1]) && std::memcmp(name, "GenuineIntel", sizeof name) == 0;
 }
 
 #else
@@ -143,6 +150,10 @@ IsaBits detect(IsaBits allowed) {
 constexpr IsaName kNames[] = {{"portable", kPortable, kPortable}};
 IsaBits detect(IsaBits) { return kPortable; }
 
+#endif
+
+#if !defined(__x86_64__)
+bool reads_several_streams_faster() { return false; }  // no row asks
 #endif
 
 // What LOWBIT_ISA was when it was first asked for.
@@ -173,6 +184,34 @@ const Cap& cap() {
   return cap;
 }
 
+// LOWBIT_STREAMS, or what suits the CPU.
+struct Reading {
+  Streams streams;
+  Status status;
+};
+
+const Reading& reading() {
+  static const Reading reading = [] {
+    Reading result{reads_several_streams_faster() ? Streams::several : Streams::one, {}};
+    const char* const name = std::getenv("LOWBIT_STREAMS");
+    if (name == nullptr || name[0] == '\0') return result;
+    if (std::strcmp(name, "one") == 0) {
+      result.streams = Streams::one;
+    } else if (std::strcmp(name, "several") == 0) {
+      result.streams = Streams::several;
+    } else {
+      result.status = Status::error("LOWBIT_STREAMS is '%.32s'; expected one or several", name);
+    }
+    return result;
+  }();
+  return reading;
+}
+
+std::atomic<Streams>& current_streams() {
+  static std::atomic<Streams> current{reading().streams};
+  return current;
+}
+
 IsaBits allowed() { return cap().entry == nullptr ? ~IsaBits{0} : cap().entry->allows; }
 
 }  // namespace
@@ -189,11 +228,14 @@ IsaBits cpu_isa() {
 
 const char* isa_cap() { return cap().name[0] != '\0' ? cap().name : nullptr; }
 
-const Status& isa_cap_status() { return cap().status; }
+const Status& isa_cap_status() { return cap().status.ok() ? reading().status : cap().status; }
+
+Streams streams() { return current_streams().load(std::memory_order_relaxed); }
+void pin_streams(Streams streams) { current_streams().store(streams, std::memory_order_relaxed); }
 
 IsaBits active_isa() {
   static const IsaBits bits = cpu_isa() & allowed();
-  return bits;
+  return streams() == Streams::several ? bits | (cpu_isa() & kInStep) : instructions_of(bits);
 }
 
 }  // namespace lowbit

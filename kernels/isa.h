@@ -22,7 +22,12 @@ enum Isa : IsaBits {
   kAvxVnni = 1u << 9,
   kAvx512Vnni = 1u << 10,  // with F, BW, DQ, VL
   kAmx = 1u << 11,         // AMX-TILE and AMX-INT8
+  // No instructions: rows that read memory in several streams (Streams). Every CPU can run them, so cpu_isa() has it;
+  // active_isa() has it where they are faster.
+  kInStep = 1u << 31,
 };
+
+constexpr IsaBits instructions_of(IsaBits bits) { return bits & ~IsaBits{kInStep}; }
 
 // A name of LOWBIT_ISA. `allows` holds every bit that stays on when the ISA is capped at this name.
 struct IsaName {
@@ -38,11 +43,20 @@ LOWBIT_API const IsaName* isa_names(size_t* count);
 // then keeps, only where LOWBIT_ISA allows it and the system grants it. Read once.
 LOWBIT_API IsaBits cpu_isa();
 
-// cpu_isa() reduced by the environment variable LOWBIT_ISA. Read once.
+// cpu_isa() reduced by the environment variable LOWBIT_ISA, read once, and by streams().
 LOWBIT_API IsaBits active_isa();
 
-// An error when LOWBIT_ISA holds something that is not a name of this processor's family: the operators return it then.
-// active_isa() is kPortable.
+// How one row of activations reads its weights: panel after panel, one stream from memory, or several panels in step.
+// The bits of a result are the same; which is faster depends on whose CPU it is.
+enum class Streams { one, several };
+
+// LOWBIT_STREAMS (one, several; read once), or without it what is faster on CPUs of this one's maker: several on Intel's.
+// pin_streams() changes it, for calls that begin later.
+LOWBIT_API Streams streams();
+LOWBIT_API void pin_streams(Streams streams);
+
+// An error when LOWBIT_ISA holds something that is not a name of this processor's family (active_isa() is kPortable
+// then), or LOWBIT_STREAMS something else than one or several. The operators return it.
 LOWBIT_API const Status& isa_cap_status();
 
 // The value of LOWBIT_ISA, or nullptr when it was not set or empty. Read once; at most 63 characters.

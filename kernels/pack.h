@@ -29,17 +29,19 @@ struct UnpackArgs {
 // times the largest of them, which is then exact, and the others are rounded to 11 significant bits.
 // Unpacking and packing again changes no value.
 //
+// With `row_scales` [n] they are taken instead, and scales and mins are in units of them, as unpack_panels() gives them.
+//
 // Returns an error when a code does not fit the width or a value is not finite.
 LOWBIT_API Status pack_panels(const Layout& layout, const PackArgs& args, int64_t begin, int64_t end, void* packed,
-                              uint64_t* panel_checksums);
+                              uint64_t* panel_checksums, const float* row_scales = nullptr);
 
 LOWBIT_API void seal(const Layout& layout, const uint64_t* panel_checksums, void* packed);
 
 // Replaces the scales and mins (or nullptr) of a row by the values that packing stores for them.
 void round_to_stored(float* scales, float* mins, int64_t groups);
 
-// Unpacks panels [begin, end).
+// Unpacks panels [begin, end). With `row_scales` [n] scales and mins come as they are stored, in units of these.
 LOWBIT_API void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int64_t end,
-                              const UnpackArgs& args);
+                              const UnpackArgs& args, float* row_scales = nullptr);
 
 }  // namespace lowbit

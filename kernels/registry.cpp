@@ -79,9 +79,9 @@ const Kernel* first_of(const Table<Kernel>& table, IsaBits isa, const Fits& fits
   return nullptr;
 }
 
-// Null when no row fits.
-template <class Tables, class Kernel, class Fits>
-const Kernel* first(const Tables& tables, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
+// The first row that fits: of the libraries that go before the built-in rows, of these, of the others. Null: none does.
+template <class Kernel, class Fits, class BuiltIn>
+const Kernel* first_with(const BuiltIn& first_built_in, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   const auto first_loaded = [&](Preference preference) {
     const Kernel* found = nullptr;
@@ -91,10 +91,50 @@ const Kernel* first(const Tables& tables, Rows<Kernel> rows, IsaBits isa, const 
     return found;
   };
   if (const Kernel* found = first_loaded(Preference::before_built_in)) return found;
-  for (const auto* table : tables) {
-    if (const Kernel* found = first_of(*table, isa, fits)) return found;
-  }
+  if (const Kernel* found = first_built_in()) return found;
   return first_loaded(Preference::after_built_in);
+}
+
+template <class Tables, class Kernel, class Fits>
+const Kernel* first(const Tables& tables, Rows<Kernel> rows, IsaBits isa, const Fits& fits) {
+  const auto built_in = [&]() -> const Kernel* {
+    for (const auto* table : tables) {
+      if (const Kernel* found = first_of(*table, isa, fits)) return found;
+    }
+    return nullptr;
+  };
+  return first_with(built_in, rows, isa, fits);
+}
+
+// The built-in linear rows of each width, in the order of the tables: these hold all widths, and a small layer's call
+// would look at dozens of rows.
+struct LinearIndex {
+  static constexpr int kMostRows = 16;
+  const LinearKernel* rows[9][kMostRows] = {};  // null behind the last
+
+  LinearIndex() {
+    for (const auto* table : kLinear) {
+      for (const LinearKernel& row : *table) {
+        int at = 0;
+        while (rows[row.bits][at] != nullptr) ++at;
+        assert(at + 1 < kMostRows);
+        rows[row.bits][at] = &row;
+      }
+    }
+  }
+};
+
+template <class Fits>
+const LinearKernel* first_linear(int bits, IsaBits isa, const Fits& fits) {
+  static const LinearIndex index;
+  const auto built_in = [&]() -> const LinearKernel* {
+    if (bits < 1 || bits > 8) return nullptr;
+    for (const LinearKernel* const* row = index.rows[bits]; *row != nullptr; ++row) {
+      if (((*row)->isa & ~isa) == 0 && fits(**row)) return *row;
+    }
+    return nullptr;
+  };
+  return first_with(built_in, &KernelLibrary::linear, isa, fits);
 }
 
 template <class Kernel>
@@ -137,9 +177,9 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) 
     return reads(kernel) && kernel.m_least <= m && (kernel.m_most == 0 || m <= kernel.m_most) &&
            layout.group_inputs() % kernel.group_step == 0;
   };
-  if (const LinearKernel* found = first(kLinear, &KernelLibrary::linear, isa, suits)) return *found;
+  if (const LinearKernel* found = first_linear(layout.bits, isa, suits)) return *found;
   // Every row takes any m and any groups; one that is not made for these is better than none.
-  if (const LinearKernel* found = first(kLinear, &KernelLibrary::linear, isa, reads)) return *found;
+  if (const LinearKernel* found = first_linear(layout.bits, isa, reads)) return *found;
   static constexpr LinearKernel kNone{"none", kPortable, Format::panel16, 0, 0, 0, nullptr};
   return kNone;
 }

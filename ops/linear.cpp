@@ -211,7 +211,10 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   const int64_t panel_products = grid.rows_of(0) * matrices.k * kPanelRows;
   grid.least_columns = 1 + kClaimProducts / panel_products;
   for (int i = 0; i < matrices.count; ++i) {
-    const int64_t at_once = matrices.of[i].kernel->n_step / kPanelRows;
+    const LinearKernel& kernel = *matrices.of[i].kernel;
+    const int64_t at_once = kernel.n_step / kPanelRows;
+    // Panels in step serve memory: a thread without work would lose more.
+    if ((kernel.isa & kInStep) != 0 && matrices.panels < at_once * threads) continue;
     if (grid.least_columns < at_once) grid.least_columns = at_once;
   }
   grid.most_columns = grid.least_columns < kClaimPanels ? kClaimPanels : grid.least_columns;

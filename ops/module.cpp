@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
+#include <vector>
 
 #include "../bench/read_bandwidth.h"
 #include "../kernels/format.h"
@@ -49,7 +51,7 @@ py::dict describe(const char* family, const Kernel& kernel) {
   row["family"] = family;
   row["isa"] = name_of_isa(kernel.isa);
   row["supported"] = (kernel.isa & ~cpu_isa()) == 0;
-  row["enabled"] = (kernel.isa & ~active_isa()) == 0;
+  row["enabled"] = (instructions_of(kernel.isa) & ~active_isa()) == 0;
   row["vendor"] = loaded == nullptr ? py::object(py::none()) : py::object(py::str(loaded->library->vendor));
   row["library"] = py::none();
   if (loaded != nullptr) row["library"] = py::module_::import("os").attr("fsdecode")(py::bytes(loaded->path));
@@ -115,6 +117,15 @@ py::dict isa() {
   result["cap"] = isa_cap() == nullptr ? py::object(py::none()) : py::object(py::str(isa_cap()));
   result["active"] = names_of(active_isa());
   return result;
+}
+
+// How one row reads its weights; with `pin`, from now on.
+const char* streams_as(const std::optional<std::string>& pin) {
+  if (pin.has_value()) {
+    if (*pin != "one" && *pin != "several") throw py::value_error("pin is '" + *pin + "'; expected one or several");
+    pin_streams(*pin == "one" ? Streams::one : Streams::several);
+  }
+  return streams() == Streams::one ? "one" : "several";
 }
 
 void raise_unless_ok(const Status& status) {
@@ -239,6 +250,35 @@ void repack_into(uintptr_t address, int64_t size, const std::string& format, uin
   raise_unless_ok(status);
 }
 
+// Packed matrices that lie at these addresses, of these sizes.
+using Matrices = std::vector<std::pair<uintptr_t, int64_t>>;
+
+std::vector<TensorView> views_of(const Matrices& matrices) {
+  std::vector<TensorView> views;
+  for (const auto& [address, size] : matrices) views.push_back(bytes_view(address, size));
+  return views;
+}
+
+int64_t spliced_bytes(const Matrices& matrices, int dim, int64_t begin, int64_t end) {
+  const std::vector<TensorView> views = views_of(matrices);
+  Layout layout;
+  raise_unless_ok(splice_shape(views.data(), static_cast<int64_t>(views.size()), dim, begin, end, &layout));
+  return layout.total_bytes;
+}
+
+// Into `out_size` bytes at `out_address`; the caller keeps all memories alive.
+void splice_into(const Matrices& matrices, int dim, int64_t begin, int64_t end, uintptr_t out_address,
+                 int64_t out_size) {
+  const std::vector<TensorView> views = views_of(matrices);
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = splice(views.data(), static_cast<int64_t>(views.size()), dim, begin, end, bytes_view(out_address, out_size),
+                    {});
+  }
+  raise_unless_ok(status);
+}
+
 // Bytes per second of one pass over `size` bytes for each number of streams, the best of them.
 double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
   if (threads < 1 || size < (int64_t{1} << 20) * threads) {
@@ -259,6 +299,7 @@ PYBIND11_MODULE(_C, module) {
   if (const Status status = isa_cap_status(); !status.ok()) throw py::import_error(status.message());
   module.def("kernels", &kernels);
   module.def("isa", &isa);
+  module.def("streams", &streams_as, py::arg("pin") = py::none());
   module.def("info", &info, py::arg("address"), py::arg("size"), py::arg("verify"));
   module.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
              py::arg("affine"), py::arg("has_bias"), py::arg("levels") = py::none());
@@ -270,6 +311,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("repacked_bytes", &repacked_bytes, py::arg("address"), py::arg("size"), py::arg("format"));
   module.def("repack", &repack_into, py::arg("address"), py::arg("size"), py::arg("format"), py::arg("out_address"),
              py::arg("out_size"));
+  module.def("spliced_bytes", &spliced_bytes, py::arg("matrices"), py::arg("dim"), py::arg("begin"), py::arg("end"));
+  module.def("splice", &splice_into, py::arg("matrices"), py::arg("dim"), py::arg("begin"), py::arg("end"),
+             py::arg("out_address"), py::arg("out_size"));
   module.def("read_bandwidth", &measure_read_bandwidth, py::arg("address"), py::arg("size"), py::arg("threads"));
   module.def("load_kernels", [](const std::string& path) { raise_unless_ok(load_kernels(path.c_str())); },
              py::arg("path"));

@@ -72,6 +72,17 @@ LOWBIT_API Status unpack(const TensorView& packed, const TensorView& codes, cons
 LOWBIT_API Status repack_shape(const TensorView& packed, const char* format, Layout* layout);
 LOWBIT_API Status repack(const TensorView& packed, const char* format, const TensorView& out, const Parallel& parallel);
 
+// Rows (dim 0) or inputs (dim 1) begin to end - 1 of `count` packed matrices that lie below each other (dim 0) or side by
+// side (dim 1): a slice of one, all of several, or both. Codes, scales and row scales stay as they are; row sums and
+// checksums are new. All have format panel16, the same width, mapping, levels and group size, and the same number of
+// inputs (dim 0) or rows (dim 1). Inputs are cut between groups only. Side by side, only the first may have a bias, and
+// what does not begin with its first input has none: so the sum of the slices' results has it once.
+// Checksums are verified first.  out: uint8 [total_bytes].
+LOWBIT_API Status splice_shape(const TensorView* packed, int64_t count, int dim, int64_t begin, int64_t end,
+                               Layout* layout);
+LOWBIT_API Status splice(const TensorView* packed, int64_t count, int dim, int64_t begin, int64_t end,
+                         const TensorView& out, const Parallel& parallel);
+
 // weight [n, k] float32, bfloat16 or float16, inputs contiguous;  codes [n, k] uint8, scales and mins [n, groups] float32
 // (mins [0, 0] when symmetric): pack's inputs.
 LOWBIT_API Status quantize_shape(const TensorView& weight, int bits, int64_t group_size, bool affine, Layout* layout);

@@ -59,7 +59,7 @@ struct Grid {
   int64_t rows, band_rows;  // the last band may have fewer
   int64_t prepare_rows;     // a claim of the first stage: up to so many rows of a band
   int64_t columns;
-  int64_t least_columns, most_columns;  // a claim of the second stage
+  int64_t least_columns, most_columns;  // a claim of the second stage: a multiple of the least, but for the last
 
   int64_t bands() const { return (rows + band_rows - 1) / band_rows; }
   int64_t rows_of(int64_t band) const {
@@ -70,7 +70,8 @@ struct Grid {
   // Polychronopoulos and Kuck, 1987), so that a slow core does not start a large one when the others are about to finish.
   int64_t claim(int64_t left, int threads) const {
     const int64_t share = left / (2 * threads);
-    return share < least_columns ? least_columns : share < most_columns ? share : most_columns;
+    if (share <= least_columns) return least_columns;
+    return (share < most_columns ? share : most_columns) / least_columns * least_columns;
   }
 };
 

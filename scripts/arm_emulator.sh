@@ -7,43 +7,20 @@ set -euo pipefail
 
 target=${1:?usage: scripts/arm_emulator.sh DIRECTORY}
 oldest=11.1  # earlier ones run SME2 wrongly, or not at all
-for tool in apt-get /usr/sbin/debootstrap dpkg-deb; do
-  command -v "$tool" >/dev/null || {
-    echo "$tool is missing; \`scripts/need.sh test\` installs what is needed on Debian and Ubuntu" >&2
-    exit 1
-  }
-done
+# shellcheck source=scripts/debian.sh
+. "$(dirname "$0")/debian.sh"
 
 # Built aside and renamed at the end: what has the right name is whole.
 new=$target.new
 rm -rf "$new"
-mkdir -p "$new"/{apt/lists/partial,apt/archives/partial,done}
+mkdir -p "$new/done"
 new=$(cd "$new" && pwd)
 
-mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' \
-  'Label: Debian' | grep -E -m 1 '^(https?|file):' || true)}
-mirror=${mirror:-$(sed -n 's/^DEF_MIRROR="\(.*\)"$/\1/p' /usr/sbin/debootstrap)}
-echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie-backports main" \
-  >"$new/apt/sources.list"
-touch "$new/apt/status"
-
-# Packages of that suite beside those of this machine's apt; apt checks who signed them.
-architecture=$(dpkg --print-architecture)
-apt() {
-  "$1" -q -o Dir::State="$new/apt" -o Dir::State::Status="$new/apt/status" -o Dir::Cache="$new/apt" \
-    -o Dir::Etc::SourceList="$new/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null \
-    -o Dir::Etc::Preferences=/dev/null -o Dir::Etc::PreferencesParts=/dev/null \
-    -o APT::Architecture="$architecture" -o APT::Architectures::="$architecture" \
-    -o Acquire::Languages=none -o APT::Sandbox::User= "${@:2}" >"$new/apt.log" 2>&1 || {
-    tail -n 20 "$new/apt.log" >&2
-    echo "$1 failed; DEBIAN_MIRROR=<URL> chooses another Debian mirror than $mirror" >&2
-    exit 1
-  }
-}
 echo "Arm emulator: fetching QEMU"
+debian_apt_in "$new/apt" "$(dpkg --print-architecture)" trixie-backports
 cd "$new"
-apt apt-get update
-apt apt-get download qemu-user
+debian_apt apt-get update
+debian_apt apt-get download qemu-user
 dpkg-deb --fsys-tarfile qemu-user_*.deb | tar -x -O ./usr/bin/qemu-aarch64 >done/qemu-aarch64
 chmod +x done/qemu-aarch64
 found=$(done/qemu-aarch64 --version | sed -n '1s/.*version \([0-9.]*\).*/\1/p')

@@ -10,12 +10,9 @@ here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 target=${1:?usage: scripts/arm_python.sh DIRECTORY}
 PATH=$PATH:/usr/sbin  # debootstrap's place, also on the path of others than root
-for tool in debootstrap dpkg-deb qemu-aarch64 "$python"; do
-  command -v "$tool" >/dev/null || {
-    echo "$tool is missing; \`scripts/need.sh test\` installs what is needed on Debian and Ubuntu" >&2
-    exit 1
-  }
-done
+# shellcheck source=scripts/debian.sh
+. "$here/debian.sh"
+need_tools debootstrap dpkg-deb qemu-aarch64 "$python"
 
 # Built aside and renamed at the end: what has the right name is whole.
 new=$target.new
@@ -23,19 +20,15 @@ rm -rf "$new"
 mkdir -p "$new/root" "$new/bin"
 new=$(cd "$new" && pwd)
 
-mirror=${DEBIAN_MIRROR:-}
-if [ -z "$mirror" ] && command -v apt-get >/dev/null; then
-  mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian' |
-    grep -E -m 1 '^(https?|file):' || true)
-fi
+mirror=$(debian_mirror)
 
 # Only downloads, with the packages' checksums verified; unpacking them is all that a Python needs.
 echo "Arm Python: fetching Debian packages"
 debootstrap --download-only --arch=arm64 --variant=minbase \
-  --include=python3.11,libpython3.11-dev,libstdc++6 bookworm "$new/debian" ${mirror:+"$mirror"} \
+  --include=python3.11,libpython3.11-dev,libstdc++6 bookworm "$new/debian" "$mirror" \
   >"$new/debootstrap.log" 2>&1 || {
   tail -n 20 "$new/debootstrap.log" >&2
-  echo "debootstrap failed; DEBIAN_MIRROR=<URL> chooses another Debian mirror than ${mirror:-its default}" >&2
+  echo "debootstrap failed; DEBIAN_MIRROR=<URL> chooses another Debian mirror than $mirror" >&2
   exit 1
 }
 for package in "$new"/debian/var/cache/apt/archives/*.deb; do

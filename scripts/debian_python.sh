@@ -19,50 +19,25 @@ case $architecture in
   aarch64) debian=arm64 loader=ld-linux-aarch64.so.1 ;;
   *) echo "the architecture is '$architecture'; expected x86_64 or aarch64" >&2; exit 1 ;;
 esac
-mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' \
-  'Label: Debian' 2>/dev/null | grep -E -m 1 '^(https?|file):' || true)}
-if [ -z "$mirror" ]; then
-  mirror=$(sed -n 's/^ *default_mirror //p' /usr/share/debootstrap/scripts/sid 2>/dev/null | head -n 1)
-fi
-if [ -z "$mirror" ] || [ ! -f /usr/share/keyrings/debian-archive-keyring.gpg ]; then
-  echo "apt, a Debian mirror (DEBIAN_MIRROR=<URL>) or the package debian-archive-keyring is missing" >&2
-  exit 1
-fi
+# shellcheck source=scripts/debian.sh
+. "$(dirname "$0")/debian.sh"
 
 # Built aside and renamed at the end: what has the right name is whole.
 new=$target.new
 rm -rf "$new"
-mkdir -p "$new"/{root/usr/lib,bin,apt/lists/partial,apt/cache/archives/partial}
+mkdir -p "$new"/{root/usr/lib,bin}
 new=$(cd "$new" && pwd)
-: >"$new/apt/status"
-echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main" >"$new/apt/sources.list"
-cat >"$new/apt/apt.conf" <<SETTINGS
-Dir::Etc::sourcelist "$new/apt/sources.list";
-Dir::Etc::sourceparts "-";
-Dir::State::lists "$new/apt/lists";
-Dir::State::status "$new/apt/status";
-Dir::Cache "$new/apt/cache";
-APT::Architecture "$debian";
-APT::Architectures { "$debian"; };
-APT::Install-Recommends "0";
-APT::Sandbox::User "root";
-Acquire::Languages "none";
-Debug::NoLocking "1";
-SETTINGS
-APT_CONFIG=$new/apt/apt.conf apt-get update -q >"$new/log" 2>&1 &&
-  APT_CONFIG=$new/apt/apt.conf apt-get install -y -q --download-only \
-    "python$version-minimal" "libpython$version-stdlib" "libpython$version-dev" libstdc++6 >>"$new/log" 2>&1 || {
-  tail -n 5 "$new/log" >&2
-  echo "CPython $version for $architecture could not be fetched" >&2
-  exit 1
-}
+debian_apt_in "$new/apt" $debian "$suite"
+debian_apt apt-get update
+debian_apt apt-get install -y --download-only \
+  "python$version-minimal" "libpython$version-stdlib" "libpython$version-dev" libstdc++6
 ln -s usr/lib "$new/root/lib"
 ln -s usr/lib "$new/root/lib64"
-for package in "$new"/apt/cache/archives/*.deb; do
+for package in "$new"/apt/archives/*.deb; do
   dpkg-deb --fsys-tarfile "$package" | tar -x -C "$new/root" --no-same-owner --no-same-permissions --keep-directory-symlink \
     --exclude=./usr/share --exclude=./usr/include/linux --exclude=./usr/sbin --exclude=./etc --exclude=./var --exclude='*.a'
 done
-rm -rf "$new/apt" "$new/log"
+rm -rf "$new/apt"
 # Debian's Python.h asks for this one by the processor's directory, which is not on the path of another compiler.
 triple=$architecture-linux-gnu
 cp "$new/root/usr/include/$triple/python$version/pyconfig.h" "$new/root/usr/include/python$version/pyconfig.h"

@@ -7,47 +7,25 @@
 set -euo pipefail
 
 target=${1:?usage: scripts/x86_emulator.sh DIRECTORY}
-for tool in apt-get /usr/sbin/debootstrap dpkg-deb g++ make xz; do
-  command -v "$tool" >/dev/null || {
-    echo "$tool is missing; \`scripts/need.sh test\` installs what is needed on Debian and Ubuntu" >&2
-    exit 1
-  }
-done
+# shellcheck source=scripts/debian.sh
+. "$(dirname "$0")/debian.sh"
+need_tools g++ make xz
 
 # Built aside and renamed at the end: what has the right name is whole.
 new=$target.new
 rm -rf "$new"
-mkdir -p "$new"/{apt/lists/partial,apt/archives/partial,packages,root,bochs}
+mkdir -p "$new"/{packages,root,bochs}
 new=$(cd "$new" && pwd)
 target=${new%.new}
 
-mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' \
-  'Label: Debian' | grep -E -m 1 '^(https?|file):' || true)}
-mirror=${mirror:-$(sed -n 's/^DEF_MIRROR="\(.*\)"$/\1/p' /usr/sbin/debootstrap)}
-for kind in deb deb-src; do
-  echo "$kind [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main"
-done >"$new/apt/sources.list"
-touch "$new/apt/status"
-
-# Debian 13's packages beside those of this machine's apt.
-apt() {
-  "$1" -q -o Dir::State="$new/apt" -o Dir::State::Status="$new/apt/status" -o Dir::Cache="$new/apt" \
-    -o Dir::Etc::SourceList="$new/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null \
-    -o Dir::Etc::Preferences=/dev/null -o Dir::Etc::PreferencesParts=/dev/null \
-    -o APT::Architecture=amd64 -o APT::Architectures::=amd64 \
-    -o Acquire::Languages=none -o APT::Sandbox::User= "${@:2}" >"$new/apt.log" 2>&1 || {
-    tail -n 20 "$new/apt.log" >&2
-    echo "$1 failed; DEBIAN_MIRROR=<URL> chooses another Debian mirror than $mirror" >&2
-    exit 1
-  }
-}
 echo "x86 emulator: fetching Debian packages"
+debian_apt_in "$new/apt" amd64 trixie deb deb-src
 cd "$new/packages"
-apt apt-get update
-apt apt-cache depends linux-image-cloud-amd64
-linux=$(sed -n 's/^ *Depends: \(linux-image-.*\)/\1/p' "$new/apt.log")
-apt apt-get download "$linux" bochsbios vgabios isolinux syslinux-common busybox-static
-apt apt-get source --download-only --tar-only bochs
+debian_apt apt-get update
+debian_apt apt-cache depends linux-image-cloud-amd64
+linux=$(sed -n 's/^ *Depends: \(linux-image-.*\)/\1/p' "$new/apt/log")
+debian_apt apt-get download "$linux" bochsbios vgabios isolinux syslinux-common busybox-static
+debian_apt apt-get source --download-only --tar-only bochs
 for package in *.deb; do dpkg-deb -x "$package" "$new/root"; done
 tar -xf bochs_*.orig.tar.* -C "$new/bochs" --strip-components=1
 

@@ -22,6 +22,7 @@ from matplotlib.ticker import FixedLocator, NullLocator  # noqa: E402
 _ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
+    "SECURITY.md": "security.md",
     "examples/cpp": "cpp.md",
     "examples/vendor_kernel": "vendor.md",
 }

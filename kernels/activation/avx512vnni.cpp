@@ -1,5 +1,6 @@
-// quantize_avx512vnni: one activation row to int8 and its group sums, 16 values at a time. Formula: ukernel.h.
-// Two passes: range and finiteness; then fma, round, saturate. Group sums by vpdpbusd against ones.
+// quantize_avx512vnni: one activation row to int8 and its group sums, 64 values at a time. Formula: ukernel.h.
+// Two passes: range and finiteness; then fma, round, saturate. Group sums by vpdpbusd against ones: each 128 bits of it
+// are about 16 values. What is left of 64, and groups that do not fit them, go 16 values at a time.
 
 #include <immintrin.h>
 
@@ -15,23 +16,109 @@ namespace {
   return _mm_cvtsi128_si32(v);
 }
 
+struct Range {
+  float lowest, highest;
+  bool finite;
+};
+
+// Four minima and four maxima that do not wait for one another. NaN is looked for; infinities show in the range.
+template <DType T>
+[[gnu::always_inline]] inline Range range_of(const void* x, int64_t k) {
+  __m512 lo[4], hi[4];
+  for (int j = 0; j < 4; ++j) lo[j] = hi[j] = _mm512_setzero_ps();
+  unsigned nan = 0;
+  int64_t i = 0;
+  for (; i + 64 <= k; i += 64) {
+    __m512 v[4];
+    for (int j = 0; j < 4; ++j) {
+      v[j] = load16<T>(x, i + 16 * j, 0xffff);
+      lo[j] = _mm512_min_ps(v[j], lo[j]);
+      hi[j] = _mm512_max_ps(v[j], hi[j]);
+    }
+    nan |= _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q) | _mm512_cmp_ps_mask(v[2], v[3], _CMP_UNORD_Q);
+  }
+  for (; i < k; i += 16) {
+    const __m512 v = load16<T>(x, i, first_lanes(k - i));
+    lo[0] = _mm512_min_ps(v, lo[0]);
+    hi[0] = _mm512_max_ps(v, hi[0]);
+    nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  }
+  const float lowest = _mm512_reduce_min_ps(_mm512_min_ps(_mm512_min_ps(lo[0], lo[1]), _mm512_min_ps(lo[2], lo[3])));
+  const float highest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(hi[0], hi[1]), _mm512_max_ps(hi[2], hi[3])));
+  const float infinity = float_from_bits(0x7f800000u);
+  return {lowest, highest, nan == 0 && lowest > -infinity && highest < infinity};
+}
+
+// 64 values; the packing instructions work on 128 bits at a time, so their dwords are put in order behind them.
+template <DType T>
+[[gnu::always_inline]] inline __m512i to_int8(const void* x, int64_t at, __m512 inverse, __m512 zero) {
+  __m512i v[4];
+  for (int j = 0; j < 4; ++j) {
+    v[j] = _mm512_cvtps_epi32(_mm512_fmadd_ps(load16<T>(x, at + 16 * j, 0xffff), inverse, zero));
+  }
+  const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, bytes);
+}
+
+// In each dword the sum of its 128 bits.
+[[gnu::always_inline]] inline __m512i sums_of_16(__m512i v) {
+  v = _mm512_add_epi32(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));
+  return _mm512_add_epi32(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
+}
+
+// All whole 64 values of a row whose groups are of 16 or 32, or multiples of 64; returns how many values. `sums` is what
+// the group has that goes on behind them.
+template <DType T>
+[[gnu::always_inline]] inline int64_t quantize_by_64(const QuantizeArgs& args, __m512 inverse, __m512 zero,
+                                                     int32_t*& group_sum, __m128i& sums) {
+  const int64_t whole = args.k / 64 * 64, group_inputs = args.group_inputs;
+  const __m512i ones = _mm512_set1_epi8(1);
+  const void* const x = args.x;
+  int8_t* const out = args.a;
+  if (group_inputs == 16 || group_inputs == 32) {
+    for (int64_t i = 0; i < whole; i += 64) {
+      const __m512i a = to_int8<T>(x, i, inverse, zero);
+      _mm512_storeu_si512(out + i, a);
+      __m512i v = sums_of_16(_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, a));
+      if (group_inputs == 16) {
+        const __m512i found = _mm512_maskz_compress_epi32(0x1111, v);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(group_sum), _mm512_castsi512_si128(found));
+        group_sum += 4;
+      } else {
+        v = _mm512_add_epi32(v, _mm512_shuffle_i32x4(v, v, 0xb1));
+        const __m512i found = _mm512_maskz_compress_epi32(0x0101, v);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(group_sum), _mm512_castsi512_si128(found));
+        group_sum += 2;
+      }
+    }
+    return whole;
+  }
+  if (group_inputs % 64 != 0) return 0;
+  int64_t i = 0;
+  __m512i acc = _mm512_setzero_si512();
+  for (int64_t left = group_inputs; i < whole; i += 64) {
+    const __m512i a = to_int8<T>(x, i, inverse, zero);
+    _mm512_storeu_si512(out + i, a);
+    acc = _mm512_dpbusd_epi32(acc, ones, a);
+    if ((left -= 64) == 0) {
+      *group_sum++ = _mm512_reduce_add_epi32(acc);
+      acc = _mm512_setzero_si512();
+      left = group_inputs;
+    }
+  }
+  const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(acc), _mm512_extracti64x4_epi64(acc, 1));
+  sums = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  return whole;
+}
+
 template <DType T>
 void quantize(const QuantizeArgs& args) {
-  __m512 lo = _mm512_setzero_ps(), hi = _mm512_setzero_ps();
-  unsigned not_finite = 0;
-  for (int64_t i = 0; i < args.k; i += 16) {
-    const __m512 x = load16<T>(args.x, i, first_lanes(args.k - i));
-    constexpr int kNanOrInfinity = 0x01 | 0x80 | 0x08 | 0x10;
-    not_finite |= _mm512_fpclass_ps_mask(x, kNanOrInfinity);
-    lo = _mm512_min_ps(x, lo);
-    hi = _mm512_max_ps(x, hi);
-  }
-  const float lowest = _mm512_reduce_min_ps(lo), highest = _mm512_reduce_max_ps(hi);
-
+  const Range range = range_of<T>(args.x, args.k);
+  const float lowest = range.lowest, highest = range.highest;
   float scale = highest / 255.0f - lowest / 255.0f;
-  const bool degenerate = not_finite != 0 || scale < 0x1p-126f;
-  if (degenerate) {
-    scale = not_finite != 0 ? float_from_bits(0x7fc00000u) : 0.0f;
+  if (!range.finite || scale < 0x1p-126f) {
+    scale = range.finite ? 0.0f : float_from_bits(0x7fc00000u);
     *args.scale = scale;
     *args.zero = 0.0f;
     std::memset(args.a, 0, static_cast<size_t>(args.k_padded));
@@ -47,10 +134,11 @@ void quantize(const QuantizeArgs& args) {
   *args.zero = zero;
 
   const __m512 inverses = _mm512_set1_ps(inverse), zeros = _mm512_set1_ps(zero);
-  int64_t group_end = args.group_inputs;
   __m128i sums = _mm_setzero_si128();
   int32_t* group_sum = args.group_sums;
-  for (int64_t i = 0; i < args.k; i += 16) {
+  int64_t i = quantize_by_64<T>(args, inverses, zeros, group_sum, sums);
+  int64_t group_end = (i / args.group_inputs + 1) * args.group_inputs;
+  for (; i < args.k; i += 16) {
     const __mmask16 mask = first_lanes(args.k - i);
     const __m512 x = load16<T>(args.x, i, mask);
     const __m512i rounded16 = _mm512_cvtps_epi32(_mm512_fmadd_ps(x, inverses, zeros));

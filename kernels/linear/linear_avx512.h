@@ -9,8 +9,8 @@
 // More rows have no registers for that, and groups of half a block would join too often: there the fields are shifted
 // down when they are unpacked, once for all rows.
 // Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
-// No software prefetch: 4 KB ahead was 1.05 times slower from memory on Zen 4, and 1.1 from the caches: a matrix is one
-// stream.
+// One panel after the other, without software prefetch, is what Zen 4 reads fastest from memory: one stream.
+// Intel's cores want several (docs/design.md, Memory): for them a row goes through panels in step.
 #pragma once
 
 #include <immintrin.h>
@@ -47,7 +47,8 @@ struct Levels<Bits> {
 template <int Rows, bool Halves>
 inline constexpr bool kShiftedDown = Rows > 4 || Halves;
 
-// How the eight lines share accumulators: one chain per distinct shift, or several for few shifts and few rows of m.
+// How the eight lines share accumulators: one chain per distinct shift, or several for few shifts and few sums: `Rows`
+// rows of m, or as many panels in step.
 template <int Bits, int Rows, bool Down>
 struct Chains {
   int shift[8] = {};  // of each chain
@@ -80,9 +81,9 @@ struct Chains {
   return _mm512_set1_epi32(word);
 }
 
-template <int Bits, int Rows, bool Down>
+template <int Bits, int Rows, bool Down, int Panels>
 struct Sums {
-  static constexpr Chains<Bits, Rows, Down> kChains{};
+  static constexpr Chains<Bits, Rows * Panels, Down> kChains{};
   __m512i chain[Rows][kChains.count];
 
   // Starts a group: the first chain carries -2^(bits-1) times the group's activation sum.
@@ -163,8 +164,8 @@ struct Outputs {
   }
 };
 
-// The sums of `Rows` rows of activations over one panel, for walk().
-template <int Bits, bool Affine, bool Halves, int Rows>
+// The sums of `Rows` rows of activations over one panel, for walk(); over one of `Panels` in step.
+template <int Bits, bool Affine, bool Halves, int Rows, int Panels = 1>
 struct Tile {
   static constexpr bool kDown = kShiftedDown<Rows, Halves>;
   static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
@@ -173,9 +174,17 @@ struct Tile {
   const int32_t* group_sums;
   int64_t groups, stride;  // from a row to the next: of group_sums, of the activations
   __m512 acc[Rows];
-  Sums<Bits, Rows, kDown> sums;
+  Sums<Bits, Rows, kDown, Panels> sums;
   __m512i line[8];
   [[no_unique_address]] Levels<Bits> levels;
+
+  [[gnu::always_inline]] void begin(const LinearArgs& args, int64_t row) {
+    levels.load(args.layout);
+    groups = args.layout.groups;
+    stride = args.layout.blocks * kBlockInputs;
+    group_sums = args.group_sums + row * groups;
+    for (__m512& each : acc) each = _mm512_setzero_ps();
+  }
 
   [[gnu::always_inline]] void start(int64_t group) { sums.template start<Affine>(group_sums + group, groups); }
   [[gnu::always_inline]] void begin_block(const uint8_t* at) { unpack_block<Bits, kDown>(at, levels, line); }
@@ -203,14 +212,38 @@ template <int Bits, bool Affine, bool Halves, int Rows>
 [[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row) {
   const Layout& layout = args.layout;
   Tile<Bits, Affine, Halves, Rows> tile;
-  tile.levels.load(layout);
-  tile.groups = layout.groups;
-  tile.stride = layout.blocks * kBlockInputs;
-  tile.group_sums = args.group_sums + row * tile.groups;
-  for (int i = 0; i < Rows; ++i) tile.acc[i] = _mm512_setzero_ps();
+  tile.begin(args, row);
   walk<Halves>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tile.stride, tile);
   const Outputs outputs(args, panel);
   for (int i = 0; i < Rows; ++i) outputs.store(args, row + i, tile.acc[i]);
+}
+
+// How one row goes through panels in step: how many, and how far ahead each is prefetched, 8 KiB in all. At 1 bit the
+// sums of more than two have no registers.
+template <int Bits>
+inline constexpr int kPanelsInStep = Bits == 1 ? 2 : 4;
+template <int Bits>
+inline constexpr int64_t kPrefetchBytes = (8 << 10) / kPanelsInStep<Bits>;
+
+template <int Bits, bool Affine, bool Halves>
+[[gnu::always_inline]] inline void tile_in_step(const LinearArgs& args, int64_t panel, int64_t row) {
+  constexpr int kPanels = kPanelsInStep<Bits>;
+  const Layout& layout = args.layout;
+  InStep<Tile<Bits, Affine, Halves, 1, kPanels>, kPanels, kPrefetchBytes<Bits>> tiles;
+  tiles.panel_bytes = layout.panel_bytes;
+  for (auto& tile : tiles.panel) tile.begin(args, row);
+  walk<Halves>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tiles.panel[0].stride, tiles);
+  for (int p = 0; p < kPanels; ++p) Outputs(args, panel + p).store(args, row, tiles.panel[p].acc[0]);
+}
+
+template <int Bits, bool Affine, bool Halves>
+void run_in_step(const LinearArgs& args) {
+  constexpr int kPanels = kPanelsInStep<Bits>;
+  for (int64_t row = 0; row < args.m; ++row) {
+    int64_t panel = args.panel_begin;
+    for (; args.panel_end - panel >= kPanels; panel += kPanels) tile_in_step<Bits, Affine, Halves>(args, panel, row);
+    for (; panel < args.panel_end; ++panel) tile<Bits, Affine, Halves, 1>(args, panel, row);
+  }
 }
 
 template <int Bits, bool Affine, bool Halves, int MostRows>

@@ -1,6 +1,8 @@
 // How x86 kernels walk a panel: the blocks in turn, each group from its first to its last input.
 #pragma once
 
+#include <xmmintrin.h>
+
 #include <cstdint>
 
 #include "../ukernel.h"
@@ -72,6 +74,51 @@ template <bool Halves, class Tile>
     if (group < groups) tile.finish(group, scales);
   }
 }
+
+// For walk(): a tile on each of `Panels` neighbouring panels, block by block in step, so that memory is read in as many
+// streams, each prefetched `Ahead` bytes before its use.
+template <class Tile, int Panels, int64_t Ahead>
+struct InStep {
+  static constexpr int64_t kBlockBytes = Tile::kBlockBytes, kGroupBytes = Tile::kGroupBytes;
+  static constexpr int64_t kRunBlocks = 0;
+  static_assert(Tile::kRunBlocks == 0);
+
+  Tile panel[Panels];
+  int64_t panel_bytes;
+  const uint8_t* block;  // of the first panel
+
+  [[gnu::always_inline]] void start(int64_t group) {
+    for (Tile& tile : panel) tile.start(group);
+  }
+
+  [[gnu::always_inline]] void begin_block(const uint8_t* at) {
+    block = at;
+    for (int p = 0; p < Panels; ++p) {
+      for (int64_t line = 0; line < kBlockBytes; line += kLineBytes) prefetch(at + p * panel_bytes + line);
+    }
+  }
+
+  template <int First, int Lines>
+  [[gnu::always_inline]] void add(const int8_t* a) {
+    for (int p = 0; p < Panels; ++p) {
+      panel[p].begin_block(block + p * panel_bytes);
+      panel[p].template add<First, Lines>(a);
+    }
+  }
+
+  [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
+    for (int p = 0; p < Panels; ++p) {
+      prefetch(scales + p * panel_bytes);  // a block and its scales touch a line more than the block
+      panel[p].finish(group, scales + p * panel_bytes);
+    }
+  }
+
+ private:
+  // Behind the last panel as well: a prefetch does not fault.
+  [[gnu::always_inline]] static void prefetch(const uint8_t* at) {
+    _mm_prefetch(reinterpret_cast<const char*>(at) + Ahead, _MM_HINT_T0);
+  }
+};
 
 }  // namespace
 }  // namespace lowbit

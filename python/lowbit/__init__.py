@@ -13,13 +13,14 @@ from . import _library
 cmake_prefix_path = _library.load()
 
 from . import nn, qat  # noqa: E402  (they need the operators)
-from ._library import isa, kernels, load_kernels  # noqa: E402
+from ._library import isa, kernels, load_kernels, streams  # noqa: E402
 from .exports.module import export_pt2, export_pte  # noqa: E402
 from .nn import use_huge_pages  # noqa: E402
 from .ops import PackedInfo, Unpacked, attention, embedding, info, linear, linear_experts, linears  # noqa: E402
 from .ops import pack, repack, unpack, verify  # noqa: E402
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
 from .quantize_model import quantize_  # noqa: E402
+from .slices import concat, slice_columns, slice_rows  # noqa: E402
 from .threads import ThreadTuning, tune_threads  # noqa: E402
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [
     "Unpacked",
     "attention",
     "cmake_prefix_path",
+    "concat",
     "embedding",
     "export_pt2",
     "export_pte",
@@ -72,6 +74,9 @@ __all__ = [
     "quantize_",
     "quantize_tensor",
     "repack",
+    "slice_columns",
+    "slice_rows",
+    "streams",
     "tune_threads",
     "unpack",
     "use_huge_pages",

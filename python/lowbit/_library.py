@@ -94,3 +94,20 @@ def isa() -> dict:
     from . import _C
 
     return _C.isa()
+
+
+def streams(pin: str | None = None) -> str:
+    """How one row of activations reads its weights from memory: "one" (panel after panel) or "several" (panels in step).
+
+    Which is faster depends on the CPU's maker: "several" on Intel's, "one" on all others; ``LOWBIT_STREAMS``, read once,
+    changes that. No bit of a result depends on it. Rows in step are written for AVX-512 VNNI.
+
+    Args:
+        pin: from now on, for all threads; None asks only.
+
+    Raises:
+        ValueError: ``pin`` is neither "one" nor "several".
+    """
+    from . import _C
+
+    return _C.streams(pin)

@@ -195,16 +195,18 @@ class _Output:
         return self.source.bytes if self.experts is None else sum(matrix.bytes for matrix in self.experts)
 
     def info(self) -> ops.PackedInfo | None:
-        if self.config is None:
-            return None
+        return None if self.config is None else self.packed_info()
+
+    def packed_info(self) -> ops.PackedInfo:
         config, shape = self.config, self.matrices[0].shape
+        assert config is not None
         info = ops.describe(shape, config.bits, config.group_size, config.mapping, self.bias is not None)
         return info if self.experts is None else replace(info, experts=len(self.experts))
 
     def stored(self, path: Path) -> Stored:
         if self.config is None:
             return Stored(self.name, path, self.source.dtype, self.source.shape, 0, self.source.bytes)
-        size = self.info().total_bytes
+        size = self.packed_info().total_bytes
         shape = (size,) if self.experts is None else (len(self.experts), size)
         return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
 
@@ -317,21 +319,22 @@ def _plan(
                 outputs.append(_Output(key, tensors[key]))
             continue
         weights = [user.removesuffix(".weight") for user in users[name] if user.endswith(".weight")]
-        layers = [layer for layer in weights if layer in selected]
-        if not layers:
+        chosen = [layer for layer in weights if layer in selected]
+        if not chosen:
             outputs.append(_Output(key, tensors[key]))
             continue
-        if len({tuple(vars(selected[layer]).items()) for layer in layers}) > 1:
+        if len({tuple(vars(selected[layer]).items()) for layer in chosen}) > 1:
             raise ValueError(
-                f"{' and '.join(layers)} share one weight but have different configs, "
-                f"{' and '.join(str(selected[layer]) for layer in layers)}; give all the same, or None to all but one"
+                f"{' and '.join(chosen)} share one weight but have different configs, "
+                f"{' and '.join(str(selected[layer]) for layer in chosen)}; give all the same, or None to all but one"
             )
-        biases = {}
-        for layer in layers:
-            bias = f"{layer}.bias"
+        biases: dict[str, Stored | None] = {}
+        for layer in chosen:
+            called_bias = f"{layer}.bias"
             if isinstance(selected[layer], LinearConfig):
-                biases[layer] = (by_name.get(bias) or by_name[ties[bias]]) if bias in state else None
-                packed_biases.add(bias)
+                in_state = called_bias in state
+                biases[layer] = (by_name.get(called_bias) or by_name[ties[called_bias]]) if in_state else None
+                packed_biases.add(called_bias)
         for stored in (tensors[key], *biases.values()):
             if stored is not None and stored.dtype not in DTYPES:
                 raise ValueError(
@@ -343,8 +346,8 @@ def _plan(
             return own + leaf
 
         # As quantize_ does: one buffer holds one bias.
-        together = layers if len({id(bias) for bias in biases.values()}) <= 1 else []
-        for layer in [layers[0]] if together else layers:
+        together = len({id(bias) for bias in biases.values()}) <= 1
+        for layer in chosen[:1] if together else chosen:
             bias = next(iter(biases.values()), None) if together else biases.get(layer)
             outputs.append(_Output(called(layer, "packed_weight"), tensors[key], selected[layer], bias, layer))
         floats = [layer for layer in weights if layer not in selected]
@@ -394,7 +397,8 @@ def _pack_matrix(
     output: _Output, matrix: _Matrix, bias: torch.Tensor | None, writer: Writer, done: Callable[[int], None]
 ) -> None:
     """Quantises in bands of rows; each is packed as a matrix of its own, whose panels are the whole one's."""
-    config, info, source = output.config, output.info(), matrix.parts[0]
+    config, info, source = output.config, output.packed_info(), matrix.parts[0]
+    assert config is not None
     n, k = matrix.shape
     read = matrix.reader()
     rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS
@@ -402,8 +406,9 @@ def _pack_matrix(
     if config.mapping == "levels":  # one table for all bands
         rows_to_fit = sampled_rows(n, k) if config.levels == FIT else range(1)
         sample = torch.cat([read(row, row + 1) for row in rows_to_fit])
-        config = replace(config, levels=table_of(config, sample))
-        levels = struct.pack(f"{2**config.bits}b", *config.levels)
+        table = table_of(config, sample)
+        config = replace(config, levels=table)
+        levels = struct.pack(f"{len(table)}b", *table)
     header_bytes = 64 if levels is None else 128
     start = writer.write(bytes(header_bytes))
     folded = 0
@@ -425,7 +430,7 @@ def _pack_matrix(
 
 def _write_packed(output: _Output, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
     """Writes a layer that is packed already."""
-    found, expected = ops.info(packed) if packed.dim() == 1 else ops.info_of_experts(packed), output.info()
+    found, expected = ops.info(packed) if packed.dim() == 1 else ops.info_of_experts(packed), output.packed_info()
     if found != replace(expected, levels=found.levels):  # a table that was fitted is not known before
         raise ValueError(f"{output.layer} is packed as {found}; expected {expected}")
     packed = packed.flatten()
@@ -552,7 +557,7 @@ def _read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[_Output], d
     outputs, left = _plan(model, config, tensors, source)
 
     # What transformers will take the new names for.
-    placed = {output.layer: (output.name, output.info()) for output in outputs if output.config is not None}
+    placed = {output.layer: (output.name, output.packed_info()) for output in outputs if output.config is not None}
     floats = {output.name for output in outputs if output.config is None}
     place_packed(model, placed, floats, torch.float32)
     found = names_in_model(model, [output.name for output in outputs])
@@ -593,7 +598,7 @@ def planned_size(
     return PlannedSize(
         total,
         sum(output.stored(Path()).bytes for output in packed),
-        sum(math.prod(output.info().shape) for output in packed),
+        sum(math.prod(output.packed_info().shape) for output in packed),
     )
 
 

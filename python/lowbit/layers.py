@@ -93,13 +93,20 @@ def layer_at(model: torch.nn.Module, name: str) -> Layer:
     return experts_of(model.get_submodule(parent)).get(leaf) or model.get_submodule(name)
 
 
-def put_packed(model: torch.nn.Module, name: str, layer: Layer, packed: torch.Tensor | ops.PackedInfo, dtype: torch.dtype):
+def put_packed(
+    model: torch.nn.Module,
+    name: str,
+    layer: Layer,
+    packed: torch.Tensor | ops.PackedInfo,
+    dtype: torch.dtype,
+    input_order: torch.Tensor | None = None,
+):
     """Puts the packed layer of this weight, or of this description, in the place of a float one; returns it."""
     if isinstance(layer, Experts):
         made = nn.LinearExperts(packed, dtype).train(layer.holder.training)
         layer.put(made)
         return made
-    made = nn.in_place_of(layer, packed, dtype)
+    made = nn.in_place_of(layer, packed, dtype, input_order)
     model.set_submodule(name, made)
     return made
 

@@ -170,23 +170,44 @@ class Packed(torch.nn.Module):
             self._describe(self.packed_weight)
 
 
+def _check_order(order: Tensor, inputs: int) -> None:
+    if order.dtype != torch.int32 or order.shape != (inputs,):
+        raise ValueError(f"input_order is {order.dtype} {list(order.shape)}; expected torch.int32 [{inputs}]")
+    if order.device.type != "meta" and not torch.equal(order.sort().values, torch.arange(inputs, dtype=torch.int32)):
+        raise ValueError(f"input_order has other numbers than 0 to {inputs - 1}, each once")
+
+
 class Linear(Packed):
     """A linear layer with 1- to 8-bit weights: int8 activations per row, quantised on the fly.
 
     Input [..., in_features] float32, bfloat16 or float16; output [..., out_features] of the same dtype.
     The weight is fixed; the input's gradient is that of a float layer with the dequantised weight.
+
+    The packed weight may have its inputs in another order, as GPTQ with act-order groups them: its input ``j`` is then the
+    layer's input ``input_order[j]``.
     """
 
-    def __init__(self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32):
+    input_order: Tensor | None
+
+    def __init__(
+        self,
+        packed_weight: Tensor | ops.PackedInfo,
+        dtype: torch.dtype = torch.float32,
+        input_order: Tensor | None = None,
+    ):
         """Args:
             packed_weight: from :func:`lowbit.pack`; the bias is in it. A description instead gives a module on the meta
                 device, which a checkpoint's loader fills.
             dtype: of ``weight`` and ``bias`` when they are read: float32, bfloat16 or float16.
+            input_order: int32 [in_features], each input once; None: as they are.
 
         Raises:
-            ValueError: not a valid packed weight, or another dtype.
+            ValueError: not a valid packed weight, another dtype, or an order that is none.
         """
         super().__init__(packed_weight, dtype)
+        if input_order is not None:
+            _check_order(input_order, self.info.in_features)
+        self.register_buffer("input_order", input_order)
 
     @classmethod
     def from_float(cls, linear: torch.nn.Linear, config: LinearConfig) -> Linear:
@@ -222,12 +243,43 @@ class Linear(Packed):
 
         return self._computed(compute, (self.info.out_features,))
 
+    def verify(self) -> None:
+        super().verify()
+        if self.input_order is not None:
+            _check_order(self.input_order, self.info.in_features)
+
+    def _dequantized(self, dtype: torch.dtype) -> Tensor:
+        weight = super()._dequantized(dtype)
+        return weight if self.input_order is None else weight[:, self.input_order.long().argsort()]
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        # Packed bytes and the order of their inputs belong together: a layer takes both as they were saved.
+        loaded, order = state_dict.get(prefix + "packed_weight"), state_dict.get(prefix + "input_order")
+        if order is not None:
+            try:
+                _check_order(order, self.info.in_features)
+            except ValueError as error:
+                error_msgs.append(f"{prefix}input_order: {error}")
+                return
+            if self.input_order is None:
+                self.input_order = torch.empty_like(order)
+        elif loaded is not None:
+            self.input_order = None
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.input_order is not None:
+            x = x.index_select(-1, self.input_order)
         return ops.linear(x, self.packed_weight, self.info.out_features)
 
     def extra_repr(self) -> str:
+        order = "" if self.input_order is None else "inputs in an order of their own, "
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.info.has_bias}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.info.has_bias}, {order}"
             + self._format_repr()
         )
 
@@ -355,14 +407,17 @@ def _dtype_of(layer: torch.nn.Linear | torch.nn.Embedding) -> torch.dtype:
 
 
 def in_place_of(
-    layer: torch.nn.Linear | torch.nn.Embedding, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype
+    layer: torch.nn.Linear | torch.nn.Embedding,
+    packed_weight: Tensor | ops.PackedInfo,
+    dtype: torch.dtype,
+    input_order: Tensor | None = None,
 ) -> Linear | Embedding:
     """The module with this packed weight that replaces a float layer, with the layer's hooks, its mode and what its users
-    have set on it; ``dtype`` is that of an embedding's output, and of ``weight``."""
+    have set on it; ``dtype`` is that of an embedding's output, and of ``weight``; ``input_order`` that of a linear layer."""
     if isinstance(layer, torch.nn.Embedding):
         packed = Embedding(packed_weight, dtype, layer.padding_idx)
     else:
-        packed = Linear(packed_weight, dtype)
+        packed = Linear(packed_weight, dtype, input_order)
     packed.train(layer.training)
     for name in _HOOKS:
         packed.__dict__[name] = layer.__dict__[name]

@@ -132,14 +132,14 @@ TEST(IsaCap, HoldsForActiveIsa) {
   if (cap == nullptr || cap[0] == '\0') {
     EXPECT_EQ(isa_cap(), nullptr);
     EXPECT_TRUE(isa_cap_status().ok());
-    EXPECT_EQ(active_isa(), cpu_isa());
+    EXPECT_EQ(instructions_of(active_isa()), instructions_of(cpu_isa()));
   } else if (const IsaName* entry = entry_of(cap)) {
     EXPECT_STREQ(isa_cap(), cap);
     EXPECT_TRUE(isa_cap_status().ok());
-    EXPECT_EQ(active_isa(), cpu_isa() & entry->allows);
+    EXPECT_EQ(instructions_of(active_isa()), cpu_isa() & entry->allows);
   } else {
     EXPECT_STREQ(isa_cap(), cap);
-    EXPECT_EQ(active_isa(), kPortable);
+    EXPECT_EQ(instructions_of(active_isa()), kPortable);
     const Status status = isa_cap_status();
     EXPECT_FALSE(status.ok());
     EXPECT_NE(std::strstr(status.message(), cap), nullptr) << status.message();
@@ -241,6 +241,40 @@ TEST(IsaCap, Sme2IsLeftAloneWhereItCannotBeUsed) {
 }
 #endif
 
+TEST(Streams, AreThoseThatWereAskedFor) {
+  const char* const text = std::getenv("LOWBIT_STREAMS");
+  const std::string wanted = text == nullptr ? "" : text;
+  Random random(1);
+  const Layout layout = layout_of(150, 200, 4, 32, Mapping::symmetric, false);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  const Tensor x = random_tensor(ElementType::f32, {1, 200}, random), out(ElementType::f32, {1, 150});
+  if (wanted == "many") {
+    EXPECT_TRUE(refused(linear(x.view, weight.view, 150, out.view, {}),
+                        "LOWBIT_STREAMS is 'many'; expected one or several"));
+    return;
+  }
+  if (!isa_cap_status().ok()) GTEST_SKIP() << "the operators refuse";
+  if (!wanted.empty()) EXPECT_EQ(streams() == Streams::several, wanted == "several");
+  const Streams before = streams();
+  for (const Streams pinned : {Streams::several, Streams::one, before}) {
+    pin_streams(pinned);
+    EXPECT_EQ(streams(), pinned);
+    EXPECT_EQ((active_isa() & kInStep) != 0, pinned == Streams::several && (cpu_isa() & kInStep) != 0);
+    const Tensor found(ElementType::f32, {1, 150});
+    for (int threads_of_call = 1; threads_of_call <= 3; ++threads_of_call) {
+      ASSERT_TRUE(linear(x.view, weight.view, 150, found.view, threads(threads_of_call)).ok());
+      if (pinned == Streams::several && threads_of_call == 1) std::memcpy(out.view.data, found.view.data, 150 * 4);
+      EXPECT_EQ(found.bytes(), out.bytes());
+    }
+#if defined(__linux__) && defined(__x86_64__)
+    const bool has_rows_in_step = (active_isa() & kAvx512Vnni) != 0;
+    const std::string expected = pinned == Streams::several && has_rows_in_step ? "linear_a8w4_1x64_" : "linear_a8w4_1x";
+    EXPECT_EQ(seen_linear.ran.substr(0, expected.size()), expected);
+    EXPECT_EQ(seen_linear.ran.find("1x64_") != std::string::npos, pinned == Streams::several && has_rows_in_step);
+#endif
+  }
+}
+
 TEST(IsaCap, SmeThreadsAreANumber) {
   const char* const text = std::getenv("LOWBIT_SME_THREADS");
   if (text == nullptr || text[0] == '\0') {
@@ -307,7 +341,8 @@ TEST(IsaCap, HoldsForTheOperators) {
   if (!isa_cap_status().ok()) GTEST_SKIP() << "LOWBIT_ISA is no name: the operators refuse";
   const IsaName* entry = entry_of(std::getenv("LOWBIT_ISA"));
   const bool is_set = isa_cap() != nullptr;
-  const IsaBits expected = !is_set ? cpu_isa() : entry != nullptr ? cpu_isa() & entry->allows : IsaBits{kPortable};
+  IsaBits expected = !is_set ? cpu_isa() : entry != nullptr ? cpu_isa() & entry->allows : IsaBits{kPortable};
+  expected = streams() == Streams::several ? expected | (cpu_isa() & kInStep) : instructions_of(expected);
   Random random(1);
   for (int bits = 1; bits <= 8; ++bits) {
     for (const int64_t group_size : {32, 48}) {

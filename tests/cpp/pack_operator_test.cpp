@@ -128,5 +128,51 @@ TEST(PackOperator, UnpackVerifies) {
   }
 }
 
+// Pieces of rows or of inputs, one of them empty of whole panels, and all of them joined again.
+TEST(SpliceOperator, SlicesJoinToTheSameBytesOnAnyNumberOfThreads) {
+  for (const auto& [bits, mapping] : {std::pair{1, Mapping::affine}, {3, Mapping::symmetric}, {8, Mapping::affine}}) {
+    const Inputs in(layout_of(300, 1100, bits, 48, mapping, true));
+    const std::vector<uint8_t> whole = packed(in.weights);
+    const Tensor source = bytes_tensor(whole);
+    for (const auto& [dim, places] : {std::pair{0, std::vector<int64_t>{0, 160, 167, 300}}, {1, {0, 48, 960, 1100}}}) {
+      for (const int count : {1, 7}) {
+        std::vector<Tensor> parts;
+        for (size_t i = 0; i + 1 < places.size(); ++i) {
+          Layout layout;
+          ASSERT_TRUE(splice_shape(&source.view, 1, dim, places[i], places[i + 1], &layout).ok());
+          parts.emplace_back(ElementType::u8, std::vector<int64_t>{layout.total_bytes});
+          const Status status =
+              splice(&source.view, 1, dim, places[i], places[i + 1], parts.back().view, threads(count));
+          ASSERT_TRUE(status.ok()) << status.message();
+          EXPECT_TRUE(parts.back().memory->intact());
+        }
+        const std::vector<TensorView> views{parts[0].view, parts[1].view, parts[2].view};
+        Tensor joined(ElementType::u8, {in.layout.total_bytes});
+        const Status status = splice(views.data(), 3, dim, 0, places.back(), joined.view, threads(count));
+        ASSERT_TRUE(status.ok()) << status.message();
+        EXPECT_EQ(joined.bytes(), whole) << bits << " bits, dim " << dim << ", " << count << " threads";
+        EXPECT_TRUE(joined.memory->intact());
+      }
+    }
+  }
+}
+
+TEST(SpliceOperator, Refusals) {
+  const Inputs in(layout_of(20, 70, 4, 32, Mapping::affine, true));
+  const std::vector<uint8_t> good = packed(in.weights);
+  const Tensor source = bytes_tensor(good);
+  Tensor out(ElementType::u8, {in.layout.total_bytes});
+  Layout layout;
+  EXPECT_TRUE(refused(splice_shape(&source.view, 0, 0, 0, 1, &layout), "there are 0 matrices"));
+  EXPECT_TRUE(refused(splice_shape(&source.view, 1, 2, 0, 1, &layout), "dim is 2"));
+  EXPECT_TRUE(refused(splice_shape(&source.view, 1, 0, 0, INT64_MAX, &layout), "expected 0 <= begin < end <= 20"));
+  EXPECT_TRUE(refused(splice_shape(&source.view, 1, 1, 32, 48, &layout), "cut a group of 32"));
+  EXPECT_TRUE(refused(splice(&source.view, 1, 0, 0, 16, out.view, {}), "out has shape"));
+  std::vector<uint8_t> altered = good;
+  altered.back() ^= 1;
+  const Tensor changed = bytes_tensor(altered);
+  EXPECT_TRUE(refused(splice(&changed.view, 1, 0, 0, 20, out.view, {}), "altered bytes"));
+}
+
 }  // namespace
 }  // namespace lowbit::test

@@ -32,14 +32,14 @@ constexpr int64_t kGroupSizes[] = {0, 16, 32, 48, 64};
 
 std::string name_of(IsaBits bit) {
   for (const IsaName& isa : names()) {
-    if (isa.bit == bit) return isa.name;
+    if (isa.bit == instructions_of(bit)) return isa.name;
   }
   return "?";
 }
 
-// Every subset of the bits that this processor's family has names for.
+// Every subset of the bits that this processor's family has names for, without and with several streams.
 std::vector<IsaBits> isa_subsets() {
-  std::vector<IsaBits> subsets = {kPortable};
+  std::vector<IsaBits> subsets = {kPortable, kInStep};
   for (const IsaName& isa : names()) {
     if (isa.bit == kPortable) continue;
     const size_t count = subsets.size();

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lowbit
-from runners import ARM_RUNNERS, EXAMPLE, QEMU, Runner, build
+from runners import ARM_RUNNERS, EXAMPLE, HERE, QEMU, Runner, build
 
 # The same examples in every run: a failure can be repeated, and a pass means the same everywhere.
 hypothesis.settings.register_profile("lowbit", derandomize=True, deadline=None, database=None)
@@ -45,13 +45,17 @@ def executorch():
 @pytest.fixture(scope="session")
 def runners(executorch, tmp_path_factory) -> Callable[[str, str], Runner]:
     """Finds a program of examples/cpp by its name and the CPU that it runs on."""
-    if ARM_RUNNERS:
-        return lambda name, cpu: Runner(name, [*QEMU, cpu, str(Path(ARM_RUNNERS) / name)])
     directory = tmp_path_factory.mktemp("runners")
     prefixes = f"{lowbit.cmake_prefix_path};{torch.utils.cmake_prefix_path}"  # executorch is found beside lowbit
     # As many distributions link: what only registers operators must stay all the same.
     build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={prefixes}", "CMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed")
-    return lambda name, cpu: Runner(name, [str(directory / name)])
+
+    def find(name: str, cpu: str) -> Runner:
+        if cpu == HERE:
+            return Runner(name, [str(directory / name)])
+        return Runner(name, [*QEMU, cpu, str(Path(ARM_RUNNERS) / name)], cpu)
+
+    return find
 
 
 @pytest.fixture

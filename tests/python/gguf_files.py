@@ -75,7 +75,8 @@ def random_blocks(name: str, n: int, k: int, block: int, size: int, generator: n
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma": gguf.MODEL_ARCH.GEMMA, "gemma2": gguf.MODEL_ARCH.GEMMA2, "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
-    "phi3": gguf.MODEL_ARCH.PHI3,
+    "phi3": gguf.MODEL_ARCH.PHI3, "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }  # fmt: skip
 
 
@@ -85,14 +86,32 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+def experts_as_in_files(name: str, array: np.ndarray, interleaved: bool) -> dict[str, np.ndarray]:
+    """The tensors of a file that a parameter of experts becomes, [experts, n, k] or [experts, n], by "gate", "up", "down";
+    the halves of one with two matrices lie below each other, or their rows alternate and all is transposed."""
+    if interleaved and array.ndim == 3:
+        array = array.swapaxes(1, 2)
+    if "gate_up" not in name:
+        return {"down": array}
+    half = array.shape[1] // 2
+    return dict(zip(("gate", "up"), (array[:, ::2], array[:, 1::2]) if interleaved else (array[:, :half], array[:, half:])))
+
+
 def write_model(
-    path: Path, model: torch.nn.Module, kind: str = "F32", tokens: list[str] | None = None, split: int = 0, **others
+    path: Path,
+    model: torch.nn.Module,
+    kind: str = "F32",
+    tokens: list[str] | None = None,
+    split: int = 0,
+    sentencepiece: list[tuple[str, float, int]] | None = None,
+    **others,
 ) -> Path:
     """A model of transformers as llama.cpp's converter writes it; matrices as `kind` if their rows fit its blocks.
 
     Args:
         tokens: of a byte-level vocabulary, without merges.
         split: tensors in each part; 0: one file.
+        sentencepiece: tokens with their scores and types instead.
         others: metadata of the architecture.
     """
     config = model.config
@@ -124,6 +143,16 @@ def write_model(
         writer.add_eos_token_id(1)
         writer.add_add_bos_token(True)
         writer.add_chat_template("{% for message in messages %}<{{ message['content'] }}>{% endfor %}")
+    if sentencepiece is not None:
+        texts, scores, types = zip(*sentencepiece)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(texts)
+        writer.add_token_scores(scores)
+        writer.add_token_types(types)
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_add_bos_token(True)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tied = config.tie_word_embeddings
     number = gguf.GGMLQuantizationType[kind]
@@ -133,14 +162,29 @@ def write_model(
             continue
         base, leaf = name.rsplit(".", 1)
         array = parameter.float().numpy()
-        if config.model_type == "llama" and base.endswith(("q_proj", "k_proj")):
+        if ".experts." in name:
+            leaf = "bias" if name.endswith("_bias") else "weight"
+            for part, matrices in experts_as_in_files(name, array, config.model_type == "gpt_oss").items():
+                called = f"blk.{name.split('.')[2]}.ffn_{part}_exps.{leaf}"
+                if leaf == "weight" and kind != "F32":
+                    data = np.stack([gguf.quantize(np.ascontiguousarray(matrix), number) for matrix in matrices])
+                    writer.add_tensor(called, data, raw_dtype=number)
+                else:
+                    writer.add_tensor(called, np.ascontiguousarray(matrices))
+            continue
+        if leaf == "sinks":
+            base, leaf = name, "weight"
+        if base.endswith("shared_expert_gate"):
+            array = array[0]
+        if config.model_type in ("llama", "mixtral") and base.endswith(("q_proj", "k_proj")):
             array = permute(
                 array, config.num_key_value_heads if base.endswith("k_proj") else config.num_attention_heads
             )
         if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
         called = f"{names.get_name(base)}.{leaf}"
-        if array.ndim == 2 and array.shape[1] % block == 0 and kind != "F32":
+        router = "ffn_gate_inp" in called  # which stays float
+        if array.ndim == 2 and array.shape[1] % block == 0 and kind != "F32" and not router:
             writer.add_tensor(called, gguf.quantize(array, number), raw_dtype=number)
         else:
             writer.add_tensor(called, np.ascontiguousarray(array))

@@ -1,6 +1,6 @@
 """The programs of examples/cpp: how they are built from the installed package, as a user would, and run.
 
-With LOWBIT_TEST_ARM_RUNNERS, a directory of such programs for Arm, the tests run those under QEMU:
+With LOWBIT_TEST_ARM_RUNNERS, a directory of such programs for Arm, the tests run those as well, under QEMU:
 `make test-arm-runner`.
 """
 
@@ -12,22 +12,24 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from models import MAGIC
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp"
 ARM_RUNNERS = os.environ.get("LOWBIT_TEST_ARM_RUNNERS")
 QEMU = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
-KINDS = ["pte"] if ARM_RUNNERS else ["pte", "pt2"]
-CPUS = ["cortex-a76", "max,sve=off"] if ARM_RUNNERS else ["here"]
-native = pytest.mark.skipif(ARM_RUNNERS is not None, reason="is about programs for this machine")
+KINDS = ["pte", "pt2"]
+HERE = "here"
+# Of a file, and the CPU that it runs on: there is no libtorch to build against for Arm.
+KINDS_AND_CPUS = [(kind, HERE) for kind in KINDS]
+if ARM_RUNNERS:
+    KINDS_AND_CPUS += [("pte", "cortex-a76"), ("pte", "max,sve=off")]
 
 
 @dataclass
 class Runner:
     name: str
     command: list[str]
+    cpu: str = HERE
 
     @property
     def kind(self) -> str:

@@ -368,3 +368,28 @@ def test_roofs_refuses_nonsense(roofs):
     for arguments in (["x"], ["0"], ["--mebibytes"]):
         process = subprocess.run([roofs, *arguments], check=False, capture_output=True, text=True, timeout=60)
         assert process.returncode == 2 and "expected" in process.stderr
+
+
+def test_a_run_replaces_the_part_of_its_own_kind_of_cpu(peers, finished, tmp_path, monkeypatch):
+    report = peers("compare_report")
+    monkeypatch.setattr(report, "draw", lambda results, path: path.write_bytes(PNG_SIGNATURE))
+    runs = []
+    for cpu, date in (("Xeon Q", "2001"), ("EPYC P", "2002"), ("Xeon Q", "2003")):
+        machine = finished[2]["machine"] | {"cpu": cpu, "isa": {"cpu": ["portable", "x"], "active": ["x"], "cap": None}}
+        runs.append(finished[2] | {"machine": machine, "date": date})
+    first, second, third = (report.write_document(results, tmp_path / "bench") for results in runs)
+    assert [path.name for path in first] == ["bench.json", "bench.md", "bench_xeon_q_x.png"]
+    assert second[2].name == "bench_epyc_p_x.png" and third == first and first[2].exists() and second[2].exists()
+    kinds = json.loads((tmp_path / "bench.json").read_text())
+    assert {kind: results["date"] for kind, results in kinds.items()} == {"EPYC P, x": "2002", "Xeon Q, x": "2003"}
+    text = (tmp_path / "bench.md").read_text()
+    assert text == report.document(kinds)
+    assert [line for line in text.splitlines() if line.startswith(("# ", "## "))] == [
+        "# How fast", "## EPYC P, x", "## Xeon Q, x"]
+    assert text.count("2001") == 0 and text.count("### Roofs") == 2
+
+
+def test_the_committed_document_is_that_of_its_data(peers):
+    docs = BENCH.parent / "docs"
+    kinds = json.loads((docs / "bench.json").read_text(encoding="utf-8"))
+    assert (docs / "bench.md").read_text(encoding="utf-8") == peers("compare_report").document(kinds)

@@ -112,10 +112,10 @@ def test_errors_of_packed_checkpoints(packed, tmp_path):
     later = tmp_path / "later"
     shutil.copytree(packed[0], later)
     text = json.loads((later / "config.json").read_text())
-    text["quantization_config"]["format_version"] = 2
+    text["quantization_config"]["format_version"] = 3
     (later / "config.json").write_text(json.dumps(text))
     message = error(invoke("generate", later, "--prompt", PROMPT))
-    assert "format_version 2; this lowbit reads version 1" in message and str(later / "config.json") in message
+    assert "format_version 3; this lowbit reads versions 1 and 2" in message and str(later / "config.json") in message
     text["quantization_config"] |= {"format_version": 1, "something": "new"}
     (later / "config.json").write_text(json.dumps(text))
     assert "'something'" in error(invoke("eval", later, "--text", TINY / "heldout.txt"))

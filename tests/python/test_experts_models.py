@@ -14,6 +14,7 @@ import lowbit.llm
 from lowbit import LinearConfig, LowBitConfig, nn, quantize_checkpoint
 from lowbit.checkpoint import planned_size
 from lowbit.layers import layer_at
+from lowbit.llm.bench import bytes_per_token
 
 TOKENS = torch.arange(20)[None] * 5 % 128
 SMALL = {
@@ -122,6 +123,19 @@ def test_every_way_gives_the_same_bytes(source, tmp_path):
     assert torch.equal(again(TOKENS).logits, first(TOKENS).logits)
 
 
+def test_experts_are_packed_while_the_files_are_read(source, monkeypatch):
+    """Not at the end, where all of them would be there as floats; also where their biases come after them."""
+    from lowbit.hf import quantizer
+
+    left, replace = [], quantizer.replace_layers
+    monkeypatch.setattr(
+        quantizer, "replace_layers", lambda model, layers: (left.extend(layers), replace(model, layers))
+    )
+    model = load(source[1], quantization_config=LowBitConfig(4, 32))
+    assert isinstance(model.get_submodule(experts_of(source[0])).down_proj, nn.LinearExperts)
+    assert not any("experts" in name for name in left)
+
+
 def test_decoding(source):
     kind, _ = source
     model = make(kind)
@@ -139,6 +153,24 @@ def test_decoding(source):
     decoder.release()
     with torch.inference_mode():
         assert torch.equal(model(TOKENS).logits, own)
+
+
+def test_the_bytes_of_a_token(source):
+    """Two of the four experts, all other layers, and a row of the table."""
+    model = make(source[0])
+    lowbit.quantize_(model, {"*": LinearConfig(4, 32), "*embed*": lowbit.EmbeddingConfig(4, 32)})
+    found = 0
+    for module in model.modules():
+        if isinstance(module, nn.LinearExperts):
+            found += module.packed_weight.numel() // 2
+        elif isinstance(module, nn.Linear):
+            found += module.packed_weight.numel()
+        elif isinstance(module, nn.Embedding):
+            found += module.packed_weight.numel() // 128
+    assert bytes_per_token(model) == found
+    model.config = transformers.LlamaConfig()  # which says nothing of experts
+    experts = [module for module in model.modules() if isinstance(module, nn.LinearExperts)]
+    assert bytes_per_token(model) == found + sum(layer.packed_weight.numel() // 2 for layer in experts)
 
 
 def test_exported_decoder(tmp_path):

@@ -213,8 +213,8 @@ def test_what_gguf_does_not_hold_is_refused_by_name(tmp_path):
     edit_json(tmp_path / "odd" / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0})
     with pytest.raises(ValueError, match="has the rope_type 'yarn'"):
         to_gguf(tmp_path / "odd", tmp_path / "m.gguf")
-    edit_json(tmp_path / "odd" / "config.json", model_type="gemma")
-    with pytest.raises(ValueError, match="'gemma'; lowbit writes llama, qwen2 and qwen3"):
+    edit_json(tmp_path / "odd" / "config.json", model_type="gpt_neox")
+    with pytest.raises(ValueError, match="'gpt_neox'; lowbit writes llama, mistral, qwen2, qwen3, phi3, gemma"):
         to_gguf(tmp_path / "odd", tmp_path / "m.gguf")
     save_model(tmp_path / "rows", vocab_size=2048)  # 168 inputs of the last matrix of a layer
     quantised_rows = tmp_path / "packed rows"

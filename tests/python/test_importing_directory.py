@@ -33,8 +33,13 @@ def stream(codes: list[int], bits: int) -> list[int]:
     return [struct.unpack("<i", struct.pack("<I", number >> (32 * word) & 0xFFFFFFFF))[0] for word in range(words)]
 
 
-def rows_of_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [rows, words] of codes [rows, count]."""
+def rows_of_words(codes: torch.Tensor, bits: int, whole: bool = False) -> torch.Tensor:
+    """int32 [rows, words] of codes [rows, count]; `whole`: no code is in two words."""
+    if whole:
+        each = 32 // bits
+        places = range(0, codes.shape[1], each)
+        rows = [[stream(row[at : at + each], bits)[0] for at in places] for row in codes.tolist()]
+        return torch.tensor(rows, dtype=torch.int32)
     return torch.tensor([stream(row, bits) for row in codes.tolist()], dtype=torch.int32)
 
 
@@ -62,6 +67,16 @@ def gptq(layer: Quantised, bits: int, group: int, version: int) -> dict[str, tor
     }
 
 
+def act_order(layer: Quantised, seed: int = 0) -> torch.Tensor:
+    """Gives the inputs of a layer to its groups by chance, as many to each; the group of each, int32 [k]."""
+    n, k = layer.codes.shape
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(seed + n))
+    groups = torch.empty(k, dtype=torch.int32)
+    groups[order] = (torch.arange(k) // (k // layer.scales.shape[1])).int()
+    layer.weight = layer.scales.float()[:, groups.long()] * (layer.codes - layer.zeros[:, groups.long()])
+    return groups
+
+
 def awq(layer: Quantised) -> dict[str, torch.Tensor]:
     def words(codes: torch.Tensor) -> torch.Tensor:  # [rows, n] by rows
         ordered = codes.view(len(codes), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(len(codes), -1)
@@ -74,14 +89,14 @@ def awq(layer: Quantised) -> dict[str, torch.Tensor]:
     }
 
 
-def compressed(layer: Quantised, bits: int) -> dict[str, torch.Tensor]:
+def compressed(layer: Quantised, bits: int, whole: bool = False) -> dict[str, torch.Tensor]:
     packed = {
-        "weight_packed": rows_of_words(layer.codes, bits),
+        "weight_packed": rows_of_words(layer.codes, bits, whole),
         "weight_scale": layer.scales,
         "weight_shape": torch.tensor(layer.codes.shape),
     }
     if (layer.zeros != 2 ** (bits - 1)).any():
-        packed["weight_zero_point"] = rows_of_words(layer.zeros.T, bits).T.contiguous()
+        packed["weight_zero_point"] = rows_of_words(layer.zeros.T, bits, whole).T.contiguous()
     return packed
 
 
@@ -117,7 +132,8 @@ def check(tmp_path, model, kind: str) -> lowbit.ImportSummary:
         if name.endswith("packed_weight"):
             packed += 1
             weight = model.get_submodule(name.removesuffix(".packed_weight")).weight
-            found = lowbit.embedding(torch.arange(len(weight)), tensor, weight.shape[1])
+            order = tensors.get(name.replace("packed_weight", "input_order"))
+            found = lowbit.nn.Linear(tensor, input_order=order).dequantize()
             if kind == "exact":
                 assert torch.equal(found, weight), name
             else:
@@ -152,6 +168,53 @@ def test_gptq(tmp_path, bits, zeros, version):
     assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {f"GPTQ, {bits} bits"}
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("zeros", ["middle", "free"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_with_act_order(tmp_path, bits, zeros, version):
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": True}
+    settings |= {"checkpoint_format": "gptq_v2"} if version == 2 else {}
+    generator = torch.Generator().manual_seed(bits)
+
+    def make(n: int, k: int):
+        layer = Quantised(n, k, bits, GROUP, zeros, generator)
+        groups = act_order(layer)  # before the weights are taken
+        return layer.weight, gptq(layer, bits, GROUP, version) | {"g_idx": groups}
+
+    model = checkpoint(tmp_path / "in", settings, make)
+    check(tmp_path, model, "exact" if zeros == "middle" else "rounded")
+    orders = [entry for entry in lowbit.inspect_checkpoint(tmp_path / "out") if entry.name.endswith("input_order")]
+    assert len(orders) == 7 and {entry.kind for entry in orders} == {"int32"}
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert saved["format_version"] == 2
+
+
+def test_groups_that_are_runs_need_no_order(tmp_path):
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}  # with static groups
+    model = checkpoint(tmp_path / "in", settings, maker(4, "middle", lambda layer: gptq(layer, 4, GROUP, 1)))
+    check(tmp_path, model, "exact")
+    assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "input_order" in name]
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert saved["format_version"] == 1
+
+
+@pytest.mark.parametrize("zeros", ["middle", "free"])
+def test_compressed_tensors_with_groups_by_activation(tmp_path, zeros):
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "actorder": "group"}
+    settings = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+
+    def make(n: int, k: int):
+        layer = Quantised(n, k, 4, GROUP, zeros, generator)
+        groups = act_order(layer)
+        return layer.weight, compressed(layer, 4) | {"weight_g_idx": groups}
+
+    check(tmp_path, checkpoint(tmp_path / "in", settings, make), "exact" if zeros == "middle" else "rounded")
+
+
 def test_gptq_with_one_group_per_row(tmp_path):
     settings = {"quant_method": "gptq", "bits": 4, "group_size": -1}
     pack = lambda layer: gptq(layer, 4, layer.codes.shape[1], 1)  # noqa: E731
@@ -181,8 +244,8 @@ def test_awq(tmp_path, zeros):
 
 
 @pytest.mark.parametrize("zeros", ["middle", "free"])
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_compressed_tensors(tmp_path, bits, zeros):
+@pytest.mark.parametrize(("bits", "whole"), [*((bits, False) for bits in range(1, 9)), (3, True), (5, True), (7, True)])
+def test_compressed_tensors(tmp_path, bits, whole, zeros):
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -194,7 +257,7 @@ def test_compressed_tensors(tmp_path, bits, zeros):
         "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"], "input_activations": None}},
     }  # fmt: skip
-    model = checkpoint(tmp_path / "in", settings, maker(bits, zeros, lambda layer: compressed(layer, bits)))
+    model = checkpoint(tmp_path / "in", settings, maker(bits, zeros, lambda layer: compressed(layer, bits, whole)))
     check(tmp_path, model, "exact" if zeros == "middle" or bits == 1 else "rounded")
 
 
@@ -262,8 +325,12 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def act_order(tensors: dict) -> None:
-    tensors[f"{Q}.g_idx"] = tensors[f"{Q}.g_idx"].flip(0)
+def uneven(tensors: dict) -> None:
+    tensors[f"{Q}.g_idx"][0] = 1
+
+
+def negative(tensors: dict) -> None:
+    tensors[f"{Q}.g_idx"] -= 1
 
 
 def missing(tensors: dict) -> None:
@@ -291,7 +358,8 @@ def both(tensors: dict) -> None:
 
 
 REFUSED = {
-    "act-order": (GPTQ, act_order, "has its inputs in an order of its own (act-order, desc_act)"),
+    "uneven groups": (GPTQ, uneven, "its inputs are in groups that do not have 32 inputs each"),
+    "a group below 0": (GPTQ, negative, "its inputs are in groups that do not have 32 inputs each"),
     "missing": (GPTQ, missing, "has no model.layers.0.self_attn.q_proj.scales"),
     "short": (GPTQ, short, "q_proj.g_idx in"),
     "zeros": (GPTQ, other_zeros, "has a zero point that the format's first version cannot tell from 0 and 16"),

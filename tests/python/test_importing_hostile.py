@@ -19,7 +19,7 @@ from lowbit.files.gguf import read_gguf
 from lowbit.importing import open_source
 from lowbit.importing.gguf import open_gguf
 from safetensors.torch import save
-from test_importing_directory import NF4, Quantised, awq, compressed, gptq
+from test_importing_directory import NF4, Quantised, act_order, awq, compressed, gptq
 from test_importing_others import hqq
 
 HUGE = [2**64 - 1, 2**63, 2**63 - 1, 2**61, 2**60 + 1, 2**40]
@@ -42,6 +42,15 @@ def tensors() -> list:
     found = [(f"{name}.weight", shape, 2, block * shape[1]) for name, shape in MATRICES.items()]
     ones = np.ones(32, "<f4").tobytes()
     return found + [(f"{name}.weight", (32,), 0, ones) for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")]
+
+
+def expert_file() -> bytes:
+    """All of a small Mixtral, likewise."""
+    block = struct.pack("<e", 1.0) + bytes(range(16))
+    found = [each for each in tensors() if "ffn_" not in each[0] or "norm" in each[0]]
+    found += [(f"blk.0.ffn_{part}_exps.weight", (32, 32, 2), 2, block * 64) for part in ("gate", "up", "down")]
+    found.append(("blk.0.ffn_gate_inp.weight", (32, 2), 0, np.ones(64, "<f4").tobytes()))
+    return file_bytes(METADATA | {"llama.expert_count": 2, "llama.expert_used_count": 1}, found)
 
 
 def header(tensor_count: int = 0, key_count: int = 0, version: int = 3) -> bytes:
@@ -83,6 +92,7 @@ DAMAGED = {
     "dimensions 5": (listing(tensor("t", (1,) * 5, 0, 0)), "has 5 dimensions; expected 1 to 4"),
     "dimension of 0": (listing(tensor("t", (0, 4), 0, 0)), "has a dimension of 0"),
     "unknown type": (listing(tensor("t", (32,), 43, 0)), "has the type 43, which this lowbit does not know"),
+    "bitnet.cpp": (listing(tensor("t", (128,), 36, 0)), "has the type I2_S of bitnet.cpp, whose order of codes depends"),
     "removed type": (listing(tensor("t", (32,), 4, 0)), "has the type 4, which"),
     "partial block": (listing(tensor("t", (33,), 2, 0)), "has rows of 33 values; expected a multiple of 32"),
     "blocks across rows": (listing(tensor("t", (16, 2), 2, 0)), "has rows of 16 values; expected a multiple of 32"),
@@ -176,7 +186,7 @@ MODELS = {
         "has a model of the architecture 'mamba'; lowbit imports",
     ),
     "unknown key": (changed(llama__logit_scale=2.0), "llama.logit_scale, which lowbit does not know"),
-    "experts": (changed(llama__expert_count=8), "llama.expert_count 8; expected 0"),
+    "experts": (changed(llama__expert_count=8, llama__expert_used_count=9), "has 8 experts and uses 9 of them"),
     "no heads": (changed(llama__attention__head_count=0), "has 0 attention heads"),
     "heads of a text": (changed(llama__attention__head_count="2"), "head_count '2'; expected one whole number"),
     "heads by layer": (changed(llama__attention__head_count_kv=[1, 1]), "head_count_kv of 2 values; expected one"),
@@ -263,11 +273,11 @@ def mutated(whole: bytes, generator: random.Random) -> bytes:
 
 
 def fuzz(directory, seed: int, count: int, step) -> int:
-    """Runs `step` on mutants of a file; whatever it raises must be one sentence. Returns how many it accepted."""
-    whole, generator, accepted = file_bytes(METADATA, tensors()), random.Random(seed), 0
+    """Runs `step` on mutants of two files; whatever it raises must be one sentence. Returns how many it accepted."""
+    wholes, generator, accepted = (file_bytes(METADATA, tensors()), expert_file()), random.Random(seed), 0
     file = directory / "m.gguf"
     for number in range(count):
-        file.write_bytes(mutated(whole, generator))
+        file.write_bytes(mutated(wholes[number % 2], generator))
         try:
             step(file, number)
             accepted += 1
@@ -286,6 +296,8 @@ def layers_of_others() -> dict[str, tuple[dict, dict, dict]]:
     """By format a layer of 32 x 32 weights: settings, tensors, metadata of the file."""
     generator = torch.Generator().manual_seed(0)
     layer = Quantised(32, 32, 4, 32, "free", generator)
+    halves = Quantised(32, 32, 4, 16, "free", generator)
+    order = gptq(halves, 4, 16, 1) | {"g_idx": act_order(halves)}
     matrix = {
         "_type": "IntxUnpackedToInt8Tensor",
         "_data": {"target_dtype": {"_data": "int4"}, "block_size": [1, 32], "activation_quantization": None},
@@ -305,6 +317,7 @@ def layers_of_others() -> dict[str, tuple[dict, dict, dict]]:
     groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": False}}}
     return {
         "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq(layer, 4, 32, 2), plain),
+        "gptq with act-order": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, order, plain),
         "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, awq(layer), plain),
         "compressed-tensors": (
             {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups},

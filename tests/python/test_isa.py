@@ -3,9 +3,11 @@
 import json
 import re
 
+import pytest
 import torch
 
 import lowbit
+import reference
 from reference import assert_same_bits
 
 # Saves what the capped package says of itself, and results of every width, mapping and dtype.
@@ -143,3 +145,30 @@ def test_the_table_of_kernels():
     for family, widths in (("linear", range(1, 9)), ("embedding", range(1, 9))):
         portable = {kernel["bits"] for kernel in kernels if kernel["family"] == family and kernel["isa"] == "portable"}
         assert portable == set(widths)
+
+
+def test_streams_are_pinned_and_change_no_bit(run_python, monkeypatch):
+    before = lowbit.streams()
+    assert before in ("one", "several")
+    packed = reference.random_packed(150, 256, 4, 32, "affine", bias=True)
+    x = reference.random_rows(1, 256)
+    try:
+        found = {}
+        for pin in ("several", "one"):
+            assert lowbit.streams(pin) == pin == lowbit.streams()
+            found[pin] = lowbit.linear(x, packed, 150)
+            running = {row["name"] for row in lowbit.kernels() if row["active"]}
+            in_step = "avx512vnni" in lowbit.isa()["active"] and pin == "several"
+            assert ("linear_a8w4_1x64_avx512vnni" in running) == in_step
+        assert_same_bits(found["one"], found["several"])
+        with pytest.raises(ValueError, match="pin is 'two'; expected one or several"):
+            lowbit.streams("two")
+    finally:
+        lowbit.streams(before)
+
+    monkeypatch.setenv("LOWBIT_STREAMS", "several" if before == "one" else "one")
+    assert run_python("import lowbit; print(lowbit.streams())").stdout.strip() not in ("", before)
+    monkeypatch.setenv("LOWBIT_STREAMS", "two")
+    process = run_python(IMPORT)
+    assert process.returncode != 0
+    assert process.stderr.strip().endswith("ImportError: LOWBIT_STREAMS is 'two'; expected one or several")

@@ -17,7 +17,7 @@ import torch
 import lowbit
 import lowbit.llm
 from reference import HEADER_BYTES
-from runners import CPUS, EXAMPLE, KINDS, Runner, native, packed_bytes_altered
+from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, Runner, packed_bytes_altered
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,9 +92,9 @@ def load(exported: dict[int, Exported], bits: int, kind: str) -> lowbit.llm.Expo
     return lowbit.llm.load_decoder(exported[bits].files[kind])
 
 
-@pytest.fixture(params=[f"{kind} {cpu}" for kind in KINDS for cpu in CPUS])
+@pytest.fixture(params=KINDS_AND_CPUS, ids=" ".join)
 def runner(runners, request) -> Runner:
-    kind, cpu = request.param.split()
+    kind, cpu = request.param
     return runners({"pte": "llm_runner", "pt2": "llm_runner_pt2"}[kind], cpu)
 
 
@@ -202,19 +202,17 @@ def exported_step_without_constants(path: Path) -> Path:
     return path
 
 
-@native
 def test_neither_python_nor_torch_is_needed(runners):
-    libraries = {name: runners(name, "here").libraries() for name in ("llm_runner", "llm_runner_pt2")}
+    libraries = {name: runners(name, HERE).libraries() for name in ("llm_runner", "llm_runner_pt2")}
     assert {"liblowbit.so", "lowbit_executorch.so", "libexecutorch.so"} <= libraries["llm_runner"]
     assert not [name for name in libraries["llm_runner"] if name.startswith(("libtorch", "libc10"))]
     assert not [name for names in libraries.values() for name in names if "python" in name]
 
 
-@native
 def test_text_to_text(runners, exported, tokenizer):
     process = subprocess.run(
         [sys.executable, EXAMPLE / "llm.py", "--tokenizer", MODEL, "--prompt", PROMPTS[0],
-         *runners("llm_runner", "here").command, "--max-new-tokens", str(NEW), exported[4].files["pte"]],
+         *runners("llm_runner", HERE).command, "--max-new-tokens", str(NEW), exported[4].files["pte"]],
         capture_output=True, text=True, timeout=300,
     )
     assert process.returncode == 0, process.stderr
@@ -224,7 +222,6 @@ def test_text_to_text(runners, exported, tokenizer):
 # In Python.
 
 
-@native
 @pytest.mark.parametrize("bits, kind", FILES)
 def test_generate_makes_the_tokens_of_eager(exported, bits, kind):
     step = load(exported, bits, kind)
@@ -233,7 +230,6 @@ def test_generate_makes_the_tokens_of_eager(exported, bits, kind):
         exported[bits].check_likeliest(prompt, made(exported, bits, kind, number))
 
 
-@native
 @torch.inference_mode()
 @pytest.mark.parametrize("bits, kind", FILES)
 def test_pieces(exported, bits, kind):
@@ -257,7 +253,6 @@ def test_pieces(exported, bits, kind):
     assert (step(text[:, -1:], torch.tensor([length - 1])) - whole).abs().max() > 3 * NEAR_TIE
 
 
-@native
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_calls(exported, kind):
     step = load(exported, 4, kind)
@@ -282,7 +277,6 @@ def test_bad_calls(exported, kind):
     assert torch.equal(step(one, zero), good)
 
 
-@native
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_files(exported, kind, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file .*none"):
@@ -296,7 +290,6 @@ def test_bad_files(exported, kind, tmp_path):
         lowbit.llm.load_decoder(other)
 
 
-@native
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_exports(exported, kind, tmp_path):
     export = lowbit.llm.export_decoder
@@ -308,7 +301,6 @@ def test_bad_exports(exported, kind, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@native
 def test_a_file_of_single_steps_and_stop_tokens(exported, executorch, runners, tokenizer, tmp_path):
     """With a chunk of 1 nothing is dynamic. Stop tokens of one's own end the text."""
     prompt, expected = exported[4].prompts[0], exported[4].expected[0]
@@ -321,7 +313,7 @@ def test_a_file_of_single_steps_and_stop_tokens(exported, executorch, runners, t
     exported[4].check_likeliest(prompt, free)
     until = free[: free.index(stop)]
     assert lowbit.llm.generate(step, prompt, NEW, max_length=step.max_length, stop=step.stop).tokens == until
-    process = runners("llm_runner", "here")("--ids", listed(prompt), file)
+    process = runners("llm_runner", HERE)("--ids", listed(prompt), file)
     assert process.stdout.split() == [str(token) for token in until], process.stderr
 
 
@@ -341,7 +333,6 @@ sys.stdout.write("<<" + "".join(pieces) + ">>")
 """
 
 
-@native
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("prompt", [0, 1])
 def test_executorchs_own_runner(exported, run_python, tokenizer, bits, prompt):

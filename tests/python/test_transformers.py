@@ -346,8 +346,8 @@ def test_another_models_weights(packed):
 
 def test_a_later_version(packed):
     settings = json.loads((packed / "config.json").read_text())["quantization_config"]
-    edit_json(packed / "config.json", quantization_config=settings | {"format_version": 2})
-    refuse(packed, ValueError, "format_version 2; this lowbit reads version 1", "Install the lowbit that wrote it")
+    edit_json(packed / "config.json", quantization_config=settings | {"format_version": 3})
+    refuse(packed, ValueError, "format_version 3; this lowbit reads versions 1 and 2", "Install the lowbit that wrote it")
     edit_json(packed / "config.json", quantization_config=settings | {"rotation": "hadamard"})
     refuse(packed, TypeError, "has no 'rotation'")
 

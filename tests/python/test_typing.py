@@ -19,6 +19,8 @@ TYPES = {
     "bytes": "bytes",
     "dict": "dict[str, Any]",
     "list": "list[dict[str, Any]]",
+    "collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]":
+        "Sequence[tuple[int, int]]",
     "None": "None",
 }
 # A std::string takes both; the loader gets what os.fsencode gives, a table of levels is bytes.
@@ -46,7 +48,7 @@ def module() -> dict[str, str]:
             continue
         arguments, result = re.fullmatch(rf"{name}\((.*)\) -> (\w+)\s*", value.__doc__, re.S).groups()
         parameters = []
-        for text in filter(None, arguments.split(", ")):
+        for text in filter(None, re.split(r", (?=\w+: )", arguments)):
             parameter, kind, default = re.fullmatch(r"(\w+): (.*?)( = .*)?", text).groups()
             optional = kind.endswith(" | None")
             kind = TYPES[kind.removesuffix(" | None")]

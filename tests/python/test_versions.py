@@ -22,7 +22,7 @@ def test_numbers():
     assert rows == {
         "package": lowbit.__version__,
         "packed format": "1, 2 with a table of levels",
-        "checkpoint": str(FORMAT_VERSION),
+        "checkpoint": f"1, {FORMAT_VERSION} with layers whose inputs are in an order of their own",
         "vendor interface": re.search(r"kKernelAbi = (\d+);", interface)[1],
     }
     weight = torch.randn(16, 32)

@@ -28,7 +28,7 @@ def bench(
     mode: Annotated[
         list[_Mode],
         typer.Option("--mode", help="As it is, with torch.compile, with AOTInductor; several take turns."),
-    ] = (_Mode.aot,),
+    ] = [_Mode.aot],  # noqa: B006 - typer reads it, and nobody changes it
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often; medians count.")] = 3,
     threads: Threads = None,
     as_json: Json = False,

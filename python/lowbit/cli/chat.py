@@ -28,7 +28,7 @@ from .options import (
     finite,
     make_config,
 )
-from .output import Output, describe
+from .output import Output, describe, set_stdout_errors
 
 if TYPE_CHECKING:
     from lowbit.llm.chat import Answer, Chat
@@ -114,7 +114,7 @@ def chat(
     text = chat_template(tokenizer, model) if text is None else text
     loaded = load(output, model, config)
     sampling, most, ignored = sampling_of(loaded)
-    given = {
+    given: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty
     }  # fmt: skip
     sampling = replace(sampling, **{name: value for name, value in given.items() if value is not None})
@@ -130,7 +130,7 @@ def chat(
     )  # fmt: skip
     talk.check()
     if not as_json:
-        sys.stdout.reconfigure(errors="replace")  # the text is for people
+        set_stdout_errors("replace")  # the text is for people
     if sys.stdin.isatty():
         output.note(f"{model}, {max_length} tokens of context; /help lists the commands, Ctrl-D ends")
     with _at_ctrl_c(_nothing) if sys.stdin.isatty() else nullcontext():

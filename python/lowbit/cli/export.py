@@ -56,20 +56,18 @@ def export(
     begin = time.perf_counter()
     with output.progress(f"exporting to {file}"):
         llm.export_decoder(decoder, file, chunk=min(chunk, max_length))
+    written, seconds = file.stat().st_size, time.perf_counter() - begin
     document = {
         "model": str(model),
         "output": str(file),
         "to": to,
         "max_length": max_length,
         "chunk": min(chunk, max_length),
-        "bytes": file.stat().st_size,
-        "seconds": time.perf_counter() - begin,
+        "bytes": written,
+        "seconds": seconds,
         "tensors": None,
     }
-    output.result(
-        document,
-        f"{file}: {size(document['bytes'])}, up to {max_length} tokens, written in {document['seconds']:.1f} s",
-    )
+    output.result(document, f"{file}: {size(written)}, up to {max_length} tokens, written in {seconds:.1f} s")
 
 
 def _to_gguf(output: Output, model: Path, file: Path) -> None:
@@ -79,20 +77,19 @@ def _to_gguf(output: Output, model: Path, file: Path) -> None:
     begin = time.perf_counter()
     with output.progress(f"exporting to {file}", "bytes") as advance:
         tensors = export_gguf(model, file, advance)
+    written, seconds = file.stat().st_size, time.perf_counter() - begin
     document = {
         "model": str(model),
         "output": str(file),
         "to": "gguf",
         "max_length": None,
         "chunk": None,
-        "bytes": file.stat().st_size,
-        "seconds": time.perf_counter() - begin,
+        "bytes": written,
+        "seconds": seconds,
         "tensors": [asdict(tensor) for tensor in tensors],
     }
     shown = table("tensors", "become", "went over")
     for type_, kind in sorted({(tensor.type, tensor.kind) for tensor in tensors}):
         alike = [tensor.steps for tensor in tensors if (tensor.type, tensor.kind) == (type_, kind)]
         shown.add_row(str(len(alike)), type_, ImportedTensor("", "", kind, max(alike)).came_over)
-    output.result(
-        document, shown, f"{file}: {size(document['bytes'])}, written in {document['seconds']:.1f} s"
-    )
+    output.result(document, shown, f"{file}: {size(written)}, written in {seconds:.1f} s")

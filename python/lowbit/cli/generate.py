@@ -26,7 +26,7 @@ from .options import (
     finite,
     make_config,
 )
-from .output import Output, size
+from .output import Output, set_stdout_errors, size
 
 
 def generate(
@@ -58,6 +58,9 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+    guesses: Annotated[
+        int, typer.Option("--guesses", min=0, help="Guess so many tokens from the text before; the text is the same.")
+    ] = 0,
     bits: OptionalBits = None,
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
@@ -76,6 +79,8 @@ def generate(
     model = imported(output, model)
     text = _prompt(prompt, prompt_file)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
+    if compile_ and guesses:
+        raise typer.BadParameter("compiled decoders give no logits behind guesses", param_hint="--guesses")
     if compile_:
         need_compiler()
     set_threads(threads)
@@ -91,7 +96,7 @@ def generate(
     step = make_decoder(output, loaded, max_length, compile_)
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
-        sys.stdout.reconfigure(errors="replace")  # the text is for people
+        set_stdout_errors("replace")  # the text is for people
 
     def on_token(token: int) -> None:
         pieces.append(stream.push(token))
@@ -108,6 +113,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=stop_tokens(loaded, tokenizer),
+        guesses=guesses,
         on_token=on_token,
     )
     memory = peak_memory()
@@ -121,12 +127,17 @@ def generate(
         "decode_seconds": generation.decode_seconds,
         "prefill_tokens_per_second": generation.prefill_rate,
         "decode_tokens_per_second": generation.decode_rate,
+        "decode_calls": generation.decode_calls,
+        "guessed": generation.guessed,
+        "right": generation.right,
         "peak_memory_bytes": memory,
         "threads": torch.get_num_threads(),
     }
     if not as_json:
         print(flush=True)
         decode = "" if math.isnan(generation.decode_rate) else f", decode {generation.decode_rate:.1f} tokens/s"
+        if generation.guessed:
+            decode += f" in {generation.decode_calls} calls, {generation.right} of {generation.guessed} guesses right"
         used = "" if memory is None else f", peak memory {size(memory)}"
         output.note(
             f"{generation.prompt_tokens} prompt tokens, prefill {generation.prefill_rate:.1f} tokens/s; "
@@ -141,4 +152,4 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise typer.BadParameter("give one of --prompt and --prompt-file", param_hint="--prompt")
     if prompt == "-" or str(prompt_file) == "-":
         return sys.stdin.read()
-    return prompt if prompt_file is None else read_text(prompt_file)
+    return read_text(prompt_file) if prompt_file is not None else prompt or ""

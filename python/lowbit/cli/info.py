@@ -57,11 +57,11 @@ def info(as_json: Json = False) -> None:
         ("threads", f"{threads}; this process may use {available_cpus()} CPUs"),
     ):
         facts.add_row(name, value)
-    counts = table("kernels", "instruction set", "all", "this CPU's", "in use", title=None)
+    counted = table("kernels", "instruction set", "all", "this CPU's", "in use", title=None)
     for family, by_isa in kernels.items():
-        for name, row in by_isa.items():
-            counts.add_row(family, name, *map(str, row.values()))
-    Output(as_json).result(document, facts, "", counts)
+        for name, numbers in by_isa.items():
+            counted.add_row(family, name, *map(str, numbers.values()))
+    Output(as_json).result(document, facts, "", counted)
 
 
 def _installed(package: str) -> str | None:

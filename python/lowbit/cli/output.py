@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
 import math
@@ -79,7 +80,7 @@ class Output:
 
     def warn(self, text: str) -> None:
         """A warning, on stderr."""
-        _show_warning(text)
+        _print_warning(text)
 
     @contextmanager
     def progress(self, what: str, unit: str | None = None) -> Iterator[Callable[..., None]]:
@@ -131,6 +132,12 @@ def _end(number: int, frame: Any) -> None:
     sys.exit(128 + number)
 
 
+def set_stdout_errors(errors: str) -> None:
+    """What is printed for a character that the terminal's encoding does not have."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not where a program has put something else in its place
+        sys.stdout.reconfigure(errors=errors)
+
+
 @contextmanager
 def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> Iterator[None]:
     """Turns what users can put right into one line and exit code 1. A bug keeps its traceback.
@@ -141,7 +148,7 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
     for number in _ENDINGS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, and a shell's background jobs, ignore some
             signal.signal(number, _end)
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    set_stdout_errors("backslashreplace")  # names of files may be no text
     try:
         yield
         sys.stdout.flush()
@@ -205,5 +212,11 @@ def quieten() -> None:
     warnings.showwarning = _show_warning
 
 
-def _show_warning(message: Warning | str, *details: Any) -> None:
-    print(f"lowbit: warning: {one_line(str(message))}", file=sys.stderr)
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+) -> None:
+    _print_warning(str(message))
+
+
+def _print_warning(text: str) -> None:
+    print(f"lowbit: warning: {one_line(text)}", file=sys.stderr)

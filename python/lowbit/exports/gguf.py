@@ -215,8 +215,8 @@ def _packed(name: str, stored: Stored, heads: int, done: Callable[[int], None]) 
     return [weight, bias] if info.has_bias else [weight]
 
 
-def _float(name: str, stored: Stored, heads: int, done: Callable[[int], None]) -> _Output:
-    """Floats as they are; vectors as float32, which is what ggml adds and multiplies by."""
+def _float(name: str, stored: Stored, heads: int, done: Callable[[int], None], added: float = 0.0) -> _Output:
+    """Floats as they are; vectors as float32, which is what ggml adds and multiplies by, and with `added`."""
     if stored.dtype not in DTYPES or stored.dtype not in _FLOAT_NAMES or len(stored.shape) > 2:
         raise ValueError(f"{stored.name} is {stored.dtype} {list(stored.shape)}; GGUF holds F32, F16 and BF16 matrices")
     kind = "F32" if len(stored.shape) == 1 else _FLOAT_NAMES[stored.dtype]
@@ -228,11 +228,16 @@ def _float(name: str, stored: Stored, heads: int, done: Callable[[int], None]) -
             values = read_rows(stored, begin, min(begin + rows, n))
             values = values[_ordered(heads, n)] if heads else values
             values = values.float() if kind == "F32" else values
+            values = values + added if added else values
             writer.write(values.contiguous().view(torch.uint8).numpy())
             done(stored.bytes * len(values) // n)
         return ExportedTensor(name, kind, "float")
 
     return _Output(name, _TYPES[kind], stored.shape, write)
+
+
+_ACTIVATIONS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), "silu")
+_ACTIVATIONS |= dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gelu_pytorch_tanh")
 
 
 def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -241,12 +246,15 @@ def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a setting that the file could not say.
     """
-    name = config.get("model_type")
-    if name not in ("llama", "qwen2", "qwen3"):
-        raise ValueError(f"{path} has a model of the type {name!r}; lowbit writes llama, qwen2 and qwen3 to GGUF")
-    for key, expected in (("hidden_act", "silu"), ("use_sliding_window", False), ("sliding_window_pattern", None)):
-        if config.get(key, expected) != expected:
-            raise ValueError(f"{path} has {key} {config[key]!r} in {CONFIG}; GGUF's {name} has {expected!r}")
+    kind = config.get("model_type")
+    if kind not in _ACTIVATIONS:
+        written = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"{path} has a model of the type {kind!r}; lowbit writes {written} to GGUF")
+    name = "llama" if kind == "mistral" else kind.removesuffix("_text")
+
+    def expect(key: str, *allowed: Any) -> None:
+        if config.get(key, allowed[0]) not in allowed:
+            raise ValueError(f"{path} has {key} {config[key]!r} in {CONFIG}; GGUF's {name} has {allowed[0]!r}")
 
     def whole(key: str, default: int | None = None) -> int:
         value = config.get(key)
@@ -255,34 +263,102 @@ def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{path} has {key} {value!r} in {CONFIG}; expected a number above 0")
         return value
 
-    heads, width = whole("num_attention_heads"), whole("hidden_size")
-    head = whole("head_dim", width // heads)
+    expect("hidden_act", _ACTIVATIONS[kind], None)
+    expect("hidden_activation", _ACTIVATIONS[kind], None)
+    expect("use_sliding_window", False)
+    expect("use_bidirectional_attention", False, None)
+    heads, width, layers = whole("num_attention_heads"), whole("hidden_size"), whole("num_hidden_layers")
+    head = whole("head_dim", None if name.startswith("gemma") else width // heads)
+    rotated = head
     found: dict[str, Any] = {
         "context_length": whole("max_position_embeddings"),
         "embedding_length": width,
-        "block_count": whole("num_hidden_layers"),
+        "block_count": layers,
         "feed_forward_length": whole("intermediate_size"),
         "attention.head_count": heads,
         "attention.head_count_kv": whole("num_key_value_heads", heads),
         "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
         "attention.key_length": head,
         "attention.value_length": head,
-        "rope.dimension_count": head,
         "vocab_size": whole("vocab_size"),
     }
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
+    plain = ("default", "linear", "llama3") if name == "llama" else ("default", "linear")
+    if name == "gemma3":
+        local = rope.get("sliding_attention") or {}
+        if local.get("rope_type", "default") != "default" or local.get("rope_theta") != 10000.0:
+            raise ValueError(f"{path} has the rotation {local} in windows in {CONFIG}; GGUF's gemma3 has a theta of 10000")
+        rope = rope.get("full_attention") or {}
+        expect("final_logit_softcapping", None)
+        expect("attn_logit_softcapping", None)
+    if name in ("gemma2", "gemma3"):
+        pattern = 2 if name == "gemma2" else 6
+        usual = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
+        expect("layer_types", usual)
+        expect("sliding_window_pattern", pattern, None)
+        # ggml knows the largest of both by their layers, and that they alone divide by the width that heads would have.
+        large = layers == (46 if name == "gemma2" else 62)
+        expect("query_pre_attn_scalar", width // heads if large else head)
+        found["attention.sliding_window"] = whole("sliding_window")
+    else:
+        expect("sliding_window_pattern", None)
+    if name == "gemma2":
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if not isinstance(config.get(key), int | float) or isinstance(config[key], bool):
+                raise ValueError(f"{path} has {key} {config.get(key)!r} in {CONFIG}; GGUF's gemma2 has a number")
+            found[key] = float(config[key])
+    elif name in ("llama", "phi3"):
+        if config.get("sliding_window") is not None:
+            if name == "llama":
+                raise ValueError(f"{path} has sliding_window {config['sliding_window']!r} in {CONFIG}; GGUF's llama has none")
+            found["attention.sliding_window"] = whole("sliding_window")
+    if name == "phi3":
+        if head != width // heads:
+            raise ValueError(f"{path} has head_dim {head} in {CONFIG}; GGUF's phi3 has {width // heads}")
+        plain = ("default", "longrope")
+        rotated = int(head * float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))))
+        key = "original_max_position_embeddings"
+        if (original := rope.get(key)) is not None or config.get(key) is not None:
+            found["rope.scaling.original_context_length"] = whole(key, original)
+    elif rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{path} rotates a part of each head in {CONFIG}; GGUF's {name} rotates all of it")
+    found["rope.dimension_count"] = rotated
     found["rope.freq_base"] = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "linear":
+    rotation = rope.get("rope_type", rope.get("type", "default"))
+    if rotation not in plain:
+        raise ValueError(f"{path} has the rope_type {rotation!r} in {CONFIG}; lowbit writes {', '.join(plain)} for {name}")
+    if rotation == "linear":
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
-    elif kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{path} has the rope_type {kind!r} in {CONFIG}; lowbit writes default, linear and llama3")
+    if rotation == "longrope" and rope.get("attention_factor") is not None:
+        found["rope.scaling.attn_factor"] = float(rope["attention_factor"])
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _long_factors(config: dict[str, Any], rotated: int) -> dict[str, np.ndarray]:
+    """What Phi 3's rotation divides its frequencies by, in short texts and in long ones.
+
+    Raises:
+        ValueError: they are no list of numbers, of half of what is rotated.
+    """
+    rope = _rope(config)
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return {}
+    found = {}
+    for which in ("short", "long"):
+        factors = np.array(rope.get(f"{which}_factor"), np.float32)
+        if factors.shape != (rotated // 2,):
+            raise ValueError(f"{CONFIG} has {which}_factor {list(factors.shape)}; expected [{rotated // 2}]")
+        found[f"rope_factors_{which}.weight"] = factors
+    return found
 
 
 def _llama3_factors(config: dict[str, Any], head: int) -> np.ndarray | None:
     """What the frequencies of Llama 3's rotation are divided by, float32 [head / 2]; None: it is the plain one."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
     if rope.get("rope_type", rope.get("type")) != "llama3":
         return None
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
@@ -302,7 +378,7 @@ def export_gguf(
     bytes.
 
     Args:
-        source: a directory with a model of llama, qwen2 or qwen3.
+        source: a directory with a model of llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text or phi3.
         path: a name that ends in .gguf; what is there is replaced in one step.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)``.
 
@@ -320,7 +396,8 @@ def export_gguf(
         raise ValueError(f"{source} is quantised by the method {quantization_method(config)!r}: lowbit import it first")
     metadata = _metadata(source, config)
     tensors = read_files(*files_of(source))
-    architecture = config["model_type"]
+    architecture = metadata["general.architecture"]
+    offset = ARCHITECTURES[architecture].norm_offset
     leaves = {ours: theirs for theirs, ours in ARCHITECTURES[architecture].names.items()}
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"} if architecture == "llama" else {}
     total, read = sum(stored.bytes for stored in tensors.values()), 0
@@ -336,6 +413,8 @@ def export_gguf(
         layer, _, leaf = key.rpartition(".")
         if leaf == "weight" and f"{layer}.packed_weight" in tensors:
             continue  # stands in its place for programs that do not know packed weights
+        if leaf == "input_order":
+            raise ValueError(f"{layer} has its inputs in an order of its own ({key}); GGUF has no such layers")
         name = _OUTSIDE.get(layer)
         if name is None and layer.startswith("model.layers."):
             number, _, part = layer.removeprefix("model.layers.").partition(".")
@@ -349,18 +428,22 @@ def export_gguf(
         if leaf == "packed_weight":
             outputs += _packed(name, stored, permuted, done)
         elif name != "output" or not config.get("tie_word_embeddings"):
-            outputs.append(_float(f"{name}.{leaf}", stored, permuted, done))
+            added = offset if name.endswith("norm") else 0.0
+            outputs.append(_float(f"{name}.{leaf}", stored, permuted, done, added))
     table = next((output for output in outputs if output.name == "token_embd.weight"), None)
     if table is None:
         raise ValueError(f"{source} has no model.embed_tokens, the table of its tokens")
-    factors = _llama3_factors(config, metadata[f"{architecture}.rope.dimension_count"])
-    if factors is not None:
+    rotated = metadata[f"{architecture}.rope.dimension_count"]
+    factors = _long_factors(config, rotated)
+    if (llama3 := _llama3_factors(config, rotated)) is not None:
+        factors["rope_freqs.weight"] = llama3
+    for name, values in factors.items():
 
-        def write_factors(writer: GgufWriter) -> ExportedTensor:
-            writer.write(factors)
-            return ExportedTensor("rope_freqs.weight", "F32", "float")
+        def write_factors(writer: GgufWriter, name: str = name, values: np.ndarray = values) -> ExportedTensor:
+            writer.write(values)
+            return ExportedTensor(name, "F32", "float")
 
-        outputs.append(_Output("rope_freqs.weight", _TYPES["F32"], factors.shape, write_factors))
+        outputs.append(_Output(name, _TYPES["F32"], values.shape, write_factors))
     metadata |= _tokenizer(source, config, table.shape[0])
     with replacing(path, ".gguf") as file:
         listed = [(output.name, output.type, output.shape) for output in outputs]

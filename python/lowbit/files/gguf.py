@@ -55,6 +55,9 @@ TYPES = {
     41: TensorType("Q1_0", 128, 18), 42: TensorType("Q2_0", 64, 18),
 }  # fmt: skip
 
+# Of bitnet.cpp. In I2_S three of its builds order the codes in three ways, and no file says in which.
+_UNTOLD = {36: "I2_S", 37: "I8_S", 38: "TL1"}
+
 # Type of a value in the metadata -> its little-endian form.
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -189,6 +192,12 @@ def _read_tensor(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int
     if min(shape) < 1:
         raise ValueError(f"{header.path}: {what} has a dimension of 0")
     number, offset = header.u32(what), header.u64(what)
+    if number in _UNTOLD:
+        raise ValueError(
+            f"{header.path}: {what} has the type {_UNTOLD[number]} of bitnet.cpp, whose order of codes depends on the "
+            "processor of the program that wrote it, and is not in the file; take the model's packed safetensors "
+            "(quant_method bitnet), or a file of the type TQ1_0 or TQ2_0"
+        )
     if number not in TYPES:
         raise ValueError(f"{header.path}: {what} has the type {number}, which this lowbit does not know")
     kind = TYPES[number]
@@ -308,7 +317,7 @@ def _text(value: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A value with its type before it: a text, a truth value, a number, or a list of texts or of int32."""
+    """A value with its type before it: a text, a truth value, a number, or a list of texts, of float32 or of int32."""
     if isinstance(value, bool):
         return struct.pack("<I?", _BOOL, value)
     if isinstance(value, int):
@@ -319,7 +328,8 @@ def _value(value: Any) -> bytes:
         return struct.pack("<I", _STRING) + _text(value)
     if all(isinstance(item, str) for item in value):
         return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
-    return struct.pack("<IIQ", _ARRAY, 5, len(value)) + np.array(value, "<i4").tobytes()
+    number, form = (6, "<f4") if any(isinstance(item, float) for item in value) else (5, "<i4")
+    return struct.pack("<IIQ", _ARRAY, number, len(value)) + np.array(value, form).tobytes()
 
 
 class GgufWriter:
@@ -327,7 +337,7 @@ class GgufWriter:
 
     def __init__(self, path: Path, metadata: dict[str, Any], tensors: list[tuple[str, TensorType, tuple[int, ...]]]):
         """Args:
-        metadata: int as uint32, float as float32, lists of int as int32.
+        metadata: int as uint32, float as float32, lists of them likewise but int as int32.
         tensors: shapes with the slowest dimension first; whole blocks in a row.
         """
         numbers = {kind: number for number, kind in TYPES.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ DTYPES = {
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PACKED_SUFFIX = ".packed_weight"
+ORDER_SUFFIX = ".input_order"  # int32 [inputs], beside the packed weight of a layer that has one
 
 _ALIGNMENT = (
     64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
@@ -201,6 +202,25 @@ def packed_info(stored: Stored) -> ops.PackedInfo:
         return info if len(stored.shape) == 1 else replace(info, experts=stored.shape[0])
     except ValueError as error:
         raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
+
+
+def orders_of(tensors: Mapping[str, Stored]) -> set[str]:
+    """The packed weights of a checkpoint, by their names, whose inputs are in an order of their own.
+
+    Raises:
+        ValueError: an order beside no packed weight, or of another shape or dtype.
+    """
+    found = set()
+    for name, stored in tensors.items():
+        if name.endswith(ORDER_SUFFIX):
+            packed = name.removesuffix(ORDER_SUFFIX) + PACKED_SUFFIX
+            if packed not in tensors:
+                raise ValueError(f"{stored.path} has {name}, but there is no {packed}; a shard is missing")
+            inputs = packed_info(tensors[packed]).in_features
+            if stored.dtype != "I32" or stored.shape != (inputs,):
+                raise ValueError(f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}; expected I32 [{inputs}]")
+            found.add(packed)
+    return found
 
 
 def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, int]:

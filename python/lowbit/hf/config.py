@@ -20,7 +20,8 @@ from . import experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 METHOD = "lowbit"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # the newest that is read; written only where a layer has its inputs in an order of its own
+_WITHOUT_ORDERS = 1
 
 _FIELDS = ("bits", "group_size", "mapping", "scale", "levels")
 BY_OVERRIDES = "left float by its configuration"
@@ -88,17 +89,17 @@ class LowBitConfig(QuantizationConfigMixin):
         method = others.pop("quant_method", METHOD)
         if method != METHOD:
             raise ValueError(f"quant_method is {method!r}; expected {METHOD!r}")
-        version = others.pop("format_version", FORMAT_VERSION)
-        if version != FORMAT_VERSION:
+        version = others.pop("format_version", _WITHOUT_ORDERS)
+        if isinstance(version, bool) or version not in (_WITHOUT_ORDERS, FORMAT_VERSION):
             raise ValueError(
-                f"quantization_config has format_version {version!r}; this lowbit reads version {FORMAT_VERSION}. "
-                "Install the lowbit that wrote it, or a later one."
+                f"quantization_config has format_version {version!r}; this lowbit reads versions {_WITHOUT_ORDERS} and "
+                f"{FORMAT_VERSION}. Install the lowbit that wrote it, or a later one."
             )
         if others:
             raise TypeError(f"LowBitConfig has no {', '.join(map(repr, others))}; it has {', '.join(_FIELDS)}, "
                             "embedding_bits and overrides")  # fmt: skip
         self.quant_method = METHOD
-        self.format_version = FORMAT_VERSION
+        self.format_version = version
         self.bits = bits
         self.group_size = group_size
         self.mapping = mapping
@@ -120,7 +121,7 @@ class LowBitConfig(QuantizationConfigMixin):
             fields["bits"] = self.embedding_bits
             if not 2 <= self.embedding_bits <= 4 and (self.levels is not None or self.mapping == "levels"):
                 fields |= {"mapping": "symmetric", "levels": None}
-        return kind(**fields | change)
+        return kind(**{**fields, **change})
 
     def to_diff_dict(self) -> dict[str, Any]:
         """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
@@ -140,7 +141,8 @@ class LowBitConfig(QuantizationConfigMixin):
     ) -> tuple[dict[str, LinearConfig | EmbeddingConfig], dict[str, str]]:
         """As :meth:`select`; and linear layers and embeddings that stay float, each with the reason: ``BY_OVERRIDES`` or
         ``BY_ARCHITECTURE``."""
-        selected, left, overridden, patterns = {}, {}, set(), Patterns(self.overrides)
+        selected, left, overridden = {}, {}, set()
+        patterns = Patterns((pattern, change) for pattern, change in self.overrides)
         modules = dict(named_layers(model))
         # Layers that an architecture computes in float32, whose weights its code reads (T5's "wo").
         precise = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
@@ -181,7 +183,7 @@ class LowBitConfig(QuantizationConfigMixin):
         overrides: list[tuple[str, dict[str, Any] | None]] = []
         for name, layer in named_layers(model):
             if name in packed:
-                info = layer.info
+                info = packed[name].info
                 fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), common, strict=False)
                 change = {field: own for field, own, usual in fields if own != usual}
                 if change or layer is head:
@@ -189,4 +191,6 @@ class LowBitConfig(QuantizationConfigMixin):
             elif kind_of(layer) is not None:
                 overrides.append((escape(name), None))
         bits, group_size, mapping = common
-        return cls(bits, group_size, mapping, overrides=overrides)
+        ordered = any(getattr(layer, "input_order", None) is not None for layer in packed.values())
+        version = FORMAT_VERSION if ordered else _WITHOUT_ORDERS
+        return cls(bits, group_size, mapping, overrides=overrides, format_version=version)

@@ -70,7 +70,9 @@ def run_experts(
     """
     index = router_indices if top_k_index is None else top_k_index
     weights = routing_weights if top_k_weights is None else top_k_weights
-    first, second = (getattr(holder, leaf) for leaf in _leaves(holder))
+    leaves = _leaves(holder)
+    assert index is not None and weights is not None and leaves is not None  # each model passes one of either name
+    first, second = (getattr(holder, leaf) for leaf in leaves)
     inner = first(hidden_states, index)
     inner = holder._apply_gate(inner) if getattr(holder, "has_gate", True) else holder.act_fn(inner)
     outputs = second(inner, index[..., None])[..., 0, :]

@@ -47,10 +47,11 @@ def _check(path: Path, fields: Mapping[str, Any], vocabulary: int) -> None:
     if not isinstance(tokens, list) or not 1 <= len(tokens) <= vocabulary:
         found = f"{len(tokens)} texts" if isinstance(tokens, list) else f"a {type(tokens).__name__}"
         raise ValueError(f"{path} has {found} as tokenizer.ggml.tokens; expected 1 to {vocabulary} texts")
-    if len(set(tokens)) != len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))
-        raise ValueError(f"{path} has the token {printable(twice)!r} twice")
+    seen = set()
+    for token in tokens:
+        if token in seen:
+            raise ValueError(f"{path} has the token {printable(token)!r} twice")
+        seen.add(token)
     for name in ("scores", "token_type"):
         if name in fields and (not isinstance(fields[name], list) or len(fields[name]) != len(tokens)):
             raise ValueError(f"{path} has tokenizer.ggml.{name} for another number of tokens than {len(tokens)}")
@@ -101,6 +102,8 @@ def save_tokenizer(
         known = _cuts(converter)
         backend, _ = converter.convert_gguf_tokenizer(architecture, fields)
         backend = _without_others(backend, len(tokens))
+        if fields["tokenizer_type"] == "llama" and not _flag(path, metadata, "add_space_prefix", True):
+            backend = _without_prefix(backend)
         cut = fields.get("pre_tokenizer_type", "default")
         if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
             warnings.warn(
@@ -122,6 +125,20 @@ def _without_others(backend, count: int):
     if len(own) == len(content["added_tokens"]):
         return backend
     return type(backend).from_str(json.dumps(content | {"added_tokens": own}))
+
+
+def _without_prefix(backend):
+    """A SentencePiece tokenizer that puts no space before a text."""
+    content = json.loads(backend.to_str())
+    cut, change = content["pre_tokenizer"], content["normalizer"]
+    if cut and cut["type"] == "Metaspace":
+        cut["prepend_scheme"] = "never"
+    if change and change["type"] == "Sequence":
+        change["normalizers"] = [each for each in change["normalizers"] if each["type"] != "Prepend"]
+    decoder = content["decoder"]
+    if decoder and decoder["type"] == "Sequence":  # what takes the first space away again
+        decoder["decoders"] = [each for each in decoder["decoders"] if each["type"] != "Strip"]
+    return type(backend).from_str(json.dumps(content))
 
 
 def _flag(path: Path, metadata: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -146,7 +163,8 @@ def _add_ends(backend, special: Mapping[str, str], add_bos: bool, add_eos: bool,
         )
 
 
-_NORMAL, _OUTSIDE_TEXT, _USER, _UNUSED = 1, 3, 4, 5  # types of tokens
+_NORMAL, _UNKNOWN, _OUTSIDE_TEXT, _USER, _UNUSED, _BYTE = range(1, 7)  # types of tokens
+_SPACE = "\u2581"  # a space in SentencePiece
 
 
 def tokenizer_metadata(directory: Path, tokenizer, vocabulary: int) -> dict[str, Any]:
@@ -160,20 +178,12 @@ def tokenizer_metadata(directory: Path, tokenizer, vocabulary: int) -> dict[str,
         vocabulary: rows of the table of tokens; those without a token are written as unused.
 
     Raises:
-        ValueError: no byte-level BPE, the only kind that is written.
+        ValueError: neither byte-level BPE nor SentencePiece's, the kinds that are written.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, cut = content["model"], content["pre_tokenizer"]
-    parts = cut["pretokenizers"] if cut and cut["type"] == "Sequence" else [cut]
-    byte_level = [part for part in parts if part and part["type"] == "ByteLevel"]
-    normalizer = content["normalizer"]
-    if model["type"] != "BPE" or model.get("byte_fallback") or not byte_level:
-        raise ValueError(
-            f"the tokenizer in {directory} is {model['type']} without bytes as letters; lowbit writes byte-level BPE "
-            "to GGUF, as Llama 3 and Qwen have it"
-        )
-    if normalizer is not None and normalizer["type"] != "NFC":
-        raise ValueError(f"the tokenizer in {directory} has the normalizer {normalizer['type']}; expected none, or NFC")
+    model = content["model"]
+    if model["type"] != "BPE":
+        raise ValueError(f"the tokenizer in {directory} is {model['type']}; lowbit writes BPE to GGUF")
     texts: dict[int, str] = {number: text for text, number in model["vocab"].items()}
     types = dict.fromkeys(texts, _NORMAL)
     for added in content["added_tokens"]:
@@ -183,13 +193,16 @@ def tokenizer_metadata(directory: Path, tokenizer, vocabulary: int) -> dict[str,
         types[added["id"]] = _OUTSIDE_TEXT if added["special"] else _USER
     if max(texts) >= vocabulary:
         raise ValueError(f"the tokenizer in {directory} has the token {max(texts)}; expected 0 to {vocabulary - 1}")
-    found: dict[str, Any] = {
-        "model": "gpt2",
-        "pre": _name_of_cut(directory, parts),
+    if model.get("byte_fallback"):
+        found = _sentencepiece(directory, tokenizer, content, texts, types)
+    else:
+        found = _byte_level(directory, content)
+    found |= {
         "tokens": [texts.get(number, f"[PAD{number}]") for number in range(vocabulary)],
         "token_type": [types.get(number, _UNUSED) for number in range(vocabulary)],
-        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
     }
+    if "scores" in found:
+        found["scores"] = [found["scores"].get(texts.get(number), 0.0) for number in range(vocabulary)]
     for name, key in _SPECIAL.items():
         number = getattr(tokenizer, f"{name}_id")
         if number is not None and number < vocabulary:
@@ -201,6 +214,92 @@ def tokenizer_metadata(directory: Path, tokenizer, vocabulary: int) -> dict[str,
     template = tokenizer.chat_template
     template = template.get("default") if isinstance(template, dict) else template
     return metadata | ({"tokenizer.chat_template": template} if template else {})
+
+
+def _byte_level(directory: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of a tokenizer whose letters are bytes, but for its tokens."""
+    model, cut, normalizer = content["model"], content["pre_tokenizer"], content["normalizer"]
+    parts = cut["pretokenizers"] if cut and cut["type"] == "Sequence" else [cut]
+    if not any(part and part["type"] == "ByteLevel" for part in parts):
+        raise ValueError(
+            f"the tokenizer in {directory} is BPE without bytes as letters or as tokens; lowbit writes byte-level BPE to "
+            "GGUF, as Llama 3 and Qwen have it, and SentencePiece's, as Llama 2 and Gemma"
+        )
+    if normalizer is not None and normalizer["type"] != "NFC":
+        raise ValueError(f"the tokenizer in {directory} has the normalizer {normalizer['type']}; expected none, or NFC")
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return {"model": "gpt2", "pre": _name_of_cut(directory, parts), "merges": merges}
+
+
+def _sentencepiece(
+    directory: Path, tokenizer, content: dict[str, Any], texts: Mapping[int, str], types: dict[int, int]
+) -> dict[str, Any]:
+    """What a file says of SentencePiece's BPE, but for its tokens; `types` gets those of its own.
+
+    There, of all neighbours whose text is a token those of the highest score are joined; here, those of the first pair in
+    a list. The two are the same where the list has every such pair, and all pairs of a token in one place.
+    """
+    model = content["model"]
+    vocab, pairs = model["vocab"], [tuple(each.split(" ") if isinstance(each, str) else each) for each in model["merges"]]
+    for byte in range(256):
+        if f"<0x{byte:02X}>" not in vocab:
+            raise ValueError(f"the tokenizer in {directory} has no token <0x{byte:02X}>; expected one for each byte")
+        types[vocab[f"<0x{byte:02X}>"]] = _BYTE
+    unknown = model.get("unk_token") or tokenizer.unk_token
+    if unknown in vocab:
+        types[vocab[unknown]] = _UNKNOWN
+    ranks: dict[str, float] = {}
+    before = None
+    for left, right in pairs:
+        if left + right != before and left + right in ranks:
+            raise ValueError(
+                f"the tokenizer in {directory} joins {printable(left)!r} and {printable(right)!r} later than others to the "
+                "same token; GGUF has one score for a token"
+            )
+        before = left + right
+        ranks.setdefault(before, -float(len(ranks)))
+    known = set(pairs)
+    for number, text in texts.items():
+        if types[number] == _NORMAL:
+            for at in range(1, len(text)):
+                pair = text[:at], text[at:]
+                if pair[0] in vocab and pair[1] in vocab and pair not in known:
+                    raise ValueError(
+                        f"the tokenizer in {directory} does not join {printable(pair[0])!r} and {printable(pair[1])!r}, "
+                        "which make a token; llama.cpp would"
+                    )
+    stripped = [each["content"] for each in content["added_tokens"] if each["lstrip"] or each["rstrip"]]
+    if stripped:
+        warnings.warn(
+            f"the tokenizer in {directory} drops spaces around {printable(stripped[0])!r}; GGUF cannot say so, and "
+            "llama.cpp does it by the names of some models only",
+            stacklevel=5,
+        )
+    scores = ranks | {text: -float(len(ranks)) for number, text in texts.items() if text not in ranks and types[number] == 1}
+    return {"model": "llama", "pre": "default", "scores": scores, "add_space_prefix": _prefix(directory, content)}
+
+
+def _prefix(directory: Path, content: dict[str, Any]) -> bool:
+    """Whether a SentencePiece tokenizer puts a space before a text.
+
+    Raises:
+        ValueError: it does something else with a text, which a file could not say.
+    """
+    cut, change = content["pre_tokenizer"], content["normalizer"]
+    changes = change["normalizers"] if change and change["type"] == "Sequence" else [change] if change else []
+    replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prepended = {"type": "Prepend", "prepend": _SPACE}
+    if cut and cut["type"] == "Metaspace" and cut["replacement"] == _SPACE and not cut.get("split") and not changes:
+        return cut["prepend_scheme"] != "never"
+    # What is cut at spaces is whole where there are none left.
+    uncut = cut is None or (cut["type"] == "Split" and cut["pattern"] == {"String": " "})
+    if uncut and changes in ([replaced], [prepended, replaced]):
+        return len(changes) == 2
+    kinds = ", ".join(each["type"] for each in [*changes, *([cut] if cut else [])]) or "nothing"
+    raise ValueError(
+        f"the tokenizer in {directory} prepares texts by {kinds}; GGUF's SentencePiece replaces spaces, and puts one "
+        "before a text or not"
+    )
 
 
 def _name_of_cut(directory: Path, parts: list[dict[str, Any]]) -> str:

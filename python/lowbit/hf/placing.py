@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -14,11 +14,15 @@ from ..layers import Experts, check_whole_experts, kind_of, named_layers, put_pa
 from . import experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
-PACKED = "packed_weight"
+PACKED, ORDER = "packed_weight", "input_order"
 
 
 def place_packed(
-    model, packed: Mapping[str, tuple[str, ops.PackedInfo]], floats: set[str], dtype: torch.dtype
+    model,
+    packed: Mapping[str, tuple[str, ops.PackedInfo]],
+    floats: set[str],
+    dtype: torch.dtype,
+    ordered: Collection[str] = (),
 ) -> dict[str, tuple[str, torch.nn.Module]]:
     """Replaces layers of a float model on the meta device by packed ones, as a checkpoint has them.
 
@@ -26,6 +30,7 @@ def place_packed(
         packed: layer -> where it comes from (for errors), and the description of its weight.
         floats: the float tensors that the checkpoint has, as the model calls them.
         dtype: that the embeddings give.
+        ordered: the layers whose inputs are in an order of their own.
 
     Returns:
         Layers that take their weight from a packed one -> that one, and the float layer. Until :func:`share_packed`
@@ -46,8 +51,11 @@ def place_packed(
         _check_fits(where, info, layer)
     # Experts are float or packed as a whole.
     check_whole_experts(floats_of, packed)
-    for name, (_, info) in packed.items():
-        put_packed(model, name, floats_of[name], info, dtype)
+    for name, (where, info) in packed.items():
+        order = torch.empty(info.in_features, dtype=torch.int32, device="meta") if name in ordered else None
+        if order is not None and (type(floats_of[name]) is not torch.nn.Linear or name in {*tied, *tied.values()}):
+            raise ValueError(f"{where} has an {ORDER}; expected one of a linear layer whose weight no other layer shares")
+        put_packed(model, name, floats_of[name], info, dtype, order)
     shared = {}
     for target, source in tied.items():
         if target not in packed and source not in packed:
@@ -68,7 +76,8 @@ def place_packed(
 
 
 def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> None:
-    found, expected = list(info.shape), list(layer.weight.shape)
+    found: list[int | str] = list(info.shape)
+    expected: list[int | str] = list(layer.weight.shape)
     if not isinstance(layer, torch.nn.Embedding) and info.has_bias != (layer.bias is not None):
         found.append("with a bias" if info.has_bias else "without a bias")
         expected.append("without a bias" if info.has_bias else "with a bias")

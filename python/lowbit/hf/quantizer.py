@@ -15,7 +15,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 
 from .. import nn
-from ..files.safetensors import Stored, float_name, packed_info, read_files, read_metadata
+from ..files.safetensors import Stored, float_name, orders_of, packed_info, read_files, read_metadata
 from ..layers import Experts, kind_of, layer_at, named_layers, pack_layer, put_packed, replace_layers, warn_of_floats
 from ..memory import in_huge_pages
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
@@ -32,6 +32,7 @@ from .placing import (
 )
 
 _SAVE = "lowbit_save"
+_BIAS = "_bias"  # what the bias of experts in one tensor is called after it
 
 
 @register_quantizer(METHOD)
@@ -79,6 +80,7 @@ class LowBitQuantizer(HfQuantizer):
         tensors = read_files(files)
         packed = {name: stored for name, stored in tensors.items() if name.rpartition(".")[2] == PACKED}
         self._check_files(files, tensors, packed)
+        orders = orders_of(tensors)
 
         # Packed weights are called as the float ones would be, so that transformers' rules for names apply.
         aliases = {float_name(name, tensors[name].shape) if name in packed else name: name for name in tensors}
@@ -87,7 +89,7 @@ class LowBitQuantizer(HfQuantizer):
         if guards:
             ignored = {f"^({'|'.join(map(re.escape, sorted(guards)))})$"}
             model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
-        given, placed = given_by(names), {}
+        given, placed, ordered = given_by(names), {}, set()
         layers = dict(named_layers(model))
         whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
         for alias, (name, _) in names.items():
@@ -96,6 +98,7 @@ class LowBitQuantizer(HfQuantizer):
             if stored is not None and (whole or layer in layers):
                 self._where[layer] = f"{stored.name} in {stored.path}"
                 placed[layer] = self._where[layer], packed_info(stored)
+                ordered |= {layer} if stored.name in orders else set()
         if files and whole:
             biases = {bias for layer, (_, info) in placed.items() for bias in given_with(layer, info)}
             ties = tied_layers(model).items()
@@ -104,7 +107,7 @@ class LowBitQuantizer(HfQuantizer):
 
         if self.pre_quantized:
             floats = given - {f"{layer}.weight" for layer in placed} - placed.keys()
-            self._shared = place_packed(model, placed, floats, self._dtype)
+            self._shared = place_packed(model, placed, floats, self._dtype, ordered)
             mark_initialised(model, placed)
             return
         self._selected, left = self.quantization_config.choose(model)
@@ -150,7 +153,8 @@ class LowBitQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         layer = param_name.removesuffix(".weight")
-        if layer == param_name:  # experts, or of a module that has no weight
+        if layer == param_name:  # experts or their bias, or of a module that has no weight
+            layer = layer if layer in self._selected else layer.removesuffix(_BIAS)
             return isinstance(layer_at(model, layer), Experts) if layer in self._selected else False
         # Tied weights wait until they are tied: then they are packed once.
         return layer in self._selected and layer not in self._tied
@@ -185,21 +189,26 @@ class _Quantize(ConversionOps):
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
             path = name.removesuffix(".weight")
+            is_bias = path not in self._quantizer._selected and path.endswith(_BIAS)
+            path = path.removesuffix(_BIAS) if is_bias else path
             layer = layer_at(model, path)
             config = self._quantizer._selected.get(path)
-            bias = getattr(layer, "bias", None)
-            # What cannot be packed now is left to the end, where its bias is there, or the error reaches the caller.
-            if config is None or (bias is not None and bias.device.type == "meta"):
+            if is_bias:  # of experts, which waited for it
+                weight, bias = layer.weight, weight
+            else:
+                weight = layer.oriented(weight) if isinstance(layer, Experts) else weight
+                bias = getattr(layer, "bias", None)
+            # What cannot be packed now waits: for its other tensor, or for the end, where the error reaches the caller.
+            if config is None or "meta" in (weight.device.type, "" if bias is None else bias.device.type):
                 left[name] = value
                 continue
             try:
-                weight = layer.oriented(weight) if isinstance(layer, Experts) else weight
                 packed = in_huge_pages(pack_layer(layer, config, weight, bias))
             except (TypeError, ValueError):
                 left[name] = value
                 continue
             put_packed(model, path, layer, packed, weight.dtype)._is_hf_initialized = True
-            missing_keys.discard(name)
+            missing_keys.difference_update((name, path))
         return left
 
 

@@ -29,6 +29,13 @@ def from_stream(words: Tensor, bits: int, count: int) -> Tensor:
     return ((low | high) & (2**bits - 1)).to(torch.uint8)
 
 
-def words_of(count: int, bits: int) -> int:
-    """How many words `count` codes take."""
-    return -(-count * bits // 32)
+def from_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """As :func:`from_stream`, but each code is in one word, and what is left of a word is empty."""
+    shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
+    codes = (words[:, :, None] >> shifts) & (2**bits - 1)
+    return codes.to(torch.uint8).reshape(len(words), -1)[:, :count].contiguous()
+
+
+def words_of(count: int, bits: int, *, whole: bool = False) -> int:
+    """How many words `count` codes take; `whole`: none of which is in two words."""
+    return -(-count // (32 // bits)) if whole else -(-count * bits // 32)

@@ -38,6 +38,7 @@ class Matrix:
     bytes: int  # that the source has for it
     levels: tuple[int, ...] | None = None  # int8 values that the codes stand for; None: the codes themselves
     levels_off: float = 0.0  # how far they are from the source's at most, in steps
+    order: Tensor | None = None  # int64 [k]: the input of the model that each input of `read` is; None: the same
 
     def info(self, has_bias: bool) -> ops.PackedInfo:
         """What is written. Raises ValueError for what no packed weight can be."""
@@ -69,7 +70,7 @@ class Stacked:
     """The matrices of all experts of a layer, which the model and lowbit have in one tensor."""
 
     name: str  # of the parameter in the checkpoint that is written, "model.layers.0.mlp.experts.down_proj"
-    matrices: tuple[Matrix, ...]  # by expert, all alike
+    matrices: tuple[Matrix, ...] | tuple[Weights, ...]  # by expert, all alike
 
     @property
     def source(self) -> str:
@@ -189,12 +190,31 @@ def _weights(rows: Rows, bits: int, group_size: int | None, levels: tuple[int, .
     return scales * (2 * codes - 1 if bits == 1 else codes - 2 ** (bits - 1))
 
 
+def order_of(groups: Tensor, size: int) -> Tensor | None:
+    """The order of inputs in which groups are runs of them, int64 [k]; None: they are as they lie.
+
+    Args:
+        groups: int64 [k], the group of each input.
+        size: inputs of a group; the last may have fewer.
+
+    Raises:
+        ValueError: a group has another number of inputs.
+    """
+    ordered, order = groups.sort(stable=True)
+    if not torch.equal(ordered, torch.arange(len(groups)) // size):
+        raise ValueError(f"its inputs are in groups that do not have {size} inputs each")
+    return None if torch.equal(ordered, groups) else order
+
+
 def as_floats(tensor: Matrix | Weights) -> Float:
     """The weights of a matrix that no packed layer can take, as they are dequantised: float32."""
 
     def read(begin: int, end: int) -> Tensor:
         rows = tensor.read(begin, end)
-        return _weights(rows, tensor.bits, tensor.group_size, tensor.levels) if isinstance(rows, Rows) else rows
+        if not isinstance(rows, Rows):
+            return rows
+        weights = _weights(rows, tensor.bits, tensor.group_size, tensor.levels)
+        return weights if tensor.order is None else weights[:, tensor.order.argsort()]
 
     n, k = tensor.shape
     return Float(tensor.name, tensor.source, "F32", tensor.shape, read, 4 * n * k, dequantised=True)

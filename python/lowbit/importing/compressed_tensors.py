@@ -1,8 +1,9 @@
 """compressed-tensors' "pack-quantized".
 
 ``weight_packed`` int32 [n, ceil(k * bits / 32)]: the codes of a row, with 2**(bits - 1) added, follow each other, also
-across words. ``weight_scale`` [n, groups]; ``weight_zero_point``, where there is one, int32 [ceil(n * bits / 32),
-groups] packed likewise by columns; ``weight_shape`` [2]. A weight is ``scale * (code - zero)``, both signed.
+across words; in older files no code is in two words, which the number of words shows. ``weight_scale`` [n, groups]; ``weight_zero_point``, where there is one, int32 [ceil(n * bits / 32),
+groups] packed likewise by columns; ``weight_shape`` [2]; ``weight_g_idx`` [k], the
+group of each input, or -1 everywhere. A weight is ``scale * (code - zero)``, both signed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 
 from ..files.safetensors import Stored
-from .bits import from_stream, words_of
-from .codes import Float, Matrix, Rows, Weights
+from .bits import from_stream, from_words, words_of
+from .codes import Float, Matrix, Rows, Weights, order_of
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
@@ -61,13 +62,18 @@ def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
     if not 1 <= min(shape) or max(shape) >= 1 << 31:
         raise ValueError(f"{layer} in {stock.path} has weight_shape {shape}; expected rows and columns")
     codes = stock.take(f"{layer}.weight_packed", "I32", shape=(n, None))
-    widths = {bits for bits in schemes if words_of(k, bits) == codes.shape[1]}
+    widths = {
+        (bits, whole and 32 % bits != 0)
+        for bits in schemes
+        for whole in (False, True)
+        if words_of(k, bits, whole=whole) == codes.shape[1]
+    }
     if len(widths) != 1:
         raise ValueError(
             f"{layer} in {codes.path} has {codes.shape[1]} words for {k} inputs; expected those of "
-            f"{' or '.join(map(str, sorted(set(schemes))))} bits"
+            f"{' or '.join(map(str, sorted(set(schemes))))} bits" + (", in one way only" if widths else "")
         )
-    bits = widths.pop()
+    bits, whole = widths.pop()
     scales = stock.take(f"{layer}.weight_scale", "F16", "BF16", "F32")
     if len(scales.shape) != 2 or scales.shape[0] not in (1, n) or (scales.shape[0] != n and scales.shape[1] != 1):
         raise ValueError(
@@ -77,45 +83,54 @@ def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
     size = -(-k // groups)
     if groups > 1 and k % groups:
         raise ValueError(f"{layer} in {scales.path} has {groups} groups for {k} inputs; expected groups of one size")
+    order = None
     if stock.has(f"{layer}.weight_g_idx"):
-        order = load(stock.take(f"{layer}.weight_g_idx", "I32", "I64", shape=(k,))).long()
-        if (order != -1).any() and not torch.equal(order, torch.arange(k) // size):
-            raise ValueError(
-                f"{layer} in {stock.path} has its inputs in an order of its own (actorder group): its groups are not "
-                "runs "
-                "of inputs, which is what lowbit packs. Take a version of the model without it"
-            )
+        of_inputs = load(stock.take(f"{layer}.weight_g_idx", "I32", "I64", shape=(k,))).long()
+        try:
+            order = None if (of_inputs == -1).all() else order_of(of_inputs, size)
+        except ValueError as error:
+            raise ValueError(f"{layer}.weight_g_idx in {stock.path}: {error}") from error
     zeros = None
     if stock.has(f"{layer}.weight_zero_point"):
-        zeros = stock.take(f"{layer}.weight_zero_point", "I32", shape=(words_of(scales.shape[0], bits), groups))
-        if not (_zeros(zeros, bits, scales.shape[0]) != 1 << (bits - 1)).any():
+        zeros = stock.take(f"{layer}.weight_zero_point", "I32", shape=(words_of(scales.shape[0], bits, whole=whole), groups))
+        if not (_zeros(zeros, bits, whole, scales.shape[0]) != 1 << (bits - 1)).any():
             zeros = None
     # At 1 bit the codes are -1 and 0, where the packed format's symmetric ones are -1 and 1.
     affine = zeros is not None or bits == 1
-    read = functools.partial(_read, codes, scales, zeros, bits, k, affine)
+    read = functools.partial(_read, codes, scales, zeros, bits, whole, k, affine, order)
     total = codes.bytes + scales.bytes + (0 if zeros is None else zeros.bytes)
     source = f"compressed-tensors, {bits} bits"
-    return Matrix(f"{layer}.weight", source, (n, k), bits, None if groups == 1 else size, affine, read, total)
+    return Matrix(f"{layer}.weight", source, (n, k), bits, None if groups == 1 else size, affine, read, total, order=order)
 
 
-def _zeros(zeros: Stored, bits: int, rows: int) -> torch.Tensor:
+def _zeros(zeros: Stored, bits: int, whole: bool, rows: int) -> torch.Tensor:
     """With the offset of the codes: uint8 [rows, groups]."""
-    return from_stream(load(zeros).T.contiguous(), bits, rows).T
+    return (from_words if whole else from_stream)(load(zeros).T.contiguous(), bits, rows).T
 
 
 def _read(
-    codes: Stored, scales: Stored, zeros: Stored | None, bits: int, k: int, affine: bool, begin: int, end: int
+    codes: Stored,
+    scales: Stored,
+    zeros: Stored | None,
+    bits: int,
+    whole: bool,
+    k: int,
+    affine: bool,
+    order: torch.Tensor | None,
+    begin: int,
+    end: int,
 ) -> Rows:
     row = codes.bytes // codes.shape[0]
     part = Stored(
         codes.name, codes.path, "I32", (end - begin, codes.shape[1]), codes.offset + begin * row, (end - begin) * row
     )
-    found, scale = from_stream(load(part), bits, k), load(scales).float()
+    found, scale = (from_words if whole else from_stream)(load(part), bits, k), load(scales).float()
+    found = found if order is None else found[:, order]
     scale = scale[begin:end] if len(scale) > 1 else scale.expand(end - begin, -1)
     if not affine:
         return Rows(found, scale.contiguous())
     zero = torch.full_like(scale, 1 << (bits - 1))
     if zeros is not None:
-        known = _zeros(zeros, bits, scales.shape[0]).float()
+        known = _zeros(zeros, bits, whole, scales.shape[0]).float()
         zero = known[begin:end] if len(known) > 1 else known.expand(end - begin, -1)
     return Rows(found, scale.contiguous(), -zero * scale)

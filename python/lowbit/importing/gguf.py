@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,18 @@ from torch import Tensor
 from ..files.gguf import Gguf, StoredBlocks, parts_of, read_gguf
 from ..files.replace import sync
 from ..quantize import LinearConfig
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Float, Matrix, Rows, Stacked, Weights
 from .gguf_blocks import block_type, decode
-from .gguf_models import IN_CONFIG, Architecture, Metadata, architecture_of, config_of, generation_config, name_in_model
+from .gguf_models import (
+    IN_CONFIG,
+    Architecture,
+    Metadata,
+    architecture_of,
+    config_of,
+    expert_tensor,
+    generation_config,
+    name_in_model,
+)
 from .report import file_states
 from .source import Source
 
@@ -60,14 +71,45 @@ def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Calla
     return take
 
 
+def _joined(
+    parts: Sequence[Callable[[int, int], Any]], n: int, interleaved: bool
+) -> Callable[[int, int, int], Any]:
+    """Rows of the matrix of one expert, of one or two tensors that have n rows for each; of two their rows lie below each
+    other, or alternate."""
+
+    def put_together(found: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
+        if isinstance(found[0], Tensor):
+            return join(found)
+        return Rows(*(None if each[0] is None else join(list(each)) for each in zip(*found, strict=True)))
+
+    def read(expert: int, begin: int, end: int) -> Any:
+        start = expert * n
+        if len(parts) == 1:
+            return parts[0](start + begin, start + end)
+        if interleaved:
+            first, last = begin // 2, -(-end // 2)
+            found = [part(start + first, start + last) for part in parts]
+            return put_together(found, lambda each: torch.stack(each, 1).flatten(0, 1)[begin - 2 * first :][: end - begin])
+        spans = [(max(begin, at) - at, min(end, at + n) - at) for at in (0, n)]
+        found = [part(start + a, start + b) for part, (a, b) in zip(parts, spans, strict=True) if a < b]
+        return put_together(found, torch.cat)
+
+    return read
+
+
 class _Reader:
     def __init__(self, gguf: Gguf, metadata: Metadata, architecture: Architecture, config: dict[str, Any]):
         self.gguf, self.metadata, self.architecture, self.config = gguf, metadata, architecture, config
 
-    def tensors(self) -> list[Matrix | Weights | Float]:
-        outputs: list[Matrix | Weights | Float] = []
+    def tensors(self) -> list[Matrix | Stacked | Weights | Float]:
+        outputs: list[Matrix | Stacked | Weights | Float] = []
+        experts: dict[str, dict[tuple[str, str], StoredBlocks]] = {}
         for stored in self.gguf.tensors.values():
             if stored.name in IN_CONFIG:
+                continue
+            place = expert_tensor(self.architecture, stored.name)
+            if place is not None:
+                experts.setdefault(place[0], {})[place[1:]] = stored
                 continue
             name = name_in_model(self.architecture, stored.name)
             if name is None:
@@ -75,8 +117,52 @@ class _Reader:
                     f"{stored.path} has the tensor {stored.name!r}, which lowbit does not know in "
                     f"the architecture {self.metadata.architecture!r}"
                 )
+            if stored.name.endswith("ffn_gate_inp_shexp.weight") and len(stored.shape) == 1:
+                stored = replace(stored, shape=(1, *stored.shape))  # one row, where transformers has a matrix
             outputs.append(self._tensor(stored, name))
+        for holder, parts in experts.items():
+            for leaf in ("weight", "bias") if any(leaf == "bias" for _, leaf in parts) else ("weight",):
+                for name, wanted in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+                    missing = [part for part in wanted if (part, leaf) not in parts]
+                    if missing:
+                        path = self.metadata.path
+                        raise ValueError(f"{path} has no ffn_{missing[0]}_exps.{leaf} for {holder}; expected one")
+                    suffix = "_bias" if leaf == "bias" else ""
+                    outputs.append(self._experts([parts[part, leaf] for part in wanted], f"{holder}.{name}{suffix}"))
         return outputs
+
+    def _experts(self, stored: list[StoredBlocks], name: str) -> Stacked | Float:
+        """A matrix, or a bias, of every expert, of one tensor or of two that lie in one of the model."""
+        first, bias = stored[0], name.endswith("_bias")
+        for other in stored:
+            if len(other.shape) != (2 if bias else 3) or other.shape != first.shape or other.type != first.type:
+                raise ValueError(
+                    f"{other.path}: {other.name} is {other.type.name} {list(other.shape)}, and {first.name} "
+                    f"{first.type.name} {list(first.shape)}; expected {'[experts, n]' if bias else '[experts, n, k]'}, "
+                    "both alike"
+                )
+        if bias and first.type.name not in _FLOATS:
+            raise ValueError(f"{first.path}: {first.name} is {first.type.name}; expected a bias in floats")
+        count, n, k = first.shape if not bias else (*first.shape, 1)
+        parts = [self._tensor(replace(each, shape=(count * n, k)), name) for each in stored]
+        rows, total, one = n * len(parts), sum(part.bytes for part in parts), parts[0]
+        read = _joined([part.read for part in parts], n, self.architecture.interleaved)
+        if not isinstance(one, Float):
+            matrices = [
+                replace(
+                    one, name=f"{name}, expert {expert}", shape=(rows, k), read=partial(read, expert), bytes=total // count
+                )
+                for expert in range(count)
+            ]
+            return Stacked(name, tuple(matrices))
+        transposed = self.architecture.interleaved and not bias
+        shape = (count, rows) if bias else (count, k, rows) if transposed else (count, rows, k)
+
+        def floats(begin: int, end: int) -> Tensor:
+            found = torch.stack([read(expert, 0, rows) for expert in range(begin, end)])
+            return (found.transpose(1, 2) if transposed else found).reshape(end - begin, *shape[1:])
+
+        return replace(one, name=name, shape=shape, read=floats, bytes=total)
 
     def _heads(self, stored: StoredBlocks) -> int:
         """Of the rows of q or k that are in another order; 0: they are not."""

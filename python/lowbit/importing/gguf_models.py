@@ -101,6 +101,8 @@ class Architecture:
     names: Mapping[str, str]  # of tensors, "blk.*" and "model.layers.*" left out: those of each layer
     permuted: bool = False  # the rows of q and k: ggml rotates neighbours, transformers halves
     norm_offset: float = 0.0  # that ggml adds to the weights of norms
+    experts: str = ""  # the module of a layer that has the experts of a mixture; "": there are none
+    interleaved: bool = False  # experts' rows of gate and up alternate, and their float parameters lie transposed
 
 
 _DENSE = {
@@ -128,16 +130,34 @@ _PHI3 = {
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_MIXTURE = {"ffn_gate_inp": "mlp.gate"}
+_ATTENTION = {ours: name for ours, name in _NORMED.items() if not name.startswith("mlp.")}
+_SHARED = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_GPT_OSS = {ours: name for ours, name in _ATTENTION.items() if not ours.endswith("norm")} | {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+}
 
 
-def _common(metadata: Metadata, model_type: str, class_name: str, *, head_dim: bool = True) -> dict[str, Any]:
+def _common(
+    metadata: Metadata, model_type: str, class_name: str, *, head_dim: bool = True, experts: str = ""
+) -> dict[str, Any]:
+    """What all architectures have; ``experts``: what the model calls the number of its experts."""
     heads, width = metadata.whole("attention.head_count"), metadata.whole("embedding_length")
     if not heads or not width:
         raise ValueError(f"{metadata.path} has {heads} attention heads for {width} values; expected 1 or more")
     size = metadata.whole("attention.key_length", width // heads)
     metadata.expect("attention.value_length", size)
-    metadata.expect("expert_count", 0)
-    metadata.expect("expert_used_count", 0)
+    if not experts:
+        metadata.expect("expert_count", 0)
+        metadata.expect("expert_used_count", 0)
     metadata.expect("attention.causal", True)
     layers = metadata.whole("block_count")
     if not 1 <= layers <= metadata.tensors:
@@ -156,6 +176,13 @@ def _common(metadata: Metadata, model_type: str, class_name: str, *, head_dim: b
         "max_position_embeddings": metadata.whole("context_length"),
         "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
     }
+    if experts:
+        count, used = metadata.whole("expert_count"), metadata.whole("expert_used_count")
+        if not 1 <= used <= count:
+            raise ValueError(
+                f"{metadata.path} has {count} experts and uses {used} of them; expected 1 to {count} of 1 or more"
+            )
+        config |= {experts: count, "num_experts_per_tok": used}
     if head_dim:
         config["head_dim"] = size
     elif size != width // heads:
@@ -331,6 +358,52 @@ def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     }
 
 
+def _mixtral(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "mixtral", "MixtralForCausalLM", experts="num_local_experts")
+    rope = _llama3_rope(gguf, _rope(metadata, config), config["head_dim"])
+    return config | {"rope_parameters": rope, "sliding_window": None, "hidden_act": "silu"}
+
+
+def _expert_width(metadata: Metadata, gguf: Gguf) -> int:
+    stored = gguf.tensors.get("blk.0.ffn_down_exps.weight")
+    return metadata.whole("expert_feed_forward_length", _REQUIRED if stored is None else stored.shape[-1])
+
+
+def _qwen2_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "qwen2_moe", "Qwen2MoeForCausalLM", head_dim=False, experts="num_experts")
+    shared = gguf.tensors.get("blk.0.ffn_down_shexp.weight")
+    return config | {
+        "rope_parameters": _rope(metadata, config),
+        "moe_intermediate_size": _expert_width(metadata, gguf),
+        "shared_expert_intermediate_size": metadata.whole(
+            "expert_shared_feed_forward_length", _REQUIRED if shared is None else shared.shape[-1]
+        ),
+        "norm_topk_prob": False, "use_sliding_window": False, "hidden_act": "silu",
+    }  # fmt: skip
+
+
+def _qwen3_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "qwen3_moe", "Qwen3MoeForCausalLM", experts="num_experts")
+    return config | {
+        "rope_parameters": _rope(metadata, config), "moe_intermediate_size": _expert_width(metadata, gguf),
+        "norm_topk_prob": True, "attention_bias": "blk.0.attn_q.bias" in gguf.tensors, "use_sliding_window": False,
+        "hidden_act": "silu",
+    }  # fmt: skip
+
+
+def _gpt_oss(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "gpt_oss", "GptOssForCausalLM", experts="num_local_experts")
+    rope = _rope(metadata, config, 150000.0)
+    # ggml rounds the ends of YaRN's ramp, the model itself does not.
+    rope |= {"truncate": False} if rope["rope_type"] == "yarn" else {}
+    layers = range(config["num_hidden_layers"])
+    return config | {
+        "rope_parameters": rope, "intermediate_size": _expert_width(metadata, gguf), "attention_bias": True,
+        "sliding_window": metadata.whole("attention.sliding_window", 128),
+        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
+    }  # fmt: skip
+
+
 ARCHITECTURES = {
     "llama": Architecture(_llama, _DENSE, permuted=True),
     "qwen2": Architecture(_qwen2, _DENSE),
@@ -339,11 +412,16 @@ ARCHITECTURES = {
     "gemma2": Architecture(_gemma2, _SANDWICH, norm_offset=1.0),
     "gemma3": Architecture(_gemma3, _NORMED | _SANDWICH, norm_offset=1.0),
     "phi3": Architecture(_phi3, _PHI3),
+    "qwen2moe": Architecture(_qwen2_moe, _ATTENTION | _MIXTURE | _SHARED, experts="mlp.experts"),
+    "qwen3moe": Architecture(_qwen3_moe, _ATTENTION | _MIXTURE, experts="mlp.experts"),
+    "gpt-oss": Architecture(_gpt_oss, _GPT_OSS, experts="mlp.experts", interleaved=True),
 }
+_MIXTRAL = Architecture(_mixtral, _ATTENTION | _MIXTURE, permuted=True, experts="mlp.experts")
 
 # Tensors that become numbers in config.json.
 IN_CONFIG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _LAYER = re.compile(r"^blk\.(0|[1-9]\d{0,4})\.(.*)\.(weight|bias)$")
+_EXPERTS = re.compile(r"^ffn_(gate|up|down)_exps$")
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -354,7 +432,8 @@ def architecture_of(metadata: Metadata) -> Architecture:
             f"{metadata.path} has a model of the architecture {metadata.architecture!r}; lowbit imports "
             f"{', '.join(ARCHITECTURES)}"
         )
-    return found
+    # Mixtral is a llama with experts.
+    return _MIXTRAL if found.permuted and metadata.all.get(f"{metadata.architecture}.expert_count", 0) else found
 
 
 def name_in_model(architecture: Architecture, name: str) -> str | None:
@@ -362,9 +441,20 @@ def name_in_model(architecture: Architecture, name: str) -> str | None:
     match = _LAYER.match(name)
     if match is not None:
         layer = architecture.names.get(match[2])
-        return None if layer is None else f"model.layers.{match[1]}.{layer}.{match[3]}"
+        if layer is None:
+            return None
+        leaf = "" if layer.endswith(".sinks") else f".{match[3]}"  # a parameter, no layer
+        return f"model.layers.{match[1]}.{layer}{leaf}"
     outside, _, leaf = name.rpartition(".")
     return f"{_OUTSIDE[outside]}.{leaf}" if outside in _OUTSIDE and leaf in ("weight", "bias") else None
+
+
+def expert_tensor(architecture: Architecture, name: str) -> tuple[str, str, str] | None:
+    """Of a tensor that holds a matrix, or a bias, of all experts of a layer: what transformers calls their module; "gate",
+    "up" or "down"; "weight" or "bias". None: it is another tensor."""
+    match = _LAYER.match(name)
+    part = _EXPERTS.match(match[2]) if match is not None and architecture.experts else None
+    return None if part is None else (f"model.layers.{match[1]}.{architecture.experts}", part[1], match[3])
 
 
 def config_of(metadata: Metadata, architecture: Architecture, gguf: Gguf) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 ``qweight`` int32 [k * bits / 32, n]: the codes of a column follow each other, also across words at 3 bits. ``qzeros``
 int32 [groups, n * bits / 32] likewise by rows; the first version of the format stores each less 1. ``scales`` [groups,
-n]; ``g_idx`` int32 [k], the group of each input. A weight is ``scale * (code - zero)``.
+n]; ``g_idx`` int32 [k], the group of each input: with act-order a group's inputs are not next to each other. A weight is
+``scale * (code - zero)``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from ..files.safetensors import Stored
 from .bits import from_stream, words_of
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Float, Matrix, Rows, Weights, order_of
 from .stock import Stock, load
 
 _WIDTHS = (2, 3, 4, 8)
@@ -24,7 +25,7 @@ def read_gptq(stock: Stock) -> list[Matrix | Weights | Float]:
     """The layers of a checkpoint in GPTQ's layout.
 
     Raises:
-        ValueError: a layer is not whole, or has its inputs in an order of its own, or a zero point that no code has.
+        ValueError: a layer is not whole, or has groups of several sizes, or a zero point that no code has.
     """
     version = stock.setting("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     offset = 0 if version == "gptq_v2" else 1
@@ -43,7 +44,7 @@ def _layer(stock: Stock, layer: str, offset: int) -> Matrix:
             f"{list(scales.shape)}; expected those of 2, 3, 4 or 8 bits"
         )
     k = codes.shape[0] * 32 // bits
-    size = _group_size(stock, layer, k, groups)
+    size, order = _groups(stock, layer, k, groups)
     # "sym" in the settings is not asked: the zero points themselves say it.
     stored_zeros = from_stream(load(zeros), bits, n).to(torch.int32) + offset
     if offset and (stored_zeros == 1 << bits).any():
@@ -53,13 +54,13 @@ def _layer(stock: Stock, layer: str, offset: int) -> Matrix:
             "write it in the second (checkpoint_format gptq_v2)"
         )
     affine = bool((stored_zeros != 1 << (bits - 1)).any())
-    read = functools.partial(_read, stock, codes, scales, zeros, bits, k, offset, affine)
+    read = functools.partial(_read, stock, codes, scales, zeros, bits, k, offset, affine, order)
     total = codes.bytes + scales.bytes + zeros.bytes
-    return Matrix(f"{layer}.weight", f"GPTQ, {bits} bits", (n, k), bits, size, affine, read, total)
+    return Matrix(f"{layer}.weight", f"GPTQ, {bits} bits", (n, k), bits, size, affine, read, total, order=order)
 
 
-def _group_size(stock: Stock, layer: str, k: int, groups: int) -> int | None:
-    """Inputs of a group; None: all. Refuses groups that are not runs of inputs."""
+def _groups(stock: Stock, layer: str, k: int, groups: int) -> tuple[int | None, torch.Tensor | None]:
+    """Inputs of a group, None for all; and the order in which groups are runs of inputs, None where they are."""
     size = stock.settings.get("group_size", -1)
     if "dynamic" in stock.settings or "extra_config" in stock.settings:  # settings of single layers
         size = k // groups if k % groups == 0 else size
@@ -70,15 +71,14 @@ def _group_size(stock: Stock, layer: str, k: int, groups: int) -> int | None:
         raise ValueError(
             f"{layer} in {stock.path} has {groups} groups for {k} inputs; expected {-(-k // size)}, of {size} inputs"
         )
+    order = None
     if stock.has(f"{layer}.g_idx"):
-        order = load(stock.take(f"{layer}.g_idx", "I32", "I64", shape=(k,))).long()
-        if not torch.equal(order, torch.arange(k) // size):
-            raise ValueError(
-                f"{layer} in {stock.path} has its inputs in an order of its own (act-order, desc_act): its groups are "
-                "not "
-                "runs of inputs, which is what lowbit packs. Take a version of the model without it"
-            )
-    return None if groups == 1 else size
+        of_inputs = load(stock.take(f"{layer}.g_idx", "I32", "I64", shape=(k,))).long()
+        try:
+            order = order_of(of_inputs, size)
+        except ValueError as error:
+            raise ValueError(f"{layer}.g_idx in {stock.path}: {error}") from error
+    return (None if groups == 1 else size), order
 
 
 def _read(
@@ -90,10 +90,12 @@ def _read(
     k: int,
     offset: int,
     affine: bool,
+    order: torch.Tensor | None,
     begin: int,
     end: int,
 ) -> Rows:
     found = from_stream(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
+    found = found if order is None else found[:, order]
     scale = load(scales)[:, begin:end].T.float().contiguous()
     if not affine:
         return Rows(found, scale)

@@ -20,14 +20,16 @@ from .. import _C, ops
 from ..checkpoint import CheckpointEntry, new_checkpoint, write_json, write_tensors
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
-from ..files.safetensors import Stored, Writer
+from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
 from .codes import Float, Matrix, Nearness, Stacked, Weights, as_floats, pack_rows, requantise_rows
 from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
 
 _BAND_WEIGHTS = 1 << 21
 _PANEL_ROWS = 16
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,16 @@ class _Output:
     @property
     def packed(self) -> bool:
         return not isinstance(self.tensor, Float)
+
+    def order(self) -> _Output | None:
+        """Of the inputs, to be written beside a packed weight that has them in another one."""
+        order = self.tensor.order if isinstance(self.tensor, Matrix) else None
+        if order is None:
+            return None
+        order = order.int()
+        read = lambda begin, end: order[begin:end]  # noqa: E731
+        name = self.name.removesuffix(PACKED_SUFFIX) + ORDER_SUFFIX
+        return _Output(Float(self.tensor.name, self.tensor.source, "I32", (len(order),), read, order.nbytes), name)
 
     def info(self) -> ops.PackedInfo | None:
         return None if isinstance(self.tensor, Float) else self.tensor.info(self.bias is not None)
@@ -189,12 +201,14 @@ def _plan(source: Source, model) -> list[_Output]:
     check_complete(model, given_by(names), source.path)
     _warn(source, floats)
     outputs += [_Output(tensor, key) for key, tensor in floats.items() if key not in biases]
+    outputs += [order for output in outputs if (order := output.order()) is not None]
     order = {tensor.name: place for place, tensor in enumerate(source.tensors)}
     return sorted(outputs, key=lambda output: order[output.tensor.name])
 
 
 def _warn(source: Source, floats: Mapping[str, Float]) -> None:
-    anew = [tensor for tensor in source.tensors if isinstance(tensor, Weights)]
+    matrices = [each.matrices[0] if isinstance(each, Stacked) else each for each in source.tensors]
+    anew = [matrix for matrix in matrices if isinstance(matrix, Weights)]
     if anew:
         kinds = ", ".join(f"{kind} to {bits} bits" for kind, bits in sorted({(t.source, t.config.bits) for t in anew}))
         warnings.warn(
@@ -231,7 +245,9 @@ def write_checkpoint(
     description = dict(source.config)
     packed = {output.layer: (output.name, output.info()) for output in outputs if output.packed}
     if packed:
-        place_packed(model, packed, {output.name for output in outputs if not output.packed}, torch.float32)
+        floats = {output.name for output in outputs if not output.packed}
+        ordered = {output.layer for output in outputs if output.order() is not None}
+        place_packed(model, packed, floats, torch.float32, ordered)
         found = names_in_model(model, [output.name for output in outputs])
         for output in outputs:
             if output.packed and found[output.name] != (f"{output.layer}.packed_weight", None):
@@ -254,7 +270,9 @@ def write_checkpoint(
     tensors: list[ImportedTensor] = []
 
     def write(output: _Output, writer: Writer) -> None:
-        tensors.append(_write(output, writer, functools.partial(done, name=output.name)))
+        written = _write(output, writer, functools.partial(done, name=output.name))
+        if not output.name.endswith(ORDER_SUFFIX):  # a part of a packed weight
+            tensors.append(written)
 
     with new_checkpoint(target, target_bytes) as directory:
         source.write_files(directory)

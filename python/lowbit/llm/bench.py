@@ -22,11 +22,23 @@ MODES = ("eager", "compile", "aot")
 
 
 def bytes_per_token(model: torch.nn.Module) -> int:
-    """The packed bytes that a decoding step reads: every linear layer, and a row of each embedding."""
+    """The packed bytes that a decoding step reads: every linear layer, of the experts of a layer those of one token, and a row
+    of each embedding. Experts count all where the configuration does not say how many a token has."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module.info for module in model.modules() if isinstance(module, nn.Embedding)]
     rows = sum(table.total_bytes // table.out_features for table in tables)
-    return sum(layer.info.total_bytes for layer in layers) + rows
+    chosen, experts = _experts_per_token(model), 0
+    for module in model.modules():
+        if isinstance(module, nn.LinearExperts):
+            experts += module.info.total_bytes * min(module.num_experts, chosen or module.num_experts)
+    return sum(layer.info.total_bytes for layer in layers) + experts + rows
+
+
+def _experts_per_token(model: torch.nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if config is not None else None
+    found = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk"))
+    return next((count for count in found if isinstance(count, int)), None)
 
 
 def measure(step: Callable, prompt: torch.Tensor, new: int) -> tuple[float, list[float]]:

@@ -82,7 +82,7 @@ def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]
     """
     config = getattr(model, "generation_config", None)
 
-    def number(name: str, default: Any, *kinds: type) -> Any:
+    def number(name: str, default: Any, *kinds: type[int] | type[float]) -> Any:
         value = getattr(config, name, None)
         if value is None:
             return default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Decoder(torch.nn.Module):
         self.model = model
         self.max_length = max_length
         decoding.give_back(model)
-        self._takeover = None
+        self._takeover: decoding.Takeover | None = None
         try:
             self._take(config)
         except Exception as error:
@@ -77,10 +78,10 @@ class Decoder(torch.nn.Module):
         decoding.check_config(config, self.max_length)
         with torch.inference_mode():
             reference = Reference(self.model, self.max_length)
-        numbers = [getattr(config, name, None) for name in ("vocab_size", "num_hidden_layers")]
-        if not all(isinstance(number, int) and number > 0 for number in numbers):
+        vocabulary, layers = (getattr(config, name, None) for name in ("vocab_size", "num_hidden_layers"))
+        if not isinstance(vocabulary, int) or vocabulary <= 0 or not isinstance(layers, int) or layers <= 0:
             raise decoding.Unsupported("its configuration does not say how many layers it has")
-        self.vocabulary, self.layers = numbers
+        self.vocabulary, self.layers = vocabulary, layers
         self._takeover = decoding.Takeover(self.model, self.max_length)
         asked = ask(self, reference)
         decoding.check_windows(config, asked, self.max_length)
@@ -104,7 +105,7 @@ class Decoder(torch.nn.Module):
         Returns:
             The model.
         """
-        if not self.released:
+        if self._takeover is not None and self._takeover.active:
             self._takeover.end(self.model)
         for name in [name for name, _ in self.named_buffers(recurse=False)]:
             delattr(self, name)
@@ -112,7 +113,7 @@ class Decoder(torch.nn.Module):
 
     def check(self) -> None:
         """Raises RuntimeError if the decoder was released, or its model changed."""
-        if self.released:
+        if self._takeover is None or not self._takeover.active:
             raise RuntimeError("this decoder was released, or its model taken by a later one; make a new Decoder")
         if not self._takeover.is_whole():
             raise RuntimeError(
@@ -124,7 +125,9 @@ class Decoder(torch.nn.Module):
         """Keys and values of each layer; docs/design.md says how they lie."""
         return [(getattr(self, f"k_cache_{i}"), getattr(self, f"v_cache_{i}")) for i in range(self.layers)]
 
-    def run(self, tokens: Tensor, positions: Tensor, start: Tensor, caches: list, keep: int = 0) -> Tensor:
+    def run(
+        self, tokens: Tensor, positions: Tensor, start: Tensor, caches: Sequence | decoding.Asked, keep: int = 0
+    ) -> Tensor:
         """Logits [1, s, vocabulary] behind the last ``keep`` tokens, or behind all."""
         return self.model(
             input_ids=tokens,
@@ -152,3 +155,9 @@ class Decoder(torch.nn.Module):
             self.check()
             check_call(tokens, start, self.vocabulary, self.max_length)
         return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches(), keep=1)[:, -1]
+
+    def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:
+        """As a call, but [1, s, vocabulary]: the logits behind each token."""
+        self.check()
+        check_call(tokens, start, self.vocabulary, self.max_length)
+        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches())

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .lookup import Lookup
+
 
 @dataclass
 class Generation:
@@ -21,6 +23,9 @@ class Generation:
     prefill_seconds: float = 0.0  # until the first new token is known
     decode_seconds: float = 0.0  # for all further steps
     decode_steps: int = 0  # those: one for each new token behind the first, and for the stop token
+    decode_calls: int = 0  # of the model for these: as many, and fewer where guesses were right
+    guessed: int = 0  # tokens that were computed beside others, before it was known whether they come
+    right: int = 0  # of these
     stopped: str = "max_new_tokens"  # what ended the text: that, "max_length" or "stop"
 
     @property
@@ -114,6 +119,7 @@ def generate(
     seed: int = 0,
     stop: Iterable[int] = (),
     cached: int = 0,
+    guesses: int = 0,
     on_token: Callable[[int], None] | None = None,
 ) -> Generation:
     """Continues a prompt, token by token.
@@ -130,11 +136,15 @@ def generate(
         stop: tokens that end the text; they are not part of the result.
         cached: so many tokens at the beginning of the prompt are in the step's caches already, and are not computed
             again.
+        guesses: at most so many tokens are guessed from the text before, and computed in the same call as the token before
+            them; the model draws each token all the same, and the first wrong guess ends the call's use. Where all linear
+            layers are packed the text is the same, to the token: their results do not depend on how many rows a call has.
+            Only with a :class:`Decoder` that is not compiled. 0: none.
         on_token: called with every new token as soon as it is known.
 
     Raises:
         ValueError: an empty prompt, one that leaves no room for a new token, or a token of it that is not in the
-            vocabulary; or a number out of its range.
+            vocabulary; or a number out of its range; or guesses with a step that has no ``all_logits``.
     """
     prompt = list(prompt)
     if not prompt:
@@ -147,31 +157,52 @@ def generate(
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
     if not 0 <= cached < len(prompt):
         raise ValueError(f"cached is {cached}; expected 0 to {len(prompt) - 1}, fewer than the prompt has tokens")
+    if guesses < 0:
+        raise ValueError(f"guesses is {guesses}; expected 0 or more")
+    all_logits = getattr(step, "all_logits", None)
+    if guesses and all_logits is None:
+        raise ValueError(f"a {type(step).__name__} gives no logits behind guessed tokens; expected a Decoder, not compiled")
     check_sampling(temperature, top_k, top_p, repetition_penalty)
     stop = frozenset(stop)
     generator = torch.Generator().manual_seed(seed)
     result, came = Generation(prompt_tokens=len(prompt), cached_tokens=cached), set(prompt)
-    tokens = torch.tensor([prompt[cached:]])
+    lookup = Lookup(prompt) if guesses else None
+    tokens = prompt[cached:]
+    guess: list[int] = []
     start = torch.tensor([cached])
+    most = min(max_new_tokens, max_length - len(prompt))
     if len(prompt) + max_new_tokens > max_length:
         result.stopped = "max_length"
     begin = time.perf_counter()
-    for _ in range(min(max_new_tokens, max_length - len(prompt))):
-        logits = penalise(step(tokens, start)[0], came, repetition_penalty)
-        token = sample(logits, temperature, top_k, top_p, generator)
-        now = time.perf_counter()
-        if not result.prefill_seconds:
-            result.prefill_seconds, decode_begin = now - begin, now
-        else:
-            result.decode_seconds = now - decode_begin
-            result.decode_steps += 1
-        if token in stop:
-            result.stopped = "stop"
-            break
-        result.tokens.append(token)
-        came.add(token)
-        if on_token is not None:
-            on_token(token)
-        start += tokens.shape[1]
-        tokens = torch.tensor([[token]])
-    return result
+    while True:
+        # Behind the last token that is known, and behind each guessed one.
+        call = torch.tensor([tokens + guess])
+        behind = all_logits(call, start)[0] if guess and all_logits is not None else step(call, start)
+        result.decode_calls += bool(result.tokens)
+        result.guessed += len(guess)
+        for row, guessed in zip(behind, [*guess, None], strict=True):
+            token = sample(penalise(row, came, repetition_penalty), temperature, top_k, top_p, generator)
+            now = time.perf_counter()
+            if not result.prefill_seconds:
+                result.prefill_seconds, decode_begin = now - begin, now
+            else:
+                result.decode_seconds = now - decode_begin
+                result.decode_steps += 1
+            if token in stop:
+                result.stopped = "stop"
+                return result
+            result.tokens.append(token)
+            came.add(token)
+            if on_token is not None:
+                on_token(token)
+            if lookup is not None:
+                lookup.append(token)
+            if len(result.tokens) == most:
+                return result
+            start += len(tokens)
+            tokens = [token]
+            if token != guessed:
+                break
+            result.right += 1
+        if lookup is not None:
+            guess = lookup.guess(min(guesses, most - len(result.tokens) - 1))

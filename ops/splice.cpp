@@ -1,0 +1,298 @@
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "../kernels/pack.h"
+#include "check.h"
+#include "operators.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int64_t kMostParts = 65536;
+
+struct Part {
+  Layout layout;
+  const uint8_t* data;
+  int64_t begin;  // its first row or input among those of all parts
+
+  int64_t size(int dim) const { return dim == 0 ? layout.n : layout.k; }
+};
+
+struct Parts {
+  std::unique_ptr<Part[]> part;
+  int64_t count = 0;
+};
+
+const char* name_of(Mapping mapping) {
+  return mapping == Mapping::affine ? "affine" : mapping == Mapping::levels ? "levels" : "symmetric";
+}
+
+Status check_alike(const Layout& first, const Layout& other, int64_t number, int dim) {
+  const int64_t expected = dim == 0 ? first.k : first.n, found = dim == 0 ? other.k : other.n;
+  if (found != expected) {
+    return Status::error("matrix %" PRId64 " has %" PRId64 " %s; expected %" PRId64 ", as matrix 0", number, found,
+                         dim == 0 ? "inputs" : "rows", expected);
+  }
+  if (other.bits != first.bits || other.mapping != first.mapping || other.group_size != first.group_size) {
+    return Status::error("matrix %" PRId64 " has %d bits, mapping %s and groups of %" PRId64
+                         "; expected %d, %s and %" PRId64 ", as matrix 0 (0: one group per row)",
+                         number, other.bits, name_of(other.mapping), other.group_size, first.bits,
+                         name_of(first.mapping), first.group_size);
+  }
+  if (std::memcmp(first.levels, other.levels, sizeof first.levels) != 0) {
+    return Status::error("matrix %" PRId64 " has another table of levels than matrix 0; expected the same", number);
+  }
+  return {};
+}
+
+Status read_parts(const TensorView* packed, int64_t count, int dim, Parts* parts, int64_t* total) {
+  if (count < 1 || count > kMostParts) {
+    return Status::error("there are %" PRId64 " matrices; expected 1 to %" PRId64, count, kMostParts);
+  }
+  if (dim != 0 && dim != 1) return Status::error("dim is %d; expected 0 (rows) or 1 (inputs)", dim);
+  parts->part.reset(new (std::nothrow) Part[static_cast<size_t>(count)]);
+  if (parts->part == nullptr) return Status::no_memory("no memory for %" PRId64 " headers", count);
+  parts->count = count;
+  *total = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    Part& part = parts->part[i];
+    if (Status s = read_packed(packed[i], &part.layout); !s.ok()) return s;
+    if (part.layout.format != Format::panel16) {
+      return Status::error("matrix %" PRId64 " is in format '%s'; expected panel16: repack it first", i,
+                           name_of(part.layout.format).text);
+    }
+    if (Status s = check_alike(parts->part[0].layout, part.layout, i, dim); !s.ok()) return s;
+    if (dim == 1 && i > 0) {
+      const int64_t group = part.layout.group_size, before = parts->part[i - 1].layout.k;
+      if (group != 0 && before % group != 0) {
+        return Status::error("matrix %" PRId64 " has %" PRId64 " inputs, which end inside a group of %" PRId64
+                             "; expected a multiple of it in all matrices but the last",
+                             i - 1, before, group);
+      }
+      if (part.layout.has_bias) {
+        return Status::error("matrix %" PRId64 " has a bias; expected one in the first only", i);
+      }
+    }
+    part.data = static_cast<const uint8_t*>(packed[i].data);
+    part.begin = *total;
+    *total += part.size(dim);
+  }
+  return {};
+}
+
+Status result_layout(const Parts& parts, int dim, int64_t total, int64_t begin, int64_t end, Layout* layout) {
+  const Layout& first = parts.part[0].layout;
+  const char* const what = dim == 0 ? "rows" : "inputs";
+  if (begin < 0 || end > total || begin >= end) {
+    return Status::error("%s %" PRId64 " to %" PRId64 " were asked for; expected 0 <= begin < end <= %" PRId64, what, begin,
+                         end, total);
+  }
+  if (dim == 1 && first.group_size != 0) {
+    if (begin % first.group_size != 0 || (end % first.group_size != 0 && end != total)) {
+      return Status::error("inputs %" PRId64 " to %" PRId64 " cut a group of %" PRId64
+                           "; expected multiples of it, or the end, %" PRId64,
+                           begin, end, first.group_size, total);
+    }
+  }
+  bool has_bias = dim == 1 && begin == 0 && first.has_bias;
+  for (int64_t i = 0; dim == 0 && i < parts.count; ++i) {
+    const Part& part = parts.part[i];
+    has_bias |= part.layout.has_bias && part.begin < end && begin < part.begin + part.layout.n;
+  }
+  return make_layout(dim == 0 ? end - begin : first.n, dim == 0 ? first.k : end - begin, first.bits, first.group_size,
+                     first.mapping, has_bias, layout, first.mapping == Mapping::levels ? first.levels : nullptr);
+}
+
+int64_t rows_of_panel(const Layout& layout, int64_t panel) {
+  const int64_t left = layout.n - panel * kPanelRows;
+  return left < kPanelRows ? left : kPanelRows;
+}
+
+// 16 rows of a matrix, unpacked; scales and mins are in units of the row scales.
+class Rows {
+ public:
+  Status make(const Layout& layout) {
+    const size_t inputs = static_cast<size_t>(layout.k), groups = static_cast<size_t>(layout.groups);
+    codes_.reset(new (std::nothrow) uint8_t[kPanelRows * inputs]);
+    floats_.reset(new (std::nothrow) float[kPanelRows * (2 * groups + 2)]);
+    if (codes_ == nullptr || floats_ == nullptr) {
+      return Status::no_memory("no memory for 16 unpacked rows of %" PRId64 " inputs", layout.k);
+    }
+    codes = codes_.get();
+    scales = floats_.get();
+    mins = scales + kPanelRows * groups;
+    bias = mins + kPanelRows * groups;
+    row_scales = bias + kPanelRows;
+    return {};
+  }
+
+  void unpack(const Layout& layout, const uint8_t* data, int64_t panel) {
+    const Layout one = panel_of(layout, panel);
+    std::memset(bias, 0, kPanelRows * sizeof(float));
+    UnpackArgs args{codes, scales, layout.mapping == Mapping::affine ? mins : nullptr, layout.has_bias ? bias : nullptr};
+    unpack_panels(one, data + panel * layout.panel_bytes, 0, 1, args, row_scales);
+  }
+
+  Status pack(const Layout& layout, uint8_t* data, int64_t panel, uint64_t* checksums) const {
+    const Layout one = panel_of(layout, panel);
+    const PackArgs args{codes, scales, layout.mapping == Mapping::affine ? mins : nullptr,
+                        layout.has_bias ? bias : nullptr};
+    const Status status = pack_panels(one, args, 0, 1, data + panel * layout.panel_bytes, checksums + panel, row_scales);
+    if (status.ok()) return {};
+    return Status::error("from row %" PRId64 " of the result on: %.300s", panel * kPanelRows, status.message());
+  }
+
+  // `count` rows of `from`, a matrix of the same inputs.
+  void copy_rows(const Layout& layout, int64_t row, const Rows& from, int64_t from_row, int64_t count) {
+    const auto copy = [&](auto* to, const auto* source, int64_t per_row) {
+      std::memcpy(to + row * per_row, source + from_row * per_row, static_cast<size_t>(count * per_row) * sizeof *to);
+    };
+    copy(codes, from.codes, layout.k);
+    copy(scales, from.scales, layout.groups);
+    if (layout.mapping == Mapping::affine) copy(mins, from.mins, layout.groups);
+    copy(bias, from.bias, 1);
+    copy(row_scales, from.row_scales, 1);
+  }
+
+  uint8_t* codes;
+  float *scales, *mins, *bias, *row_scales;
+
+ private:
+  // A panel as a matrix of its own.
+  static Layout panel_of(const Layout& layout, int64_t panel) {
+    Layout one = layout;
+    one.n = rows_of_panel(layout, panel);
+    one.panels = 1;
+    return one;
+  }
+
+  std::unique_ptr<uint8_t[]> codes_;
+  std::unique_ptr<float[]> floats_;
+};
+
+// Fills panel `p` of the result, the rows from `begin` on. `i` is the part that its first row is in, or one before it.
+Status splice_rows(const Parts& parts, int64_t i, int64_t begin, const Layout& layout, int64_t p, Rows& to, Rows& from,
+                   uint8_t* out, uint64_t* checksums) {
+  const int64_t rows = rows_of_panel(layout, p);
+  for (int64_t done = 0; done < rows;) {
+    const int64_t row = begin + p * kPanelRows + done;
+    while (row >= parts.part[i].begin + parts.part[i].layout.n) ++i;
+    const Part& part = parts.part[i];
+    const int64_t panel = (row - part.begin) / kPanelRows, at = (row - part.begin) % kPanelRows;
+    // What is left of the panel that it comes from, and of the one to fill.
+    int64_t count = rows_of_panel(part.layout, panel) - at;
+    if (rows - done < count) count = rows - done;
+    if (count == kPanelRows) {  // it is the same panel
+      uint8_t* const target = out + layout.header_bytes + p * layout.panel_bytes;
+      std::memcpy(target, part.data + layout.header_bytes + panel * layout.panel_bytes,
+                  static_cast<size_t>(layout.panel_bytes));
+      checksums[p] = checksum(target, layout.panel_bytes);
+      return {};
+    }
+    from.unpack(part.layout, part.data, panel);
+    to.copy_rows(layout, done, from, at, count);
+    done += count;
+  }
+  return to.pack(layout, out, p, checksums);
+}
+
+// Fills panel `p` of the result, the inputs from `begin` on.
+Status splice_inputs(const Parts& parts, int64_t begin, const Layout& layout, int64_t p, Rows& to, Rows& from,
+                     uint8_t* out, uint64_t* checksums) {
+  const int64_t end = begin + layout.k, group = layout.group_size;
+  bool first = true;
+  for (int64_t i = 0; i < parts.count; ++i) {
+    const Part& part = parts.part[i];
+    const int64_t part_end = part.begin + part.layout.k;
+    const int64_t at = begin > part.begin ? begin : part.begin;
+    const int64_t count = (end < part_end ? end : part_end) - at;
+    if (count <= 0) continue;
+    from.unpack(part.layout, part.data, p);
+    const int64_t groups = group == 0 ? 1 : (count + group - 1) / group;
+    const int64_t to_group = group == 0 ? 0 : (at - begin) / group, from_group = group == 0 ? 0 : (at - part.begin) / group;
+    for (int64_t r = 0; r < rows_of_panel(layout, p); ++r) {
+      float* const scales = to.scales + r * layout.groups + to_group;
+      float* const mins = to.mins + r * layout.groups + to_group;
+      const float* const from_scales = from.scales + r * part.layout.groups + from_group;
+      const float* const from_mins = from.mins + r * part.layout.groups + from_group;
+      const bool affine = layout.mapping == Mapping::affine;
+      const auto differ = [&](const char* what, float found, float expected) {
+        return Status::error("row %" PRId64 " has the %s %g in matrix %" PRId64 "; expected %g, as in the one before it: "
+                             "matrices side by side are slices of one",
+                             p * kPanelRows + r, what, static_cast<double>(found), i, static_cast<double>(expected));
+      };
+      if (first) {
+        to.row_scales[r] = from.row_scales[r];
+        to.bias[r] = from.bias[r];
+      } else if (from.row_scales[r] != to.row_scales[r]) {
+        return differ("row scale", from.row_scales[r], to.row_scales[r]);
+      } else if (group == 0 && *from_scales != *scales) {
+        return differ("scale", *from_scales, *scales);
+      } else if (group == 0 && affine && *from_mins != *mins) {
+        return differ("min", *from_mins, *mins);
+      }
+      std::memcpy(scales, from_scales, static_cast<size_t>(groups) * sizeof(float));
+      if (affine) std::memcpy(mins, from_mins, static_cast<size_t>(groups) * sizeof(float));
+      std::memcpy(to.codes + r * layout.k + (at - begin), from.codes + r * part.layout.k + (at - part.begin),
+                  static_cast<size_t>(count));
+    }
+    first = false;
+  }
+  return to.pack(layout, out, p, checksums);
+}
+
+// Of about this many weights each, for a thread to claim.
+constexpr int64_t kClaimWeights = 1 << 18;
+
+}  // namespace
+
+Status splice_shape(const TensorView* packed, int64_t count, int dim, int64_t begin, int64_t end, Layout* layout) {
+  Parts parts;
+  int64_t total;
+  if (Status s = read_parts(packed, count, dim, &parts, &total); !s.ok()) return s;
+  return result_layout(parts, dim, total, begin, end, layout);
+}
+
+Status splice(const TensorView* packed, int64_t count, int dim, int64_t begin, int64_t end, const TensorView& out,
+              const Parallel& parallel) {
+  Parts parts;
+  int64_t total;
+  Layout layout;
+  if (Status s = read_parts(packed, count, dim, &parts, &total); !s.ok()) return s;
+  if (Status s = result_layout(parts, dim, total, begin, end, &layout); !s.ok()) return s;
+  if (Status s = check_tensor("out", out, ElementType::u8, {1, {layout.total_bytes}}); !s.ok()) return s;
+  // New checksums would hide what changed.
+  for (int64_t i = 0; i < count; ++i) {
+    if (Status s = verify_payload(parts.part[i].data, parts.part[i].layout); !s.ok()) return s;
+  }
+  const std::unique_ptr<uint64_t[]> checksums(new (std::nothrow) uint64_t[static_cast<size_t>(layout.panels)]);
+  if (checksums == nullptr) return Status::no_memory("no memory for %" PRId64 " checksums", layout.panels);
+  const Layout* widest = &layout;
+  for (int64_t i = 0; i < count; ++i) {
+    if (parts.part[i].layout.k > widest->k) widest = &parts.part[i].layout;
+  }
+
+  uint8_t* const bytes = static_cast<uint8_t*>(out.data);
+  FirstError error;
+  parallel_1d(parallel, layout.panels, 1 + kClaimWeights / (layout.k * kPanelRows), [&](int, int64_t first, int64_t last) {
+    Rows to, from;
+    Status status = to.make(layout);
+    if (status.ok()) status = from.make(*widest);
+    int64_t i = 0;
+    for (int64_t p = first; p < last && status.ok(); ++p) {
+      if (dim == 1) {
+        status = splice_inputs(parts, begin, layout, p, to, from, bytes, checksums.get());
+        continue;
+      }
+      while (parts.part[i].begin + parts.part[i].layout.n <= begin + p * kPanelRows) ++i;
+      status = splice_rows(parts, i, begin, layout, p, to, from, bytes, checksums.get());
+    }
+    error.report(first, status);
+  });
+  if (!error.status().ok()) return error.status();
+  seal(layout, checksums.get(), bytes);
+  return {};
+}
+
+}  // namespace lowbit

@@ -1,0 +1,105 @@
+"""Guessed tokens: fewer calls of the model, and the text of plain decoding, to the token."""
+
+import pytest
+import torch
+import transformers
+
+import lowbit
+from command_line import FLOAT, document, invoke
+from lowbit import llm
+from lowbit.llm.loading import load_tokenizer
+from lowbit.llm.lookup import Lookup
+
+MAX_LENGTH = 256
+REPEATED = "The list contains the following items: one, two, three. " * 3 + "The list contains"
+PLAIN = "Return the number of items"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(FLOAT)
+
+
+@pytest.fixture(scope="module", params=[4, 2])
+def decoder(request):
+    model = transformers.AutoModelForCausalLM.from_pretrained(FLOAT, dtype=torch.float32).eval()
+    config = {"*": lowbit.LinearConfig(request.param, 32), "*embed_tokens": lowbit.EmbeddingConfig(request.param, 32)}
+    return llm.Decoder(lowbit.quantize_(model, config), MAX_LENGTH)
+
+
+@torch.inference_mode()
+def test_logits_do_not_depend_on_how_many_tokens_a_call_has(decoder, tokenizer):
+    text = torch.tensor([tokenizer(REPEATED)["input_ids"]])
+    one_by_one = [decoder(text[:, i : i + 1], torch.tensor([i])) for i in range(text.shape[1])]
+    for size in (2, 7, text.shape[1]):
+        found = [decoder.all_logits(text[:, i : i + size], torch.tensor([i]))[0] for i in range(0, text.shape[1], size)]
+        assert torch.equal(torch.cat(found), torch.cat(one_by_one))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}],
+    ids=["likeliest", "drawn", "penalised"],
+)
+@pytest.mark.parametrize("prompt", [REPEATED, PLAIN], ids=["repeated", "plain"])
+def test_the_text_is_that_of_plain_decoding(decoder, tokenizer, prompt, settings):
+    ids = tokenizer(prompt)["input_ids"]
+    plain = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, **settings)
+    assert plain.decode_calls == plain.decode_steps == 59 and plain.guessed == plain.right == 0
+    for guesses in (1, 3, 16):
+        seen = []
+        found = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, guesses=guesses, on_token=seen.append, **settings)
+        assert found.tokens == seen == plain.tokens and found.stopped == plain.stopped
+        assert found.decode_steps == 59 and found.decode_calls == 59 - found.right
+        assert found.right <= found.guessed <= guesses * found.decode_calls
+    if not settings and prompt is REPEATED:
+        assert found.right > 0  # else nothing was tried
+
+
+def test_where_a_text_ends(decoder, tokenizer):
+    """At a stop token among right guesses, at the last token asked for, and at the end of the caches."""
+    ids = tokenizer(REPEATED)["input_ids"]
+    plain = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH).tokens
+    for stop in set(plain[5:40]):
+        expected = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, stop=[stop])
+        found = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, stop=[stop], guesses=8)
+        assert (found.tokens, found.stopped, found.decode_steps) == (expected.tokens, "stop", expected.decode_steps)
+    for count in (1, 2, 3, 10):
+        assert llm.generate(decoder, ids, count, max_length=MAX_LENGTH, guesses=8).tokens == plain[:count]
+    filled = (ids * 10)[: MAX_LENGTH - 7]
+    expected = llm.generate(decoder, filled, 60, max_length=MAX_LENGTH)
+    found = llm.generate(decoder, filled, 60, max_length=MAX_LENGTH, guesses=8)
+    assert found.tokens == expected.tokens and len(found.tokens) == 7 and found.stopped == "max_length"
+
+
+def test_lookup():
+    text = Lookup([1, 2, 3, 4, 1, 2])
+    assert text.guess(5) == [3, 4, 1, 2, 3]  # the ending 1 2 came before; it goes on in itself
+    assert text.guess(0) == []
+    text.append(9)
+    assert text.guess(5) == []  # 2 9 is new
+    assert Lookup([]).guess(3) == Lookup([7]).guess(3) == []
+    assert Lookup([5, 5, 5]).guess(4) == [5, 5, 5, 5]
+    # The longest ending counts, and of several places the last.
+    assert Lookup([1, 2, 3, 7, 0, 2, 3, 8, 6, 2, 3, 9, 1, 2, 3]).guess(1) == [7]
+    assert Lookup([0, 2, 3, 8, 6, 2, 3, 9, 4, 2, 3]).guess(1) == [9]
+
+
+def test_what_is_refused(decoder):
+    with pytest.raises(ValueError, match="guesses is -1; expected 0 or more"):
+        llm.generate(decoder, [1, 2], 5, max_length=MAX_LENGTH, guesses=-1)
+    with pytest.raises(ValueError, match="a function gives no logits behind guessed tokens; expected a Decoder"):
+        llm.generate(lambda tokens, start: decoder(tokens, start), [1, 2], 5, max_length=MAX_LENGTH, guesses=2)
+    result = invoke("generate", FLOAT, "--prompt", "a", "--guesses", 4, "--compile")
+    assert result.exit_code == 2 and "compiled decoders give no logits behind guesses" in result.stderr
+
+
+def test_the_command(packed):
+    target, _ = packed
+    plain, found = (
+        document(invoke("generate", target, "--prompt", REPEATED, "--max-new-tokens", 40, "--json", "--guesses", guesses))
+        for guesses in (0, 6)
+    )
+    assert found["text"] == plain["text"] and found["tokens"] == plain["tokens"]
+    assert plain["decode_calls"] == 39 and found["decode_calls"] == 39 - found["right"] < 39
+    assert found["guessed"] >= found["right"] > 0 and plain["guessed"] == 0
