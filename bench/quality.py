@@ -34,6 +34,7 @@ CALIBRATED = {
     "importance": ("importance", {}),
     "auto": ("auto", {}),
     "tuned": ("tuned", {}),
+    "distilled": ("distilled", {}),
     "gptq": ("gptq", {"correction": 0.0, "sweeps": 0}),
     "gptaq-0.25": ("gptq", {"correction": 0.25, "sweeps": 0}),
     "gptaq": ("gptq", {"correction": 1.0, "sweeps": 0}),
@@ -127,7 +128,8 @@ def main() -> None:
                         choices=["nearest", *CALIBRATED])
     parser.add_argument("--table-bits", type=int, default=0, help="more for tables of embeddings than for the rest")
     parser.add_argument(
-        "--target-bits", nargs="*", type=float, default=[], help="also widths by layer, with these means of bits per weight"
+        "--target-bits", nargs="*", type=float, default=[],
+        help="also widths by layer, with these means of bits per weight; importance, auto, tuned and distilled",
     )
     parser.add_argument("--characters", type=int, default=50_000, help="of calibration text; default: %(default)s")
     parser.add_argument("--tokens", type=int, help="of heldout.txt to measure on; default: all")
@@ -154,19 +156,26 @@ def main() -> None:
                             f"{quality(model):.4f} | {seconds:.0f} |",
                             flush=True,
                         )
+        whole = [method for method in options.methods if CALIBRATED.get(method) == (method, {})]
         for target in options.target_bits:
-            model = copy.deepcopy(floats)
-            begin = time.process_time()
             kept = lowbit.LowBitConfig(overrides={pattern: None for pattern, kind in patterns.items() if kind is None})
-            lowbit.calibrate(
-                inner(model), texts, kept, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20, target_bits=target
+            begin = time.process_time()
+            widths = lowbit.calibration.assign_widths(
+                inner(floats), texts, kept, target, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20
             )
-            seconds = time.process_time() - begin
-            print(
-                f"| {name} | mixed | mixed | symmetric | {bits_per_weight(model):.2f} | auto | {quality(model):.4f} | "
-                f"{seconds:.0f} |",
-                flush=True,
-            )
+            assigned = time.process_time() - begin
+            for method in whole:
+                model = copy.deepcopy(floats)
+                begin = time.process_time()
+                lowbit.calibrate(
+                    inner(model), texts, widths, method, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20
+                )
+                seconds = assigned + time.process_time() - begin
+                print(
+                    f"| {name} | mixed | mixed | mixed | {bits_per_weight(model):.2f} | {method} | {quality(model):.4f} | "
+                    f"{seconds:.0f} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

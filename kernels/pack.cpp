@@ -114,7 +114,7 @@ Status pack_codes(const Layout& layout, const uint8_t* codes, int64_t panel, uin
   return {};
 }
 
-Status pack_scales(const Layout& layout, const PackArgs& args, int64_t panel, uint8_t* out) {
+Status pack_scales(const Layout& layout, const PackArgs& args, const float* row_scales, int64_t panel, uint8_t* out) {
   const int64_t groups = layout.groups;
   const int64_t group_inputs = layout.group_inputs();
   for (int64_t r = 0; r < rows_in_panel(layout, panel); ++r) {
@@ -137,14 +137,14 @@ Status pack_scales(const Layout& layout, const PackArgs& args, int64_t panel, ui
       return Status::error("bias [%" PRId64 "] is %g; expected a finite value", row, static_cast<double>(bias));
     }
 
-    const float given = args.row_scales == nullptr ? 0.0f : args.row_scales[row];
+    const float given = row_scales == nullptr ? 0.0f : row_scales[row];
     if (!std::isfinite(given)) {
       return Status::error("row scale [%" PRId64 "] is %g; expected a finite value", row, static_cast<double>(given));
     }
-    const float row_scale = args.row_scales != nullptr
+    const float row_scale = row_scales != nullptr
                                 ? given
                                 : choose_row_scale(scales, mins, groups, std::fmax(range.largest, min_range.largest));
-    const float unit = args.row_scales != nullptr ? 1.0f : row_scale;
+    const float unit = row_scales != nullptr ? 1.0f : row_scale;
     double row_sum = 0.0;
     const uint8_t* codes = args.codes + row * layout.k;
     for (int64_t g = 0; g < groups; ++g) {
@@ -179,12 +179,12 @@ Status pack_scales(const Layout& layout, const PackArgs& args, int64_t panel, ui
 }  // namespace
 
 Status pack_panels(const Layout& layout, const PackArgs& args, int64_t begin, int64_t end, void* packed,
-                   uint64_t* panel_checksums) {
+                   uint64_t* panel_checksums, const float* row_scales) {
   for (int64_t p = begin; p < end; ++p) {
     uint8_t* panel = static_cast<uint8_t*>(packed) + layout.header_bytes + p * layout.panel_bytes;
     std::memset(panel, 0, static_cast<size_t>(layout.panel_bytes));
     if (Status status = pack_codes(layout, args.codes, p, panel); !status.ok()) return status;
-    if (Status status = pack_scales(layout, args, p, panel); !status.ok()) return status;
+    if (Status status = pack_scales(layout, args, row_scales, p, panel); !status.ok()) return status;
     panel_checksums[p] = checksum(panel, layout.panel_bytes);
   }
   return {};
@@ -205,7 +205,8 @@ void seal(const Layout& layout, const uint64_t* panel_checksums, void* packed) {
   write_header(layout, folded, packed);
 }
 
-void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int64_t end, const UnpackArgs& args) {
+void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int64_t end, const UnpackArgs& args,
+                   float* row_scales) {
   for (int64_t p = begin; p < end; ++p) {
     const uint8_t* panel = static_cast<const uint8_t*>(packed) + layout.header_bytes + p * layout.panel_bytes;
     const int64_t rows = rows_in_panel(layout, p);
@@ -223,8 +224,8 @@ void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int6
       const int64_t row = p * kPanelRows + r;
       const uint8_t* head = panel + layout.head_offset;
       const float row_scale = load_as_f32(head, DType::f32, r);
-      const float unit = args.row_scales != nullptr ? 1.0f : row_scale;
-      if (args.row_scales != nullptr) args.row_scales[row] = row_scale;
+      const float unit = row_scales != nullptr ? 1.0f : row_scale;
+      if (row_scales != nullptr) row_scales[row] = row_scale;
       for (int64_t g = 0; g < layout.groups; ++g) {
         const uint8_t* group = panel + layout.scales_offset(g);
         args.scales[row * layout.groups + g] = unit * load_as_f32(group, DType::f16, r);

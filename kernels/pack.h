@@ -11,8 +11,6 @@ struct PackArgs {
   const float* scales;   // n x groups, finite
   const float* mins;     // n x groups, finite; nullptr unless affine
   const float* bias;     // n, finite; nullptr without bias
-  // n, when scales and mins are already in units of them, as UnpackArgs::row_scales gives them; nullptr: they are chosen
-  const float* row_scales = nullptr;
 };
 
 struct UnpackArgs {
@@ -20,7 +18,6 @@ struct UnpackArgs {
   float* scales;
   float* mins;  // nullptr unless affine
   float* bias;  // nullptr without bias
-  float* row_scales = nullptr;  // n: then scales and mins come in units of these, as they are stored; or nullptr
 };
 
 // Packs panels [begin, end) into `packed`, the start of a buffer of layout.total_bytes, and writes the checksum of
@@ -32,17 +29,19 @@ struct UnpackArgs {
 // times the largest of them, which is then exact, and the others are rounded to 11 significant bits.
 // Unpacking and packing again changes no value.
 //
+// With `row_scales` [n] they are taken instead, and scales and mins are in units of them, as unpack_panels() gives them.
+//
 // Returns an error when a code does not fit the width or a value is not finite.
 LOWBIT_API Status pack_panels(const Layout& layout, const PackArgs& args, int64_t begin, int64_t end, void* packed,
-                              uint64_t* panel_checksums);
+                              uint64_t* panel_checksums, const float* row_scales = nullptr);
 
 LOWBIT_API void seal(const Layout& layout, const uint64_t* panel_checksums, void* packed);
 
 // Replaces the scales and mins (or nullptr) of a row by the values that packing stores for them.
 void round_to_stored(float* scales, float* mins, int64_t groups);
 
-// Unpacks panels [begin, end).
+// Unpacks panels [begin, end). With `row_scales` [n] scales and mins come as they are stored, in units of these.
 LOWBIT_API void unpack_panels(const Layout& layout, const void* packed, int64_t begin, int64_t end,
-                              const UnpackArgs& args);
+                              const UnpackArgs& args, float* row_scales = nullptr);
 
 }  // namespace lowbit

@@ -130,16 +130,15 @@ class Rows {
   void unpack(const Layout& layout, const uint8_t* data, int64_t panel) {
     const Layout one = panel_of(layout, panel);
     std::memset(bias, 0, kPanelRows * sizeof(float));
-    UnpackArgs args{codes, scales, layout.mapping == Mapping::affine ? mins : nullptr, layout.has_bias ? bias : nullptr,
-                    row_scales};
-    unpack_panels(one, data + panel * layout.panel_bytes, 0, 1, args);
+    UnpackArgs args{codes, scales, layout.mapping == Mapping::affine ? mins : nullptr, layout.has_bias ? bias : nullptr};
+    unpack_panels(one, data + panel * layout.panel_bytes, 0, 1, args, row_scales);
   }
 
   Status pack(const Layout& layout, uint8_t* data, int64_t panel, uint64_t* checksums) const {
     const Layout one = panel_of(layout, panel);
     const PackArgs args{codes, scales, layout.mapping == Mapping::affine ? mins : nullptr,
-                        layout.has_bias ? bias : nullptr, row_scales};
-    const Status status = pack_panels(one, args, 0, 1, data + panel * layout.panel_bytes, checksums + panel);
+                        layout.has_bias ? bias : nullptr};
+    const Status status = pack_panels(one, args, 0, 1, data + panel * layout.panel_bytes, checksums + panel, row_scales);
     if (status.ok()) return {};
     return Status::error("from row %" PRId64 " of the result on: %.300s", panel * kPanelRows, status.message());
   }

@@ -97,7 +97,7 @@ def isa() -> dict:
 
 
 def streams(pin: str | None = None) -> str:
-    """How one row of activations reads its weights from memory: "one" (panel after panel) or "several" (panels in step).
+    """How one row of activations reads its weights: in "one" stream (panel after panel) or "several" (panels in step).
 
     Which is faster depends on the CPU's maker: "several" on Intel's, "one" on all others; ``LOWBIT_STREAMS``, read once,
     changes that. No bit of a result depends on it. Rows in step are written for AVX-512 VNNI.

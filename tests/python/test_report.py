@@ -16,6 +16,7 @@ import lowbit
 from command_line import FLOAT, TINY, document, documented_keys, error, invoke, keys_in, run
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
+from lowbit.report.measure import same_neighbours
 
 # Runs in the page before everything else of it, and at the end: what went wrong, and where the plots are.
 WATCH = """<script>
@@ -207,9 +208,24 @@ def test_an_embedding_model(tmp_path):
     assert said["quality"] == "cosine" and said["measured_on"] == 40
     assert quality["float", None] == pytest.approx(1, abs=1e-5)
     assert quality["nearest", 8] > 0.99 > quality["nearest", 2]
+    same = {(row["method"], row["bits"]): row["same_neighbours"] for row in said["results"]}
+    assert same["float", None] == 1 and same["nearest", 8] > same["nearest", 2]
     assert not any(row["tokens_per_second"] for row in said["results"])
     page = (tmp_path / "<b>page.html").read_text(encoding="utf-8")
     assert "cosine with float (higher is better)" in page and "<b>" not in page
+    assert f"<td>{same['nearest', 2]:.3f}</td>" in page
+
+
+def test_neighbours_that_stay():
+    torch.manual_seed(0)
+    both = [torch.nn.functional.normalize(torch.randn(12, 6), dim=1) for _ in range(2)]
+    kept = []
+    for rows in both:
+        order = [sorted(set(range(12)) - {i}, key=lambda j, i=i, rows=rows: -float(rows[i] @ rows[j])) for i in range(12)]
+        kept.append([set(each[:5]) for each in order])
+    expected = sum(len(a & b) for a, b in zip(*kept, strict=True)) / 60
+    assert same_neighbours(*both) == pytest.approx(expected)
+    assert 0 < expected < 1 == same_neighbours(both[0], both[0]) == same_neighbours(both[0][:1], both[1][:1])
 
 
 def test_what_is_refused(packed, tmp_path):

@@ -14,8 +14,8 @@ from .capture import Stop, hidden_of
 from .data import Batch, tokens_of
 from .learning import Learning, learning_in_place_of, put_weights
 
-STEPS = 400  # at the least; each is a batch of the text
-RATE = 0.002  # of Adam, at the most: it rises, and falls to zero
+STEPS = 120  # at the least; each is a batch of the text
+RATE = 0.004  # of Adam, at the most: it rises, and falls to zero
 _LOGITS = 1 << 27  # at a time
 _WARM = 10  # steps in which the rate rises
 _POOLED = 1.0  # what means over a text's tokens count, beside the tokens themselves
@@ -113,8 +113,8 @@ def distilled(
         names: of the packed layers.
         held: batches that are not learnt from.
         tables: layers whose tables of levels may move.
-        steps: at the least; each is a part of a batch. None: 400.
-        rate: of Adam, at the most. None: 0.002.
+        steps: at the least; each is a part of a batch. None: 120.
+        rate: of Adam, at the most. None: 0.004.
         progress: called as ``progress(step, steps)``.
 
     Returns:

@@ -102,8 +102,8 @@ def save_tokenizer(
         known = _cuts(converter)
         backend, _ = converter.convert_gguf_tokenizer(architecture, fields)
         backend = _without_others(backend, len(tokens))
-        if fields["tokenizer_type"] == "llama" and not _flag(path, metadata, "add_space_prefix", True):
-            backend = _without_prefix(backend)
+        if fields["tokenizer_type"] == "llama":
+            backend = _with_spaces(backend, _flag(path, metadata, "add_space_prefix", True))
         cut = fields.get("pre_tokenizer_type", "default")
         if fields["tokenizer_type"] == "gpt2" and cut not in {*(known or (cut,)), *_PLAIN_CUTS}:
             warnings.warn(
@@ -127,16 +127,21 @@ def _without_others(backend, count: int):
     return type(backend).from_str(json.dumps(content | {"added_tokens": own}))
 
 
-def _without_prefix(backend):
-    """A SentencePiece tokenizer that puts no space before a text."""
+def _with_spaces(backend, prefix: bool):
+    """A SentencePiece tokenizer that puts a space before each text between special tokens, as llama.cpp does, or none.
+
+    transformers' table has a space before the first text only, and none where there is one already.
+    """
     content = json.loads(backend.to_str())
     cut, change = content["pre_tokenizer"], content["normalizer"]
-    if cut and cut["type"] == "Metaspace":
-        cut["prepend_scheme"] = "never"
-    if change and change["type"] == "Sequence":
-        change["normalizers"] = [each for each in change["normalizers"] if each["type"] != "Prepend"]
+    metaspace = bool(cut) and cut["type"] == "Metaspace"
+    if metaspace or (change and change["type"] == "Sequence"):
+        replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        changes = [{"type": "Prepend", "prepend": _SPACE}, replaced] if prefix else [replaced]
+        content["normalizer"] = {"type": "Sequence", "normalizers": changes}
+        content["pre_tokenizer"] = None if metaspace else cut
     decoder = content["decoder"]
-    if decoder and decoder["type"] == "Sequence":  # what takes the first space away again
+    if not prefix and decoder and decoder["type"] == "Sequence":  # what takes the first space away again
         decoder["decoders"] = [each for each in decoder["decoders"] if each["type"] != "Strip"]
     return type(backend).from_str(json.dumps(content))
 

@@ -177,7 +177,7 @@ def generate(
     while True:
         # Behind the last token that is known, and behind each guessed one.
         call = torch.tensor([tokens + guess])
-        behind = step(call, start) if all_logits is None or not guess else all_logits(call, start)[0]
+        behind = all_logits(call, start)[0] if guess and all_logits is not None else step(call, start)
         result.decode_calls += bool(result.tokens)
         result.guessed += len(guess)
         for row, guessed in zip(behind, [*guess, None], strict=True):

@@ -35,9 +35,10 @@ from ..llm.perplexity import perplexity
 from ..quantize_model import described_to_transformers
 from .peers import peers
 
-VERSION = 2  # of the JSON file
+VERSION = 3  # of the JSON file
 _SENSITIVITY_TOKENS = 2048  # of the text, for each layer
 _SENSITIVITY_SENTENCES = 64
+_NEIGHBOURS = 5  # of a sentence, by which it is seen whether a search finds the same
 _PROMPT, _NEW = 16, 32  # tokens, to measure decoding
 _REFERENCE_BITS = 3  # at which layers are measured, for widths by layer of all sizes
 CALIBRATED = ("importance", "auto")
@@ -156,7 +157,12 @@ class _Subject:
         if self.language:
             window = self.options.window
             return perplexity(model, self.tokens, window=window, stride=window // 2).perplexity
-        return float((self.embeddings(model, self.sentences) * self.expected).sum(1).mean())
+        return self.search_quality(model)[0]
+
+    def search_quality(self, model: torch.nn.Module) -> tuple[float, float]:
+        """Of an embedding model: the mean cosine with the float embeddings, and :func:`same_neighbours`."""
+        found = self.embeddings(model, self.sentences)
+        return float((found * self.expected).sum(1).mean()), same_neighbours(found, self.expected)
 
     def loss(self, model: torch.nn.Module) -> float:
         """On a part of the text, for layers one by one: nats per token, or 1 - cosine."""
@@ -199,6 +205,19 @@ class _Subject:
         _, seconds = measure(decoder, prompt, _NEW)
         decoder.release()
         return 1 / statistics.median(seconds)
+
+
+def same_neighbours(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Which part of the five nearest others of each row of ``expected`` [n, features] are that in ``found``, too.
+
+    The nearest have the largest products; 1 for a single row.
+    """
+    nearest = [
+        (each @ each.T).fill_diagonal_(-torch.inf).topk(min(_NEIGHBOURS, len(each) - 1), dim=1).indices
+        for each in (found, expected)
+    ]
+    same = (nearest[0][:, :, None] == nearest[1][:, None, :]).any(2).float()
+    return float(same.mean()) if same.numel() else 1.0
 
 
 def _unique(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -249,9 +268,11 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
     }
 
     def add(method: str, bits: int | None, family: str, size: int, model: torch.nn.Module, timed: bool) -> None:
+        quality, same = (subject.quality(model), None) if subject.language else subject.search_quality(model)
         figures["rows"].append({
             "method": method, "bits": bits, "family": family, "bytes": size, "bits_per_weight": 8 * size / weights,
-            "quality": subject.quality(model), "tokens_per_second": subject.speed(model) if timed else None,
+            "quality": quality, "same_neighbours": same,
+            "tokens_per_second": subject.speed(model) if timed else None,
         })  # fmt: skip
         write(path, figures)
 

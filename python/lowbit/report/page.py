@@ -138,14 +138,15 @@ def _finite(value: float | None) -> bool:
 def _table(figures: dict[str, Any]) -> str:
     perplexity = figures["about"]["quality"] == "perplexity"
     whole = next(row["quality"] for row in figures["rows"] if row["family"] == "float")
-    head = ["", "bits per weight", "MB", figures["about"]["quality"], *(["over float"] if perplexity else [])]
+    head = ["", "bits per weight", "MB", figures["about"]["quality"], "over float" if perplexity else "same neighbours"]
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
     for row in sorted(figures["rows"], key=lambda row: (-row["bytes"], row["method"])):
         quality = row["quality"]
         cells = [_name(row), f"{row['bits_per_weight']:.2f}", f"{row['bytes'] / 1e6:.3g}"]
         cells.append((f"{quality:.2f}" if perplexity else f"{quality:.4f}") if _finite(quality) else "none")
-        if perplexity:
-            cells.append(f"{quality / whole:.4f}" if _finite(quality) else "none")
+        cells.append(
+            "none" if not _finite(quality) else f"{quality / whole:.4f}" if perplexity else f"{row['same_neighbours']:.3f}"
+        )
         lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return "\n".join(lines)
 
@@ -208,6 +209,8 @@ def render(figures: dict[str, Any], command: str) -> str:
         "Bytes of the matrices that are quantised: codes, scales and all else of the format. Other projects' formats are "
         "evaluated by dequantising, with float activations; lowbit as it runs."
     )
+    if about["quality"] == "cosine":
+        text += " Same neighbours: which part of each sentence's five nearest others stays the same."
     parts = [("Quality per byte", text, _quality(figures))]
     if (speed := _speed(figures)) is not None:
         text = f"Decoding in eager mode behind a short prompt; {_threads(about)} of {about['machine']}."
