@@ -4,10 +4,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "parallel.h"
+
 namespace lowbit {
 
-// Each piece of an operator's memory begins at a cache line.
-constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+// Each piece of an operator's memory begins at a cache line: some belong to one thread each.
+constexpr int64_t aligned(int64_t bytes) {
+  constexpr int64_t line = kCacheLine;
+  return (bytes + line - 1) / line * line;
+}
 
 // Puts `count` values of `item` bytes, `step` values apart, next to each other.
 inline void gather(int64_t item, const void* from, int64_t step, void* to, int64_t count) {
