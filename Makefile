@@ -409,6 +409,12 @@ arm-cost: $(VENV)/requirements $(ARM_PYTHON)
 	scripts/need.sh arm-cost
 	$(BIN)/python bench/arm_cost.py
 
+# Likewise of the x86 kernels: docs/x86_cost.md.
+.PHONY: x86-cost
+x86-cost: $(VENV)/requirements build/x86-emulator
+	scripts/need.sh arm-cost
+	$(BIN)/python bench/x86_cost.py
+
 # The part about SME2 alone.
 .PHONY: arm-cost-sme2
 arm-cost-sme2: $(VENV)/requirements build/arm-emulator

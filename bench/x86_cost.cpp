@@ -1,0 +1,183 @@
+// What x86_cost.py runs: calls kernel rows instruction by instruction (the trap flag), and prints for each call a line
+// "row TAB task TAB units TAB instructions"; with --blocks the addresses that were executed follow, "TAB
+// address*times" each. Only the instructions of this program count: it has the kernels in it, but not the C library's
+// memcpy, of which there is one for each CPU.
+//
+//   x86_cost [--blocks] [--check] [PART...]     rows that this CPU runs and whose name contains a PART, if there is
+//                                               any; --check: some tasks of some widths
+//
+//   linear_*     task "symmetric|affine g<group size> m<rows>"   unit: 128 weights, for one row of activations
+//   quantize_*   task "f32|bf16 g<group size>"                   unit: one activation
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "../kernels/pack.h"
+#include "../kernels/registry.h"
+
+extern "C" const char __executable_start, etext;
+
+namespace lowbit::bench {
+namespace {
+
+bool with_blocks = false, check = false;
+std::vector<std::string> parts;
+
+// Executed addresses, open addressing; a signal handler allocates nothing.
+struct Count {
+  uintptr_t address;
+  int64_t times;
+};
+constexpr size_t kSlots = size_t{1} << 16;
+Count counts[kSlots];
+int64_t executed;
+
+void step(int, siginfo_t*, void* context) {
+  const auto* const registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+  const uintptr_t address = static_cast<uintptr_t>(registers[REG_RIP]);
+  if (address < reinterpret_cast<uintptr_t>(&__executable_start) || address >= reinterpret_cast<uintptr_t>(&etext)) {
+    return;
+  }
+  ++executed;
+  size_t slot = (address * 0x9e3779b97f4a7c15u) >> 48;
+  while (counts[slot].times != 0 && counts[slot].address != address) slot = (slot + 1) % kSlots;
+  counts[slot].address = address;
+  ++counts[slot].times;
+}
+
+// The call alone: not the few instructions that switch the flag.
+template <class Args>
+[[gnu::noinline]] void stepped(void (*run)(const Args&), const Args& args) {
+  __asm__ volatile("pushfq\n\torq $0x100, (%%rsp)\n\tpopfq" ::: "memory", "cc");
+  run(args);
+  __asm__ volatile("pushfq\n\tandq $~0x100, (%%rsp)\n\tpopfq" ::: "memory", "cc");
+}
+
+template <class Args>
+void count(const char* name, const std::string& task, int64_t units, void (*run)(const Args&), const Args& args) {
+  run(args);  // what happens once is not counted
+  std::memset(counts, 0, sizeof counts);
+  executed = 0;
+  stepped(run, args);
+  std::printf("%s\t%s\t%lld\t%lld", name, task.c_str(), static_cast<long long>(units),
+              static_cast<long long>(executed));
+  if (with_blocks) {
+    std::vector<Count> found;
+    std::copy_if(counts, counts + kSlots, std::back_inserter(found), [](const Count& each) { return each.times > 0; });
+    std::sort(found.begin(), found.end(), [](const Count& a, const Count& b) { return a.address < b.address; });
+    for (const Count& each : found) {
+      std::printf("\t%llx*%lld", static_cast<unsigned long long>(each.address), static_cast<long long>(each.times));
+    }
+  }
+  std::printf("\n");
+}
+
+void require(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.message());
+  std::exit(1);
+}
+
+// Memory at a multiple of 64, as the operators have it.
+template <class T>
+T* allocate(int64_t count) {
+  const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+  T* const memory = static_cast<T*>(std::aligned_alloc(64, bytes));
+  if (memory == nullptr) std::abort();
+  std::memset(static_cast<void*>(memory), 1, bytes);
+  return memory;
+}
+
+void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_size, int64_t m) {
+  constexpr int64_t kOutputs = 64;
+  const int64_t inputs = m > 1 ? 256 : 512;
+  Layout layout;
+  require(make_layout(kOutputs, inputs, kernel.bits, group_size, mapping, false, &layout));
+  LinearArgs args{};
+  args.panels = allocate<uint8_t>(layout.total_bytes) + layout.header_bytes;
+  args.layout = layout;
+  args.panel_end = layout.panels;
+  args.a = allocate<int8_t>(m * inputs);
+  args.group_sums = allocate<int32_t>(m * layout.groups);
+  args.scales = allocate<float>(m);
+  args.zeros = allocate<float>(m);
+  args.m = m;
+  args.out = allocate<float>(m * kOutputs);
+  args.out_dtype = DType::f32;
+  args.out_stride = kOutputs;
+  static char* const scratch = allocate<char>(kLinearScratchBytes);
+  args.scratch = scratch;
+  const std::string task = std::string(mapping == Mapping::affine ? "affine" : "symmetric") + " g" +
+                           std::to_string(group_size) + " m" + std::to_string(m);
+  count(kernel.name, task, m * kOutputs * inputs / 128, kernel.run, args);
+}
+
+void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_size) {
+  constexpr int64_t kInputs = 1024;
+  float* const x = allocate<float>(kInputs);  // the first half of it as 16-bit values
+  for (int64_t i = 0; i < kInputs; ++i) store_from_f32(x, dtype, i, static_cast<float>(i * 37 % 201 - 100) / 16.0f);
+  float scale, zero;
+  const QuantizeArgs args{x, dtype, kInputs, kInputs, group_size, allocate<int8_t>(kInputs),
+                          allocate<int32_t>(kInputs / group_size), &scale, &zero};
+  const std::string task = std::string(dtype == DType::f32 ? "f32" : "bf16") + " g" + std::to_string(group_size);
+  count(kernel.name, task, kInputs, kernel.run, args);
+}
+
+bool wanted(const std::string& name, IsaBits isa) {
+  const auto matches = [&](const std::string& part) { return name.find(part) != std::string::npos; };
+  return isa != kPortable && (isa & ~cpu_isa()) == 0 &&
+         (parts.empty() || std::any_of(parts.begin(), parts.end(), matches));
+}
+
+void count_all() {
+  for (size_t i = 0; i < linear_kernel_count(); ++i) {
+    const LinearKernel& kernel = linear_kernel(i);
+    if (!wanted(kernel.name, kernel.isa)) continue;
+    if (check && kernel.bits != 2 && kernel.bits != 4 && kernel.bits != 8) continue;
+    const int64_t m = kernel.m_least == 1 ? 1 : 16;
+    if (check && m > 1 && kernel.bits != 4) continue;
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      for (const int64_t group_size : {32, 128}) {
+        if (check && (mapping == Mapping::affine || (group_size != 32 && m > 1))) continue;
+        count_linear(kernel, mapping, group_size, m);
+      }
+    }
+  }
+  for (size_t i = 0; i < quantize_kernel_count(); ++i) {
+    const QuantizeKernel& kernel = quantize_kernel(i);
+    if (!wanted(kernel.name, kernel.isa)) continue;
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      for (const int64_t group_size : {32, 128}) count_quantize(kernel, dtype, group_size);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::bench
+
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument == "--blocks") {
+      lowbit::bench::with_blocks = true;
+    } else if (argument == "--check") {
+      lowbit::bench::check = true;
+    } else {
+      lowbit::bench::parts.push_back(argument);
+    }
+  }
+  struct sigaction action {};
+  action.sa_sigaction = lowbit::bench::step;
+  action.sa_flags = SA_SIGINFO;
+  sigaction(SIGTRAP, &action, nullptr);
+  lowbit::bench::count_all();
+  return 0;
+}

@@ -1,0 +1,313 @@
+"""What the x86 kernels cost: counts the instructions of kernel rows, models their cycles with llvm-mca, and writes
+docs/x86_cost.md and .json.
+
+    python3 bench/x86_cost.py [--native]            builds, counts on this CPU and on emulated ones, writes both files;
+                                                    --native: without rows that this CPU lacks, in minutes
+    python3 bench/x86_cost.py --check --program P   counts some rows that this CPU runs; fails when one needs over 3 %
+                                                    more than in the JSON
+
+Needs cmake, ninja and a C++ compiler; without --check also objdump, llvm-mca 17 or newer, and build/x86-emulator for
+the rows that this CPU lacks.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCUMENT, DATA = ROOT / "docs/x86_cost.md", ROOT / "docs/x86_cost.json"
+GROWTH = 1.03
+SKIPPED = 77
+ITERATIONS = 100
+COVERED = 0.99  # of a call's instructions; the rest is taken to be as fast as these
+EMULATED = {"avxvnni": "arrow_lake", "amx": "sapphire_rapids"}  # where this CPU lacks an ISA
+# LLVM's name of a core, how it is written, and the ISAs of the rows that it runs.
+CORES = {
+    "alderlake": ("Alder Lake P", ("avx2", "avxvnni")),
+    "icelake-server": ("Ice Lake", ("avx2", "avx512vnni")),
+    "sapphirerapids": ("Sapphire Rapids", ("avx2", "avx512vnni", "amx")),
+    "znver4": ("Zen 4", ("avx2", "avx512vnni")),
+}
+OLDEST_LLVM = 17
+Block = tuple[str, ...]  # instructions, as objdump writes them
+
+
+def run(command: list, what: str, text: str | None = None) -> str:
+    done = subprocess.run([str(part) for part in command], check=False, capture_output=True, text=True, input=text)
+    if done.returncode != 0:
+        sys.exit(f"x86_cost: {what} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout
+
+
+def tool(name: str) -> pathlib.Path | str:
+    beside = pathlib.Path(sys.executable).parent / name  # a virtual environment has its own cmake and ninja
+    return beside if beside.exists() else name
+
+
+def build(directory: pathlib.Path) -> pathlib.Path:
+    run([tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", ROOT, "-B", directory,
+         "-DLOWBIT_BUILD_BENCH=ON"], "cmake")
+    run([tool("cmake"), "--build", directory, "--target", "x86_cost"], "the build")
+    return directory / "bench/x86_cost"
+
+
+def compiler_of(program: pathlib.Path) -> str:
+    """As the compiler of its kernels calls itself, by the program's own notes."""
+    text = run(["readelf", "-p", ".comment", program], "reading the compiler's name")
+    return max(re.findall(r"\]\s+(\S.*)", text), key=len).strip()
+
+
+def parse(text: str) -> dict:
+    """{row: {task: (units, instructions, {address: times})}}"""
+    found: dict = {}
+    for line in text.splitlines():
+        name, task, units, instructions, *addresses = line.split("\t")
+        times = {int(address, 16): int(count) for address, _, count in (each.partition("*") for each in addresses)}
+        found.setdefault(name, {})[task] = int(units), int(instructions), times
+    return found
+
+
+def per_unit(traced: dict) -> dict:
+    return {name: {task: round(instructions / units, 3) for task, (units, instructions, _) in tasks.items()}
+            for name, tasks in traced.items()}
+
+
+def disassemble(program: pathlib.Path) -> dict[int, str]:
+    found = {}
+    text = run(["objdump", "-d", "--no-show-raw-insn", program], "objdump")
+    for line in text.splitlines():
+        if match := re.match(r"\s*([0-9a-f]+):\t(.*)", line):
+            found[int(match[1], 16)] = re.sub(r"\s*(#|<).*", "", match[2]).strip()
+    return found
+
+
+def blocks_of(times: dict[int, int], code: dict[int, str]) -> dict[Block, int]:
+    """The basic blocks of a call and how often each ran: neighbours that ran as often, up to a branch."""
+    found: dict[Block, int] = {}
+    block: list[str] = []
+    last = 0
+    listed = sorted(code)
+    behind = dict(zip(listed, listed[1:]))
+
+    def close() -> None:
+        if block:
+            found[tuple(block)] = found.get(tuple(block), 0) + last
+            block.clear()
+
+    before = None
+    for address in sorted(times):
+        if before is None or behind.get(before) != address or times[address] != last:
+            close()
+        last = times[address]
+        text = code[address]
+        block.append(text)
+        if re.match(r"(j\w+|call|ret|bnd)", text):
+            close()
+        before = address
+    close()
+    return found
+
+
+def hot(blocks: dict[Block, int]) -> tuple[dict[Block, int], float]:
+    """The blocks that most of the instructions are in, and the share of the instructions that these are."""
+    total = sum(len(block) * times for block, times in blocks.items())
+    found, covered = {}, 0
+    for block, times in sorted(blocks.items(), key=lambda item: -len(item[0]) * item[1]):
+        if covered >= COVERED * total:
+            break
+        found[block] = times
+        covered += len(block) * times
+    return found, covered / total
+
+
+def plain(instruction: str) -> str:
+    """Branches to a label of their own, calls and returns as jumps: llvm-mca takes a call to last 100 cycles."""
+    if re.match(r"(bnd )?(call|ret|jmp)", instruction):
+        return "jmp 0f"
+    if match := re.match(r"(j\w+)", instruction):
+        return f"{match[1]} 0f"
+    return instruction
+
+
+def llvm_mca() -> tuple[str, str]:
+    """The newest llvm-mca, and its version."""
+    found = {}
+    for name in ["llvm-mca", *(f"llvm-mca-{major}" for major in range(OLDEST_LLVM, 40))]:
+        try:
+            text = subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout
+        except FileNotFoundError:
+            continue
+        if match := re.search(r"LLVM version (\d+)\.(\d+)\.(\d+)", text):
+            found[tuple(map(int, match.groups()))] = name
+    if max(found, default=(0,))[0] < OLDEST_LLVM:
+        sys.exit(f"x86_cost: llvm-mca {OLDEST_LLVM} or newer is missing (Debian: scripts/need.sh arm-cost)")
+    return found[max(found)], ".".join(map(str, max(found)))
+
+
+def cycles_of(mca: str, core: str, blocks: Iterable[Block]) -> dict[Block, float]:
+    """Cycles of each block when it repeats for ever."""
+    blocks = list(blocks)
+    lines = []
+    for number, block in enumerate(blocks):
+        lines += [f"# LLVM-MCA-BEGIN {number}", *map(plain, block), "0:", f"# LLVM-MCA-END {number}"]
+    output = run([mca, "--mtriple=x86_64-linux-gnu", f"--mcpu={core}", f"--iterations={ITERATIONS}", "--json",
+                  "--instruction-info=0", "--resource-pressure=0"], f"llvm-mca for {core}", "\n".join(lines) + "\n")
+    return {blocks[int(region["Name"])]: region["SummaryView"]["TotalCycles"] / ITERATIONS
+            for region in json.loads(output)["CodeRegions"]}
+
+
+def model(traced: dict, code: dict[int, str]) -> dict:
+    """{"llvm": version, core: {row: {task: cycles per unit}}}"""
+    mca, version = llvm_mca()
+    calls = {(row, task): (units, *hot(blocks_of(times, code))) for row, tasks in traced.items()
+             for task, (units, _, times) in tasks.items()}
+    of_core: dict = {core: {} for core in CORES}
+    for (row, _), (_, blocks, _) in calls.items():
+        for core, (_, isas) in CORES.items():
+            if row.rsplit("_", 1)[1] in isas:
+                of_core[core] |= dict.fromkeys(blocks)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        cycles = dict(zip(CORES, pool.map(lambda core: cycles_of(mca, core, of_core[core]), CORES)))
+    found: dict = {"llvm": version} | {core: {} for core in CORES}
+    for (row, task), (units, blocks, share) in calls.items():
+        for core, (_, isas) in CORES.items():
+            if row.rsplit("_", 1)[1] in isas:
+                total = sum(times * cycles[core][block] for block, times in blocks.items()) / share
+                found[core].setdefault(row, {})[task] = round(total / units, 2)
+    return found
+
+
+def trace(program: pathlib.Path, native: bool) -> dict:
+    """All rows: those of this CPU natively, the others emulated."""
+    found = parse(run([program, "--blocks"], "counting"))
+    for isa, cpu in EMULATED.items():
+        if not native and not any(name.endswith(f"_{isa}") for name in found):
+            found |= parse_emulated(run([ROOT / "scripts/emulate_x86.sh", cpu, program, "--blocks", f"_{isa}"],
+                                        f"counting on an emulated {cpu} (make build/x86-emulator)"))
+    return found
+
+
+def parse_emulated(text: str) -> dict:
+    """As `parse`; around it is what the system says."""
+    return parse("\n".join(line.rstrip("\r") for line in text.splitlines() if line.count("\t") >= 3))
+
+
+WIDTHS = [str(bits) for bits in range(1, 9)]
+
+
+def table(header: list[str], rows: dict, digits: int = 1) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for first, cells in rows.items():
+        found = [f"{cells[column]:.{digits}f}" if column in cells else "" for column in header[1:]]
+        lines.append("| " + " | ".join([first, *found]) + " |")
+    return [*lines, ""]
+
+
+def linear_rows(numbers: dict) -> dict:
+    """{kernel: {task: {width: number}}}; panels in step are two or four by width."""
+    found: dict = {}
+    for name, tasks in numbers.items():
+        if match := re.fullmatch(r"linear_a8w(\d)_(\d+)x(\d+)_(\w+)", name):
+            what = "tiles of rows" if match[2] != "1" else "one row" if match[3] == "16" else "one row, panels in step"
+            for task, value in tasks.items():
+                found.setdefault(f"{match[4]}, {what}", {}).setdefault(task, {})[match[1]] = value
+    return found
+
+
+def counted(data: dict, isa: str) -> bool:
+    return any(name.endswith(f"_{isa}") for name in data["counts"])
+
+
+def document(data: dict) -> str:
+    lines = [
+        "# What the x86 kernels cost", "",
+        "Instructions are counted one by one (`bench/x86_cost.cpp` switches the CPU's trap flag on): exact and repeatable,",
+        "but a count is no time. Rows for instructions that the machine lacks are counted in an emulator. Cycles are a",
+        "model's, measured on no CPU. Written by `make x86-cost`; `docs/x86_cost.json` has the same numbers. A test holds",
+        "the instructions against it.", "",
+        f"Compiler: {data['compiler']}. Cycles: llvm-mca {data['cycles']['llvm']}.",
+        *[f"Not counted in this run: the rows for {isa}." for isa in EMULATED if not counted(data, isa)], "",
+        "## Linear", "",
+        "Per 128 weights and row of activations, everything included that one call of the kernel does: 64 outputs, 512",
+        "inputs (tiles of rows: 256), float32 output. g: inputs per group. m: rows of activations. Columns: bits.", "",
+    ]
+    cycles = {name: linear_rows(data["cycles"][core]) for core, (name, _) in CORES.items()}
+    for kernel, tasks in linear_rows(data["counts"]).items():
+        lines += [f"### {kernel}", ""]
+        rows = {f"{task}, instructions": cells for task, cells in tasks.items()}
+        rows |= {f"{task}, cycles, {name}": found[kernel][task] for task in tasks for name, found in cycles.items()
+                 if kernel in found}
+        lines += table(["", *WIDTHS], rows)
+    lines += ["## Activations to int8", "", "Per value, group sums included; 1024 values.", ""]
+    quantize = {name: tasks for name, tasks in data["counts"].items() if name.startswith("quantize_")}
+    header = list(dict.fromkeys(task for tasks in quantize.values() for task in tasks))
+    rows = {}
+    for kernel, tasks in quantize.items():
+        rows[f"{kernel}, instructions"] = tasks
+        rows |= {f"{kernel}, cycles, {name}": data["cycles"][core][kernel] for core, (name, _) in CORES.items()
+                 if kernel in data["cycles"][core]}
+    lines += table(["", *header], rows, digits=2)
+    lines += [
+        "## How the cycles come about", "",
+        "A call's basic blocks, and how often each ran, come from the counted addresses. llvm-mca says how many cycles a",
+        "block needs when it repeats for ever, by LLVM's model of a core; a call is the sum of times x cycles. So every load",
+        "hits the first-level cache, every branch is predicted, and blocks neither overlap nor wait for one another. One row",
+        "waits for memory as a rule: 128 weights at 4 bits are 64 bytes, and at 15 to 30 GB/s those are some 10 cycles.",
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def growth(committed: dict, found: dict) -> list[str]:
+    """What needs too many instructions, or is counted for the first time."""
+    bad = []
+    for name, tasks in found.items():
+        for task, value in tasks.items():
+            before = committed.get(name, {}).get(task)
+            if before is None:
+                bad.append(f"{name}, {task}: not in {DATA.name}; run make x86-cost")
+            elif value > before * GROWTH:
+                bad.append(f"{name}, {task}: {value} instructions, {before} committed")
+    return bad
+
+
+def check(program: pathlib.Path) -> int:
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+    if data["compiler"] != compiler_of(program):
+        print(f"skipped: {DATA.name} was counted with another compiler than {compiler_of(program)}")
+        return SKIPPED
+    found = per_unit(parse(run([program, "--check"], "counting")))
+    if not found:
+        print("skipped: this CPU runs none of the rows")
+        return SKIPPED
+    bad = growth(data["counts"], found)
+    print("\n".join(bad))
+    print(f"{len(bad)} of {sum(len(tasks) for tasks in found.values())} counts have grown, or are new")
+    return 1 if bad else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build/x86_cost", help="where to build")
+    parser.add_argument("--program", type=pathlib.Path, help="a counting program that is built already")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--native", action="store_true")
+    args = parser.parse_args()
+    program = args.program or build(args.build)
+    if args.check:
+        return check(program)
+    traced = trace(program, args.native)
+    data = {"compiler": compiler_of(program), "counts": per_unit(traced), "cycles": model(traced, disassemble(program))}
+    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    DOCUMENT.write_text(document(data), encoding="utf-8")
+    print(f"{len(data['counts'])} kernel rows: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
