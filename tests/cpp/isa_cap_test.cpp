@@ -254,7 +254,9 @@ TEST(Streams, AreThoseThatWereAskedFor) {
     return;
   }
   if (!isa_cap_status().ok()) GTEST_SKIP() << "the operators refuse";
-  if (!wanted.empty()) EXPECT_EQ(streams() == Streams::several, wanted == "several");
+  if (!wanted.empty()) {
+    EXPECT_EQ(streams() == Streams::several, wanted == "several");
+  }
   const Streams before = streams();
   for (const Streams pinned : {Streams::several, Streams::one, before}) {
     pin_streams(pinned);

@@ -135,12 +135,16 @@ TEST(Choice, LevelsGoWherePlainWeightsGo) {
         for (const int64_t m : kRows) {
           const LinearKernel& chosen = choose_linear(task(bits, group_size, Mapping::levels), m, isa);
           EXPECT_EQ(chosen.run != nullptr, can) << chosen.name;
-          if (can) EXPECT_STREQ(chosen.name, choose_linear(task(bits, group_size), m, isa).name);
+          if (can) {
+            EXPECT_STREQ(chosen.name, choose_linear(task(bits, group_size), m, isa).name);
+          }
         }
       }
       const EmbeddingKernel& chosen = choose_embedding(task(bits, 32, Mapping::levels), isa);
       EXPECT_EQ(chosen.run != nullptr, can) << chosen.name;
-      if (can) EXPECT_STREQ(chosen.name, choose_embedding(task(bits, 32), isa).name);
+      if (can) {
+        EXPECT_STREQ(chosen.name, choose_embedding(task(bits, 32), isa).name);
+      }
     }
   }
 }
