@@ -11,7 +11,7 @@ oldest=$("$bin/python" -c '
 import re, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 for requirement in project["optional-dependencies"]["llm"]:
-    name, version = re.match(r"([a-z0-9-]+)>=([0-9.]+)", requirement).groups()
+    name, version = re.match(r"([a-z0-9_-]+)>=([0-9.]+)", requirement).groups()
     print(f"{name}=={version}")')
 
 if [ "$(cat "$directory/made" 2>/dev/null)" != "$oldest" ]; then

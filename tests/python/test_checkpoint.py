@@ -426,6 +426,7 @@ time.sleep(300)
 def test_what_stays_float(tmp_path):
     """Experts of an architecture's own form and GPT-2's Conv1D are most of the bytes: no run passes over that in silence."""
     sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 16}
+    sizes["pad_token_id"] = 0  # transformers 5.0 wants one
     JetMoeForCausalLM(JetMoeConfig(**sizes, intermediate_size=96, num_local_experts=4)).save_pretrained(tmp_path / "experts")
     with pytest.warns(UserWarning, match="only .* % are packed: .* stay float, in JetMoeParallelExperts"):
         summary = quantize_checkpoint(tmp_path / "experts", tmp_path / "packed", LowBitConfig())

@@ -87,8 +87,11 @@ class LowBitQuantizer(HfQuantizer):
         names = names_in_model(model, aliases)
         guards = {each for alias, (name, _) in names.items() if aliases[alias] in packed for each in (alias, name)}
         if guards:
-            ignored = {f"^({'|'.join(map(re.escape, sorted(guards)))})$"}
-            model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+            ignored = f"^({'|'.join(map(re.escape, sorted(guards)))})$"
+            own = model._keys_to_ignore_on_load_unexpected
+            # A set, or in the first versions of transformers 5 a list, to which it adds its own.
+            own = own | {ignored} if isinstance(own, set) else [*(own or ()), ignored]
+            model._keys_to_ignore_on_load_unexpected = own
         given, placed, ordered = given_by(names), {}, set()
         layers = dict(named_layers(model))
         whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())

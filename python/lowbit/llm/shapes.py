@@ -118,6 +118,7 @@ def _skeleton(config: Any, dtype: torch.dtype) -> torch.nn.Module:
     """The model of a configuration. Linear layers and embeddings have no memory; all else is 1, or 0 (biases)."""
     with torch.device("meta"):
         model = import_module("transformers").AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()  # the first versions of transformers 5 do not do so here
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if any(buffer.is_meta for buffer in child.buffers(recurse=False)):
