@@ -25,12 +25,12 @@ import arm_project
 import arm_sme2
 from arm_cycles import CORES
 from arm_tools import run, tool, version
+from costs import growth
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/arm_cost.md", ROOT / "docs/arm_cost.json"
 CPUS = ("cortex-a53", "cortex-a76", "max,sve=off")  # a row is counted on the first that runs it
 CHECK_CPU = "cortex-a76"
-GROWTH = 1.03
 SKIPPED = 77
 MAIN_ROWS = (" m1", " m16", " m64")  # of the tables by width
 EVERY_ROWS = 33
@@ -225,19 +225,6 @@ def document_cycles(cycles: dict) -> list[str]:
     embedding = over_cores(lambda numbers: {"": embedding_rows(numbers)}, lambda task: ", symmetric " in task)[""]
     return lines + table(["", *WIDTHS], {f"{task}, {core}": cells for task, cores in embedding.items()
                                          for core, cells in cores.items()})
-
-
-def growth(committed: dict, found: dict) -> list[str]:
-    """What needs too many instructions, or is counted for the first time."""
-    bad = []
-    for name, tasks in found.items():
-        for task, value in tasks.items():
-            before = committed.get(name, {}).get(task)
-            if before is None:
-                bad.append(f"{name}, {task}: not in {DATA.name}; run bench/arm_cost.py")
-            elif value > before * GROWTH:
-                bad.append(f"{name}, {task}: {value} instructions, {before} committed")
-    return bad
 
 
 def check_that_it_can_fail() -> None:

@@ -11,13 +11,13 @@ import json
 import os
 
 from arm_tools import llvm, run
+from costs import hot
 
 # LLVM's name of a core, how it is written, and the ISAs of the rows that it runs.
 BASE = ("portable", "neon", "neondot")
 CORES = {"cortex-a55": ("Cortex-A55", BASE), "neoverse-n1": ("Neoverse N1", BASE),
          "neoverse-v1": ("Neoverse V1", (*BASE, "i8mm")), "neoverse-v2": ("Neoverse V2", (*BASE, "i8mm"))}
 ITERATIONS = 100
-COVERED = 0.99  # of a call's instructions; the rest is taken to be as fast as these
 
 MARKERS = (0xd5032c3f, 0xd5032c5f)
 TRIPLE = "aarch64-linux-gnu"
@@ -68,18 +68,6 @@ def whole_blocks(entered: list) -> dict[Block, int]:
         if times and not any(marker in words for marker in MARKERS):
             found[words] = found.get(words, 0) + times
     return found
-
-
-def hot(blocks: dict[Block, int]) -> tuple[dict[Block, int], float]:
-    """The blocks that most of the instructions are in, and the share of the instructions that these are."""
-    total = sum(len(words) * times for words, times in blocks.items())
-    found, covered = {}, 0
-    for words, times in sorted(blocks.items(), key=lambda item: -len(item[0]) * item[1]):
-        if covered >= COVERED * total:
-            break
-        found[words] = times
-        covered += len(words) * times
-    return found, covered / total
 
 
 def plain(word: int) -> int:

@@ -20,12 +20,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
+from costs import growth, hot
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/x86_cost.md", ROOT / "docs/x86_cost.json"
-GROWTH = 1.03
 SKIPPED = 77
 ITERATIONS = 100
-COVERED = 0.99  # of a call's instructions; the rest is taken to be as fast as these
 EMULATED = {"avxvnni": "arrow_lake", "amx": "sapphire_rapids"}  # where this CPU lacks an ISA
 # LLVM's name of a core, how it is written, and the ISAs of the rows that it runs.
 CORES = {
@@ -112,18 +112,6 @@ def blocks_of(times: dict[int, int], code: dict[int, str]) -> dict[Block, int]:
         before = address
     close()
     return found
-
-
-def hot(blocks: dict[Block, int]) -> tuple[dict[Block, int], float]:
-    """The blocks that most of the instructions are in, and the share of the instructions that these are."""
-    total = sum(len(block) * times for block, times in blocks.items())
-    found, covered = {}, 0
-    for block, times in sorted(blocks.items(), key=lambda item: -len(item[0]) * item[1]):
-        if covered >= COVERED * total:
-            break
-        found[block] = times
-        covered += len(block) * times
-    return found, covered / total
 
 
 def plain(instruction: str) -> str:
@@ -261,19 +249,6 @@ def document(data: dict) -> str:
         "waits for memory as a rule: 128 weights at 4 bits are 64 bytes, and at 15 to 30 GB/s those are some 10 cycles.",
     ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def growth(committed: dict, found: dict) -> list[str]:
-    """What needs too many instructions, or is counted for the first time."""
-    bad = []
-    for name, tasks in found.items():
-        for task, value in tasks.items():
-            before = committed.get(name, {}).get(task)
-            if before is None:
-                bad.append(f"{name}, {task}: not in {DATA.name}; run make x86-cost")
-            elif value > before * GROWTH:
-                bad.append(f"{name}, {task}: {value} instructions, {before} committed")
-    return bad
 
 
 def check(program: pathlib.Path) -> int:
