@@ -68,11 +68,6 @@ constexpr Encode kEncode[] = {encode_block<1>, encode_block<2>, encode_block<3>,
 constexpr Decode kDecode[] = {decode_block<1>, decode_block<2>, decode_block<3>, decode_block<4>,
                               decode_block<5>, decode_block<6>, decode_block<7>, decode_block<8>};
 
-int64_t rows_in_panel(const Layout& layout, int64_t panel) {
-  const int64_t left = layout.n - panel * kPanelRows;
-  return left < kPanelRows ? left : kPanelRows;
-}
-
 template <class T>
 void put(uint8_t* base, int64_t index, T value) {
   std::memcpy(base + index * static_cast<int64_t>(sizeof value), &value, sizeof value);

@@ -5,6 +5,12 @@
 
 namespace lowbit {
 
+// 16, or what is left for the last panel.
+inline int64_t rows_in_panel(const Layout& layout, int64_t panel) {
+  const int64_t left = layout.n - panel * kPanelRows;
+  return left < kPanelRows ? left : kPanelRows;
+}
+
 // Row-major inputs (pack) or outputs (unpack) of a whole matrix, contiguous; any alignment the type needs.
 struct PackArgs {
   const uint8_t* codes;  // n x k, below 2^bits

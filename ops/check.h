@@ -27,6 +27,10 @@ inline ShapeText describe(const Shape& shape) {
   return result;
 }
 
+inline const char* name_of(Mapping mapping) {
+  return mapping == Mapping::affine ? "affine" : mapping == Mapping::levels ? "levels" : "symmetric";
+}
+
 // Somebody who caps the instruction sets wants to know what runs, and a wrong name does not say what he meant.
 inline Status check_isa_cap() {
   if (const Status& status = isa_cap_status(); !status.ok()) return status;

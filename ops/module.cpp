@@ -14,6 +14,7 @@
 #include "../bench/read_bandwidth.h"
 #include "../kernels/format.h"
 #include "../kernels/registry.h"
+#include "check.h"
 #include "load_kernels.h"
 #include "operators.h"
 
@@ -143,7 +144,7 @@ py::dict as_dict(const Layout& layout) {
   result["version"] = has_levels ? kLevelsVersion : kFormatVersion;
   result["format"] = name_of(layout.format).text;
   result["bits"] = layout.bits;
-  result["mapping"] = layout.mapping == Mapping::affine ? "affine" : has_levels ? "levels" : "symmetric";
+  result["mapping"] = name_of(layout.mapping);
   result["out_features"] = layout.n;
   result["in_features"] = layout.k;
   result["group_size"] = layout.group_size == 0 ? py::object(py::none()) : py::object(py::int_(layout.group_size));

@@ -24,10 +24,6 @@ struct Parts {
   int64_t count = 0;
 };
 
-const char* name_of(Mapping mapping) {
-  return mapping == Mapping::affine ? "affine" : mapping == Mapping::levels ? "levels" : "symmetric";
-}
-
 Status check_alike(const Layout& first, const Layout& other, int64_t number, int dim) {
   const int64_t expected = dim == 0 ? first.k : first.n, found = dim == 0 ? other.k : other.n;
   if (found != expected) {
@@ -104,11 +100,6 @@ Status result_layout(const Parts& parts, int dim, int64_t total, int64_t begin, 
                      first.mapping, has_bias, layout, first.mapping == Mapping::levels ? first.levels : nullptr);
 }
 
-int64_t rows_of_panel(const Layout& layout, int64_t panel) {
-  const int64_t left = layout.n - panel * kPanelRows;
-  return left < kPanelRows ? left : kPanelRows;
-}
-
 // 16 rows of a matrix, unpacked; scales and mins are in units of the row scales.
 class Rows {
  public:
@@ -162,7 +153,7 @@ class Rows {
   // A panel as a matrix of its own.
   static Layout panel_of(const Layout& layout, int64_t panel) {
     Layout one = layout;
-    one.n = rows_of_panel(layout, panel);
+    one.n = rows_in_panel(layout, panel);
     one.panels = 1;
     return one;
   }
@@ -174,14 +165,14 @@ class Rows {
 // Fills panel `p` of the result, the rows from `begin` on. `i` is the part that its first row is in, or one before it.
 Status splice_rows(const Parts& parts, int64_t i, int64_t begin, const Layout& layout, int64_t p, Rows& to, Rows& from,
                    uint8_t* out, uint64_t* checksums) {
-  const int64_t rows = rows_of_panel(layout, p);
+  const int64_t rows = rows_in_panel(layout, p);
   for (int64_t done = 0; done < rows;) {
     const int64_t row = begin + p * kPanelRows + done;
     while (row >= parts.part[i].begin + parts.part[i].layout.n) ++i;
     const Part& part = parts.part[i];
     const int64_t panel = (row - part.begin) / kPanelRows, at = (row - part.begin) % kPanelRows;
     // What is left of the panel that it comes from, and of the one to fill.
-    int64_t count = rows_of_panel(part.layout, panel) - at;
+    int64_t count = rows_in_panel(part.layout, panel) - at;
     if (rows - done < count) count = rows - done;
     if (count == kPanelRows) {  // it is the same panel
       uint8_t* const target = out + layout.header_bytes + p * layout.panel_bytes;
@@ -211,7 +202,7 @@ Status splice_inputs(const Parts& parts, int64_t begin, const Layout& layout, in
     from.unpack(part.layout, part.data, p);
     const int64_t groups = group == 0 ? 1 : (count + group - 1) / group;
     const int64_t to_group = group == 0 ? 0 : (at - begin) / group, from_group = group == 0 ? 0 : (at - part.begin) / group;
-    for (int64_t r = 0; r < rows_of_panel(layout, p); ++r) {
+    for (int64_t r = 0; r < rows_in_panel(layout, p); ++r) {
       float* const scales = to.scales + r * layout.groups + to_group;
       float* const mins = to.mins + r * layout.groups + to_group;
       const float* const from_scales = from.scales + r * part.layout.groups + from_group;
