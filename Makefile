@@ -44,7 +44,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
-  test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak fuzz-import test-llama-cpp \
+  test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak fuzz fuzz-import test-llama-cpp \
   test-import-libraries \
   arm-python-lowbit wheel-aarch64 wheels wheel-macos test-wheels test-workflows test-macos-build test-windows-build \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
@@ -341,6 +341,14 @@ SEED ?= 1
 fuzz-import: $(VENV)/installed
 	HF_HUB_OFFLINE=1 LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest \
 	  tests/python/test_importing_hostile.py -k 'mutants_of'
+
+# Packed matrices that are damaged at random, for every operator and every kernel of this machine, under the sanitizers: a
+# million take an hour of one core. Without sanitizers, build/test-host/tests/cpp/packed_fuzz does as many in a minute.
+fuzz: $(VENV)/requirements
+	scripts/need.sh test
+	$(CONFIGURE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/test-sanitize -j $(JOBS) --target packed_fuzz
+	nice build/test-sanitize/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
 
 # What `lowbit export --to gguf` writes, computed by llama.cpp; and checkpoints that the formats' own libraries make. Without
 # these two, the tests of both skip, because none of that is in requirements.txt.

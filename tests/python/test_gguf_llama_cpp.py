@@ -55,7 +55,7 @@ def family(kind: str):
 def test_families(llama_cpp, tokenizer, tmp_path, kind):
     family(kind).save_pretrained(tmp_path / "float")
     tokenizer.save_pretrained(tmp_path / "float")
-    # Floats: rotation, order of rows, windows, norms and settings are right. ggml has Gemma's GELU as a table in float16.
+    # Floats: rotation, order of rows, windows, norms and settings are right. ggml reads Gemma's GELU from a float16 table.
     export_gguf(tmp_path / "float", tmp_path / "float.gguf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float", dtype=torch.float32)
     tokens, expected = list(PROMPT), []

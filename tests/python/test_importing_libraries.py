@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import FLOAT
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 SIZES = {
     "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -97,6 +97,33 @@ def test_gptqmodel(source, tmp_path, monkeypatch, bits, symmetric, order, versio
     assert ("input_order" in " ".join(load_file(tmp_path / "out" / "model.safetensors"))) == order
     same(found, expected, summary, 2**bits / 1200)
     assert not symmetric or {tensor.kind for tensor in summary.tensors} == {"exact", "float"}
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "layout"),
+    [*((bits, symmetric, "auto_round") for bits in (2, 3, 4) for symmetric in (True, False)),
+     (8, True, "auto_round"), (4, True, "auto_round:auto_awq"), (4, False, "auto_round:auto_awq")],
+)  # fmt: skip
+def test_auto_round(source, tmp_path, monkeypatch, bits, symmetric, layout):
+    """Rounded to nearest and packed by AutoRound; its own layers, given the columns of the identity, say the weights."""
+    auto_round = wanted("auto_round")
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    scheme = {"bits": bits, "group_size": 32, "sym": symmetric}
+    rounding = auto_round.AutoRound(
+        model, AutoTokenizer.from_pretrained(source), **scheme, iters=0, device_map="cpu", disable_opt_rtn=True
+    )
+    rounding.quantize_and_save(str(tmp_path / "in"), format=layout)
+    (saved,) = (file.parent for file in (tmp_path / "in").rglob("config.json"))
+    found, summary = imported(saved, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, device_map="cpu")
+    expected = {}
+    for name, weight in found.items():
+        layer = theirs.get_submodule(name)
+        assert type(layer) is not torch.nn.Linear
+        expected[name] = layer(torch.eye(weight.shape[1])).T.contiguous()
+    halves = lambda weights: {name: weight.half().float() for name, weight in weights.items()}  # noqa: E731
+    same(halves(found), halves(expected), summary, 2**bits / 1200)  # most of its layers multiply in float16
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -442,8 +442,8 @@ def export_gguf(
             outputs.append(_float(f"{name}.{leaf}", stored, permuted, done, added))
     if architecture in _ONE_TABLE and any(output.name == "output.weight" for output in outputs):
         raise ValueError(
-            f"{source} has a head of its own (lm_head); GGUF's {architecture} takes the table of tokens: quantise the float "
-            "checkpoint with lowbit quantize --override lm_head=float"
+            f"{source} has a head of its own (lm_head); GGUF's {architecture} takes the table of tokens: quantise the "
+            "float checkpoint with lowbit quantize --override lm_head=float"
         )
     table = next((output for output in outputs if output.name == "token_embd.weight"), None)
     if table is None:
