@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(abspath $(VENV))/bin
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
 SOURCES := $(shell find kernels ops cmake adapters -type f) CMakeLists.txt pyproject.toml
+PYTHON_SOURCES := $(shell find python -type f -not -path '*/__pycache__/*')
 
 # A second compilation of the same file with the same flags costs nothing where there is ccache (scripts/need.sh test).
 CCACHE = $$(command -v ccache || true)
@@ -53,23 +54,30 @@ demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
 # What runs on this machine in minutes, and Arm on one emulated CPU: what a change needs. One part after the other, each on all
-# cores.
+# cores; with `make -j 2 --output-sync test` two at a time, so that no core waits for the last test of a part (.ci/run).
 test: typecheck test-x86 test-python test-arm test-arm-python
 
 # That, and the rest: whole models, every emulated CPU, the sanitizers, what needs an Arm torch.
-test-all: test test-more
+test-all: test
+	$(MAKE) --no-print-directory test-more
 
-# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest.
-test-more: export LOWBIT_TEST_ARM_RUNNERS = $(ARM_RUNNER)
-test-more: docs build-arm-runner test-python-more test-sanitize test-arm-cpus test-arm-sme2 test-arm-python-cpus test-kleidiai
+TEST_MORE := test-python-more test-sanitize test-arm-cpus test-arm-sme2 test-arm-python-cpus test-kleidiai docs
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
-test-more: test-emulated-x86
+TEST_MORE += test-emulated-x86
 endif
+# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest.
+test-more: build-arm-runner
+	LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) $(MAKE) --no-print-directory $(TEST_MORE)
 
-$(VENV)/requirements: requirements.txt
+# What compiles C++ comes first: .ci/run does that while pip installs the rest.
+$(VENV)/cmake: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $$(grep -E '^(cmake|ninja)==' requirements.txt)
+	touch $@
+
+$(VENV)/requirements: requirements.txt $(VENV)/cmake
 	$(BIN)/python -m pip install -q -r requirements.txt
 	touch $@
 
@@ -78,7 +86,7 @@ $(VENV)/installed: $(VENV)/requirements $(SOURCES)
 	touch $@
 
 .PHONY: build-test-host
-build-test-host: $(VENV)/requirements
+build-test-host: $(VENV)/cmake
 	scripts/need.sh test
 	$(CONFIGURE) -S . -B build/test-host -DLOWBIT_BUILD_TESTS=ON
 	$(BIN)/cmake --build build/test-host -j $(JOBS)
@@ -110,7 +118,7 @@ build/x86-emulator: scripts/x86_emulator.sh | $(VENV)/requirements
 
 # C++ for Arm, cross-built; QEMU runs it.
 .PHONY: build-test-arm
-build-test-arm: $(VENV)/requirements
+build-test-arm: $(VENV)/cmake
 	scripts/need.sh test
 	$(CONFIGURE) -S . -B build/test-arm -DLOWBIT_BUILD_TESTS=ON \
 	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake)
@@ -239,10 +247,13 @@ test-workflows: $(ACTIONLINT)
 	$(ACTIONLINT) '.github/workflows/*.yml'
 
 # The wheel that users get, installed where torch and executorch are.
-arm-python-lowbit: wheel-aarch64
+arm-python-lowbit: build/arm-python/lowbit
+build/arm-python/lowbit: $(SOURCES) $(PYTHON_SOURCES) $(ARM_PYTHON) $(VENV)/requirements
+	$(MAKE) --no-print-directory wheel-aarch64
 	$(BIN)/python -m pip install -q --root-user-action=ignore --no-deps --no-compile --no-index --upgrade \
 	  --platform linux_aarch64 --python-version 311 --implementation cp --abi cp311 --only-binary=:all: \
 	  --target $(ARM_PYTHON_PACKAGES) build/wheel-aarch64/*.whl
+	touch $@
 
 # Its results in Python, compared with those of this machine.
 .PHONY: arm-python-results
