@@ -286,12 +286,13 @@ test-arm-runner: build-arm-runner
 	  $(PYTEST) tests/python/test_cpp_runners.py tests/python/test_llm_export.py
 
 # The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer. Memory that cannot be had is an error to return.
-# Operators run with portable kernels and with this machine's best: they test what all ISAs share, and take a minute each.
+# Operators run with portable kernels and with this machine's best, calls of many chunks with these alone: they test what all
+# ISAs share, and take a minute each.
 test-sanitize: $(VENV)/requirements
 	scripts/need.sh test
 	$(CONFIGURE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
-	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --test-dir build/test-sanitize -E 'operators\.avx'
+	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --test-dir build/test-sanitize -E 'operators\.(avx|portable\.chunks)'
 
 # The KleidiAI adapter with the KleidiAI in torch's Arm wheel: one emulated CPU for each of its kernels.
 ARM_TORCH := $(ARM_PYTHON_PACKAGES)/torch
