@@ -13,8 +13,11 @@ from transformers.quantizers import HfQuantizer
 
 from ..tensor_parallel import Part, pattern_of, shard_
 
-# In later versions a plan without rules is an error, and this rule does nothing; in earlier ones it does too much.
-_NO_CUT = "replicate" if hasattr(HfQuantizer, "update_parallel_plan") else None
+# A plan without rules is an error, in later versions by its message. There this rule leaves a layer alone; in earlier ones
+# it does more, so it is given to no layer.
+_NO_CUT = "replicate"
+_EARLIER = not hasattr(HfQuantizer, "update_parallel_plan")
+_NO_LAYER = "packed by lowbit"
 
 
 def take_rules(model, layers: Collection[str]) -> dict[str, str]:
@@ -27,7 +30,8 @@ def take_rules(model, layers: Collection[str]) -> dict[str, str]:
     patterns = {pattern_of(name) for name in layers}
     taken = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern in patterns}
     left = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern not in patterns}
-    model._tp_plan = left | (dict.fromkeys(taken, _NO_CUT) if _NO_CUT else {})
+    if taken:
+        model._tp_plan = left | dict.fromkeys([_NO_LAYER] if _EARLIER else taken, _NO_CUT)
     return taken
 
 
@@ -41,7 +45,7 @@ def shard_as_asked(model, rules: dict[str, str]) -> None:
     if mesh is not None and any(model.tp_plan.get(pattern, _NO_CUT) != _NO_CUT for pattern in rules):
         raise ValueError('tp_plan has rules for packed layers; expected "auto", or shard_ with a plan after loading')
     if rules:
-        model._tp_plan = {**model.tp_plan, **rules}
+        model._tp_plan = {pattern: style for pattern, style in model.tp_plan.items() if pattern != _NO_LAYER} | rules
     if mesh is None or not rules:
         return
     if mesh.ndim > 1:
