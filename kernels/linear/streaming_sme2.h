@@ -105,6 +105,16 @@ struct Head {
         out(static_cast<char*>(args.out) + panel * kPanelRows * bytes_of(args.out_dtype)),
         n(args.layout.n - panel * kPanelRows) {}
 
+  // Of the panel behind.
+  [[gnu::always_inline]] Head next(int64_t panel_bytes, DType dtype) const __arm_streaming_compatible {
+    const size_t floats = static_cast<size_t>(panel_bytes) / sizeof(float);
+    Head head = *this;
+    head.row_scale += floats, head.row_sum += floats, head.bias += floats;
+    head.out += kPanelRows * bytes_of(dtype);
+    head.n -= kPanelRows;
+    return head;
+  }
+
   [[gnu::always_inline]] svbool_t columns() const __arm_streaming { return svwhilelt_b32(int64_t{0}, n); }
 };
 
