@@ -45,7 +45,8 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
-  test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak fuzz-import \
+  test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak fuzz-import test-llama-cpp \
+  test-import-libraries \
   arm-python-lowbit wheel-aarch64 wheels wheel-macos test-wheels test-workflows test-macos-build test-windows-build \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
@@ -352,6 +353,20 @@ SEED ?= 1
 fuzz-import: $(VENV)/installed
 	HF_HUB_OFFLINE=1 LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest \
 	  tests/python/test_importing_hostile.py -k 'mutants_of'
+
+# What `lowbit export --to gguf` writes, computed by llama.cpp; and checkpoints that the formats' own libraries make. Without
+# these two, the tests of both skip, because none of that is in requirements.txt.
+test-llama-cpp: $(VENV)/installed bench-peers
+	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_CPP=1 $(BIN)/python -m pytest tests/python/test_gguf_llama_cpp.py
+
+test-import-libraries: $(VENV)/installed build/import-libraries/installed
+	HF_HUB_OFFLINE=1 LOWBIT_IMPORT_LIBRARIES=1 PYTHONPATH=build/import-libraries $(BIN)/python -m pytest \
+	  tests/python/test_importing_libraries.py
+
+build/import-libraries/installed: scripts/import_libraries.txt $(VENV)/requirements
+	rm -rf $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(@D) -r $<
+	touch $@
 
 # Which lines the tests of this machine run, in C++ and in Python: totals and the worst files here, all of it in
 # build/coverage.
