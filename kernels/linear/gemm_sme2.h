@@ -53,7 +53,8 @@ struct Chunk {
 };
 
 // 16 rows, `stride` words apart, to the rows of tile 0. Compilers work each address out anew.
-[[gnu::always_inline]] inline void load_tile_rows(const uint32_t* row, int64_t stride, svbool_t columns) LOWBIT_STREAMING {
+[[gnu::always_inline]] inline void load_tile_rows(const uint32_t* row, int64_t stride,
+                                                  svbool_t columns) LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
   for (uint32_t i = 0; i < kTileRows; i += 4, row += 4 * stride) {
     __asm__ volatile(
@@ -137,13 +138,6 @@ template <int Bits, bool Affine>
   }
 }
 
-// Codes of 4 bits stay in the upper half of their bytes, where one shift moves four lower halves at once: sums are 16
-// times as large, scales a sixteenth. Both are exact: scales are float16 in memory.
-template <int Bits>
-constexpr bool kInPlace = Bits == 4;
-template <int Bits>
-constexpr int kFactor = kInPlace<Bits> ? 16 : 1;
-
 // Integer sums of `Tile` += activations * line.
 template <int Bits, int Tile>
 [[gnu::always_inline]] inline void multiply(svint8_t a, svuint8_t line) LOWBIT_STREAMING {
@@ -184,7 +178,8 @@ template <int Bits, bool Affine, int Tiles, int Panel, Halves Wanted>
   }
 }
 
-// A block, or a half of it, of every panel: the second one is `stride` bytes behind the first. `a`: of its (first) half.
+// A block, or a half of it, of every panel: the second one is `stride` bytes behind the first. `a`: of its (first)
+// half.
 template <int Bits, bool Affine, int Tiles, int Panels, Halves Wanted>
 [[gnu::always_inline]] inline void add_block(const uint8_t* at, int64_t stride, svuint8_t table, const int8_t* a,
                                              int64_t a_stride) LOWBIT_STREAMING {
@@ -355,13 +350,6 @@ template <int Tiles, int Panels>
   }
 }
 
-// The scales of a group, for its sums.
-template <int Bits>
-[[gnu::always_inline]] inline svfloat32_t load_factored_scales(const uint8_t* at) __arm_streaming {
-  const svfloat32_t scale = load_scales(at, 0);
-  return kFactor<Bits> == 1 ? scale : svmul_n_f32_x(svptrue_b32(), scale, 1.0f / kFactor<Bits>);
-}
-
 // Where a piece is read. `at`: in the first panel; the second one is `stride` bytes behind it.
 struct Place {
   const uint8_t* at;
@@ -418,8 +406,8 @@ template <int Bits, bool Affine, int Tiles, int Panels>
   if constexpr (offset<Bits, Affine>() != 0) place.parts += kTileRows;
 }
 
-// A piece of k: one or two tiles of rows times one panel, or one tile times two. `begin`: where it is in the first panel.
-// Returns its bytes.
+// A piece of k: one or two tiles of rows times one panel, or one tile times two. `begin`: where it is in the first
+// panel. Returns its bytes.
 template <int Bits, bool Affine, int Tiles, int Panels, bool Halves>
 [[gnu::always_inline]] inline int64_t multiply_piece(const Chunk& chunk, const Piece& piece, int64_t panel,
                                                      const uint8_t* begin) LOWBIT_STREAMING {

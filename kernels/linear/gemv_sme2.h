@@ -40,33 +40,34 @@ template <int Rows>
   return rows;
 }
 
-// Packed line I of four panels.
+// Packed line I of four panels, `at` bytes behind their beginnings.
 template <int I>
-[[gnu::always_inline]] inline svuint8x4_t load_four(const uint8_t* const* block) __arm_streaming {
+[[gnu::always_inline]] inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t at) __arm_streaming {
   const svbool_t all = svptrue_b8();
-  return svcreate4_u8(svld1_vnum_u8(all, block[0], I), svld1_vnum_u8(all, block[1], I),
-                      svld1_vnum_u8(all, block[2], I), svld1_vnum_u8(all, block[3], I));
+  return svcreate4_u8(svld1_vnum_u8(all, panel[0] + at, I), svld1_vnum_u8(all, panel[1] + at, I),
+                      svld1_vnum_u8(all, panel[2] + at, I), svld1_vnum_u8(all, panel[3] + at, I));
 }
 
-// Packed lines 0 to 3 of four panels. One load takes four lines of a panel to registers four apart, so that a line of
-// all panels is four neighbours, which dot products want. Compilers do not find that, so the registers are named.
+// Packed lines 0 to 3 of four panels, from `at` on. One load takes four lines of a panel to registers four apart, so
+// that a line of all panels is four neighbours, which dot products want. Compilers do not find that, so the registers
+// are named.
 struct FourLines {
-  [[gnu::always_inline]] static void load(const uint8_t* const* block, svuint8x4_t& line0, svuint8x4_t& line1,
-                                          svuint8x4_t& line2, svuint8x4_t& line3) __arm_streaming {
+  [[gnu::always_inline]] static void load(const uint8_t* const* panel, int64_t at, svuint8x4_t& line0,
+                                          svuint8x4_t& line1, svuint8x4_t& line2,
+                                          svuint8x4_t& line3) __arm_streaming {
     register svuint8_t p0l0 __asm__("z16"), p0l1 __asm__("z20"), p0l2 __asm__("z24"), p0l3 __asm__("z28");
     register svuint8_t p1l0 __asm__("z17"), p1l1 __asm__("z21"), p1l2 __asm__("z25"), p1l3 __asm__("z29");
     register svuint8_t p2l0 __asm__("z18"), p2l1 __asm__("z22"), p2l2 __asm__("z26"), p2l3 __asm__("z30");
     register svuint8_t p3l0 __asm__("z19"), p3l1 __asm__("z23"), p3l2 __asm__("z27"), p3l3 __asm__("z31");
     __asm__ volatile(
-        "ptrue pn8.b\n\t"
-        "ld1b {z16.b, z20.b, z24.b, z28.b}, pn8/z, [%16]\n\t"
-        "ld1b {z17.b, z21.b, z25.b, z29.b}, pn8/z, [%17]\n\t"
-        "ld1b {z18.b, z22.b, z26.b, z30.b}, pn8/z, [%18]\n\t"
-        "ld1b {z19.b, z23.b, z27.b, z31.b}, pn8/z, [%19]"
+        "ld1b {z16.b, z20.b, z24.b, z28.b}, %21/z, [%16, %20]\n\t"
+        "ld1b {z17.b, z21.b, z25.b, z29.b}, %21/z, [%17, %20]\n\t"
+        "ld1b {z18.b, z22.b, z26.b, z30.b}, %21/z, [%18, %20]\n\t"
+        "ld1b {z19.b, z23.b, z27.b, z31.b}, %21/z, [%19, %20]"
         : "=w"(p0l0), "=w"(p0l1), "=w"(p0l2), "=w"(p0l3), "=w"(p1l0), "=w"(p1l1), "=w"(p1l2), "=w"(p1l3), "=w"(p2l0),
           "=w"(p2l1), "=w"(p2l2), "=w"(p2l3), "=w"(p3l0), "=w"(p3l1), "=w"(p3l2), "=w"(p3l3)
-        : "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
-        : "p8", "memory");
+        : "r"(panel[0]), "r"(panel[1]), "r"(panel[2]), "r"(panel[3]), "r"(at), "Uph"(svptrue_c8())
+        : "memory");
     line0 = svcreate4_u8(p0l0, p1l0, p2l0, p3l0);
     line1 = svcreate4_u8(p0l1, p1l1, p2l1, p3l1);
     line2 = svcreate4_u8(p0l2, p1l2, p2l2, p3l2);
@@ -98,11 +99,10 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
   svint8x4_t a0 = svundef4_s8(), a1 = a0;
   if constexpr ((Wanted & kFirstHalf) != 0) a0 = load_rows<Rows>(a, input);
   if constexpr ((Wanted & kSecondHalf) != 0) a1 = load_rows<Rows>(a, input + kHalfInputs);
-  const uint8_t* const block[kFewPanels] = {panel[0] + at, panel[1] + at, panel[2] + at, panel[3] + at};
 #define USE(j, line) use<Bits, Affine, Rows, Wanted, j>(line, table, a0, a1)
 #define BITS(j, q) USE(j, (field<placement(kBits, j).run[0].line_bit, kBits>(q)))
   if constexpr (kBits == 1) {
-    const svuint8x4_t q = load_four<0>(block);
+    const svuint8x4_t q = load_four<0>(panel, at);
     if constexpr (kDouble) {
 #define TWICE(j, line) USE(j, and_mask(line, 2))
       TWICE(0, shift_left<1>(q)), TWICE(1, q), TWICE(2, shift_right<1>(q)), TWICE(3, shift_right<2>(q));
@@ -113,42 +113,49 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
       BITS(0, q), BITS(1, q), BITS(2, q), BITS(3, q), BITS(4, q), BITS(5, q), BITS(6, q), BITS(7, q);
     }
   } else if constexpr (kBits == 2) {
-    const svuint8x4_t q0 = load_four<0>(block);
+    const svuint8x4_t q0 = load_four<0>(panel, at);
     BITS(0, q0), BITS(1, q0), BITS(2, q0), BITS(3, q0);
-    const svuint8x4_t q1 = load_four<1>(block);
+    const svuint8x4_t q1 = load_four<1>(panel, at);
     BITS(4, q1), BITS(5, q1), BITS(6, q1), BITS(7, q1);
   } else if constexpr (kBits == 3) {
-    const svuint8x4_t q0 = load_four<0>(block);
+    const svuint8x4_t q0 = load_four<0>(panel, at);
     BITS(0, q0), BITS(3, q0);
-    const svuint8x4_t q1 = load_four<1>(block);
+    const svuint8x4_t q1 = load_four<1>(panel, at);
     BITS(1, q1), BITS(4, q1);
     USE(6, shift_right<5>(insert_below<2>(q0, q1)));
-    const svuint8x4_t q2 = load_four<2>(block);
+    const svuint8x4_t q2 = load_four<2>(panel, at);
     BITS(2, q2), BITS(5, q2);
     USE(7, shift_right<5>(insert_below<2>(q2, shift_left<1>(q1))));
   } else if constexpr (kBits == 4) {
     svuint8x4_t q0, q1, q2, q3;
-    FourLines::load(block, q0, q1, q2, q3);
-    BITS(0, q0), BITS(4, q0), BITS(1, q1), BITS(5, q1), BITS(2, q2), BITS(6, q2), BITS(3, q3), BITS(7, q3);
+    FourLines::load(panel, at, q0, q1, q2, q3);
+    if constexpr (kInPlace<Bits>) {
+      USE(4, and_mask(q0, 0xf0)), USE(0, shift_left_all<4>(q0));
+      USE(5, and_mask(q1, 0xf0)), USE(1, shift_left_all<4>(q1));
+      USE(6, and_mask(q2, 0xf0)), USE(2, shift_left_all<4>(q2));
+      USE(7, and_mask(q3, 0xf0)), USE(3, shift_left_all<4>(q3));
+    } else {
+      BITS(0, q0), BITS(4, q0), BITS(1, q1), BITS(5, q1), BITS(2, q2), BITS(6, q2), BITS(3, q3), BITS(7, q3);
+    }
   } else if constexpr (kBits == 5) {
-    const svuint8x4_t low = load_four<4>(block), q3 = load_four<3>(block);
+    const svuint8x4_t low = load_four<4>(panel, at), q3 = load_four<3>(panel, at);
     BITS(3, q3), USE(7, shift_right<3>(insert_below<3>(q3, low)));
-    const svuint8x4_t q2 = load_four<2>(block);
+    const svuint8x4_t q2 = load_four<2>(panel, at);
     BITS(2, q2), USE(6, shift_right<3>(insert_below<3>(q2, shift_left<2>(low))));
-    const svuint8x4_t q1 = load_four<1>(block);
+    const svuint8x4_t q1 = load_four<1>(panel, at);
     BITS(1, q1), USE(5, shift_right<3>(insert_below<3>(q1, shift_left<4>(low))));
-    const svuint8x4_t q0 = load_four<0>(block);
+    const svuint8x4_t q0 = load_four<0>(panel, at);
     BITS(0, q0), USE(4, insert_above<2>(low, shift_right<5>(q0)));
   } else if constexpr (kBits == 6) {
-    const svuint8x4_t q0 = load_four<0>(block), q1 = load_four<1>(block), q2 = load_four<2>(block);
+    const svuint8x4_t q0 = load_four<0>(panel, at), q1 = load_four<1>(panel, at), q2 = load_four<2>(panel, at);
     BITS(0, q0), BITS(1, q1), BITS(2, q2), USE(3, shift_right<2>(insert_below<2>(q0, insert_below<2>(q1, q2))));
-    const svuint8x4_t q3 = load_four<3>(block), q4 = load_four<4>(block), q5 = load_four<5>(block);
+    const svuint8x4_t q3 = load_four<3>(panel, at), q4 = load_four<4>(panel, at), q5 = load_four<5>(panel, at);
     BITS(4, q3), BITS(5, q4), BITS(6, q5), USE(7, shift_right<2>(insert_below<2>(q3, insert_below<2>(q4, q5))));
   } else if constexpr (kBits == 7) {
-    svuint8x4_t top = load_four<0>(block);
+    svuint8x4_t top = load_four<0>(panel, at);
     BITS(0, top);
 #define NEXT(j)                                       \
-  const svuint8x4_t q##j = load_four<j>(block);       \
+  const svuint8x4_t q##j = load_four<j>(panel, at);       \
   BITS(j, q##j);                                      \
   top = insert_below<j>(top, q##j)
     NEXT(1);
@@ -162,13 +169,11 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
   } else {
     svuint8x4_t q0, q1, q2, q3;
     if constexpr ((Wanted & kFirstHalf) != 0) {
-      FourLines::load(block, q0, q1, q2, q3);
+      FourLines::load(panel, at, q0, q1, q2, q3);
       USE(0, q0), USE(1, q1), USE(2, q2), USE(3, q3);
     }
     if constexpr ((Wanted & kSecondHalf) != 0) {
-      const uint8_t* const second[kFewPanels] = {block[0] + kLineBytes * 4, block[1] + kLineBytes * 4,
-                                                 block[2] + kLineBytes * 4, block[3] + kLineBytes * 4};
-      FourLines::load(second, q0, q1, q2, q3);
+      FourLines::load(panel, at + 4 * kLineBytes, q0, q1, q2, q3);
       USE(4, q0), USE(5, q1), USE(6, q2), USE(7, q3);
     }
   }
@@ -176,10 +181,15 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
 #undef USE
 }
 
-[[gnu::always_inline]] inline svfloat32x4_t load_four_scales(const uint8_t* const* panel, int64_t at,
-                                                             int64_t vector) __arm_streaming {
-  return svcreate4_f32(load_scales(panel[0] + at, vector), load_scales(panel[1] + at, vector),
-                       load_scales(panel[2] + at, vector), load_scales(panel[3] + at, vector));
+[[gnu::always_inline]] inline svfloat32x4_t load_four_mins(const uint8_t* const* panel, int64_t at) __arm_streaming {
+  return svcreate4_f32(load_scales(panel[0] + at, 1), load_scales(panel[1] + at, 1), load_scales(panel[2] + at, 1),
+                       load_scales(panel[3] + at, 1));
+}
+
+template <int Bits>
+[[gnu::always_inline]] inline svfloat32x4_t load_four_scales(const uint8_t* const* panel, int64_t at) __arm_streaming {
+  return svcreate4_f32(load_factored_scales<Bits>(panel[0] + at), load_factored_scales<Bits>(panel[1] + at),
+                       load_factored_scales<Bits>(panel[2] + at), load_factored_scales<Bits>(panel[3] + at));
 }
 
 [[gnu::always_inline]] inline void store_outputs(const Few& few, int64_t panel, int64_t row,
@@ -210,7 +220,7 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
 template <int Bits, bool Affine, int Rows, bool Halves>
 [[gnu::always_inline]] inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  constexpr int kOffset = offset<Bits, Affine>();
+  constexpr int kOffset = kFactor<Bits> * offset<Bits, Affine>();
   const LinearArgs& args = few.args;
   const Layout& layout = args.layout;
   const svuint8_t table = load_table(layout);
@@ -229,36 +239,40 @@ template <int Bits, bool Affine, int Rows, bool Halves>
   }
 
   svzero_za();
-  const int64_t halves = few.halves, group_halves = few.group_halves;
-  int64_t half = 0, at = 0, skip = 0, input = 0;
-  for (int64_t group = 0; half < halves; ++group) {
-    const int64_t end = group_halves < halves - half ? half + group_halves : halves;
+  int64_t rest = few.halves, at = 0, skip = 0, input = 0;
+  bool second = false;  // a block's first half is done
+  for (int64_t group = 0; rest != 0; ++group) {
+    int64_t count = few.group_halves < rest ? few.group_halves : rest;
+    rest -= count;
     svzero_mask_za((1 << Rows) - 1);  // 64-bit tiles: the vectors 0 to 3, 8 to 11 and so on
-    if (Halves && half % 2 != 0) {
+    if (Halves && second) {
       dot_block<Bits, Affine, Rows, kSecondHalf>(panel, at, table, a, input);
       at += kBlockBytes + skip;
       input += kBlockInputs;
-      ++half;
+      --count;
+      second = false;
     }
+    if (!Halves || count > 1) {
+      int64_t blocks = count >> 1;
 #pragma clang loop unroll(disable)
-    for (int64_t blocks = (end - half) >> 1; blocks > 0; --blocks) {
-      dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
-      at += kBlockBytes;
-      input += kBlockInputs;
+      do {
+        dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
+        at += kBlockBytes;
+        input += kBlockInputs;
+      } while (--blocks != 0);
     }
-    half = Halves ? half + ((end - half) & ~int64_t{1}) : end;
     int64_t scales = at;
-    if (Halves && half < end) {
+    if (Halves && count % 2 != 0) {
       dot_block<Bits, Affine, Rows, kFirstHalf>(panel, at, table, a, input);
       scales += kBlockBytes;  // behind the whole block
       skip = kGroupBytes;
-      ++half;
+      second = true;
     } else {
       at += kGroupBytes;
     }
-    const svfloat32x4_t scale = load_four_scales(panel, scales, 0);
+    const svfloat32x4_t scale = load_four_scales<Bits>(panel, scales);
     svfloat32x4_t min = svundef4_f32();
-    if constexpr (Affine) min = load_four_scales(panel, scales, 1);
+    if constexpr (Affine) min = load_four_mins(panel, scales);
     const uint32_t vector0 = hidden(0);
 #pragma clang loop unroll(full)
     for (uint32_t row = 0; row < Rows; ++row) {

@@ -1,5 +1,5 @@
-// What the linear kernels for SME2 share: entering the unit's mode, and what is read and written there. sme2.cpp explains
-// them.
+// What the linear kernels for SME2 share: entering the unit's mode, and what is read and written there. sme2.cpp
+// explains them.
 #pragma once
 
 #include <arm_sme.h>
@@ -87,6 +87,20 @@ template <int Bits>
   const svbool_t all = svptrue_b32();
   const svuint32_t half = svld1uh_vnum_u32(all, reinterpret_cast<const uint16_t*>(at), vector);
   return svcvt_f32_f16_x(all, svreinterpret_f16_u32(half));
+}
+
+// Codes of 4 bits stay in the upper half of their bytes, where one shift moves four lower halves at once: sums are 16
+// times as large, scales a sixteenth. Both are exact: scales are float16 in memory.
+template <int Bits>
+constexpr bool kInPlace = Bits == 4;
+template <int Bits>
+constexpr int kFactor = kInPlace<Bits> ? 16 : 1;
+
+// The scales of a group, for its sums.
+template <int Bits>
+[[gnu::always_inline]] inline svfloat32_t load_factored_scales(const uint8_t* at) __arm_streaming {
+  const svfloat32_t scale = load_scales(at, 0);
+  return kFactor<Bits> == 1 ? scale : svmul_n_f32_x(svptrue_b32(), scale, 1.0f / kFactor<Bits>);
 }
 
 constexpr int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
