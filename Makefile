@@ -45,7 +45,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
-  test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak fuzz-import test-llama-cpp \
+  test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai test-versions coverage soak fuzz-import test-llama-cpp \
   test-import-libraries \
   arm-python-lowbit wheel-aarch64 wheels wheel-macos test-wheels test-workflows test-macos-build test-windows-build \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
@@ -62,7 +62,8 @@ test: typecheck test-x86 test-python test-arm test-arm-python
 test-all: test
 	$(MAKE) --no-print-directory test-more
 
-TEST_MORE := test-python-more test-sanitize test-arm-cpus test-arm-sme2 test-arm-python-cpus test-kleidiai docs
+TEST_MORE := test-python-more test-sanitize test-arm-cpus test-arm-sme2 test-arm-python-cpus test-arm-python-sme2 \
+  test-kleidiai docs
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
 TEST_MORE += test-emulated-x86
@@ -150,6 +151,7 @@ fetch: build/x86-emulator build/arm-emulator build/docs-env $(ARM_PYTHON)
 # and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.
 SME2_CPUS := max,sve=off,sme512=on:sme2 max,sme-default-vector-length=64:sme2 \
   max,sve=off,sme128=on:i8mm max,sve=off,sme256=on:i8mm
+SME2_PYTHON_CPU := $(firstword $(SME2_CPUS:%:sme2=%)):neon,neondot,i8mm,sme2
 SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme
 SME2_TESTS_i8mm := ^isa_cap[.]sme2$$|^isa_cap[.]none$$
 .PHONY: test-arm-sme2
@@ -273,6 +275,10 @@ test-arm-python: arm-python-lowbit arm-python-results
 
 test-arm-python-cpus: arm-python-lowbit arm-python-results
 	$(foreach cpu,$(wordlist 2,99,$(ARM_PYTHON_CPUS)),$(call test-arm-python-cpu,$(cpu)))
+
+test-arm-python-sme2: export PATH := $(abspath build/arm-emulator):$(PATH)
+test-arm-python-sme2: arm-python-lowbit arm-python-results build/arm-emulator
+	$(call test-arm-python-cpu,$(SME2_PYTHON_CPU))
 
 # examples/cpp for Arm, built with that wheel: what a .pte computes there, under QEMU, beside PyTorch here.
 .PHONY: build-arm-runner
