@@ -448,6 +448,22 @@ template <int Bits, bool Affine, int Tiles, int Panels, bool Halves>
       add_cut_blocks<Bits, Affine, Tiles, Panels>(place, rest >> 1, table);
       if (!piece.open) end();
     }
+  } else if (piece.group_halves == 1) {
+    const auto add_group = [&](auto half, const uint8_t* scales) __attribute__((always_inline)) LOWBIT_STREAMING {
+      begin_group<Bits, Affine, Tiles, kUsed>(place);
+      add_block<Bits, Affine, Tiles, Panels, decltype(half)::value>(place.at, place.stride, table, place.a,
+                                                                    place.a_stride);
+      place.a += kHalfLines * kVectorBytes;
+      end_group<Bits, Affine, Tiles, Panels>(place, scales, vector0, vector8);
+    };
+    for (;;) {
+      const uint8_t* scales = place.at + kBlockBytes;
+      add_group(std::integral_constant<::lowbit::Halves, kFirstHalf>(), scales);
+      if (--rest == 0) break;
+      add_group(std::integral_constant<::lowbit::Halves, kSecondHalf>(), scales + kGroupBytes);
+      place.at = scales + 2 * kGroupBytes;
+      if (--rest == 0) break;
+    }
   } else {
     bool begins = piece.begins, second = false;  // second: a block's first half is done
     int64_t left = piece.first_left, skip = 0;

@@ -44,8 +44,13 @@ template <int Rows>
 template <int I>
 [[gnu::always_inline]] inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t at) __arm_streaming {
   const svbool_t all = svptrue_b8();
-  return svcreate4_u8(svld1_vnum_u8(all, panel[0] + at, I), svld1_vnum_u8(all, panel[1] + at, I),
-                      svld1_vnum_u8(all, panel[2] + at, I), svld1_vnum_u8(all, panel[3] + at, I));
+  if constexpr (I == 0) {  // without a register for the sum of the two
+    return svcreate4_u8(svld1_u8(all, panel[0] + at), svld1_u8(all, panel[1] + at), svld1_u8(all, panel[2] + at),
+                        svld1_u8(all, panel[3] + at));
+  } else {
+    return svcreate4_u8(svld1_vnum_u8(all, panel[0] + at, I), svld1_vnum_u8(all, panel[1] + at, I),
+                        svld1_vnum_u8(all, panel[2] + at, I), svld1_vnum_u8(all, panel[3] + at, I));
+  }
 }
 
 // Packed lines 0 to 3 of four panels, from `at` on. One load takes four lines of a panel to registers four apart, so
@@ -75,6 +80,14 @@ struct FourLines {
   }
 };
 
+// The same vectors: what is made of them behind this is not made before it. Clang would make all lines of a block at
+// once, and run out of registers.
+[[gnu::always_inline]] inline svuint8x4_t settled(svuint8x4_t v) __arm_streaming {
+  svuint8_t v0 = svget4_u8(v, 0), v1 = svget4_u8(v, 1), v2 = svget4_u8(v, 2), v3 = svget4_u8(v, 3);
+  __asm__ volatile("" : "+w"(v0), "+w"(v1), "+w"(v2), "+w"(v3));
+  return svcreate4_u8(v0, v1, v2, v3);
+}
+
 // Line J of four panels times the activations of all rows.
 template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
 [[gnu::always_inline]] inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0,
@@ -96,21 +109,29 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
                                              const int8_t* const* a, int64_t input) LOWBIT_STREAMING {
   constexpr int kBits = code_bits(Bits);
   constexpr bool kDouble = Bits == 1 && !Affine;
+  __asm__ volatile("" : "+r"(at));  // an offset of all panels: compilers would make four addresses
   svint8x4_t a0 = svundef4_s8(), a1 = a0;
   if constexpr ((Wanted & kFirstHalf) != 0) a0 = load_rows<Rows>(a, input);
   if constexpr ((Wanted & kSecondHalf) != 0) a1 = load_rows<Rows>(a, input + kHalfInputs);
 #define USE(j, line) use<Bits, Affine, Rows, Wanted, j>(line, table, a0, a1)
 #define BITS(j, q) USE(j, (field<placement(kBits, j).run[0].line_bit, kBits>(q)))
   if constexpr (kBits == 1) {
-    const svuint8x4_t q = load_four<0>(panel, at);
+    svuint8x4_t q = load_four<0>(panel, at);
     if constexpr (kDouble) {
 #define TWICE(j, line) USE(j, and_mask(line, 2))
       TWICE(0, shift_left<1>(q)), TWICE(1, q), TWICE(2, shift_right<1>(q)), TWICE(3, shift_right<2>(q));
+      q = settled(q);
       TWICE(4, shift_right<3>(q)), TWICE(5, shift_right<4>(q));
       TWICE(6, shift_right<5>(q)), TWICE(7, shift_right<6>(q));
 #undef TWICE
     } else {
-      BITS(0, q), BITS(1, q), BITS(2, q), BITS(3, q), BITS(4, q), BITS(5, q), BITS(6, q), BITS(7, q);
+      BITS(0, q), BITS(1, q);
+      q = settled(q);
+      BITS(2, q), BITS(3, q);
+      q = settled(q);
+      BITS(4, q), BITS(5, q);
+      q = settled(q);
+      BITS(6, q), BITS(7, q);
     }
   } else if constexpr (kBits == 2) {
     const svuint8x4_t q0 = load_four<0>(panel, at);
@@ -135,7 +156,13 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
       USE(6, and_mask(q2, 0xf0)), USE(2, shift_left_all<4>(q2));
       USE(7, and_mask(q3, 0xf0)), USE(3, shift_left_all<4>(q3));
     } else {
-      BITS(0, q0), BITS(4, q0), BITS(1, q1), BITS(5, q1), BITS(2, q2), BITS(6, q2), BITS(3, q3), BITS(7, q3);
+      BITS(0, q0), BITS(4, q0);
+      q1 = settled(q1);
+      BITS(1, q1), BITS(5, q1);
+      q2 = settled(q2);
+      BITS(2, q2), BITS(6, q2);
+      q3 = settled(q3);
+      BITS(3, q3), BITS(7, q3);
     }
   } else if constexpr (kBits == 5) {
     const svuint8x4_t low = load_four<4>(panel, at), q3 = load_four<3>(panel, at);
