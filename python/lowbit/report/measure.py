@@ -191,7 +191,7 @@ class _Subject:
         )[0]
 
     def calibration_texts(self) -> list[str]:
-        text = self.options.calibration
+        text = self.options.calibration or ""
         return [text] if self.language else [line for line in text.splitlines() if line.strip()]
 
     def speed(self, model: torch.nn.Module) -> float | None:
@@ -269,7 +269,7 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
 
-    def add(method: str, bits: int | None, family: str, size: int, model: torch.nn.Module, timed: bool) -> None:
+    def add(method: str, bits: float | None, family: str, size: int, model: torch.nn.Module, timed: bool) -> None:
         quality, same = (subject.quality(model), None) if subject.language else subject.search_quality(model)
         figures["rows"].append({
             "method": method, "bits": bits, "family": family, "bytes": size, "bits_per_weight": 8 * size / weights,
@@ -319,7 +319,7 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
             model, size = copy.deepcopy(subject.model), 0
             try:
                 for key, names in shared.items():
-                    of_inputs = squares.get(key) if peer.importance else None
+                    of_inputs = squares[key] if peer.importance and squares is not None else None
                     held, more = peer.hold(modules[names[0]].weight.detach().float(), of_inputs)
                     size += more
                     for each in names:
