@@ -84,8 +84,9 @@ def _gathered(x: Tensor, whole: int, group: dist.ProcessGroup | None) -> Tensor:
     if own.shape[1] < each:
         own = torch.nn.functional.pad(own, (0, each - own.shape[1]))
     found = own.new_empty(ranks * len(own), each)
-    # As bytes: not every backend knows every type.
-    dist.all_gather_into_tensor(found.view(torch.uint8), own.contiguous().view(torch.uint8), group=group)
+    # As bytes: not every backend knows every type. Later versions of torch have a new name for it.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(found.view(torch.uint8), own.contiguous().view(torch.uint8), group=group)
     return found.view(ranks, len(own), each).transpose(0, 1).reshape(*lead, ranks * each)[..., :whole]
 
 
