@@ -96,5 +96,3 @@ def weight_of(experts: Experts, number: int) -> tuple[Tensor, Tensor | None]:
     """The matrix [out, in] of an expert, and its bias."""
     bias = experts.bias
     return experts.weight[number].detach().contiguous(), None if bias is None else bias[number].detach()
-
-

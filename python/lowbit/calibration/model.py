@@ -130,7 +130,8 @@ class _Run:
         shared = [names for names in by_weight.values() if len(names) > 1]
         first = {names[0] for names in by_weight.values() if set(names) & self.targets.keys()}
         known = {name: packed for name, (method, packed) in self.kept.packed.items() if method == "distilled"}
-        self.total = (len(first) + self._expert_matrices()) * (2 if self.distils and not known else 1)  # distilling takes as long, or so
+        # Distilling takes as long as all before it, or so.
+        self.total = (len(first) + self._expert_matrices()) * (2 if self.distils and not known else 1)
         self._report()
         # The answers of the float model, which is about to go.
         teacher = Teacher(model, self.inputs) if self.distils and not known else None
