@@ -418,6 +418,12 @@ def in_place_of(
         packed = Embedding(packed_weight, dtype, layer.padding_idx)
     else:
         packed = Linear(packed_weight, dtype, input_order)
+    take_place(packed, layer)
+    return packed
+
+
+def take_place(packed: Packed, layer: torch.nn.Module) -> None:
+    """Gives a packed layer another one's hooks and mode, and what its users have set on it."""
     packed.train(layer.training)
     for name in _HOOKS:
         packed.__dict__[name] = layer.__dict__[name]
@@ -425,7 +431,6 @@ def in_place_of(
         # "forward": some libraries wrap a layer's own one, and that would compute with the float weight.
         if not name.startswith("_") and name != "forward" and not hasattr(packed, name):
             setattr(packed, name, value)
-    return packed
 
 
 def use_huge_pages(model: torch.nn.Module) -> int:

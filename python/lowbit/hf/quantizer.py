@@ -20,6 +20,7 @@ from ..layers import Experts, kind_of, layer_at, named_layers, pack_layer, put_p
 from ..memory import in_huge_pages
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
+from .parallel import refuse_parts, shard_as_asked, take_rules
 from .placing import (
     PACKED,
     expanded_ties,
@@ -54,6 +55,7 @@ class LowBitQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model):
+        refuse_parts(model)
         state = model.state_dict()
         tied = getattr(model, "all_tied_weights_keys", None) or {}  # these are saved under the other name
         packed = [name for name in state if name.rpartition(".")[2] == PACKED and state[name].dim() == 1]
@@ -112,6 +114,7 @@ class LowBitQuantizer(HfQuantizer):
             floats = given - {f"{layer}.weight" for layer in placed} - placed.keys()
             self._shared = place_packed(model, placed, floats, self._dtype, ordered)
             mark_initialised(model, placed)
+            self._plan = take_rules(model, placed.keys() | self._shared.keys())
             return
         self._selected, left = self.quantization_config.choose(model)
         if not self._selected:
@@ -119,6 +122,7 @@ class LowBitQuantizer(HfQuantizer):
         warn_of_floats(model, self._selected, {name for name, why in left.items() if why == BY_OVERRIDES})
         self._tied = {name for pair in tied_layers(model).items() for name in pair}
         mark_initialised(model, self._selected)
+        self._plan = take_rules(model, self._selected.keys())
         state = model.state_dict()
         for key, (name, targets) in names.items():
             layer = name.removesuffix(".weight")
@@ -177,7 +181,8 @@ class LowBitQuantizer(HfQuantizer):
         tie_packed(model, self._ties)
         keep_names(model)
         refuse_resizing(model)
-        del self._ties, self._shared, self._where, self._selected
+        shard_as_asked(model, self._plan)
+        del self._ties, self._shared, self._where, self._selected, self._plan
         return model
 
 

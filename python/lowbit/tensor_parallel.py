@@ -1,0 +1,198 @@
+"""One model on several processes, also of several machines: each computes a part of its packed layers' outputs.
+
+Start the processes with torchrun; gloo connects CPUs.
+
+>>> import torch.distributed, lowbit.tensor_parallel
+>>> torch.distributed.init_process_group("gloo")          # doctest: +SKIP
+>>> model = lowbit.tensor_parallel.shard_(model)          # doctest: +SKIP
+
+A model of transformers is cut by its own plan; ``from_pretrained(directory, tp_plan="auto")`` does both at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import nn
+from .layers import KINDS
+from .memory import in_huge_pages
+from .slices import slice_columns, slice_rows
+
+# What transformers' plans call the ways to cut a layer; some have another name in earlier versions.
+_LOCAL_OUTPUTS = ("colwise",)  # each rank keeps its outputs: its heads
+_WHOLE_OUTPUTS = ("colwise_rep", "colwise_gather_output")
+_LOCAL_INPUTS = ("rowwise",)  # each rank has inputs of its own
+_WHOLE_INPUTS = ("rowwise_rep", "rowwise_split_input")
+_LEFT_WHOLE = ("replicate", "embedding_rowwise", "embedding_colwise", "embedding_row")
+_STYLES = (*_LOCAL_OUTPUTS, *_WHOLE_OUTPUTS, *_LOCAL_INPUTS, *_WHOLE_INPUTS)
+
+
+class Part(nn.Linear):
+    """A rank's part of a packed linear layer; made by :func:`shard_`.
+
+    Attributes:
+        group: of processes; None: all.
+        gathers_inputs: the layer's input is spread over the ranks, and each needs all of it.
+        whole: how many outputs the layer gives, those of all ranks together; None: its own only.
+        inputs: of an input that every rank has whole, the part that this one uses; None: all.
+        sums: the outputs of the ranks are added up.
+    """
+
+    def __init__(
+        self,
+        packed_weight: Tensor,
+        dtype: torch.dtype,
+        input_order: Tensor | None = None,
+        *,
+        group: dist.ProcessGroup | None,
+        gathers_inputs: bool = False,
+        whole: int | None = None,
+        inputs: slice | None = None,
+        sums: bool = False,
+    ):
+        super().__init__(packed_weight, dtype, input_order)
+        self.group, self.gathers_inputs, self.whole, self.inputs, self.sums = group, gathers_inputs, whole, inputs, sums
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gathers_inputs:
+            x = _gathered(x, self.in_features, self.group)
+        if self.inputs is not None:
+            x = x[..., self.inputs]
+        out = super().forward(x)
+        if self.whole is not None:
+            return _gathered(out, self.whole, self.group)
+        if self.sums:
+            total = out.float()  # of a type with fewer digits every sum of two ranks would be rounded
+            dist.all_reduce(total, group=self.group)
+            return total.to(out.dtype)
+        return out
+
+    def extra_repr(self) -> str:
+        return f"rank {dist.get_rank(self.group)} of {dist.get_world_size(self.group)}, {super().extra_repr()}"
+
+
+def _gathered(x: Tensor, whole: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The last dimensions of all ranks, one after another: all of one size, but the last ones', which may have less."""
+    ranks, lead = dist.get_world_size(group), x.shape[:-1]
+    each = _each(whole, ranks)
+    own = x.reshape(-1, x.shape[-1])
+    if own.shape[1] < each:
+        own = torch.nn.functional.pad(own, (0, each - own.shape[1]))
+    found = own.new_empty(ranks * len(own), each)
+    # As bytes: not every backend knows every type. Later versions of torch have a new name for it.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(found.view(torch.uint8), own.contiguous().view(torch.uint8), group=group)
+    return found.view(ranks, len(own), each).transpose(0, 1).reshape(*lead, ranks * each)[..., :whole]
+
+
+def _each(count: int, ranks: int) -> int:
+    """How many of `count` outputs a rank has: the same for all if that goes, else whole panels of 16."""
+    if count % ranks == 0:
+        return count // ranks
+    panels = -(-count // (16 * ranks)) * 16
+    return panels if panels * (ranks - 1) < count else -(-count // ranks)
+
+
+def _cut(
+    name: str, layer: nn.Linear, style: str, exact: bool, head: int | None, group: dist.ProcessGroup | None
+) -> Part:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows, inputs = layer.out_features, layer.in_features
+    local_inputs, dtype, order = style in _LOCAL_INPUTS, layer._dtype, layer.input_order
+    if local_inputs and inputs % ranks:
+        raise ValueError(f"{name} has {inputs} inputs, which {ranks} ranks cannot share evenly")
+    if (local_inputs or style in _WHOLE_INPUTS) and not exact:
+        if order is not None:
+            raise ValueError(f"{name} has inputs in an order of their own, which {ranks} ranks cannot share: use exact")
+        each, size = -(-inputs // ranks), layer.info.group_size
+        if inputs % ranks or each % (size or each):
+            raise ValueError(f"{name} has {inputs} inputs in groups of {size}, which {ranks} ranks cannot share evenly")
+        mine = slice(rank * each, (rank + 1) * each)
+        packed = slice_columns(layer.packed_weight, mine.start, mine.stop)
+        # A slice that does not begin at 0 has no bias, so the sum has it once.
+        return Part(
+            in_huge_pages(packed), dtype, group=group, sums=True, inputs=None if local_inputs else mine
+        )
+    local = style in _LOCAL_OUTPUTS
+    if local and rows % ranks:
+        raise ValueError(f"{name} has {rows} outputs, which {ranks} ranks cannot share evenly")
+    if local and head and rows % head == 0 and rows // ranks % head:
+        raise ValueError(f"{name} has {rows // head} heads of {head} outputs, which {ranks} ranks cannot share evenly")
+    each = _each(rows, ranks)
+    if each * (ranks - 1) >= rows:
+        raise ValueError(f"{name} has {rows} outputs, too few for {ranks} ranks")
+    packed = slice_rows(layer.packed_weight, rank * each, min(rows, (rank + 1) * each))
+    return Part(
+        in_huge_pages(packed), dtype, order, group=group, gathers_inputs=local_inputs, whole=None if local else rows
+    )
+
+
+def shard_(
+    model: torch.nn.Module,
+    group: dist.ProcessGroup | None = None,
+    plan: Mapping[str, str] | None = None,
+    exact: bool = True,
+) -> torch.nn.Module:
+    """Cuts the packed linear layers of a model, in place, so that each rank of a group keeps and computes its part.
+
+    Every rank calls it with the same model, and then the model with the same inputs; each gets the whole result. What
+    is loaded from files stays mapped until it is cut, so a rank's memory is its part and the tables of embeddings,
+    which stay whole.
+
+    Args:
+        model: with :class:`lowbit.nn.Linear` layers; of transformers, or any with a ``plan``.
+        group: of processes that share the model; None: all. ``torch.distributed`` must be initialised.
+        plan: qualified names, ``*`` in the place of numbers, to transformers' names of how to cut: "colwise",
+            "colwise_gather_output", "rowwise", "rowwise_split_input". None: the model's own (``model.tp_plan``).
+        exact: all layers are cut by their outputs, so that each sees its whole input: every number that a packed layer
+            gives has the same bits with any number of ranks. False: "rowwise" layers are cut by their inputs, and a sum
+            over the ranks takes the place of two gathers: less to send, but each rank quantises its own activations, so
+            results depend on the number of ranks.
+
+    Returns:
+        The model.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised.
+        ValueError: the model has no plan, or a layer cannot be cut so: heads, outputs, inputs or groups that the ranks
+            cannot share evenly. The model is then unchanged.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("torch.distributed is not initialised; call init_process_group, in processes of torchrun")
+    plan = getattr(model, "tp_plan", None) if plan is None else plan
+    if not plan:
+        raise ValueError(f"{type(model).__name__} has no plan for tensor parallelism; pass one")
+    ranks = dist.get_world_size(group)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parts: dict[str, Part] = {}
+    for name, layer in modules.items():
+        style = plan.get(pattern_of(name))
+        if style is None or style in _LEFT_WHOLE:
+            continue
+        if isinstance(layer, Part):
+            raise ValueError(f"{name} is a part already")
+        if isinstance(layer, nn.Linear):
+            if style not in _STYLES:
+                raise ValueError(f"{name} is to be cut as {style!r}; lowbit cuts packed layers as {', '.join(_STYLES)}")
+            head = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
+            parts[name] = _cut(name, layer, style, exact, head if isinstance(head, int) else None, group)
+        elif isinstance(layer, nn.Packed):
+            raise ValueError(f"{name} is a packed {type(layer).__name__}; lowbit cuts linear layers")
+        elif type(layer) in KINDS and style in (*_LOCAL_OUTPUTS, *_LOCAL_INPUTS):
+            raise ValueError(f"{name} is float; {ranks} ranks can share packed layers only: quantise it")
+    if not parts:
+        raise ValueError(f"{type(model).__name__} has no packed layer that its plan names")
+    for name, part in parts.items():
+        nn.take_place(part, modules[name])
+        model.set_submodule(name, part)
+    return model
+
+
+def pattern_of(name: str) -> str:
+    """A qualified name as plans have it: "layers.3.mlp" is "layers.*.mlp"."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

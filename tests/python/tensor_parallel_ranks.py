@@ -1,0 +1,160 @@
+"""What test_tensor_parallel.py has three processes of torchrun do; each writes what it found as JSON.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 3 tensor_parallel_ranks.py TINY PACKED FLOAT DIRECTORY
+"""
+
+import json
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import lowbit
+from lowbit.tensor_parallel import Part, shard_
+
+LLAMA = lowbit.LowBitConfig(bits=4, group_size=32)
+
+
+class Gated(torch.nn.Module):
+    """Every way to cut a layer, each bias large; inputs [..., 96], outputs [..., 80]."""
+
+    plan = {
+        "up.*": "colwise", "down": "rowwise", "whole": "colwise_gather_output", "split": "rowwise_split_input",
+    }  # fmt: skip
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up = torch.nn.ModuleList([torch.nn.Linear(96, 192), torch.nn.Linear(96, 192)])
+        self.down = torch.nn.Linear(192, 96)
+        self.whole = torch.nn.Linear(96, 192)
+        self.split = torch.nn.Linear(192, 80)
+        for parameter in self.parameters():
+            parameter.data.mul_(10 if parameter.dim() == 1 else 1)
+        lowbit.quantize_(self.to(dtype), lowbit.LinearConfig(bits=4, group_size=32))
+
+    def forward(self, x):
+        return self.split(self.whole(self.down(self.up[0](x) * self.up[1](x).sigmoid())))
+
+
+def refused(function, *arguments, **options) -> str:
+    try:
+        function(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def parts(model) -> list[str]:
+    return sorted(name for name, layer in model.named_modules() if isinstance(layer, Part))
+
+
+def of_layers(two, x) -> dict:
+    whole, model = Gated(), Gated()
+    rank = dist.get_rank(two)
+    column, row, bias = whole.up[0], whole.down, whole.down.bias
+    found = {}
+    exact = shard_(Gated(), two, Gated.plan)
+    found["columns"] = torch.equal(exact.up[0](x), column(x)[..., rank * 96 : (rank + 1) * 96])
+    found["exact"] = torch.equal(exact(x), whole(x))
+    half = shard_(Gated(torch.bfloat16), two, Gated.plan)
+    found["exact bfloat16"] = torch.equal(half(x.bfloat16()), Gated(torch.bfloat16)(x.bfloat16()))
+    sums = shard_(model, two, Gated.plan, exact=False)
+    wide = column(x)
+    mine = wide[..., rank * 96 : (rank + 1) * 96]
+    each = [
+        lowbit.linear(wide[..., i : i + 96], lowbit.slice_columns(row.packed_weight, i, i + 96), 96) for i in (0, 96)
+    ]
+    found["sums"] = torch.equal(sums.down(mine), each[0] + each[1])
+    found["bias"] = bias.abs().mean().item()
+    found["difference"] = (sums(x) - whole(x)).abs().max().item()
+    # One group for a row; an order of the inputs of its own.
+    order = torch.randperm(192).int()
+    ordered = torch.nn.ModuleList([lowbit.nn.Linear(row.packed_weight, input_order=order)])
+    expected, plan = ordered[0](wide), {"*": "rowwise"}
+    found["order refused"] = refused(shard_, ordered, two, plan, exact=False)
+    found["order"] = torch.equal(shard_(ordered, two, plan)[0](mine), expected)
+    return found
+
+
+def of_tiny_llama(two, directory, ids) -> dict:
+    whole = AutoModelForCausalLM.from_pretrained(directory)
+    expected = whole(ids).logits
+    exact = shard_(AutoModelForCausalLM.from_pretrained(directory), two)
+    sums = shard_(AutoModelForCausalLM.from_pretrained(directory), two, exact=False)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    difference = sums(ids).logits - expected
+    return {
+        "exact": torch.equal(exact(ids).logits, expected),
+        "tokens": torch.equal(exact.generate(ids, **options), whole.generate(ids, **options)),
+        "sums": (difference.norm() / expected.norm()).item(),
+        "bytes": sum(layer.packed_weight.numel() for layer in exact.modules() if isinstance(layer, Part)),
+        "whole bytes": sum(
+            layer.packed_weight.numel() for layer in whole.modules() if isinstance(layer, lowbit.nn.Linear)
+        ),
+        "twice": refused(shard_, exact, two),
+        "save": refused(exact.save_pretrained, "never"),
+        "heads": refused(shard_, whole),  # by all three
+        "unchanged": parts(whole),
+    }
+
+
+def of_random(packed, floats, ids) -> dict:
+    whole = AutoModelForCausalLM.from_pretrained(packed)
+    expected = whole(ids).logits
+    auto = AutoModelForCausalLM.from_pretrained(packed, tp_plan="auto")
+    here = AutoModelForCausalLM.from_pretrained(floats, quantization_config=LLAMA, tp_plan="auto")
+    own = AutoModelForCausalLM.from_pretrained(packed)
+    plan = dict(own.tp_plan)
+    shard_(own)
+    return {
+        "auto": torch.equal(auto(ids).logits, expected),
+        "at load": torch.equal(here(ids).logits, expected),
+        "by hand": torch.equal(own(ids).logits, expected),
+        "parts": [parts(model) == parts(own) for model in (auto, here)],
+        "plan": auto.tp_plan == plan,
+        "rows of the head": own.lm_head.out_features,
+    }
+
+
+def of_refusals() -> dict:
+    def model(*sizes, **layers):
+        made = torch.nn.ModuleDict(layers or {"up": torch.nn.Linear(*sizes)})
+        return lowbit.quantize_(made, lowbit.LinearConfig(bits=4, group_size=32)) if not layers else made
+
+    return {
+        "outputs": refused(shard_, model(32, 50), None, {"up": "colwise"}),
+        "few": refused(shard_, model(32, 2), None, {"up": "colwise_rep"}),
+        "inputs": refused(shard_, model(32, 50), None, {"up": "rowwise"}),
+        "groups": refused(shard_, model(48, 50), None, {"up": "rowwise"}, exact=False),
+        "style": refused(shard_, model(32, 48), None, {"up": "packed_colwise"}),
+        "float": refused(shard_, model(up=torch.nn.Linear(96, 96)), None, {"up": "colwise"}),
+        "no plan": refused(shard_, model(96, 96)),
+        "no layer": refused(shard_, model(96, 96), None, {"down": "colwise"}),
+    }
+
+
+def main(tiny, packed, floats, directory) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    two = dist.new_group([0, 1])
+    ids = torch.arange(3, 30)[None]
+    torch.manual_seed(2)
+    x = torch.randn(5, 96)
+    found = {}
+    with torch.no_grad():
+        if dist.get_rank() < 2:
+            found |= {"layers": of_layers(two, x)}
+        found["random"] = of_random(packed, floats, ids)
+        found["refusals"] = of_refusals()
+        if dist.get_rank() < 2:
+            found["tiny"] = of_tiny_llama(two, tiny, ids)
+    with open(f"{directory}/{dist.get_rank()}.json", "w") as file:
+        json.dump(found, file)
+    dist.destroy_process_group()
+
+
+main(*sys.argv[1:])
