@@ -446,9 +446,10 @@ build/benchmark/source:
 	scripts/benchmark_sources.sh build/benchmark
 
 # What the Arm kernels cost, in instructions, in modelled cycles and in projected tokens per second: docs/arm_cost.md.
-arm-cost: $(VENV)/requirements $(ARM_PYTHON)
+arm-cost: $(VENV)/requirements $(ARM_PYTHON) build/arm-emulator
 	scripts/need.sh arm-cost
 	$(BIN)/python bench/arm_cost.py
+	$(BIN)/python bench/arm_cost.py --sme2
 
 # Likewise of the x86 kernels: docs/x86_cost.md.
 .PHONY: x86-cost

@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kOutputs = 128, kInputs = 1024;
 constexpr int64_t kGroupSizes[] = {16, 32, 128};
-constexpr int64_t kMostRows = 64;
+constexpr int64_t kMostRows = 64;  // one, for kernels for one; 16 and these, for kernels for many
 // At 4 bits, symmetric, groups of 32: every m up to this for which the row is chosen.
 constexpr int64_t kEveryRows = 33;
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
@@ -108,7 +108,9 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
   const bool every = kernel.bits == 4 && mapping == Mapping::symmetric && group_size == 32;
   for (int64_t m = 1; m <= kMostRows; ++m) {
     if (m < kernel.m_least) continue;
-    if (m != 1 && m != 16 && m != kMostRows && !(every && m <= kEveryRows && is_chosen(m))) continue;
+    // Rows for one row of m cost the same for each of several.
+    const bool wanted = kernel.m_least == 1 ? m == 1 : m == 16 || m == kMostRows;
+    if (!wanted && !(every && m <= kEveryRows && is_chosen(m))) continue;
     args.m = m;
     const std::string task =
         std::string(name_of(mapping)) + " g" + std::to_string(group_size) + " m" + std::to_string(m);
