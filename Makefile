@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(abspath $(VENV))/bin
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
 SOURCES := $(shell find kernels ops cmake adapters -type f) CMakeLists.txt pyproject.toml
+PYTHON_SOURCES := $(shell find python -type f -not -path '*/__pycache__/*')
 
 # A second compilation of the same file with the same flags costs nothing where there is ccache (scripts/need.sh test).
 CCACHE = $$(command -v ccache || true)
@@ -44,7 +45,8 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
-  test-arm-python test-arm-python-cpus test-arm-runner test-kleidiai test-versions coverage soak fuzz-import \
+  test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai test-versions coverage soak fuzz fuzz-import test-llama-cpp \
+  test-import-libraries \
   arm-python-lowbit wheel-aarch64 wheels wheel-macos test-wheels test-workflows test-macos-build test-windows-build \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
@@ -53,23 +55,31 @@ demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
 
 # What runs on this machine in minutes, and Arm on one emulated CPU: what a change needs. One part after the other, each on all
-# cores.
+# cores; with `make -j 2 --output-sync test` two at a time, so that no core waits for the last test of a part (.ci/run).
 test: typecheck test-x86 test-python test-arm test-arm-python
 
 # That, and the rest: whole models, every emulated CPU, the sanitizers, what needs an Arm torch.
-test-all: test test-more
+test-all: test
+	$(MAKE) --no-print-directory test-more
 
-# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest.
-test-more: export LOWBIT_TEST_ARM_RUNNERS = $(ARM_RUNNER)
-test-more: docs build-arm-runner test-python-more test-sanitize test-arm-cpus test-arm-sme2 test-arm-python-cpus test-kleidiai
+TEST_MORE := test-python-more test-sanitize test-arm-cpus test-arm-sme2 test-arm-python-cpus test-arm-python-sme2 \
+  test-kleidiai docs
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
-test-more: test-emulated-x86
+TEST_MORE += test-emulated-x86
 endif
+# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest.
+test-more: build-arm-runner
+	LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) $(MAKE) --no-print-directory $(TEST_MORE)
 
-$(VENV)/requirements: requirements.txt
+# What compiles C++ comes first: .ci/run does that while pip installs the rest.
+$(VENV)/cmake: requirements.txt
 	PYTHON=$(PYTHON) scripts/need.sh build
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $$(grep -E '^(cmake|ninja)==' requirements.txt)
+	touch $@
+
+$(VENV)/requirements: requirements.txt $(VENV)/cmake
 	$(BIN)/python -m pip install -q -r requirements.txt
 	touch $@
 
@@ -78,7 +88,7 @@ $(VENV)/installed: $(VENV)/requirements $(SOURCES)
 	touch $@
 
 .PHONY: build-test-host
-build-test-host: $(VENV)/requirements
+build-test-host: $(VENV)/cmake
 	scripts/need.sh test
 	$(CONFIGURE) -S . -B build/test-host -DLOWBIT_BUILD_TESTS=ON
 	$(BIN)/cmake --build build/test-host -j $(JOBS)
@@ -110,7 +120,7 @@ build/x86-emulator: scripts/x86_emulator.sh | $(VENV)/requirements
 
 # C++ for Arm, cross-built; QEMU runs it.
 .PHONY: build-test-arm
-build-test-arm: $(VENV)/requirements
+build-test-arm: $(VENV)/cmake
 	scripts/need.sh test
 	$(CONFIGURE) -S . -B build/test-arm -DLOWBIT_BUILD_TESTS=ON \
 	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake)
@@ -141,6 +151,7 @@ fetch: build/x86-emulator build/arm-emulator build/docs-env $(ARM_PYTHON)
 # and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.
 SME2_CPUS := max,sve=off,sme512=on:sme2 max,sme-default-vector-length=64:sme2 \
   max,sve=off,sme128=on:i8mm max,sve=off,sme256=on:i8mm
+SME2_PYTHON_CPU := $(firstword $(SME2_CPUS:%:sme2=%)):neon,neondot,i8mm,sme2
 SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme
 SME2_TESTS_i8mm := ^isa_cap[.]sme2$$|^isa_cap[.]none$$
 .PHONY: test-arm-sme2
@@ -239,10 +250,13 @@ test-workflows: $(ACTIONLINT)
 	$(ACTIONLINT) '.github/workflows/*.yml'
 
 # The wheel that users get, installed where torch and executorch are.
-arm-python-lowbit: wheel-aarch64
+arm-python-lowbit: build/arm-python/lowbit
+build/arm-python/lowbit: $(SOURCES) $(PYTHON_SOURCES) $(ARM_PYTHON) $(VENV)/requirements
+	$(MAKE) --no-print-directory wheel-aarch64
 	$(BIN)/python -m pip install -q --root-user-action=ignore --no-deps --no-compile --no-index --upgrade \
 	  --platform linux_aarch64 --python-version 311 --implementation cp --abi cp311 --only-binary=:all: \
 	  --target $(ARM_PYTHON_PACKAGES) build/wheel-aarch64/*.whl
+	touch $@
 
 # Its results in Python, compared with those of this machine.
 .PHONY: arm-python-results
@@ -262,6 +276,10 @@ test-arm-python: arm-python-lowbit arm-python-results
 test-arm-python-cpus: arm-python-lowbit arm-python-results
 	$(foreach cpu,$(wordlist 2,99,$(ARM_PYTHON_CPUS)),$(call test-arm-python-cpu,$(cpu)))
 
+test-arm-python-sme2: export PATH := $(abspath build/arm-emulator):$(PATH)
+test-arm-python-sme2: arm-python-lowbit arm-python-results build/arm-emulator
+	$(call test-arm-python-cpu,$(SME2_PYTHON_CPU))
+
 # examples/cpp for Arm, built with that wheel: what a .pte computes there, under QEMU, beside PyTorch here.
 .PHONY: build-arm-runner
 build-arm-runner: $(VENV)/installed arm-python-lowbit
@@ -275,12 +293,13 @@ test-arm-runner: build-arm-runner
 	  $(PYTEST) tests/python/test_cpp_runners.py tests/python/test_llm_export.py
 
 # The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer. Memory that cannot be had is an error to return.
-# Operators run with portable kernels and with this machine's best: they test what all ISAs share, and take a minute each.
+# Operators run with portable kernels and with this machine's best, calls of many chunks with these alone: they test what all
+# ISAs share, and take a minute each.
 test-sanitize: $(VENV)/requirements
 	scripts/need.sh test
 	$(CONFIGURE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
-	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --test-dir build/test-sanitize -E 'operators\.avx'
+	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --test-dir build/test-sanitize -E 'operators\.(avx|portable\.chunks)'
 
 # The KleidiAI adapter with the KleidiAI in torch's Arm wheel: one emulated CPU for each of its kernels.
 ARM_TORCH := $(ARM_PYTHON_PACKAGES)/torch
@@ -345,6 +364,28 @@ SEED ?= 1
 fuzz-import: $(VENV)/installed
 	HF_HUB_OFFLINE=1 LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest \
 	  tests/python/test_importing_hostile.py -k 'mutants_of'
+
+# Packed matrices that are damaged at random, for every operator and every kernel of this machine, under the sanitizers: a
+# million take an hour of one core. Without sanitizers, build/test-host/tests/cpp/packed_fuzz does as many in a minute.
+fuzz: $(VENV)/requirements
+	scripts/need.sh test
+	$(CONFIGURE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/test-sanitize -j $(JOBS) --target packed_fuzz
+	nice build/test-sanitize/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
+
+# What `lowbit export --to gguf` writes, computed by llama.cpp; and checkpoints that the formats' own libraries make. Without
+# these two, the tests of both skip, because none of that is in requirements.txt.
+test-llama-cpp: $(VENV)/installed bench-peers
+	HF_HUB_OFFLINE=1 LOWBIT_LLAMA_CPP=1 $(BIN)/python -m pytest tests/python/test_gguf_llama_cpp.py
+
+test-import-libraries: $(VENV)/installed build/import-libraries/installed
+	HF_HUB_OFFLINE=1 LOWBIT_IMPORT_LIBRARIES=1 PYTHONPATH=build/import-libraries $(BIN)/python -m pytest \
+	  tests/python/test_importing_libraries.py
+
+build/import-libraries/installed: scripts/import_libraries.txt $(VENV)/requirements
+	rm -rf $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(@D) -r $<
+	touch $@
 
 # Which lines the tests of this machine run, in C++ and in Python: totals and the worst files here, all of it in
 # build/coverage.

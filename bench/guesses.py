@@ -1,6 +1,7 @@
 """What guessing tokens from the text before gains: the same text with guesses and without, in turns.
 
     python bench/guesses.py [MODEL] [--bits 4] [--new 120] [--rounds 5]
+    python bench/guesses.py [MODEL] --draft SMALL [--draft-bits 4]     # a smaller model guesses
 
 Two prompts: one whose text the model goes on to repeat, one that repeats nothing. It prints tokens per second of plain decoding
 (median), and for each number of guesses the ratio to it (median over rounds), the calls of the model and the guesses that
@@ -25,6 +26,12 @@ PROMPTS = {
 }
 
 
+def make_decoder(path: Path, bits: int) -> llm.Decoder:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    config = {"*": lowbit.LinearConfig(bits, 32), "*embed_tokens": lowbit.EmbeddingConfig(bits, 32)}
+    return llm.Decoder(lowbit.quantize_(model.eval(), config), max_length=512)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", type=Path, default=ROOT / "examples" / "tiny_llama" / "model")
@@ -32,11 +39,11 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--guesses", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--draft-bits", type=int, default=4)
     options = parser.parse_args()
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
-    config = {"*": lowbit.LinearConfig(options.bits, 32)}
-    config |= {"*embed_tokens": lowbit.EmbeddingConfig(options.bits, 32)}
-    decoder = llm.Decoder(lowbit.quantize_(model.eval(), config), max_length=512)
+    decoder = make_decoder(options.model, options.bits)
+    draft = None if options.draft is None else make_decoder(options.draft, options.draft_bits)
     tokenizer = load_tokenizer(options.model)
     print(f"{torch.get_num_threads()} threads, {options.bits} bits, {options.new} tokens, {options.rounds} rounds in turns")
     for name, prompt in PROMPTS.items():
@@ -44,7 +51,8 @@ def main() -> None:
         runs: dict[int, list[llm.Generation]] = {guesses: [] for guesses in [0, *options.guesses]}
         for _ in range(options.rounds):
             for guesses, found in runs.items():
-                found.append(llm.generate(decoder, ids, options.new, max_length=512, guesses=guesses))
+                small = draft if guesses else None
+                found.append(llm.generate(decoder, ids, options.new, max_length=512, guesses=guesses, draft=small))
                 assert found[-1].tokens == runs[0][0].tokens
         plain = runs.pop(0)
         print(f"text that {name}: plain {statistics.median(run.decode_rate for run in plain):.0f} tokens/s")

@@ -2,10 +2,14 @@
 
     python3 bench/quality.py [--models tiny_llama minilm] [--bits 4 3 2] [--methods nearest auto ...] [--target-bits 3.5]
 
-prints a row per model, width, group size and method, and writes nothing. examples/tiny_llama: perplexity of heldout.txt
+prints a row per model, width, group size and method. examples/tiny_llama: perplexity of heldout.txt
 over that of the float model; every matrix is quantised, the table that embedding and head share too. all-MiniLM-L6-v2:
 the mean cosine of the embeddings of examples/minilm/sentences.txt with the float ones. Both are calibrated on the
 documentation in Python's standard library, without what is in heldout.txt (examples/tiny_llama/corpus.py).
+
+    python3 bench/quality.py --write-text FILE
+
+writes that text, for `lowbit report --calibrate`, and measures nothing.
 """
 
 from __future__ import annotations
@@ -133,7 +137,11 @@ def main() -> None:
     )
     parser.add_argument("--characters", type=int, default=50_000, help="of calibration text; default: %(default)s")
     parser.add_argument("--tokens", type=int, help="of heldout.txt to measure on; default: all")
+    parser.add_argument("--write-text", type=Path, metavar="FILE", help="writes the calibration text, and ends")
     options = parser.parse_args()
+    if options.write_text is not None:
+        options.write_text.write_text("\n\n".join(calibration_texts(options.characters)), encoding="utf-8")
+        return
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for name in options.models:
         floats, quality, patterns, texts, tokenizer = globals()[name](options.characters, options.tokens)

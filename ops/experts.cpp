@@ -5,6 +5,7 @@
 #include "operators.h"
 #include "rows.h"
 #include "scratch.h"
+#include "sme_threads.h"
 #include "tiles.h"
 
 namespace lowbit {
@@ -139,8 +140,8 @@ class Call {
   }
 
   // Panels [begin, end) for some rows of an expert. Panels are a matrix of their own: the kernel writes its rows to the
-  // worker's memory, from where they go to their places in the output.
-  void run(const ExpertRows& part, int64_t begin, int64_t end, char* worker) const {
+  // worker's memory, from where they go to their places in the output. `isa`: what the worker may use.
+  void run(const ExpertRows& part, int64_t begin, int64_t end, IsaBits isa, char* worker) const {
     const Layout& whole = memory_.layouts[part.expert];
     LinearArgs args{};
     args.layout = whole;
@@ -161,7 +162,7 @@ class Call {
     const bool alone = part.rows == 1;
     args.out = alone ? column + results[0] * whole.n * item_ : worker + kLinearScratchBytes;
     args.out_stride = alone ? whole.n : args.layout.n;
-    choose_linear(whole, part.rows, active_isa()).run(args);
+    choose_linear(whole, part.rows, isa).run(args);
     const int64_t bytes = args.layout.n * item_;
     for (int64_t i = 0; i < part.rows && !alone; ++i) {
       std::memcpy(column + results[i] * whole.n * item_, static_cast<const char*>(args.out) + i * bytes,
@@ -224,6 +225,7 @@ Status linear_experts_shape(const TensorView& x, const TensorView& experts, int6
 Status linear_experts(const TensorView& x, const TensorView& packed, const TensorView& experts, int64_t out_features,
                       const TensorView& out, const Parallel& parallel) {
   Shape out_shape;
+  if (Status status = sme_threads_status(); !status.ok()) return status;
   if (Status status = linear_experts_shape(x, experts, out_features, &out_shape); !status.ok()) return status;
   if (Status status = check_on_cpu("x", x); !status.ok()) return status;
   if (!is_activation_type(x.type)) {
@@ -304,10 +306,11 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
     const int64_t tiles = (layout.panels + step - 1) / step;
     parallel_1d(threads, parts * tiles, 1, [&](int worker, int64_t from, int64_t to) {
       char* const own = memory.workers + worker * worker_bytes;
+      const IsaBits isa = worker < sme_threads() ? active_isa() : active_isa() & ~IsaBits{kSme2};
       for (int64_t tile = from; tile < to; ++tile) {
         const int64_t panel = tile % tiles * step;
         const int64_t end = panel + step < layout.panels ? panel + step : layout.panels;
-        call.run(memory.parts[tile / tiles], panel, end, own);
+        call.run(memory.parts[tile / tiles], panel, end, isa, own);
       }
     });
   }

@@ -3,7 +3,8 @@
 // A field is moved down to the lowest bits, so that all lines count alike in one sum: products go to tiles of 16 x 16
 // sums, which are too few for one of each shift. Scattered codes are joined by shift-and-insert (sri, sli). At 1 bit
 // lines are twice the codes where that is wanted: such a sum less that of the activations is a symmetric group's.
-// Instructions per 512 weights beside the loads, and 8 more with a table of levels:
+// Instructions per 512 weights beside the loads, and 8 more with a table of levels; at 4 bits 5 where codes may stay in
+// the upper halves of their bytes (gemm_sme2.h):
 //   bits   1    2    3    4    5    6    7    8
 //         14   12   14    8   15   12   14    0
 #pragma once
@@ -61,6 +62,18 @@ template <int Count>
 [[gnu::always_inline]] inline svuint8_t shift_left(svuint8_t v) __arm_streaming {
   if constexpr (Count == 0) return v;
   else return svlsl_n_u8_x(svptrue_b8(), v, Count);
+}
+
+// Four vectors by one instruction. The shift is signed, but unsigned in Clang 19's headers.
+template <int Count, class Signed = svint8_t, class Unsigned = svuint8_t>
+[[gnu::always_inline]] inline svuint8x4_t shift_left_all(svuint8x4_t v) __arm_streaming {
+  if constexpr (requires(Signed count) { svrshl_single_u8_x4(v, count); }) {
+    const Signed count = svdup_n_s8(Count);
+    return svrshl_single_u8_x4(v, count);
+  } else {
+    const Unsigned count = svdup_n_u8(Count);
+    return svrshl_single_u8_x4(v, count);
+  }
 }
 
 // The top `Count` bits of `upper`, and below them the top bits of `lower`; or the lowest `Count` bits of `lower`, and

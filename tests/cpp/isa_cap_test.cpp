@@ -42,26 +42,25 @@ Seen seen_quantize, seen_linear, seen_embedding;
 
 #if defined(__linux__)
 const QuantizeKernel* real_quantize;
-const LinearKernel* real_linear;
+std::atomic<const LinearKernel*> real_linear, real_beside;  // linear_experts() chooses on each of its threads
 const EmbeddingKernel* real_embedding;
 
 // Of linear's threads: who ran the chosen row, and how often the row beside it was run.
 std::mutex linear_mutex;
 std::set<std::thread::id> linear_threads;
 std::atomic<int> beside_runs{0};
-const LinearKernel* real_beside;
 
-void run_beside(const LinearArgs& args) { ++beside_runs, real_beside->run(args); }
+void run_beside(const LinearArgs& args) { ++beside_runs, real_beside.load()->run(args); }
 void run_quantize(const QuantizeArgs& args) { seen_quantize.ran = real_quantize->name, real_quantize->run(args); }
 void run_linear(const LinearArgs& args) {
   {
     const std::lock_guard lock(linear_mutex);
-    seen_linear.ran = real_linear->name;
+    seen_linear.ran = real_linear.load()->name;
     linear_threads.insert(std::this_thread::get_id());
   }
   EXPECT_EQ(reinterpret_cast<uintptr_t>(args.scratch) % 64, 0u);
   std::memset(args.scratch, 0xff, kLinearScratchBytes);  // the row's own memory, whatever it holds
-  real_linear->run(args);
+  real_linear.load()->run(args);
 }
 void run_embedding(const EmbeddingArgs& args) { seen_embedding.ran = real_embedding->name, real_embedding->run(args); }
 
@@ -90,15 +89,16 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) 
       next<const LinearKernel&(const Layout&, int64_t, IsaBits)>("_ZN6lowbit13choose_linearERKNS_6LayoutElj");
   if ((active_isa() & ~isa & kSme2) != 0) {  // asked for second
     real_beside = &real(layout, m, isa);
-    static LinearKernel copy_beside;
-    copy_beside = *real_beside;
+    static thread_local LinearKernel copy_beside;
+    copy_beside = *real_beside.load();
     copy_beside.run = run_beside;
     return copy_beside;
   }
   real_linear = &real(layout, m, isa);
-  static LinearKernel copy;
-  copy = *real_linear;
+  static thread_local LinearKernel copy;
+  copy = *real_linear.load();
   copy.run = run_linear;
+  const std::lock_guard lock(linear_mutex);
   seen_linear.isa = isa;
   return copy;
 }
@@ -215,6 +215,37 @@ TEST(IsaCap, SomeThreadsUseTheMatrixUnit) {
   }
 }
 
+TEST(IsaCap, SomeThreadsOfExpertsUseTheMatrixUnit) {
+  if ((active_isa() & kSme2) == 0) GTEST_SKIP() << "no SME2";
+  Random random(1);
+  constexpr int64_t kOutputs = 512, kExperts = 4;
+  const Layout layout = layout_of(kOutputs, 256, 4, 32, Mapping::symmetric, false);
+  std::vector<uint8_t> bytes;
+  for (int64_t expert = 0; expert < kExperts; ++expert) {
+    const std::vector<uint8_t> one = packed(random_weights(layout, random));
+    bytes.insert(bytes.end(), one.begin(), one.end());
+  }
+  const Tensor weights(ElementType::u8, {kExperts, layout.total_bytes});
+  std::memcpy(weights.memory->data(), bytes.data(), bytes.size());
+  for (const int64_t m : {4, 80}) {  // rows of an expert: one and twenty
+    const Tensor x = random_tensor(ElementType::f32, {m, 256}, random);
+    const Tensor experts(ElementType::i64, {m, 1});
+    for (int64_t row = 0; row < m; ++row) reinterpret_cast<int64_t*>(experts.memory->data())[row] = row % kExperts;
+    const Tensor expected(ElementType::f32, {m, 1, kOutputs}), found(ElementType::f32, {m, 1, kOutputs});
+    ASSERT_TRUE(linear_experts(x.view, weights.view, experts.view, kOutputs, expected.view, {}).ok());
+    beside_runs = 0;
+    for (int tries = 0; tries < 100 && beside_runs == 0; ++tries) {  // threads may come when all is done
+      linear_threads.clear();
+      const Status status = linear_experts(x.view, weights.view, experts.view, kOutputs, found.view, threads(4));
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(found.bytes(), expected.bytes());
+      EXPECT_LE(linear_threads.size(), static_cast<size_t>(sme_threads()));
+      if (sme_threads() >= 4) break;
+    }
+    EXPECT_EQ(beside_runs > 0, sme_threads() < 4);
+  }
+}
+
 // Where a thread has chosen shorter vectors, or somebody's ZA is live, other rows do its work.
 TEST(IsaCap, Sme2IsLeftAloneWhereItCannotBeUsed) {
   if ((active_isa() & kSme2) == 0) GTEST_SKIP() << "no SME2";
@@ -289,6 +320,9 @@ TEST(IsaCap, SmeThreadsAreANumber) {
     const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
     const Tensor x = random_tensor(ElementType::f32, {3, 64}, random), out(ElementType::f32, {3, 20});
     EXPECT_TRUE(refused(linear(x.view, weight.view, 20, out.view, {}),
+                        "LOWBIT_SME_THREADS is 'many'; expected a number from 0 to 1024"));
+    const Tensor index(ElementType::i64, {3, 1}), outs(ElementType::f32, {3, 1, 20});
+    EXPECT_TRUE(refused(linear_experts(x.view, weight.view, index.view, 20, outs.view, {}),
                         "LOWBIT_SME_THREADS is 'many'; expected a number from 0 to 1024"));
   }
 }

@@ -120,6 +120,8 @@ std::vector<Case> cases_for(const LinearKernel& row) {
     }
     cases.push_back({.name = "rows_16_pieces", .m = 62, .n = 32, .k = 1104, .group_size = 16});
     cases.push_back({.name = "rows_48_pieces", .m = 21, .n = 32, .k = 1050, .group_size = 48});
+    cases.push_back({.name = "rows_96_pieces", .m = 20, .n = 37, .k = 1120, .group_size = 96});
+    cases.push_back({.name = "rows_96_pieces_16", .m = 16, .n = 35, .k = 2112, .group_size = 96});
     cases.push_back({.name = "rows_112_pieces", .m = 10, .n = 32, .k = 1000, .group_size = 112});
     cases.push_back({.name = "rows_144_pieces", .m = 9, .n = 16, .k = 1300, .group_size = 144});
     cases.push_back({.name = "rows_272_pieces", .m = 8, .n = 16, .k = 900, .group_size = 272});

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -21,6 +22,9 @@ TOKENS = torch.tensor([[1, 17, 402, 3, 3], [9, 8, 7, 6, 5]])
 
 EMBED, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm.weight"
 UP = "model.layers.1.mlp.up_proj"
+
+OVERRIDES = {"*.down_proj": {"bits": 3, "mapping": "affine", "scale": "absmax"}, "*.1.self_attn.o_proj": None}
+CONFIG = lowbit.LowBitConfig(bits=4, group_size=32, embedding_bits=6, overrides=OVERRIDES)
 
 
 def make_model(kind: str = "untied", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **sizes):
@@ -99,3 +103,13 @@ def killed_at(moment: int, action, install) -> bool:
 
 def quantised(model, config: lowbit.LowBitConfig):
     return lowbit.quantize_(model, config.select(model))
+
+
+def refuse(source, target, error, *parts, config=CONFIG):
+    """Quantising raises the error, whose message has all the parts, and leaves nothing behind."""
+    before = sorted(source.parent.rglob("*"))
+    with pytest.raises(error) as caught:
+        lowbit.quantize_checkpoint(source, target, config)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+    assert sorted(source.parent.rglob("*")) == before

@@ -24,6 +24,7 @@ from lowbit.calibration import distilling
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.journal import Journal
 from lowbit.calibration.widths import Item, Option, _hull, assign, extremes
+from lowbit.llm.loading import load_tokenizer
 
 WORDS = 120
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -181,13 +182,24 @@ def test_what_cannot_be_packed_stays_float_and_is_said(tmp_path):
     assert hidden(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()).isfinite().all()
 
 
-def test_experts_in_one_tensor_are_rounded_to_nearest(tmp_path):
-    source = save(make("mixtral"), tmp_path / "mixtral")
-    calibrate_checkpoint(source, tmp_path / "out", CONFIG, words(1500), "auto")
-    lowbit.quantize_checkpoint(source, tmp_path / "plain", CONFIG)
-    out, plain = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "plain"))
-    experts = [name for name in plain.state_dict() if ".experts." in name]
-    assert experts and all(torch.equal(out.state_dict()[name], plain.state_dict()[name]) for name in experts)
+def test_experts_in_one_tensor_are_calibrated_too(tmp_path):
+    source, text = save(make("mixtral"), tmp_path / "mixtral"), words(1500)
+
+    def stop(step, done, total, detail):
+        if done == 20:  # in the second of three blocks: four layers and 2 x 4 matrices of experts each
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_checkpoint(source, tmp_path / "out", CONFIG, text, "auto", progress=stop)
+    _, result = calibrate_checkpoint(source, tmp_path / "out", CONFIG, text, "auto")
+    assert result.resumed >= 6
+    out, inside = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "mixtral"))
+    assert sum(".experts." in name for name in result.methods) == 3 * 2 * 4
+    expected = lowbit.calibrate(inside.eval(), [text], CONFIG, tokenizer=load_tokenizer(source))
+    assert result.methods == expected.methods
+    found, expected = out.state_dict(), inside.state_dict()
+    experts = [name for name in expected if ".experts." in name]
+    assert len(experts) == 6 and all(torch.equal(found[name], expected[name]) for name in experts)
     assert hidden(out.eval()).isfinite().all()
 
 

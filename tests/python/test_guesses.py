@@ -1,5 +1,8 @@
 """Guessed tokens: fewer calls of the model, and the text of plain decoding, to the token."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -8,7 +11,7 @@ import lowbit
 from command_line import FLOAT, document, invoke
 from lowbit import llm
 from lowbit.llm.loading import load_tokenizer
-from lowbit.llm.lookup import Lookup
+from lowbit.llm.guessing import Draft, Lookup
 
 MAX_LENGTH = 256
 REPEATED = "The list contains the following items: one, two, three. " * 3 + "The list contains"
@@ -85,6 +88,78 @@ def test_lookup():
     assert Lookup([0, 2, 3, 8, 6, 2, 3, 9, 4, 2, 3]).guess(1) == [9]
 
 
+def make_small(max_length: int = MAX_LENGTH):
+    """The first of the model's layers alone, at 3 bits: with its head it guesses some tokens."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(FLOAT, dtype=torch.float32).eval()
+    del model.model.layers[4:]
+    model.config.num_hidden_layers = len(model.model.layers)
+    config = {"*": lowbit.LinearConfig(3, 32), "*embed_tokens": lowbit.EmbeddingConfig(3, 32)}
+    return llm.Decoder(lowbit.quantize_(model, config), max_length)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return make_small()
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}], ids=["likeliest", "drawn"])
+def test_the_text_with_a_draft_is_that_of_plain_decoding(decoder, small, tokenizer, settings):
+    right = 0
+    for prompt in (PLAIN, REPEATED):  # one after the other: the caches have the former text
+        ids = tokenizer(prompt)["input_ids"]
+        plain = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, **settings)
+        for guesses in (1, 4):
+            found = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, guesses=guesses, draft=small, **settings)
+            assert found.tokens == plain.tokens and found.stopped == plain.stopped
+            assert found.decode_calls == 59 - found.right and 0 < found.guessed <= guesses * found.decode_calls
+            right += found.right
+    assert right > 0
+
+
+def test_a_draft_that_is_the_model_itself(small, tokenizer):
+    """All its guesses are right, so its caches have the text, whatever was guessed and taken back before."""
+    ids = tokenizer(PLAIN)["input_ids"]
+    plain = llm.generate(small, ids, 60, max_length=MAX_LENGTH)
+    found = llm.generate(small, ids, 60, max_length=MAX_LENGTH, guesses=3, draft=make_small())
+    assert found.tokens == plain.tokens and found.right == found.guessed == 44 and found.decode_calls == 15
+
+
+def test_a_draft_with_other_tokens():
+    """It guesses no token that the model lacks, and none at all behind a token that it lacks itself."""
+
+    class Counting:
+        vocabulary, max_length = 8, 100
+
+        def __call__(self, tokens, start):
+            assert int(tokens.max()) < self.vocabulary
+            return torch.eye(8)[(tokens[:, -1] + 1) % 8]
+
+    draft = Draft(Counting(), [1, 2], vocabulary=5)
+    assert draft.guess(2) == [3, 4] and draft.guess(0) == []
+    assert draft.guess(4)[:2] == [3, 4] and max(draft.guess(4)) < 5
+    draft.append(9)
+    assert draft.guess(3) == []
+    draft.append(1)
+    assert draft.guess(3) == []
+
+
+def test_what_is_refused_of_a_draft(decoder, small, packed, tmp_path):
+    with pytest.raises(ValueError, match="guesses is 0; expected 1 or more with a draft"):
+        llm.generate(decoder, [1, 2], 5, max_length=MAX_LENGTH, draft=small)
+    with pytest.raises(ValueError, match="the draft's max_length is 32; expected the decoder's 256 or more"):
+        llm.generate(decoder, [1, 2], 5, max_length=MAX_LENGTH, guesses=2, draft=make_small(32))
+    result = invoke("generate", FLOAT, "--prompt", "a", "--draft", FLOAT, "--guesses", 0)
+    assert result.exit_code == 2 and "a draft needs guesses of 1 or more" in result.stderr
+    shutil.copytree(packed[0], tmp_path / "other")
+    tokens = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    one, two = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokens))
+    result = invoke("generate", packed[0], "--prompt", "a", "--draft", tmp_path / "other")
+    assert result.exit_code == 1 and "has other tokens than" in result.stderr
+
+
 def test_what_is_refused(decoder):
     with pytest.raises(ValueError, match="guesses is -1; expected 0 or more"):
         llm.generate(decoder, [1, 2], 5, max_length=MAX_LENGTH, guesses=-1)
@@ -103,3 +178,7 @@ def test_the_command(packed):
     assert found["text"] == plain["text"] and found["tokens"] == plain["tokens"]
     assert plain["decode_calls"] == 39 and found["decode_calls"] == 39 - found["right"] < 39
     assert found["guessed"] >= found["right"] > 0 and plain["guessed"] == 0
+    drafted = document(invoke(
+        "generate", target, "--prompt", REPEATED, "--max-new-tokens", 40, "--json", "--draft", target, "--guesses", 3
+    ))  # fmt: skip
+    assert drafted["tokens"] == plain["tokens"] and drafted["right"] == drafted["guessed"] > 20

@@ -353,6 +353,10 @@ def left_over(tensors: dict) -> None:
     tensors["model.layers.0.more"] = torch.zeros(4, dtype=torch.int32)
 
 
+def of_control_letters(tensors: dict) -> None:
+    tensors["model.\x1b[2J.more"] = torch.zeros(4)
+
+
 def both(tensors: dict) -> None:
     tensors[f"{Q}.weight"] = torch.zeros(64, 64)
 
@@ -365,6 +369,7 @@ REFUSED = {
     "zeros": (GPTQ, other_zeros, "has a zero point that the format's first version cannot tell from 0 and 16"),
     "nan": (GPTQ, not_a_number, "finite"),
     "left over": (GPTQ, left_over, "model.layers.0.more in"),
+    "control letters": (GPTQ, of_control_letters, "has a tensor of the name 'model.\\x1b[2J.more'; expected letters"),
     "twice": (GPTQ, both, "has two tensors that become model.layers.0.self_attn.q_proj.weight"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, None, "checkpoint_format 'marlin'; lowbit imports 'gptq'"),
     "group size": (GPTQ | {"group_size": 64}, None, "has 3 groups for 96 inputs; expected 2, of 64 inputs"),

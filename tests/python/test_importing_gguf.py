@@ -317,6 +317,49 @@ def test_the_command_and_inspect(tmp_path):
     assert "expected a directory that is empty" in error(invoke("import", tmp_path / "m.gguf", tmp_path / "out"))
 
 
+def test_memory(tmp_path, run_python):
+    """Less than 1.3 times the largest tensor plus what is written; a fifth of the tensor, as it happens."""
+    tensors = [tensor for tensor in of_blocks("Q8_0")[1] if tensor[0] != "output.weight"]
+    (tmp_path / "small.gguf").write_bytes(file_bytes(LLAMA, tensors))
+    rows, row = 300_000, tensors[0][3][: WIDTH // 32 * 34]
+    assert tensors[0][0] == "token_embd.weight"
+    tensors[0] = ("token_embd.weight", (WIDTH, rows), NUMBERS["Q8_0"], row * rows)
+    (tmp_path / "large.gguf").write_bytes(file_bytes(LLAMA, tensors))
+    script = """
+import sys, warnings, torch, lowbit
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+def peak():
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+lowbit.import_checkpoint(sys.argv[1] + "/small.gguf", sys.argv[1] + "/small")
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew, at what is in memory
+before = peak()
+lowbit.import_checkpoint(sys.argv[1] + "/large.gguf", sys.argv[1] + "/large")
+print(before, peak())
+"""
+    process = run_python(script, tmp_path)
+    assert process.returncode == 0, process.stderr
+    before, after = map(int, process.stdout.split()[-2:])
+    assert len(row) * rows > 80e6 and after - before < 40e6
+
+
+@pytest.mark.filterwarnings("ignore:.* has no tokenizer")
+def test_progress_and_an_end_in_the_middle(tmp_path):
+    _, tensors = of_blocks("Q4_0")
+    (tmp_path / "m.gguf").write_bytes(file_bytes(LLAMA, tensors))
+    seen: list[tuple[int, int]] = []
+    lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out", progress=lambda *said: seen.append(said[:2]))
+    assert seen == sorted(seen) and len({total for _, total in seen}) == 1 and seen[-1][0] == seen[-1][1] > 0
+
+    def stop(count: int, total: int, name: str) -> None:
+        if count > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "none", progress=stop)
+    assert sorted(os.listdir(tmp_path)) == ["m.gguf", "out"]
+
+
 def test_levels_are_those_of_the_formats():
     e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     assert [level / 2 for level in FP4] == e2m1 + [-value for value in e2m1]

@@ -233,6 +233,9 @@ def test_tensors_that_are_refused(tmp_path):
     ones = np.ones(32, "<f4").tobytes()
     extra = {
         "which lowbit does not know": ("blk.0.attn_sinks.weight", (32,), 0, ones),
+        "99.attn_q.weight', which lowbit does not know": ("blk." + "9" * 200 + ".attn_q.weight", (32,), 0, ones),
+        "'blk.00.attn_q.weight', which": ("blk.00.attn_q.weight", (32, 32), 2, bytes(576)),
+        "'blk.\u0661.attn_q.weight', which": ("blk.\u0661.attn_q.weight", (32, 32), 2, bytes(576)),
         "has no such tensor": ("blk.7.attn_q.weight", (32, 32), 2, (block[:2] + block[2:]) * 32),
         "expected one of a weight": ("output.weight", (32, 4), 24, bytes(128)),
         "has shape [5, 32]; expected [4, 32]": ("output.weight", (32, 5), 0, bytes(640)),
@@ -248,6 +251,29 @@ def test_tensors_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="q_proj.weight, rows 0 to 31: .*finite"):
         lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def test_parts_of_different_models(tmp_path):
+    listed = tensors()
+
+    def write(number: int, found: list, place: int | None = None, total: int = 11) -> None:
+        split = {"split.no": number if place is None else place, "split.count": 2, "split.tensors.count": total}
+        content = file_bytes((METADATA if number == 0 else {"general.architecture": "llama"}) | split, found)
+        (tmp_path / f"m-{number + 1:05}-of-00002.gguf").write_bytes(content)
+
+    write(0, listed[:6])
+    write(1, listed[6:])
+    assert len(read_gguf(tmp_path / "m-00002-of-00002.gguf").tensors) == 11
+    for options, message in (
+        ({"found": listed[5:]}, f"'{listed[5][0]}' is in both"),
+        ({"found": listed[7:]}, "says that its model has 11 tensors; found 10 in all parts"),
+        ({"found": listed[6:], "total": 12}, "m-00002-of-00002.gguf says that its model has 12 tensors; found 11"),
+        ({"found": listed[6:], "place": 0}, "says that it is part 0 (from 0) of 2; expected part 1"),
+    ):
+        write(1, **options)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            lowbit.import_checkpoint(tmp_path / "m-00001-of-00002.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def mutated(whole: bytes, generator: random.Random) -> bytes:

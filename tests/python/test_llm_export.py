@@ -31,7 +31,6 @@ MODEL = EXAMPLE.parent / "tiny_llama" / "model"
 MAX_LENGTH, CHUNK, NEW = 256, 32, 32
 # The second is longer than a chunk, and than two.
 PROMPTS = ["Create a new", " ".join(["The following example shows how to use the class in a program."] * 6)]
-BITS = [8, 4]
 NEAR_TIE = 0.3  # between the logits of two tokens
 
 
@@ -59,37 +58,31 @@ def tokenizer():
     return transformers.AutoTokenizer.from_pretrained(MODEL)
 
 
-def quantised(bits: int) -> torch.nn.Module:
+def quantised() -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    embedding = lowbit.EmbeddingConfig(bits=bits, group_size=32)
+    embedding = lowbit.EmbeddingConfig(bits=4, group_size=32)
     return lowbit.quantize_(
-        model, {"*": lowbit.LinearConfig(bits=bits, group_size=32), "*embed_tokens": embedding}
+        model, {"*": lowbit.LinearConfig(bits=4, group_size=32), "*embed_tokens": embedding}
     )
 
 
 @pytest.fixture(scope="session")
-def exported(executorch, tokenizer, tmp_path_factory) -> dict[int, Exported]:
-    """By bits. A .pt2 takes long to compile, so there is one."""
-    result = {}
-    for bits in BITS:
-        decoder = lowbit.llm.Decoder(quantised(bits), MAX_LENGTH)
-        prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-        assert len(prompts[0]) < CHUNK and 2 * CHUNK < len(prompts[1]) < MAX_LENGTH - NEW
-        expected = [lowbit.llm.generate(decoder, p, NEW, max_length=MAX_LENGTH).tokens for p in prompts]
-        assert all(len(tokens) == NEW and len(set(tokens)) > 8 for tokens in expected)
-        files, directory = {}, tmp_path_factory.mktemp(f"tiny-{bits}")
-        for kind in KINDS if bits == 4 else ["pte"]:
-            files[kind] = directory / f"tiny.{kind}"
-            lowbit.llm.export_decoder(decoder, files[kind], chunk=CHUNK)
-        result[bits] = Exported(decoder, prompts, expected, files)
-    return result
+def exported(executorch, tokenizer, tmp_path_factory) -> Exported:
+    """At 4 bits; test_cpp_runners.py has all widths, in a small module."""
+    decoder = lowbit.llm.Decoder(quantised(), MAX_LENGTH)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    assert len(prompts[0]) < CHUNK and 2 * CHUNK < len(prompts[1]) < MAX_LENGTH - NEW
+    expected = [lowbit.llm.generate(decoder, p, NEW, max_length=MAX_LENGTH).tokens for p in prompts]
+    assert all(len(tokens) == NEW and len(set(tokens)) > 8 for tokens in expected)
+    directory = tmp_path_factory.mktemp("tiny")
+    files = {kind: directory / f"tiny.{kind}" for kind in KINDS}
+    for file in files.values():
+        lowbit.llm.export_decoder(decoder, file, chunk=CHUNK)
+    return Exported(decoder, prompts, expected, files)
 
 
-FILES = [(bits, kind) for bits in BITS for kind in KINDS if bits == 4 or kind == "pte"]
-
-
-def load(exported: dict[int, Exported], bits: int, kind: str) -> lowbit.llm.ExportedDecoder:
-    return lowbit.llm.load_decoder(exported[bits].files[kind])
+def load(exported: Exported, kind: str) -> lowbit.llm.ExportedDecoder:
+    return lowbit.llm.load_decoder(exported.files[kind])
 
 
 @pytest.fixture(params=KINDS_AND_CPUS, ids=" ".join)
@@ -102,28 +95,25 @@ def listed(tokens: list[int]) -> str:
     return ",".join(map(str, tokens))
 
 
-def made(exported: dict[int, Exported], bits: int, kind: str, prompt: int) -> list[int]:
+def made(exported: Exported, kind: str, prompt: int) -> list[int]:
     """What a file makes of a prompt, in Python here."""
-    step = load(exported, bits, kind)
-    return lowbit.llm.generate(step, exported[bits].prompts[prompt], NEW, max_length=MAX_LENGTH, stop=step.stop).tokens
+    step = load(exported, kind)
+    return lowbit.llm.generate(step, exported.prompts[prompt], NEW, max_length=MAX_LENGTH, stop=step.stop).tokens
 
 
 # In C++.
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_the_runner_makes_the_tokens_of_eager(runner, exported, bits):
-    if runner.kind not in exported[bits].files:
-        pytest.skip("compiled at 4 bits only")
-    for prompt in exported[bits].prompts:
-        process = runner("--ids", listed(prompt), "--max-new-tokens", NEW, exported[bits].files[runner.kind])
+def test_the_runner_makes_the_tokens_of_eager(runner, exported):
+    for prompt in exported.prompts:
+        process = runner("--ids", listed(prompt), "--max-new-tokens", NEW, exported.files[runner.kind])
         assert process.returncode == 0, process.stderr
-        exported[bits].check_likeliest(prompt, [int(token) for token in process.stdout.split()])
+        exported.check_likeliest(prompt, [int(token) for token in process.stdout.split()])
         assert process.stderr == ""
 
 
 def test_the_runner_samples(runner, exported):
-    prompt, file = exported[4].prompts[0], exported[4].files[runner.kind]
+    prompt, file = exported.prompts[0], exported.files[runner.kind]
 
     def tokens(*options) -> list[int]:
         process = runner("--ids", listed(prompt), "--max-new-tokens", NEW, *options, file)
@@ -140,7 +130,7 @@ def test_the_runner_samples(runner, exported):
 
 def test_the_runner_stops(runner, exported):
     """At the end of the text that the model has room for."""
-    prompt, file = exported[4].prompts[0] * 100, exported[4].files[runner.kind]
+    prompt, file = exported.prompts[0] * 100, exported.files[runner.kind]
     process = runner("--ids", listed(prompt[: MAX_LENGTH - 3]), "--stats", file)
     assert process.returncode == 0, process.stderr
     assert len(process.stdout.split()) <= 3
@@ -148,7 +138,7 @@ def test_the_runner_stops(runner, exported):
 
 
 def test_the_runner_refuses(runner, exported, tmp_path):
-    file = exported[4].files[runner.kind]
+    file = exported.files[runner.kind]
     for arguments, expected in (
         ([file], "no prompt was given"),
         (["--ids", "1"], "no model was given"),
@@ -173,7 +163,7 @@ def test_the_runner_refuses(runner, exported, tmp_path):
 
 
 def test_the_runner_refuses_files(runner, exported, tmp_path):
-    file = exported[4].files[runner.kind]
+    file = exported.files[runner.kind]
     data, broken = file.read_bytes(), tmp_path / f"broken.{runner.kind}"
     for length in (0, 40, len(data) // 2, len(data) - 200):
         broken.write_bytes(data[:length])
@@ -212,30 +202,30 @@ def test_neither_python_nor_torch_is_needed(runners):
 def test_text_to_text(runners, exported, tokenizer):
     process = subprocess.run(
         [sys.executable, EXAMPLE / "llm.py", "--tokenizer", MODEL, "--prompt", PROMPTS[0],
-         *runners("llm_runner", HERE).command, "--max-new-tokens", str(NEW), exported[4].files["pte"]],
+         *runners("llm_runner", HERE).command, "--max-new-tokens", str(NEW), exported.files["pte"]],
         capture_output=True, text=True, timeout=300,
     )
     assert process.returncode == 0, process.stderr
-    assert process.stdout == tokenizer.decode(made(exported, 4, "pte", 0), skip_special_tokens=True) + "\n"
+    assert process.stdout == tokenizer.decode(made(exported, "pte", 0), skip_special_tokens=True) + "\n"
 
 
 # In Python.
 
 
-@pytest.mark.parametrize("bits, kind", FILES)
-def test_generate_makes_the_tokens_of_eager(exported, bits, kind):
-    step = load(exported, bits, kind)
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_makes_the_tokens_of_eager(exported, kind):
+    step = load(exported, kind)
     assert (step.max_length, step.chunk, step.vocabulary, step.stop) == (MAX_LENGTH, CHUNK, 2048, (1,))
-    for number, prompt in enumerate(exported[bits].prompts):
-        exported[bits].check_likeliest(prompt, made(exported, bits, kind, number))
+    for number, prompt in enumerate(exported.prompts):
+        exported.check_likeliest(prompt, made(exported, kind, number))
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("bits, kind", FILES)
-def test_pieces(exported, bits, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces(exported, kind):
     """However a text is cut into calls, and whatever the caches held before, the logits are the same, but for rounding."""
-    step, decoder = load(exported, bits, kind), exported[bits].decoder
-    text = torch.tensor([exported[bits].prompts[1]])
+    step, decoder = load(exported, kind), exported.decoder
+    text = torch.tensor([exported.prompts[1]])
     length = text.shape[1]
     whole = step(text, torch.tensor([0]))
     expected = decoder(text, torch.tensor([0]))
@@ -255,7 +245,7 @@ def test_pieces(exported, bits, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_calls(exported, kind):
-    step = load(exported, 4, kind)
+    step = load(exported, kind)
     one, zero = torch.tensor([[5]]), torch.tensor([0])
     good = step(one, zero)
     for tokens, start, expected in (
@@ -282,7 +272,7 @@ def test_bad_files(exported, kind, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file .*none"):
         lowbit.llm.load_decoder(tmp_path / f"none.{kind}")
     other = tmp_path / f"other.{kind}"
-    other.write_bytes(exported[4].files[kind].read_bytes()[:5000])
+    other.write_bytes(exported.files[kind].read_bytes()[:5000])
     with pytest.raises(ValueError, match=f"other.{kind} does not load, or is not what lowbit.llm.export_decoder writes"):
         lowbit.llm.load_decoder(other)
     getattr(lowbit, f"export_{kind}")(torch.nn.ReLU(), (torch.zeros(2),), other)
@@ -295,22 +285,22 @@ def test_bad_exports(exported, kind, tmp_path):
     export = lowbit.llm.export_decoder
     for chunk in (0, MAX_LENGTH + 1):
         with pytest.raises(ValueError, match=f"chunk is {chunk}; expected 1 to the decoder's max_length of 256"):
-            export(exported[4].decoder, tmp_path / f"m.{kind}", chunk=chunk)
+            export(exported.decoder, tmp_path / f"m.{kind}", chunk=chunk)
     with pytest.raises(ValueError, match="ends in .pte or .pt2"):
-        export(exported[4].decoder, tmp_path / "m.bin")
+        export(exported.decoder, tmp_path / "m.bin")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_single_steps_and_stop_tokens(exported, executorch, runners, tokenizer, tmp_path):
     """With a chunk of 1 nothing is dynamic. Stop tokens of one's own end the text."""
-    prompt, expected = exported[4].prompts[0], exported[4].expected[0]
+    prompt, expected = exported.prompts[0], exported.expected[0]
     stop = next(token for token in expected[4:] if expected.index(token) > 4)
     file = tmp_path / "single.pte"
-    lowbit.llm.export_decoder(exported[4].decoder, file, chunk=1, stop=[2047, stop], xnnpack=False)
+    lowbit.llm.export_decoder(exported.decoder, file, chunk=1, stop=[2047, stop], xnnpack=False)
     step = lowbit.llm.load_decoder(file)
     assert step.chunk == 1 and step.stop == (2047, stop)
     free = lowbit.llm.generate(step, prompt, NEW, max_length=step.max_length).tokens
-    exported[4].check_likeliest(prompt, free)
+    exported.check_likeliest(prompt, free)
     until = free[: free.index(stop)]
     assert lowbit.llm.generate(step, prompt, NEW, max_length=step.max_length, stop=step.stop).tokens == until
     process = runners("llm_runner", HERE)("--ids", listed(prompt), file)
@@ -333,11 +323,10 @@ sys.stdout.write("<<" + "".join(pieces) + ">>")
 """
 
 
-@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("prompt", [0, 1])
-def test_executorchs_own_runner(exported, run_python, tokenizer, bits, prompt):
+def test_executorchs_own_runner(exported, run_python, tokenizer, prompt):
     """TextLLMRunner, twice with the same text; in a process of its own, because it has its own threads."""
-    process = run_python(TEXT_LLM_RUNNER, exported[bits].files["pte"], MODEL / "tokenizer.json", PROMPTS[prompt], NEW)
+    process = run_python(TEXT_LLM_RUNNER, exported.files["pte"], MODEL / "tokenizer.json", PROMPTS[prompt], NEW)
     assert process.returncode == 0, process.stderr
-    text = tokenizer.decode(made(exported, bits, "pte", prompt), skip_special_tokens=True)
+    text = tokenizer.decode(made(exported, "pte", prompt), skip_special_tokens=True)
     assert f"<<{text}{text}>>" in process.stdout, process.stderr

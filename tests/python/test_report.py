@@ -14,6 +14,7 @@ import torch
 
 import lowbit
 from command_line import FLOAT, TINY, document, documented_keys, error, invoke, keys_in, run
+from lowbit.calibration import model as calibration
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
 from lowbit.report.measure import same_neighbours
@@ -92,7 +93,8 @@ def made(small, tmp_path_factory):
     (directory / "text.txt").write_text(text[:1500], encoding="utf-8")
     (directory / "other.txt").write_text(text[-3000:], encoding="utf-8")
     options = ("--text", directory / "text.txt", "--window", 64)
-    calibrated = ("--calibrate", directory / "other.txt", "--target-bits", "3.5,1")
+    other = ("--calibrate", directory / "other.txt")
+    calibrated = (*other, "--target-methods", "auto,importance", "--target-bits", "3.5,1")
     result = run("report", small, directory, *options, *calibrated, "--bits", "2", "--json", "--threads", 1)
     assert result.returncode == 0, result.stderr
     return directory, options, calibrated, result
@@ -103,10 +105,12 @@ def test_figures_are_the_librarys(made, small):
     said = document(result)
     assert set(said) | keys_in(said["results"]) == documented_keys("report")
     rows = {(row["method"], row["bits"]): row for row in said["results"]}
-    ours = {("float", None), ("widths by layer", 3.5)} | {(method, 2) for method in OURS}
+    widths = {("widths by layer", 3.5), ("widths by layer, importance", 3.5)}
+    ours = {("float", None)} | widths | {(method, 2) for method in OURS}
     assert ours <= set(rows)
     assert 3.4 < rows["widths by layer", 3.5]["bits_per_weight"] <= 3.5
-    assert all(row["family"] in ("GGUF", "torchao", "HQQ") for key, row in rows.items() if key not in ours)
+    assert len({rows[each]["bytes"] for each in widths}) == 1 < len({rows[each]["quality"] for each in widths})
+    assert all(row["family"] in ("GGUF", "torchao", "HQQ", "GPTQ") for key, row in rows.items() if key not in ours)
     assert all(rows[key]["tokens_per_second"] > 0 for key in rows if key[0] in ("float", "nearest"))
 
     tokens = load_tokenizer(small)((directory / "text.txt").read_text(encoding="utf-8"))["input_ids"]
@@ -125,6 +129,19 @@ def test_figures_are_the_librarys(made, small):
         expected = perplexity(model, tokens, window=64, stride=32).perplexity
         assert rows[method, bits]["quality"] == pytest.approx(expected, rel=1e-4)
     assert said["measured_on"] == len(tokens) - 1
+
+    # GPTQ: the bytes of codes and scales alone, and float activations.
+    packed, plain = load_model(small).float(), load_model(small).float()
+    calibration.run(
+        packed, [text], lowbit.LowBitConfig(2), "gptq", tokenizer=load_tokenizer(small), window=64, max_tokens=32768,
+        progress=None, options={"correction": 0.0},
+    )  # fmt: skip
+    for name, layer in packed.named_modules():
+        if isinstance(layer, lowbit.nn.Packed):
+            plain.get_submodule(name).weight.data.copy_(layer.dequantize())
+    assert rows["GPTQ 2 bits", None]["bits_per_weight"] == 2.5
+    expected = perplexity(plain, tokens, window=64, stride=32).perplexity
+    assert rows["GPTQ 2 bits", None]["quality"] == pytest.approx(expected, rel=1e-4)
 
     figures = json.loads((directory / "report.json").read_text())
     costs = {layer["layer"]: layer["cost"] for layer in figures["sensitivity"]["layers"]}
@@ -158,8 +175,8 @@ def test_what_is_measured_is_not_measured_again(made, small):
     first = (directory / "report.html").read_text(encoding="utf-8")
     again = invoke("report", small, directory, *options, *calibrated[:-1], "3.5", "--bits", "2", "--threads", 1)
     assert again.exit_code == 0, again.stderr
-    # What cannot be held in these formats is tried again: blocks of 256.
-    assert [line for line in again.stderr.splitlines() if "GGUF TQ" not in line] == [f"loading {small} ..."]
+    # What cannot be held in these formats is tried again: blocks of 256, and HQQ's groups of 64.
+    assert [line for line in again.stderr.splitlines() if not re.match("GGUF TQ|HQQ", line)] == [f"loading {small} ..."]
     before["notes"] = [note for note in before["notes"] if "cannot be had" not in note]
     assert json.loads((directory / "report.json").read_text()) == before
     # The same page but for the command, which is pytest's here.
@@ -167,9 +184,10 @@ def test_what_is_measured_is_not_measured_again(made, small):
     footer = re.compile(r"<footer>.*</footer>", re.S)
     assert footer.sub("", first) == footer.sub("", second)
     # Another width: only that. Another text: all.
-    more = invoke("report", small, directory, *options, *calibrated[:-1], "3.5", "--bits", "5,2", "--threads", 1)
-    assert [line for line in more.stderr.splitlines() if "bits" in line and "torchao" not in line] == [
-        "nearest, 5 bits ...", "importance, 5 bits ...", "auto, 5 bits ...",
+    widths = ("--bits", "5,2", "--methods", "gptq")
+    more = invoke("report", small, directory, *options, *calibrated[:-1], "3.5", *widths, "--threads", 1)
+    assert [line for line in more.stderr.splitlines() if "bits" in line and not re.match("torchao|HQQ", line)] == [
+        "nearest, 5 bits ...", "gptq, 5 bits ...", "gptq, 2 bits ...", "gptq, levels, 2 bits ...", "GPTQ 5 bits ...",
     ]  # fmt: skip
     copied = directory / "copy.html"
     shutil.copy(directory / "report.json", directory / "copy.json")
@@ -245,7 +263,8 @@ def test_what_is_refused(packed, tmp_path):
         ((FLOAT, tmp_path / "q.html", "--group-size", "20"), "group_size is 20; expected a positive multiple of 16"),
     ):
         assert re.search(message, error(invoke("report", *arguments, "--text", text))), message
-    for wrong in (("--bits", "9"), ("--target-bits", "0.5"), ("--target-bits", "nan"), ("--target-bits", "some")):
+    targets = (("--target-bits", value) for value in ("0.5", "nan", "some"))
+    for wrong in (("--methods", "awq"), ("--target-methods", "auto;gptq"), ("--bits", "9"), *targets):
         assert invoke("report", FLOAT, tmp_path / "q.html", "--text", text, *wrong).exit_code == 2
     assert not (tmp_path / "q.html").exists()
 
@@ -300,6 +319,11 @@ def test_formats_of_other_projects():
         ))  # fmt: skip
         lost = [float(((held - weight).square() * importance).sum()) for held in (plain, aimed)]
         assert 0 < lost[1] < 0.95 * lost[0]
+    # So is HQQ: 16 bits each for scale and zero of 64 weights.
+    for width in (8, 3) if "HQQ 4 bits" in found else ():
+        held, size = peers([width], importance=False)[f"HQQ {width} bits"].hold(weight, None)
+        assert 8 * size / weight.numel() == width + 0.5 and held.shape == weight.shape
+        assert float((held - weight).norm() / weight.norm()) < {8: 0.01, 3: 0.25}[width]
     for name in ("GGUF Q4_0", "torchao int4"):
         with pytest.raises(ValueError, match="a matrix has 40 inputs"):
             found[name].hold(torch.randn(16, 40), None)

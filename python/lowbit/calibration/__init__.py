@@ -30,7 +30,8 @@ def calibrate(
     that later layers make up for the errors of earlier ones. Besides the model, memory for two activations per token,
     for one float block and for two float32 matrices [k, k] per input of k features is needed.
 
-    Embeddings are rounded to nearest. A head that shares its weight with an embedding is calibrated, and then shares
+    Experts whose weights are one tensor are calibrated one by one, each with the tokens that are routed to it, behind the
+    other layers of their block. Embeddings are rounded to nearest. A head that shares its weight with an embedding is calibrated, and then shares
     the packed weight.
 
     Args:

@@ -26,7 +26,8 @@ def packed_in_bands(
     rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS
     if n <= rows:
         return quantise(weight.float()).pack(bias)
-    levels = table_in(config).by_code if config.mapping == "levels" else None
+    table = table_in(config)
+    levels = None if table is None else table.by_code
     info = ops.describe((n, k), config.bits, config.group_size, config.mapping, bias is not None, levels)
     result = torch.empty(info.total_bytes, dtype=torch.uint8)
     header_bytes = 64 if levels is None else 128
@@ -38,7 +39,7 @@ def packed_in_bands(
         count = packed.numel() - header_bytes
         result[at : at + count] = packed[header_bytes:]
         at += count
-    table = None if levels is None else struct.pack(f"{2**config.bits}b", *levels)
-    header = _C.packed_header(n, k, info.bits, info.group_size or 0, info.mapping == "affine", info.has_bias, folded, table)
+    held = None if levels is None else struct.pack(f"{2**config.bits}b", *levels)
+    header = _C.packed_header(n, k, info.bits, info.group_size or 0, info.mapping == "affine", info.has_bias, folded, held)
     result[:header_bytes] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     return result

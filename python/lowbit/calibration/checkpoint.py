@@ -161,7 +161,7 @@ def _with_widths(
     else:
         _check_bytes(items, target_bytes, size)
     with evaluating(model):
-        said = None if progress is None else lambda *at: progress("measuring layers", *at, "")
+        said = None if progress is None else lambda done, total: progress("measuring layers", done, total, "")
         measure_losses(model, inputs, items, reference_bits, said)
     options = within(items, target_bits) if target_bytes is None else _within_bytes(items, target_bytes, size)
     chosen = config_of(config, items, options)

@@ -40,8 +40,8 @@ def add_to(
         square = torch.zeros(k) if diagonal else torch.zeros(k, k)
         moments[name] = Moments(square, None if y is None else torch.zeros(k, k), 0)
     known = moments[name]
-    count = 0 if y is None else round(held * len(x))
-    if count:
+    count = round(held * len(x))
+    if y is not None and count:
         known.held.append((x[-count:].clone(), y[-count:].clone()))
         x, y = x[:-count], y[:-count]
     known.add(x, y)

@@ -121,11 +121,10 @@ class Solver:
         group, factor, order = config.group_size or k, self.factor, self.order
         in_order = not self.by_importance and group <= _MOST_COLUMNS
         pull = self.pull if correction else None
-        affine = config.mapping == "affine"
         initial = search(weight, self.importance, config)
         scales, mins = initial.scales.clone(), None if initial.mins is None else initial.mins.clone()
         largest = scales.abs().amax(1, keepdim=True)
-        if affine:
+        if mins is not None:
             largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
         width = group * -(-_LEAST_COLUMNS // group) if in_order else 128
         work = weight.float()[:, order].T.contiguous()  # [k, n]: an input is a row
@@ -146,12 +145,12 @@ class Solver:
                         config,
                     )
                     scales[:, g] = stored(scale, largest)[:, 0]
-                    if affine:
+                    if mins is not None:
                         mins[:, g] = stored(low, largest)[:, 0]
                 values = block[at]
-                level = levels_near(values, scales[:, g], mins[:, g] if affine else None, config.bits, table)
+                level = levels_near(values, scales[:, g], None if mins is None else mins[:, g], config.bits, table)
                 rounded = scales[:, g] * level
-                if affine:
+                if mins is not None:
                     rounded = rounded + mins[:, g]
                 levels[i] = level
                 errors[at] = (values - rounded) / self.diagonal[i]
@@ -284,11 +283,10 @@ def descend(
             refitted = _refit(levels[begin:end], block, inner, scale, low, largest)
             if refitted is not None:
                 scales[:, g] = refitted[0]
-                if low is not None:
+                now = scales[:, g] * levels[begin:end]
+                if mins is not None:
                     mins[:, g] = refitted[1]
-                now = scales[:, g] * levels[begin:end] if low is None else (
-                    scales[:, g] * levels[begin:end] + mins[:, g]
-                )
+                    now = now + mins[:, g]
             slopes.addmm_(square[begin:end].T, now - before, alpha=-1.0)
         quantised.levels = levels.T.contiguous()
 

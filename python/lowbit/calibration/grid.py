@@ -102,7 +102,7 @@ class Quantised:
 
     def pack(self, bias: Tensor | None = None) -> Tensor:
         """As :func:`lowbit.pack`: uint8 [bytes]."""
-        config = self.config
+        config, table = self.config, table_in(self.config)
         return pack(
             self.codes(),
             self.scales.contiguous(),
@@ -111,7 +111,7 @@ class Quantised:
             bits=config.bits,
             group_size=config.group_size,
             mapping=config.mapping,
-            levels=None if config.mapping != "levels" else table_in(config).by_code,
+            levels=None if table is None else table.by_code,
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..files.replace import lock, sync, sync_path
 
-_VERSION = 2
+_VERSION = 3
 _IDENTITY, _LAYERS, _WIDTHS = "identity.json", "layers.jsonl", "widths.json"
 
 
@@ -80,7 +80,8 @@ class Journal:
         # What the machine refuses, or the user ends, can be taken up; other errors would come again.
         if kind is None or (issubclass(kind, Exception) and not issubclass(kind, OSError | MemoryError)):
             shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def _take_up(self) -> None:
         """Reads what is there, up to the first line or file that is not whole."""
@@ -92,9 +93,10 @@ class Journal:
         for line in lines:
             try:
                 entries = json.loads(line)
-                found = [self._map(entry["file"]) for entry in entries]
+                found = [self._map(entry["file"], entry.get("experts")) for entry in entries]
                 for packed in found:
-                    ops.verify(packed)
+                    for matrix in packed if packed.dim() == 2 else (packed,):
+                        ops.verify(matrix)
             except (ValueError, KeyError, TypeError, OSError, RuntimeError):
                 break
             whole += line
@@ -104,9 +106,10 @@ class Journal:
                     self.packed[name] = (entry["method"], packed)
         log.write_bytes(whole)
 
-    def _map(self, name: str) -> Tensor:
+    def _map(self, name: str, experts: int | None) -> Tensor:
         path = self.path / name
-        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        packed = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        return packed if experts is None else packed.view(experts, -1)
 
     def _write(self, name: str, content: Any) -> None:
         partial = self.path / f"{name}.new"
@@ -121,19 +124,20 @@ class Journal:
         in no memory of their own.
 
         Args:
-            layers: those that share a packed weight, their method, and the weight.
+            layers: those that share a packed weight, their method, and the weight; of experts [experts, bytes].
         """
-        entries = []
+        entries: list[dict[str, Any]] = []
         for names, method, packed in layers:
-            entries.append({"layers": names, "method": method, "file": f"{self._files:05}.packed"})
+            name, experts = f"{self._files:05}.packed", {"experts": len(packed)} if packed.dim() == 2 else {}
+            entries.append({"layers": names, "method": method, "file": name, **experts})
             self._files += 1
-            with open(self.path / entries[-1]["file"], "wb") as file:
+            with open(self.path / name, "wb") as file:
                 file.write(packed.numpy())
                 sync(file)
         with open(self.path / _LAYERS, "ab") as file:  # a line is whole, or does not count
             file.write(json.dumps(entries).encode() + b"\n")
             sync(file)
-        found = [self._map(entry["file"]) for entry in entries]
+        found = [self._map(entry["file"], entry.get("experts")) for entry in entries]
         for (names, method, _), mapped in zip(layers, found, strict=True):
             for name in names:
                 self.packed[name] = (method, mapped)

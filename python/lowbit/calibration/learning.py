@@ -91,7 +91,8 @@ class Learning(torch.nn.Module):
     def pack(self) -> Tensor:
         """uint8 [bytes], with what was learnt as the format stores it."""
         unpacked, levels = self.unpacked, self.unpacked.levels
-        learnt, scales, mins = (None if value is None else value.detach() for value in self.values())
+        learnt, scales, mins = self.values()
+        learnt, scales, mins = learnt.detach(), scales.detach(), None if mins is None else mins.detach()
         # Rows that no token reached stay to the bit.
         rows = (scales == unpacked.scales).all(1, keepdim=True)
         if mins is not None:

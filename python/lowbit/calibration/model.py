@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..layers import leave_fused_paths
+from ..layers import experts_of, leave_fused_paths, named_layers, put_packed
 from ..levels import FIT
 from ..quantize import EmbeddingConfig, LinearConfig
 from ..quantize_model import described_to_transformers, quantize_
@@ -22,12 +22,13 @@ from .capture import Call, Stop, blocks_of, inputs_of, slow_paths
 from .collect import HELD, HELD_PART, add_to, inputs_in_a_run, part_held, rows_of, sets_of
 from .data import Batch, batches, tokens_of
 from .distilling import Teacher, distilled
+from .experts import holders_in, inputs_of_expert, routed, weight_of
 from .gptq import Moments, Solver, best_correction, gptq
 from .grid import Config, Quantised, with_table
 from .importance import search
 from .learning import put_weights
 from .result import METHODS, Calibration
-from .selection import check_weights, left_float, lists_of_blocks, select
+from .selection import check_experts, check_weights, left_float, lists_of_blocks, select
 from .tuning import tuned
 
 
@@ -58,11 +59,12 @@ def run(
     check_method(method)
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model is a {type(model).__name__}; expected a model of transformers")
-    selected = select(model, config)
+    selected, experts = select(model, config)
     check_weights(model, selected)
+    check_experts(model, experts)
     inputs, there = batches(model, data, tokenizer, window, max_tokens)
     with evaluating(model), described_to_transformers(model):
-        return _Run(model, selected, method, inputs, there, progress, dict(options or {}), kept).run()
+        return _Run(model, selected, experts, method, inputs, there, progress, dict(options or {}), kept).run()
 
 
 def check_method(method: Any) -> None:
@@ -84,11 +86,18 @@ def evaluating(model) -> Iterator[None]:
         model.train(training)
 
 
+def _run(calls: list[Call], block: torch.nn.Module, hidden: list[Tensor], i: int) -> Tensor:
+    """A block's outputs of batch i."""
+    return calls[i].run(block, hidden[i])
+
+
 # ---- the run
 
 
 class _Run:
-    def __init__(self, model, selected, method, inputs: list[Batch], there: int, progress, options, kept: Kept | None):
+    def __init__(
+        self, model, selected, experts, method, inputs: list[Batch], there: int, progress, options, kept: Kept | None
+    ):
         self.model, self.method, self.inputs, self.options = model, method, inputs, options
         self.masks = [
             None if batch.get("attention_mask") is None else (batch["attention_mask"] != 0) for batch in inputs
@@ -97,6 +106,7 @@ class _Run:
         self.embeddings = {name: c for name, c in selected.items() if isinstance(c, EmbeddingConfig)}
         self.targets = {name: c for name, c in selected.items() if isinstance(c, LinearConfig)}
         self.selected = selected
+        self.experts = experts
         self.done, self.progress = 0, progress
         self.kept = kept or Kept({}, lambda layers: [packed for _, _, packed in layers])
         self.in_memory = kept is None
@@ -109,7 +119,7 @@ class _Run:
         self.tuning = {name: self.options.pop(name) for name in ("steps", "rate") if name in self.options}
         # With a single batch nothing would be left to learn from.
         self.tunes = method == "tuned" and last > 0
-        self.distils = method == "distilled" and last > 0
+        self.distils = method == "distilled" and last > 0 and bool(selected)
         self.tables = {name for name, config in selected.items() if config.levels == FIT}
 
     def run(self) -> Calibration:
@@ -120,7 +130,8 @@ class _Run:
         shared = [names for names in by_weight.values() if len(names) > 1]
         first = {names[0] for names in by_weight.values() if set(names) & self.targets.keys()}
         known = {name: packed for name, (method, packed) in self.kept.packed.items() if method == "distilled"}
-        self.total = len(first) * (2 if self.distils and not known else 1)  # distilling takes as long, or so
+        # Distilling takes as long as all before it, or so.
+        self.total = (len(first) + self._expert_matrices()) * (2 if self.distils and not known else 1)
         self._report()
         # The answers of the float model, which is about to go.
         teacher = Teacher(model, self.inputs) if self.distils and not known else None
@@ -132,9 +143,9 @@ class _Run:
         early = {name: config for name, config in self.targets.items() if name in together}
         if self.method == "importance":
             early = self.targets
-            lists: list[str] = []
+            lists = lists_of_blocks(model, self.experts)
         else:
-            lists = lists_of_blocks(model, alone)
+            lists = lists_of_blocks(model, [*alone, *self.experts])
         floats, moments = self._first_pass(lists, [name for name in early if name not in self.kept.packed])
         for names in shared:
             self._quantise_shared(names, moments)
@@ -144,11 +155,12 @@ class _Run:
         if self.method == "importance":
             for name in alone:
                 self._quantise(model, [name], alone, moments.pop(name, None))
-        else:
-            for name in lists:
-                if name in floats:
-                    self._list(name, floats.pop(name), alone)
+        for name in lists:
+            if name in floats:
+                self._list(name, floats.pop(name), {} if self.method == "importance" else alone)
+        if self.method != "importance":
             self._whole(alone)
+        self._experts(model, "", partial(self._whole_run, model))
         if teacher is not None:
             self._distil(teacher)
         put_weights(model, {name: packed for name, packed in known.items() if name in self.embeddings})
@@ -218,15 +230,17 @@ class _Run:
             twin = copy.deepcopy(block)
             before: list[Call] = [one.calls[index] for one in floats]
             now: list[Call] = [one.calls[index] for one in packed]
+            run_now = partial(_run, now, block, ours)
             self._segment(
                 block,
                 twin,
                 prefix,
                 targets,
-                lambda i, block=block, now=now: now[i].run(block, ours[i]),
-                lambda i, twin=twin, before=before: before[i].run(twin, theirs[i]),
+                run_now,
+                partial(_run, before, twin, theirs),
                 tune=self.tunes,
             )
+            self._experts(block, prefix, run_now)
             if index + 1 < len(blocks) or self.pending:
                 for i in range(len(self.inputs)):
                     theirs[i] = before[i].run(twin, theirs[i])
@@ -280,9 +294,12 @@ class _Run:
             twin,
             "",
             rest,
-            lambda i: self.model(**self.inputs[i]),
-            None if twin is None else lambda i: twin(**self.inputs[i]),
+            partial(self._whole_run, self.model),
+            None if twin is None else partial(self._whole_run, twin),
         )
+
+    def _whole_run(self, model: torch.nn.Module, i: int) -> Any:
+        return model(**self.inputs[i])
 
     def _segment(
         self, module, twin, prefix: str, targets: Mapping[str, Config], ours, theirs, tune: bool = False
@@ -299,8 +316,8 @@ class _Run:
             moments: dict[str, Moments] = {}
             leaders = sorted({leader for name, leader in layers.items() if prefix + name not in known})
             for i, mask in enumerate(self.masks if leaders else ()):
-                float_inputs = inputs_in_a_run(twin, leaders, lambda i=i: theirs(i)) if twin is not None else {}
-                for name, values in inputs_in_a_run(module, leaders, lambda i=i: ours(i)).items():
+                float_inputs = inputs_in_a_run(twin, leaders, partial(theirs, i)) if twin is not None else {}
+                for name, values in inputs_in_a_run(module, leaders, partial(ours, i)).items():
                     others = float_inputs.get(name, ())
                     # An expert may get other tokens than in the float model.
                     paired = len(values) == len(others) and all(
@@ -313,6 +330,52 @@ class _Run:
             for leader in dict.fromkeys(layers.values()):
                 names = [name for name in layers if layers[name] == leader]
                 self._quantise(module, names, targets, moments.pop(leader, None), prefix, tune)
+
+    # -- experts
+
+    def _expert_matrices(self) -> int:
+        return sum(layer.num_experts for name, layer in named_layers(self.model) if name in self.experts)
+
+    def _experts(self, module, prefix: str, call: Callable[[int], Any]) -> None:
+        """Packs the float experts in a module, one by one: the inputs of each are the tokens that are routed to it."""
+        for at, leaves in list(holders_in(module, self.experts, prefix)):
+            holder = module.get_submodule(at)
+            names = {leaf: f"{at}.{leaf}" if at else leaf for leaf in leaves}
+            known = [self.kept.packed.get(prefix + name) for name in names.values()]
+            rows = chosen = before = None
+            if None in known:
+                runs = ((partial(call, i), mask) for i, mask in enumerate(self.masks))
+                rows, chosen = routed(holder, runs)
+            done = []
+            for (leaf, experts), kept in zip(experts_of(holder).items(), known, strict=True):
+                name = prefix + names[leaf]
+                if kept is None:
+                    methods, packed = self._of_experts(name, holder, experts, rows, chosen, before)
+                    packed = self.kept.keep([([name], ",".join(methods), packed)])[0]
+                else:
+                    methods, packed = kept[0].split(","), kept[1]
+                    self._report(experts.num_experts)
+                self.result.methods |= {f"{name}.{number}": method for number, method in enumerate(methods)}
+                done.append((names[leaf], experts, packed))
+                before = packed
+            for name, experts, packed in done:
+                put_packed(module, name, experts, packed, experts.weight.dtype)
+
+    def _of_experts(self, name: str, holder, experts, rows: Tensor, chosen: Tensor, before: Tensor | None):
+        """The method of each expert's matrix, and their packed weights [experts, bytes]."""
+        methods, result = [], []
+        for number in range(experts.num_experts):
+            x = inputs_of_expert(holder, number, rows, chosen, before)
+            moments: dict[str, Moments] = {}
+            if len(x):
+                add_to(moments, name, x, None, diagonal=self.method == "importance")
+            weight, bias = weight_of(experts, number)
+            key = f"{name}.{number}"
+            method, quantisers = self._quantisers("", {key: weight}, {key: self.experts[name]}, moments.get(name))
+            methods.append(method)
+            result.append(packed_in_bands(weight, *quantisers[key], bias))
+            self._report(1)
+        return methods, torch.stack(result)
 
     # -- layers
 
@@ -379,7 +442,7 @@ class _Run:
             moments.join()
         if self.options.keys() - {"correction"}:
             return "gptq", {
-                name: (own[name], lambda rows, name=name: gptq(rows, moments, own[name], **self.options))
+                name: (own[name], partial(gptq, moments=moments, config=own[name], **self.options))
                 for name in weights
             }
         solver = Solver(moments)

@@ -8,18 +8,31 @@ from typing import Any
 import torch
 
 from .. import nn
-from ..layers import KINDS
+from ..layers import KINDS, Experts, check_layers, named_layers
 from ..quantize import LinearConfig, check_layer
 from ..quantize_model import select_layers
 from .grid import Config
 
 
-def select(model: torch.nn.Module, config: Any) -> dict[str, Config]:
-    """Layers by their names, each with its config: as :func:`lowbit.quantize_`, or what a LowBitConfig selects."""
-    selected = config.select(model, experts=False) if hasattr(config, "select") else select_layers(model, config, None)
+def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, Config], dict[str, Config]]:
+    """What :func:`lowbit.quantize_` would pack, or what a LowBitConfig selects: modules by their names, each with its
+    config, and likewise the tensors that hold a matrix of each expert."""
+    if hasattr(config, "select"):
+        selected = config.select(model)
+    else:
+        selected = select_layers(model, config, None, experts=True)
+    experts = {name for name, layer in named_layers(model) if isinstance(layer, Experts)}
     if not any(isinstance(value, LinearConfig) for value in selected.values()):
-        raise ValueError("config selects no torch.nn.Linear of this model; only those can be calibrated")
-    return selected
+        raise ValueError("config selects no torch.nn.Linear of this model, and no experts; only those can be calibrated")
+    return (
+        {name: value for name, value in selected.items() if name not in experts},
+        {name: value for name, value in selected.items() if name in experts},
+    )
+
+
+def check_experts(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
+    layers = {name: layer for name, layer in named_layers(model) if name in selected}
+    check_layers(layers, {name: selected[name] for name in layers})
 
 
 def check_weights(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
@@ -72,4 +85,5 @@ def lists_of_blocks(model: torch.nn.Module, targets: Iterable[str]) -> list[str]
 
 def has_blocks(model: torch.nn.Module, config: Any) -> bool:
     """Whether layers to calibrate lie in a list of blocks."""
-    return bool(lists_of_blocks(model, [n for n, c in select(model, config).items() if isinstance(c, LinearConfig)]))
+    layers, experts = select(model, config)
+    return bool(lists_of_blocks(model, [*experts, *(n for n, c in layers.items() if isinstance(c, LinearConfig))]))

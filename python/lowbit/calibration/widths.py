@@ -324,7 +324,7 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
     """A config with an override for each layer; the base's own ones come first."""
     from ..transformers import LowBitConfig
 
-    overrides = list(base.overrides)
+    overrides: list[tuple[str, Any]] = [(pattern, change) for pattern, change in base.overrides]
     for item, option in zip(items, chosen, strict=True):
         own = option.config
         change: dict[str, Any] = {"bits": own.bits, "group_size": own.group_size}
@@ -339,7 +339,7 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
 
 def pinned_by(config: LowBitConfig, selected: Mapping[str, Config]) -> set[str]:
     """The layers whose width the user has given by a pattern, or as the embeddings'."""
-    patterns = Patterns(config.overrides)
+    patterns = Patterns((pattern, change) for pattern, change in config.overrides)
     return {
         name
         for name, own in selected.items()

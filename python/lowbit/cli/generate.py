@@ -59,8 +59,18 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
     guesses: Annotated[
-        int, typer.Option("--guesses", min=0, help="Guess so many tokens from the text before; the text is the same.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--guesses",
+            min=0,
+            help="Guess so many tokens from the text before; the text is the same.",
+            show_default="0; 4 with --draft",
+        ),
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option("--draft", help="A smaller model with the same tokens, which guesses instead.", show_default=False),
+    ] = None,
     bits: OptionalBits = None,
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
@@ -79,6 +89,9 @@ def generate(
     model = imported(output, model)
     text = _prompt(prompt, prompt_file)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
+    if draft is not None and guesses == 0:
+        raise typer.BadParameter("a draft needs guesses of 1 or more", param_hint="--guesses")
+    guesses = (0 if draft is None else 4) if guesses is None else guesses
     if compile_ and guesses:
         raise typer.BadParameter("compiled decoders give no logits behind guesses", param_hint="--guesses")
     if compile_:
@@ -94,6 +107,7 @@ def generate(
     if max_length is None:
         max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
     step = make_decoder(output, loaded, max_length, compile_)
+    guesser = None if draft is None else _draft(output, imported(output, draft), tokenizer, model, max_length)
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
         set_stdout_errors("replace")  # the text is for people
@@ -114,6 +128,7 @@ def generate(
         seed=seed,
         stop=stop_tokens(loaded, tokenizer),
         guesses=guesses,
+        draft=guesser,
         on_token=on_token,
     )
     memory = peak_memory()
@@ -145,6 +160,23 @@ def generate(
         )
     else:
         output.result(document)
+
+
+def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int):
+    """The decoder of a model that guesses for another one."""
+    from lowbit.llm.loading import load_tokenizer
+
+    found, expected = load_tokenizer(draft).get_vocab(), tokenizer.get_vocab()
+    if found != expected:
+        other = min((token for token in found.keys() | expected if found.get(token) != expected.get(token)))
+        raise ValueError(
+            f"{draft} has other tokens than {model}, {other!r} for example, and cannot guess them; expected a smaller model of "
+            "the same family"
+        )
+    loaded = load(output, draft, None)
+    if positions(loaded) < max_length:
+        raise ValueError(f"{draft} is made for {positions(loaded)} tokens; expected {max_length} or more, as --max-length")
+    return make_decoder(output, loaded, max_length, False)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

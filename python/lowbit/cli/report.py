@@ -14,6 +14,16 @@ from .options import EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, pa
 from .output import Output, table
 
 
+def _methods(given: str, option: str) -> list[str]:
+    from lowbit.calibration import METHODS
+
+    found = [] if given == "none" else given.split(",")
+    if not set(found) <= set(METHODS):
+        known = ", ".join(METHODS)
+        raise typer.BadParameter(f"{given!r}; expected some of {known} with commas between, or none", param_hint=option)
+    return list(dict.fromkeys(found))
+
+
 def report(
     model: Model,
     output_path: Annotated[
@@ -36,6 +46,15 @@ def report(
             help="With --calibrate: also widths by layer, for these means of bits per weight; or none.",
         ),
     ] = "1.5,2,2.5,3,3.5,4.5,6.5,8.5",
+    methods: Annotated[
+        str,
+        typer.Option(
+            "--methods", metavar="NAME,...", help="With --calibrate: how one width for all is calibrated; or none."
+        ),
+    ] = "importance,auto",
+    target_methods: Annotated[
+        str, typer.Option("--target-methods", metavar="NAME,...", help="Likewise with widths by layer.")
+    ] = "auto",
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
     embedding_bits: EmbeddingBits = None,
@@ -68,6 +87,9 @@ def report(
         raise typer.BadParameter(
             f"{target_bits!r}; expected numbers from 1 to 16, as in 4.5,2.5, or none", param_hint="--target-bits"
         )
+    of_bits, of_targets = (
+        _methods(given, name) for given, name in ((methods, "--methods"), (target_methods, "--target-methods"))
+    )
     set_threads(threads)
     page = output_path / "report.html" if output_path.is_dir() else output_path
     if page.suffix != ".html":
@@ -81,8 +103,8 @@ def report(
     if calibration is not None and calibration == content:
         raise ValueError(f"{calibrate} and {text} are the same text; calibrate on one that is not measured on")
     options = Options(
-        model, content, calibration, widths, targets, parse_group_size(group_size), mapping, embedding_bits, window,
-        calibrate_tokens, sensitivity=not skip_layers, speed=not skip_speed,
+        model, content, calibration, widths, targets, parse_group_size(group_size), mapping, embedding_bits, of_bits,
+        of_targets, window, calibrate_tokens, sensitivity=not skip_layers, speed=not skip_speed,
     )  # fmt: skip
     figures = collect(options, page.with_suffix(".json"), lambda what: output.note(f"{what} ..."))
     command = shlex.join(["lowbit", *sys.argv[1:]])

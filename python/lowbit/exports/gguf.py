@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,6 +241,9 @@ _ACTIVATIONS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), "si
 _ACTIVATIONS |= dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gelu_pytorch_tanh")
 
 
+_ONE_TABLE = ("gemma", "gemma2")  # of tokens, which is the head, too
+
+
 def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The architecture's keys; what :func:`lowbit.importing.gguf_models.config_of` reads.
 
@@ -397,6 +401,12 @@ def export_gguf(
     metadata = _metadata(source, config)
     tensors = read_files(*files_of(source))
     architecture = metadata["general.architecture"]
+    window = metadata.get("phi3.attention.sliding_window")
+    if window is not None and window < metadata["phi3.context_length"]:
+        warnings.warn(
+            f"llama.cpp computes phi3 without its window of {window} tokens: longer texts get other logits there",
+            stacklevel=2,
+        )
     offset = ARCHITECTURES[architecture].norm_offset
     leaves = {ours: theirs for theirs, ours in ARCHITECTURES[architecture].names.items()}
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"} if architecture == "llama" else {}
@@ -430,6 +440,11 @@ def export_gguf(
         elif name != "output" or not config.get("tie_word_embeddings"):
             added = offset if name.endswith("norm") else 0.0
             outputs.append(_float(f"{name}.{leaf}", stored, permuted, done, added))
+    if architecture in _ONE_TABLE and any(output.name == "output.weight" for output in outputs):
+        raise ValueError(
+            f"{source} has a head of its own (lm_head); GGUF's {architecture} takes the table of tokens: quantise the "
+            "float checkpoint with lowbit quantize --override lm_head=float"
+        )
     table = next((output for output in outputs if output.name == "token_embd.weight"), None)
     if table is None:
         raise ValueError(f"{source} has no model.embed_tokens, the table of its tokens")

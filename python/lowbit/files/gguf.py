@@ -305,9 +305,10 @@ def read_gguf(path: str | os.PathLike) -> Gguf:
             if name in tensors:
                 raise ValueError(f"{_quoted(name)} is in both {tensors[name].path} and {stored.path}; expected one")
             tensors[name] = stored
-    total = first.metadata.get("split.tensors.count", len(tensors))
-    if total != len(tensors):
-        raise ValueError(f"{first.paths[0]} says that its model has {total} tensors; found {len(tensors)} in all parts")
+    for file in files:  # each part says it: one of another model mostly says another number
+        total = file.metadata.get("split.tensors.count", len(tensors))
+        if total != len(tensors):
+            raise ValueError(f"{file.paths[0]} says that its model has {total} tensors; found {len(tensors)} in all parts")
     return Gguf([path for file in files for path in file.paths], first.metadata, tensors)
 
 

@@ -48,6 +48,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def printable(text: str) -> str:
     """What a terminal can show of a text, the rest as escapes: a name in a file may hold commands to a terminal."""
+    if text.isprintable():
+        return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 

@@ -49,6 +49,11 @@ def experts_in(holder: torch.nn.Module) -> dict[str, Experts]:
     }
 
 
+def between(holder: torch.nn.Module, inner: Tensor) -> Tensor:
+    """What stands between the two matrices of each expert: [..., outputs of the first] -> [..., inputs of the second]."""
+    return holder._apply_gate(inner) if getattr(holder, "has_gate", True) else holder.act_fn(inner)
+
+
 def run_experts(
     holder: torch.nn.Module,
     hidden_states: Tensor,
@@ -74,7 +79,7 @@ def run_experts(
     assert index is not None and weights is not None and leaves is not None  # each model passes one of either name
     first, second = (getattr(holder, leaf) for leaf in leaves)
     inner = first(hidden_states, index)
-    inner = holder._apply_gate(inner) if getattr(holder, "has_gate", True) else holder.act_fn(inner)
+    inner = between(holder, inner)
     outputs = second(inner, index[..., None])[..., 0, :]
     return (outputs * weights[..., None]).sum(-2).to(hidden_states.dtype)
 

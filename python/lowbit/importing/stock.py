@@ -10,15 +10,25 @@ import torch
 from torch import Tensor
 
 from ..files.safetensors import DTYPES, Stored, read_bytes, read_rows
+from ..files.untrusted import printable
 from .codes import Float
 
 _DTYPES = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
 
 
 class Stock:
-    """What of a checkpoint has not been taken yet."""
+    """What of a checkpoint has not been taken yet.
+
+    Raises:
+        ValueError: a name has control characters, which messages would bring to a terminal.
+    """
 
     def __init__(self, path: Path, tensors: dict[str, Stored], settings: dict[str, Any]):
+        for name in tensors:
+            if not name.isprintable():
+                raise ValueError(
+                    f"{path} has a tensor of the name '{printable(name)}'; expected letters that can be shown"
+                )
         self.path, self.settings, self._left = path, settings, dict(tensors)
         self._kept: tuple[Stored, Tensor] | None = None
 
@@ -70,8 +80,7 @@ class Stock:
             if stored.dtype not in DTYPES or not stored.shape or 0 in stored.shape:
                 raise ValueError(
                     f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}, which is no part of a quantised "
-                    "layer "
-                    "that lowbit knows, and no float tensor"
+                    "layer that lowbit knows, and no float tensor"
                 )
             read = functools.partial(read_rows, stored)
             floats.append(Float(name, stored.dtype, stored.dtype, stored.shape, read, stored.bytes))

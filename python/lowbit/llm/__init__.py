@@ -2,7 +2,8 @@
 
 from .compiled import Step, compile_decoder
 from .decoder import Decoder
-from .generation import Generation, generate, sample
+from .generation import Generation, generate
+from .sampling import sample
 from .shapes import random_model, shape_config
 
 

@@ -15,7 +15,7 @@ from ..memory import ReadBandwidth
 from ..quantize import EmbeddingConfig, LinearConfig
 from .compiled import compile_decoder
 from .decoder import Decoder
-from .generation import most_likely
+from .sampling import most_likely
 from .shapes import random_model
 
 MODES = ("eager", "compile", "aot")

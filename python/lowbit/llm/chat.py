@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..files.untrusted import interpreting
-from .generation import check_sampling, generate
+from .generation import generate
+from .sampling import check_sampling
 from .loading import TextStream, check_tokens
 
 Message = dict[str, str]

@@ -27,6 +27,7 @@ class Step:
 
     def __init__(self, one: Callable, many: Callable, decoder: Decoder):
         self._one, self._many, self.max_length = one, many, decoder.max_length
+        self.vocabulary = decoder.vocabulary
         self._decoder = decoder  # owns memory that the graphs use, until it is released
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:

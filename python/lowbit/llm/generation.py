@@ -6,11 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .lookup import Lookup
+from .guessing import Draft, Lookup
+from .sampling import check_sampling, penalise, sample
 
 
 @dataclass
@@ -39,72 +41,6 @@ class Generation:
         return self.decode_steps / self.decode_seconds if self.decode_steps else math.nan
 
 
-def most_likely(logits: Tensor) -> int:
-    """The first of the largest logits [vocabulary]."""
-    # numpy finds it several times faster than torch: 15 instead of 110 us among 128256 on Zen 4.
-    return int((logits if logits.dtype == torch.float32 else logits.float()).detach().numpy().argmax())
-
-
-def check_sampling(
-    temperature: float, top_k: int | None, top_p: float | None, repetition_penalty: float = 1.0
-) -> None:
-    """Raises ValueError for what :func:`sample` and :func:`penalise` cannot draw by."""
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; expected 0 or more")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}; expected 1 or more")
-    if top_p is not None and not 0 <= top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; expected 0 to 1")
-    if not 0 < repetition_penalty < math.inf:
-        raise ValueError(f"repetition_penalty is {repetition_penalty}; expected a number above 0")
-
-
-def penalise(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
-    """Makes tokens that have come before less likely (Keskar et al. 2019, CTRL; as transformers does it).
-
-    Args:
-        logits: [vocabulary].
-        tokens: that have come, prompt included, each once.
-        penalty: divides their positive logits, multiplies the negative ones; 1 changes nothing.
-    """
-    if penalty == 1:
-        return logits
-    logits = logits.float().clone()
-    came = torch.tensor(list(tokens))
-    logits[came] = torch.where(logits[came] < 0, logits[came] * penalty, logits[came] / penalty)
-    return logits
-
-
-def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
-    """Draws a token from logits [vocabulary]; the most likely one at temperature 0.
-
-    Args:
-        logits: [vocabulary], of any floating-point dtype.
-        temperature, top_k, top_p: as for :func:`generate`.
-        generator: a torch.Generator of the CPU.
-
-    Raises:
-        ValueError: a temperature below 0 or not finite, a top_k below 1, a top_p that is not from 0 to 1.
-    """
-    check_sampling(temperature, top_k, top_p)
-    if temperature == 0:
-        return most_likely(logits)
-    # The largest becomes 0, which no temperature makes infinite. Below 1e-30 only tokens as likely as it are left.
-    logits = logits.float()
-    logits = (logits - logits.max()) / max(temperature, 1e-30)
-    if top_k is not None and top_k < logits.numel():
-        logits[logits < logits.topk(top_k).values[-1]] = -math.inf
-    probabilities = logits.softmax(0)
-    if probabilities.isnan().any():
-        raise ValueError("the model's logits are not finite: its weights are damaged, or not those of its config.json")
-    if top_p is not None and top_p < 1:
-        ordered, order = probabilities.sort(descending=True)
-        # Keeps the smallest set of tokens that reaches top_p: the first one always.
-        ordered[1:][ordered.cumsum(0)[:-1] >= top_p] = 0
-        probabilities = torch.zeros_like(probabilities).scatter_(0, order, ordered)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
 @torch.inference_mode()
 def generate(
     step: Callable[[Tensor, Tensor], Tensor],
@@ -120,6 +56,7 @@ def generate(
     stop: Iterable[int] = (),
     cached: int = 0,
     guesses: int = 0,
+    draft: Any = None,
     on_token: Callable[[int], None] | None = None,
 ) -> Generation:
     """Continues a prompt, token by token.
@@ -140,11 +77,14 @@ def generate(
             them; the model draws each token all the same, and the first wrong guess ends the call's use. Where all linear
             layers are packed the text is the same, to the token: their results do not depend on how many rows a call has.
             Only with a :class:`Decoder` that is not compiled. 0: none.
+        draft: a decoder of a smaller model with the same tokens, compiled or not, that makes the guesses: the tokens that it
+            finds likeliest. Its caches are written anew. None: they are looked up in the text.
         on_token: called with every new token as soon as it is known.
 
     Raises:
         ValueError: an empty prompt, one that leaves no room for a new token, or a token of it that is not in the
-            vocabulary; or a number out of its range; or guesses with a step that has no ``all_logits``.
+            vocabulary; or a number out of its range; or guesses with a step that has no ``all_logits``; or a draft with
+            fewer positions than max_length, or without guesses.
     """
     prompt = list(prompt)
     if not prompt:
@@ -162,11 +102,17 @@ def generate(
     all_logits = getattr(step, "all_logits", None)
     if guesses and all_logits is None:
         raise ValueError(f"a {type(step).__name__} gives no logits behind guessed tokens; expected a Decoder, not compiled")
+    if draft is not None and guesses == 0:
+        raise ValueError("guesses is 0; expected 1 or more with a draft")
+    if draft is not None and draft.max_length < max_length:
+        raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
     check_sampling(temperature, top_k, top_p, repetition_penalty)
     stop = frozenset(stop)
     generator = torch.Generator().manual_seed(seed)
     result, came = Generation(prompt_tokens=len(prompt), cached_tokens=cached), set(prompt)
-    lookup = Lookup(prompt) if guesses else None
+    guesser = None
+    if guesses:
+        guesser = Lookup(prompt) if draft is None else Draft(draft, prompt, getattr(step, "vocabulary"))
     tokens = prompt[cached:]
     guess: list[int] = []
     start = torch.tensor([cached])
@@ -195,8 +141,8 @@ def generate(
             came.add(token)
             if on_token is not None:
                 on_token(token)
-            if lookup is not None:
-                lookup.append(token)
+            if guesser is not None:
+                guesser.append(token)
             if len(result.tokens) == most:
                 return result
             start += len(tokens)
@@ -204,5 +150,5 @@ def generate(
             if token != guessed:
                 break
             result.right += 1
-        if lookup is not None:
-            guess = lookup.guess(min(guesses, most - len(result.tokens) - 1))
+        if guesser is not None:
+            guess = guesser.guess(min(guesses, most - len(result.tokens) - 1))

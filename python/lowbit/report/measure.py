@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,7 +22,7 @@ from .._machine import cpu_name
 from ..calibration import calibrate
 from ..calibration.capture import inputs_of
 from ..calibration.data import MOST_TOKENS, batches
-from ..calibration.model import evaluating
+from ..calibration.model import evaluating, run
 from ..calibration.widths import LEVELS_BITS, Item, config_of, measure_losses, options_of, within
 from ..files.config_json import read_config
 from ..files.replace import replacing
@@ -41,7 +41,7 @@ _SENSITIVITY_SENTENCES = 64
 _NEIGHBOURS = 5  # of a sentence, by which it is seen whether a search finds the same
 _PROMPT, _NEW = 16, 32  # tokens, to measure decoding
 _REFERENCE_BITS = 3  # at which layers are measured, for widths by layer of all sizes
-CALIBRATED = ("importance", "auto")
+CALIBRATED = ("importance", "auto")  # where nothing else is said
 LEVELS = ", levels"  # behind a method: with a table fitted to each matrix
 WIDTHS = "widths by layer"
 
@@ -60,6 +60,8 @@ class Options:
     group_size: int | None = 32
     mapping: str = "symmetric"
     embedding_bits: int | None = None
+    methods: Sequence[str] = CALIBRATED  # with one width for all layers
+    target_methods: Sequence[str] = ("auto",)  # with widths by layer
     window: int = 512
     calibration_tokens: int = MOST_TOKENS
     sensitivity: bool = True
@@ -189,7 +191,7 @@ class _Subject:
         )[0]
 
     def calibration_texts(self) -> list[str]:
-        text = self.options.calibration
+        text = self.options.calibration or ""
         return [text] if self.language else [line for line in text.splitlines() if line.strip()]
 
     def speed(self, model: torch.nn.Module) -> float | None:
@@ -267,7 +269,7 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
 
-    def add(method: str, bits: int | None, family: str, size: int, model: torch.nn.Module, timed: bool) -> None:
+    def add(method: str, bits: float | None, family: str, size: int, model: torch.nn.Module, timed: bool) -> None:
         quality, same = (subject.quality(model), None) if subject.language else subject.search_quality(model)
         figures["rows"].append({
             "method": method, "bits": bits, "family": family, "bytes": size, "bits_per_weight": 8 * size / weights,
@@ -288,8 +290,10 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
                     _quantise(subject, model, method, bits)
                 add(method, bits, "lowbit", _packed_bytes(model), model, method == "nearest")
     items: list[Item] = []
-    for target in options.target_bits if options.calibration is not None else ():
-        if (WIDTHS, target) in known:
+    targets = options.target_bits if options.calibration is not None else ()
+    for target, method in ((target, method) for target in targets for method in options.target_methods):
+        name = WIDTHS if method == "auto" else f"{WIDTHS}, {method}"
+        if (name, target) in known:
             continue
         if not items:
             say("layers, for widths by layer")
@@ -299,13 +303,13 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
         try:
             config = config_of(subject.config(_REFERENCE_BITS), items, within(items, target))
         except ValueError as error:
-            figures["notes"].append(f"{WIDTHS}: {error}")
+            figures["notes"].append(f"{name}: {error}")
             continue
-        say(f"{WIDTHS}, {target:g} bits")
+        say(f"{name}, {target:g} bits")
         model = copy.deepcopy(subject.model)
         with _quiet():
-            _calibrate(subject, model, config, "auto")
-        add(WIDTHS, target, "lowbit", _packed_bytes(model), model, False)
+            _calibrate(subject, model, config, method)
+        add(name, target, "lowbit", _packed_bytes(model), model, False)
     squares: dict[int, torch.Tensor] | None = None
     for name, peer in peers(options.bits, options.calibration is not None).items():
         if (name, None) not in known:
@@ -315,7 +319,7 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
             model, size = copy.deepcopy(subject.model), 0
             try:
                 for key, names in shared.items():
-                    of_inputs = squares.get(key) if peer.importance else None
+                    of_inputs = squares[key] if peer.importance and squares is not None else None
                     held, more = peer.hold(modules[names[0]].weight.detach().float(), of_inputs)
                     size += more
                     for each in names:
@@ -325,6 +329,13 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
                 figures["notes"].append(f"{name}: {error}")
                 continue
             add(name, None, name.split()[0], size, model, False)
+    for bits in options.bits if options.calibration is not None else ():
+        if bits > 1 and (f"GPTQ {bits} bits", None) not in known:
+            say(f"GPTQ {bits} bits")
+            model = copy.deepcopy(subject.model)
+            with _quiet():
+                size = _plain_gptq(subject, model, bits, shared)
+            add(f"GPTQ {bits} bits", None, "GPTQ", size, model, False)
     if options.sensitivity and figures["sensitivity"] is None:
         figures["sensitivity"] = _sensitivity(subject, selected, shared, min(options.bits), say)
         write(path, figures)
@@ -333,7 +344,7 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
 
 
 def _methods(options: Options, bits: int) -> list[str]:
-    methods = ["nearest", *(CALIBRATED if options.calibration is not None else ())]
+    methods = ["nearest", *(options.methods if options.calibration is not None else ())]
     if options.mapping == "symmetric" and bits in LEVELS_BITS:
         methods += [name + LEVELS for name in methods if name != "importance"]
     return methods
@@ -363,6 +374,26 @@ def _calibrate(subject: _Subject, model: torch.nn.Module, config: Any, method: s
         model, subject.calibration_texts(), config, method, tokenizer=subject.tokenizer, window=options.window,
         max_tokens=options.calibration_tokens,
     )  # fmt: skip
+
+
+def _plain_gptq(subject: _Subject, model: torch.nn.Module, bits: int, shared: dict[int, list[str]]) -> int:
+    """Gives a float model the weights of GPTQ as in its paper, without GPTAQ's term; returns their bytes.
+
+    Symmetric, counted as its own files hold it: the codes, and 16 bits for the scale of a group.
+    """
+    packed, options = copy.deepcopy(model), subject.options
+    run(
+        packed, subject.calibration_texts(), subject.config(bits, "symmetric"), "gptq",
+        tokenizer=subject.tokenizer, window=options.window, max_tokens=options.calibration_tokens, progress=None,
+        options={"correction": 0.0},
+    )  # fmt: skip
+    size = 0
+    for names in shared.values():
+        layer = packed.get_submodule(names[0])
+        model.get_submodule(names[0]).weight.data.copy_(layer.dequantize())  # which the others share
+        n, k = layer.info.shape
+        size += n * k * layer.info.bits // 8 + 2 * n * -(-k // (layer.info.group_size or k))
+    return size
 
 
 @torch.inference_mode()

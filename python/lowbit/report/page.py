@@ -15,10 +15,12 @@ except ImportError as error:
     raise ImportError(f"matplotlib is not installed ({error}); a report needs it: pip install matplotlib") from error
 
 _COLOURS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "importance": "#0f7ba0", "auto": "#b3261e",
-            "auto, levels": "#e07a5f", "widths by layer": "#1b1b1b", "GGUF": "#8a6d00", "GGUF, importance": "#2e7d32",
-            "torchao": "#6b4fa0", "HQQ": "#c2185b"}  # fmt: skip
+            "auto, levels": "#e07a5f", "widths by layer": "#1b1b1b", "widths by layer, distilled": "#1f4e9c",
+            "GGUF": "#8a6d00", "GGUF, importance": "#2e7d32", "torchao": "#6b4fa0", "HQQ": "#c2185b",
+            "GPTQ": "#00838f"}  # fmt: skip
 _MARKS = {"nearest": "o", "nearest, levels": "o", "importance": "s", "auto": "D", "auto, levels": "D",
-          "widths by layer": "*", "GGUF": "^", "GGUF, importance": "P", "torchao": "v", "HQQ": "X"}  # fmt: skip
+          "widths by layer": "*", "widths by layer, distilled": "*", "GGUF": "^", "GGUF, importance": "P",
+          "torchao": "v", "HQQ": "X", "GPTQ": "<"}  # fmt: skip
 _MOST_OVER_FLOAT = 4  # perplexities in the plot; the table has all
 _MOST_LAYERS = 40  # in the plot of layers: those that cost most
 

@@ -1,0 +1,326 @@
+// Up to 4 rows of m on SME2: dot products of four panels at once, in vectors of ZA. sme2.cpp explains it.
+#pragma once
+
+#include "streaming_sme2.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int kFewRows = 4;
+constexpr int kFewPanels = 4;
+
+// Up to 4 rows of m times some panels.
+struct Few {
+  const LinearArgs& args;
+  int64_t first_row, rows;
+  int64_t first_panel, panels;
+  int64_t halves = half_blocks(args.layout), group_halves = args.layout.group_inputs() / kHalfInputs;
+};
+
+// Integer sums of row `row` of m += line * activations 4 J to 4 J + 3 of a half.
+template <int Bits, int J>
+[[gnu::always_inline]] inline void dot(uint32_t row, svuint8x4_t w, svint8_t a) LOWBIT_STREAMING {
+  if constexpr (is_signed(Bits)) {
+    const svint8x4_t levels = svcreate4_s8(svreinterpret_s8_u8(svget4_u8(w, 0)), svreinterpret_s8_u8(svget4_u8(w, 1)),
+                                           svreinterpret_s8_u8(svget4_u8(w, 2)), svreinterpret_s8_u8(svget4_u8(w, 3)));
+    svdot_lane_za32_s8_vg1x4(row, levels, a, J);
+  } else {
+    svusdot_lane_za32_u8_vg1x4(row, w, a, J);
+  }
+}
+
+// 16 inputs of each row, in every quarter of a vector.
+template <int Rows>
+[[gnu::always_inline]] inline svint8x4_t load_rows(const int8_t* const* a, int64_t input) __arm_streaming {
+  const svbool_t all = svptrue_b8();
+  svint8x4_t rows = svset4_s8(svundef4_s8(), 0, svld1rq_s8(all, a[0] + input));
+  if constexpr (Rows > 1) rows = svset4_s8(rows, 1, svld1rq_s8(all, a[1] + input));
+  if constexpr (Rows > 2) rows = svset4_s8(rows, 2, svld1rq_s8(all, a[2] + input));
+  if constexpr (Rows > 2) rows = svset4_s8(rows, 3, svld1rq_s8(all, a[3] + input));
+  return rows;
+}
+
+// Packed line I of four panels, `at` bytes behind their beginnings.
+template <int I>
+[[gnu::always_inline]] inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t at) __arm_streaming {
+  const svbool_t all = svptrue_b8();
+  if constexpr (I == 0) {  // without a register for the sum of the two
+    return svcreate4_u8(svld1_u8(all, panel[0] + at), svld1_u8(all, panel[1] + at), svld1_u8(all, panel[2] + at),
+                        svld1_u8(all, panel[3] + at));
+  } else {
+    return svcreate4_u8(svld1_vnum_u8(all, panel[0] + at, I), svld1_vnum_u8(all, panel[1] + at, I),
+                        svld1_vnum_u8(all, panel[2] + at, I), svld1_vnum_u8(all, panel[3] + at, I));
+  }
+}
+
+// Packed lines 0 to 3 of four panels, from `at` on. One load takes four lines of a panel to registers four apart, so
+// that a line of all panels is four neighbours, which dot products want. Compilers do not find that, so the registers
+// are named.
+struct FourLines {
+  [[gnu::always_inline]] static void load(const uint8_t* const* panel, int64_t at, svuint8x4_t& line0,
+                                          svuint8x4_t& line1, svuint8x4_t& line2,
+                                          svuint8x4_t& line3) __arm_streaming {
+    register svuint8_t p0l0 __asm__("z16"), p0l1 __asm__("z20"), p0l2 __asm__("z24"), p0l3 __asm__("z28");
+    register svuint8_t p1l0 __asm__("z17"), p1l1 __asm__("z21"), p1l2 __asm__("z25"), p1l3 __asm__("z29");
+    register svuint8_t p2l0 __asm__("z18"), p2l1 __asm__("z22"), p2l2 __asm__("z26"), p2l3 __asm__("z30");
+    register svuint8_t p3l0 __asm__("z19"), p3l1 __asm__("z23"), p3l2 __asm__("z27"), p3l3 __asm__("z31");
+    __asm__ volatile(
+        "ld1b {z16.b, z20.b, z24.b, z28.b}, %21/z, [%16, %20]\n\t"
+        "ld1b {z17.b, z21.b, z25.b, z29.b}, %21/z, [%17, %20]\n\t"
+        "ld1b {z18.b, z22.b, z26.b, z30.b}, %21/z, [%18, %20]\n\t"
+        "ld1b {z19.b, z23.b, z27.b, z31.b}, %21/z, [%19, %20]"
+        : "=w"(p0l0), "=w"(p0l1), "=w"(p0l2), "=w"(p0l3), "=w"(p1l0), "=w"(p1l1), "=w"(p1l2), "=w"(p1l3), "=w"(p2l0),
+          "=w"(p2l1), "=w"(p2l2), "=w"(p2l3), "=w"(p3l0), "=w"(p3l1), "=w"(p3l2), "=w"(p3l3)
+        : "r"(panel[0]), "r"(panel[1]), "r"(panel[2]), "r"(panel[3]), "r"(at), "Uph"(svptrue_c8())
+        : "memory");
+    line0 = svcreate4_u8(p0l0, p1l0, p2l0, p3l0);
+    line1 = svcreate4_u8(p0l1, p1l1, p2l1, p3l1);
+    line2 = svcreate4_u8(p0l2, p1l2, p2l2, p3l2);
+    line3 = svcreate4_u8(p0l3, p1l3, p2l3, p3l3);
+  }
+};
+
+// The same vectors: what is made of them behind this is not made before it. Clang would make all lines of a block at
+// once, and run out of registers.
+[[gnu::always_inline]] inline svuint8x4_t settled(svuint8x4_t v) __arm_streaming {
+  svuint8_t v0 = svget4_u8(v, 0), v1 = svget4_u8(v, 1), v2 = svget4_u8(v, 2), v3 = svget4_u8(v, 3);
+  __asm__ volatile("" : "+w"(v0), "+w"(v1), "+w"(v2), "+w"(v3));
+  return svcreate4_u8(v0, v1, v2, v3);
+}
+
+// Line J of four panels times the activations of all rows.
+template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
+[[gnu::always_inline]] inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0,
+                                       svint8x4_t a1) LOWBIT_STREAMING {
+  if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
+    const svuint8x4_t w = levels_of<Bits>(codes, table);
+    const svint8x4_t a = J < 4 ? a0 : a1;
+    dot<Bits, J % 4>(0, w, svget4_s8(a, 0));
+    if constexpr (Rows > 1) dot<Bits, J % 4>(1, w, svget4_s8(a, 1));
+    if constexpr (Rows > 2) dot<Bits, J % 4>(2, w, svget4_s8(a, 2));
+    if constexpr (Rows > 2) dot<Bits, J % 4>(3, w, svget4_s8(a, 3));
+  }
+}
+
+// A block, or a half of it, of four panels: a packed line is loaded when it is needed first, and few are in registers
+// at any time. What is computed for lines of a half that is not wanted is dead code.
+template <int Bits, bool Affine, int Rows, Halves Wanted>
+[[gnu::always_inline]] inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table,
+                                             const int8_t* const* a, int64_t input) LOWBIT_STREAMING {
+  constexpr int kBits = code_bits(Bits);
+  constexpr bool kDouble = Bits == 1 && !Affine;
+  __asm__ volatile("" : "+r"(at));  // an offset of all panels: compilers would make four addresses
+  svint8x4_t a0 = svundef4_s8(), a1 = a0;
+  if constexpr ((Wanted & kFirstHalf) != 0) a0 = load_rows<Rows>(a, input);
+  if constexpr ((Wanted & kSecondHalf) != 0) a1 = load_rows<Rows>(a, input + kHalfInputs);
+#define USE(j, line) use<Bits, Affine, Rows, Wanted, j>(line, table, a0, a1)
+#define BITS(j, q) USE(j, (field<placement(kBits, j).run[0].line_bit, kBits>(q)))
+  if constexpr (kBits == 1) {
+    svuint8x4_t q = load_four<0>(panel, at);
+    if constexpr (kDouble) {
+#define TWICE(j, line) USE(j, and_mask(line, 2))
+      TWICE(0, shift_left<1>(q)), TWICE(1, q), TWICE(2, shift_right<1>(q)), TWICE(3, shift_right<2>(q));
+      q = settled(q);
+      TWICE(4, shift_right<3>(q)), TWICE(5, shift_right<4>(q));
+      TWICE(6, shift_right<5>(q)), TWICE(7, shift_right<6>(q));
+#undef TWICE
+    } else {
+      BITS(0, q), BITS(1, q);
+      q = settled(q);
+      BITS(2, q), BITS(3, q);
+      q = settled(q);
+      BITS(4, q), BITS(5, q);
+      q = settled(q);
+      BITS(6, q), BITS(7, q);
+    }
+  } else if constexpr (kBits == 2) {
+    const svuint8x4_t q0 = load_four<0>(panel, at);
+    BITS(0, q0), BITS(1, q0), BITS(2, q0), BITS(3, q0);
+    const svuint8x4_t q1 = load_four<1>(panel, at);
+    BITS(4, q1), BITS(5, q1), BITS(6, q1), BITS(7, q1);
+  } else if constexpr (kBits == 3) {
+    const svuint8x4_t q0 = load_four<0>(panel, at);
+    BITS(0, q0), BITS(3, q0);
+    const svuint8x4_t q1 = load_four<1>(panel, at);
+    BITS(1, q1), BITS(4, q1);
+    USE(6, shift_right<5>(insert_below<2>(q0, q1)));
+    const svuint8x4_t q2 = load_four<2>(panel, at);
+    BITS(2, q2), BITS(5, q2);
+    USE(7, shift_right<5>(insert_below<2>(q2, shift_left<1>(q1))));
+  } else if constexpr (kBits == 4) {
+    svuint8x4_t q0, q1, q2, q3;
+    FourLines::load(panel, at, q0, q1, q2, q3);
+    if constexpr (kInPlace<Bits>) {
+      USE(4, and_mask(q0, 0xf0)), USE(0, shift_left_all<4>(q0));
+      USE(5, and_mask(q1, 0xf0)), USE(1, shift_left_all<4>(q1));
+      USE(6, and_mask(q2, 0xf0)), USE(2, shift_left_all<4>(q2));
+      USE(7, and_mask(q3, 0xf0)), USE(3, shift_left_all<4>(q3));
+    } else {
+      BITS(0, q0), BITS(4, q0);
+      q1 = settled(q1);
+      BITS(1, q1), BITS(5, q1);
+      q2 = settled(q2);
+      BITS(2, q2), BITS(6, q2);
+      q3 = settled(q3);
+      BITS(3, q3), BITS(7, q3);
+    }
+  } else if constexpr (kBits == 5) {
+    const svuint8x4_t low = load_four<4>(panel, at), q3 = load_four<3>(panel, at);
+    BITS(3, q3), USE(7, shift_right<3>(insert_below<3>(q3, low)));
+    const svuint8x4_t q2 = load_four<2>(panel, at);
+    BITS(2, q2), USE(6, shift_right<3>(insert_below<3>(q2, shift_left<2>(low))));
+    const svuint8x4_t q1 = load_four<1>(panel, at);
+    BITS(1, q1), USE(5, shift_right<3>(insert_below<3>(q1, shift_left<4>(low))));
+    const svuint8x4_t q0 = load_four<0>(panel, at);
+    BITS(0, q0), USE(4, insert_above<2>(low, shift_right<5>(q0)));
+  } else if constexpr (kBits == 6) {
+    const svuint8x4_t q0 = load_four<0>(panel, at), q1 = load_four<1>(panel, at), q2 = load_four<2>(panel, at);
+    BITS(0, q0), BITS(1, q1), BITS(2, q2), USE(3, shift_right<2>(insert_below<2>(q0, insert_below<2>(q1, q2))));
+    const svuint8x4_t q3 = load_four<3>(panel, at), q4 = load_four<4>(panel, at), q5 = load_four<5>(panel, at);
+    BITS(4, q3), BITS(5, q4), BITS(6, q5), USE(7, shift_right<2>(insert_below<2>(q3, insert_below<2>(q4, q5))));
+  } else if constexpr (kBits == 7) {
+    svuint8x4_t top = load_four<0>(panel, at);
+    BITS(0, top);
+#define NEXT(j)                                       \
+  const svuint8x4_t q##j = load_four<j>(panel, at);       \
+  BITS(j, q##j);                                      \
+  top = insert_below<j>(top, q##j)
+    NEXT(1);
+    NEXT(2);
+    NEXT(3);
+    NEXT(4);
+    NEXT(5);
+    NEXT(6);
+#undef NEXT
+    USE(7, shift_right<1>(top));
+  } else {
+    svuint8x4_t q0, q1, q2, q3;
+    if constexpr ((Wanted & kFirstHalf) != 0) {
+      FourLines::load(panel, at, q0, q1, q2, q3);
+      USE(0, q0), USE(1, q1), USE(2, q2), USE(3, q3);
+    }
+    if constexpr ((Wanted & kSecondHalf) != 0) {
+      FourLines::load(panel, at + 4 * kLineBytes, q0, q1, q2, q3);
+      USE(4, q0), USE(5, q1), USE(6, q2), USE(7, q3);
+    }
+  }
+#undef BITS
+#undef USE
+}
+
+[[gnu::always_inline]] inline svfloat32x4_t load_four_mins(const uint8_t* const* panel, int64_t at) __arm_streaming {
+  return svcreate4_f32(load_scales(panel[0] + at, 1), load_scales(panel[1] + at, 1), load_scales(panel[2] + at, 1),
+                       load_scales(panel[3] + at, 1));
+}
+
+template <int Bits>
+[[gnu::always_inline]] inline svfloat32x4_t load_four_scales(const uint8_t* const* panel, int64_t at) __arm_streaming {
+  return svcreate4_f32(load_factored_scales<Bits>(panel[0] + at), load_factored_scales<Bits>(panel[1] + at),
+                       load_factored_scales<Bits>(panel[2] + at), load_factored_scales<Bits>(panel[3] + at));
+}
+
+[[gnu::always_inline]] inline void store_outputs(const Few& few, int64_t panel, int64_t row,
+                                                 svfloat32_t sum) __arm_streaming {
+  if (panel >= few.panels) return;
+  const LinearArgs& args = few.args;
+  const Head head(args, few.first_panel + panel);
+  const svbool_t all = svptrue_b32();
+  const int64_t there = few.first_row + row;
+  const svfloat32_t scale = svmul_f32_x(all, svld1_f32(all, head.row_scale), svdup_n_f32(args.scales[there]));
+  const svfloat32_t corrected = svmls_f32_x(all, sum, svld1_f32(all, head.row_sum), svdup_n_f32(args.zeros[there]));
+  store_row(head.out + there * args.out_stride * bytes_of(args.out_dtype), args.out_dtype, head.columns(),
+            svmad_f32_x(all, scale, corrected, svld1_f32(all, head.bias)));
+}
+
+// The float sums of four panels.
+[[gnu::noinline]] void store_outputs(const Few& few, int64_t first) LOWBIT_STREAMING {
+  for (int64_t row = 0; row < few.rows; ++row) {
+    const svfloat32x4_t total = svread_za32_f32_vg1x4(static_cast<uint32_t>(4 + row));
+    store_outputs(few, first, row, svget4_f32(total, 0));
+    store_outputs(few, first + 1, row, svget4_f32(total, 1));
+    store_outputs(few, first + 2, row, svget4_f32(total, 2));
+    store_outputs(few, first + 3, row, svget4_f32(total, 3));
+  }
+}
+
+// Integer sums are groups of vectors 0 to 3, a row of m each, float sums 4 to 7.
+template <int Bits, bool Affine, int Rows, bool Halves>
+[[gnu::always_inline]] inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
+  constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  constexpr int kOffset = kFactor<Bits> * offset<Bits, Affine>();
+  const LinearArgs& args = few.args;
+  const Layout& layout = args.layout;
+  const svuint8_t table = load_table(layout);
+  const svbool_t all = svptrue_b32();
+  const uint8_t* panel[kFewPanels];
+  for (int64_t p = 0; p < kFewPanels; ++p) {
+    const int64_t there = first + p < few.panels ? first + p : few.panels - 1;  // the last one again
+    panel[p] = args.panels + (few.first_panel + there) * layout.panel_bytes;
+  }
+  const int8_t* a[Rows];
+  const int32_t* sums[Rows];
+  for (int64_t row = 0; row < Rows; ++row) {
+    const int64_t there = few.first_row + (row < few.rows ? row : few.rows - 1);
+    a[row] = args.a + there * layout.blocks * kBlockInputs;
+    sums[row] = args.group_sums + there * layout.groups;
+  }
+
+  svzero_za();
+  int64_t rest = few.halves, at = 0, skip = 0, input = 0;
+  bool second = false;  // a block's first half is done
+  for (int64_t group = 0; rest != 0; ++group) {
+    int64_t count = few.group_halves < rest ? few.group_halves : rest;
+    rest -= count;
+    svzero_mask_za((1 << Rows) - 1);  // 64-bit tiles: the vectors 0 to 3, 8 to 11 and so on
+    if (Halves && second) {
+      dot_block<Bits, Affine, Rows, kSecondHalf>(panel, at, table, a, input);
+      at += kBlockBytes + skip;
+      input += kBlockInputs;
+      --count;
+      second = false;
+    }
+    if (!Halves || count > 1) {
+      int64_t blocks = count >> 1;
+#pragma clang loop unroll(disable)
+      do {
+        dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
+        at += kBlockBytes;
+        input += kBlockInputs;
+      } while (--blocks != 0);
+    }
+    int64_t scales = at;
+    if (Halves && count % 2 != 0) {
+      dot_block<Bits, Affine, Rows, kFirstHalf>(panel, at, table, a, input);
+      scales += kBlockBytes;  // behind the whole block
+      skip = kGroupBytes;
+      second = true;
+    } else {
+      at += kGroupBytes;
+    }
+    const svfloat32x4_t scale = load_four_scales<Bits>(panel, scales);
+    svfloat32x4_t min = svundef4_f32();
+    if constexpr (Affine) min = load_four_mins(panel, scales);
+    const uint32_t vector0 = hidden(0);
+#pragma clang loop unroll(full)
+    for (uint32_t row = 0; row < Rows; ++row) {
+      svint32x4_t total = svread_za32_s32_vg1x4(vector0 + row);
+      if constexpr (kOffset != 0) {
+        const svint32_t sum = svdup_n_s32(sums[row][group]);
+        total = svadd_single_s32_x4(total, svmul_n_s32_x(all, sum, kOffset));
+      }
+      svmla_za32_f32_vg1x4(vector0 + 4 + row, svcvt_f32_s32_x4(total), scale);
+      if constexpr (Affine) {
+        svmla_single_za32_f32_vg1x4(vector0 + 4 + row, min, svcvt_f32_s32_x(all, svdup_n_s32(sums[row][group])));
+      }
+    }
+  }
+  store_outputs(few, first);
+}
+
+template <int Bits, bool Affine, int Rows, bool Halves>
+void dot_panels(const Few& few) LOWBIT_STREAMING {
+  for (int64_t first = 0; first < few.panels; first += kFewPanels) dot_four<Bits, Affine, Rows, Halves>(few, first);
+}
+
+}  // namespace
+}  // namespace lowbit

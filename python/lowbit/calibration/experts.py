@@ -1,0 +1,98 @@
+"""Experts of a mixture whose weights are one tensor: each is calibrated with the tokens that are routed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import nn
+from ..hf.experts import between
+from ..layers import Experts, experts_of
+from .capture import Stop
+from .collect import rows_of
+from .grid import Config
+
+
+def holders_in(module: torch.nn.Module, targets: Mapping[str, Config], prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """The modules that hold experts to calibrate, in the order of the model, with the names of their parameters.
+
+    Args:
+        targets: by qualified names in the model.
+        prefix: the module's own name and a dot, or "".
+    """
+    for name, holder in module.named_modules():
+        at = f"{prefix}{name}." if name else prefix
+        leaves = [leaf for leaf in experts_of(holder) if at + leaf in targets]
+        if leaves:
+            yield name, leaves
+
+
+@contextmanager
+def _routing_of(holder: torch.nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Calls ``take(hidden states, experts of each)`` whenever the holder is about to run, which ends the run."""
+
+    def hook(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        named = (kwargs[name] for name in ("top_k_index", "router_indices") if name in kwargs)
+        take(hidden, args[1] if len(args) > 1 else next(named))
+        raise Stop
+
+    handle = holder.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def routed(
+    holder: torch.nn.Module, runs: Iterable[tuple[Callable[[], Any], Tensor | None]]
+) -> tuple[Tensor, Tensor]:
+    """What goes into a module of experts while a model runs.
+
+    Args:
+        runs: each with the mask of its tokens, or None.
+
+    Returns:
+        float32 [tokens, hidden], and int64 [tokens, e], the experts of each.
+    """
+    rows: list[Tensor] = []
+    chosen: list[Tensor] = []
+    for run, mask in runs:
+
+        def take(hidden: Tensor, index: Tensor, mask: Tensor | None = mask) -> None:
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            index = index.reshape(len(flat), -1)
+            padded = mask is not None and mask.numel() == len(flat)
+            rows.append(rows_of(flat, mask if padded else None).clone())
+            chosen.append(index[mask.flatten()] if mask is not None and padded else index.clone())
+
+        with _routing_of(holder, take):
+            try:
+                run()
+            except Stop:
+                pass
+    return torch.cat(rows), torch.cat(chosen)
+
+
+def inputs_of_expert(
+    holder: torch.nn.Module, number: int, rows: Tensor, chosen: Tensor, first: Tensor | None
+) -> Tensor:
+    """The inputs of one expert's matrix, float32 [tokens routed to it, k].
+
+    Args:
+        first: the packed weights of the matrices before it, uint8 [experts, bytes]; None: it is the first.
+    """
+    own = rows[(chosen == number).any(1)]
+    if first is None or not len(own):
+        return own
+    return between(holder, nn.Linear(first[number])(own)).float()
+
+
+def weight_of(experts: Experts, number: int) -> tuple[Tensor, Tensor | None]:
+    """The matrix [out, in] of an expert, and its bias."""
+    bias = experts.bias
+    return experts.weight[number].detach().contiguous(), None if bias is None else bias[number].detach()

@@ -1,0 +1,67 @@
+"""What is in a checkpoint: its tensors, packed or not."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import ops
+from ..files.safetensors import Stored, files_of, packed_info, read_files
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """A tensor of a checkpoint."""
+
+    name: str  # as the file has it
+    kind: str  # "packed", or the dtype, as "bfloat16"
+    shape: tuple[int, ...]  # of a packed weight: [out, in], or [experts, out, in]
+    bits: int  # per code; of a tensor that is not packed: per element
+    group_size: int | None  # None: one group per row, or not packed
+    mapping: str | None  # "symmetric" or "affine"; None: not packed
+    bytes: int  # in the file
+    file: str  # its name, without the directory
+
+
+# What safetensors calls a dtype -> what torch calls it, and its bits.
+DTYPES_OF_TORCH = {
+    "F64": ("float64", 64), "F32": ("float32", 32), "BF16": ("bfloat16", 16), "F16": ("float16", 16),
+    "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8), "U8": ("uint8", 8),
+    "BOOL": ("bool", 8), "U16": ("uint16", 16), "U32": ("uint32", 32), "U64": ("uint64", 64), "C64": ("complex64", 64),
+    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6), "F4": ("float4_e2m1fn", 4),
+}  # fmt: skip
+
+
+def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+    """What a tensor is; `info` of a packed one."""
+    if info is not None:
+        shape = info.shape
+        kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
+    else:
+        shape, group_size, mapping = stored.shape, None, None
+        elements = math.prod(shape)  # of a dtype that came later, their bits are what the file gives them
+        kind, bits = DTYPES_OF_TORCH.get(stored.dtype, (stored.dtype.lower(), 8 * stored.bytes // elements if elements else 0))
+    return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name)
+
+
+def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
+    """What is in a checkpoint, packed or not, in the order of the files. Only headers are read.
+
+    Args:
+        path: a directory with model.safetensors or model.safetensors.index.json, or one .safetensors file.
+
+    Raises:
+        OSError: there is no such checkpoint, or a shard is missing.
+        ValueError: a file is damaged, or disagrees with the index.
+    """
+    path = Path(path)
+    files, weight_map = ([path], None) if path.is_file() else files_of(path)
+    tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
+    return [
+        describe_entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None)
+        for stored in tensors
+    ]

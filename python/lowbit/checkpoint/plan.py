@@ -1,0 +1,341 @@
+"""What :func:`lowbit.quantize_checkpoint` will write, from the headers of the files alone."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import ops
+from ..files.config_json import quantization_method, read_config
+from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
+from ..layers import Experts, named_layers, warn_of_floats
+from ..quantize import EmbeddingConfig, LinearConfig
+from .writing import MAX_SHARD_BYTES, size_of_files
+
+if TYPE_CHECKING:
+    from ..hf.config import LowBitConfig
+
+_EXTRA = "not in {}"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix to pack, in one or several tensors of the files that lie below each other."""
+
+    parts: tuple[Stored, ...]
+    transposed: bool = False  # in the files
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[n, k]; all parts have the same columns."""
+        rows, columns = sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def reader(self) -> Callable[[int, int], torch.Tensor]:
+        """A function that reads rows [begin, end)."""
+        if self.transposed:  # its rows lie all over the file
+            whole = self._read(0, self.shape[1]).T
+            return lambda begin, end: whole[begin:end]
+        return self._read
+
+    def _read(self, begin: int, end: int) -> torch.Tensor:
+        found, at = [], 0
+        for part in self.parts:
+            first, last = max(begin - at, 0), min(end - at, part.shape[0])
+            if first < last:
+                found.append(read_rows(part, first, last))
+            at += part.shape[0]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _slices(stored: Stored) -> list[Stored]:
+    """Each matrix of a tensor of three dimensions."""
+    size = stored.bytes // max(1, stored.shape[0])
+    return [
+        replace(stored, shape=stored.shape[1:], offset=stored.offset + i * size, bytes=size)
+        for i in range(stored.shape[0])
+    ]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to write: a copy of `source`, or with a config its packed form."""
+
+    name: str
+    source: Stored
+    config: LinearConfig | EmbeddingConfig | None = None
+    bias: Stored | None = None
+    layer: str = ""  # that it is for, when packed
+    experts: tuple[Matrix, ...] | None = None  # instead of the source, which is the first tensor of the first one
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.experts or (Matrix((self.source,)),)
+
+    @property
+    def source_bytes(self) -> int:
+        return self.source.bytes if self.experts is None else sum(matrix.bytes for matrix in self.experts)
+
+    def info(self) -> ops.PackedInfo | None:
+        return None if self.config is None else self.packed_info()
+
+    def packed_info(self) -> ops.PackedInfo:
+        config, shape = self.config, self.matrices[0].shape
+        assert config is not None
+        info = ops.describe(shape, config.bits, config.group_size, config.mapping, self.bias is not None)
+        return info if self.experts is None else replace(info, experts=len(self.experts))
+
+    def stored(self, path: Path) -> Stored:
+        if self.config is None:
+            return Stored(self.name, path, self.source.dtype, self.source.shape, 0, self.source.bytes)
+        size = self.packed_info().total_bytes
+        shape = (size,) if self.experts is None else (len(self.experts), size)
+        return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
+
+
+def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a checkpoint that become tensors of the model as they are, by their name in the model."""
+    state = model.state_dict()
+    by_name: dict[str, Stored] = {}
+    for key, (name, targets) in names.items():
+        if targets is not None or name not in state:
+            continue
+        stored, expected = tensors[key], list(state[name].shape)
+        if name in by_name:
+            raise ValueError(f"{by_name[name].name} and {key} are both the {name} of the model; expected one of them")
+        if list(stored.shape) != expected:
+            raise ValueError(
+                f"{key} in {stored.path} has shape {list(stored.shape)}; expected {expected}, as config.json says"
+            )
+        by_name[name] = stored
+    for target, source in model.all_tied_weights_keys.items():
+        if target in by_name and source in by_name and same_bytes(by_name[target], by_name[source]):
+            del by_name[target]  # the file has it twice
+    return by_name
+
+
+def _experts(
+    model,
+    selected: Collection[str],
+    by_name: Mapping[str, Stored],
+    tensors: Mapping[str, Stored],
+    parts: Mapping[str, list[list[str]]],
+) -> dict[str, tuple[Matrix, ...]]:
+    """The matrices of selected experts, where they can be read one by one; all of a module's, or none."""
+    found: dict[str, tuple[Matrix, ...]] = {}
+    layers = {name: layer for name, layer in named_layers(model) if isinstance(layer, Experts) and name in selected}
+    for name, layer in layers.items():
+        if name in by_name:
+            found[name] = tuple(Matrix((each,), layer.transposed) for each in _slices(by_name[name]))
+        elif name in parts and not layer.transposed:
+            found[name] = tuple(Matrix(tuple(tensors[key] for key in keys)) for keys in parts[name])
+            for matrix in found[name]:
+                shapes = [list(part.shape) for part in matrix.parts]
+                expected, same = list(layer.weight.shape[1:]), {len(shape) for shape in shapes} == {2}
+                if not same or {shape[1] for shape in shapes} != {expected[1]} or list(matrix.shape) != expected:
+                    part = matrix.parts[0]
+                    raise ValueError(
+                        f"{part.name} in {part.path} has shape {shapes[0]}; expected a part of {expected}, as "
+                        "config.json says"
+                    )
+            if len(found[name]) != layer.num_experts:
+                raise ValueError(
+                    f"the files have {len(found[name])} experts of {name}; expected {layer.num_experts}, as config.json says"
+                )
+        for part in (part for matrix in found.get(name, ()) for part in matrix.parts):
+            if part.dtype not in DTYPES:
+                raise ValueError(f"{part.name} in {part.path} has dtype {part.dtype}; expected {', '.join(DTYPES)}")
+        if layer.bias is not None and f"{name}_bias" not in by_name:
+            found.pop(name, None)
+    return {
+        name: matrices
+        for name, matrices in found.items()
+        if all(other in found for other in layers if layers[other].holder is layers[name].holder)
+    }
+
+
+def _plan(
+    model, config: LowBitConfig, tensors: dict[str, Stored], source: Path
+) -> tuple[list[Output], dict[str, str]]:
+    """What to write, and which matrices stay float, and why."""
+    from ..hf.config import BY_OVERRIDES
+    from ..hf.names import check_complete, given_by, names_in_model, parts_of_experts
+
+    names, layers = names_in_model(model, tensors), dict(named_layers(model))
+    state = model.state_dict()
+    check_complete(model, given_by(names), source)
+    by_name = _called_in_model(model, names, tensors)
+    selected, unselected = config.choose(model)
+    experts = _experts(model, selected, by_name, {key: tensors[key] for key in names}, parts_of_experts(model, names))
+    for name in [name for name in selected if isinstance(layers.get(name), Experts) and name not in experts]:
+        del selected[name]
+        unselected[name] = "transformers makes it of the files in a way that lowbit does not follow"
+    if not selected:
+        raise ValueError(f"config selects no layer of {type(model).__name__}")
+    warn_of_floats(model, selected, {name for name, why in unselected.items() if why == BY_OVERRIDES}, stacklevel=3)
+
+    # By tensor, whatever in the model it becomes, its own name first.
+    ties = model.all_tied_weights_keys
+    users = {name: [name] for name in by_name}
+    for target, tied in ties.items():
+        if target not in by_name and tied in by_name:
+            users[tied].append(target)
+        elif tied not in by_name and target in by_name:
+            users[target].append(tied)
+
+    outputs: list[Output] = []
+    packed_biases = {f"{name}_bias" for name in experts}
+    written: set[str] = set()
+    for key in tensors:
+        name, targets = names[key]
+        of = name if targets is None else targets[0]
+        if of in experts:
+            if of not in written:
+                matrices = experts[of]
+                output = Output(f"{of}.packed_weight", matrices[0].parts[0], selected[of], by_name.get(f"{of}_bias"), of)
+                outputs.append(replace(output, experts=matrices))
+                written.add(of)
+            continue
+        if by_name.get(name) is not tensors[key]:
+            if names[key][1] is not None or name not in state:
+                outputs.append(Output(key, tensors[key]))
+            continue
+        weights = [user.removesuffix(".weight") for user in users[name] if user.endswith(".weight")]
+        chosen = [layer for layer in weights if layer in selected]
+        if not chosen:
+            outputs.append(Output(key, tensors[key]))
+            continue
+        if len({tuple(vars(selected[layer]).items()) for layer in chosen}) > 1:
+            raise ValueError(
+                f"{' and '.join(chosen)} share one weight but have different configs, "
+                f"{' and '.join(str(selected[layer]) for layer in chosen)}; give all the same, or None to all but one"
+            )
+        biases: dict[str, Stored | None] = {}
+        for layer in chosen:
+            called_bias = f"{layer}.bias"
+            if isinstance(selected[layer], LinearConfig):
+                in_state = called_bias in state
+                biases[layer] = (by_name.get(called_bias) or by_name[ties[called_bias]]) if in_state else None
+                packed_biases.add(called_bias)
+        for stored in (tensors[key], *biases.values()):
+            if stored is not None and stored.dtype not in DTYPES:
+                raise ValueError(
+                    f"{stored.name} in {stored.path} has dtype {stored.dtype}; expected {', '.join(DTYPES)}"
+                )
+
+        def called(user: str, leaf: str, key: str = key, name: str = name) -> str:
+            own = key.removesuffix("weight") if f"{user}.weight" == name else f"{user}."
+            return own + leaf
+
+        # As quantize_ does: one buffer holds one bias.
+        together = len({id(bias) for bias in biases.values()}) <= 1
+        for layer in chosen[:1] if together else chosen:
+            bias = next(iter(biases.values()), None) if together else biases.get(layer)
+            outputs.append(Output(called(layer, "packed_weight"), tensors[key], selected[layer], bias, layer))
+        floats = [layer for layer in weights if layer not in selected]
+        if floats:
+            outputs.append(Output(called(floats[0], "weight"), tensors[key]))
+    dropped = {by_name[name].name for name in packed_biases if name in by_name}
+    outputs = [output for output in outputs if output.config is not None or output.name not in dropped]
+
+    left = {}
+    for output in outputs:
+        if output.config is not None or len(output.source.shape) < 2:
+            continue
+        name, targets = names[output.source.name]
+        if targets is None and name in state:
+            layer = name.rpartition(".")[0]
+            kind = type(model.get_submodule(layer)).__name__
+            why = unselected.get(layer) or unselected.get(name)
+            left[output.name] = why or f"in a layer of the kind {kind}, which lowbit does not pack"
+        elif targets is not None and targets[0] in state:
+            kind = type(model.get_submodule(targets[0].rpartition(".")[0])).__name__
+            why = unselected.get(targets[0])
+            left[output.name] = why or f"transformers makes it a part of {kind}, which lowbit does not pack"
+        else:
+            left[output.name] = _EXTRA.format(type(model).__name__)
+    extra = {name for name, why in left.items() if why == _EXTRA.format(type(model).__name__)}
+    if extra:
+        size = sum(output.source.bytes for output in outputs if output.name in extra)
+        warnings.warn(
+            f"{len(extra)} matrices of the files ({size / 1e6:.1f} MB) are not in {type(model).__name__}, {min(extra)} for "
+            "example: they are copied as they are",
+            stacklevel=3,
+        )
+    return outputs, left
+
+
+def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dict[str, str], dict]:
+    """What to write, which matrices stay float and why, and config.json; from the headers of the files alone."""
+    from ..hf.loading import meta_model
+    from ..hf.names import names_in_model
+    from ..hf.placing import place_packed
+    from ..transformers import LowBitConfig
+
+    if not isinstance(config, LowBitConfig):
+        raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
+    files, weight_map = files_of(source)
+    description = read_config(source)
+    method = quantization_method(description)
+    if method is not None:
+        raise ValueError(f"{source} is quantised already, by the method {method!r}; expected float weights")
+    if (source / "adapter_config.json").exists():
+        raise ValueError(
+            f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "
+            "move the adapter away"
+        )
+    tensors = read_files(files, weight_map)
+    model = meta_model(source, len(tensors))
+    outputs, left = _plan(model, config, tensors, source)
+
+    # What transformers will take the new names for.
+    placed = {output.layer: (output.name, output.packed_info()) for output in outputs if output.config is not None}
+    floats = {output.name for output in outputs if output.config is None}
+    place_packed(model, placed, floats, torch.float32)
+    found = names_in_model(model, [output.name for output in outputs])
+    for output in outputs:
+        expected = f"{output.layer}.packed_weight"
+        if output.config is not None and found[output.name] != (expected, None):
+            raise ValueError(
+                f"{output.source.name} would be packed as {output.name}, which transformers takes for "
+                f"{found[output.name][0]}; expected {expected}. "
+                f"Leave the layer float: overrides={{{output.layer!r}: None}}"
+            )
+    return outputs, left, description
+
+
+@dataclass(frozen=True)
+class PlannedSize:
+    """What a quantised checkpoint would take."""
+
+    bytes: int  # of its files of weights, headers included
+    packed_bytes: int
+    packed_weights: int
+
+
+def planned_size(
+    source: str | os.PathLike, config: LowBitConfig, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> PlannedSize:
+    """The bytes that :func:`quantize_checkpoint` would write, to the byte; only headers are read.
+
+    Raises:
+        OSError, ValueError: as :func:`quantize_checkpoint`.
+    """
+    outputs = read_and_plan(Path(source), config)[0]
+    packed = [output for output in outputs if output.config is not None]
+    return PlannedSize(
+        size_of_files(outputs, max_shard_bytes),
+        sum(output.stored(Path()).bytes for output in packed),
+        sum(math.prod(output.packed_info().shape) for output in packed),
+    )

@@ -1,0 +1,166 @@
+"""A checkpoint quantised to nearest, or with layers that are packed already, without ever being in memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import _C, ops
+from ..files.config_json import CONFIG
+from ..files.replace import resolve_new_directory
+from ..files.safetensors import Writer, chunks, read_rows
+from ..levels import FIT, sampled_rows
+from ..quantize import quantize_tensor, table_of
+from .entries import CheckpointEntry
+from .plan import Matrix, Output, read_and_plan
+from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, new_checkpoint, write_json, write_tensors
+
+if TYPE_CHECKING:
+    from ..hf.config import LowBitConfig
+
+_BAND_WEIGHTS = 1 << 21  # quantised at a time: enough for many threads, little memory
+_PANEL_ROWS = 16
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """What :func:`quantize_checkpoint` has written."""
+
+    target: Path
+    entries: list[CheckpointEntry]
+    source_bytes: int  # of the tensors read
+    target_bytes: int  # of the tensors written
+    seconds: float  # that it took
+    left: dict[str, str] = field(default_factory=dict)  # matrices (2 dimensions or more) that stay float -> why
+    left_bytes: int = 0  # of these in the target
+
+def _pack(output: Output, writer: Writer, done: Callable[[int], None]) -> None:
+    """Quantises a matrix, or those of experts one after the other."""
+    bias, (n, _) = output.bias, output.matrices[0].shape
+    for number, matrix in enumerate(output.matrices):
+        own = None
+        if bias is not None:
+            own = read_rows(bias, 0, n) if output.experts is None else read_rows(bias, number, number + 1)[0]
+        _pack_matrix(output, matrix, own, writer, done)
+
+
+def _pack_matrix(
+    output: Output, matrix: Matrix, bias: torch.Tensor | None, writer: Writer, done: Callable[[int], None]
+) -> None:
+    """Quantises in bands of rows; each is packed as a matrix of its own, whose panels are the whole one's."""
+    config, info, source = output.config, output.packed_info(), matrix.parts[0]
+    assert config is not None
+    n, k = matrix.shape
+    read = matrix.reader()
+    rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS
+    levels = None
+    if config.mapping == "levels":  # one table for all bands
+        rows_to_fit = sampled_rows(n, k) if config.levels == FIT else range(1)
+        sample = torch.cat([read(row, row + 1) for row in rows_to_fit])
+        table = table_of(config, sample)
+        config = replace(config, levels=table)
+        levels = struct.pack(f"{len(table)}b", *table)
+    header_bytes = 64 if levels is None else 128
+    start = writer.write(bytes(header_bytes))
+    folded = 0
+    for begin in range(0, n, rows):
+        end = min(begin + rows, n)
+        weight = read(begin, end)
+        try:
+            packed = quantize_tensor(weight, config, None if bias is None else bias[begin:end])
+        except ValueError as error:
+            raise ValueError(f"{source.name} in {source.path}, rows {begin} to {end - 1}: {error}") from error
+        folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
+        writer.write(packed[header_bytes:].numpy())
+        done(weight.nbytes)
+        del weight, packed  # before the next are there
+    affine = info.mapping == "affine"
+    header = _C.packed_header(n, k, info.bits, info.group_size or 0, affine, info.has_bias, folded, levels)
+    writer.write_at(start, header)
+
+
+def _write_packed(output: Output, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
+    """Writes a layer that is packed already."""
+    found, expected = ops.info(packed) if packed.dim() == 1 else ops.info_of_experts(packed), output.packed_info()
+    if found != replace(expected, levels=found.levels):  # a table that was fitted is not known before
+        raise ValueError(f"{output.layer} is packed as {found}; expected {expected}")
+    packed = packed.flatten()
+    for begin in range(0, packed.numel(), _CHUNK):
+        writer.write(packed[begin : begin + _CHUNK].numpy())
+    done(output.source_bytes)
+
+def quantize_checkpoint(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    config: LowBitConfig,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    packed: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> CheckpointSummary:
+    """Quantises a checkpoint of transformers, a band of rows at a time: memory stays at some tens of megabytes.
+
+    The result has the same bytes as ``from_pretrained(source, quantization_config=config)``, and is loaded by
+    ``from_pretrained(target)`` after ``import lowbit.transformers``.
+
+    Args:
+        source: a directory with config.json and safetensors files, of any architecture that transformers knows.
+        target: a directory that is empty or not there yet; symbolic links are followed. It appears when all is written,
+            in one step, which is tried before the work begins; a run that is killed leaves at most a hidden
+            ``.NAME-*.partial`` beside it, which does not load, and which the next run to the same target removes.
+        config: what to quantise, and how.
+        max_shard_bytes: a file gets no second tensor beyond this many bytes.
+        packed: called once, when all is checked and before anything is written, for layers that are packed already:
+            each by its name, uint8 [bytes] of the config's width; the others are rounded to nearest.
+        progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band.
+
+    Raises:
+        OSError: a file is missing or cannot be read; target is not empty, a mount point, or cannot be written; the disk
+            is full. Only if the last step fails, although it had worked before, all is kept: the message says where.
+        ValueError: an unknown architecture, a damaged file, tensors that are missing, not finite or of another shape or
+            dtype than the model's, or different configs for layers that share a weight. Nothing is left of target then.
+    """
+    begin = time.perf_counter()
+    source, target = Path(source), Path(target).absolute()
+    check_shard_bytes(max_shard_bytes)
+    resolve_new_directory(target)  # refused before the files are read
+    outputs, left, description = read_and_plan(source, config)
+    total = sum(output.source_bytes for output in outputs)
+    target_bytes = sum(output.stored(Path()).bytes for output in outputs)
+    read = 0
+
+    def done(count: int, name: str) -> None:
+        nonlocal read
+        read += count
+        if progress is not None:
+            progress(read, total, name)
+
+    with new_checkpoint(target, target_bytes) as directory:
+        ready = packed() if packed else {}
+
+        def write(output: Output, writer: Writer) -> None:
+            advance = functools.partial(done, name=output.name)
+            if output.layer in ready:
+                _write_packed(output, ready[output.layer], writer, advance)
+            elif output.config is not None:
+                _pack(output, writer, advance)
+            else:
+                for chunk in chunks(output.source):
+                    writer.write(chunk.numpy())
+                    advance(chunk.numel())
+
+        entries = write_tensors(directory, outputs, max_shard_bytes, write)
+        copy_files(source, directory)
+        # Last: without it nothing loads.
+        write_json(directory / CONFIG, description | {"quantization_config": config.to_dict()})
+    left_bytes = sum(output.source.bytes for output in outputs if output.config is None and output.name in left)
+    return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left, left_bytes)

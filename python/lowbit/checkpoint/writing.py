@@ -1,0 +1,183 @@
+"""A new directory in Hugging Face's form: files of weights, their index, what lies beside them; whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from .. import ops
+from ..files.config_json import CONFIG
+from ..files.replace import PartialDirectory, resolve_new_directory, sync, sync_path
+from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer, header_of
+from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+# Weights, in the form of any framework, and what indexes or describes such files.
+_WEIGHTS_OF_ALL_FRAMEWORKS = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*",
+    "*.gguf", "*.ggml", "*.h5", "*.h5.index.json", "*.msgpack", "*.msgpack.index.json", "*.ot", "*.onnx", "*.onnx_data",
+    "*.onnx.data", "*.pb", "*.tflite", "*.mlmodel", "*.npz", "*.pte", "*.pt2", "*.nemo", "*.pdparams",
+    "openvino_*.xml",
+)  # fmt: skip
+
+
+class Planned(Protocol):
+    """A tensor that will be written."""
+
+    def info(self) -> ops.PackedInfo | None:
+        """None: it is not packed."""
+
+    def stored(self, path: Path) -> Stored:
+        """What it will be in this file."""
+
+
+T = TypeVar("T", bound=Planned)
+
+
+def _shards(outputs: Iterable[T], most: int) -> Iterator[list[T]]:
+    """Cuts the outputs, in their order, into files. In a file packed tensors come first, at multiples of 64 bytes."""
+
+    def place(output: T) -> int:  # packed first, then the wider elements, so that all are aligned
+        return -512 if output.info() is not None else -DTYPES_OF_TORCH.get(output.stored(Path()).dtype, ("", 8))[1]
+
+    shard: list[T] = []
+    size = 0
+    for output in outputs:
+        count = output.stored(Path()).bytes
+        if shard and size + count > most:
+            yield sorted(shard, key=place)
+            shard, size = [], 0
+        shard.append(output)
+        size += count
+    yield sorted(shard, key=place)
+
+
+def _check_space(directory: Path, needed: int) -> None:
+    """Raises OSError where the disk has fewer bytes free."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{directory} has {free / 1e9:.2f} GB free; the packed checkpoint takes {needed / 1e9:.2f} GB",
+        )
+
+
+@contextmanager
+def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
+    """A hidden directory to write a checkpoint into, which takes the place of `target` when all went well.
+
+    Args:
+        target: an absolute path, empty or not there yet.
+        needed: bytes of the weights.
+
+    Raises:
+        OSError: target is not empty, or cannot be replaced, which is tried first; or the disk is too small, or full: the
+            message says what was written, and how much it takes.
+    """
+    with PartialDirectory(resolve_new_directory(target)) as partial:
+        partial.rehearse()
+        _check_space(partial.path, needed)
+        try:
+            yield partial.path
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise
+            raise OSError(
+                error.errno,
+                f"{error.strerror} while {target} was written, which takes {needed / 1e9:.2f} GB; nothing of it was "
+                "kept. Make room, or choose another place",
+            ) from error
+        partial.finish()
+
+
+def write_tensors(
+    directory: Path, outputs: Iterable[T], max_shard_bytes: int, write: Callable[[T, Writer], None]
+) -> list[CheckpointEntry]:
+    """Writes files of weights, and their index where there are several; `write` writes the bytes of each tensor."""
+    entries = []
+    shards = list(_shards(outputs, max_shard_bytes))
+    for number, shard in enumerate(shards, 1):
+        file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
+        stored = [output.stored(file) for output in shard]
+        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        with Writer(file, list(map(_described, stored))) as writer:
+            for output in shard:
+                write(output, writer)
+    if len(shards) > 1:
+        weight_map = {entry.name: entry.file for entry in entries}
+        size = sum(entry.bytes for entry in entries)
+        write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    return entries
+
+
+
+def size_of_files(outputs: Iterable[Planned], max_shard_bytes: int) -> int:
+    """The bytes of the files of weights that :func:`write_tensors` would write, headers included."""
+    total = 0
+    for shard in _shards(outputs, max_shard_bytes):
+        header, size = header_of([_described(output.stored(Path())) for output in shard])
+        total += len(header) + size
+    return total
+
+
+def check_shard_bytes(count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"max_shard_bytes is {count!r}; expected an int of 1 or more")
+
+
+def _described(stored: Stored) -> tuple[str, str, tuple[int, ...], int]:
+    return stored.name, stored.dtype, stored.shape, stored.bytes
+
+
+def _is_weights(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _WEIGHTS_OF_ALL_FRAMEWORKS)
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copies what belongs to a checkpoint beside its weights: the tokenizer, settings, templates, a licence."""
+    modules = _modules(source)
+    for entry in sorted(source.iterdir()):
+        if entry.is_file():
+            if entry.name != CONFIG and not _is_weights(entry.name):
+                _copy(entry, target / entry.name)
+        elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+            files = [Path(parent) / name for parent, _, names in os.walk(entry) for name in names]
+            # A directory with weights in it holds another model or the same one for another framework (original/, onnx/).
+            if entry.name not in modules and any(_is_weights(file.name) for file in files):
+                continue
+            for file in filter(Path.is_file, files):
+                copied = target / file.relative_to(source)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                _copy(file, copied)
+                sync_path(copied.parent)
+
+
+def _modules(source: Path) -> set[str]:
+    """The directories that a model of sentence-transformers names; they may have small weights of their own."""
+    try:
+        listed = json.loads((source / "modules.json").read_text(encoding="utf-8"))
+        return {Path(module["path"]).parts[0] for module in listed if module["path"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Writes a file that is not there yet, and sees that it is on the disk."""
+    with open(path, "x", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        sync(file)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with open(source, "rb") as reader, open(target, "xb") as writer:
+        shutil.copyfileobj(reader, writer)
+        sync(writer)

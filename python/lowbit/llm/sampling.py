@@ -1,0 +1,74 @@
+"""From logits to a token: the likeliest one, or one drawn at random."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def most_likely(logits: Tensor) -> int:
+    """The first of the largest logits [vocabulary]."""
+    # numpy finds it several times faster than torch: 15 instead of 110 us among 128256 on Zen 4.
+    return int((logits if logits.dtype == torch.float32 else logits.float()).detach().numpy().argmax())
+
+
+def check_sampling(
+    temperature: float, top_k: int | None, top_p: float | None, repetition_penalty: float = 1.0
+) -> None:
+    """Raises ValueError for what :func:`sample` and :func:`penalise` cannot draw by."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; expected 0 or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k is {top_k}; expected 1 or more")
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; expected 0 to 1")
+    if not 0 < repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty is {repetition_penalty}; expected a number above 0")
+
+
+def penalise(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
+    """Makes tokens that have come before less likely (Keskar et al. 2019, CTRL; as transformers does it).
+
+    Args:
+        logits: [vocabulary].
+        tokens: that have come, prompt included, each once.
+        penalty: divides their positive logits, multiplies the negative ones; 1 changes nothing.
+    """
+    if penalty == 1:
+        return logits
+    logits = logits.float().clone()
+    came = torch.tensor(list(tokens))
+    logits[came] = torch.where(logits[came] < 0, logits[came] * penalty, logits[came] / penalty)
+    return logits
+
+
+def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
+    """Draws a token from logits [vocabulary]; the most likely one at temperature 0.
+
+    Args:
+        logits: [vocabulary], of any floating-point dtype.
+        temperature, top_k, top_p: as for :func:`generate`.
+        generator: a torch.Generator of the CPU.
+
+    Raises:
+        ValueError: a temperature below 0 or not finite, a top_k below 1, a top_p that is not from 0 to 1.
+    """
+    check_sampling(temperature, top_k, top_p)
+    if temperature == 0:
+        return most_likely(logits)
+    # The largest becomes 0, which no temperature makes infinite. Below 1e-30 only tokens as likely as it are left.
+    logits = logits.float()
+    logits = (logits - logits.max()) / max(temperature, 1e-30)
+    if top_k is not None and top_k < logits.numel():
+        logits[logits < logits.topk(top_k).values[-1]] = -math.inf
+    probabilities = logits.softmax(0)
+    if probabilities.isnan().any():
+        raise ValueError("the model's logits are not finite: its weights are damaged, or not those of its config.json")
+    if top_p is not None and top_p < 1:
+        ordered, order = probabilities.sort(descending=True)
+        # Keeps the smallest set of tokens that reaches top_p: the first one always.
+        ordered[1:][ordered.cumsum(0)[:-1] >= top_p] = 0
+        probabilities = torch.zeros_like(probabilities).scatter_(0, order, ordered)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

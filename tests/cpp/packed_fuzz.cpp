@@ -1,0 +1,422 @@
+// Packed matrices that are damaged at random, headers and payloads, given to every operator and to every kernel that
+// this CPU runs: each is refused, or computed with the same bits everywhere. What happens outside of buffers is for
+// AddressSanitizer to see (`make fuzz`), so they lie in memory of their exact size.
+//
+//   packed_fuzz [EXECUTIONS [SEED [FIRST]]]   the executions FIRST, FIRST + 1, ... of a seed; a find names its number
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "../../kernels/isa.h"
+#include "../../kernels/registry.h"
+#include "support/tensors.h"
+
+namespace lowbit::test {
+namespace {
+
+constexpr int64_t kSameMatrix = 16;  // executions that damage the same matrix
+constexpr int64_t kGroups[] = {0, 16, 32, 48, 64, 80, 272};
+// Where the fields of a header are: bytes, and how many (docs/format.md).
+constexpr struct {
+  int64_t at, bytes;
+} kFields[] = {{0, 8},  {8, 2},  {10, 1}, {11, 1}, {12, 1}, {13, 1},
+               {14, 2}, {16, 8}, {24, 8}, {32, 4}, {36, 4}, {40, 8}};
+constexpr int64_t kPayloadChecksum = 48, kHeaderChecksum = 56;
+constexpr uint64_t kNumbers[] = {
+    0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 64, 255, 65535, 65536, 65537, 0x7fffffffu, 0x80000000u, 0x80000001u,
+    0xffffffffu, 0x100000000u, uint64_t{1} << 40, (uint64_t{1} << 61) + 1, uint64_t{1} << 62,
+    (uint64_t{1} << 63) - 1, uint64_t{1} << 63, ~uint64_t{0}};
+constexpr uint16_t kHalves[] = {0, 0x8000, 1, 0x8001, 0x03ff, 0x0400, 0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e00, 0xfe01};
+constexpr uint32_t kFloats[] = {0, 0x80000000u, 1, 0x007fffffu, 0x00800000u, 0x7f7fffffu, 0xff7fffffu, 0x7f800000u,
+                                0xff800000u, 0x7fc00000u, 0xffc00001u, 0x3f800000u};
+
+template <class T, size_t kCount>
+T any_of(const T (&values)[kCount], Random& random) {
+  return values[random.below(kCount)];
+}
+
+int64_t any_in(Random& random, int64_t first, int64_t last) { return random.between(first, last); }
+
+struct Counts {
+  int64_t refused = 0, altered = 0, kernels = 0;
+};
+
+// Memory that ends where its content does.
+struct Buffer {
+  std::unique_ptr<uint8_t[]> memory;
+  int64_t bytes, gap;
+
+  explicit Buffer(int64_t size, int64_t misaligned = 0)
+      : memory(new uint8_t[static_cast<size_t>(size + misaligned)]), bytes(size), gap(misaligned) {
+    std::memset(memory.get(), 0x5c, static_cast<size_t>(size + misaligned));
+  }
+  uint8_t* data() const { return memory.get() + gap; }
+  TensorView view(ElementType type, const std::vector<int64_t>& sizes) const {
+    return view_of(data(), type, sizes, contiguous_strides(sizes));
+  }
+};
+
+Buffer buffer_of(ElementType type, const std::vector<int64_t>& sizes) {
+  int64_t count = 1;
+  for (const int64_t size : sizes) count *= size;
+  return Buffer(count * element_bytes(type));
+}
+
+char current[96];
+
+[[noreturn]] void found(const std::string& what, const Layout* layout) {
+  std::fprintf(stderr, "%s: %s\n", current, what.c_str());
+  if (layout != nullptr) {
+    std::fprintf(stderr, "  %d bits, mapping %s, n %lld, k %lld, group size %lld\n", layout->bits,
+                 name_of(layout->mapping), static_cast<long long>(layout->n), static_cast<long long>(layout->k),
+                 static_cast<long long>(layout->group_size));
+  }
+  std::exit(1);
+}
+
+void expect(bool right, const char* what, const Layout* layout) {
+  if (!right) found(what, layout);
+}
+
+void expect(bool right, const char* what, const Layout& layout, const Status& status) {
+  if (right) return;
+  found(std::string(what) + (status.ok() ? " accepts it" : std::string(" refuses it: ") + status.message()), &layout);
+}
+
+// The bits must be the same, but of NaN: its sign and payload follow the order of an instruction's operands.
+void expect_same(const std::vector<uint8_t>& values, const std::vector<uint8_t>& expected, DType dtype,
+                 const char* name, const Layout& layout) {
+  if (values == expected) return;
+  for (int64_t i = 0; i < static_cast<int64_t>(values.size()) / size_of(dtype); ++i) {
+    const size_t at = static_cast<size_t>(i * size_of(dtype));
+    if (std::memcmp(values.data() + at, expected.data() + at, static_cast<size_t>(size_of(dtype))) == 0) continue;
+    const float value = load_as_f32(values.data(), dtype, i), wanted = load_as_f32(expected.data(), dtype, i);
+    if (std::isnan(value) && std::isnan(wanted)) continue;
+    found(std::string(name) + ": element " + std::to_string(i) + " is " + std::to_string(value) + "; expected " +
+              std::to_string(wanted),
+          &layout);
+  }
+}
+
+void seal_header(std::vector<uint8_t>& bytes) {
+  if (bytes.size() < 64) return;
+  std::vector<uint8_t> covered(bytes.begin(), bytes.begin() + kHeaderChecksum);
+  if (bytes[8] == kLevelsVersion && bytes.size() >= 128) {
+    covered.insert(covered.end(), bytes.begin() + 64, bytes.begin() + 128);
+  }
+  const uint64_t sum = checksum_of(covered.data(), static_cast<int64_t>(covered.size()));
+  std::memcpy(bytes.data() + kHeaderChecksum, &sum, sizeof sum);
+}
+
+void damage_header(std::vector<uint8_t>& bytes, Random& random) {
+  if (bytes.size() < 128 || random.below(4) == 0) {
+    if (bytes.empty()) return;
+    const int64_t at = random.below(std::min<int64_t>(128, static_cast<int64_t>(bytes.size())));
+    bytes[static_cast<size_t>(at)] ^= static_cast<uint8_t>(1 << random.below(8));
+    return;
+  }
+  const auto field = any_of(kFields, random);
+  uint64_t value = 0;
+  std::memcpy(&value, bytes.data() + field.at, static_cast<size_t>(field.bytes));
+  switch (random.below(3)) {
+    case 0: value += static_cast<uint64_t>(any_in(random, -17, 17)); break;
+    case 1: value = any_of(kNumbers, random); break;
+    default: value = random.next(); break;
+  }
+  std::memcpy(bytes.data() + field.at, &value, static_cast<size_t>(field.bytes));
+}
+
+void damage_payload(std::vector<uint8_t>& bytes, Random& random) {
+  if (bytes.size() < 72) return;
+  const int64_t words = static_cast<int64_t>(bytes.size() - 64) / 4;
+  uint8_t* const at = bytes.data() + 64 + 4 * random.below(words);
+  switch (random.below(3)) {
+    case 0:
+      for (uint8_t* byte = at; byte < std::min(at + any_in(random, 1, 64), bytes.data() + bytes.size()); ++byte) {
+        *byte = static_cast<uint8_t>(random.next());
+      }
+      break;
+    case 1: {
+      const uint16_t half = any_of(kHalves, random);
+      std::memcpy(at + 2 * random.below(2), &half, sizeof half);
+      break;
+    }
+    default: {
+      const uint32_t number = any_of(kFloats, random);
+      std::memcpy(at, &number, sizeof number);
+    }
+  }
+}
+
+std::vector<uint8_t> damaged(std::vector<uint8_t> bytes, Random& random) {
+  const bool header_stays = random.below(3) != 0;  // most others are refused before a kernel sees them
+  for (int64_t left = any_in(random, 1, 4); left > 0; --left) {
+    const int64_t what = header_stays ? 3 : random.below(8);
+    if (what < 3) {
+      damage_header(bytes, random);
+    } else if (what < 7) {
+      damage_payload(bytes, random);
+    } else if (random.below(2) == 0) {
+      bytes.resize(static_cast<size_t>(random.below(static_cast<int64_t>(bytes.size()) + 1)));
+    } else {
+      bytes.resize(bytes.size() + static_cast<size_t>(any_in(random, 1, 200)), 0x33);
+    }
+  }
+  if (random.below(4) != 0) seal_header(bytes);
+  Layout layout;
+  if (random.below(2) == 0 && read_header(bytes.data(), static_cast<int64_t>(bytes.size()), &layout).ok()) {
+    const uint64_t folded = fold_panels(bytes.data(), layout, 0);
+    std::memcpy(bytes.data() + kPayloadChecksum, &folded, sizeof folded);
+    seal_header(bytes);
+  }
+  return bytes;
+}
+
+ElementType any_type(Random& random) {
+  constexpr ElementType kTypes[] = {ElementType::f32, ElementType::bf16, ElementType::f16};
+  return any_of(kTypes, random);
+}
+
+Buffer activations(ElementType type, int64_t count, Random& random) {
+  Buffer buffer(count * element_bytes(type));
+  const bool odd = random.below(8) == 0;  // infinities and the like
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = odd && random.below(16) == 0 ? float_from_bits(any_of(kFloats, random)) : random.normal();
+    store_from_f32(buffer.data(), dtype_of(type), i, value);
+  }
+  return buffer;
+}
+
+// Whether this CPU runs a row of a table, and the row reads such a matrix.
+template <class Kernel>
+bool fits(const Kernel& row, const Layout& layout) {
+  return row.format == Format::panel16 && row.bits == layout.bits && (row.mappings & bit_of(layout.mapping)) != 0 &&
+         (row.isa & ~cpu_isa()) == 0;
+}
+
+void run_linear_rows(const uint8_t* packed, const Layout& layout, const TensorView& x, DType dtype, int64_t m,
+                     Counts* counts) {
+  const int64_t width = layout.blocks * kBlockInputs;
+  const Buffer a(m * width), sums(m * layout.groups * 4), scales(m * 4), zeros(m * 4);
+  for (int64_t row = 0; row < m; ++row) {
+    choose_quantize(kPortable)
+        .run({.x = static_cast<const uint8_t*>(x.data) + row * layout.k * size_of(dtype),
+              .x_dtype = dtype,
+              .k = layout.k,
+              .k_padded = width,
+              .group_inputs = layout.group_inputs(),
+              .a = reinterpret_cast<int8_t*>(a.data()) + row * width,
+              .group_sums = reinterpret_cast<int32_t*>(sums.data()) + row * layout.groups,
+              .scale = reinterpret_cast<float*>(scales.data()) + row,
+              .zero = reinterpret_cast<float*>(zeros.data()) + row});
+  }
+  alignas(64) static uint8_t scratch[kLinearScratchBytes];
+  const auto run = [&](const LinearKernel& kernel) {
+    const Buffer out(m * layout.n * size_of(dtype));
+    kernel.run({.panels = packed + layout.header_bytes,
+                .layout = layout,
+                .panel_begin = 0,
+                .panel_end = layout.panels,
+                .a = reinterpret_cast<const int8_t*>(a.data()),
+                .group_sums = reinterpret_cast<const int32_t*>(sums.data()),
+                .scales = reinterpret_cast<const float*>(scales.data()),
+                .zeros = reinterpret_cast<const float*>(zeros.data()),
+                .m = m,
+                .out = out.data(),
+                .out_dtype = dtype,
+                .out_stride = layout.n,
+                .scratch = scratch});
+    return std::vector<uint8_t>(out.data(), out.data() + out.bytes);
+  };
+  const std::vector<uint8_t> expected = run(choose_linear(layout, 1, kPortable));
+  for (size_t i = 0; i < linear_kernel_count(); ++i) {
+    const LinearKernel& kernel = linear_kernel(i);
+    if (!fits(kernel, layout)) continue;
+    expect_same(run(kernel), expected, dtype, kernel.name, layout);
+    ++counts->kernels;
+  }
+}
+
+void run_embedding_rows(const uint8_t* packed, const Layout& layout, DType dtype, int64_t row, Counts* counts) {
+  const auto run = [&](const EmbeddingKernel& kernel) {
+    const Buffer out(layout.k * size_of(dtype));
+    kernel.run({packed + layout.header_bytes, layout, row, out.data(), dtype});
+    return std::vector<uint8_t>(out.data(), out.data() + out.bytes);
+  };
+  const std::vector<uint8_t> expected = run(choose_embedding(layout, kPortable));
+  for (size_t i = 0; i < embedding_kernel_count(); ++i) {
+    const EmbeddingKernel& kernel = embedding_kernel(i);
+    if (!fits(kernel, layout)) continue;
+    expect_same(run(kernel), expected, dtype, kernel.name, layout);
+    ++counts->kernels;
+  }
+}
+
+// What the header says of a matrix that has none that holds: anything.
+Layout any_layout(Random& random) {
+  Layout layout{};
+  layout.n = any_in(random, 1, 40);
+  layout.k = any_in(random, 1, 80);
+  layout.groups = 1;
+  return layout;
+}
+
+// Whether packing anew may end so: a sealed matrix can have scales that no packer takes.
+bool as_sealed(const Status& status, bool sealed) {
+  return status.ok() == sealed || (sealed && std::strstr(status.message(), "expected a finite value") != nullptr);
+}
+
+// Every operator that reads a packed matrix. `whole`: its header holds; `sealed`: so does the checksum of its payload.
+void run_operators(const Buffer& bytes, const Layout& layout, bool whole, bool sealed, const TensorView& x, int64_t m,
+                   Random& random) {
+  const TensorView packed = bytes.view(ElementType::u8, {bytes.bytes});
+  const DType dtype = dtype_of(x.type);
+  const Buffer out(m * layout.n * element_bytes(x.type));
+  const Status product = linear(x, packed, layout.n, out.view(x.type, {m, layout.n}), {});
+  expect(product.ok() == whole, "linear", layout, product);
+  if (whole) {
+    const std::vector<uint8_t> expected = expected_linear(x, bytes.data(), layout);
+    expect_same({out.data(), out.data() + out.bytes}, expected, dtype, "linear", layout);
+  }
+
+  const Buffer both(2 * bytes.bytes), chosen(m * 8), of_experts(out.bytes);
+  std::memcpy(both.data(), bytes.data(), static_cast<size_t>(bytes.bytes));
+  std::memcpy(both.data() + bytes.bytes, bytes.data(), static_cast<size_t>(bytes.bytes));
+  bool exist = true;
+  for (int64_t row = 0; row < m; ++row) {
+    const int64_t expert = random.below(16) == 0 ? any_in(random, -2, 3) : random.below(2);
+    std::memcpy(chosen.data() + 8 * row, &expert, sizeof expert);
+    exist = exist && expert >= 0 && expert < 2;
+  }
+  const Status experts =
+      linear_experts(x, both.view(ElementType::u8, {2, bytes.bytes}), chosen.view(ElementType::i64, {m, 1}), layout.n,
+                     of_experts.view(x.type, {m, 1, layout.n}), {});
+  expect(experts.ok() == (whole && exist), "linear_experts", layout, experts);
+  if (experts.ok()) {
+    expect_same({of_experts.data(), of_experts.data() + of_experts.bytes}, {out.data(), out.data() + out.bytes}, dtype,
+                "linear_experts", layout);
+  }
+
+  const Buffer indices(3 * 8), rows(3 * layout.k * element_bytes(x.type));
+  exist = true;
+  for (int64_t i = 0; i < 3; ++i) {
+    const int64_t row = random.below(16) == 0 ? static_cast<int64_t>(any_of(kNumbers, random)) : random.below(layout.n);
+    std::memcpy(indices.data() + 8 * i, &row, sizeof row);
+    exist = exist && row >= 0 && row < layout.n;
+  }
+  const Status read =
+      embedding(indices.view(ElementType::i64, {3}), packed, layout.k, rows.view(x.type, {3, layout.k}), {});
+  expect(read.ok() == (whole && exist), "embedding", layout, read);
+
+  const bool affine = whole && layout.mapping == Mapping::affine;
+  const std::vector<int64_t> scales_shape = {layout.n, layout.groups}, none = {0, 0};
+  const Buffer codes(layout.n * layout.k), scales = buffer_of(ElementType::f32, scales_shape);
+  const Buffer mins = buffer_of(ElementType::f32, affine ? scales_shape : none);
+  const std::vector<int64_t> bias_shape = {whole && layout.has_bias ? layout.n : 0};
+  const Buffer bias = buffer_of(ElementType::f32, bias_shape);
+  const Status unpacked =
+      unpack(packed, codes.view(ElementType::u8, {layout.n, layout.k}), scales.view(ElementType::f32, scales_shape),
+             mins.view(ElementType::f32, affine ? scales_shape : none), bias.view(ElementType::f32, bias_shape), {});
+  expect(unpacked.ok() == sealed, "unpack", layout, unpacked);
+
+  const int dim = static_cast<int>(random.below(2));
+  const int64_t size = dim == 0 ? layout.n : layout.k;
+  const int64_t step = dim == 1 && layout.group_size != 0 ? layout.group_size : 1;
+  const int64_t begin = random.below(size) / step * step;
+  const int64_t end = random.below(4) == 0 ? any_in(random, begin, size + 2) : size;
+  Layout part;
+  if (splice_shape(&packed, 1, dim, begin, end, &part).ok()) {
+    expect(whole, "splice_shape", &layout);
+    const Buffer cut(part.total_bytes);
+    const Status spliced = splice(&packed, 1, dim, begin, end, cut.view(ElementType::u8, {part.total_bytes}), {});
+    expect(as_sealed(spliced, sealed), "splice", layout, spliced);
+    if (spliced.ok()) {
+      Layout again;
+      expect(read_header(cut.data(), cut.bytes, &again).ok(), "the header of what splice wrote", &layout);
+      expect(verify_payload(cut.data(), again).ok(), "the checksum of what splice wrote", &layout);
+    }
+  }
+  if (repack_shape(packed, "panel16", &part).ok()) {
+    expect(whole, "repack_shape", &layout);
+    const Buffer same(part.total_bytes);
+    const Status repacked = repack(packed, "panel16", same.view(ElementType::u8, {part.total_bytes}), {});
+    expect(as_sealed(repacked, sealed), "repack", layout, repacked);
+  }
+}
+
+std::vector<uint8_t> matrix(Random& random) {
+  const int bits = static_cast<int>(any_in(random, 1, 8));
+  const std::vector<Mapping> mappings = mappings_of_width(bits);
+  const Mapping mapping = mappings[static_cast<size_t>(random.below(static_cast<int64_t>(mappings.size())))];
+  const int64_t n = random.below(4) == 0 ? any_in(random, 33, 70) : any_in(random, 1, 32);
+  const int64_t k = random.below(4) == 0 ? any_in(random, 97, 400) : any_in(random, 1, 96);
+  return packed(random_weights(layout_of(n, k, bits, any_of(kGroups, random), mapping, random.below(2) == 0), random));
+}
+
+void execute(const std::vector<uint8_t>& whole_matrix, Random& random, Counts* counts) {
+  const std::vector<uint8_t> content = damaged(whole_matrix, random);
+  const Buffer bytes(static_cast<int64_t>(content.size()), random.below(8));
+  if (!content.empty()) std::memcpy(bytes.data(), content.data(), content.size());
+  Layout layout;
+  const bool whole = read_header(bytes.data(), bytes.bytes, &layout).ok();
+  if (!whole) layout = any_layout(random);
+  const bool sealed = whole && verify_payload(bytes.data(), layout).ok();
+  const int64_t m = random.below(8) == 0 ? any_in(random, 5, 40) : any_in(random, 1, 5);
+  const ElementType type = any_type(random);
+  const Buffer x = activations(type, m * layout.k, random);
+  const TensorView rows = x.view(type, {m, layout.k});
+  run_operators(bytes, layout, whole, sealed, rows, m, random);
+  if (whole) {
+    run_linear_rows(bytes.data(), layout, rows, dtype_of(type), m, counts);
+    run_embedding_rows(bytes.data(), layout, dtype_of(type), random.below(layout.n), counts);
+  }
+  counts->refused += !whole;
+  counts->altered += whole && !sealed;
+}
+
+int64_t number(int argc, char** argv, int index, int64_t otherwise) {
+  return argc > index ? std::strtoll(argv[index], nullptr, 10) : otherwise;
+}
+
+int run(int argc, char** argv) {
+  const int64_t executions = number(argc, argv, 1, 10000);
+  const int64_t seed = number(argc, argv, 2, 1), first = number(argc, argv, 3, 0);
+  Counts counts;
+  std::vector<uint8_t> whole;
+  for (int64_t i = first; i < first + executions; ++i) {
+    if (whole.empty() || i % kSameMatrix == 0) {
+      Random random(Random(static_cast<uint64_t>(seed)).next() ^ static_cast<uint64_t>(i / kSameMatrix));
+      whole = matrix(random);
+    }
+    std::snprintf(current, sizeof current, "seed %lld, execution %lld", static_cast<long long>(seed),
+                  static_cast<long long>(i));
+    set_current_case(current);
+    Random random(Random(static_cast<uint64_t>(seed + 1)).next() ^ static_cast<uint64_t>(i));
+    execute(whole, random, &counts);
+  }
+  std::printf("%lld executions: %lld headers refused, %lld payloads that are not as sealed, %lld runs of kernels, "
+              "all as the portable ones\n",
+              static_cast<long long>(executions), static_cast<long long>(counts.refused),
+              static_cast<long long>(counts.altered), static_cast<long long>(counts.kernels));
+  // A fuzzer whose damage is always refused, or never, would show nothing.
+  const bool both = counts.refused > 0 && counts.altered > 0 && counts.kernels > 0;
+  return executions < 1000 || both ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace lowbit::test
+
+// AddressSanitizer calls it before it reports.
+extern "C" __attribute__((visibility("default"))) void __asan_on_error() {
+  std::fprintf(stderr, "%s\n", lowbit::test::current);
+}
+
+int main(int argc, char** argv) {
+  lowbit::test::install_crash_handler();
+  return lowbit::test::run(argc, argv);
+}
