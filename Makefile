@@ -344,6 +344,11 @@ test-python-more: $(VENV)/installed
 test-versions: $(VENV)/installed
 	HF_HUB_OFFLINE=1 scripts/test_versions.sh $(BIN) build/oldest-versions $(JOBS)
 
+# lowbit in vLLM, in an environment of its own (scripts/test_vllm.sh says what it downloads).
+.PHONY: test-vllm
+test-vllm: $(VENV)/installed
+	HF_HUB_OFFLINE=1 scripts/test_vllm.sh $(BIN) build/vllm
+
 # What takes too long for every change: operators and rows that all CPUs share on every emulated CPU, and random inputs by
 # the thousand, others in every run.
 soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed

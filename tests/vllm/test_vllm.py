@@ -1,0 +1,102 @@
+"""lowbit.vllm in vLLM itself, in an environment of its own: `make test-vllm`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from generate import PROMPTS, TOKENS
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import lowbit
+
+HERE = Path(__file__).parent
+TINY = HERE.parents[1] / "examples" / "tiny_llama" / "model"
+OPTIONS = {"bits": 4, "group_size": 32}
+# Parts of one fused layer with other widths, and a float layer among packed ones.
+MIXED = OPTIONS | {"overrides": [["*k_proj", {"bits": 8}], ["model.layers.0.mlp.down_proj", None]]}
+ENVIRONMENT = os.environ | {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """Checkpoints by name."""
+    directory = tmp_path_factory.mktemp("models")
+    # Biases, a tied head, and a vocabulary that is no multiple of the 64 to which vLLM fills it up.
+    sizes = {"vocab_size": 100, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() == 2 else None
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    names = ("float", "mixed", "tiny", "missing", "experts")
+    found = {name: directory / name for name in names}
+    model.save_pretrained(found["float"])
+    lowbit.quantize_checkpoint(found["float"], found["mixed"], lowbit.LowBitConfig(**MIXED))
+    lowbit.quantize_checkpoint(TINY, found["tiny"], lowbit.LowBitConfig(**OPTIONS))
+    found["tiny float"] = TINY
+    found["missing"].mkdir()
+    (found["missing"] / "config.json").write_bytes((found["mixed"] / "config.json").read_bytes())
+    tensors = load_file(found["mixed"] / "model.safetensors")
+    del tensors["model.layers.1.input_layernorm.weight"]
+    save_file(tensors, found["missing"] / "model.safetensors", {"format": "pt"})
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=2)).save_pretrained(found["experts"])
+    return found
+
+
+def served(models: dict[str, Path], ranks: int, tmp_path: Path, cases: dict[str, tuple[str, dict | None]]) -> dict:
+    """What vLLM writes, by the name of the case; each is a model and the config to quantise it with at load."""
+    arguments = {name: [str(models[model]), config] for name, (model, config) in cases.items()}
+    command = [sys.executable, str(HERE / "generate.py"), str(ranks), str(tmp_path / "found"), json.dumps(arguments)]
+    # One rank runs in this one process: what it raises is what its user sees.
+    environment = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CACHE_ROOT": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    return json.loads((tmp_path / "found").read_text())
+
+
+@torch.no_grad()
+def eager(directory: Path, options: dict | None = None) -> list[list[int]]:
+    """The greedy tokens of the model in transformers."""
+    config = {"quantization_config": lowbit.LowBitConfig(**options)} if options else {}
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **config)
+    texts = []
+    for prompt in PROMPTS:
+        text = list(prompt)
+        for _ in range(TOKENS):
+            text.append(model(torch.tensor([text])).logits[0, -1].argmax().item())
+        texts.append(text[len(prompt) :])
+    return texts
+
+
+def test_one_rank(models, tmp_path):
+    at_load = {"quant_method": "lowbit", **OPTIONS}
+    cases = {
+        "tiny": ("tiny", None), "mixed": ("mixed", None), "at load": ("tiny float", at_load),
+        "mixed at load": ("float", at_load | MIXED), "missing": ("missing", None), "experts": ("experts", at_load),
+    }  # fmt: skip
+    found = served(models, 1, tmp_path, cases)
+    assert found["tiny"] == eager(models["tiny"])
+    assert found["mixed"] == eager(models["mixed"])
+    assert found["at load"] == found["tiny"]
+    assert found["mixed at load"] == found["mixed"]
+    assert "model.layers.1.input_layernorm.weight" in found["missing"]
+    assert "has experts (model.layers.0.mlp.experts.gate_up_proj)" in found["experts"]
+
+
+def test_two_ranks(models, tmp_path):
+    found = served(models, 2, tmp_path, {"tiny": ("tiny", None), "mixed": ("mixed", None)})
+    for name in ("tiny", "mixed"):
+        # Each rank quantises its own activations, so a text may take another way where two tokens are nearly alike.
+        same = [one[:4] == other[:4] for one, other in zip(found[name], eager(models[name]), strict=True)]
+        assert sum(same) >= 2, (found[name], same)
