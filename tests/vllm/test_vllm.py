@@ -100,7 +100,7 @@ def test_one_rank(models, tmp_path):
 def test_two_ranks(models, tmp_path):
     found = served(models, 2, tmp_path, {"tiny": ("tiny", None), "mixed": ("mixed", None)})
     for name in ("tiny", "mixed"):
-        # Each rank quantises its own activations, so a text may take another way where two tokens are nearly alike.
+        # Each rank quantises its own activations: a text may take another way where two tokens are nearly alike.
         same = [one[:4] == other[:4] for one, other in zip(found[name], eager(models[name]), strict=True)]
         assert sum(same) >= 2, (found[name], same)
 
