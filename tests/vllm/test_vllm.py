@@ -2,8 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,41 @@ def test_one_rank(models, tmp_path):
 def test_two_ranks(models, tmp_path):
     found = served(models, 2, tmp_path, {"tiny": ("tiny", None), "mixed": ("mixed", None)})
     for name in ("tiny", "mixed"):
-        # Each rank quantises its own activations, so a text may take another way where two tokens are nearly alike.
+        # Each rank quantises its own activations: a text may take another way where two tokens are nearly alike.
         same = [one[:4] == other[:4] for one, other in zip(found[name], eager(models[name]), strict=True)]
         assert sum(same) >= 2, (found[name], same)
+
+
+def test_the_server(models, tmp_path):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models["tiny"]), "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", "64", "--kv-cache-memory-bytes", str(1 << 24), "--host", "127.0.0.1",
+        "--port", str(port), "--served-model-name", "tiny",
+    ]  # fmt: skip
+    log = (tmp_path / "log").open("w+")
+    server = subprocess.Popen(command, env=ENVIRONMENT | {"VLLM_CACHE_ROOT": str(tmp_path)}, stdout=log, stderr=log)
+    try:
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        while True:
+            try:
+                direct.open(f"{url}/health", timeout=5)
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-5000:]
+                time.sleep(0.5)
+        wish = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(wish | {"return_token_ids": True}).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        answer = json.load(direct.open(request, timeout=300))
+    finally:
+        server.terminate()
+        server.wait(60)
+        log.close()
+    assert answer["usage"]["completion_tokens"] == TOKENS
+    assert answer["choices"][0]["token_ids"] == eager(models["tiny"])[0]
