@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -62,6 +63,10 @@ class Experts:
 # Functions that find the experts of a module, by the names of its parameters. hf/experts.py adds transformers' kind.
 EXPERTS_IN: list[Callable[[torch.nn.Module], Mapping[str, Experts]]] = []
 
+# Modules that compute what a torch.nn.Linear does -> that layer, over the same memory. hf/conv1d.py adds transformers' kind.
+LINEAR_OF: dict[type, Callable[[torch.nn.Module], torch.nn.Linear]] = {}
+TRANSPOSED = "_lowbit_transposed"  # the attribute of such a layer whose module keeps its weight as [in, out]
+
 Layer: TypeAlias = torch.nn.Module | Experts
 
 
@@ -76,11 +81,57 @@ def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
 
 
 def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
-    """All modules of a model by their qualified names, shared ones by each, and the float experts in them."""
+    """All modules of a model by their qualified names, shared ones by each, and the float experts in them; what is a linear
+    layer in another form comes as a torch.nn.Linear."""
     for name, module in model.named_modules(remove_duplicate=False):
-        yield name, module
+        yield name, _in_its_form(module)
         for leaf, experts in experts_of(module).items():
             yield f"{name}.{leaf}" if name else leaf, experts
+
+
+def _in_its_form(module: torch.nn.Module) -> torch.nn.Module:
+    return LINEAR_OF[type(module)](module) if type(module) in LINEAR_OF else module
+
+
+def is_transposed(layer: Layer | None) -> bool:
+    """Whether a model keeps the weight of a linear layer as [in, out]."""
+    return not isinstance(layer, Experts) and getattr(layer, TRANSPOSED, False)
+
+
+def oriented(layer: Layer, weight: torch.Tensor) -> torch.Tensor:
+    """[out, in], or [experts, out, in], of a tensor that lies as the layer's parameter does."""
+    if isinstance(layer, Experts):
+        return layer.oriented(weight)
+    return weight.T if is_transposed(layer) else weight
+
+
+def put_linears(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.nn.Module]:
+    """Puts torch.nn.Linear in the place of layers that are such a layer in another form: the model computes the same.
+
+    Returns:
+        The layers that were there.
+    """
+    before = {}
+    for name in names:
+        linear = layer_at(model, name)
+        if isinstance(linear, torch.nn.Linear) and is_transposed(linear):
+            delattr(linear, TRANSPOSED)
+            before[name] = model.get_submodule(name)
+            model.set_submodule(name, linear)
+    return before
+
+
+@contextmanager
+def with_linears(model: torch.nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """:func:`put_linears`, for a while: what has not been replaced meanwhile is as it was."""
+    before = put_linears(model, names)
+    put = {name: model.get_submodule(name) for name in before}
+    try:
+        yield
+    finally:
+        for name, layer in before.items():
+            if model.get_submodule(name) is put[name]:
+                model.set_submodule(name, layer)
 
 
 def layer_at(model: torch.nn.Module, name: str) -> Layer:
@@ -90,7 +141,7 @@ def layer_at(model: torch.nn.Module, name: str) -> Layer:
         AttributeError: there is none.
     """
     parent, _, leaf = name.rpartition(".")
-    return experts_of(model.get_submodule(parent)).get(leaf) or model.get_submodule(name)
+    return experts_of(model.get_submodule(parent)).get(leaf) or _in_its_form(model.get_submodule(name))
 
 
 def put_packed(
@@ -176,7 +227,7 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
     share = f"{100 * left / total:.0f} % of the bytes of this {type(model).__name__}'s matrices stay float, in {largest}{more}"
     only = "" if left < total / 2 else f"only {100 * packed / total:.0f} % are packed: "
     warnings.warn(
-        f"{only}{share}; lowbit packs torch.nn.Linear, torch.nn.Embedding and transformers' experts",
+        f"{only}{share}; lowbit packs torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D and experts",
         stacklevel=stacklevel + 1,
     )
 

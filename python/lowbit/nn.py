@@ -422,8 +422,8 @@ def in_place_of(
     return packed
 
 
-def take_place(packed: Packed, layer: torch.nn.Module) -> None:
-    """Gives a packed layer another one's hooks and mode, and what its users have set on it."""
+def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
+    """Gives a layer another one's hooks and mode, and what its users have set on it."""
     packed.train(layer.training)
     for name in _HOOKS:
         packed.__dict__[name] = layer.__dict__[name]

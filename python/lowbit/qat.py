@@ -271,6 +271,9 @@ def prepare_(
         if chosen.mapping not in ("symmetric", "affine"):
             raise ValueError(f"{name} has mapping {chosen.mapping!r}; expected 'symmetric' or 'affine' for training")
     modules = {name: model.get_submodule(name) for name in selected}
+    for name, module in modules.items():
+        if type(module) not in _KINDS:
+            raise ValueError(f"{name} is a {type(module).__name__}, which cannot be trained packed; give it the config None")
     check_layers(modules, selected)
     for names in names_by_weight(modules).values():
         owner = None

@@ -126,10 +126,11 @@ def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _know_transformers() -> None:
-    """Lets its experts be found; a model of it can only be there if it is loaded."""
+    """Lets its own kinds of layers be found; a model of it can only be there if it is loaded."""
     if "transformers.modeling_utils" in sys.modules:
-        with suppress(ImportError):  # of another version: its experts stay float, and a warning says so
+        with suppress(ImportError):  # of another version: these stay float, and a warning says so
             import_module("lowbit.hf.experts")
+            import_module("lowbit.hf.conv1d")
 
 
 def quantize_(
@@ -141,7 +142,7 @@ def quantize_(
 
     Args:
         model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth, and
-            modules of transformers with the weights of all experts of a mixture in one parameter, which is a linear layer
+            transformers' ``Conv1D``, which is a linear layer here, and its modules with the weights of all experts of a mixture in one parameter, which is a linear layer
             here, called as the parameter is (``"*.experts.down_proj"``).
         config: one config, for all layers of its kind; or shell-style patterns of qualified names (``"*embed*"``) to
             configs, of which the last that matches wins, and None leaves a layer as it is.

@@ -175,10 +175,17 @@ def test_fitted_levels_from_file_to_file(source, text, tmp_path):
 
 
 def test_what_cannot_be_packed_stays_float_and_is_said(tmp_path):
+    """GPT-2's Conv1D is packed like any linear layer: what stays float is what the config says."""
     source = save(make("gpt2"), tmp_path / "gpt2")
-    with pytest.warns(UserWarning, match="stay float"):
-        summary, _ = calibrate_checkpoint(source, tmp_path / "out", CONFIG, words(1500), "importance")
-    assert any("Conv1D" in why for why in summary.left.values()), summary.left
+    config = lowbit.LowBitConfig(bits=3, overrides={"*.c_fc": None})
+    summary, done = calibrate_checkpoint(source, tmp_path / "out", config, words(1500), "auto")
+    assert set(summary.left) == {f"transformer.h.{i}.mlp.c_fc.weight" for i in range(2)}
+    assert done.methods["transformer.h.0.attn.c_attn"] == "gptq"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    wanted = hidden(load(source).eval())
+    plain = load(source, quantization_config=config).eval()
+    errors = [relative(hidden(model), wanted) for model in (load(tmp_path / "out").eval(), plain)]
+    assert errors[0] < 0.8 * errors[1], errors
     assert hidden(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()).isfinite().all()
 
 

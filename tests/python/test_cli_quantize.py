@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import JetMoeConfig, JetMoeForCausalLM
 
 import lowbit
 from command_line import FLOAT, LOWBIT, document, documented_keys, error, invoke
@@ -161,26 +161,27 @@ def test_the_last_override_that_matches_counts(tmp_path):
     assert bits == {0: {2}, 1: {5}, 2: {3}}
 
 
-def gpt2(path):
+def mostly_float(path):
     """A checkpoint whose matrices are mostly in layers that lowbit does not pack."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2, tie_word_embeddings=True)
-    GPT2LMHeadModel(config).save_pretrained(path)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16}
+    config = JetMoeConfig(**sizes, intermediate_size=96, num_local_experts=4, max_position_embeddings=32, pad_token_id=0)
+    JetMoeForCausalLM(config).save_pretrained(path)
     return path
 
 
 def test_quantize_says_what_stays_float(tmp_path):
-    source = gpt2(tmp_path / "gpt2")
-    result = invoke("quantize", source, tmp_path / "new", "--override", "transformer.wpe=float")
+    source = mostly_float(tmp_path / "float")
+    result = invoke("quantize", source, tmp_path / "new", "--override", "*.0.self_attention.kv_proj=float")
     assert result.exit_code == 0, result.stderr
     entries = lowbit.inspect_checkpoint(tmp_path / "new")
     total = sum(entry.bytes for entry in entries)
-    floats = [entry for entry in entries if entry.kind != "packed" and len(entry.shape) == 2]
-    conv = [entry for entry in floats if ".h." in entry.name]
-    share = 100 * sum(entry.bytes for entry in conv) / total
-    assert len(conv) == 8
-    assert re.search(rf"^8 matrices \(.*\) stay float, {share:.1f} % of the bytes: .*Conv1D", result.stdout, re.M)
-    assert re.search(r"^transformer\.wpe\.weight stays float, [\d.]+ % of the bytes: ", result.stdout, re.M)
+    floats = [entry for entry in entries if entry.kind != "packed" and len(entry.shape) > 1]
+    experts = [entry for entry in floats if len(entry.shape) == 3]
+    share = 100 * sum(entry.bytes for entry in experts) / total
+    assert len(experts) == 8
+    assert re.search(rf"^8 matrices \(.*\) stay float, {share:.1f} % of the bytes: [^:]*JetMoeParallelExperts", result.stdout, re.M)
+    assert re.search(r"^model\.layers\.0\.self_attention\.kv_proj\.weight stays float, [\d.]+ % of the bytes: ", result.stdout, re.M)
     warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: MOST OF THIS MODEL")]
     left = sum(entry.bytes for entry in floats)
     assert warnings == [
@@ -188,15 +189,15 @@ def test_quantize_says_what_stays_float(tmp_path):
         f"{tmp_path / 'new'}"
     ]
     said = document(invoke("quantize", source, tmp_path / "again", "--json"))
-    assert len(said["left_float"]) == 8 and all("Conv1D" in why for why in said["left_float"].values())
-    assert said["left_bytes"] == sum(entry.bytes for entry in conv)
+    assert len(said["left_float"]) == 8 and all("Experts" in why for why in said["left_float"].values())
+    assert said["left_bytes"] == sum(entry.bytes for entry in experts)
 
 
 def test_a_float_model_that_is_quantised_to_run_says_what_stays_float(tmp_path):
-    source = gpt2(tmp_path / "gpt2")
+    source = mostly_float(tmp_path / "float")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FLOAT / name, source)
     # The tokenizer is another model's: with more tokens than this one has.
     result = invoke("generate", source, "--prompt", "Return", "--bits", 4)
     warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: ")]
-    assert len(warnings) == 1 and "Conv1D" in warnings[0] and "stay float" in warnings[0]
+    assert len(warnings) == 1 and "JetMoeParallelExperts" in warnings[0] and "stay float" in warnings[0]

@@ -99,6 +99,7 @@ def assign_widths(
     Raises:
         TypeError, ValueError: as :func:`calibrate`, or a target that cannot be had; the message says what can.
     """
+    from ..layers import with_linears
     from ..transformers import LowBitConfig
     from .data import batches
     from .model import evaluating
@@ -108,9 +109,9 @@ def assign_widths(
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
     reference_bits = whole_bits(target_bits)
     inputs, _ = batches(model, data, tokenizer, window, max_tokens)
-    items = options_of(model, config)
-    check_bits(items, target_bits)
-    with evaluating(model):
+    with with_linears(model, config.select(model, experts=False)), evaluating(model):
+        items = options_of(model, config)
+        check_bits(items, target_bits)
         measure_losses(model, inputs, items, reference_bits, progress)
     return config_of(config, items, within(items, target_bits))
 

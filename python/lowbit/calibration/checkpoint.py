@@ -15,6 +15,7 @@ from ..checkpoint import MAX_SHARD_BYTES, CheckpointSummary, PlannedSize, planne
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import files_of, read_files
+from ..layers import put_linears
 from .data import MOST_TOKENS, batches
 from .journal import Journal, digest
 from .model import Kept, check_method, evaluating, run
@@ -147,6 +148,7 @@ def _with_widths(
     if known is not None:
         return LowBitConfig(**known)
     target_bytes, target_bits = budget
+    put_linears(model, config.select(model, experts=False))
     floats = planned.bytes - planned.packed_bytes
     about = target_bits if target_bytes is None else 8 * (target_bytes - floats) / planned.packed_weights
     reference_bits = whole_bits(about)

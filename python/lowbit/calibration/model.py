@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..layers import experts_of, leave_fused_paths, named_layers, put_packed
+from ..layers import experts_of, leave_fused_paths, named_layers, put_packed, with_linears
 from ..levels import FIT
 from ..quantize import EmbeddingConfig, LinearConfig
 from ..quantize_model import described_to_transformers, quantize_
@@ -63,7 +63,7 @@ def run(
     check_weights(model, selected)
     check_experts(model, experts)
     inputs, there = batches(model, data, tokenizer, window, max_tokens)
-    with evaluating(model), described_to_transformers(model):
+    with with_linears(model, selected), evaluating(model), described_to_transformers(model):
         return _Run(model, selected, experts, method, inputs, there, progress, dict(options or {}), kept).run()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .. import nn
-from ..layers import KINDS, Experts, check_layers, named_layers
+from ..hf import conv1d  # noqa: F401 - lets named_layers find them
+from ..layers import KINDS, LINEAR_OF, Experts, check_layers, layer_at, named_layers
 from ..quantize import LinearConfig, check_layer
 from ..quantize_model import select_layers
 from .grid import Config
@@ -38,7 +39,7 @@ def check_experts(model: torch.nn.Module, selected: Mapping[str, Config]) -> Non
 def check_weights(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
     configs: dict[int, tuple[str, Config]] = {}
     for name, config in selected.items():
-        layer = model.get_submodule(name)
+        layer = layer_at(model, name)
         weight = layer.weight
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
@@ -57,12 +58,10 @@ def left_float(model: torch.nn.Module) -> dict[str, str]:
     """Modules whose weights multiply activations, but which cannot be packed."""
     left = {}
     for name, module in model.named_modules():
-        if type(module) in KINDS or isinstance(module, nn.Linear | nn.Embedding):
+        if type(module) in KINDS or type(module) in LINEAR_OF or isinstance(module, nn.Linear | nn.Embedding):
             continue
         kind = type(module).__name__
-        if kind == "Conv1D":
-            left[name] = "a Conv1D of transformers, no torch.nn.Linear"
-        elif isinstance(module, torch.nn.Linear):
+        if isinstance(module, torch.nn.Linear):
             left[name] = f"a {kind}, which may use its weight in its own way"
         elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
             left[name] = f"{kind}: weights of several experts in one tensor"

@@ -15,7 +15,7 @@ import torch
 from .. import ops
 from ..files.config_json import quantization_method, read_config
 from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
-from ..layers import Experts, named_layers, warn_of_floats
+from ..layers import Experts, is_transposed, named_layers, warn_of_floats
 from ..quantize import EmbeddingConfig, LinearConfig
 from .writing import MAX_SHARD_BYTES, size_of_files
 
@@ -77,11 +77,12 @@ class Output:
     config: LinearConfig | EmbeddingConfig | None = None
     bias: Stored | None = None
     layer: str = ""  # that it is for, when packed
+    transposed: bool = False  # in the files
     experts: tuple[Matrix, ...] | None = None  # instead of the source, which is the first tensor of the first one
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return self.experts or (Matrix((self.source,)),)
+        return self.experts or (Matrix((self.source,), self.transposed),)
 
     @property
     def source_bytes(self) -> int:
@@ -242,7 +243,10 @@ def _plan(
         together = len({id(bias) for bias in biases.values()}) <= 1
         for layer in chosen[:1] if together else chosen:
             bias = next(iter(biases.values()), None) if together else biases.get(layer)
-            outputs.append(Output(called(layer, "packed_weight"), tensors[key], selected[layer], bias, layer))
+            transposed = is_transposed(layers[layer])
+            outputs.append(
+                Output(called(layer, "packed_weight"), tensors[key], selected[layer], bias, layer, transposed)
+            )
         floats = [layer for layer in weights if layer not in selected]
         if floats:
             outputs.append(Output(called(floats[0], "weight"), tensors[key]))

@@ -183,15 +183,31 @@ def _typed(output: Output) -> Iterator[str]:
     session = toolkit.PromptSession(key_bindings=bindings, output=terminal)
 
     def lines() -> Iterator[str]:
-        while True:
-            try:
-                yield session.prompt("> ")
-            except KeyboardInterrupt:
-                continue  # the line is cleared
-            except EOFError:
-                return
+        with _modes_kept():
+            while True:
+                try:
+                    yield session.prompt("> ")
+                except KeyboardInterrupt:
+                    continue  # the line is cleared
+                except EOFError:
+                    return
 
     return lines()
+
+
+@contextmanager
+def _modes_kept() -> Iterator[None]:
+    """Leaves the terminal's modes as they were, also if a signal comes in the moment in which prompt_toolkit changes them."""
+    try:
+        termios: Any = import_module("termios")
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def _converse(output: Output, talk: Chat, asked: Iterator[str]) -> Iterator[tuple[str, Answer]]:

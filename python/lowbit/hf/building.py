@@ -85,8 +85,7 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
             info, layer = packed_info(stored), name.removesuffix(".weight")
             given |= given_with(layer, info)
             shape = list(info.shape)
-            if isinstance(found := layer_at(model, layer), Experts):
-                state[name] = found.weight
+            state[name] = getattr(layer_at(model, layer), "weight", state[name])  # [out, in], however the model keeps it
         expected = list(state[name].shape)
         if shape != expected:
             raise ValueError(

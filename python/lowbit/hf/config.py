@@ -16,7 +16,7 @@ from .. import nn
 from ..layers import KINDS, Experts, check_whole_experts, kind_of, named_layers
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
-from . import experts  # noqa: F401 - lets named_layers find them
+from . import conv1d, experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 METHOD = "lowbit"

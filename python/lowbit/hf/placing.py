@@ -11,7 +11,7 @@ import transformers
 
 from .. import nn, ops
 from ..layers import Experts, check_whole_experts, kind_of, named_layers, put_packed
-from . import experts  # noqa: F401 - lets named_layers find them
+from . import conv1d, experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 PACKED, ORDER = "packed_weight", "input_order"

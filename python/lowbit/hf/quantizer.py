@@ -16,7 +16,17 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 
 from .. import nn
 from ..files.safetensors import Stored, float_name, orders_of, packed_info, read_files, read_metadata
-from ..layers import Experts, kind_of, layer_at, named_layers, pack_layer, put_packed, replace_layers, warn_of_floats
+from ..layers import (
+    Experts,
+    kind_of,
+    layer_at,
+    named_layers,
+    oriented,
+    pack_layer,
+    put_packed,
+    replace_layers,
+    warn_of_floats,
+)
 from ..memory import in_huge_pages
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
@@ -204,7 +214,7 @@ class _Quantize(ConversionOps):
             if is_bias:  # of experts, which waited for it
                 weight, bias = layer.weight, weight
             else:
-                weight = layer.oriented(weight) if isinstance(layer, Experts) else weight
+                weight = oriented(layer, weight)
                 bias = getattr(layer, "bias", None)
             # What cannot be packed now waits: for its other tensor, or for the end, where the error reaches the caller.
             if config is None or "meta" in (weight.device.type, "" if bias is None else bias.device.type):

@@ -146,7 +146,7 @@ def _meta_model(config: dict[str, Any], tensors: int):
 def _plan(source: Source, model) -> list[_Output]:
     """What becomes of each tensor; every one is held against the model."""
     from ..hf.names import check_complete, given_by, names_in_model
-    from ..layers import Experts, kind_of, named_layers
+    from ..layers import Experts, is_transposed, kind_of, named_layers
 
     by_name: dict[str, Matrix | Stacked | Weights | Float] = {}
     for tensor in source.tensors:
@@ -163,7 +163,10 @@ def _plan(source: Source, model) -> list[_Output]:
             raise ValueError(
                 f"{key} in {source.path} holds the matrices of experts, but {type(model).__name__} has no such parameter"
             )
+        layer = name.removesuffix(".weight")
         expected = modules[name].weight.shape if stacked else state[name].shape if name in state else tensor.shape
+        if targets is None and is_transposed(modules.get(layer)) and not isinstance(tensor, Float):
+            expected = modules[layer].weight.shape  # a quantised matrix is [out, in] in every format
         if targets is None and tuple(expected) != tuple(tensor.shape):
             raise ValueError(
                 f"{key} in {source.path} has shape {list(tensor.shape)}; expected {list(expected)}, as its "
@@ -172,7 +175,6 @@ def _plan(source: Source, model) -> list[_Output]:
         if isinstance(tensor, Float):
             floats[key] = tensor
             continue
-        layer = name.removesuffix(".weight")
         kind = kind_of(modules.get(layer))
         if targets is None and name not in state:
             raise ValueError(

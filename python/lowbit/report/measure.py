@@ -27,7 +27,7 @@ from ..calibration.widths import LEVELS_BITS, Item, config_of, measure_losses, o
 from ..files.config_json import read_config
 from ..files.replace import replacing
 from ..files.untrusted import interpreting
-from ..layers import names_by_weight, replace_layers
+from ..layers import names_by_weight, put_linears, replace_layers
 from ..llm.bench import measure
 from ..llm.decoder import Decoder
 from ..llm.loading import is_packed, load_model, load_tokenizer
@@ -252,6 +252,7 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
     subject = _Subject(options)
     with _quiet():
         selected = subject.config(4).select(subject.model, experts=False)
+    put_linears(subject.model, selected)
     modules = {name: subject.model.get_submodule(name) for name in selected}
     if not selected:
         raise ValueError(f"{options.model} has no linear layer or embedding")

@@ -1,0 +1,24 @@
+"""transformers' Conv1D, of GPT-2 and its kin: a linear layer whose weight is [in, out]."""
+
+from __future__ import annotations
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from .. import nn
+from ..layers import LINEAR_OF, TRANSPOSED
+
+
+def as_linear(layer: Conv1D) -> torch.nn.Linear:
+    """The torch.nn.Linear that computes the same, over the same memory, with the layer's hooks and mode."""
+    with torch.device("meta"):
+        linear = torch.nn.Linear(1, 1)
+    linear.out_features, linear.in_features = layer.nf, layer.weight.shape[0]
+    linear.weight = torch.nn.Parameter(layer.weight.detach().T, layer.weight.requires_grad)
+    linear.bias = layer.bias
+    nn.take_place(linear, layer)
+    setattr(linear, TRANSPOSED, True)
+    return linear
+
+
+LINEAR_OF[Conv1D] = as_linear

@@ -1,0 +1,143 @@
+"""transformers' Conv1D, a linear layer whose weight is [in, out]: packed wherever a torch.nn.Linear is."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
+
+import lowbit
+import lowbit.transformers
+from lowbit.calibration import assign_widths, calibrate
+
+CONFIG = lowbit.LowBitConfig(bits=4)
+TEXT = torch.arange(20)[None]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("gpt2") / "float"
+    config = GPT2Config(vocab_size=160, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # zeros, which nothing would miss
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+
+@torch.inference_mode()
+def logits(model):
+    return model(TEXT).logits
+
+
+@pytest.fixture(scope="module")
+def expected(source):
+    """Of a model whose Conv1D were made torch.nn.Linear by hand."""
+    model = load(source)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, Conv1D):
+            linear = torch.nn.Linear(*layer.weight.shape)
+            linear.weight.data, linear.bias.data = layer.weight.data.T.contiguous(), layer.bias.data
+            model.set_submodule(name, linear)
+    plain = logits(model)
+    assert torch.allclose(plain, logits(load(source)), atol=1e-5)
+    lowbit.quantize_(model, CONFIG.select(model))
+    return logits(model), plain
+
+
+def test_every_way_gives_the_same_bits(source, expected, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing stays float
+        in_memory = load(source)
+        lowbit.quantize_(in_memory, CONFIG.select(in_memory))
+        at_load = load(source, quantization_config=CONFIG)
+        summary = lowbit.quantize_checkpoint(source, tmp_path / "packed", CONFIG)
+    assert not summary.left and not [1 for module in in_memory.modules() if isinstance(module, Conv1D)]
+    in_memory.save_pretrained(tmp_path / "memory")
+    at_load.save_pretrained(tmp_path / "load")
+    models = [in_memory, at_load, *(load(tmp_path / name) for name in ("packed", "memory", "load"))]
+    for model in models:
+        assert torch.equal(logits(model), expected[0])
+    layer = models[-1].transformer.h[0].attn.c_attn
+    assert list(layer.weight.shape) == [192, 64] and layer.info.has_bias
+    decoder = lowbit.llm.Decoder(models[-1], 64)
+    with torch.inference_mode():
+        step = decoder(TEXT, torch.tensor([0]))
+    assert torch.equal(step, expected[0][:, -1])
+
+
+def test_what_stays_float_is_as_it_was(source, tmp_path):
+    config = lowbit.LowBitConfig(bits=4, overrides={"*.c_proj": None})
+    summary = lowbit.quantize_checkpoint(source, tmp_path / "packed", config)
+    assert set(summary.left) == {f"transformer.h.{i}.{part}.c_proj.weight" for i in range(2) for part in ("attn", "mlp")}
+    model, at_load = load(tmp_path / "packed"), load(source, quantization_config=config)
+    for found in (model, at_load):
+        assert type(found.transformer.h[1].mlp.c_proj) is Conv1D
+        assert torch.equal(found.transformer.h[1].mlp.c_proj.weight, load(source).transformer.h[1].mlp.c_proj.weight)
+    assert torch.equal(logits(model), logits(at_load))
+
+
+def test_hooks_stay(source):
+    model, seen = load(source), []
+    handle = model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *arguments: seen.append(arguments[2].shape))
+    lowbit.quantize_(model, CONFIG.select(model))
+    logits(model)
+    assert seen == [(1, 20, 256)]
+    handle.remove()
+    logits(model)
+    assert len(seen) == 1
+
+
+def texts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 160, (1, 64), generator=generator) for _ in range(8)]
+
+
+def test_calibration(source, expected):
+    config = {"*.h.*": lowbit.LinearConfig(2)}
+    rounded = lowbit.quantize_(load(source), config)
+    model = load(source)
+    calibrate(model, texts(), config, "gptq")
+    errors = [float((logits(each) - expected[1]).square().mean()) for each in (model, rounded)]
+    assert errors[0] < 0.6 * errors[1], errors
+
+
+def test_widths_leave_the_model_as_it_was(source):
+    model = load(source)
+    before = {name: type(layer) for name, layer in model.named_modules()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = assign_widths(model, texts(), lowbit.LowBitConfig(), target_bits=4.5)
+    assert {name: type(layer) for name, layer in model.named_modules()} == before
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert {"transformer.h.0.mlp.c_fc"} <= config.select(model).keys()
+
+
+def test_a_calibration_that_fails_leaves_it_too(source):
+    model = load(source)
+    model.transformer.h[1].mlp.c_proj.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(OSError("stop")))
+    with pytest.raises(OSError, match="stop"):
+        calibrate(model, texts(), {"*.h.1.*": lowbit.LinearConfig(2)}, "importance")
+    assert type(model.transformer.h[1].mlp.c_proj) is Conv1D
+
+
+def test_it_is_not_trained_packed(source):
+    with pytest.raises(ValueError, match=r"h\.0\.attn\.c_attn is a Conv1D, which cannot be trained packed; give it the config"):
+        lowbit.qat.prepare_(load(source), {"*.h.*": lowbit.LinearConfig(4)})
+
+
+def test_another_shape_is_refused(source, tmp_path):
+    packed = tmp_path / "packed"
+    lowbit.quantize_checkpoint(source, packed, CONFIG)
+    config = transformers.AutoConfig.from_pretrained(packed)
+    config.n_inner = 128
+    config.save_pretrained(packed)
+    with pytest.raises(ValueError, match=r"c_fc.packed_weight .*\[256, 64\]; expected \[128, 64\], as config.json says"):
+        load(packed)
