@@ -7,7 +7,7 @@ A packed checkpoint is loaded by transformers (:mod:`lowbit.transformers`).
 from .entries import CheckpointEntry, inspect_checkpoint
 from .plan import PlannedSize, planned_size
 from .quantizing import CheckpointSummary, quantize_checkpoint
-from .writing import MAX_SHARD_BYTES, copy_files, new_checkpoint, write_json, write_tensors
+from .writing import MAX_SHARD_BYTES, copy_files, counted, new_checkpoint, write_json, write_tensors
 
 __all__ = [
     "MAX_SHARD_BYTES",
@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointSummary",
     "PlannedSize",
     "copy_files",
+    "counted",
     "inspect_checkpoint",
     "new_checkpoint",
     "planned_size",

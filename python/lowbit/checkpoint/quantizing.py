@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import struct
 import time
@@ -21,7 +20,15 @@ from ..levels import FIT, sampled_rows
 from ..quantize import quantize_tensor, table_of
 from .entries import CheckpointEntry
 from .plan import Matrix, Output, read_and_plan
-from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, new_checkpoint, write_json, write_tensors
+from .writing import (
+    MAX_SHARD_BYTES,
+    check_shard_bytes,
+    copy_files,
+    counted,
+    new_checkpoint,
+    write_json,
+    write_tensors,
+)
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -136,19 +143,15 @@ def quantize_checkpoint(
     outputs, left, description = read_and_plan(source, config)
     total = sum(output.source_bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
-    read = 0
-
-    def done(count: int, name: str) -> None:
-        nonlocal read
-        read += count
-        if progress is not None:
-            progress(read, total, name)
+    done = counted(progress, total)
 
     with new_checkpoint(target, target_bytes) as directory:
         ready = packed() if packed else {}
 
         def write(output: Output, writer: Writer) -> None:
-            advance = functools.partial(done, name=output.name)
+            def advance(count: int) -> None:
+                done(count, output.name)
+
             if output.layer in ready:
                 _write_packed(output, ready[output.layer], writer, advance)
             elif output.config is not None:

@@ -98,6 +98,19 @@ def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
         partial.finish()
 
 
+def counted(progress: Callable[[int, int, str], None] | None, total: int) -> Callable[[int, str], None]:
+    """A function of (bytes, name of the tensor) that adds the bytes up, and calls ``progress(bytes so far, total, name)``."""
+    read = 0
+
+    def done(count: int, name: str) -> None:
+        nonlocal read
+        read += count
+        if progress is not None:
+            progress(read, total, name)
+
+    return done
+
+
 def write_tensors(
     directory: Path, outputs: Iterable[T], max_shard_bytes: int, write: Callable[[T, Writer], None]
 ) -> list[CheckpointEntry]:

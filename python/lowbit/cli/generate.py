@@ -168,7 +168,7 @@ def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int)
 
     found, expected = load_tokenizer(draft).get_vocab(), tokenizer.get_vocab()
     if found != expected:
-        other = min((token for token in found.keys() | expected if found.get(token) != expected.get(token)))
+        other = min(token for token in found.keys() | expected if found.get(token) != expected.get(token))
         raise ValueError(
             f"{draft} has other tokens than {model}, {other!r} for example, and cannot guess them; expected a smaller model of "
             "the same family"

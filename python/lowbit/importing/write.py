@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import _C, ops
-from ..checkpoint import CheckpointEntry, new_checkpoint, write_json, write_tensors
+from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_tensors
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
@@ -261,18 +261,11 @@ def write_checkpoint(
 
     total = sum(output.tensor.bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
-    read = 0
-
-    def done(count: int, name: str) -> None:
-        nonlocal read
-        read += count
-        if progress is not None:
-            progress(read, total, name)
-
+    done = counted(progress, total)
     tensors: list[ImportedTensor] = []
 
     def write(output: _Output, writer: Writer) -> None:
-        written = _write(output, writer, functools.partial(done, name=output.name))
+        written = _write(output, writer, lambda count: done(count, output.name))
         if not output.name.endswith(ORDER_SUFFIX):  # a part of a packed weight
             tensors.append(written)
 
