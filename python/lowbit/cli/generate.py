@@ -14,6 +14,7 @@ from lowbit._machine import peak_memory
 
 from .models import imported, load, make_decoder, need_compiler, positions, read_text, set_threads
 from .options import (
+    Cache,
     Compile,
     EmbeddingBits,
     GroupSize,
@@ -76,6 +77,7 @@ def generate(
     mapping: Mapping = "symmetric",
     embedding_bits: EmbeddingBits = None,
     max_length: MaxLength = None,
+    cache: Cache = None,
     threads: Threads = None,
     compile_: Compile = False,
     as_json: Json = False,
@@ -106,8 +108,10 @@ def generate(
     check_tokens(loaded, ids, model)
     if max_length is None:
         max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
-    step = make_decoder(output, loaded, max_length, compile_)
-    guesser = None if draft is None else _draft(output, imported(output, draft), tokenizer, model, max_length)
+    step = make_decoder(output, loaded, max_length, compile_, cache)
+    guesser = None if draft is None else _draft(
+        output, imported(output, draft), tokenizer, model, max_length, cache
+    )
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
         set_stdout_errors("replace")  # the text is for people
@@ -162,7 +166,7 @@ def generate(
         output.result(document)
 
 
-def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int):
+def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int, cache: str | None):
     """The decoder of a model that guesses for another one."""
     from lowbit.llm.loading import load_tokenizer
 
@@ -176,7 +180,7 @@ def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int)
     loaded = load(output, draft, None)
     if positions(loaded) < max_length:
         raise ValueError(f"{draft} is made for {positions(loaded)} tokens; expected {max_length} or more, as --max-length")
-    return make_decoder(output, loaded, max_length, False)
+    return make_decoder(output, loaded, max_length, False, cache)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

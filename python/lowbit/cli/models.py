@@ -26,12 +26,12 @@ def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.M
 
 
 def make_decoder(
-    output: Output, model: torch.nn.Module, max_length: int, compiled: bool
+    output: Output, model: torch.nn.Module, max_length: int, compiled: bool, cache: str | None = None
 ) -> Callable[..., torch.Tensor]:
     """The model over caches of this length, as machine code if that is asked for."""
     from lowbit import llm
 
-    step = llm.Decoder(model, max_length)
+    step = llm.Decoder(model, max_length, cache)
     if not compiled:
         return step
     with output.progress("compiling"):
