@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
+
+from .proof import sees_what_follows
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ def perplexity(
         progress: called as ``progress(tokens predicted, tokens to predict)`` after each window.
 
     Raises:
-        ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range.
+        ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range; or a model whose
+            logits behind a token change with the tokens that follow: it would be told what it should predict.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
@@ -67,12 +71,17 @@ def perplexity(
             f"the text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {config.vocab_size - 1}: "
             "the tokenizer is another model's"
         )
+    follows = sees_what_follows(model)
+    if follows is not None:
+        raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
+    keeps = "logits_to_keep" in signature(model.forward).parameters
     nats, done = 0.0, 1
     for begin in range(0, len(ids), stride):
         end = min(begin + window, len(ids))
         new = end - done
         # The logits behind token i predict token i + 1: one more than there are new tokens, and not the last.
-        logits = model(ids[None, begin:end], use_cache=False, logits_to_keep=new + 1).logits[0, :-1].float()
+        more = {"logits_to_keep": new + 1} if keeps else {}
+        logits = model(ids[None, begin:end], use_cache=False, **more).logits[0, -new - 1 : -1].float()
         nats += torch.nn.functional.cross_entropy(logits, ids[done:end], reduction="sum").item()
         done = end
         if progress is not None:
