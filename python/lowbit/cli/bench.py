@@ -11,7 +11,7 @@ import typer
 from lowbit._machine import cpp_compiler
 
 from .models import is_shape, load_packed, set_threads
-from .options import GroupSize, Json, ModelOrShape, OptionalBits, Threads, parse_group_size
+from .options import Cache, GroupSize, Json, ModelOrShape, OptionalBits, Threads, parse_group_size
 from .output import Output, size, table
 
 
@@ -32,6 +32,7 @@ def bench(
         typer.Option("--mode", help="As it is, with torch.compile, with AOTInductor; several take turns."),
     ] = [_Mode.aot],  # noqa: B006 - typer reads it, and nobody changes it
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often; medians count.")] = 3,
+    cache: Cache = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +47,8 @@ def bench(
     measured = model if is_shape(model) else load_packed(output, Path(model), bits, group_size)
     with output.progress(f"measuring {model}"):
         figures = library.run(
-            measured, bits or 4, parse_group_size(group_size), prompt=prompt, new=new, modes=modes, rounds=rounds
+            measured, bits or 4, parse_group_size(group_size),
+            prompt=prompt, new=new, modes=modes, rounds=rounds, cache=cache,
         )
     shown = table("", "decode, tokens/s", "of the bandwidth", "prompt, tokens/s", "first token, s", "compiled in, s")
     for name, row in figures["modes"].items():

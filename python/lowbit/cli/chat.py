@@ -18,6 +18,7 @@ from lowbit._machine import cpp_compiler
 
 from .models import imported, load, make_step, positions, read_text, set_threads
 from .options import (
+    Cache,
     Compile,
     EmbeddingBits,
     GroupSize,
@@ -96,6 +97,7 @@ def chat(
     mapping: Mapping = "symmetric",
     embedding_bits: EmbeddingBits = None,
     max_length: MaxLength = None,
+    cache: Cache = None,
     threads: Threads = None,
     compile_: Compile = False,
     as_json: Json = False,
@@ -124,7 +126,7 @@ def chat(
         output.warn(f"generation_config.json of {model} sets {', '.join(ignored)}, which lowbit does not do")
     if max_length is None:
         max_length = min(_CONTEXT, positions(loaded) // 16 * 16)
-    step = make_step(output, loaded, max_length, compile_)
+    step = make_step(output, loaded, max_length, compile_, cache)
     talk = Chat(
         step, loaded, tokenizer, text, max_length,
         system=system, sampling=sampling, max_new_tokens=max_new_tokens or most or _NEW, seed=seed,

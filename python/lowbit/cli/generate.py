@@ -14,6 +14,7 @@ from lowbit._machine import cpp_compiler, peak_memory
 
 from .models import imported, load, make_decoder, make_step, positions, read_text, set_threads
 from .options import (
+    Cache,
     Compile,
     EmbeddingBits,
     GroupSize,
@@ -76,6 +77,7 @@ def generate(
     mapping: Mapping = "symmetric",
     embedding_bits: EmbeddingBits = None,
     max_length: MaxLength = None,
+    cache: Cache = None,
     threads: Threads = None,
     compile_: Compile = False,
     as_json: Json = False,
@@ -107,8 +109,10 @@ def generate(
     if max_length is None:
         max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
     needs = {"--draft": draft is not None, "--guesses": guesses > 0}
-    step = make_step(output, loaded, max_length, compile_, needs)
-    guesser = None if draft is None else _draft(output, imported(output, draft), tokenizer, model, max_length)
+    step = make_step(output, loaded, max_length, compile_, cache, needs)
+    guesser = None if draft is None else _draft(
+        output, imported(output, draft), tokenizer, model, max_length, cache
+    )
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
         set_stdout_errors("replace")  # the text is for people
@@ -164,7 +168,7 @@ def generate(
         output.result(document)
 
 
-def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int):
+def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int, cache: str | None):
     """The decoder of a model that guesses for another one."""
     from lowbit.llm.loading import load_tokenizer
 
@@ -178,7 +182,7 @@ def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int)
     loaded = load(output, draft, None)
     if positions(loaded) < max_length:
         raise ValueError(f"{draft} is made for {positions(loaded)} tokens; expected {max_length} or more, as --max-length")
-    return make_decoder(output, loaded, max_length, False)
+    return make_decoder(output, loaded, max_length, False, cache)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -26,12 +26,12 @@ def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.M
 
 
 def make_decoder(
-    output: Output, model: torch.nn.Module, max_length: int, compiled: bool
+    output: Output, model: torch.nn.Module, max_length: int, compiled: bool, cache: str | None = None
 ) -> Callable[..., torch.Tensor]:
     """The model over caches of this length, as machine code if that is asked for."""
     from lowbit import llm
 
-    step = llm.Decoder(model, max_length)
+    step = llm.Decoder(model, max_length, cache)
     if not compiled:
         return step
     with output.progress("compiling"):
@@ -39,19 +39,24 @@ def make_decoder(
 
 
 def make_step(
-    output: Output, model: torch.nn.Module, max_length: int, compiled: bool, needs: dict[str, bool] | None = None
+    output: Output,
+    model: torch.nn.Module,
+    max_length: int,
+    compiled: bool,
+    cache: str | None = None,
+    needs: dict[str, bool] | None = None,
 ) -> Callable[..., torch.Tensor]:
     """The model over a decoder's caches; or, where the decoder refuses it, over its own, which is said in one line.
 
     Args:
-        needs: options that only the decoder has, and whether they were asked for.
+        needs: other options that only the decoder has, and whether they were asked for.
     """
     from lowbit import llm
 
     try:
-        return make_decoder(output, model, max_length, compiled)
+        return make_decoder(output, model, max_length, compiled, cache)
     except llm.Refusal as refusal:
-        for option, asked in ({"--compile": compiled} | (needs or {})).items():
+        for option, asked in ({"--compile": compiled, "--cache": cache is not None} | (needs or {})).items():
             if asked:
                 raise ValueError(f"{option} needs lowbit's decoder; {refusal}") from refusal
         step = llm.Fallback(model, max_length)

@@ -163,8 +163,11 @@ def ask(decoder: Decoder, reference: Reference) -> Asked:
 
 
 @torch.inference_mode()
-def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
+def prove(decoder: Decoder, reference: Reference, exact: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Fails unless a decoder computes what its model does.
+
+    Args:
+        exact: caches of each layer in the model's dtype, long enough for the reference's tokens.
 
     Returns:
         What was measured, by name.
@@ -176,7 +179,7 @@ def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
     tokens, count = reference.tokens, reference.tokens.shape[1]
 
     def run(text: Tensor, positions: Tensor, start: int) -> Tensor:
-        caches = _Counted(decoder.caches())
+        caches = _Counted(exact)
         logits = decoder.run(text, positions, torch.tensor([start]), caches)
         used = [layer for layer in range(decoder.layers) if caches.asked[layer]]
         _all_used(len(used), decoder.layers)
@@ -210,3 +213,19 @@ def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
     far = run(tokens, reference.far, 0)
     near("far", far, reference.whole_far, OWN, "its logits at far positions are others than its own")
     return measured
+
+
+@torch.inference_mode()
+def measure_caches(decoder: Decoder, reference: Reference) -> float:
+    """How far caches in a smaller type move the logits, in the same parts as in :func:`prove`.
+
+    Raises:
+        Unsupported: they make numbers of something else: keys or values are beyond what the type holds.
+    """
+    count = reference.tokens.shape[1]
+    logits = decoder.run(reference.tokens, torch.arange(count), torch.tensor([0]), decoder.caches())
+    difference = reference.difference(logits, reference.whole)
+    if difference == float("inf"):
+        kind = str(decoder.cache_dtype).removeprefix("torch.")
+        raise Unsupported(f"its keys or values do not fit into a cache of {kind}: the logits are not numbers")
+    return difference
