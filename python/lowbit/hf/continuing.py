@@ -80,7 +80,7 @@ class OwnCaches:
         """Forgets all but the first `count` tokens; or says that these caches cannot, and forgets all."""
         cache = next((self._kwargs[name] for name in self._names if self._kwargs.get(name) is not None), None)
         try:
-            if getattr(cache, "is_croppable", False) is True and 0 < count <= self.count:
+            if cache is not None and getattr(cache, "is_croppable", False) is True and 0 < count <= self.count:
                 if count < self.count:
                     cache.crop(count - self.count)
                     if self._kwargs.get("position_ids") is not None:
