@@ -16,7 +16,7 @@ import typer
 
 from lowbit._machine import cpp_compiler
 
-from .models import imported, load, make_decoder, positions, read_text, set_threads
+from .models import imported, load, make_step, positions, read_text, set_threads
 from .options import (
     Cache,
     Compile,
@@ -126,7 +126,7 @@ def chat(
         output.warn(f"generation_config.json of {model} sets {', '.join(ignored)}, which lowbit does not do")
     if max_length is None:
         max_length = min(_CONTEXT, positions(loaded) // 16 * 16)
-    step = make_decoder(output, loaded, max_length, compile_, cache)
+    step = make_step(output, loaded, max_length, compile_, cache)
     talk = Chat(
         step, loaded, tokenizer, text, max_length,
         system=system, sampling=sampling, max_new_tokens=max_new_tokens or most or _NEW, seed=seed,
@@ -143,6 +143,7 @@ def chat(
         "model": str(model),
         "system": talk.system,
         "max_length": max_length,
+        "refusal": getattr(step, "refusal", None),
         "sampling": vars(sampling) | {"seed": seed, "max_new_tokens": talk.max_new_tokens},
         "turns": [
             {

@@ -12,7 +12,7 @@ import typer
 
 from lowbit._machine import cpp_compiler, peak_memory
 
-from .models import imported, load, make_decoder, positions, read_text, set_threads
+from .models import imported, load, make_decoder, make_step, positions, read_text, set_threads
 from .options import (
     Cache,
     Compile,
@@ -108,7 +108,8 @@ def generate(
     check_tokens(loaded, ids, model)
     if max_length is None:
         max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
-    step = make_decoder(output, loaded, max_length, compile_, cache)
+    needs = {"--draft": draft is not None, "--guesses": guesses > 0}
+    step = make_step(output, loaded, max_length, compile_, cache, needs)
     guesser = None if draft is None else _draft(
         output, imported(output, draft), tokenizer, model, max_length, cache
     )
@@ -151,6 +152,7 @@ def generate(
         "right": generation.right,
         "peak_memory_bytes": memory,
         "threads": torch.get_num_threads(),
+        "refusal": getattr(step, "refusal", None),
     }
     if not as_json:
         print(flush=True)

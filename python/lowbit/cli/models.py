@@ -38,6 +38,33 @@ def make_decoder(
         return llm.compile_decoder(step)
 
 
+def make_step(
+    output: Output,
+    model: torch.nn.Module,
+    max_length: int,
+    compiled: bool,
+    cache: str | None = None,
+    needs: dict[str, bool] | None = None,
+) -> Callable[..., torch.Tensor]:
+    """The model over a decoder's caches; or, where the decoder refuses it, over its own, which is said in one line.
+
+    Args:
+        needs: other options that only the decoder has, and whether they were asked for.
+    """
+    from lowbit import llm
+
+    try:
+        return make_decoder(output, model, max_length, compiled, cache)
+    except llm.Refusal as refusal:
+        for option, asked in ({"--compile": compiled, "--cache": cache is not None} | (needs or {})).items():
+            if asked:
+                raise ValueError(f"{option} needs lowbit's decoder; {refusal}") from refusal
+        step = llm.Fallback(model, max_length)
+        step.refusal = str(refusal).split("; use transformers' generate()")[0]
+        output.note(f"{step.refusal}; it runs by transformers' own attention instead, and {step.how}")
+        return step
+
+
 def imported(output: Output, model: Path) -> Path:
     """A checkpoint as it is; of a GGUF file the import, from the directory beside it, or made there."""
     from lowbit.importing.cache import cache_of, import_to_cache, is_current
@@ -77,7 +104,8 @@ def is_shape(name: str) -> bool:
 
 def positions(model: torch.nn.Module) -> int:
     """The longest text that a model is made for, in tokens."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return made_for if isinstance(made_for, int) and made_for > 0 else sys.maxsize
 
 
 def set_threads(threads: int | None) -> None:

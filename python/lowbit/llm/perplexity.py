@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 
 from .decoder import Decoder
+from .proof import sees_what_follows
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ def perplexity(
         progress: called as ``progress(tokens predicted, tokens to predict)`` after each window.
 
     Raises:
-        ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range; or, with a
-            cache, whatever a decoder refuses.
+        ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range; or a model whose
+            logits behind a token change with the tokens that follow: it would be told what it should
+            predict; or, with a cache, whatever a decoder refuses.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
@@ -73,6 +76,10 @@ def perplexity(
             f"the text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {config.vocab_size - 1}: "
             "the tokenizer is another model's"
         )
+    if cache is None:
+        follows = sees_what_follows(model)
+        if follows is not None:
+            raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
     decoder = None if cache is None else Decoder(model, -(-window // 16) * 16, cache)
     try:
         return _perplexity(model if decoder is None else decoder, ids, window, stride, progress)
@@ -94,7 +101,8 @@ def _perplexity(
                 ids[None, begin:end], torch.arange(end - begin), torch.tensor([0]), model.caches(), keep=new + 1
             )[0, :-1].float()
         else:
-            logits = model(ids[None, begin:end], use_cache=False, logits_to_keep=new + 1).logits[0, :-1].float()
+            more = {"logits_to_keep": new + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+            logits = model(ids[None, begin:end], use_cache=False, **more).logits[0, -new - 1 : -1].float()
         nats += torch.nn.functional.cross_entropy(logits, ids[done:end], reduction="sum").item()
         done = end
         if progress is not None:
