@@ -65,9 +65,11 @@ void run(int argc, char** argv) {
     dtype = at::kBFloat16;
   } else if (dtype_name == "float16") {
     dtype = at::kHalf;
+  } else if (dtype_name == "int8") {
+    dtype = at::kChar;
   } else if (dtype_name != "float32") {
     throw std::runtime_error(options.model + " has caches of type " + dtype_name +
-                             "; expected float32, bfloat16 or float16");
+                             "; expected float32, bfloat16, float16 or int8");
   }
   std::vector<at::Tensor> inputs(2);  // tokens and start, then the caches
   explained("the caches cannot be made", [&] {

@@ -16,6 +16,8 @@ from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 class _Computed(Tensor):
     """A tensor that knows its shape, dtype and device, and computes its values when an operator wants them."""
 
+    _is_hf_initialized = True  # transformers asks: what has not been loaded it initialises, as Mamba's dt_proj
+
     @staticmethod
     def __new__(cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)

@@ -81,6 +81,39 @@ def exported(executorch, tokenizer, tmp_path_factory) -> Exported:
     return Exported(decoder, prompts, expected, files)
 
 
+@pytest.fixture(scope="session")
+def small_caches(executorch, tmp_path_factory) -> Exported:
+    """Random weights over int8 caches."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=97, max_position_embeddings=128, initializer_range=0.3, eos_token_id=None, bos_token_id=None,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    decoder = lowbit.llm.Decoder(lowbit.quantize_(model, {"*": lowbit.LinearConfig(4, 16)}), 128, "int8")
+    prompts = [[5, 91, 3, 44, 17], [(7 * i + 3) % 97 for i in range(70)]]
+    expected = [lowbit.llm.generate(decoder, p, NEW, max_length=128).tokens for p in prompts]
+    directory = tmp_path_factory.mktemp("int8")
+    files = {kind: directory / f"int8.{kind}" for kind in KINDS}
+    for file in files.values():
+        lowbit.llm.export_decoder(decoder, file, chunk=CHUNK)
+    return Exported(decoder, prompts, expected, files)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_caches_in_a_file(kind, small_caches, runners):
+    """The file knows what its caches are: nothing else has to say it, neither in Python nor in C++."""
+    program = runners({"pte": "llm_runner", "pt2": "llm_runner_pt2"}[kind], HERE)
+    step = lowbit.llm.load_decoder(small_caches.files[kind])
+    for prompt in small_caches.prompts:
+        tokens = lowbit.llm.generate(step, prompt, NEW, max_length=128, stop=step.stop).tokens
+        small_caches.check_likeliest(prompt, tokens)
+        process = program("--ids", listed(prompt), "--max-new-tokens", NEW, small_caches.files[kind])
+        assert process.returncode == 0, process.stderr
+        assert [int(token) for token in process.stdout.split()] == tokens
+
+
 def load(exported: Exported, kind: str) -> lowbit.llm.ExportedDecoder:
     return lowbit.llm.load_decoder(exported.files[kind])
 

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
-from .models import is_shape, load_packed, need_compiler, set_threads
-from .options import GroupSize, Json, ModelOrShape, OptionalBits, Threads, parse_group_size
+from lowbit._machine import cpp_compiler
+
+from .models import is_shape, load_packed, set_threads
+from .options import Cache, GroupSize, Json, ModelOrShape, OptionalBits, Threads, parse_group_size
 from .output import Output, size, table
 
 
@@ -30,6 +32,7 @@ def bench(
         typer.Option("--mode", help="As it is, with torch.compile, with AOTInductor; several take turns."),
     ] = [_Mode.aot],  # noqa: B006 - typer reads it, and nobody changes it
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often; medians count.")] = 3,
+    cache: Cache = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -39,12 +42,13 @@ def bench(
     output = Output(as_json)
     modes = list(dict.fromkeys(each.value for each in mode))
     if modes != ["eager"]:
-        need_compiler()
+        cpp_compiler()
     set_threads(threads)
     measured = model if is_shape(model) else load_packed(output, Path(model), bits, group_size)
     with output.progress(f"measuring {model}"):
         figures = library.run(
-            measured, bits or 4, parse_group_size(group_size), prompt=prompt, new=new, modes=modes, rounds=rounds
+            measured, bits or 4, parse_group_size(group_size),
+            prompt=prompt, new=new, modes=modes, rounds=rounds, cache=cache,
         )
     shown = table("", "decode, tokens/s", "of the bandwidth", "prompt, tokens/s", "first token, s", "compiled in, s")
     for name, row in figures["modes"].items():

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .models import imported, load, make_decoder, need_compiler, positions, read_text, set_threads
+from lowbit._machine import cpp_compiler
+
+from .models import imported, load, make_step, positions, read_text, set_threads
 from .options import (
+    Cache,
     Compile,
     EmbeddingBits,
     GroupSize,
@@ -94,6 +97,7 @@ def chat(
     mapping: Mapping = "symmetric",
     embedding_bits: EmbeddingBits = None,
     max_length: MaxLength = None,
+    cache: Cache = None,
     threads: Threads = None,
     compile_: Compile = False,
     as_json: Json = False,
@@ -107,7 +111,7 @@ def chat(
     text = None if template is None else read_text(template)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if compile_:
-        need_compiler()
+        cpp_compiler()
     set_threads(threads)
     model = imported(output, model)
     tokenizer = load_tokenizer(model)
@@ -122,7 +126,7 @@ def chat(
         output.warn(f"generation_config.json of {model} sets {', '.join(ignored)}, which lowbit does not do")
     if max_length is None:
         max_length = min(_CONTEXT, positions(loaded) // 16 * 16)
-    step = make_decoder(output, loaded, max_length, compile_)
+    step = make_step(output, loaded, max_length, compile_, cache)
     talk = Chat(
         step, loaded, tokenizer, text, max_length,
         system=system, sampling=sampling, max_new_tokens=max_new_tokens or most or _NEW, seed=seed,
@@ -139,6 +143,7 @@ def chat(
         "model": str(model),
         "system": talk.system,
         "max_length": max_length,
+        "refusal": getattr(step, "refusal", None),
         "sampling": vars(sampling) | {"seed": seed, "max_new_tokens": talk.max_new_tokens},
         "turns": [
             {

@@ -12,7 +12,7 @@ import typer
 import lowbit
 
 from .models import load, read_text, set_threads
-from .options import EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, make_config
+from .options import Cache, EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, make_config
 from .output import Output, size, table
 
 
@@ -30,6 +30,7 @@ def evaluate(
     embedding_bits: EmbeddingBits = None,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
     stride: Annotated[int, typer.Option("--stride", min=1, help="New tokens per window.")] = 256,
+    cache: Cache = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -58,7 +59,7 @@ def evaluate(
         name = _name_weights(loaded) if config is None else f"{config.bits} bits"
         begin = time.perf_counter()
         with output.progress(f"{text}, {name}", "tokens") as advance:
-            measured = perplexity(loaded, tokens, window=window, stride=stride, progress=advance)
+            measured = perplexity(loaded, tokens, window=window, stride=stride, cache=cache, progress=advance)
         row = {
             "weights": name,
             "bits": None if config is None else config.bits,
@@ -78,6 +79,7 @@ def evaluate(
         "predicted_tokens": len(tokens) - 1,
         "window": window,
         "stride": stride,
+        "cache": cache,
         "threads": torch.get_num_threads(),
         "results": results,
     }

@@ -9,8 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from .models import load, need_compiler, positions
-from .options import EmbeddingBits, GroupSize, Json, Mapping, MaxLength, Model, OptionalBits, make_config
+from lowbit._machine import cpp_compiler
+
+from .models import load, positions
+from .options import Cache, EmbeddingBits, GroupSize, Json, Mapping, MaxLength, Model, OptionalBits, make_config
 from .output import Output, size, table
 
 
@@ -24,6 +26,7 @@ def export(
         Path, typer.Option("--output", help="File to write; its name ends in .pte, .pt2 or .gguf.", show_default=False)
     ],
     max_length: MaxLength = None,
+    cache: Cache = None,
     chunk: Annotated[
         int, typer.Option("--chunk", min=1, help="The most tokens of one call; longer prompts come in pieces.")
     ] = 128,
@@ -42,17 +45,19 @@ def export(
     if to == "gguf":
         if bits is not None:
             raise ValueError("--bits does not go with --to gguf: quantise with lowbit quantize, and export the result")
+        if cache is not None:
+            raise ValueError("--cache does not go with --to gguf: who runs the file chooses its cache")
         _to_gguf(output, model, file)
         return
     from lowbit import llm
 
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if to == "pt2":
-        need_compiler()
+        cpp_compiler()
     loaded = load(output, model, config)
     if max_length is None:
         max_length = min(2048, positions(loaded) // 16 * 16)
-    decoder = llm.Decoder(loaded, max_length)
+    decoder = llm.Decoder(loaded, max_length, cache)
     begin = time.perf_counter()
     with output.progress(f"exporting to {file}"):
         llm.export_decoder(decoder, file, chunk=min(chunk, max_length))
@@ -62,6 +67,7 @@ def export(
         "output": str(file),
         "to": to,
         "max_length": max_length,
+        "cache": str(decoder.cache_dtype).removeprefix("torch."),
         "chunk": min(chunk, max_length),
         "bytes": written,
         "seconds": seconds,
@@ -83,6 +89,7 @@ def _to_gguf(output: Output, model: Path, file: Path) -> None:
         "output": str(file),
         "to": "gguf",
         "max_length": None,
+        "cache": None,
         "chunk": None,
         "bytes": written,
         "seconds": seconds,

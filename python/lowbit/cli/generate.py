@@ -10,10 +10,11 @@ from typing import Annotated
 import torch
 import typer
 
-from lowbit._machine import peak_memory
+from lowbit._machine import cpp_compiler, peak_memory
 
-from .models import imported, load, make_decoder, need_compiler, positions, read_text, set_threads
+from .models import imported, load, make_decoder, make_step, positions, read_text, set_threads
 from .options import (
+    Cache,
     Compile,
     EmbeddingBits,
     GroupSize,
@@ -76,6 +77,7 @@ def generate(
     mapping: Mapping = "symmetric",
     embedding_bits: EmbeddingBits = None,
     max_length: MaxLength = None,
+    cache: Cache = None,
     threads: Threads = None,
     compile_: Compile = False,
     as_json: Json = False,
@@ -95,7 +97,7 @@ def generate(
     if compile_ and guesses:
         raise typer.BadParameter("compiled decoders give no logits behind guesses", param_hint="--guesses")
     if compile_:
-        need_compiler()
+        cpp_compiler()
     set_threads(threads)
     loaded = load(output, model, config)
     tokenizer = load_tokenizer(model)
@@ -106,8 +108,11 @@ def generate(
     check_tokens(loaded, ids, model)
     if max_length is None:
         max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
-    step = make_decoder(output, loaded, max_length, compile_)
-    guesser = None if draft is None else _draft(output, imported(output, draft), tokenizer, model, max_length)
+    needs = {"--draft": draft is not None, "--guesses": guesses > 0}
+    step = make_step(output, loaded, max_length, compile_, cache, needs)
+    guesser = None if draft is None else _draft(
+        output, imported(output, draft), tokenizer, model, max_length, cache
+    )
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
         set_stdout_errors("replace")  # the text is for people
@@ -147,6 +152,7 @@ def generate(
         "right": generation.right,
         "peak_memory_bytes": memory,
         "threads": torch.get_num_threads(),
+        "refusal": getattr(step, "refusal", None),
     }
     if not as_json:
         print(flush=True)
@@ -162,7 +168,7 @@ def generate(
         output.result(document)
 
 
-def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int):
+def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int, cache: str | None):
     """The decoder of a model that guesses for another one."""
     from lowbit.llm.loading import load_tokenizer
 
@@ -176,7 +182,7 @@ def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int)
     loaded = load(output, draft, None)
     if positions(loaded) < max_length:
         raise ValueError(f"{draft} is made for {positions(loaded)} tokens; expected {max_length} or more, as --max-length")
-    return make_decoder(output, loaded, max_length, False)
+    return make_decoder(output, loaded, max_length, False, cache)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

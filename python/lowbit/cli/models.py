@@ -26,16 +26,43 @@ def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.M
 
 
 def make_decoder(
-    output: Output, model: torch.nn.Module, max_length: int, compiled: bool
+    output: Output, model: torch.nn.Module, max_length: int, compiled: bool, cache: str | None = None
 ) -> Callable[..., torch.Tensor]:
     """The model over caches of this length, as machine code if that is asked for."""
     from lowbit import llm
 
-    step = llm.Decoder(model, max_length)
+    step = llm.Decoder(model, max_length, cache)
     if not compiled:
         return step
     with output.progress("compiling"):
         return llm.compile_decoder(step)
+
+
+def make_step(
+    output: Output,
+    model: torch.nn.Module,
+    max_length: int,
+    compiled: bool,
+    cache: str | None = None,
+    needs: dict[str, bool] | None = None,
+) -> Callable[..., torch.Tensor]:
+    """The model over a decoder's caches; or, where the decoder refuses it, over its own, which is said in one line.
+
+    Args:
+        needs: other options that only the decoder has, and whether they were asked for.
+    """
+    from lowbit import llm
+
+    try:
+        return make_decoder(output, model, max_length, compiled, cache)
+    except llm.Refusal as refusal:
+        for option, asked in ({"--compile": compiled, "--cache": cache is not None} | (needs or {})).items():
+            if asked:
+                raise ValueError(f"{option} needs lowbit's decoder; {refusal}") from refusal
+        step = llm.Fallback(model, max_length)
+        step.refusal = str(refusal).split("; use transformers' generate()")[0]
+        output.note(f"{step.refusal}; it runs by transformers' own attention instead, and {step.how}")
+        return step
 
 
 def imported(output: Output, model: Path) -> Path:
@@ -77,22 +104,13 @@ def is_shape(name: str) -> bool:
 
 def positions(model: torch.nn.Module) -> int:
     """The longest text that a model is made for, in tokens."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return made_for if isinstance(made_for, int) and made_for > 0 else sys.maxsize
 
 
 def set_threads(threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def need_compiler() -> None:
-    """Says what is missing before torch does, after a long step."""
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
-        raise OSError(f"{error} Install g++ or clang, or name one in the environment variable CXX") from error
 
 
 def read_text(path: Path) -> str:

@@ -53,6 +53,11 @@ MaxLength = Annotated[
     typer.Option("--max-length", min=16, help="Tokens in the KV cache, a multiple of 16.", show_default=False),
 ]
 
+Cache = Annotated[
+    Literal["float32", "bfloat16", "float16", "int8"] | None,
+    typer.Option("--cache", help="What keys and values are kept in.", show_default="the model's type"),
+]
+
 
 def finite(number: float | None) -> float | None:
     """A callback of options: neither NaN nor infinite, which are numbers to Python and within every range or none."""

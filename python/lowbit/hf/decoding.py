@@ -25,6 +25,10 @@ class Unsupported(ValueError):
     """What a model has that a decoder does not support: a sentence about it, without its name."""
 
 
+class Refusal(ValueError):
+    """A model that is not taken, whatever its settings: the sentence names it and says why."""
+
+
 class NoCaches(Unsupported):
     """Attention was called without a decoder's caches."""
 
@@ -219,7 +223,7 @@ def give_back(model: torch.nn.Module) -> None:
         takeover.end(model)
 
 
-def refusal(model: torch.nn.Module, error: Exception) -> ValueError:
+def refusal(model: torch.nn.Module, error: Exception) -> Refusal:
     """Says in a sentence why a decoder does not take a model."""
     found = str(error).strip().split("\n")[0].rstrip(".")
     if not getattr(model, "_can_set_attn_implementation", lambda: True)():
@@ -228,7 +232,7 @@ def refusal(model: torch.nn.Module, error: Exception) -> ValueError:
         found = "its layers do not hand the decoder's caches on to their attention"
     elif not isinstance(error, Unsupported):
         found = f"the model raises {type(error).__name__}: {found}"
-    return ValueError(
+    return Refusal(
         f"lowbit's decoder is not for {type(model).__name__} (model_type {model.config.model_type}): {found}; use "
         "transformers' generate(), which takes quantised models too"
     )

@@ -1,7 +1,9 @@
 """Language models: decoding with a static KV cache, compiled or exported or not, and generation. Needs transformers."""
 
+from ..hf.decoding import Refusal
 from .compiled import Step, compile_decoder
 from .decoder import Decoder
+from .fallback import Fallback
 from .generation import Generation, generate
 from .sampling import sample
 from .shapes import random_model, shape_config
@@ -19,7 +21,9 @@ def __getattr__(name: str):
 __all__ = [
     "Decoder",
     "ExportedDecoder",
+    "Fallback",
     "Generation",
+    "Refusal",
     "Step",
     "compile_decoder",
     "export_decoder",

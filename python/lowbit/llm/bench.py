@@ -92,6 +92,7 @@ def run(
     modes: Iterable[str] = ("aot",),
     rounds: int = 3,
     dtype: torch.dtype = torch.float32,
+    cache: str | None = None,
 ) -> dict[str, Any]:
     """Measures a model: a prompt, then decoding, in every mode by turns, with the read bandwidth before and after each.
 
@@ -108,6 +109,7 @@ def run(
         modes: of ``MODES``: "eager", "compile" (torch.compile), "aot" (AOTInductor).
         rounds: how often.
         dtype: of the activations of random weights.
+        cache: what keys and values are kept in, as in :class:`Decoder`.
 
     Returns:
         A dict that JSON can hold; ``table`` prints it. ``modes`` has for each mode ``prefill_tokens_per_second``,
@@ -135,7 +137,7 @@ def run(
             linear, embedding = LinearConfig(bits, group_size), EmbeddingConfig(bits, group_size)
             model = random_model(model_or_shape, linear, embedding, dtype)
         config = model.config.get_text_config()
-        decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16)
+        decoder = Decoder(model, -(-(prompt + new + 1) // 16) * 16, cache)
         tokens = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
         steps, prepared = {}, {}
         for mode in modes:
@@ -163,6 +165,7 @@ def run(
             "threads": threads,
             "linear": repr(next(layer for layer in model.modules() if isinstance(layer, nn.Linear))),
             "dtype": str(model.dtype).removeprefix("torch."),
+            "cache": str(decoder.cache_dtype).removeprefix("torch."),
             "prompt": prompt,
             "new": new,
             "packed_bytes_per_token": touched,

@@ -212,6 +212,7 @@ class Chat:
         ids, forgotten = self._prompt(text)
         same = next((i for i, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), None)
         same = min(len(ids) - 1, len(self._cached) if same is None else same)
+        same = getattr(self.step, "kept", int)(same)  # a Fallback may have to begin anew
         self._cached = ids[:same]  # what is behind is written over
         stream, tokens, pieces = TextStream(self.tokenizer, ids), [], []
 

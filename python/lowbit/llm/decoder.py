@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from ..hf import decoding
-from .proof import Reference, ask, prove
+from ..ops import cache_width
+from .proof import Reference, ask, measure_caches, prove
+
+# What keys and values can be kept in.
+CACHES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 
 
 def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
@@ -45,15 +54,18 @@ class Decoder(torch.nn.Module):
     came, and through the decoder whole and in pieces: either all agree, or the model is refused and left as it was.
     """
 
-    def __init__(self, model: torch.nn.Module, max_length: int = 2048):
+    def __init__(self, model: torch.nn.Module, max_length: int = 2048, cache: str | None = None):
         """Args:
             model: a transformers causal language model, quantised or not, in eval mode. It belongs to the decoder until
                 :meth:`release`: its attention runs over the decoder's caches. A decoder that had it before is released.
             max_length: the longest text in tokens, prompt included; a multiple of 16.
+            cache: what keys and values are kept in: "float32", "bfloat16", "float16", or "int8", which has a scale for
+                each position of a head; None: the model's dtype. All else is computed as before.
 
         Raises:
-            ValueError: max_length is no positive multiple of 16 or beyond the model's positions; or the decoder would
-                not compute what the model does. The sentence says what was found.
+            ValueError: max_length is no positive multiple of 16 or beyond the model's positions; an unknown kind of
+                cache, or one that does not hold the model's numbers; or the decoder would not compute what the model
+                does. The sentence says what was found.
         """
         super().__init__()
         config = model.config.get_text_config()
@@ -62,10 +74,13 @@ class Decoder(torch.nn.Module):
             raise ValueError(f"max_length is {max_length}; expected a positive multiple of 16")
         if isinstance(limit, int) and max_length > limit:
             raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
+        if cache is not None and cache not in CACHES:
+            raise ValueError(f"cache is {cache!r}; expected one of {', '.join(CACHES)}, or None")
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")
         self.model = model
         self.max_length = max_length
+        self.cache_dtype: torch.dtype = model.dtype if cache is None else CACHES[cache]
         decoding.give_back(model)
         self._takeover: decoding.Takeover | None = None
         try:
@@ -85,12 +100,26 @@ class Decoder(torch.nn.Module):
         self._takeover = decoding.Takeover(self.model, self.max_length)
         asked = ask(self, reference)
         decoding.check_windows(config, asked, self.max_length)
-        for layer in range(self.layers):
-            heads, *widths = asked.shapes[layer]
-            for name, width in zip("kv", widths, strict=True):
-                cache = torch.zeros(1, heads, self.max_length, width, dtype=self.model.dtype)
+        for layer, pair in enumerate(self._make(asked, self.max_length, self.cache_dtype)):
+            for name, cache in zip("kv", pair, strict=True):
                 self.register_buffer(f"{name}_cache_{layer}", cache, persistent=False)
-        self.measured = prove(self, reference)
+        if self.cache_dtype is self.model.dtype:
+            self.measured = prove(self, reference, self.caches())
+            return
+        # Whether the model can be decoded is judged without the rounding of the caches; these are for a short text.
+        length = -(-reference.tokens.shape[1] // 16) * 16
+        self.measured = prove(self, reference, self._make(asked, length, self.model.dtype))
+        self.measured["cache"] = measure_caches(self, reference)
+
+    def _make(self, asked: decoding.Asked, length: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        caches = []
+        for layer in range(self.layers):
+            heads, k_width, v_width = asked.shapes[layer]
+            k_cache, v_cache = (
+                torch.zeros(1, heads, length, cache_width(width, dtype), dtype=dtype) for width in (k_width, v_width)
+            )
+            caches.append((k_cache, v_cache))
+        return caches
 
     @property
     def released(self) -> bool:

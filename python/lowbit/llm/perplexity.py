@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
+
+from .decoder import Decoder
+from .proof import sees_what_follows
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ def perplexity(
     *,
     window: int = 512,
     stride: int = 256,
+    cache: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """Perplexity of a text, with strided windows.
@@ -46,10 +51,14 @@ def perplexity(
         tokens: ids of the text, at least two.
         window: tokens per call of the model; 2 or more, and no more than the model has positions.
         stride: 1 to window - 1; window / 2 is usual. Smaller ones give every token more context and take longer.
+        cache: what a decoder keeps keys and values in, as in :class:`Decoder`, which then has the model until the end; None:
+            the model's own attention, without a cache.
         progress: called as ``progress(tokens predicted, tokens to predict)`` after each window.
 
     Raises:
-        ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range.
+        ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range; or a model whose
+            logits behind a token change with the tokens that follow: it would be told what it should
+            predict; or, with a cache, whatever a decoder refuses.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
@@ -67,12 +76,33 @@ def perplexity(
             f"the text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {config.vocab_size - 1}: "
             "the tokenizer is another model's"
         )
+    if cache is None:
+        follows = sees_what_follows(model)
+        if follows is not None:
+            raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
+    decoder = None if cache is None else Decoder(model, -(-window // 16) * 16, cache)
+    try:
+        return _perplexity(model if decoder is None else decoder, ids, window, stride, progress)
+    finally:
+        if decoder is not None:
+            decoder.release()
+
+
+def _perplexity(
+    model: torch.nn.Module, ids: torch.Tensor, window: int, stride: int, progress: Callable[[int, int], None] | None
+) -> Perplexity:
     nats, done = 0.0, 1
     for begin in range(0, len(ids), stride):
         end = min(begin + window, len(ids))
         new = end - done
         # The logits behind token i predict token i + 1: one more than there are new tokens, and not the last.
-        logits = model(ids[None, begin:end], use_cache=False, logits_to_keep=new + 1).logits[0, :-1].float()
+        if isinstance(model, Decoder):
+            logits = model.run(
+                ids[None, begin:end], torch.arange(end - begin), torch.tensor([0]), model.caches(), keep=new + 1
+            )[0, :-1].float()
+        else:
+            more = {"logits_to_keep": new + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+            logits = model(ids[None, begin:end], use_cache=False, **more).logits[0, -new - 1 : -1].float()
         nats += torch.nn.functional.cross_entropy(logits, ids[done:end], reduction="sum").item()
         done = end
         if progress is not None:

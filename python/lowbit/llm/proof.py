@@ -48,7 +48,36 @@ def sample_text(config: Any, count: int) -> Tensor:
     return torch.tensor([(usual or [0] * count)[:count]])
 
 
-class Reference:
+class Rounding:
+    """Tells what rounding does to a model's logits from what a step does that forgets the text."""
+
+    def __init__(self, model: torch.nn.Module, whole: Tensor, alone: Tensor):
+        """Args:
+            whole: [1, s, vocabulary], the logits of a text.
+            alone: likewise, those of each token as if nothing were before it.
+
+        Raises:
+            Unsupported: the logits are not numbers.
+        """
+        if whole.isnan().any():
+            raise Unsupported("its logits are NaN")
+        rounds = any(isinstance(module, nn.Linear | nn.LinearExperts) for module in model.modules())
+        self.exact = model.dtype == torch.float32 and not rounds
+        self.effect = _size(alone, whole)
+
+    def differences(self, logits: Tensor, expected: Tensor) -> Tensor:
+        """[s] from [1, s, vocabulary]: 0 for the same; 1 for logits that differ as much as if nothing came before a token."""
+        if not logits.isfinite().equal(expected.isfinite()):
+            return torch.full((expected.shape[1],), float("inf"))
+        scale = torch.maximum(self.effect, _ROUNDING / EXACT * expected.float().std(-1))
+        return (_size(logits, expected) / scale)[0]
+
+    def difference(self, logits: Tensor, expected: Tensor) -> float:
+        """The median over all tokens but the first: rounding may send one of them to another expert."""
+        return float(self.differences(logits, expected)[1:].median())
+
+
+class Reference(Rounding):
     """What a model makes of a few tokens with its own attention, before a decoder has it."""
 
     def __init__(self, model: torch.nn.Module, max_length: int):
@@ -61,28 +90,35 @@ class Reference:
         config = model.config.get_text_config()
         self.tokens = sample_text(config, min(TOKENS, max_length))
         count = self.tokens.shape[1]
-        rounds = any(isinstance(module, nn.Linear | nn.LinearExperts) for module in model.modules())
-        self.exact = model.dtype == torch.float32 and not rounds
         positions = torch.arange(count)
         self.whole = _own(model, self.tokens)
-        if self.whole.isnan().any():
-            raise Unsupported("its logits are NaN")
         # Each token as if nothing were before it: what a decoder that forgets would make of it.
-        alone = _own(model, self.tokens.T, position_ids=positions[:, None]).transpose(0, 1)
-        self.effect = _size(alone, self.whole)
+        super().__init__(model, self.whole, _own(model, self.tokens.T, position_ids=positions[:, None]).transpose(0, 1))
         # The same tokens at the end of the longest text: tables of positions must reach there.
         self.far = positions + (max_length - count)
         self.whole_far = _own(model, self.tokens, position_ids=self.far[None])
 
-    def difference(self, logits: Tensor, expected: Tensor) -> float:
-        """0 for the same [1, s, vocabulary]; 1 for logits that differ as much as if nothing came before a token.
 
-        The median over the tokens: rounding may send one of them to another expert.
-        """
-        if not logits.isfinite().equal(expected.isfinite()):
-            return float("inf")
-        scale = torch.maximum(self.effect, _ROUNDING / EXACT * expected.float().std(-1))
-        return float((_size(logits, expected) / scale)[0, 1:].median())
+def sees_what_follows(model: torch.nn.Module) -> str | None:
+    """Says in half a sentence that the logits behind a token change with the tokens that follow it; None where they do not."""
+    config = model.config.get_text_config()
+    tokens = sample_text(config, TOKENS)
+    whole = _own(model, tokens)
+    rounding = Rounding(model, whole, _own(model, tokens.T).transpose(0, 1))
+    behind = [_own(model, tokens[:, :end])[:, -1:] for end in range(1, TOKENS + 1)]
+    return seen(rounding, torch.cat(behind, dim=1), whole)
+
+
+def seen(rounding: Rounding, behind: Tensor, whole: Tensor) -> str | None:
+    """The same from logits [1, s, vocabulary] behind the last token of each beginning of a text, and of the whole text."""
+    most = EXACT if rounding.exact else OWN
+    found = rounding.difference(behind, whole)
+    if found <= most:
+        return None
+    return (
+        f"its logits behind a token change with the tokens that follow ({found:.2g} of what the text before does to them; "
+        f"rounding is below {most:g})"
+    )
 
 
 def _own(model: torch.nn.Module, tokens: Tensor, **more: Any) -> Tensor:
@@ -127,8 +163,11 @@ def ask(decoder: Decoder, reference: Reference) -> Asked:
 
 
 @torch.inference_mode()
-def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
+def prove(decoder: Decoder, reference: Reference, exact: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Fails unless a decoder computes what its model does.
+
+    Args:
+        exact: caches of each layer in the model's dtype, long enough for the reference's tokens.
 
     Returns:
         What was measured, by name.
@@ -140,7 +179,7 @@ def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
     tokens, count = reference.tokens, reference.tokens.shape[1]
 
     def run(text: Tensor, positions: Tensor, start: int) -> Tensor:
-        caches = _Counted(decoder.caches())
+        caches = _Counted(exact)
         logits = decoder.run(text, positions, torch.tensor([start]), caches)
         used = [layer for layer in range(decoder.layers) if caches.asked[layer]]
         _all_used(len(used), decoder.layers)
@@ -174,3 +213,19 @@ def prove(decoder: Decoder, reference: Reference) -> dict[str, float]:
     far = run(tokens, reference.far, 0)
     near("far", far, reference.whole_far, OWN, "its logits at far positions are others than its own")
     return measured
+
+
+@torch.inference_mode()
+def measure_caches(decoder: Decoder, reference: Reference) -> float:
+    """How far caches in a smaller type move the logits, in the same parts as in :func:`prove`.
+
+    Raises:
+        Unsupported: they make numbers of something else: keys or values are beyond what the type holds.
+    """
+    count = reference.tokens.shape[1]
+    logits = decoder.run(reference.tokens, torch.arange(count), torch.tensor([0]), decoder.caches())
+    difference = reference.difference(logits, reference.whole)
+    if difference == float("inf"):
+        kind = str(decoder.cache_dtype).removeprefix("torch.")
+        raise Unsupported(f"its keys or values do not fit into a cache of {kind}: the logits are not numbers")
+    return difference

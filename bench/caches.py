@@ -1,0 +1,55 @@
+"""What a token's attention takes over caches of each type: one layer, the same call in turns.
+
+    python bench/caches.py [--lengths 512 2048 8192 32768] [--heads 32] [--kv-heads 8] [--width 64] [--rounds 21]
+
+It prints, for each number of positions, bytes of the caches and the CPU time of a call over that with float32 caches: medians of the
+ratios of turns. Activations are float32. Each turn reads other layers' caches, up to 256 MB of them, so that they come from
+memory as they do in a model.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+import lowbit
+from lowbit.llm.decoder import CACHES
+from lowbit.ops import cache_width
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=21)
+    options = parser.parse_args()
+    width = options.width
+    print(f"{torch.get_num_threads()} threads, {options.heads} heads over {options.kv_heads}, width {width}; ratios to float32")
+    q = torch.randn(1, options.heads, 1, width)
+    new = torch.randn(1, options.kv_heads, 1, width)
+    for length in options.lengths:
+        layers = max(1, min(16, 256_000_000 // (2 * 4 * options.kv_heads * length * width)))
+        caches, start = {}, torch.tensor([length - 1])
+        for name, dtype in CACHES.items():
+            shape = (1, options.kv_heads, length, cache_width(width, dtype))
+            # Written to, or all of it would be one page of zeros. Scales of int8 caches are 0x3f3f3f3f: 0.75.
+            value = 0x3F if dtype is torch.int8 else 0.75
+            caches[name] = [[torch.full(shape, value, dtype=dtype) for _ in range(2)] for _ in range(layers)]
+        times = {name: [] for name in CACHES}
+        for _ in range(options.rounds + 1):
+            for name, kept in caches.items():
+                begin = time.process_time()
+                for pair in kept:
+                    lowbit.attention(q, new, new, *pair, start)
+                times[name].append((time.process_time() - begin) / layers)
+        for name, taken in times.items():
+            size = sum(cache.nbytes for cache in caches[name][0])
+            ratio = statistics.median(a / b for a, b in zip(taken[1:], times["float32"][1:], strict=True))
+            print(f"{length:6} {name:9} {size / 2**20:8.2f} MiB a layer {ratio:6.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A text over the caches that transformers has for a model: continued as its generate() continues it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class OwnCaches:
+    """What a model keeps of one text, in caches of its own kind: keys and values, states, or what else it has.
+
+    Its own `prepare_inputs_for_generation` says what a call is given, so models that want more than tokens get it.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.model: Any = model
+        utils = import_module("transformers.generation.utils")
+        self._names = utils.ALL_CACHE_NAMES
+        # Before that transformers was told by positions which tokens are new, later by their number.
+        usual = signature(utils.GenerationMixin.prepare_inputs_for_generation).parameters
+        self._by_positions = "next_sequence_length" not in usual
+        self._takes = signature(model.forward).parameters
+        self.count = 0  # tokens that the caches have
+        self._kwargs: dict[str, Any] = {}
+        self._outputs: Any = None
+
+    def reset(self) -> None:
+        """Forgets the text."""
+        for module in self.model.modules():  # RecurrentGemma has its states there, where the next text would find them
+            for name in ("conv1d_state", "recurrent_states"):
+                if isinstance(getattr(module, name, None), Tensor):
+                    setattr(module, name, None)
+        self.count, self._kwargs, self._outputs = 0, {}, None
+
+    def run(self, text: Tensor, keep: int) -> Tensor:
+        """Logits [1, s, vocabulary] behind the last `keep` tokens of a text, or with 0 behind all that are computed.
+
+        Args:
+            text: [1, s] int64: the tokens that the caches have, and one or more behind them.
+        """
+        new = text.shape[1] - self.count
+        if self.count:
+            kwargs = self.model._update_model_kwargs_for_generation(
+                self._outputs, self._kwargs, is_encoder_decoder=False, num_new_tokens=new
+            )
+        else:
+            kwargs = self._begin(text)
+        first, self.count = not self.count, 0  # as if nothing were there, should this be interrupted
+        self._kwargs = kwargs
+        if self._by_positions:
+            kwargs["cache_position"] = torch.arange(text.shape[1] - new, text.shape[1])
+        else:
+            kwargs["next_sequence_length"] = None if first else new
+        inputs = self.model.prepare_inputs_for_generation(text, is_first_iteration=first, **kwargs)
+        if "logits_to_keep" in self._takes:
+            inputs["logits_to_keep"] = keep
+        kwargs.pop("next_sequence_length", None)
+        self._outputs = self.model(**inputs, return_dict=True)
+        logits = self._outputs.logits[:, -keep:] if keep else self._outputs.logits
+        self._outputs.logits = None  # the caches are what is needed of it
+        self.count = text.shape[1]
+        return logits
+
+    def _begin(self, text: Tensor) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {"use_cache": True}
+        if "attention_mask" in self._takes and self._by_positions:
+            kwargs["attention_mask"] = torch.ones_like(text)
+        if "position_ids" in self._takes and not self._by_positions:
+            kwargs["position_ids"] = self.model._prepare_position_ids_for_generation(text, kwargs)
+        if self.model._supports_default_dynamic_cache():  # others make their own
+            cache = import_module("transformers").DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            kwargs["cache_params" if "cache_params" in self._takes else "past_key_values"] = cache
+        return kwargs
+
+    def cut(self, count: int) -> bool:
+        """Forgets all but the first `count` tokens; or says that these caches cannot, and forgets all."""
+        cache = next((self._kwargs[name] for name in self._names if self._kwargs.get(name) is not None), None)
+        try:
+            if cache is not None and getattr(cache, "is_croppable", False) is True and 0 < count <= self.count:
+                if count < self.count:
+                    cache.crop(count - self.count)
+                    if self._kwargs.get("position_ids") is not None:
+                        self._kwargs["position_ids"] = self._kwargs["position_ids"][..., :count]
+                self.count = count
+                return True
+        except (RuntimeError, ValueError):  # layers whose window has forgotten what would come back
+            pass
+        self.reset()
+        return False
