@@ -311,6 +311,15 @@ test-sanitize: $(VENV)/requirements
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
 	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --test-dir build/test-sanitize -E 'operators\.(avx|portable\.chunks)'
 
+# Many threads under ThreadSanitizer: more of what ctest's races.* do.
+.PHONY: test-tsan
+test-tsan: $(VENV)/cmake
+	scripts/need.sh test
+	$(CONFIGURE) -S . -B build/test-host -DLOWBIT_BUILD_TESTS=ON
+	$(BIN)/cmake --build build/test-host -j $(JOBS) --target race_tests
+	LOWBIT_ISA=portable build/test-host/tests/cpp/race_tests 10000
+	build/test-host/tests/cpp/race_tests 10000
+
 # The KleidiAI adapter with the KleidiAI in torch's Arm wheel: one emulated CPU for each of its kernels.
 ARM_TORCH := $(ARM_PYTHON_PACKAGES)/torch
 test-kleidiai: $(VENV)/requirements $(ARM_PYTHON)
@@ -365,6 +374,7 @@ soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed
 	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-L soak)
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-LE cpu))
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync X86_OPERATORS='*' $(X86_RUNS:%=emulated/%)
+	build/test-host/tests/cpp/call_soak 10000000
 	HF_HUB_OFFLINE=1 LOWBIT_HYPOTHESIS=soak $(PYTEST) tests/python -m hypothesis
 
 # Files that are damaged at random, for the readers of `lowbit import`, on one core: FUZZ of GGUF, and a quarter as many of
