@@ -18,6 +18,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../kernels/pack.h"
@@ -162,19 +163,29 @@ void quantize(benchmark::State& state, const QuantizeKernel* kernel, DType dtype
 
 // One head of keys and values of 64 inputs, and the four heads of queries that share it: the last position of a text,
 // or all of them.
-void attention(benchmark::State& state, const AttentionKernel* kernel, DType dtype, bool prefill) {
+void attention(benchmark::State& state, const AttentionKernel* kernel, DType dtype, CacheType cache, bool prefill) {
   constexpr int64_t kWidth = 64, kGroup = 4;
   const int64_t length = prefill ? 512 : 1024, head = length * kWidth;
   const int64_t heads = !prefill && from_memory ? 256 : 1;
   const int64_t rows = prefill ? length * kGroup : kGroup;
-  const auto fill = [&](int64_t count) {
-    auto values = allocate<uint8_t>(count * size_of(dtype));
+  const auto fill = [&](int64_t count, CacheType type) {
+    auto values = allocate<uint8_t>(count * 4);
     for (int64_t i = 0; i < count; ++i) {
-      store_from_f32(values.get(), dtype, i, static_cast<float>(i * 40503 % 2001 - 1000) * 1e-3f);
+      const float value = static_cast<float>(i * 40503 % 2001 - 1000) * 1e-3f;
+      const DType half = type == CacheType::bf16 ? DType::bf16 : DType::f16;
+      if (type == CacheType::i8) {
+        values.get()[i] = static_cast<uint8_t>(static_cast<int8_t>(value * 127.0f));
+      } else {
+        store_from_f32(values.get(), type == CacheType::f32 ? DType::f32 : half, i, value);
+      }
     }
     return values;
   };
-  const auto keys = fill(heads * head), values = fill(heads * head), q = fill(kAttentionRows * kWidth);
+  const int64_t cache_item = cache == CacheType::f32 ? 4 : cache == CacheType::i8 ? 1 : 2;
+  const auto keys = fill(heads * head, cache), values = fill(heads * head, cache);
+  const auto q = fill(kAttentionRows * kWidth, cache_type_of(dtype));
+  const auto scales = fill(length, CacheType::f32);
+  const void* const used_scales = cache == CacheType::i8 ? scales.get() : nullptr;
   const auto out = allocate<uint8_t>(kAttentionRows * kWidth * size_of(dtype));
   const auto scratch = allocate<float>(attention_scratch(kWidth, kWidth));
   const void* q_rows[kAttentionRows];
@@ -191,13 +202,14 @@ void attention(benchmark::State& state, const AttentionKernel* kernel, DType dty
         lengths[count] = prefill ? (begin + count) / kGroup + 1 : length;
         products += 2 * lengths[count] * kWidth;
       }
-      kernel->run({count, q_rows, out_rows, begins, lengths, nullptr, keys.get() + at * head * size_of(dtype),
-                   values.get() + at * head * size_of(dtype), dtype, kWidth, kWidth, 0.2f, 0.0f, scratch.get()});
+      kernel->run({count, q_rows, out_rows, begins, lengths, nullptr, keys.get() + at * head * cache_item,
+                   values.get() + at * head * cache_item, used_scales, used_scales, dtype, cache, kWidth, kWidth, 0.2f,
+                   0.0f, scratch.get()});
     }
     at = (at + 1) % heads;
     benchmark::ClobberMemory();
   }
-  if (!prefill) state.SetBytesProcessed(state.iterations() * 2 * head * size_of(dtype));
+  if (!prefill) state.SetBytesProcessed(state.iterations() * 2 * head * cache_item);
   state.counters["GMAC/s"] = benchmark::Counter(static_cast<double>(products) * 1e-9, benchmark::Counter::kIsRate);
 }
 
@@ -230,10 +242,13 @@ void register_all() {
   for (size_t i = 0; i < attention_kernel_count(); ++i) {
     const AttentionKernel* row = &attention_kernel(i);
     if (!runs_here(row->isa)) continue;
-    for (const auto& [dtype, name] : {std::pair{DType::f32, "f32"}, {DType::bf16, "bf16"}, {DType::f16, "f16"}}) {
+    for (const auto& [dtype, cache, name] :
+         {std::tuple{DType::f32, CacheType::f32, "f32"}, {DType::bf16, CacheType::bf16, "bf16"},
+          {DType::f16, CacheType::f16, "f16"}, {DType::f32, CacheType::bf16, "f32_bf16_cache"},
+          {DType::f32, CacheType::i8, "f32_int8_cache"}}) {
       const std::string base = std::string(row->name) + "/" + name;
-      benchmark::RegisterBenchmark((base + "/decode").c_str(), attention, row, dtype, false);
-      benchmark::RegisterBenchmark((base + "/prefill").c_str(), attention, row, dtype, true);
+      benchmark::RegisterBenchmark((base + "/decode").c_str(), attention, row, dtype, cache, false);
+      benchmark::RegisterBenchmark((base + "/prefill").c_str(), attention, row, dtype, cache, true);
     }
   }
   for (int bits = 1; bits <= 8; ++bits) {

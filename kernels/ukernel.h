@@ -16,13 +16,18 @@
 //                    affine: fma(row_scale * scale, code, row_scale * min)
 //   attention        one row q over the positions that it sees; 16 lanes, position j is lane j % 16:
 //                    q = q * factor;  x[j] = 0, for i in order: x[j] = fma(k[j][i], q[i], x[j])
+//                    int8 caches: k and v are the codes, and x[j] = x[j] * key_scale[j]
 //                    with a cap: x[j] = tanh2(x[j]) * cap
 //                    m = -FLT_MAX, sums[16] = 0, o = 0;  with a sink: m = max(m, sink), sums[0] = 1
 //                    for each block of 256 positions (0 to 255, 256 to 511, ...) of which it sees some:
 //                      M = max(m, the block's x);  c = exp2(m - M), sums *= c, o *= c, m = M;  for j in order:
-//                        p = exp2(x[j] - m), sums[j % 16] += p, for all i: o[i] = fma(v[j][i], p, o[i])
+//                        p = exp2(x[j] - m), sums[j % 16] += p, int8 caches: p = p * value_scale[j],
+//                        for all i: o[i] = fma(v[j][i], p, o[i])
 //                    y = o * (1 / sum);  sum: lanes l and l + 8 are added, then l and l + 4, l + 2, l + 1
 //   tanh2(x)         e = exp2(-|x|), (1 - e) / (1 + e), with the sign of x: the tanh of x / (2 log2(e))
+//   keys and values  to 16-bit caches: rounded as outputs are. To int8, a position of a head: s = max |x| / 127,
+//                    inv = 1/s, code = rint(x * inv), ties to even, from -127 to 127; s < 2^-126: s = 0, codes 0; a
+//                    value that is not finite: s = NaN (0x7fc00000), codes 0
 //   exp2(x), x <= 0  below -126: 0;  n = rint(x), r = x - n, 2^n * polynomial(r): attention/attention_impl.h
 //   16-bit outputs   rounded from the float32 result, to nearest, ties to even; NaN of attention: 0x7fc00000
 //
@@ -99,7 +104,14 @@ inline constexpr int64_t kAttentionBlock = 256;   // positions
 inline constexpr int64_t kAttentionRows = 16;     // at once
 inline constexpr int64_t kAttentionWidth = 512;   // of a head's keys or values, at most; a multiple of 16
 
-// Some rows of queries that read the same keys and values. Rows, keys and values may be unaligned.
+// What keys and values are kept in. int8: codes from -127 to 127, and a scale for each position of a head.
+enum class CacheType : uint8_t { f32, bf16, f16, i8 };
+
+constexpr CacheType cache_type_of(DType dtype) {
+  return dtype == DType::f32 ? CacheType::f32 : dtype == DType::bf16 ? CacheType::bf16 : CacheType::f16;
+}
+
+// Some rows of queries that read the same keys and values. Rows, keys, values and scales may be unaligned.
 struct AttentionArgs {
   int64_t rows;            // 1 to kAttentionRows
   const void* const* q;    // a pointer for each row: `width` values
@@ -109,7 +121,10 @@ struct AttentionArgs {
   const float* sinks;      // for each row a score times log2(e) that has no value; null: none
   const void* keys;        // panels: position p, input i at element (p / 16 * width + i) * 16 + p % 16; whole panels
   const void* values;      // position p, input i at element p * value_width + i
-  DType dtype;             // of q, out, keys and values
+  const void* key_scales;  // int8: a float32 for each position, whole panels of 16; else null
+  const void* value_scales;
+  DType dtype;             // of q and out
+  CacheType cache;         // of keys and values
   int64_t width, value_width;
   float factor;            // scale * log2(e), or with a cap: scale / softcap * 2 log2(e)
   float cap;               // softcap * log2(e); 0: none
@@ -123,8 +138,11 @@ struct AttentionWriteArgs {
   int64_t k_step, v_step;
   void* keys;        // position 0
   void* values;
+  void* key_scales;  // position 0; null unless the cache is int8
+  void* value_scales;
   int64_t position;
-  DType dtype;       // of all of them
+  DType dtype;       // of k and v
+  CacheType cache;   // of keys and values
   int64_t width, value_width;
 };
 

@@ -22,15 +22,27 @@ struct Sizes {
   int64_t max_length, start;
 };
 
+// int8: the codes of all positions of a head, then their scales in float32. So a position takes 4 bytes more.
+constexpr int64_t kScaleBytes = 4;
+
+int64_t scale_bytes(ElementType cache) { return cache == ElementType::i8 ? kScaleBytes : 0; }
+
+CacheType cache_type(ElementType type) {
+  return type == ElementType::i8 ? CacheType::i8 : cache_type_of(dtype_of(type));
+}
+
 Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const TensorView& q) {
+  if (!is_activation_type(k_cache.type) && k_cache.type != ElementType::i8) {
+    return Status::error("k_cache has dtype %s; expected float32, bfloat16, float16 or int8", name_of(k_cache.type));
+  }
   if (k_cache.shape.ndim != 4) {
     return Status::error("k_cache has shape %s; expected [batch, kv_heads, max_length, width]",
                          describe(k_cache.shape).text);
   }
   Shape expected = k_cache.shape;
   expected.size[0] = q.shape.size[0];
-  expected.size[3] = q.shape.size[3];
-  if (Status status = check_tensor("k_cache", k_cache, q.type, expected); !status.ok()) return status;
+  expected.size[3] = q.shape.size[3] + scale_bytes(k_cache.type);
+  if (Status status = check_tensor("k_cache", k_cache, k_cache.type, expected); !status.ok()) return status;
   if (k_cache.shape.size[1] < 1) {
     return Status::error("k_cache has shape %s; expected a head", describe(k_cache.shape).text);
   }
@@ -39,7 +51,7 @@ Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const 
                          describe(k_cache.shape).text, static_cast<int>(kKeyPositions));
   }
   expected.size[3] = v_cache.shape.size[3];  // values may be wider or narrower than keys
-  return check_tensor("v_cache", v_cache, q.type, expected);
+  return check_tensor("v_cache", v_cache, k_cache.type, expected);
 }
 
 // New keys or values: as many positions as there are queries, heads and values as the cache has.
@@ -50,7 +62,7 @@ Status check_new(const char* name, const TensorView& tensor, const TensorView& q
   }
   Shape expected = q.shape;
   expected.size[1] = cache.shape.size[1];
-  expected.size[3] = cache.shape.size[3];
+  expected.size[3] = cache.shape.size[3] - scale_bytes(cache.type);
   bool same = tensor.shape.ndim == 4;
   for (int d = 0; same && d < 4; ++d) same = tensor.shape.size[d] == expected.size[d];
   if (same) return {};
@@ -99,7 +111,7 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
   if (Status status = check_on_cpu("q", q); !status.ok()) return status;
   if (Status status = check_caches(k_cache, v_cache, q); !status.ok()) return status;
   *sizes = {q.shape.size[0], q.shape.size[1],       k_cache.shape.size[1], q.shape.size[2],
-            q.shape.size[3], v_cache.shape.size[3], k_cache.shape.size[2], 0};
+            q.shape.size[3], out_shape.size[3],     k_cache.shape.size[2], 0};
   if (Status status = check_new("k", k, q, k_cache); !status.ok()) return status;
   if (Status status = check_new("v", v, q, v_cache); !status.ok()) return status;
   if (Status status = check_scores(scores, q); !status.ok()) return status;
@@ -127,6 +139,8 @@ class Call {
        const TensorView& v_cache, const Scores& scores, const TensorView& out)
       : sizes_(sizes), q_(q), k_(k), v_(v), k_cache_(static_cast<char*>(k_cache.data)),
         v_cache_(static_cast<char*>(v_cache.data)), out_(static_cast<char*>(out.data)), item_(element_bytes(q.type)),
+        cache_item_(element_bytes(k_cache.type)), cache_(cache_type(k_cache.type)),
+        scale_bytes_(scale_bytes(k_cache.type)),
         group_(sizes.heads / sizes.kv_heads), scores_(scores),
         factor_(static_cast<float>(scores.softcap > 0.0 ? scores.scale / scores.softcap * (2 * kLog2E)
                                                         : scores.scale * kLog2E)),
@@ -142,7 +156,8 @@ class Call {
   // New position `i` of one head of the caches.
   void write(int64_t cache_head, int64_t i) const {
     kernel_.write({element(k_, cache_head, i), element(v_, cache_head, i), k_.stride[3], v_.stride[3], keys(cache_head),
-                   values(cache_head), sizes_.start + i, dtype_of(q_.type), sizes_.width, sizes_.value_width});
+                   values(cache_head), key_scales(cache_head), value_scales(cache_head), sizes_.start + i,
+                   dtype_of(q_.type), cache_, sizes_.width, sizes_.value_width});
   }
 
   // Rows [begin, end) of the queries of one head of the caches, at most kAttentionRows: position by position, the heads
@@ -171,7 +186,8 @@ class Call {
       if (scores_.sinks != nullptr) sinks[at] = sink(head);
     }
     kernel_.run({end - begin, q, out, begins, ends, scores_.sinks != nullptr ? sinks : nullptr, keys(cache_head),
-                 values(cache_head), dtype_of(q_.type), width, sizes_.value_width, factor_, cap_, scratch});
+                 values(cache_head), key_scales(cache_head), value_scales(cache_head), dtype_of(q_.type), cache_, width,
+                 sizes_.value_width, factor_, cap_, scratch});
   }
 
  private:
@@ -179,10 +195,16 @@ class Call {
     return aligned(attention_scratch(sizes_.width, sizes_.value_width) * static_cast<int64_t>(sizeof(float)));
   }
   char* keys(int64_t cache_head) const {
-    return k_cache_ + cache_head * sizes_.max_length * sizes_.width * item_;
+    return k_cache_ + cache_head * sizes_.max_length * (sizes_.width * cache_item_ + scale_bytes_);
   }
   char* values(int64_t cache_head) const {
-    return v_cache_ + cache_head * sizes_.max_length * sizes_.value_width * item_;
+    return v_cache_ + cache_head * sizes_.max_length * (sizes_.value_width * cache_item_ + scale_bytes_);
+  }
+  char* key_scales(int64_t cache_head) const {
+    return cache_ == CacheType::i8 ? keys(cache_head) + sizes_.max_length * sizes_.width : nullptr;
+  }
+  char* value_scales(int64_t cache_head) const {
+    return cache_ == CacheType::i8 ? values(cache_head) + sizes_.max_length * sizes_.value_width : nullptr;
   }
   float sink(int64_t head) const {
     const TensorView& sinks = *scores_.sinks;
@@ -198,7 +220,9 @@ class Call {
   const Sizes& sizes_;
   const TensorView &q_, &k_, &v_;
   char *k_cache_, *v_cache_, *out_;
-  int64_t item_, group_;
+  int64_t item_, cache_item_;
+  CacheType cache_;
+  int64_t scale_bytes_, group_;
   const Scores& scores_;
   float factor_, cap_;
   const AttentionKernel& kernel_;
@@ -218,14 +242,15 @@ Status attention_shape(const TensorView& q, const TensorView& v_cache, Shape* ou
                          describe(v_cache.shape).text);
   }
   const auto check_width = [](const char* name, const TensorView& tensor) {
-    const int64_t width = tensor.shape.size[3];
+    const int64_t width = tensor.shape.size[3] - scale_bytes(tensor.type);
     if (width >= kKeyPositions && width <= kAttentionWidth && width % kKeyPositions == 0) return Status();
-    return Status::error("%s has shape %s; expected a width of 16 to %d, a multiple of 16", name,
-                         describe(tensor.shape).text, static_cast<int>(kAttentionWidth));
+    return Status::error("%s has shape %s; expected a width of 16 to %d, a multiple of 16%s", name,
+                         describe(tensor.shape).text, static_cast<int>(kAttentionWidth),
+                         tensor.type == ElementType::i8 ? ", and 4 bytes for the scale" : "");
   };
   if (Status status = check_width("q", q); !status.ok()) return status;
   if (Status status = check_width("v_cache", v_cache); !status.ok()) return status;
-  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], v_cache.shape.size[3]}};
+  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], v_cache.shape.size[3] - scale_bytes(v_cache.type)}};
   return {};
 }
 

@@ -4,6 +4,9 @@
 // keys a lane is a position and a step one input; for values a lane is an input and a step one position. So no sum
 // goes across lanes, and each is in order of its steps for any number of rows at once.
 //
+// The type of the caches is a template's argument, since every value of them is converted; that of queries and outputs is
+// not. The scales of int8 caches go to scores and weights, so the inner loop has a conversion and no product more.
+//
 // A row sees its own positions only: what lies before and behind them may be anything, also NaN. Its scores are
 // replaced, its values not read.
 #pragma once
@@ -54,6 +57,41 @@ template <class V, class Op>
   return lanes[0];
 }
 
+template <class V>
+[[gnu::always_inline]] inline V load_floats(const void* at, DType dtype) {
+  switch (dtype) {
+    case DType::f32: return V::template load_as_f32<DType::f32>(at);
+    case DType::bf16: return V::template load_as_f32<DType::bf16>(at);
+    case DType::f16: break;
+  }
+  return V::template load_as_f32<DType::f16>(at);
+}
+
+template <class V>
+[[gnu::always_inline]] inline void store_floats(void* at, DType dtype, V v) {
+  switch (dtype) {
+    case DType::f32: return V::template store_from_f32<DType::f32>(at, v);
+    case DType::bf16: return V::template store_from_f32<DType::bf16>(at, v);
+    case DType::f16: return V::template store_from_f32<DType::f16>(at, v);
+  }
+}
+
+constexpr int64_t size_of(CacheType type) { return type == CacheType::f32 ? 4 : type == CacheType::i8 ? 1 : 2; }
+
+template <class V, CacheType C>
+[[gnu::always_inline]] inline V load_cached(const void* at) {
+  if constexpr (C == CacheType::i8) return V::load_int8_as_f32(at);
+  else if constexpr (C == CacheType::f32) return V::template load_as_f32<DType::f32>(at);
+  else if constexpr (C == CacheType::bf16) return V::template load_as_f32<DType::bf16>(at);
+  else return V::template load_as_f32<DType::f16>(at);
+}
+
+// The scales of 16 positions. Their memory need not be aligned.
+template <class V>
+[[gnu::always_inline]] inline V load_scales(const void* scales, int64_t position) {
+  return V::template load_as_f32<DType::f32>(static_cast<const char*>(scales) + position * 4);
+}
+
 // Rows of scalars in float32, times vectors in the type of the cache.
 struct Product {
   const float* a;  // row 0, step 0
@@ -68,7 +106,7 @@ struct Product {
 };
 
 // out (+)= a * b for Rows rows and Vectors vectors at `vector`.
-template <class V, DType T, int Rows, int Vectors, bool Add>
+template <class V, CacheType C, int Rows, int Vectors, bool Add>
 [[gnu::always_inline]] inline void multiply(const Product& product, int64_t vector) {
   const char* b = product.b + vector * product.b_vector;
   float* const out = product.out + vector * kLanes;
@@ -91,7 +129,7 @@ template <class V, DType T, int Rows, int Vectors, bool Add>
       V vectors[Vectors];
       for (int v = 0; v < Vectors; ++v) {
         __builtin_prefetch(b + v * b_vector + ahead, 0, 2);
-        vectors[v] = V::template load_as_f32<T>(b + v * b_vector);
+        vectors[v] = load_cached<V, C>(b + v * b_vector);
       }
       for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
@@ -107,7 +145,7 @@ template <class V, DType T, int Rows, int Vectors, bool Add>
   }
   for (; step < steps; ++step) {
     for (int v = 0; v < Vectors; ++v) {
-      const V values = V::template load_as_f32<T>(b + v * b_vector);
+      const V values = load_cached<V, C>(b + v * b_vector);
       for (int r = 0; r < Rows; ++r) sums[r][v] = V::fma(values, V::broadcast(a[r * a_row + step]), sums[r][v]);
     }
     b += b_step;
@@ -118,16 +156,16 @@ template <class V, DType T, int Rows, int Vectors, bool Add>
 }
 
 // All vectors of a product, as many at a time as there are registers for their sums.
-template <class V, DType T, int Rows, bool Add>
+template <class V, CacheType C, int Rows, bool Add>
 void multiply_all(const Product& product) {
   constexpr int kAtOnce = V::kSums / Rows < 1 ? 1 : V::kSums / Rows > 4 ? 4 : V::kSums / Rows;
   int64_t vector = 0;
-  for (; vector + kAtOnce <= product.vectors; vector += kAtOnce) multiply<V, T, Rows, kAtOnce, Add>(product, vector);
+  for (; vector + kAtOnce <= product.vectors; vector += kAtOnce) multiply<V, C, Rows, kAtOnce, Add>(product, vector);
   if constexpr (kAtOnce > 2) {
-    for (; vector + 2 <= product.vectors; vector += 2) multiply<V, T, Rows, 2, Add>(product, vector);
+    for (; vector + 2 <= product.vectors; vector += 2) multiply<V, C, Rows, 2, Add>(product, vector);
   }
   if constexpr (kAtOnce > 1) {
-    for (; vector < product.vectors; ++vector) multiply<V, T, Rows, 1, Add>(product, vector);
+    for (; vector < product.vectors; ++vector) multiply<V, C, Rows, 1, Add>(product, vector);
   }
 }
 
@@ -149,11 +187,17 @@ struct Seen {
   int64_t begin, end;
 };
 
-// Scores to weights: the positions of a block that one row sees.
-template <class V>
-[[gnu::always_inline]] inline void softmax(float* scores, Seen seen, float cap, float* most, float* sums, float* out,
-                                           int64_t width) {
+// Scores to weights: the positions of a block that one row sees. The scales of int8 caches begin with the block; others
+// have none.
+template <class V, CacheType C>
+[[gnu::always_inline]] inline void softmax(float* scores, Seen seen, const char* key_scales, const char* value_scales,
+                                           float cap, float* most, float* sums, float* out, int64_t width) {
   const int64_t first = seen.begin / kLanes * kLanes;
+  if constexpr (C == CacheType::i8) {
+    for (int64_t j = first; j < seen.end; j += kLanes) {
+      V::store(scores + j, V::mul(V::load(scores + j), load_scales<V>(key_scales, j)));
+    }
+  }
   if (cap != 0.0f) {
     for (int64_t j = first; j < seen.end; j += kLanes) {
       V::store(scores + j, V::mul(tanh2_of(V::load(scores + j)), V::broadcast(cap)));
@@ -170,7 +214,11 @@ template <class V>
   V sum = V::mul(V::load(sums), shrink);
   for (int64_t j = first; j < seen.end; j += kLanes) {
     const V weights = exp2_of(V::sub(V::load(scores + j), most_now));
-    V::store(scores + j, weights);
+    if constexpr (C == CacheType::i8) {
+      V::store(scores + j, V::mul(weights, load_scales<V>(value_scales, j)));
+    } else {
+      V::store(scores + j, weights);
+    }
     sum = V::add(sum, weights);
   }
   V::store(sums, sum);
@@ -178,7 +226,7 @@ template <class V>
 }
 
 // `Rows` rows from `row` on, in the block that starts at position `block`. All of them see some of it.
-template <class V, DType T, int Rows>
+template <class V, CacheType C, int Rows>
 void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t block) {
   const int64_t width = args.width, value_width = args.value_width;
   Seen seen[Rows];
@@ -187,20 +235,27 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
     seen[r] = {begin > 0 ? begin : 0, end < kAttentionBlock ? end : kAttentionBlock};
   }
   const int64_t first = seen[0].begin / kLanes, vectors = (seen[Rows - 1].end + kLanes - 1) / kLanes - first;
-  const char* keys = static_cast<const char*>(args.keys) + (block + first * kLanes) * width * size_of(T);
-  multiply_all<V, T, Rows, false>({state.q + row * width, width, keys, kLanes * size_of(T), width * kLanes * size_of(T),
-                                   width, state.scores + first * kLanes, kAttentionBlock, vectors});
+  constexpr int64_t kItem = size_of(C);
+  const char* keys = static_cast<const char*>(args.keys) + (block + first * kLanes) * width * kItem;
+  multiply_all<V, C, Rows, false>({state.q + row * width, width, keys, kLanes * kItem, width * kLanes * kItem, width,
+                                   state.scores + first * kLanes, kAttentionBlock, vectors});
+  const char *key_scales = nullptr, *value_scales = nullptr;
+  if constexpr (C == CacheType::i8) {
+    key_scales = static_cast<const char*>(args.key_scales) + block * 4;
+    value_scales = static_cast<const char*>(args.value_scales) + block * 4;
+  }
   for (int r = 0; r < Rows; ++r) {
-    softmax<V>(state.scores + r * kAttentionBlock, seen[r], args.cap, state.most + row + r,
-               state.sums + (row + r) * kLanes, state.out + (row + r) * value_width, value_width);
+    softmax<V, C>(state.scores + r * kAttentionBlock, seen[r], key_scales, value_scales, args.cap,
+                  state.most + row + r, state.sums + (row + r) * kLanes, state.out + (row + r) * value_width,
+                  value_width);
   }
   // The values that all rows see, together; those before and behind, row by row. Each row in order of its positions.
-  const char* values = static_cast<const char*>(args.values) + block * value_width * size_of(T);
+  const char* values = static_cast<const char*>(args.values) + block * value_width * kItem;
   const auto add = [&](auto rows, int r, int64_t begin, int64_t end) __attribute__((always_inline)) {
     if (begin >= end) return;
-    multiply_all<V, T, decltype(rows)::value, true>(
-        {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + begin * value_width * size_of(T),
-         value_width * size_of(T), kLanes * size_of(T), end - begin, state.out + (row + r) * value_width, value_width,
+    multiply_all<V, C, decltype(rows)::value, true>(
+        {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + begin * value_width * kItem,
+         value_width * kItem, kLanes * kItem, end - begin, state.out + (row + r) * value_width, value_width,
          value_width / kLanes});
   };
   const std::integral_constant<int, 1> one;
@@ -214,14 +269,14 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
   for (int r = 0; r < Rows; ++r) add(one, r, end, seen[r].end);
 }
 
-template <class V, DType T>
+template <class V, CacheType C>
 void attention(const AttentionArgs& args) {
   const int64_t width = args.width, value_width = args.value_width, rows = args.rows;
   const State state(args.scratch, width, value_width);
   for (int64_t r = 0; r < rows; ++r) {
     const char* q = static_cast<const char*>(args.q[r]);
     for (int64_t i = 0; i < width; i += kLanes) {
-      const V values = V::template load_as_f32<T>(q + i * size_of(T));
+      const V values = load_floats<V>(q + i * size_of(args.dtype), args.dtype);
       V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
     }
     for (int64_t i = 0; i < value_width; i += kLanes) V::store(state.out + r * value_width + i, V::broadcast(0.0f));
@@ -238,30 +293,31 @@ void attention(const AttentionArgs& args) {
     while (args.ends[first] <= block) ++first;
     while (last < rows && args.begins[last] < block + kAttentionBlock) ++last;
     int64_t row = first;
-    for (; row + 4 <= last; row += 4) attend<V, T, 4>(args, state, row, block);
+    for (; row + 4 <= last; row += 4) attend<V, C, 4>(args, state, row, block);
     if (row + 2 <= last) {
-      attend<V, T, 2>(args, state, row, block);
+      attend<V, C, 2>(args, state, row, block);
       row += 2;
     }
-    if (row < last) attend<V, T, 1>(args, state, row, block);
+    if (row < last) attend<V, C, 1>(args, state, row, block);
   }
   for (int64_t r = 0; r < rows; ++r) {
     const float sum = fold(V::load(state.sums + r * kLanes), [](float a, float b) { return a + b; });
     const V inverse = V::broadcast(1.0f / sum);
     char* out = static_cast<char*>(args.out[r]);
     for (int64_t i = 0; i < value_width; i += kLanes) {
-      V::template store_from_f32<T>(out + i * size_of(T),
-                                    V::same_nan(V::mul(V::load(state.out + r * value_width + i), inverse)));
+      store_floats(out + i * size_of(args.dtype), args.dtype,
+                   V::same_nan(V::mul(V::load(state.out + r * value_width + i), inverse)));
     }
   }
 }
 
 template <class V>
 void run(const AttentionArgs& args) {
-  switch (args.dtype) {
-    case DType::f32: return attention<V, DType::f32>(args);
-    case DType::bf16: return attention<V, DType::bf16>(args);
-    case DType::f16: return attention<V, DType::f16>(args);
+  switch (args.cache) {
+    case CacheType::f32: return attention<V, CacheType::f32>(args);
+    case CacheType::bf16: return attention<V, CacheType::bf16>(args);
+    case CacheType::f16: return attention<V, CacheType::f16>(args);
+    case CacheType::i8: return attention<V, CacheType::i8>(args);
   }
 }
 

@@ -25,6 +25,11 @@ struct Vector {
   [[gnu::always_inline]] static Vector load_as_f32(const void* at) {
     return of(load16<T>(at));
   }
+  [[gnu::always_inline]] static Vector load_int8_as_f32(const void* at) {
+    const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(at));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+  }
   template <DType T>
   [[gnu::always_inline]] static void store_from_f32(void* at, Vector v) {
     store16(at, T, {{v.low, v.high}});
@@ -71,7 +76,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache}};
+constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache<Vector>}};
 
 }  // namespace
 

@@ -23,6 +23,9 @@ struct Vector {
   [[gnu::always_inline]] static Vector load_as_f32(const void* at) {
     return {load16<T>(at, 0, kAll)};
   }
+  [[gnu::always_inline]] static Vector load_int8_as_f32(const void* at) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))))};
+  }
   template <DType T>
   [[gnu::always_inline]] static void store_from_f32(void* at, Vector a) {
     store16(at, T, 0, a.v, kAll);
@@ -54,7 +57,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache}};
+constexpr AttentionKernel kRows[] = {{"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache<Vector>}};
 
 }  // namespace
 

@@ -33,6 +33,9 @@ struct Vector {
   static Vector load_as_f32(const void* at) {
     return each([=](int l) { return lowbit::load_as_f32(at, T, l); });
   }
+  static Vector load_int8_as_f32(const void* at) {
+    return each([=](int l) { return static_cast<float>(static_cast<const int8_t*>(at)[l]); });
+  }
   template <DType T>
   static void store_from_f32(void* at, const Vector& v) {
     for (int l = 0; l < 16; ++l) lowbit::store_from_f32(at, T, l, v.lane[l]);
@@ -75,7 +78,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>, write_cache}};
+constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>, write_cache<Vector>}};
 
 }  // namespace
 

@@ -1,7 +1,8 @@
-// The `write` of every attention row: one new position, into the caches that attention_impl.h reads.
+// The `write` of every attention row: one new position, into the caches that attention_impl.h reads. V is that file's.
 #pragma once
 
 #include "../ukernel.h"
+#include "attention_impl.h"
 
 namespace lowbit {
 namespace {
@@ -18,22 +19,73 @@ void write_values(const void* from, int64_t from_step, char* to, int64_t to_step
   for (int64_t i = 0; i < width; ++i) std::memcpy(to + i * to_step * kItem, source + i * from_step * kItem, kItem);
 }
 
-template <class Word>
-void write_cache_of(const AttentionWriteArgs& args) {
-  constexpr int64_t kItem = sizeof(Word);
-  const int64_t panel = args.position / kKeyPositions * args.width * kKeyPositions, lane = args.position % kKeyPositions;
-  char* const key = static_cast<char*>(args.keys) + (panel + lane) * kItem;
-  char* const value = static_cast<char*>(args.values) + args.position * args.value_width * kItem;
-  write_values<Word>(args.k, args.k_step, key, kKeyPositions, args.width);
-  write_values<Word>(args.v, args.v_step, value, 1, args.value_width);
+// Codes and their scale. Maxima of magnitudes are maxima of their bits, as integers: NaN and infinity are above all
+// others, and a compiler makes vectors of such a loop. Adding 1.5 * 2^23 rounds x * inv to an integer in the last bits.
+// |x * inv| is at most 127 and two roundings, so no code is beyond 127.
+inline float quantize_position(const float* x, int64_t width, int8_t* codes) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < width; ++i) {
+    const uint32_t magnitude = bits_of_float(x[i]) & 0x7fffffffu;
+    most = magnitude > most ? magnitude : most;
+  }
+  const float scale = float_from_bits(most) / 127.0f;
+  const bool finite = most < 0x7f800000u;
+  if (!finite || scale < 0x1p-126f) {
+    std::memset(codes, 0, static_cast<size_t>(width));
+    return finite ? 0.0f : float_from_bits(0x7fc00000u);
+  }
+  const float inverse = 1.0f / scale;
+  for (int64_t i = 0; i < width; ++i) {
+    const float product = x[i] * inverse;
+    codes[i] = static_cast<int8_t>(bits_of_float(product + 12582912.0f));
+  }
+  return scale;
 }
 
-void write_cache(const AttentionWriteArgs& args) {
-  switch (args.dtype) {
-    case DType::f32: return write_cache_of<uint32_t>(args);
-    case DType::bf16:
-    case DType::f16: return write_cache_of<uint16_t>(args);
+// A position's keys or values from another type than the cache's: `at` is element 0, `scale` that of the position.
+template <class V>
+void convert_values(const void* from, DType dtype, int64_t from_step, CacheType cache, char* at, int64_t to_step,
+                    void* scale, int64_t width) {
+  alignas(64) float values[kAttentionWidth];
+  if (from_step == 1) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+      V::store(values + i, load_floats<V>(static_cast<const char*>(from) + i * size_of(dtype), dtype));
+    }
+  } else {
+    for (int64_t i = 0; i < width; ++i) values[i] = load_as_f32(from, dtype, i * from_step);
   }
+  if (cache == CacheType::i8) {
+    int8_t codes[kAttentionWidth];
+    const float found = quantize_position(values, width, codes);
+    std::memcpy(scale, &found, sizeof found);
+    return write_values<uint8_t>(codes, 1, at, to_step, width);
+  }
+  if (cache == CacheType::f32) return write_values<uint32_t>(values, 1, at, to_step, width);
+  alignas(64) uint16_t halves[kAttentionWidth];
+  const DType half = cache == CacheType::bf16 ? DType::bf16 : DType::f16;
+  for (int64_t i = 0; i < width; i += kLanes) store_floats(halves + i, half, V::load(values + i));
+  write_values<uint16_t>(halves, 1, at, to_step, width);
+}
+
+template <class V>
+void write_cache(const AttentionWriteArgs& args) {
+  const int64_t item = size_of(args.cache), position = args.position;
+  const int64_t panel = position / kKeyPositions * args.width * kKeyPositions, lane = position % kKeyPositions;
+  char* const key = static_cast<char*>(args.keys) + (panel + lane) * item;
+  char* const value = static_cast<char*>(args.values) + position * args.value_width * item;
+  if (args.cache != cache_type_of(args.dtype)) {
+    const bool scaled = args.cache == CacheType::i8;
+    char* const key_scale = scaled ? static_cast<char*>(args.key_scales) + position * 4 : nullptr;
+    char* const value_scale = scaled ? static_cast<char*>(args.value_scales) + position * 4 : nullptr;
+    convert_values<V>(args.k, args.dtype, args.k_step, args.cache, key, kKeyPositions, key_scale, args.width);
+    return convert_values<V>(args.v, args.dtype, args.v_step, args.cache, value, 1, value_scale, args.value_width);
+  }
+  if (item == 4) {
+    write_values<uint32_t>(args.k, args.k_step, key, kKeyPositions, args.width);
+    return write_values<uint32_t>(args.v, args.v_step, value, 1, args.value_width);
+  }
+  write_values<uint16_t>(args.k, args.k_step, key, kKeyPositions, args.width);
+  write_values<uint16_t>(args.v, args.v_step, value, 1, args.value_width);
 }
 
 }  // namespace

@@ -455,9 +455,13 @@ def attention(
         k: [batch, kv_heads, positions, width] of q's dtype, any strides; heads is a multiple of kv_heads, and head h of
             q belongs to head ``h // (heads // kv_heads)``.
         v: [batch, kv_heads, positions, value_width], as k; value_width is that of the cache.
-        k_cache, v_cache: [batch, kv_heads, max_length, width] and [..., value_width] of q's dtype, contiguous;
-            max_length and value_width multiples of 16, as width. Changed in place. The order of values within a head of
-            k_cache is this operator's: start with any content (``torch.zeros``, for example), and leave the rest to it.
+        k_cache, v_cache: [batch, kv_heads, max_length, width] and [..., value_width], contiguous; max_length and
+            value_width multiples of 16, as width. Both float32, bfloat16 or float16, whatever q is, or int8. Changed in
+            place. The order of values within a head is this operator's: start with any content (``torch.zeros``, for
+            example), and leave the rest to it. :func:`cache_width` has the size of the last dimension: int8 caches have
+            4 bytes more, for a float32 scale for each position of a head. What goes into a smaller type is rounded to
+            nearest; docs/design.md has the formula. A position with a key or value that is not finite is NaN in an int8
+            cache.
         start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
             ``start + i`` of the text and sees all up to itself.
         scale: of the products of q and k; None: ``width ** -0.5``.
@@ -480,6 +484,15 @@ def attention(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; expected a positive number, or None")
     return torch.ops.lowbit.attention(q, k, v, k_cache, v_cache, start, scale, window or 0, softcap or 0.0, sinks)
+
+
+def cache_width(width: int, dtype: torch.dtype) -> int:
+    """The last dimension of a cache of :func:`attention` for keys or values of that width."""
+    return width + _scale_bytes(dtype)
+
+
+def _scale_bytes(dtype: torch.dtype) -> int:
+    return 4 if dtype is torch.int8 else 0
 
 
 # register_fake asks inspect for the module of this file; unless it knows, it looks at the files of all modules: 3 ms.
@@ -509,7 +522,7 @@ def _(indices, packed_weight, embedding_dim, *, dtype=None):
 @torch.library.register_fake("lowbit::attention")
 def _(q, k, v, k_cache, v_cache, start, scale, window=0, softcap=0.0, sinks=None):
     batch, heads, positions, _ = q.shape
-    return q.new_empty((batch, positions, heads, v_cache.shape[-1]))
+    return q.new_empty((batch, positions, heads, v_cache.shape[-1] - _scale_bytes(v_cache.dtype)))
 
 
 @torch.library.register_fake("lowbit::pack")

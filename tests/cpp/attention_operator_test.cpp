@@ -13,6 +13,12 @@ namespace {
 
 constexpr double kScale = 0.3;
 
+int64_t scale_bytes(ElementType cache) { return cache == ElementType::i8 ? 4 : 0; }
+
+CacheType cache_type(ElementType type) {
+  return type == ElementType::i8 ? CacheType::i8 : cache_type_of(dtype_of(type));
+}
+
 Tensor start_tensor(int64_t start) { return index_tensor<int64_t>({start}); }
 
 // Dimension 2 of a tensor, from `begin` on.
@@ -24,12 +30,13 @@ TensorView positions(TensorView view, int64_t begin, int64_t count) {
 
 struct Model {
   int64_t batch, heads, kv_heads, width, length, max_length;
-  ElementType type;
+  ElementType type, cache_of;
   Tensor q, k, v;  // of a whole text, [batch, heads, length, width]
 
-  Model(int64_t batch, int64_t heads, int64_t kv_heads, int64_t width, int64_t length, ElementType type)
+  Model(int64_t batch, int64_t heads, int64_t kv_heads, int64_t width, int64_t length, ElementType type,
+        ElementType cache_of)
       : batch(batch), heads(heads), kv_heads(kv_heads), width(width), length(length),
-        max_length((length + 15) / 16 * 16), type(type), q(make(heads, 1)), k(make(kv_heads, 2)),
+        max_length((length + 15) / 16 * 16), type(type), cache_of(cache_of), q(make(heads, 1)), k(make(kv_heads, 2)),
         v(make(kv_heads, 3)) {}
 
   Tensor make(int64_t heads, uint64_t seed) const {
@@ -37,7 +44,7 @@ struct Model {
     return random_tensor(type, {batch, heads, length, width}, random);
   }
   // As nothing has written to it yet: 0x5c5c... everywhere.
-  Tensor cache() const { return Tensor(type, {batch, kv_heads, max_length, width}); }
+  Tensor cache() const { return Tensor(cache_of, {batch, kv_heads, max_length, width + scale_bytes(cache_of)}); }
 
   // The text in calls of so many positions each; out [batch, length, heads, width].
   std::vector<uint8_t> run(const TensorView& q, const TensorView& k, const TensorView& v,
@@ -69,27 +76,50 @@ struct Model {
     return run(q.view, k.view, v.view, counts, parallel, cache(), cache());
   }
 
+  // The text of one head of keys or values, position by position, as the caches have it; int8: the codes, with scales.
+  std::vector<uint8_t> cached(const Tensor& tensor, int64_t cache_head, std::vector<float>* scales) const {
+    std::vector<uint8_t> all;
+    for (int64_t i = 0; i < length; ++i) {
+      std::vector<float> position;
+      for (int64_t j = 0; j < width; ++j) {
+        position.push_back(load_as_f32(element(tensor.view, (cache_head * length + i) * width), dtype_of(type), j));
+      }
+      if (cache_of == ElementType::i8) {
+        const QuantizedPosition quantized = contract_quantize_position(position);
+        all.insert(all.end(), quantized.codes.begin(), quantized.codes.end());
+        scales->push_back(quantized.scale);
+      } else {
+        const std::vector<uint8_t> bytes = to_bytes(position, dtype_of(cache_of));
+        all.insert(all.end(), bytes.begin(), bytes.end());
+      }
+    }
+    scales->resize(static_cast<size_t>(max_length));
+    return all;
+  }
+
   // Every row alone, by the portable kernel, on keys in panels that are made here.
   std::vector<uint8_t> expected() const {
-    const size_t item = static_cast<size_t>(element_bytes(type));
-    std::vector<uint8_t> out(q.bytes().size()), panels(static_cast<size_t>(max_length * width) * item);
+    const size_t item = static_cast<size_t>(element_bytes(type)), cache_item = static_cast<size_t>(element_bytes(cache_of));
+    std::vector<uint8_t> out(q.bytes().size()), panels(static_cast<size_t>(max_length * width) * cache_item);
     std::vector<float> scratch(static_cast<size_t>(attention_scratch(width, width)));
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t cache_head = b * kv_heads + h / (heads / kv_heads);
-        const uint8_t* keys = element(k.view, cache_head * length * width);
+        std::vector<float> key_scales, value_scales;
+        const std::vector<uint8_t> keys = cached(k, cache_head, &key_scales), values = cached(v, cache_head, &value_scales);
         for (int64_t i = 0; i < length * width; ++i) {
           const int64_t at = (i / width / 16 * width + i % width) * 16 + i / width % 16;
-          std::memcpy(panels.data() + static_cast<size_t>(at) * item, keys + static_cast<size_t>(i) * item, item);
+          std::memcpy(panels.data() + static_cast<size_t>(at) * cache_item,
+                      keys.data() + static_cast<size_t>(i) * cache_item, cache_item);
         }
         for (int64_t i = 0; i < length; ++i) {
           const void* row = element(q.view, ((b * heads + h) * length + i) * width);
           void* to = out.data() + static_cast<size_t>(((b * length + i) * heads + h) * width) * item;
           const int64_t begin = 0, end = i + 1;
           choose_attention(kPortable)
-              .run({1, &row, &to, &begin, &end, nullptr, panels.data(), element(v.view, cache_head * length * width),
-                    dtype_of(type), width, width, static_cast<float>(kScale * 1.4426950408889634), 0.0f,
-                    scratch.data()});
+              .run({1, &row, &to, &begin, &end, nullptr, panels.data(), values.data(), key_scales.data(),
+                    value_scales.data(), dtype_of(type), cache_type(cache_of), width, width,
+                    static_cast<float>(kScale * 1.4426950408889634), 0.0f, scratch.data()});
         }
       }
     }
@@ -97,12 +127,21 @@ struct Model {
   }
 };
 
+// Of queries and outputs, and of the caches.
+struct Kind {
+  ElementType type, cache;
+};
 constexpr ElementType kTypes[] = {ElementType::f32, ElementType::bf16, ElementType::f16};
+constexpr Kind kKinds[] = {{ElementType::f32, ElementType::f32},  {ElementType::bf16, ElementType::bf16},
+                           {ElementType::f16, ElementType::f16},  {ElementType::f32, ElementType::bf16},
+                           {ElementType::f32, ElementType::f16},  {ElementType::f32, ElementType::i8},
+                           {ElementType::bf16, ElementType::i8},  {ElementType::bf16, ElementType::f32}};
 
 TEST(Attention, ShapesTypesAndCuts) {
-  for (const ElementType type : kTypes) {
-    for (const Model& model : {Model(1, 4, 2, 32, 40, type), Model(2, 3, 3, 16, 20, type), Model(1, 5, 1, 80, 23, type),
-                               Model(3, 4, 1, 48, 7, type), Model(1, 36, 36, 16, 5, type)}) {
+  for (const auto& [type, cache] : kKinds) {
+    for (const Model& model :
+         {Model(1, 4, 2, 32, 40, type, cache), Model(2, 3, 3, 16, 20, type, cache), Model(1, 5, 1, 80, 23, type, cache),
+          Model(3, 4, 1, 48, 7, type, cache), Model(1, 36, 36, 16, 5, type, cache)}) {
       const std::vector<uint8_t> expected = model.expected();
       const DType dtype = dtype_of(type);
       EXPECT_TRUE(same_bits(model.run({model.length}), expected, dtype));
@@ -113,17 +152,19 @@ TEST(Attention, ShapesTypesAndCuts) {
 }
 
 TEST(Attention, AnyNumberOfThreadsGivesTheSameBits) {
-  const Model model(2, 6, 3, 32, 330, ElementType::bf16);
-  const std::vector<uint8_t> expected = model.run({330});
-  for (const int count : {1, 2, 7}) {
-    EXPECT_TRUE(same_bits(model.run({330}, threads(count)), expected, DType::bf16)) << count << " threads";
-    EXPECT_TRUE(same_bits(model.run({17, 300, 13}, threads(count)), expected, DType::bf16)) << count << " threads";
+  for (const ElementType cache : {ElementType::bf16, ElementType::i8}) {
+    const Model model(2, 6, 3, 32, 330, ElementType::bf16, cache);
+    const std::vector<uint8_t> expected = model.run({330});
+    for (const int count : {1, 2, 7}) {
+      EXPECT_TRUE(same_bits(model.run({330}, threads(count)), expected, DType::bf16)) << count << " threads";
+      EXPECT_TRUE(same_bits(model.run({17, 300, 13}, threads(count)), expected, DType::bf16)) << count << " threads";
+    }
   }
 }
 
 TEST(Attention, TheCachesHoldTheText) {
   for (const ElementType type : kTypes) {
-    const Model model(2, 2, 2, 32, 37, type);
+    const Model model(2, 2, 2, 32, 37, type, type);
     for (const int count : {1, 3}) {
       const Tensor k_cache = model.cache(), v_cache = model.cache(), untouched = model.cache();
       model.run(model.q.view, model.k.view, model.v.view, {20, 1, 16}, threads(count), k_cache, v_cache);
@@ -145,9 +186,34 @@ TEST(Attention, TheCachesHoldTheText) {
   }
 }
 
+// An int8 cache: of each head the codes of all positions, then their scales.
+TEST(Attention, Int8CachesHoldCodesAndScales) {
+  const Model model(2, 2, 2, 32, 37, ElementType::f32, ElementType::i8);
+  for (const int count : {1, 3}) {
+    const Tensor k_cache = model.cache(), v_cache = model.cache(), untouched = model.cache();
+    model.run(model.q.view, model.k.view, model.v.view, {20, 1, 16}, threads(count), k_cache, v_cache);
+    for (int64_t head = 0; head < 4; ++head) {
+      for (const bool is_key : {true, false}) {
+        std::vector<float> scales;
+        const std::vector<uint8_t> codes = model.cached(is_key ? model.k : model.v, head, &scales);
+        std::vector<uint8_t> expected(static_cast<size_t>(model.max_length * 36), untouched.bytes()[0]);
+        for (int64_t i = 0; i < model.length; ++i) {
+          for (int64_t j = 0; j < 32; ++j) {
+            const int64_t at = is_key ? (i / 16 * 32 + j) * 16 + i % 16 : i * 32 + j;
+            expected[static_cast<size_t>(at)] = codes[static_cast<size_t>(i * 32 + j)];
+          }
+          store_from_f32(expected.data() + model.max_length * 32, DType::f32, i, scales[static_cast<size_t>(i)]);
+        }
+        const uint8_t* found = element((is_key ? k_cache : v_cache).view, head * model.max_length * 36);
+        EXPECT_TRUE(std::equal(expected.begin(), expected.end(), found)) << "head " << head << ", keys: " << is_key;
+      }
+    }
+  }
+}
+
 TEST(Attention, Strides) {
   for (const ElementType type : kTypes) {
-    const Model model(2, 4, 2, 48, 21, type);
+    const Model model(2, 4, 2, 48, 21, type, ElementType::i8);
     const std::vector<uint8_t> expected = model.expected();
     // The same values with the dimensions in another order in memory, the last of them first too.
     for (const std::vector<int>& order : {std::vector<int>{0, 2, 1, 3}, {3, 2, 1, 0}, {1, 3, 0, 2}}) {
@@ -176,7 +242,7 @@ TEST(Attention, Strides) {
 }
 
 TEST(Attention, Refusals) {
-  const Model model(1, 4, 2, 32, 10, ElementType::f32);
+  const Model model(1, 4, 2, 32, 10, ElementType::f32, ElementType::f32);
   Tensor k_cache = model.cache(), v_cache = model.cache(), out(ElementType::f32, {1, 10, 4, 32});
   const Tensor zero = start_tensor(0);
   const auto good = [&] {
@@ -196,7 +262,7 @@ TEST(Attention, Refusals) {
   for (size_t i = 0; i < 7; ++i) {
     const std::string name = names[i];
     EXPECT_TRUE(refused(with(i, [](auto& t) { t.on_cpu = false; }), (name + " is not on the CPU").c_str()));
-    for (const ElementType type : {ElementType::f16, ElementType::f64, ElementType::i32}) {
+    for (const ElementType type : {ElementType::f16, ElementType::f64, ElementType::i32, ElementType::i8}) {
       EXPECT_FALSE(with(i, [&](auto& t) { t.type = type; }).ok()) << name;
     }
     EXPECT_FALSE(with(i, [](auto& t) { t.shape.ndim = 3; }).ok()) << name;
@@ -215,6 +281,19 @@ TEST(Attention, Refusals) {
   EXPECT_TRUE(refused(with(4, [&](auto& t) { t.data = k_cache.view.data; }), "share memory"));
   EXPECT_TRUE(refused(with(6, [&](auto& t) { t.data = k_cache.memory->data() + 100; }), "share memory"));
   EXPECT_TRUE(refused(with(6, [&](auto& t) { t.data = v_cache.view.data; }), "share memory"));
+
+  // int8 caches have 4 bytes more a position, and both or none are int8.
+  const auto over = [&](const Tensor& keys, const Tensor& values) {
+    return attention(model.q.view, model.k.view, model.v.view, keys.view, values.view, zero.view, {kScale}, out.view, {});
+  };
+  const auto int8_cache = [](int64_t width) { return Tensor(ElementType::i8, {1, 2, 16, width}); };
+  const Tensor codes = int8_cache(36), more_codes = int8_cache(36), no_scales = int8_cache(32);
+  EXPECT_TRUE(refused(over(no_scales, codes), "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36]"));
+  EXPECT_TRUE(refused(over(codes, no_scales),
+                      "v_cache has shape [1, 2, 16, 32]; expected a width of 16 to 512, a multiple of 16, and 4 bytes"));
+  EXPECT_TRUE(refused(over(codes, v_cache), "v_cache has dtype float32; expected int8"));
+  EXPECT_TRUE(refused(over(k_cache, codes), "v_cache has dtype int8; expected float32"));
+  EXPECT_TRUE(refused(over(codes, codes), "share memory"));
 
   // Nobody's keys and values: refused, and not skipped with the caches unchanged.
   EXPECT_TRUE(refused(

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "support/coverage.h"
 #include "support/guarded.h"
@@ -16,7 +17,8 @@ namespace {
 
 // What the queries and the text hold.
 enum class Content {
-  usual, sharp, huge, rising, tiny, nan_in_q, nan_in_k, infinite_q, infinite_k, infinite_v, far_apart
+  usual, sharp, huge, rising, tiny, nan_in_q, nan_in_k, infinite_q, infinite_k, infinite_v, subnormal,
+  far_apart
 };
 
 constexpr float kFactor = 0.2f;
@@ -29,27 +31,58 @@ struct More {
   int64_t value_width = 0;  // 0: as wide as the keys
 };
 
+// Of queries and outputs, and of the caches.
+struct Kind {
+  DType dtype;
+  CacheType cache;
+
+  std::string name() const {
+    constexpr const char* kNames[] = {"f32", "bf16", "f16", "int8"};
+    return std::string(name_of(dtype)) + " over " + kNames[static_cast<int>(cache)];
+  }
+  int64_t cache_item() const { return cache == CacheType::f32 ? 4 : cache == CacheType::i8 ? 1 : 2; }
+};
+
+constexpr Kind kKinds[] = {{DType::f32, CacheType::f32},  {DType::bf16, CacheType::bf16}, {DType::f16, CacheType::f16},
+                           {DType::f32, CacheType::i8},   {DType::f32, CacheType::bf16},  {DType::f32, CacheType::f16},
+                           {DType::bf16, CacheType::i8},  {DType::f16, CacheType::i8},    {DType::bf16, CacheType::f32},
+                           {DType::f16, CacheType::bf16}};
+constexpr size_t kKindCount = std::size(kKinds);
+
+void store_cached(void* base, CacheType cache, int64_t index, float value) {
+  if (cache != CacheType::i8) {
+    return store_from_f32(base, cache == CacheType::f32 ? DType::f32 : cache == CacheType::bf16 ? DType::bf16 : DType::f16,
+                          index, value);
+  }
+  static_cast<int8_t*>(base)[index] = static_cast<int8_t>(value);
+}
+
 // A text of one head of keys and values, and queries for rows of given lengths.
 struct Problem {
   int64_t width, value_width;
+  Kind kind;
   DType dtype;
   float cap;
   std::vector<int64_t> begins, lengths;
   std::vector<std::vector<float>> q;
-  std::vector<float> keys, values;  // position by position
-  std::vector<float> sinks;         // of rows, or none
-  Guarded q_bytes, key_panels, value_bytes;
+  std::vector<float> given_keys, given_values;  // position by position, as they come
+  std::vector<float> keys, values;              // and as the caches have them: int8: codes
+  std::vector<float> key_scales, value_scales;  // int8: by position
+  std::vector<float> sinks;                     // of rows, or none
+  Guarded q_bytes, key_panels, value_bytes, key_scale_bytes, value_scale_bytes;
 
   int64_t item() const { return size_of(dtype); }
+  int64_t panels() const { return (length() + 15) / 16 * 16; }
   int64_t length() const { return lengths.back(); }
 
-  Problem(int64_t width, DType dtype, const std::vector<int64_t>& lengths, Content content, Wall wall,
+  Problem(int64_t width, Kind kind, const std::vector<int64_t>& lengths, Content content, Wall wall,
           int64_t misaligned, Random& random, const More& more = {})
-      : width(width), value_width(more.value_width > 0 ? more.value_width : width), dtype(dtype), cap(more.cap),
-        lengths(lengths),
+      : width(width), value_width(more.value_width > 0 ? more.value_width : width), kind(kind), dtype(kind.dtype),
+        cap(more.cap), lengths(lengths),
         q_bytes(static_cast<int64_t>(lengths.size()) * width * size_of(dtype), wall, misaligned),
-        key_panels((lengths.back() + 15) / 16 * 16 * width * size_of(dtype), wall, misaligned),
-        value_bytes(lengths.back() * value_width * size_of(dtype), wall, misaligned) {
+        key_panels(panels() * width * kind.cache_item(), wall, misaligned),
+        value_bytes(lengths.back() * value_width * kind.cache_item(), wall, misaligned),
+        key_scale_bytes(scale_bytes(), wall, misaligned), value_scale_bytes(scale_bytes(), wall, misaligned) {
     for (const int64_t length : lengths) {
       begins.push_back(more.window > 0 && more.window < length ? length - more.window : 0);
       if (more.sinks) sinks.push_back(3.0f * random.normal());
@@ -72,6 +105,11 @@ struct Problem {
       for (auto& row : q) row.assign(row.size(), 100.0f);
       for (int64_t i = 0; i < width; ++i) keys[static_cast<size_t>(i)] = 3.0f;
     }
+    if (content == Content::subnormal) {  // about 2^-126 * 127: the least scale of an int8 cache, and none
+      for (size_t i = 0; i < keys.size(); ++i) keys[i] *= i / static_cast<size_t>(width) % 2 != 0 ? 0x1p-119f : 0x1p-121f;
+      for (size_t i = 0; i < values.size(); ++i) values[i] *= 0x1p-119f;
+      for (int64_t i = 0; i < value_width; ++i) values[static_cast<size_t>(i)] = 0.0f;
+    }
     const float infinity = float_from_bits(0x7f800000u), nan = float_from_bits(0xffc12345u);
     const size_t some = static_cast<size_t>(length() / 2 * width + 3);
     const size_t some_value = static_cast<size_t>(length() / 2 * value_width + 3);
@@ -86,20 +124,46 @@ struct Problem {
     for (auto& row : q) round(row);
     round(keys);
     round(values);
+    given_keys = keys;
+    given_values = values;
+    to_cache(keys, width, key_scales, key_scale_bytes);
+    to_cache(values, value_width, value_scales, value_scale_bytes);
     for (size_t r = 0; r < q.size(); ++r) {
       const std::vector<uint8_t> bytes = to_bytes(q[r], dtype);
       std::memcpy(q_bytes.data() + r * bytes.size(), bytes.data(), bytes.size());
     }
-    std::memcpy(value_bytes.data(), to_bytes(values, dtype).data(), static_cast<size_t>(value_bytes.size()));
+    for (size_t i = 0; i < values.size(); ++i) {
+      store_cached(value_bytes.data(), kind.cache, static_cast<int64_t>(i), values[i]);
+    }
     std::memset(key_panels.data(), 0xff, static_cast<size_t>(key_panels.size()));  // NaN behind the text
     for (int64_t j = 0; j < length(); ++j) {
       for (int64_t i = 0; i < width; ++i) {
         const int64_t at = ((j / 16) * width + i) * 16 + j % 16;
-        store_from_f32(key_panels.data(), dtype, at, keys[static_cast<size_t>(j * width + i)]);
+        store_cached(key_panels.data(), kind.cache, at, keys[static_cast<size_t>(j * width + i)]);
       }
     }
-    for (Guarded* input : {&q_bytes, &key_panels, &value_bytes}) input->freeze();
+    for (Guarded* input : {&q_bytes, &key_panels, &value_bytes, &key_scale_bytes, &value_scale_bytes}) input->freeze();
   }
+
+  int64_t scale_bytes() const { return kind.cache == CacheType::i8 ? panels() * 4 : 4; }
+
+  // What a cache makes of keys or values, and its scales: NaN behind the text.
+  void to_cache(std::vector<float>& numbers, int64_t wide, std::vector<float>& scales, Guarded& bytes) const {
+    std::memset(bytes.data(), 0xff, static_cast<size_t>(bytes.size()));
+    if (kind.cache != CacheType::i8) {
+      const DType type = kind.cache == CacheType::f32 ? DType::f32 : kind.cache == CacheType::bf16 ? DType::bf16 : DType::f16;
+      numbers = from_bytes(to_bytes(numbers, type), type);
+      return;
+    }
+    for (int64_t j = 0; j < length(); ++j) {
+      const auto at = numbers.begin() + j * wide;
+      const QuantizedPosition position = contract_quantize_position({at, at + wide});
+      std::copy(position.codes.begin(), position.codes.end(), at);
+      scales.push_back(position.scale);
+      store_from_f32(bytes.data(), DType::f32, j, position.scale);
+    }
+  }
+  const void* scales(const Guarded& bytes) const { return kind.cache == CacheType::i8 ? bytes.data() : nullptr; }
 
   // Rows [begin, end) in one call.
   std::vector<uint8_t> run(const AttentionKernel& kernel, int64_t begin, int64_t end) const {
@@ -114,10 +178,13 @@ struct Problem {
       out_rows[r - begin] = out.data() + (r - begin) * row_bytes;
     }
     kernel.run({end - begin, q_rows, out_rows, begins.data() + begin, lengths.data() + begin,
-                sinks.empty() ? nullptr : sinks.data() + begin, key_panels.data(), value_bytes.data(), dtype, width,
-                value_width, kFactor, cap, scratch.as<float>()});
+                sinks.empty() ? nullptr : sinks.data() + begin, key_panels.data(), value_bytes.data(),
+                scales(key_scale_bytes), scales(value_scale_bytes), dtype, kind.cache, width, value_width, kFactor, cap,
+                scratch.as<float>()});
     EXPECT_TRUE(out.intact() && scratch.intact()) << "wrote outside of the output or the scratch";
-    EXPECT_TRUE(q_bytes.intact() && key_panels.intact() && value_bytes.intact()) << "wrote to an input";
+    EXPECT_TRUE(q_bytes.intact() && key_panels.intact() && value_bytes.intact() && key_scale_bytes.intact() &&
+                value_scale_bytes.intact())
+        << "wrote to an input";
     return out.bytes();
   }
 
@@ -135,7 +202,9 @@ struct Problem {
   std::vector<uint8_t> run_contract(bool bounded) const {
     std::vector<uint8_t> all;
     for (size_t r = 0; r < q.size(); ++r) {
-      const Sight sight{begins[r], lengths[r], cap, sinks.empty() ? nullptr : &sinks[r]};
+      const Sight sight{begins[r], lengths[r], cap, sinks.empty() ? nullptr : &sinks[r],
+                        key_scales.empty() ? nullptr : key_scales.data(),
+                        value_scales.empty() ? nullptr : value_scales.data()};
       const std::vector<float> row = contract_attention(q[r], kFactor, keys, values, value_width, sight);
       if (bounded) {
         const std::vector<Bounded> exact = exact_attention(q[r], kFactor, keys, values, value_width, sight);
@@ -170,8 +239,6 @@ class AttentionRow : public testing::TestWithParam<RowRef> {
   }
 };
 
-constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
-
 TEST_P(AttentionRow, SameBits) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
@@ -182,12 +249,12 @@ TEST_P(AttentionRow, SameBits) {
   for (const int64_t group : {1, 2, 3, 4}) {
     for (const int64_t count : {1, 2, 7, 16, 33}) {
       for (const int64_t start : {0, 5, 15, 16, 17, 300}) {
-        const DType dtype = kTypes[++index % 3];
+        const Kind kind = kKinds[++index % kKindCount];
         const int64_t width = kWidths[(index + index / 30) % 5];
         Random random(index);
-        const Problem problem(width, dtype, lengths_of(start, count, group), Content::usual,
+        const Problem problem(width, kind, lengths_of(start, count, group), Content::usual,
                               index % 2 != 0 ? Wall::after : Wall::before, index % 7 == 0 ? 1 : 0, random);
-        const std::string what = std::string(name_of(dtype)) + " width " + std::to_string(width) + " group " +
+        const std::string what = kind.name() + " width " + std::to_string(width) + " group " +
                                  std::to_string(group) + " count " + std::to_string(count) + " start " +
                                  std::to_string(start);
         if (!is_right(kernel, problem, true, what)) return;
@@ -204,13 +271,15 @@ TEST_P(AttentionRow, SameBitsAtTheLimits) {
       {1}, {256}, {257}, {1, 256, 257, 600}, {3, 3, 3, 250, 255, 256, 256, 257, 511, 512, 513}, {40, 41, 42, 43, 44}};
   for (int content = 0; content <= static_cast<int>(Content::far_apart); ++content) {
     for (size_t shape = 0; shape < shapes.size(); ++shape) {
-      for (const DType dtype : kTypes) {
+      for (const Kind& kind : kKinds) {
         for (const int64_t misaligned : {0, 2}) {
+          // Kinds that mix two types take turns: emulators are slow.
+          if (cache_type_of(kind.dtype) != kind.cache && (shape + static_cast<size_t>(&kind - kKinds)) % 3 != 0) continue;
           Random random(shape + 100);
           const int64_t width = content == 0 && shape < 4 ? 256 : 48;
-          const Problem problem(width, dtype, shapes[shape], static_cast<Content>(content), Wall::after, misaligned,
+          const Problem problem(width, kind, shapes[shape], static_cast<Content>(content), Wall::after, misaligned,
                                 random);
-          const std::string what = std::string(name_of(dtype)) + " content " + std::to_string(content) + " shape " +
+          const std::string what = kind.name() + " content " + std::to_string(content) + " shape " +
                                    std::to_string(shape) + " misaligned " + std::to_string(misaligned);
           if (!is_right(kernel, problem, content == 0, what)) return;
         }
@@ -227,13 +296,13 @@ TEST_P(AttentionRow, SameBitsOfOtherScores) {
   for (const int64_t window : {0, 1, 2, 7, 16, 100, 256, 300}) {
     for (const float cap : {0.0f, 1.0f, 72.0f}) {
       for (const int64_t start : {0, 40, 250, 509, 700}) {
-        const DType dtype = kTypes[++index % 3];
+        const Kind kind = kKinds[++index % kKindCount];
         const More more{window, cap, index % 2 != 0, index % 4 == 0 ? 32 : index % 4 == 1 ? 96 : 0};
         const Content content = index % 11 == 0 ? Content::sharp : index % 7 == 0 ? Content::far_apart : Content::usual;
         Random random(index);
-        const Problem problem(index % 5 == 0 ? 192 : 64, dtype, lengths_of(start, 9, 2), content,
+        const Problem problem(index % 7 == 0 ? 192 : 64, kind, lengths_of(start, 9, 2), content,
                               index % 2 != 0 ? Wall::after : Wall::before, 0, random, more);
-        const std::string what = std::string(name_of(dtype)) + " window " + std::to_string(window) + " cap " +
+        const std::string what = kind.name() + " window " + std::to_string(window) + " cap " +
                                  std::to_string(cap) + " start " + std::to_string(start);
         if (!is_right(kernel, problem, content == Content::usual, what)) return;
       }
@@ -247,10 +316,12 @@ TEST_P(AttentionRow, OutOfTheWindow) {
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
   for (const Content content : {Content::nan_in_k, Content::infinite_k, Content::infinite_v}) {  // at position 300
     for (const int64_t window : {5, 150, 284}) {
-      Random random(3);
-      const Problem problem(48, DType::f32, lengths_of(584, 16, 1), content, Wall::after, 0, random, {window});
-      if (!is_right(kernel, problem, false, "window " + std::to_string(window))) return;
-      for (const float value : from_bytes(problem.run(kernel, 16), DType::f32)) EXPECT_TRUE(std::isfinite(value));
+      for (const CacheType cache : {CacheType::f32, CacheType::i8}) {
+        Random random(3);
+        const Problem problem(48, {DType::f32, cache}, lengths_of(584, 16, 1), content, Wall::after, 0, random, {window});
+        if (!is_right(kernel, problem, false, "window " + std::to_string(window))) return;
+        for (const float value : from_bytes(problem.run(kernel, 16), DType::f32)) EXPECT_TRUE(std::isfinite(value));
+      }
     }
   }
 }
@@ -258,15 +329,15 @@ TEST_P(AttentionRow, OutOfTheWindow) {
 TEST_P(AttentionRow, RowsDoNotDependOnEachOther) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
-  for (const DType dtype : kTypes) {
+  for (const Kind& kind : {kKinds[0], kKinds[1], kKinds[2], kKinds[3]}) {
     for (const Content content : {Content::usual, Content::rising, Content::nan_in_q, Content::infinite_v}) {
       Random random(7);
       for (const int64_t window : {0, 40}) {
-        const Problem problem(80, dtype, {1, 5, 6, 7, 20, 200, 255, 256, 257, 258, 270, 290, 300, 300, 520, 521}, content,
+        const Problem problem(80, kind, {1, 5, 6, 7, 20, 200, 255, 256, 257, 258, 270, 290, 300, 300, 520, 521}, content,
                               Wall::after, 0, random, {window, window > 0 ? 3.0f : 0.0f, window > 0});
         const std::vector<uint8_t> together = problem.run(kernel, 16);
         for (const int64_t most : {1, 2, 3, 5, 7}) {
-          EXPECT_TRUE(same_bits(problem.run(kernel, most), together, dtype)) << "with " << most << " rows at once";
+          EXPECT_TRUE(same_bits(problem.run(kernel, most), together, kind.dtype)) << "with " << most << " rows at once";
         }
       }
     }
@@ -278,28 +349,43 @@ TEST_P(AttentionRow, WritesWhatItReads) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
   constexpr int64_t kLength = 37;
-  for (const DType dtype : kTypes) {
+  constexpr Content kContents[] = {Content::usual, Content::tiny,       Content::nan_in_k, Content::infinite_k,
+                                   Content::huge,  Content::infinite_v, Content::subnormal};
+  size_t index = 0;
+  for (const Kind& kind : kKinds) {
+    const DType dtype = kind.dtype;
     for (const int64_t width : {16, 80, 256}) {
       for (const int64_t step : {1, 3}) {
         for (const int64_t misaligned : {0, 2}) {
           Random random(static_cast<uint64_t>(width + step));
-          const Problem problem(width, dtype, {kLength}, Content::usual, Wall::after, misaligned, random);
+          const Content content = kContents[++index % std::size(kContents)];
+          const Problem problem(width, kind, {kLength}, content, Wall::after, misaligned, random);
+          SCOPED_TRACE(kind.name() + " content " + std::to_string(static_cast<int>(content)));
           Guarded keys(problem.key_panels.size(), Wall::after, misaligned);
           Guarded values(problem.value_bytes.size(), Wall::after, misaligned);
           std::memset(keys.data(), 0xff, static_cast<size_t>(keys.size()));
           std::memset(values.data(), 0xff, static_cast<size_t>(values.size()));
+          Guarded key_scales(problem.scale_bytes(), Wall::after, misaligned);
+          Guarded value_scales(problem.scale_bytes(), Wall::after, misaligned);
+          std::memset(key_scales.data(), 0xff, static_cast<size_t>(key_scales.size()));
+          std::memset(value_scales.data(), 0xff, static_cast<size_t>(value_scales.size()));
           Guarded k(((width - 1) * step + 1) * size_of(dtype)), v(k.size());
           for (int64_t n = 0; n < kLength; ++n) {
             const int64_t position = n * 5 % kLength;  // in any order
             for (int64_t i = 0; i < width; ++i) {
               const size_t at = static_cast<size_t>(position * width + i);
-              store_from_f32(k.data(), dtype, i * step, problem.keys[at]);
-              store_from_f32(v.data(), dtype, i * step, problem.values[at]);
+              store_from_f32(k.data(), dtype, i * step, problem.given_keys[at]);
+              store_from_f32(v.data(), dtype, i * step, problem.given_values[at]);
             }
-            kernel.write({k.data(), v.data(), step, step, keys.data(), values.data(), position, dtype, width,
-                          width});
+            const bool scaled = kind.cache == CacheType::i8;
+            kernel.write({k.data(), v.data(), step, step, keys.data(), values.data(),
+                          scaled ? key_scales.data() : nullptr, scaled ? value_scales.data() : nullptr, position, dtype,
+                          kind.cache, width, width});
           }
-          EXPECT_TRUE(keys.intact() && values.intact()) << "wrote outside of the caches";
+          EXPECT_TRUE(keys.intact() && values.intact() && key_scales.intact() && value_scales.intact())
+              << "wrote outside of the caches";
+          EXPECT_EQ(key_scales.bytes(), problem.key_scale_bytes.bytes());
+          EXPECT_EQ(value_scales.bytes(), problem.value_scale_bytes.bytes());
           EXPECT_EQ(keys.bytes(), problem.key_panels.bytes());
           EXPECT_EQ(values.bytes(), problem.value_bytes.bytes());
         }

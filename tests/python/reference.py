@@ -191,13 +191,28 @@ def _tanh2(x: Tensor) -> Tensor:
     return torch.copysign((1 - e) / (1 + e), x)
 
 
+def cached(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Keys or values [..., d] as a cache of that type has them, in float32; int8: codes, and scales [...]."""
+    if dtype is not torch.int8:
+        return t.to(dtype).float(), None
+    scales = t.float().abs().amax(-1) / 127
+    scales = torch.where(t.isfinite().all(-1), scales, torch.nan)
+    holds = (scales >= 2.0**-126)[..., None]
+    codes = torch.where(holds, (t.float() * (1 / scales)[..., None]).round(), 0.0)
+    return codes, torch.where(scales < 2.0**-126, 0.0, scales)
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int = 0, softcap: float = 0.0, sinks=None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int = 0, softcap: float = 0.0, sinks=None,
+    cache: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """The last positions of a text: q [batch, heads, s, d]; k and v of all of it, [batch, kv_heads, start + s, d]."""
     batch, heads, s, d = q.shape
     log2e = 1.4426950408889634
     length = start + s
+    (k, k_scales), (v, v_scales) = (cached(t, cache or q.dtype) for t in (k, v))
+    if k_scales is not None and v_scales is not None:
+        k_scales, v_scales = (t.repeat_interleave(heads // k.shape[1], 1) for t in (k_scales, v_scales))
     k, v = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (k, v))  # [batch, heads, length, d]
     factor = torch.tensor(scale / softcap * (2 * log2e) if softcap else scale * log2e, dtype=torch.float64).float()
     cap = torch.tensor(softcap * log2e, dtype=torch.float64).float()
@@ -215,6 +230,8 @@ def attention(
         x = torch.zeros(batch, heads, s, end - begin)
         for i in range(d):
             x = fma32(k[:, :, None, begin:end, i], scaled[..., i : i + 1], x)
+        if k_scales is not None:
+            x = x * k_scales[:, :, None, begin:end]
         if softcap:
             x = _tanh2(x) * cap
         x = torch.where(seen[:, begin:end], x, -torch.inf)
@@ -224,6 +241,8 @@ def attention(
         for j in range(begin, end):
             p, sees = weights[..., j - begin : j - begin + 1], seen[:, j : j + 1]
             sums[..., j % 16] += torch.where(sees, p, 0.0)[..., 0]
+            if v_scales is not None:
+                p = p * v_scales[:, :, None, j : j + 1]
             out = torch.where(sees, fma32(v[:, :, None, j], p, out), out)
     for half in (8, 4, 2, 1):
         sums = sums[..., :half] + sums[..., half : 2 * half]

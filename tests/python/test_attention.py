@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 import lowbit
 import reference
+from lowbit.ops import cache_width
 from reference import DTYPES, assert_same_bits
 
 pytestmark = [
@@ -206,7 +207,13 @@ GOOD = {
         ({"q": torch.ones(1, 4, 3, 528)}, "expected a width of 16 to 512"),
         ({"q": torch.ones(1, 3, 3, 32)}, "q has 3 heads; expected 1 or more times 2, the heads of the caches"),
         ({"q": torch.ones(1, 0, 3, 32)}, "q has 0 heads; expected 1 or more times 2, the heads of the caches"),
-        ({"q": GOOD["q"].half()}, "k_cache has dtype float32; expected float16"),
+        ({"q": GOOD["q"].half()}, "k has dtype float32; expected float16, as q has"),
+        ({"k_cache": GOOD["k_cache"].double()}, "k_cache has dtype float64; expected float32, bfloat16, float16 or int8"),
+        ({"k_cache": GOOD["k_cache"].to(torch.int8)}, "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36]"),
+        ({"k_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype float32; expected int8"),
+        ({"v_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype int8; expected float32"),
+        ({"v_cache": torch.ones(1, 2, 16, 32, dtype=torch.int8)},
+         "expected a width of 16 to 512, a multiple of 16, and 4 bytes for the scale"),
         ({"k": GOOD["k"].half()}, "k has dtype float16; expected float32, as q has"),
         ({"v": GOOD["v"].bfloat16()}, "v has dtype bfloat16; expected float32, as q has"),
         ({"k": torch.ones(1, 4, 3, 32)}, "k has shape [1, 4, 3, 32]; expected [1, 2, 3, 32]"),
@@ -290,6 +297,86 @@ def test_other_scores(window, softcap, with_sinks, value_width, dtype):
     torch.testing.assert_close(found.double(), exact.transpose(1, 2), rtol=tolerance, atol=tolerance)
 
 
+# Activations and caches of different types.
+MIXED = [
+    (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8), (torch.float16, torch.int8), (torch.bfloat16, torch.float32),
+]  # fmt: skip
+
+
+def new_caches(batch, kv_heads, max_length, width, value_width, dtype):
+    """Filled with what must not show; of int8 caches the scales are NaN."""
+    return [
+        torch.full((batch, kv_heads, max_length, cache_width(each, dtype)), -1 if dtype is torch.int8 else torch.nan,
+                   dtype=dtype)
+        for each in (width, value_width)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("window, softcap, with_sinks, value_width", [(None, None, False, 32), *OTHER_SCORES])
+@pytest.mark.parametrize("dtype, cache", MIXED, ids=str)
+def test_caches_of_other_types(dtype, cache, window, softcap, with_sinks, value_width):
+    length = 290
+    q, k, _ = text(1, 4, 2, length, 32, dtype)
+    _, _, v = text(1, 4, 2, length, value_width, dtype, seed=1)
+    k[0, 1, 285] = 0  # no scale
+    sinks = torch.tensor([-3.0, 0.5, 4.0, 90.0]).to(dtype) if with_sinks else None
+    scores = {"window": window, "softcap": softcap, "sinks": sinks}
+    results = []
+    for cut in ((length - 20, 19, 1), (length,), (3, 250, 37)):
+        k_cache, v_cache = new_caches(1, 2, 304, 32, value_width, cache)
+        out, start = [], 0
+        for count in cut:
+            new = slice(start, start + count)
+            out.append(lowbit.attention(q[:, :, new], k[:, :, new], v[:, :, new], k_cache, v_cache, at(start), **scores))
+            start += count
+        results.append(torch.cat(out, 1))
+        assert results[-1].dtype is dtype
+        assert_same_bits(results[-1], results[0])
+    expected = reference.attention(
+        q[:, :, -20:], k, v, length - 20, 32**-0.5, window or 0, softcap or 0.0, sinks, cache=cache
+    )
+    assert_same_bits(results[0][:, -20:], expected)
+
+
+def test_int8_caches_hold_codes_and_scales():
+    q, k, v = text(2, 4, 2, 37, 32)
+    k[0, 0, 3], v[1, 1, 5] = 0, 2.0**-140  # no scale, and one that is too small
+    k[0, 1, 4, 7], v[0, 0, 6, 1] = torch.inf, torch.nan
+    k_cache, v_cache = new_caches(2, 2, 64, 32, 32, torch.int8)
+    run(q, k, v, k_cache, v_cache, [20, 1, 16])
+    for cache, given in ((k_cache, k), (v_cache, v)):
+        codes, scales = cache.view(2, 2, -1).split((64 * 32, 64 * 4), -1)
+        if cache is k_cache:
+            codes = codes.view(2, 2, 4, 32, 16).transpose(3, 4)  # panels of 16 positions
+        codes, scales = codes.reshape(2, 2, 64, 32), scales.contiguous().view(torch.float32)
+        expected, expected_scales = reference.cached(given, torch.int8)
+        assert torch.equal(codes[:, :, :37].float(), expected) and (codes[:, :, 37:] == -1).all()
+        assert torch.equal(scales[:, :, :37].nan_to_num(-5), expected_scales.nan_to_num(-5))
+        assert scales[:, :, 37:].isnan().all()
+        error = (codes[:, :, :37] * scales[:, :, :37, None] - given).abs()
+        least = 127 * 2.0**-126  # what is smaller has no scale
+        finite = given.isfinite().all(-1, keepdim=True)
+        assert (error <= 0.5001 * scales[:, :, :37, None] + least).logical_or(~finite).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_position_that_is_not_finite_is_nan_in_an_int8_cache(value):
+    q, k, v = text(1, 4, 2, 300, 32)
+
+    def nans(k, v):
+        found = run(q, k, v, *new_caches(1, 2, 304, 32, 32, torch.int8), [150, 150])
+        return found.isnan().all(-1)[0], found.isnan().any(-1)[0]
+
+    for of_keys in (True, False):
+        changed = (k if of_keys else v).clone()
+        changed[0, 0, 100, 3] = value
+        everywhere, somewhere = nans(changed, v) if of_keys else nans(k, changed)
+        expected = torch.zeros(300, 4, dtype=torch.bool)
+        expected[100:, :2] = True
+        assert torch.equal(everywhere, expected) and torch.equal(somewhere, expected)
+
+
 @pytest.mark.parametrize(
     "scores, message",
     [
@@ -312,27 +399,32 @@ def test_opcheck():
         q, k, v = text(1, 4, 2, 3, 32, dtype)
         buffers = (torch.zeros(1, 2, 16, 32, dtype=dtype) for _ in range(2))
         torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *buffers, at(2), 0.25))
+        codes = (torch.zeros(1, 2, 16, 36, dtype=torch.int8) for _ in range(2))
+        torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *codes, at(2), 0.25))
 
 
 class Layers(torch.nn.Module):
-    """Two layers of nothing but attention, so that every surface gives the same bits. Input [b, t, heads, width].
+    """Layers of nothing but attention, so that every surface gives the same bits. Input [b, t, heads, width].
 
-    The second has a window, a cap and sinks.
+    The second has a window, a cap and sinks, the third and the fourth have smaller caches.
     """
+
+    CACHES = (None, None, torch.int8, torch.bfloat16)
 
     def __init__(self, heads=4, kv_heads=2, width=32, max_length=64, dtype=torch.float32):
         super().__init__()
         self.kv_heads, self.groups = kv_heads, heads // kv_heads
-        for layer in range(2):
+        for layer, cache in enumerate(self.CACHES):
             for name in ("keys", "values"):
-                self.register_buffer(f"{name}{layer}", torch.zeros(1, kv_heads, max_length, width, dtype=dtype), False)
+                shape = (1, kv_heads, max_length, cache_width(width, cache or dtype))
+                self.register_buffer(f"{name}{layer}", torch.zeros(shape, dtype=cache or dtype), False)
         self.register_buffer("sinks", torch.linspace(-2, 3, heads, dtype=dtype))
 
     def forward(self, x, start):
-        for layer in range(2):
+        for layer in range(len(self.CACHES)):
             new = x[:, :, :: self.groups].transpose(1, 2)
             caches = getattr(self, f"keys{layer}"), getattr(self, f"values{layer}")
-            more = {"window": 20, "softcap": 3.0, "sinks": self.sinks} if layer else {}
+            more = {"window": 20, "softcap": 3.0, "sinks": self.sinks} if layer == 1 else {}
             x = lowbit.attention(x.transpose(1, 2), new, new, *caches, start, scale=0.5, **more)
         return x
 
@@ -357,7 +449,7 @@ def test_compiled():
     with torch.no_grad():
         _, (code,) = run_and_get_code(compiled, x[:, :9], at(0))
         body = code[code.index("def call(") :]
-        assert body.count("torch.ops.lowbit.attention.default(") == 2
+        assert body.count("torch.ops.lowbit.attention.default(") == 4
         # Nothing is as large as a cache, and nothing copies one.
         assert "copy" not in body and "clone" not in body and "empty_strided_cpu((1, 2, 64" not in body
         assert_same_bits(steps(compiled, x, LENGTHS), expected)
@@ -401,8 +493,8 @@ def test_pte_copies_no_cache(executorch, program):
     names = {f"{operator.name}.{operator.overload}" for operator in plan.operators}
     assert "lowbit::attention.out" in names and not any("copy_" in name or "clone" in name for name in names), names
     shapes = [tuple(value.val.sizes) for value in plan.values if hasattr(value.val, "sizes")]
-    assert shapes.count((1, 2, 64, 32)) == 4  # the caches
-    assert all(math.prod(shape) <= math.prod((1, 48, 4, 32)) for shape in shapes if shape != (1, 2, 64, 32))
+    assert shapes.count((1, 2, 64, 32)) == 6 and shapes.count((1, 2, 64, 36)) == 2  # the caches
+    assert all(math.prod(shape) <= math.prod((1, 48, 4, 32)) for shape in shapes if shape[:3] != (1, 2, 64))
 
 
 def test_pte_with_a_wrong_start_fails_the_call(executorch, program, capfd):

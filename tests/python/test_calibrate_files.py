@@ -24,6 +24,7 @@ from lowbit.calibration import distilling
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.journal import Journal
 from lowbit.calibration.widths import Item, Option, _hull, assign, extremes
+from lowbit.checkpoint import planned_size
 from lowbit.llm.loading import load_tokenizer
 
 WORDS = 120
@@ -208,6 +209,16 @@ def test_experts_in_one_tensor_are_calibrated_too(tmp_path):
     experts = [name for name in expected if ".experts." in name]
     assert len(experts) == 6 and all(torch.equal(found[name], expected[name]) for name in experts)
     assert hidden(out.eval()).isfinite().all()
+
+
+def test_a_size_for_a_model_with_experts(tmp_path):
+    source, text = save(make("mixtral"), tmp_path / "mixtral"), words(1500)
+    whole = planned_size(source, lowbit.LowBitConfig(bits=4)).bytes
+    summary, result = calibrate_checkpoint(source, tmp_path / "out", lowbit.LowBitConfig(), text, "auto", target_bytes=whole)
+    assert 0.9 * whole < summary.target_bytes <= whole  # a tensor of experts takes one width
+    assert sum(".experts." in name for name in result.methods) == 3 * 2 * 4
+    with pytest.raises(ValueError, match="bytes cannot be had; the weights' files of this model take"):
+        calibrate_checkpoint(source, tmp_path / "none", lowbit.LowBitConfig(), text, "auto", target_bytes=whole // 8)
 
 
 def test_bfloat16_stays_mapped(source, tmp_path):

@@ -12,6 +12,9 @@ import transformers
 import lowbit
 import lowbit.llm
 from lowbit import LinearConfig, LowBitConfig, nn, quantize_checkpoint
+from lowbit.calibration import assign_widths, widths
+from lowbit.calibration.experts import mean_squares
+from lowbit.calibration.importance import search
 from lowbit.checkpoint import planned_size
 from lowbit.layers import layer_at
 from lowbit.llm.bench import bytes_per_token
@@ -271,3 +274,68 @@ def test_source_files_that_do_not_fit(tmp_path):
     damage(tmp_path, "model.layers.0.block_sparse_moe.gate.weight", lambda t: torch.zeros(5, 64))
     with pytest.raises(ValueError, match="the files have 4 experts of .*; expected 5, as config.json says"):
         quantize_checkpoint(tmp_path, tmp_path / "packed", LowBitConfig())
+
+
+def texts():
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(0, 128, (2, 32), generator=generator) for _ in range(4)]
+
+
+@torch.no_grad()
+def test_widths_by_layer_have_experts_among_them(source):
+    kind, directory = source
+    model, holder = make(kind), experts_of(kind)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = assign_widths(model, texts(), LowBitConfig(overrides={"lm_head": {"bits": 8}}), target_bits=4.5)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    overrides = dict(config.overrides)
+    assert {f"{holder}.gate_up_proj", f"{holder}.down_proj"} <= overrides.keys()
+    chosen = config.select(model)
+    assert chosen["lm_head"].bits == 8
+    size = planned_size(directory, config)
+    assert 4.4 < 8 * size.packed_bytes / size.packed_weights <= 4.5
+
+    # Where the second matrices of the experts count for nothing they get the fewest bits.
+    parameter = model.get_submodule(holder).down_proj
+    parameter.mul_(1e-3)
+    config = assign_widths(model, texts(), LowBitConfig(), target_bits=4.5)
+    chosen = config.select(model)
+    assert chosen[f"{holder}.down_proj"].bits == 1 < chosen["model.layers.0.self_attn.o_proj"].bits
+
+
+@torch.no_grad()
+def test_what_experts_lose_is_what_the_model_loses_with_them_rounded(source):
+    kind, _ = source
+    model, name = make(kind), f"{experts_of(kind)}.down_proj"
+    batches = [{"input_ids": ids} for ids in texts()]
+    seen = []
+    holder = model.get_submodule(experts_of(kind))
+    hook = holder.register_forward_pre_hook(lambda _, args, kwargs: seen.append((*args, *kwargs.values())[:2]), with_kwargs=True)
+    wanted = [model(**batch).logits.log_softmax(-1) for batch in batches]
+    hook.remove()
+    own = layer_at(model, name)
+    first = layer_at(model, f"{experts_of(kind)}.gate_up_proj")
+    squares, count = torch.zeros(own.in_features), 0
+    for hidden, index in seen:
+        for row, experts in zip(hidden.reshape(-1, 64), index.reshape(-1, 2), strict=True):
+            for expert in experts.tolist():
+                inner = first.weight[expert] @ row + (0 if first.bias is None else first.bias[expert])
+                squares += holder._apply_gate(inner).square()
+                count += 1
+    found = mean_squares(model, {name: LinearConfig(2, 32)}, batches)
+    assert found.keys() == {name}
+    torch.testing.assert_close(found[name], squares / count, rtol=1e-4, atol=0)
+
+    item = next(item for item in widths.options_of(model, LowBitConfig(2, 32)) if item.layers == [name])
+    item.options = [option for option in item.options if option.config in (LinearConfig(2, 32), LinearConfig(8, 32))]
+    widths.measure_losses(model, batches, [item], 2)
+    counts = found[name] + 1e-4 * found[name].mean()
+    rounded = torch.stack([search(weight, counts, LinearConfig(2, 32)).dequantize() for weight in own.weight])
+    own.holder._parameters[own.leaf].copy_(own.oriented(rounded))
+    lost = [
+        (expected.exp() * (expected - model(**batch).logits.log_softmax(-1))).sum(-1)
+        for batch, expected in zip(batches, wanted, strict=True)
+    ]
+    two, eight = sorted(item.options, key=lambda option: option.bytes)
+    assert two.loss == pytest.approx(float(torch.cat(lost).mean()), rel=1e-4)
+    assert 0 < eight.loss < 0.01 * two.loss

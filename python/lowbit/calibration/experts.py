@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from .. import nn
 from ..hf.experts import between
@@ -33,13 +35,12 @@ def holders_in(module: torch.nn.Module, targets: Mapping[str, Config], prefix: s
 
 @contextmanager
 def _routing_of(holder: torch.nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Calls ``take(hidden states, experts of each)`` whenever the holder is about to run, which ends the run."""
+    """Calls ``take(hidden states, experts of each)`` whenever the holder is about to run."""
 
     def hook(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         named = (kwargs[name] for name in ("top_k_index", "router_indices") if name in kwargs)
         take(hidden, args[1] if len(args) > 1 else next(named))
-        raise Stop
 
     handle = holder.register_forward_pre_hook(hook, with_kwargs=True)
     try:
@@ -69,6 +70,7 @@ def routed(
             padded = mask is not None and mask.numel() == len(flat)
             rows.append(rows_of(flat, mask if padded else None).clone())
             chosen.append(index[mask.flatten()] if mask is not None and padded else index.clone())
+            raise Stop  # what comes behind is not needed
 
         with _routing_of(holder, take):
             try:
@@ -96,3 +98,36 @@ def weight_of(experts: Experts, number: int) -> tuple[Tensor, Tensor | None]:
     """The matrix [out, in] of an expert, and its bias."""
     bias = experts.bias
     return experts.weight[number].detach().contiguous(), None if bias is None else bias[number].detach()
+
+
+def mean_squares(model: torch.nn.Module, targets: Mapping[str, Config], batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Of what goes into the matrices of experts in a float model: for each tensor float32 [inputs], a mean over its experts.
+
+    Args:
+        targets: by the tensors' qualified names.
+        batches: arguments of the model.
+    """
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def add(name: str, x: Tensor) -> None:
+        x = x.float()
+        sums[name] = sums.get(name, 0.0) + x.square().sum(0)
+        counts[name] = counts.get(name, 0) + len(x)
+
+    def take(at: str, holder: torch.nn.Module, hidden: Tensor, index: Tensor) -> None:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        index = index.reshape(len(rows), -1)
+        first, second = experts_of(holder).items()
+        add(f"{at}{first[0]}", rows)
+        for number in index.unique().tolist():
+            weight, bias = weight_of(first[1], number)
+            add(f"{at}{second[0]}", between(holder, linear(rows[(index == number).any(1)], weight, bias)))
+
+    with ExitStack() as hooks:
+        for name, _ in holders_in(model, targets, ""):
+            holder = model.get_submodule(name)
+            hooks.enter_context(_routing_of(holder, partial(take, f"{name}." if name else "", holder)))
+        for batch in batches:
+            model(**batch)
+    return {name: values / counts[name] for name, values in sums.items() if name in targets}

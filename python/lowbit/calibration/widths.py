@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
 from typing import TYPE_CHECKING, Any
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..layers import Experts, Layer, layer_at
 from ..levels import FIT
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
 from .capture import inputs_of
 from .data import Batch, tokens_of
+from .experts import mean_squares
 from .grid import Config, with_table
 from .importance import search
-from .selection import check_weights
+from .selection import check_experts, check_weights, select
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -47,7 +50,7 @@ class Option:
 
 @dataclass
 class Item:
-    """A matrix and the layers that it is the weight of."""
+    """A matrix and the layers that it is the weight of; or one of each expert, in one tensor."""
 
     layers: list[str]
     weights: int
@@ -66,19 +69,20 @@ def options_of(model: torch.nn.Module, config: LowBitConfig) -> list[Item]:
     """
     if config.levels not in (None, FIT):
         raise ValueError(f"levels are {config.levels!r}; expected {FIT!r} or none, where each layer has a width of its own")
-    selected = config.select(model, experts=False)
+    selected, experts = select(model, config)
     check_weights(model, selected)
-    pinned = pinned_by(config, selected)
+    check_experts(model, experts)
+    pinned = pinned_by(config, selected | experts)
+    layers = {name: layer_at(model, name) for name in (*selected, *experts)}
     by_weight: dict[int, list[str]] = {}
     for name in selected:
-        by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)
+        by_weight.setdefault(id(layers[name].weight), []).append(name)
     items = []
-    for names in by_weight.values():
-        own, module = selected[names[0]], model.get_submodule(names[0])
-        weight, bias = module.weight, getattr(module, "bias", None) is not None
-        choices = [own] if pinned & set(names) else _choices(own, weight.shape[1])
-        options = [Option(_bytes(weight, each, bias), 0.0, each) for each in choices]
-        items.append(Item(names, weight.numel(), options, own))
+    for names in [*by_weight.values(), *([name] for name in experts)]:
+        own, layer = (selected | experts)[names[0]], layers[names[0]]
+        weight, bias = layer.weight, getattr(layer, "bias", None) is not None
+        choices = [own] if pinned & set(names) else _choices(own, weight.shape[-1])
+        items.append(Item(names, weight.numel(), [Option(_bytes(weight, each, bias), 0.0, each) for each in choices], own))
     return items
 
 
@@ -116,9 +120,9 @@ def measure_losses(
     Raises:
         ValueError: outputs that are not finite.
     """
-    linear = [name for item in items if isinstance(item.config, LinearConfig) for name in item.layers]
-    importance = _importance(model, inputs, linear)
+    linear = {name: item.config for item in items if isinstance(item.config, LinearConfig) for name in item.layers}
     batch = _trial(model, inputs)
+    importance = _importance(model, inputs, batch, linear)
     wanted = _outputs(model, batch)
     if not bool(torch.isfinite(wanted).all()):
         raise ValueError("the outputs of the model have NaN or infinite values on the calibration text")
@@ -127,20 +131,12 @@ def measure_losses(
             progress(done, len(items))
         if len(item.options) == 1:
             continue
-        layers = [model.get_submodule(name) for name in item.layers]
-        weight = layers[0].weight.detach()
+        layers = [layer_at(model, name) for name in item.layers]
+        weight = layers[0].weight.detach().reshape(-1, layers[0].weight.shape[-1])
         counts = next((importance[name] for name in item.layers if name in importance), None)
         reference = replace(item.config, bits=reference_bits, group_size=32, mapping="symmetric", levels=None)
-        rounded = _rounded(weight, counts, reference)
-        kept = [layer.weight for layer in layers]
-        try:
-            parameter = torch.nn.Parameter(rounded, requires_grad=False)
-            for layer in layers:
-                layer.weight = parameter
+        with _in_the_place_of(layers, _rounded(weight, counts, reference)):
             loss = _distance(_outputs(model, batch), wanted)
-        finally:
-            for layer, own in zip(layers, kept, strict=True):
-                layer.weight = own
         rows = weight[:: -(-len(weight) // _ROWS)].float()
         whole = _error(rows, counts, reference)
         tables: dict[int, Config] = {}  # one of a width for all group sizes: they differ little
@@ -159,11 +155,40 @@ def measure_losses(
 
 
 def _bytes(weight: Tensor, config: Config, bias: bool) -> int:
+    """Of [n, k], or of experts [experts, n, k]."""
     linear = isinstance(config, LinearConfig)
-    return ops.describe(weight.shape, config.bits, config.group_size, config.mapping, bias and linear).total_bytes
+    each = ops.describe(weight.shape[-2:], config.bits, config.group_size, config.mapping, bias and linear)
+    return math.prod(weight.shape[:-2]) * each.total_bytes
 
 
-def _importance(model: torch.nn.Module, inputs: list[Batch], names: Iterable[str]) -> dict[str, Tensor]:
+@contextmanager
+def _in_the_place_of(layers: list[Layer], weight: Tensor) -> Iterator[None]:
+    """Another weight [n, k] for layers that share one, or [experts * n, k] for experts, for a while."""
+    first = layers[0]
+    if isinstance(first, Experts):
+        parameters, leaf = first.holder._parameters, first.leaf
+        kept = parameters[leaf]
+        parameters[leaf] = torch.nn.Parameter(first.oriented(weight.view(first.weight.shape)), requires_grad=False)
+        try:
+            yield
+        finally:
+            parameters[leaf] = kept
+        return
+    owners = [layer.weight for layer in layers]
+    parameter = torch.nn.Parameter(weight, requires_grad=False)
+    try:
+        for layer in layers:
+            layer.weight = parameter
+        yield
+    finally:
+        for layer, own in zip(layers, owners, strict=True):
+            layer.weight = own
+
+
+def _importance(
+    model: torch.nn.Module, inputs: list[Batch], trial: list[Batch], configs: Mapping[str, Config]
+) -> dict[str, Tensor]:
+    """Mean squares of the inputs of layers; those of experts, which are computed for it, on the trial alone."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -172,10 +197,14 @@ def _importance(model: torch.nn.Module, inputs: list[Batch], names: Iterable[str
         sums[name] = sums.get(name, 0.0) + x.square().sum(0)
         counts[name] = counts.get(name, 0) + len(x)
 
-    with inputs_of({name: model.get_submodule(name) for name in names}, take):
+    layers = {name: layer_at(model, name) for name in configs}
+    experts = {name: configs[name] for name, layer in layers.items() if isinstance(layer, Experts)}
+    with inputs_of({name: layer for name, layer in layers.items() if not isinstance(layer, Experts)}, take):
         for batch in inputs:
             model(**batch)
     means = {name: values / max(1, counts[name]) for name, values in sums.items()}
+    if experts:
+        means |= mean_squares(model, experts, trial)
     for name, mean in means.items():
         if not bool(torch.isfinite(mean).all()):
             raise ValueError(f"the inputs of {name} have NaN or infinite values on the calibration text")

@@ -138,6 +138,26 @@ float contract_tanh2(float x) {
 
 }  // namespace
 
+QuantizedPosition contract_quantize_position(const std::vector<float>& x) {
+  QuantizedPosition result{0.0f, std::vector<int8_t>(x.size(), 0)};
+  float most = 0.0f;
+  bool finite = true;
+  for (const float value : x) {
+    most = std::fmax(most, std::fabs(value));
+    finite = finite && std::isfinite(value);
+  }
+  result.scale = finite ? most / 127.0f : float_from_bits(0x7fc00000u);
+  if (!(result.scale >= 0x1p-126f)) {
+    if (finite) result.scale = 0.0f;
+    return result;
+  }
+  for (size_t i = 0; i < x.size(); ++i) {
+    const float product = x[i] * (1.0f / result.scale);
+    result.codes[i] = static_cast<int8_t>(std::nearbyint(product));
+  }
+  return result;
+}
+
 std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
                                       const std::vector<float>& values, int64_t value_width, const Sight& sight) {
   const int64_t width = static_cast<int64_t>(q.size());
@@ -158,6 +178,7 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
       for (int64_t i = 0; i < width; ++i) {
         score = std::fma(keys[static_cast<size_t>(j * width + i)], q[static_cast<size_t>(i)] * factor, score);
       }
+      if (sight.key_scales != nullptr) score *= sight.key_scales[j];
       if (sight.cap != 0.0f) score = contract_tanh2(score) * sight.cap;
       scores[static_cast<size_t>(j - begin)] = score;
       is_nan = is_nan || std::isnan(score);
@@ -170,8 +191,9 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
     for (float& sum : sums) sum *= shrink;
     for (float& value : out) value *= shrink;
     for (int64_t j = begin; j < end; ++j) {
-      const float weight = contract_exp2(scores[static_cast<size_t>(j - begin)] - most);
+      float weight = contract_exp2(scores[static_cast<size_t>(j - begin)] - most);
       sums[static_cast<size_t>(j % 16)] += weight;
+      if (sight.value_scales != nullptr) weight *= sight.value_scales[j];
       for (int64_t i = 0; i < value_width; ++i) {
         float& value = out[static_cast<size_t>(i)];
         value = std::fma(values[static_cast<size_t>(j * value_width + i)], weight, value);
@@ -193,7 +215,7 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
 // product of up to b + 1 results of exp2: their arguments are differences that add up to at most the range of the
 // scores, each rounded, their values off by 2 u each, and b roundings join them. That makes a factor 1 + e of it. Sum
 // and weighted sum of the values have errors of e and n + b + 16 roundings each, relative to sums of magnitudes, and
-// there are two operations more. A cap makes of a score's error e' one of at most cap * (e' / (2 log2(e)) + 12 u): the
+// there are two operations more. Scales of int8 caches are a rounding more of a score, and one of a weight. A cap makes of a score's error e' one of at most cap * (e' / (2 log2(e)) + 12 u): the
 // slope of tanh is 1 at most, e is off by 2 u, and a difference, a sum, a quotient and a product are rounded. A sink is a
 // position more without a value. Weights below 2^-126 are dropped; underflows are half of 2^-149 each.
 std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
@@ -211,6 +233,10 @@ std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, 
       magnitude += std::fabs(product);
     }
     double error = static_cast<double>(width + 1) * kUnit * magnitude;
+    if (sight.key_scales != nullptr) {
+      score *= sight.key_scales[j];
+      error = static_cast<double>(width + 2) * kUnit * magnitude * sight.key_scales[j];
+    }
     if (sight.cap != 0.0f) {
       score = sight.cap * std::tanh(score * slope);
       error = sight.cap * (error * slope + 12 * kUnit);
@@ -233,13 +259,14 @@ std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, 
     double sum = sight.sink != nullptr ? std::exp2(*sight.sink - most) : 0.0, value = 0.0, magnitude = 0.0, largest = 0.0;
     for (int64_t j = sight.begin; j < sight.end; ++j) {
       const double weight = std::exp2(scores[static_cast<size_t>(j - sight.begin)] - most);
-      const double v = values[static_cast<size_t>(j * value_width + i)];
+      double v = values[static_cast<size_t>(j * value_width + i)];
+      if (sight.value_scales != nullptr) v *= sight.value_scales[j];
       sum += weight;
       value += weight * v;
       magnitude += weight * std::fabs(v);
       largest = std::fmax(largest, std::fabs(v));
     }
-    const double relative = 2 * e + (2 * n + 2 * blocks + 40) * kUnit;
+    const double relative = 2 * e + (2 * n + 2 * blocks + 41) * kUnit;
     result.push_back({value / sum, 1.02 * relative * magnitude / sum + n * (0x1p-120 * largest + kSmallest)});
   }
   return result;

@@ -36,7 +36,16 @@ struct Sight {
   int64_t begin, end;         // positions
   float cap = 0.0f;           // AttentionArgs::cap
   const float* sink = nullptr;
+  const float* key_scales = nullptr;  // of int8 caches, by position: keys and values are the codes; null: none
+  const float* value_scales = nullptr;
 };
+
+// A position's keys or values as an int8 cache has them.
+struct QuantizedPosition {
+  float scale;
+  std::vector<int8_t> codes;
+};
+QuantizedPosition contract_quantize_position(const std::vector<float>& x);
 
 // One row of attention over keys and values position by position: q.size() and value_width values each.
 std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
