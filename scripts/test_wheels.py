@@ -34,6 +34,7 @@ CASES = (
 OLDEST = (2, 10)  # with an older torch lowbit refuses to be imported
 # Where other wheels are tried, too, and executorch is installed beside, with what it imports when it exports and runs.
 WHOLE = ("x86_64", "3.11", "2.13.0")
+TORCH_COMPILES_WITH = "setuptools==80.9.0"  # torch asks for it from CPython 3.12 on, where an environment begins without
 EXECUTORCH_IMPORTS = (
     "executorch==1.5.1", "torchao==0.18.0", "numpy==2.4.6", "flatbuffers==25.12.19", "ruamel.yaml==0.19.1",
     "tabulate==0.10.0",
@@ -121,7 +122,7 @@ def check(processor: str, python: str, torch: str, keep: bool) -> str:
     install += flags(python, processor)
     lines = (ROOT / "scripts/arm_python.txt").read_text().splitlines()
     needed = [line for line in lines if line and not line.startswith(("#", "torch", "executorch"))]
-    pip(*install, *needed)
+    pip(*install, *needed, TORCH_COMPILES_WITH)
     pip(*install, "--no-index", torch_wheel(processor, python, torch), lowbit)
     whole = (processor, python, torch) == WHOLE
     if whole:

@@ -1,9 +1,14 @@
 """lowbit.export_pte and lowbit.export_pt2: whole models, and what becomes of the file."""
 
+import struct
+import sys
+import zipfile
+
 import pytest
 import torch
 
 import lowbit
+from lowbit.files.elf import without_executable_stack
 from models import Small
 
 # executorch and torch.export warn of their own and each other's old calls.
@@ -42,10 +47,41 @@ def test_a_model_as_pte(executorch, tmp_path, small, xnnpack):
             torch.testing.assert_close(output, small(indices), rtol=1e-2, atol=1e-2)
 
 
+def stacks_of(package) -> dict[str, str | None]:
+    """For every file in a .pt2 which stack it asks for, in the words of readelf; None where it is not ELF."""
+    found = {}
+    with zipfile.ZipFile(package) as archive:
+        for name in archive.namelist():
+            data = archive.read(name)
+            found[name] = None
+            if data.startswith(b"\x7fELF"):
+                table, size, count = *struct.unpack_from("<Q", data, 32), *struct.unpack_from("<HH", data, 54)
+                entries = [struct.unpack_from("<II", data, table + size * i) for i in range(count)]
+                (flags,) = (flags for kind, flags in entries if kind == 0x6474E551)
+                found[name] = "".join(letter for letter, bit in (("R", 4), ("W", 2), ("E", 1)) if flags & bit)
+    return found
+
+
+def test_a_library_that_asks_for_an_executable_stack(tmp_path):
+    header = b"\x7fELF\x02\x01" + bytes(26) + struct.pack("<Q", 64) + bytes(14) + struct.pack("<HH", 56, 2) + bytes(6)
+    entries = [struct.pack("<II", 1, 5) + bytes(48), struct.pack("<II", 0x6474E551, 7) + bytes(48)]
+    library = tmp_path / "a.so"
+    library.write_bytes(header + b"".join(entries))
+    for _ in range(2):
+        without_executable_stack(library)
+        assert library.read_bytes() == header + entries[0] + struct.pack("<II", 0x6474E551, 6) + bytes(48)
+    for other in (b"", header[:63], header, b"!<arch>\n" + bytes(200)):
+        library.write_bytes(other)
+        without_executable_stack(library)
+        assert library.read_bytes() == other
+
+
 def test_a_model_as_pt2(tmp_path, run_python, small):
     path = tmp_path / "small.pt2"
     lowbit.export_pt2(small, (INDICES,), path, dynamic_shapes=shapes())
     assert list(tmp_path.iterdir()) == [path]
+    stacks = [stack for name, stack in stacks_of(path).items() if name.endswith(".so")]
+    assert stacks == (["RW"] if sys.platform == "linux" else [None])  # glibc 2.41 loads no other
     loaded = torch._inductor.aoti_load_package(path)
     for indices in OTHERS:
         with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._machine import cpp_compiler
+from ..files.elf import without_executable_stack
 from ..files.replace import replacing
 
 
@@ -59,6 +60,19 @@ def export_pte(
             program.write_to_file(file)
 
 
+def machine_code(
+    exported: torch.export.ExportedProgram, example_inputs: tuple[Any, ...], options: dict[str, Any]
+) -> list[Any]:
+    """What AOTInductor makes of a program: the files of a .pt2, to be packaged."""
+    inductor = import_module("torch._inductor")
+    module = exported.module(check_guards=False)
+    files = inductor.aot_compile(module, example_inputs, options={"aot_inductor.package": True, **options})
+    for file in files:
+        if isinstance(file, str) and file.endswith(".so"):
+            without_executable_stack(file)
+    return files
+
+
 def export_pt2(
     model: torch.nn.Module,
     example_inputs: tuple[Any, ...],
@@ -83,13 +97,10 @@ def export_pt2(
         ValueError, OSError: path does not end in .pt2, or cannot be written; there is no C++ compiler.
         Exception: whatever torch.export and AOTInductor raise on models they cannot compile.
     """
-    inductor = import_module("torch._inductor")
     with replacing(path, ".pt2") as written:
         cpp_compiler()
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        inductor.aoti_compile_and_package(
-            exported,
-            package_path=str(written),
-            # AOTI_RUNTIME_CHECK_INPUTS=1 would refuse a dynamic size of 1, which is no trouble.
-            inductor_configs={"aot_inductor.check_lowerbound": False, "aot_inductor.metadata": metadata or {}},
-        )
+        # AOTI_RUNTIME_CHECK_INPUTS=1 would refuse a dynamic size of 1, which is no trouble.
+        options = {"aot_inductor.check_lowerbound": False, "aot_inductor.metadata": metadata or {}}
+        files = machine_code(exported, example_inputs, options)
+        import_module("torch._inductor.package").package_aoti(str(written), files)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._machine import cpp_compiler
+from ..exports.module import machine_code
 from .decoder import Decoder, check_call
 
 # Loops over fewer values than this for each thread run on one thread. At one token there are a few thousand values,
@@ -88,20 +89,12 @@ def _tensors(decoder: Decoder) -> dict[str, Tensor]:
 
 def _package(decoder: Decoder, path: Path) -> None:
     """Two models, "decode" and "prefill", without weights."""
-    aot_compile = import_module("torch._inductor").aot_compile
     files = {}
     for name, tokens in (("decode", 1), ("prefill", 2)):
         example = (torch.zeros(1, 4 if tokens > 1 else 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         length = torch.export.Dim("tokens", min=2, max=decoder.max_length)
         with torch.no_grad():
             exported = torch.export.export(decoder, example, dynamic_shapes=({1: length}, None) if tokens > 1 else None)
-            files[name] = aot_compile(
-                exported.module(check_guards=False),
-                example,
-                options={
-                    "aot_inductor.package": True,
-                    "aot_inductor.package_constants_in_so": False,
-                    **_OPTIONS[tokens],
-                },
-            )
+            options = {"aot_inductor.package_constants_in_so": False, **_OPTIONS[tokens]}
+            files[name] = machine_code(exported, example, options)
     import_module("torch._inductor.package").package_aoti(str(path), files)

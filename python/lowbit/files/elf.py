@@ -1,0 +1,33 @@
+"""What is changed in libraries that a compiler has made."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+_MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+_GNU_STACK, _EXECUTABLE = 0x6474E551, 1
+
+
+def without_executable_stack(path: str | os.PathLike) -> None:
+    """Takes from a library, in place, the wish for a stack that can be executed. Other files than ELF stay as they are.
+
+    torch puts weights into assembly that does not say it needs none. Linkers for x86-64 then take it to need one, and such
+    a library is not loaded by glibc 2.41 and later ("cannot enable executable stack as shared object requires"). Nothing that
+    compilers make of a model's graph needs one.
+    """
+    with open(path, "r+b") as file:
+        header = file.read(64)
+        if len(header) < 64 or not header.startswith(_MAGIC):
+            return
+        (table,) = struct.unpack_from("<Q", header, 32)
+        size, count = struct.unpack_from("<HH", header, 54)
+        for at in range(table, table + size * count, size):
+            file.seek(at)
+            entry = file.read(8)
+            if len(entry) < 8:
+                return
+            kind, flags = struct.unpack("<II", entry)
+            if kind == _GNU_STACK and flags & _EXECUTABLE:
+                file.seek(at + 4)
+                file.write(struct.pack("<I", flags & ~_EXECUTABLE))
