@@ -31,7 +31,7 @@ inline float quantize_position(const float* x, int64_t width, int8_t* codes) {
   const float scale = float_from_bits(most) / 127.0f;
   const bool finite = most < 0x7f800000u;
   if (!finite || scale < 0x1p-126f) {
-    std::memset(codes, 0, static_cast<size_t>(width));
+    for (int64_t i = 0; i < width; ++i) codes[i] = 0;
     return finite ? 0.0f : float_from_bits(0x7fc00000u);
   }
   const float inverse = 1.0f / scale;
