@@ -23,8 +23,10 @@ struct KeptMemory {
 // The calling thread's; null: there is no memory for one, or the program is about to end.
 LOWBIT_API KeptMemory* kept_memory();
 
-// `bytes` of memory, at least one, 64-byte aligned, of undefined content. The calling thread keeps it for its next call: new
-// memory of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is given back after the call, the rest when
+// `bytes` of memory, at least one, 64-byte aligned, of undefined content. The calling thread keeps it for its next
+// call: new
+// memory of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is given back after the call, the rest
+// when
 // the thread ends.
 class Scratch {
  public:

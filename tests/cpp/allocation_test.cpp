@@ -1,5 +1,7 @@
-// Memory that cannot be had: each allocation of each call of an operator fails in its turn, alone or with all that come after
-// it. A call then says so, or does without and gives the same bits; nothing is lost, nothing leaks, and the next call on the
+// Memory that cannot be had: each allocation of each call of an operator fails in its turn, alone or with all that
+// come after
+// it. A call then says so, or does without and gives the same bits; nothing is lost, nothing leaks, and the next call
+// on the
 // same thread is right. Under AddressSanitizer (make test-sanitize) what leaks is seen block by block.
 
 #include <gtest/gtest.h>
@@ -205,7 +207,8 @@ TEST(Allocation, ACallInsideOfACall) {
   EXPECT_GT(inner_failed, 0);
 }
 
-// What a process that loads a library with allocation `number` failing finds: a library that did not load can be loaded later.
+// What a process that loads a library with allocation `number` failing finds: a library that did not load can be
+// loaded later.
 // The dynamic linker does without some of its memory.
 enum Loaded { kAll, kWithout, kRefused, kWrong };
 Loaded load_failing(const char* path, int64_t number) {

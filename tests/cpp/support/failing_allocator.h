@@ -5,7 +5,8 @@
 
 namespace lowbit::test {
 
-// Allocation `number` from now on (0: the next one), on any thread, finds no memory; with `all_after` those behind it neither.
+// Allocation `number` from now on (0: the next one), on any thread, finds no memory; with `all_after` those behind it
+// neither.
 void fail_allocation(int64_t number, bool all_after);
 void fail_no_allocation();
 
