@@ -23,12 +23,12 @@ import wheels
 
 ROOT, BUILD = wheels.ROOT, wheels.BUILD
 DOWNLOADS = BUILD / "torch-wheels"
-# Every torch on the oldest CPython, every CPython with the newest torch, and on Arm the oldest and the newest torch.
+# Every torch on the oldest CPython, every CPython with the newest torch, and on Arm the oldest torch, whose wheel is for CPUs:
+# that of 2.15, for CUDA, ends with a segmentation fault in `import torch` under QEMU with stand-ins.
 CASES = (
     *(("x86_64", "3.11", torch) for torch in ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")),
     *(("x86_64", python, "2.15.0") for python in ("3.12", "3.13", "3.14")),
     ("aarch64", "3.11", "2.10.0"),
-    ("aarch64", "3.11", "2.15.0"),
     ("aarch64", "3.11", "2.9.1"),
 )
 OLDEST = (2, 10)  # with an older torch lowbit refuses to be imported
