@@ -47,7 +47,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai test-versions coverage soak fuzz fuzz-import test-llama-cpp \
   test-import-libraries \
-  arm-python-lowbit wheel-aarch64 wheels wheel-macos test-wheels test-workflows test-macos-build test-windows-build \
+  arm-python-lowbit wheel-aarch64 wheels wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build \
   bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
   train-tiny-llama clean
 
@@ -234,6 +234,16 @@ wheel-macos: $(VENV)/requirements $(MACOS)/libc++.tbd
 
 test-macos-build: $(VENV)/requirements $(MACOS)/libc++.tbd
 	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --output build/macos-wheel
+
+# The static libraries for iOS, with the operators for ExecuTorch. Zig's linker makes no programs for it: every symbol is looked up.
+test-ios-build: $(VENV)/requirements $(MACOS)/libc++.tbd
+	$(ZIG_CMAKE) -B build/ios -DLOWBIT_ZIG_TARGET=aarch64-ios.14.0 -DLOWBIT_STATIC=ON \
+	  -DLOWBIT_BUILD_EXECUTORCH=ON -DLOWBIT_EXECUTORCH_DIR=$(MACOS)/executorch
+	$(ZIG_CACHES) $(BIN)/cmake --build build/ios -j $(JOBS)
+	build/wheel-tools/bin/python scripts/macos_libraries.py static --minimum 14.0 \
+	  --system $$(ls build/wheel-tools/lib/python*/site-packages/ziglang/lib/libc/darwin/libSystem.tbd) \
+	  --libraries $(MACOS)/torch/lib/libc10.dylib $(MACOS)/torch/lib/libtorch_cpu.dylib $(MACOS)/executorch/lib/*.dylib \
+	  --built build/ios/liblowbit.a build/ios/liblowbit_executorch.a
 
 test-windows-build: $(VENV)/requirements build/wheel-tools/installed
 	set -e; for processor in x86_64 aarch64; do \

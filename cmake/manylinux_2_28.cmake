@@ -14,5 +14,5 @@ endif()
 if(TARGET _C)
   target_compile_definitions(_C PRIVATE LOWBIT_EXCEPTION_POINTERS)
 endif()
-# What ops/shared_library.cpp uses was here before glibc 2.34.
-target_link_options(lowbit PRIVATE "LINKER:--push-state,--no-as-needed,-l:libdl.so.2,--pop-state")
+# What ops/shared_library.cpp and ops/scratch.cpp use was here before glibc 2.34.
+target_link_options(lowbit PRIVATE "LINKER:--push-state,--no-as-needed,-l:libdl.so.2,-l:libpthread.so.0,--pop-state")

@@ -1,24 +1,32 @@
 # Cross build with the Clang that the PyPI package ziglang brings, with headers and link libraries of each system:
 #   cmake -DCMAKE_TOOLCHAIN_FILE=cmake/zig.cmake -DLOWBIT_ZIG_TARGET=aarch64-macos.11.0
-# Targets: aarch64-macos.11.0, aarch64-windows-gnu, x86_64-windows-gnu and others of `zig targets`. LOWBIT_ZIG: the program.
+# Targets: aarch64-macos.11.0, aarch64-ios.14.0 (with LOWBIT_STATIC), aarch64-windows-gnu, x86_64-windows-gnu and others of
+# `zig targets`. LOWBIT_ZIG: the program.
 set(LOWBIT_ZIG_TARGET "" CACHE STRING "What to build for, in Zig's words")
 set(LOWBIT_ZIG "zig" CACHE STRING "The program zig")
 list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES LOWBIT_ZIG_TARGET LOWBIT_ZIG)
-if(NOT LOWBIT_ZIG_TARGET MATCHES "^(aarch64|x86_64)-(macos|windows|linux)")
+if(NOT LOWBIT_ZIG_TARGET MATCHES "^(aarch64|x86_64)-(macos|ios|windows|linux)")
   message(FATAL_ERROR "LOWBIT_ZIG_TARGET is '${LOWBIT_ZIG_TARGET}'; expected aarch64 or x86_64, "
-    "then -macos, -windows or -linux, for example aarch64-macos.11.0")
+    "then -macos, -ios, -windows or -linux, for example aarch64-macos.11.0")
 endif()
 set(CMAKE_SYSTEM_PROCESSOR ${CMAKE_MATCH_1})
-set(names macos Darwin windows Windows linux Linux)
+set(names macos Darwin ios Darwin windows Windows linux Linux)
 list(FIND names ${CMAKE_MATCH_2} index)
 math(EXPR index "${index} + 1")
 list(GET names ${index} CMAKE_SYSTEM_NAME)
+
+# Zig gives Apple's headers, which are the same files for all of its systems, to macOS alone.
+set(headers)
+if(LOWBIT_ZIG_TARGET MATCHES "-ios")
+  cmake_path(GET LOWBIT_ZIG PARENT_PATH zig_directory)
+  set(headers -isystem "${zig_directory}/lib/libc/include/any-darwin-any")
+endif()
 
 foreach(tool cc c++)
   string(REPLACE "cc" C language ${tool})
   string(REPLACE "c++" CXX language ${language})
   set(CMAKE_${language}_COMPILER "${CMAKE_CURRENT_LIST_DIR}/../scripts/zig.sh" "${LOWBIT_ZIG}" ${tool}
-    -target ${LOWBIT_ZIG_TARGET})
+    -target ${LOWBIT_ZIG_TARGET} ${headers})
 endforeach()
 # CMake wants these two as programs of their own.
 foreach(tool ar ranlib)

@@ -43,6 +43,7 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
   // All indices are checked before a row is written, so that a refused call writes nothing. What was checked is what is used:
   // another thread may write to the caller's indices meanwhile.
   const int64_t count = indices.shape.numel();
+  if (count == 0) return {};
   const Scratch scratch(count * static_cast<int64_t>(sizeof(int64_t)));
   if (scratch.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " indices", count);
   int64_t* const rows = reinterpret_cast<int64_t*>(scratch.data());

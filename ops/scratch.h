@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../kernels/export.h"
 #include "aligned_memory.h"
 
 namespace lowbit {
@@ -10,28 +11,41 @@ namespace lowbit {
 // Up to so much stays with a thread between its calls.
 inline constexpr int64_t kKeptBytes = 32 << 20;
 
-// `bytes` of memory, 64-byte aligned, of undefined content. The calling thread keeps it for its next call: new memory
-// of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is given back after the call, the rest when the
-// thread ends.
+// What a thread keeps for its next call.
+struct KeptMemory {
+  void* memory = nullptr;
+  int64_t bytes = 0;
+  bool lent = false;  // to a call that is not over: a host may run another one inside of it, on the same thread
+
+  ~KeptMemory() { free_aligned(memory); }
+};
+
+// The calling thread's; null: there is no memory for one, or the program is about to end.
+LOWBIT_API KeptMemory* kept_memory();
+
+// `bytes` of memory, at least one, 64-byte aligned, of undefined content. The calling thread keeps it for its next call: new
+// memory of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is given back after the call, the rest when
+// the thread ends.
 class Scratch {
  public:
-  explicit Scratch(int64_t bytes) : kept_(kept()) {
-    borrowed_ = !kept_.lent && bytes <= kKeptBytes;
-    if (!borrowed_) {
+  explicit Scratch(int64_t bytes) {
+    KeptMemory* const kept = bytes <= kKeptBytes ? kept_memory() : nullptr;
+    if (kept == nullptr || kept->lent) {
       data_ = allocate_aligned(bytes);
       return;
     }
-    if (kept_.bytes < bytes) {
-      free_aligned(kept_.memory);
-      kept_.memory = allocate_aligned(bytes);
-      kept_.bytes = kept_.memory != nullptr ? bytes : 0;
+    if (kept->bytes < bytes) {
+      free_aligned(kept->memory);
+      kept->memory = allocate_aligned(bytes);
+      kept->bytes = kept->memory != nullptr ? bytes : 0;
     }
-    kept_.lent = true;
-    data_ = kept_.memory;
+    kept->lent = true;
+    borrowed_ = kept;
+    data_ = kept->memory;
   }
   ~Scratch() {
-    if (borrowed_) {
-      kept_.lent = false;
+    if (borrowed_ != nullptr) {
+      borrowed_->lent = false;
     } else {
       free_aligned(data_);
     }
@@ -43,25 +57,7 @@ class Scratch {
   char* data() const { return static_cast<char*>(data_); }
 
  private:
-  struct Kept {
-    void* memory = nullptr;
-    int64_t bytes = 0;
-    // To a call that is not over: a host may run another one inside of it, on the same thread. After the destructor it
-    // stays true, for calls that come even later.
-    bool lent = false;
-
-    ~Kept() {
-      free_aligned(memory);
-      lent = true;
-    }
-  };
-  static Kept& kept() {
-    static thread_local Kept of_thread;
-    return of_thread;
-  }
-
-  Kept& kept_;
-  bool borrowed_;
+  KeptMemory* borrowed_ = nullptr;
   void* data_;
 };
 

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "first_glibc.h"
+
 #ifdef _WIN32
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
@@ -9,19 +11,10 @@
 #include <dlfcn.h>
 #endif
 
-// For libraries that must load where glibc is older than the one at hand (cmake/manylinux_2_28.cmake): since 2.34 these
-// functions are in libc. Old systems have them in libdl, under their first version, and new ones know that one too.
-#ifdef LOWBIT_MANYLINUX_2_28
-#ifdef __x86_64__
-#define LOWBIT_FIRST_GLIBC "GLIBC_2.2.5"
-#else
-#define LOWBIT_FIRST_GLIBC "GLIBC_2.17"
-#endif
-__asm__(".symver dlopen,dlopen@" LOWBIT_FIRST_GLIBC);
-__asm__(".symver dlsym,dlsym@" LOWBIT_FIRST_GLIBC);
-__asm__(".symver dlclose,dlclose@" LOWBIT_FIRST_GLIBC);
-__asm__(".symver dlerror,dlerror@" LOWBIT_FIRST_GLIBC);
-#endif
+LOWBIT_FIRST_GLIBC(dlopen);
+LOWBIT_FIRST_GLIBC(dlsym);
+LOWBIT_FIRST_GLIBC(dlclose);
+LOWBIT_FIRST_GLIBC(dlerror);
 
 namespace lowbit {
 namespace {

@@ -3,6 +3,7 @@
     python scripts/macos_libraries.py libc++ --minimum 11.0 OUTPUT LIBRARY...
     python scripts/macos_libraries.py check --minimum 11.0 --system TBD [--python-headers DIRECTORY]
       --libraries LIBRARY... --built BUILT...
+    python scripts/macos_libraries.py static --minimum 14.0 --system TBD --libraries LIBRARY... --built ARCHIVE...
 
 `libc++`: what those of the LIBRARYs that run on that system import from its libc++, as a file for the linker (.tbd).
 
@@ -10,6 +11,9 @@
 each other, in TBD (zig's libSystem), in that system's libc++ (as above), or among what Python's headers declare.
 Each is arm64 with a right signature, needs no newer system than the minimum, and finds the others from where it lies.
 liblowbit has the kernels for every instruction set.
+
+`static`: the same of archives for iOS (.a). What one object imports another defines, or executorch, or the system:
+the lists are those of the macOS that came out with iOS 14, which has the same C and C++ libraries.
 
 Zig has no libc++ of macOS to link with, only one of its own, and a process must not have two.
 """
@@ -19,6 +23,8 @@ import hashlib
 import re
 import struct
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # In every libc++, and not among what torch happens to use: operators new[] and delete, exceptions of C++11 and before,
@@ -38,6 +44,9 @@ exports:
     symbols: [ {symbols} ]
 ...
 """
+LINKER = {"___dso_handle"}  # what every linker makes
+IOS = 2  # Apple's number of the platform
+MACOS_OF_IOS_14 = (11, 0)
 # From a library that is looked for when the process runs: the interpreter's.
 DYNAMIC_LOOKUP = 0xFE
 # Of each instruction set that kernels are written for, an instruction (mask, bits) that no other has.
@@ -86,6 +95,49 @@ class Library:
         self.imports = [
             (name, self.needs[origin - 1] if 0 < origin <= len(self.needs) else origin) for name, origin in origins.items()
         ]
+
+
+class Object:
+    """What one object file of an archive imports and defines."""
+
+    def __init__(self, name: str, data: bytes):
+        from macholib.mach_o import CPU_TYPE_NAMES
+        from macholib.MachO import MachO
+        from macholib.SymbolTable import SymbolTable
+
+        self.name = name
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(data)
+            file.flush()
+            (header,) = MachO(file.name).headers
+            table = SymbolTable(MachO(file.name))
+        self.processor = CPU_TYPE_NAMES[header.header.cputype]
+        builds = [command for load, command, _ in header.commands if load.get_cmd_name() == "LC_BUILD_VERSION"]
+        self.platforms = {(build.platform, build.minos >> 16, build.minos >> 8 & 255) for build in builds}
+        self.exports = {name.decode() for _, name in table.extdefsyms}
+        self.imports = {name.decode() for _, name in table.undefsyms}
+        # A function that runs before main: what registers operators.
+        self.begins = b"__mod_init_func" in data or b"__init_offsets" in data
+
+
+def members(archive: bytes) -> Iterator[tuple[str, bytes]]:
+    """The files in an archive as Apple's tools write it, without its list of symbols.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if archive[:8] != b"!<arch>\n":
+        raise ValueError(f"an archive begins with {archive[:8]!r}; expected b'!<arch>\\n'")
+    at = 8
+    while at < len(archive):
+        name, size = archive[at : at + 16].decode().strip(), int(archive[at + 48 : at + 58])
+        data = archive[at + 60 : at + 60 + size]
+        at += 60 + size + size % 2
+        if name.startswith("#1/"):  # a long name comes first in the data
+            length = int(name[3:])
+            name, data = data[:length].rstrip(b"\0").decode(), data[length:]
+        if not name.startswith("__.SYMDEF"):
+            yield name, data
 
 
 def bound(code: bytes) -> dict[str, int]:
@@ -214,6 +266,37 @@ def problems(
     return found
 
 
+def static_problems(objects: list[Object], others: set[str], minimum: tuple[int, int]) -> list[str]:
+    """What is wrong with the object files of all archives; `others`: what libraries beside them have."""
+    defined = set().union(others, *(file.exports for file in objects))
+    found = []
+    for file in objects:
+        if file.processor != "ARM64":
+            found.append(f"{file.name} is for {file.processor}; expected ARM64")
+        if file.platforms != {(IOS, *minimum)}:
+            found.append(f"{file.name} is for (platform, version) {file.platforms}; expected {(IOS, *minimum)}")
+        found += [f"{file.name} imports {name}, which nobody has" for name in sorted(file.imports - defined)]
+    return found
+
+
+def check_static(
+    archives: list[Path], libraries: list[Library], system: set[str], minimum: tuple[int, int]
+) -> tuple[int, list[str]]:
+    """How many symbols the archives import, and what is wrong with them."""
+    objects, found = [], []
+    for path in archives:
+        inside = list(members(path.read_bytes()))
+        files = [Object(name, data) for name, data in inside]
+        objects += files
+        if path.name == "liblowbit.a":
+            whole = b"".join(data + bytes(-len(data) % 4) for _, data in inside)
+            found += [f"{path.name} has not all kernels for {isa}" for isa in missing_kernels(whole)]
+        elif not any(file.begins for file in files):
+            found.append(f"{path.name} registers nothing")
+    others = set().union(LINKER, system, of_libcxx(libraries, MACOS_OF_IOS_14), *(library.exports for library in libraries))
+    return sum(len(file.imports) for file in objects), found + static_problems(objects, others, minimum)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -227,6 +310,11 @@ def main() -> None:
     check.add_argument("--python-headers", type=Path)
     check.add_argument("--libraries", nargs="+", required=True)
     check.add_argument("--built", nargs="+", required=True)
+    static = commands.add_parser("static")
+    static.add_argument("--minimum", required=True)
+    static.add_argument("--system", type=Path, required=True)
+    static.add_argument("--libraries", nargs="+", required=True)
+    static.add_argument("--built", nargs="+", type=Path, required=True)
     arguments = parser.parse_args()
     libraries = [Library(path) for path in arguments.libraries]
     minimum = tuple(map(int, arguments.minimum.split(".")))
@@ -234,9 +322,13 @@ def main() -> None:
         symbols = sorted(of_libcxx(libraries, minimum))
         arguments.output.write_text(TEXT.format(name=LIBCXX, symbols=", ".join(f"'{name}'" for name in symbols)))
         return
-    built = [Library(path) for path in arguments.built]
     # A list of names is all that is needed of the text.
     system = set(re.findall(r"[\w$.]+", arguments.system.read_text(encoding="utf-8")))
+    if arguments.command == "static":
+        count, found = check_static(arguments.built, libraries, system, minimum)
+        print(f"{len(arguments.built)} archives, {count} imported symbols: {len(found)} problems", *found, sep="\n")
+        sys.exit(bool(found) or not count)
+    built = [Library(path) for path in arguments.built]
     python = of_python(arguments.python_headers) if arguments.python_headers else set()
     found = problems(built, libraries, system, python, minimum)
     count = sum(len(library.imports) for library in built)

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,7 +29,15 @@ CASES = (
     *(("x86_64", python, "2.15.0") for python in ("3.12", "3.13", "3.14")),
     ("aarch64", "3.11", "2.10.0"),
     ("aarch64", "3.11", "2.15.0"),
+    ("aarch64", "3.11", "2.9.1"),
 )
+OLDEST = (2, 10)  # with an older torch lowbit refuses to be imported
+# Where other wheels are tried, too, and executorch is installed beside, with what it imports when it exports and runs.
+WHOLE = ("x86_64", "3.11", "2.13.0")
+EXECUTORCH_IMPORTS = (
+    "executorch==1.5.1", "torchao==0.18.0", "numpy==2.4.6", "flatbuffers==25.12.19", "ruamel.yaml==0.19.1",
+    "tabulate==0.10.0",
+)  # fmt: skip
 
 
 def interpreter(python: str, processor: str) -> Path:
@@ -72,9 +81,38 @@ def torch_wheel(processor: str, python: str, torch: str) -> Path:
     raise wheels.Missing(f"torch {torch} for CPython {python} on {processor} was not found")
 
 
+def refusal(command: list, environment: dict[str, str]) -> str:
+    """The last line that a program writes which must fail."""
+    done = subprocess.run(list(map(str, command)), check=False, env=os.environ | environment, capture_output=True, text=True)
+    return done.stderr.splitlines()[-1] if done.returncode else "no error"
+
+
+def refuse_others(processor: str, python: str, site: Path, program: Path, environment: dict[str, str]) -> None:
+    """Another processor's wheel, and another Python's: pip installs neither, and unpacked by hand neither is imported."""
+    other = "aarch64" if processor == "x86_64" else "x86_64"
+    for wheel in (lowbit_wheel(other, python), lowbit_wheel(processor, "3.14" if python != "3.14" else "3.13")):
+        installed = refusal([sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", wheel], {})
+        if not installed.endswith(f"{wheel.name} is not a supported wheel on this platform."):
+            sys.exit(f"pip install {wheel.name} ends with: {installed}")
+        unpacked = site.parent / wheel.stem
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(unpacked)
+        environment = environment | {"PYTHONPATH": f"{unpacked}{os.pathsep}{site}"}
+        said = refusal([program, "-W", "ignore", "-c", "import lowbit"], environment)
+        if not said.startswith("ImportError: this lowbit was built for another Python or processor: found _C.cpython-"):
+            sys.exit(f"{wheel.name}, unpacked by hand, ends with: {said}")
+
+
+def lowbit_wheel(processor: str, python: str) -> Path:
+    found = list((ROOT / "dist").glob(f"lowbit-*-cp{python.replace('.', '')}-*_{processor}.whl"))
+    if len(found) != 1:
+        raise wheels.Missing(f"dist/ has {len(found)} wheels for it; expected one, of `make wheels`")
+    return found[0]
+
+
 def check(processor: str, python: str, torch: str, keep: bool) -> str:
     """Runs one case and returns what it says of itself."""
-    (lowbit,) = (ROOT / "dist").glob(f"lowbit-*-cp{python.replace('.', '')}-*_{processor}.whl")
+    lowbit = lowbit_wheel(processor, python)
     program = interpreter(python, processor)
     directory = BUILD / "test-wheels" / f"{processor}-{python}-{torch}"
     shutil.rmtree(directory, ignore_errors=True)
@@ -85,16 +123,26 @@ def check(processor: str, python: str, torch: str, keep: bool) -> str:
     needed = [line for line in lines if line and not line.startswith(("#", "torch", "executorch"))]
     pip(*install, *needed)
     pip(*install, "--no-index", torch_wheel(processor, python, torch), lowbit)
+    whole = (processor, python, torch) == WHOLE
+    if whole:
+        pip(*install, *EXECUTORCH_IMPORTS)
     compiler = "gcc" if processor == platform.machine() else f"{processor}-linux-gnu-gcc"
     wheels.run([sys.executable, ROOT / "scripts/cuda_stand_ins.py", site, directory / "cuda", compiler])
     environment = {"PYTHONPATH": str(site), "PYTHONNOUSERSITE": "1"}
     if processor == platform.machine():
         environment["LD_LIBRARY_PATH"] = str(directory / "cuda")
-        best = []
+        options = ["--executorch"] if whole else []
     else:
         environment |= {"QEMU_CPU": "max,sve=off", "QEMU_SET_ENV": f"LD_LIBRARY_PATH={directory / 'cuda'}"}
-        best = ["--isa", "i8mm"]
-    said = wheels.run([program, "-W", "ignore", ROOT / "tests/package/wheel.py", *best], **environment)
+        options = ["--isa", "i8mm", "--no-compiler"]
+    if tuple(map(int, torch.split(".")[:2])) < OLDEST:
+        said = refusal([program, "-W", "ignore", "-c", "import lowbit"], environment)
+        if said != f"ImportError: lowbit needs torch >= 2.10; found {torch}+cpu":
+            sys.exit(f"beside torch {torch}, `import lowbit` ends with: {said}")
+    else:
+        said = wheels.run([program, "-W", "ignore", ROOT / "tests/package/wheel.py", *options], **environment)
+    if whole:
+        refuse_others(processor, python, site, program, environment)
     if not keep:
         shutil.rmtree(directory)
     return said.strip()

@@ -33,3 +33,22 @@ def peak_memory() -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that torch's own compilers call; asked for before a long step.
+
+    Raises:
+        OSError: there is none.
+    """
+    from torch._inductor import config, cpp_builder, exc
+
+    try:
+        return cpp_builder.get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, OSError) as error:  # OSError: CXX names what is no program
+        named = config.cpp.cxx
+        tried = named if isinstance(named, str) else named[-1]
+        raise OSError(
+            f"there is no C++ compiler: {tried!r} does not run. Install g++ or clang, or name one in the environment "
+            "variable CXX"
+        ) from error

@@ -1,10 +1,13 @@
 """Uses an installed wheel as its users do; run by the Python that has it and nothing else of the project.
 
-    python wheel.py [--isa NAME]      NAME: the best kernels that must be in use here
+    python wheel.py [--isa NAME] [--no-compiler] [--executorch]
+
+NAME: the best kernels that must be in use here. --no-compiler: .pt2 files are not made. --executorch: it is installed, with what
+it imports, and .pte files are made and run.
 """
 
 import argparse
-import importlib.util
+import importlib
 import io
 import os
 import subprocess
@@ -27,9 +30,22 @@ def fails_with(exception: type | tuple[type, ...], words: str, function, *argume
         raise AssertionError(f"no {exception} with '{words}'")
 
 
+def export_to_machine_code(model: nn.Module, x: torch.Tensor, path: Path, compiler: bool) -> None:
+    """Without a compiler: one sentence, and no file."""
+    inductor = importlib.import_module("torch._inductor")
+    with importlib.import_module("torch._inductor.config").patch({"cpp.cxx": ("no-such-compiler",)}):
+        fails_with(OSError, "there is no C++ compiler: 'no-such-compiler'", lowbit.export_pt2, model, (x,), path)
+    assert not path.exists()
+    if compiler:
+        lowbit.export_pt2(model, (x,), path)
+        assert torch.equal(inductor.aoti_load_package(str(path))(x), model(x))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--isa")
+    parser.add_argument("--no-compiler", action="store_true")
+    parser.add_argument("--executorch", action="store_true")
     arguments = parser.parse_args()
     package = Path(lowbit.__file__).parent
     assert not (package.parent.parent / "pyproject.toml").exists(), f"{package} is a checkout"
@@ -63,6 +79,13 @@ def main() -> None:
             torch.export.save(program, Path(directory) / "model.pt2")
             loaded = torch.export.load(Path(directory) / "model.pt2").module()
             assert torch.equal(loaded(x), model(x))
+            export_to_machine_code(model, x, Path(directory) / "compiled.pt2", not arguments.no_compiler)
+            if arguments.executorch:
+                importlib.import_module("lowbit.executorch").register()
+                lowbit.export_pte(model, (x,), Path(directory) / "model.pte")
+                runtime = importlib.import_module("executorch.runtime").Runtime.get()
+                method = runtime.load_program(Path(directory) / "model.pte").load_method("forward")
+                assert torch.equal(method.execute([x])[0], model(x))
 
     # Refusals cross the operator library and the module as exceptions.
     packed = model[0].packed_weight
@@ -81,8 +104,6 @@ def main() -> None:
     for name in "lib/cmake/lowbit/lowbit-config.cmake", "include/lowbit/ops/operators.h":
         assert (prefix / name).is_file(), name
 
-    if importlib.util.find_spec("executorch"):
-        importlib.import_module("lowbit.executorch").register()
     print(
         f"Python {sys.version.split()[0]}, torch {torch.__version__}, "
         f"{', '.join(lowbit.isa()['active'])}: {len(lowbit.kernels())} kernels, {prefix}"

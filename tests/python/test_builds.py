@@ -93,15 +93,17 @@ def test_what_cannot_be_built(tmp_path, definitions, found):
 
 
 def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):
-    """Every command of CONTRIBUTING.md, as make would run it with nothing built: the tools of the system come first."""
+    """Every command of CONTRIBUTING.md and of the workflows, as make would run it with nothing built: the system's tools first."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    targets = sorted(set(re.findall(r"^    make ([a-z][\w-]*)", guide, re.M)))
-    assert {"test", "docs", "wheel-macos"} <= set(targets)
+    workflows = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
+    steps = re.findall(r"^      - run: make ([a-z][\w-]*)", workflows, re.M)
+    targets = sorted({*re.findall(r"^    make ([a-z][\w-]*)", guide, re.M), *steps})
+    assert {"test", "docs", "wheel-macos", "test-more"} <= set(targets) and len(steps) > 10
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VENV"))}
     for target in targets:
         done = subprocess.run(

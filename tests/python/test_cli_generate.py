@@ -116,8 +116,11 @@ def test_no_compiler(packed, tmp_path):
         ("generate", packed[0], "--prompt", PROMPT, "--compile"), ("bench", packed[0]),
         ("export", packed[0], "--to", "pt2", "--output", tmp_path / "m.pt2"),
     ):  # fmt: skip
-        with config.patch({"cpp.cxx": ("no-such-compiler",)}):
-            assert "Install g++ or clang" in error(invoke(*arguments))
+        # A directory, and no name at all, are refused by the system in other ways than a program that is missing.
+        for compiler in ("no-such-compiler", str(tmp_path), ""):
+            with config.patch({"cpp.cxx": (None, compiler)}):
+                found = f"there is no C++ compiler: {compiler!r} does not run. Install g++ or clang, or name one in "
+                assert found in error(invoke(*arguments))
 
 
 def test_generate_stops(packed, expected, tmp_path):

@@ -7,6 +7,7 @@ import struct
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -181,3 +182,35 @@ def test_names_of_python(tmp_path):
     text = "PyAPI_FUNC(PyObject *) PyObject_Str(PyObject *v);\nPyAPI_DATA(int) Py_Flag;\nint PyNot(void);"
     (tmp_path / "a.h").write_text(text)
     assert macos_libraries.of_python(tmp_path) == {"_PyObject_Str", "_Py_Flag"}
+
+
+def member(name: str, data: bytes) -> bytes:
+    long = name.encode() + b"\0"
+    whole = long + data
+    head = f"#1/{len(long)}".ljust(16) + "0".ljust(12) + "0".ljust(6) * 2 + "644".ljust(8) + str(len(whole)).ljust(10)
+    return head.encode() + b"`\n" + whole + b"\n" * (len(whole) % 2)
+
+
+def test_members_of_an_archive():
+    files = [("linear_kernels.o", b"12345"), ("a.o", b"12")]
+    archive = b"!<arch>\n" + member("__.SYMDEF SORTED", b"list") + b"".join(member(*file) for file in files)
+    assert list(macos_libraries.members(archive)) == files
+    with pytest.raises(ValueError, match="an archive begins with b'!<thin>.n'; expected b'!<arch>"):
+        list(macos_libraries.members(archive.replace(b"arch", b"thin")))
+
+
+@pytest.mark.parametrize(
+    "changes, found",
+    [
+        ({}, []),
+        ({"processor": "x86_64"}, ["b.o is for x86_64; expected ARM64"]),
+        ({"platforms": {(1, 14, 0)}}, ["b.o is for (platform, version) {(1, 14, 0)}; expected (2, 14, 0)"]),
+        ({"platforms": {(2, 15, 0)}}, ["b.o is for (platform, version) {(2, 15, 0)}; expected (2, 14, 0)"]),
+        ({"imports": {"_f", "_g"}}, ["b.o imports _g, which nobody has"]),
+    ],
+)
+def test_objects_for_ios(changes, found):
+    facts = {"processor": "ARM64", "platforms": {(2, 14, 0)}}
+    first = SimpleNamespace(name="a.o", exports={"_f"}, imports={"_malloc"}, **facts)
+    second = SimpleNamespace(**({"name": "b.o", "exports": set(), "imports": {"_f"}} | facts | changes))
+    assert macos_libraries.static_problems([first, second], {"_malloc"}, (14, 0)) == found

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from .models import is_shape, load_packed, need_compiler, set_threads
+from lowbit._machine import cpp_compiler
+
+from .models import is_shape, load_packed, set_threads
 from .options import GroupSize, Json, ModelOrShape, OptionalBits, Threads, parse_group_size
 from .output import Output, size, table
 
@@ -39,7 +41,7 @@ def bench(
     output = Output(as_json)
     modes = list(dict.fromkeys(each.value for each in mode))
     if modes != ["eager"]:
-        need_compiler()
+        cpp_compiler()
     set_threads(threads)
     measured = model if is_shape(model) else load_packed(output, Path(model), bits, group_size)
     with output.progress(f"measuring {model}"):

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .models import imported, load, make_step, need_compiler, positions, read_text, set_threads
+from lowbit._machine import cpp_compiler
+
+from .models import imported, load, make_step, positions, read_text, set_threads
 from .options import (
     Compile,
     EmbeddingBits,
@@ -107,7 +109,7 @@ def chat(
     text = None if template is None else read_text(template)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if compile_:
-        need_compiler()
+        cpp_compiler()
     set_threads(threads)
     model = imported(output, model)
     tokenizer = load_tokenizer(model)

@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from .models import load, need_compiler, positions
+from lowbit._machine import cpp_compiler
+
+from .models import load, positions
 from .options import EmbeddingBits, GroupSize, Json, Mapping, MaxLength, Model, OptionalBits, make_config
 from .output import Output, size, table
 
@@ -48,7 +50,7 @@ def export(
 
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if to == "pt2":
-        need_compiler()
+        cpp_compiler()
     loaded = load(output, model, config)
     if max_length is None:
         max_length = min(2048, positions(loaded) // 16 * 16)

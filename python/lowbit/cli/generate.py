@@ -10,9 +10,9 @@ from typing import Annotated
 import torch
 import typer
 
-from lowbit._machine import peak_memory
+from lowbit._machine import cpp_compiler, peak_memory
 
-from .models import imported, load, make_decoder, make_step, need_compiler, positions, read_text, set_threads
+from .models import imported, load, make_decoder, make_step, positions, read_text, set_threads
 from .options import (
     Compile,
     EmbeddingBits,
@@ -95,7 +95,7 @@ def generate(
     if compile_ and guesses:
         raise typer.BadParameter("compiled decoders give no logits behind guesses", param_hint="--guesses")
     if compile_:
-        need_compiler()
+        cpp_compiler()
     set_threads(threads)
     loaded = load(output, model, config)
     tokenizer = load_tokenizer(model)

@@ -108,16 +108,6 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def need_compiler() -> None:
-    """Says what is missing before torch does, after a long step."""
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
-        raise OSError(f"{error} Install g++ or clang, or name one in the environment variable CXX") from error
-
-
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

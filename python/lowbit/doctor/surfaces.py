@@ -25,6 +25,7 @@ import torch
 
 import lowbit
 
+from .._machine import cpp_compiler
 from ..files.untrusted import one_line
 
 _SECONDS = 600  # more than any try takes on a slow board; what takes longer hangs
@@ -76,10 +77,9 @@ def _same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def _need_compiler() -> str:
-    cpp_builder, exc = import_module("torch._inductor.cpp_builder"), import_module("torch._inductor.exc")
     try:
-        return cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, OSError) as error:  # OSError: CXX names what is no program
+        return cpp_compiler()
+    except OSError as error:
         raise Broken("there is no C++ compiler", _COMPILER) from error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._machine import cpp_compiler
 from ..files.replace import replacing
 
 
@@ -79,11 +80,12 @@ def export_pt2(
         metadata: kept in the package, for its loader's ``get_metadata()``.
 
     Raises:
-        ValueError, OSError: path does not end in .pt2, or cannot be written.
+        ValueError, OSError: path does not end in .pt2, or cannot be written; there is no C++ compiler.
         Exception: whatever torch.export and AOTInductor raise on models they cannot compile.
     """
     inductor = import_module("torch._inductor")
     with replacing(path, ".pt2") as written:
+        cpp_compiler()
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
         inductor.aoti_compile_and_package(
             exported,

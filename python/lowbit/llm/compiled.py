@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._machine import cpp_compiler
 from .decoder import Decoder, check_call
 
 # Loops over fewer values than this for each thread run on one thread. At one token there are a few thousand values,
@@ -54,8 +55,12 @@ def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
 
     Raises:
         ValueError: an unknown backend.
+        OSError: there is no C++ compiler.
         Exception: whatever torch's compilers raise.
     """
+    if backend not in ("aot", "inductor"):
+        raise ValueError(f"backend is {backend!r}; expected 'aot' or 'inductor'")
+    cpp_compiler()
     if backend == "inductor":
         # The model is the decoder's: checks of its hundreds of attributes on every call would find nothing.
         guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
@@ -64,8 +69,6 @@ def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
             for tokens in (1, 2)
         )
         return Step(one, many, decoder)
-    if backend != "aot":
-        raise ValueError(f"backend is {backend!r}; expected 'aot' or 'inductor'")
     # A package without weights: the decoder's are lent to both graphs.
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "decoder.pt2"
