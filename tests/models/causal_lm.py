@@ -450,7 +450,7 @@ def document(results: dict[str, dict]) -> str:
         f"Of {len(results)} model types {len(sorts['right'])} are right, {len(sorts['refused'])} are refused, and "
         f"{len(sorts['not tried'])} were not tried. Of those that are right {len(own)} run by transformers' own attention: "
         "`lowbit.llm.Decoder` refuses them for the reason given, and `lowbit generate` and `chat` go on with `lowbit.llm.Fallback`; "
-        "`export` and `bench` stay refused. Every model can be quantised.",
+        "`export` and `bench` stay refused.",
         "",
         f"**Right** means: the logits of a text of {TEXT} tokens, whole, token by token and in three pieces, and {NEW} "
         "tokens that were generated behind it, are those of transformers' own forward over the whole text, in floats and with "
