@@ -211,7 +211,7 @@ def attempt(model: torch.nn.Module, kind: str, export: bool = True) -> Outcome:
             lowbit.llm.Decoder(model, MAX_LENGTH)
         except ValueError as refusal:
             if "the model raises" not in str(refusal):
-                return Outcome("refused", str(refusal))
+                return Outcome("refused", f"transformers' own forward raises {one_line(error)}", refusal=str(refusal))
         return Outcome("not tried", f"transformers' own forward raises {one_line(error)}")
     if not own.isfinite().all() or own.std() < 1e-6:
         return Outcome("not tried", "the logits of its random weights are not finite, or all the same")
@@ -255,6 +255,14 @@ def attempt(model: torch.nn.Module, kind: str, export: bool = True) -> Outcome:
     return outcome
 
 
+def without_us(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of a text token by token, by transformers alone."""
+    cache, logits = transformers.DynamicCache(config=model.config.get_text_config(decoder=True)), []
+    for i in range(tokens.shape[1]):
+        logits.append(model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits.float())
+    return torch.cat(logits, dim=1)
+
+
 def fallback(
     model: torch.nn.Module, kind: str, tokens: torch.Tensor, own: torch.Tensor, refusal: str
 ) -> Outcome:
@@ -281,6 +289,12 @@ def fallback(
     figures |= {f"proof, {name}": value for name, value in step.measured.items()}
     for name, value in figures.items():
         if not name.startswith("proof") and not value <= CLOSE[kind]:
+            cached = without_us(model, tokens)
+            if (cached - own).square().mean(-1).sqrt().max() / scale > CLOSE[kind]:
+                return Outcome(
+                    "not tried", "transformers' own caches give other logits than its own forward over the whole text: "
+                    f"{value:.2g} standard deviations", figures, refusal=refusal,
+                )  # fmt: skip
             return Outcome("WRONG", f"fallback, {name}: {value:.3g} standard deviations", figures, refusal=refusal)
     return Outcome("right", figures=figures, refusal=refusal, how=step.how)
 
@@ -413,6 +427,7 @@ def document(results: dict[str, dict]) -> str:
     for name, result in results.items():
         found = states(result)
         sorts["right" if "right" in found else "refused" if "refused" in found else "not tried"].append(name)
+    own = [name for name in sorts["right"] if any(each.get("refusal") for each in results[name]["outcomes"].values())]
     rounding = {kind: 0.0 for kind in CLOSE}
     proofs = {kind: 0.0 for kind in CLOSE}
     for name in sorts["right"]:
@@ -422,7 +437,7 @@ def document(results: dict[str, dict]) -> str:
                 most[kind] = max(most[kind], figure)
 
     def cell(text: str) -> str:
-        text = text.split("): ", 1)[-1] if text.startswith("lowbit's decoder") else text
+        text = re.sub(r"^(lowbit's decoder is not for )?\w+ \(model_type \S+\)( writes no text token by token)?: ", "", text)
         return text.removesuffix("; use transformers' generate(), which takes quantised models too").replace("|", "\\|")
 
     found = versions()
@@ -433,8 +448,9 @@ def document(results: dict[str, dict]) -> str:
         f"transformers {found[0]}, torch {found[1]}.",
         "",
         f"Of {len(results)} model types {len(sorts['right'])} are right, {len(sorts['refused'])} are refused, and "
-        f"{len(sorts['not tried'])} were not tried. A model that is refused by `lowbit.llm.Decoder`, and so by `lowbit "
-        "generate`, `export` and `bench`, can be quantised all the same, and runs with transformers' `generate()`.",
+        f"{len(sorts['not tried'])} were not tried. Of those that are right {len(own)} run by transformers' own attention: "
+        "`lowbit.llm.Decoder` refuses them for the reason given, and `lowbit generate` and `chat` go on with `lowbit.llm.Fallback`; "
+        "`export` and `bench` stay refused.",
         "",
         f"**Right** means: the logits of a text of {TEXT} tokens, whole, token by token and in three pieces, and {NEW} "
         "tokens that were generated behind it, are those of transformers' own forward over the whole text, in floats and with "
@@ -445,7 +461,10 @@ def document(results: dict[str, dict]) -> str:
         "before. Exported means: `torch.export` of the decoder, for any number of tokens, at 4 bits, and the same logits from "
         "it. What AOTInductor and ExecuTorch make of it was not tried here.",
         "",
-        "**Refused** means: the decoder said this, and left the model as it was, to the bit.",
+        "**By transformers' own attention** means the same of `Fallback`, and that a text which is cut back comes out as one that "
+        "was never longer. What the caches of each model can do was measured, too.",
+        "",
+        "**Refused** means: the decoder said this, or both did, and left the model as it was, to the bit.",
         "",
         "The decoder's own proof measures in parts of what the text before does to the logits: up to "
         f"{proofs['float']:.1g} in floats and {proofs['4 bits']:.2g} at 4 bits for models that are right.",
@@ -461,6 +480,10 @@ def document(results: dict[str, dict]) -> str:
             for kind, outcome in outcomes.items():
                 if outcome["state"] != "right":
                     said.append(f"{kind}: {outcome['state']}: {cell(outcome['reason'])}")
+                elif outcome.get("refusal"):
+                    if kind == "float" or outcomes["float"]["state"] != "right":
+                        said.append(f"by transformers' own attention: {cell(outcome['refusal'])}")
+                        said.append(outcome["how"].split(":")[0])
                 elif kind != "float":
                     export = outcome["export"] or "not tried"
                     said.append("exported" if export == "yes" else f"not exported: {cell(export)}")

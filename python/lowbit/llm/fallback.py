@@ -144,7 +144,7 @@ class Fallback:
                 return False
             off = rounding.differences(logits, whole)[1:]
             # Where layers round, some token may go to another expert, and only most of them can be held to it.
-            self.measured[name] = float(off.max() if rounding.exact or name == "pieces" else off.median())
+            self.measured[name] = float(off.max() if rounding.exact or name == "pieces" else off.quantile(0.75))
             return self.measured[name] <= most
 
         first = min(3, count)
@@ -179,5 +179,5 @@ class Fallback:
         except Exception:
             return False
         off = rounding.differences(torch.cat([whole[:, :half], *found], dim=1), whole)[half:]
-        self.measured["cut back"] = float(off.max() if rounding.exact else off.median())
+        self.measured["cut back"] = float(off.max() if rounding.exact else off.quantile(0.75))
         return self.measured["cut back"] <= most
