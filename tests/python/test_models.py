@@ -80,7 +80,8 @@ WHOLE = "any number of tokens, and can be cut back"
 FALLBACK = {
     "bert": SEES, "rwkv": STATES, "mamba": SINGLY, "jamba": SINGLY, "roformer": SEES, "openai-gpt": "with all of the text",
 }  # fmt: skip
-PACKED = {"rwkv": "transformers' own forward raises RuntimeError: the weight of a packed layer cannot be changed"}  # it scales its weights when it first runs
+# It scales its weights when it first runs.
+PACKED = {"rwkv": "transformers' own forward raises RuntimeError: the weight of a packed layer cannot be changed"}
 
 
 @pytest.mark.parametrize("kind", causal_lm.CLOSE)
