@@ -1,11 +1,12 @@
 """How fast a token would be decoded by several machines that share a model: a model of it, and its check.
 
-    python bench/scaling.py [--bandwidth 11.4 --memory 8 --network 1 --latency 0.2]     # GB/s, GB, Gbit/s, ms: one kind of machine
-    sudo .venv/bin/python bench/scaling.py --check                                      # two network namespaces, cables of known latency
+    python bench/scaling.py [--bandwidth 11.4 --memory 8 --network 1 --latency 0.1]     # GB/s, GB, Gbit/s, ms
+    sudo .venv/bin/python bench/scaling.py --check            # two network namespaces, cables of known latency
 
-A token reads all packed weights once, each machine its part. A layer gathers four times (lowbit.tensor_parallel, exact): the heads'
-outputs, what the projection behind them gives, the products in the MLP, and what its last matrix gives; the head gathers the logits. A gather
-among n machines is n - 1 steps in a ring, and a step of gloo's takes two latencies: the receiver says that it is ready, then the data comes.
+A token reads all packed weights once, each machine its part. A layer gathers four times (lowbit.tensor_parallel,
+exact): the heads' outputs, what the projection behind them gives, the products in the MLP, and what its last matrix
+gives; the head gathers the logits. A gather among n machines is n - 1 steps in a ring, and a step of gloo's takes two
+latencies: the receiver says that it is ready, then the data comes.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def check(rounds: int, tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bandwidth", type=float, help="at which a machine of yours reads memory, GB/s; lowbit doctor says it")
+    parser.add_argument("--bandwidth", type=float, help="at which a machine reads memory, GB/s; lowbit doctor says it")
     parser.add_argument("--memory", type=float, default=8.0, help="of a machine, GB")
     parser.add_argument("--network", type=float, default=1.0, help="Gbit/s")
     parser.add_argument("--latency", type=float, default=0.1, help="of a message, one way, ms: half of what ping says")

@@ -2,8 +2,9 @@
 
     ip netns exec FIRST python cable.py FIRST_ADDRESS SECOND SECOND_ADDRESS DELAY_MS MBIT
 
-An interface `eth0` in each namespace, and between them this process: it hands every packet on, DELAY_MS after the time that it takes
-on the line at MBIT million bits per second. Linux has `tc netem` for that where its kernel was built with it; this needs none.
+An interface `eth0` in each namespace, and between them this process: it hands every packet on, DELAY_MS after the time
+that it takes on the line at MBIT million bits per second. Linux has `tc netem` for that where its kernel was built
+with it; this needs none.
 """
 
 import ctypes
