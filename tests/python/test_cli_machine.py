@@ -43,7 +43,7 @@ def test_bench_asks_for_what_it_was_told(monkeypatch):
     for more, modes in (((), ["aot"]), (("--mode", "eager", "--mode", "compile"), ["eager", "compile"])):
         options = ("--bits", 3, "--group-size", "none", "--prompt", 7, "--new", 5, "--rounds", 2, "--threads", 2)
         assert error(invoke("bench", "llama-3.1-8b", *options, *more)) == "enough"
-        assert asked.pop() == (("llama-3.1-8b", 3, None), {"prompt": 7, "new": 5, "modes": modes, "rounds": 2})
+        assert asked.pop() == (("llama-3.1-8b", 3, None), {"prompt": 7, "new": 5, "modes": modes, "rounds": 2, "cache": None})
         assert torch.get_num_threads() == 2
 
 
