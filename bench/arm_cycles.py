@@ -15,7 +15,8 @@ from costs import hot
 
 # LLVM's name of a core, how it is written, and the ISAs of the rows that it runs.
 BASE = ("portable", "neon", "neondot")
-CORES = {"cortex-a55": ("Cortex-A55", BASE), "neoverse-n1": ("Neoverse N1", BASE),
+CORES = {"cortex-a53": ("Cortex-A53", BASE[:-1]), "cortex-a55": ("Cortex-A55", BASE),
+         "cortex-a510": ("Cortex-A510", (*BASE, "i8mm")), "neoverse-n1": ("Neoverse N1", BASE),
          "neoverse-v1": ("Neoverse V1", (*BASE, "i8mm")), "neoverse-v2": ("Neoverse V2", (*BASE, "i8mm"))}
 ITERATIONS = 100
 
