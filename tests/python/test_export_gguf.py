@@ -203,3 +203,63 @@ def test_damaged_weights_are_refused(symmetric, tmp_path):
     with pytest.raises(ValueError, match="is damaged: its checksum is another"):
         to_gguf(tmp_path / "m", tmp_path / "m.gguf")
     assert (tmp_path / "m.gguf").read_bytes() == b"what was there"
+
+
+KILLED = """
+import filecmp, os, shutil, sys, warnings
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import lowbit
+import lowbit.importing.gguf, lowbit.transformers  # before processes are forked
+from checkpoints import killed_at
+from lowbit.exports.gguf import export_gguf
+
+warnings.simplefilter("ignore")
+source, base = map(Path, sys.argv[1:])
+export_gguf(source, base / "whole.gguf")
+lowbit.import_checkpoint(base / "whole.gguf", base / "whole")
+names = sorted(os.listdir(base / "whole"))
+actions = {
+    "m.gguf": lambda target, progress: export_gguf(source, target, progress=progress),
+    "imported": lambda target, progress: lowbit.import_checkpoint(base / "whole.gguf", target, progress=progress),
+}
+for name, action in actions.items():
+    for what in ("progress", "fsync"):
+        moment, killed, kills = 0, True, 0
+        while killed:
+            moment += 1
+            place = base / f"{name}-{what}-{moment}"
+            place.mkdir()
+            target, ticks = place / name, []
+
+            def install(tick):
+                if what == "fsync":
+                    real = os.fsync
+                    os.fsync = lambda descriptor: (real(descriptor), tick())
+                else:
+                    ticks.append(tick)
+
+            killed = killed_at(moment, lambda: action(target, lambda *_: [tick() for tick in ticks]), install)
+            kills += killed
+            if target.is_dir():
+                assert sorted(os.listdir(target)) == names
+                assert filecmp.cmpfiles(base / "whole", target, names, shallow=False)[0] == names
+            elif target.exists():
+                assert filecmp.cmp(base / "whole.gguf", target, shallow=False)
+            else:
+                assert killed
+            if not killed:
+                assert len(list(place.iterdir())) == 1
+            shutil.rmtree(place)
+        assert kills > 1, (name, what, kills)
+        print(name, what, kills)
+"""
+
+
+def test_killed_at_any_moment(tmp_path, run_python):
+    """SIGKILL after every band and after every fsync of an export, and of an import: the target is whole, or not there."""
+    source = with_tokenizer(save_model(tmp_path / "source", dtype=torch.float32, **SIZES))
+    process = run_python(KILLED, source, tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert len(process.stdout.split()) == 4 * 3
