@@ -167,12 +167,12 @@ def test_an_error_in_the_middle(source, tmp_path):
 
 
 KILLED = """
-import os, sys, shutil
+import sys, shutil
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import lowbit
-from checkpoints import assert_same_model, killed_at, load
+from checkpoints import assert_same_model, killed_at, load, ticks_at
 from lowbit import LowBitConfig, quantize_checkpoint
 
 source, base = map(Path, sys.argv[1:])
@@ -188,18 +188,11 @@ for what in ("progress", "fsync"):
         place.mkdir()
         ticks = []
 
-        def install(tick):
-            if what == "fsync":
-                real = os.fsync
-                os.fsync = lambda descriptor: (real(descriptor), tick())
-            else:
-                ticks.append(tick)
-
         def action():
             quantize_checkpoint(source, place / "packed", config, max_shard_bytes=40_000,
                                 progress=lambda *_: [tick() for tick in ticks])
 
-        killed = killed_at(moment, action, install)
+        killed = killed_at(moment, action, ticks_at(what, ticks))
         for found in place.iterdir():
             try:
                 model = load(found)

@@ -212,7 +212,7 @@ import torch
 torch.set_num_threads(1)
 import lowbit
 import lowbit.importing.gguf, lowbit.transformers  # before processes are forked
-from checkpoints import killed_at
+from checkpoints import killed_at, ticks_at
 from lowbit.exports.gguf import export_gguf
 
 warnings.simplefilter("ignore")
@@ -232,15 +232,9 @@ for name, action in actions.items():
             place = base / f"{name}-{what}-{moment}"
             place.mkdir()
             target, ticks = place / name, []
-
-            def install(tick):
-                if what == "fsync":
-                    real = os.fsync
-                    os.fsync = lambda descriptor: (real(descriptor), tick())
-                else:
-                    ticks.append(tick)
-
-            killed = killed_at(moment, lambda: action(target, lambda *_: [tick() for tick in ticks]), install)
+            killed = killed_at(
+                moment, lambda: action(target, lambda *_: [tick() for tick in ticks]), ticks_at(what, ticks)
+            )
             kills += killed
             if target.is_dir():
                 assert sorted(os.listdir(target)) == names
