@@ -43,6 +43,24 @@ def inputs_of(modules: dict[str, torch.nn.Module], take: Callable[[str, Tensor],
             handle.remove()
 
 
+class MeanSquares:
+    """Mean squares of inputs, by the names of what they go into."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, name: str, x: Tensor) -> None:
+        """Takes [..., inputs]."""
+        x = x.reshape(-1, x.shape[-1]).float()
+        self._sums[name] = self._sums.get(name, 0.0) + x.square().sum(0)
+        self._counts[name] = self._counts.get(name, 0) + len(x)
+
+    def means(self) -> dict[str, Tensor]:
+        """float32 [inputs] for each name."""
+        return {name: values / max(1, self._counts[name]) for name, values in self._sums.items()}
+
+
 @dataclass
 class Call:
     """How a block was called: its arguments without the hidden state that runs through all blocks."""

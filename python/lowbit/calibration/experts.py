@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from .. import nn
 from ..hf.experts import between
 from ..layers import Experts, experts_of
-from .capture import Stop
+from .capture import MeanSquares, Stop
 from .collect import rows_of
 from .grid import Config
 
@@ -100,29 +100,25 @@ def weight_of(experts: Experts, number: int) -> tuple[Tensor, Tensor | None]:
     return experts.weight[number].detach().contiguous(), None if bias is None else bias[number].detach()
 
 
-def mean_squares(model: torch.nn.Module, targets: Mapping[str, Config], batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+def mean_squares(
+    model: torch.nn.Module, targets: Mapping[str, Config], batches: Iterable[Mapping[str, Any]]
+) -> dict[str, Tensor]:
     """Of what goes into the matrices of experts in a float model: for each tensor float32 [inputs], a mean over its experts.
 
     Args:
         targets: by the tensors' qualified names.
         batches: arguments of the model.
     """
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-
-    def add(name: str, x: Tensor) -> None:
-        x = x.float()
-        sums[name] = sums.get(name, 0.0) + x.square().sum(0)
-        counts[name] = counts.get(name, 0) + len(x)
+    squares = MeanSquares()
 
     def take(at: str, holder: torch.nn.Module, hidden: Tensor, index: Tensor) -> None:
         rows = hidden.reshape(-1, hidden.shape[-1])
         index = index.reshape(len(rows), -1)
         first, second = experts_of(holder).items()
-        add(f"{at}{first[0]}", rows)
+        squares.add(f"{at}{first[0]}", rows)
         for number in index.unique().tolist():
             weight, bias = weight_of(first[1], number)
-            add(f"{at}{second[0]}", between(holder, linear(rows[(index == number).any(1)], weight, bias)))
+            squares.add(f"{at}{second[0]}", between(holder, linear(rows[(index == number).any(1)], weight, bias)))
 
     with ExitStack() as hooks:
         for name, _ in holders_in(model, targets, ""):
@@ -130,4 +126,4 @@ def mean_squares(model: torch.nn.Module, targets: Mapping[str, Config], batches:
             hooks.enter_context(_routing_of(holder, partial(take, f"{name}." if name else "", holder)))
         for batch in batches:
             model(**batch)
-    return {name: values / counts[name] for name, values in sums.items() if name in targets}
+    return {name: mean for name, mean in squares.means().items() if name in targets}

@@ -17,7 +17,7 @@ from ..layers import Experts, Layer, layer_at
 from ..levels import FIT
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
-from .capture import inputs_of
+from .capture import MeanSquares, inputs_of
 from .data import Batch, tokens_of
 from .experts import mean_squares
 from .grid import Config, with_table
@@ -189,20 +189,13 @@ def _importance(
     model: torch.nn.Module, inputs: list[Batch], trial: list[Batch], configs: Mapping[str, Config]
 ) -> dict[str, Tensor]:
     """Mean squares of the inputs of layers; those of experts, which are computed for it, on the trial alone."""
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-
-    def take(name: str, x: Tensor) -> None:
-        x = x.reshape(-1, x.shape[-1]).float()
-        sums[name] = sums.get(name, 0.0) + x.square().sum(0)
-        counts[name] = counts.get(name, 0) + len(x)
-
+    squares = MeanSquares()
     layers = {name: layer_at(model, name) for name in configs}
     experts = {name: configs[name] for name, layer in layers.items() if isinstance(layer, Experts)}
-    with inputs_of({name: layer for name, layer in layers.items() if not isinstance(layer, Experts)}, take):
+    with inputs_of({name: layer for name, layer in layers.items() if not isinstance(layer, Experts)}, squares.add):
         for batch in inputs:
             model(**batch)
-    means = {name: values / max(1, counts[name]) for name, values in sums.items()}
+    means = squares.means()
     if experts:
         means |= mean_squares(model, experts, trial)
     for name, mean in means.items():
