@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -48,6 +49,37 @@ class Asked:
         return tuple(each.new_zeros(*each.shape[:2], length, each.shape[3]) for each in (key, value))
 
 
+@dataclass(frozen=True)
+class Part:
+    """The tokens of one text in a call that has several, and where its keys and values are."""
+
+    begin: int  # its tokens in the call
+    end: int
+    start: Tensor  # [1] int64: how many tokens of the text came before
+    layers: Sequence[tuple[Tensor, Tensor]]
+    before: Callable[[int], None] | None = None  # called with each layer, before its attention
+
+
+class Texts:
+    """In place of caches: those of several texts, whose tokens lie one behind the other in the call.
+
+    Attention alone looks at other tokens; to all else it is one text.
+    """
+
+    def __init__(self, parts: Sequence[Part]):
+        self.parts = parts
+
+    def attend(self, layer: int, inputs: tuple[Tensor, Tensor, Tensor], *more: Any) -> Tensor:
+        """[1, s, heads, e] of inputs [1, heads, s, d]: each text sees itself."""
+        outputs = []
+        for part in self.parts:
+            if part.before is not None:
+                part.before(layer)
+            own = (each[:, :, part.begin : part.end] for each in inputs)
+            outputs.append(torch.ops.lowbit.attention(*own, *part.layers[layer], part.start, *more))
+        return torch.cat(outputs, dim=1)
+
+
 def attend(
     module,
     query,
@@ -78,14 +110,16 @@ def attend(
     for name, argument in others.items():
         if argument is not None and name not in _HARMLESS:
             raise Unsupported(f"its attention has {name}, which the decoder's attention does not know")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else s_aux.to(query.dtype)
+    more = (scale, sliding_window or 0, softcap or 0.0, sinks)
+    if isinstance(caches, Texts):
+        return caches.attend(module.layer_idx, (query, key, value), *more), None
     if isinstance(caches, Asked):
         k_cache, v_cache = caches.note(module.layer_idx, key, value, sliding_window)
     else:
         k_cache, v_cache = caches[module.layer_idx]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sinks = None if s_aux is None else s_aux.to(query.dtype)
-    more = (sliding_window or 0, softcap or 0.0, sinks)
-    return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, scale, *more), None
+    return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, *more), None
 
 
 def check_windows(config: Any, asked: Asked, max_length: int) -> None:
