@@ -8,6 +8,7 @@ import lowbit
 from command_line import FLOAT
 from lowbit import llm
 from lowbit.hf import decoding
+from lowbit.hf.activations import RowWise
 from lowbit.llm.caches import common
 from lowbit.llm.loading import load_tokenizer
 
@@ -200,3 +201,37 @@ def test_what_is_refused(decoder, prompts):
         decoder.run_texts([(decoder.new_caches(16), [1] * 17)])
     decoder.release()
     refused("this decoder was released", [[1]], 4, kind=RuntimeError)
+
+
+@pytest.mark.parametrize("function", [torch.nn.SiLU(), torch.nn.GELU(approximate="tanh"), torch.nn.Sigmoid()], ids=repr)
+def test_an_activation_of_a_row_does_not_depend_on_the_others(function):
+    torch.manual_seed(0)
+    found, threads = RowWise(function), torch.get_num_threads()
+    differ = 0
+    try:
+        for width in (48, 100, 688, 5632, 14336):
+            rows = torch.randn(65, width) * 3
+            torch.set_num_threads(1)
+            expected = torch.cat([found(row) for row in rows.split(1)])
+            torch.testing.assert_close(expected, function(rows), rtol=1e-6, atol=1e-7)
+            for count in (1, 2, 3, 4, 6):
+                torch.set_num_threads(count)
+                for some in (2, 7, 16, 65):
+                    assert torch.equal(found(rows[:some]), expected[:some])
+                    differ += not torch.equal(function(rows[:some]), expected[:some])
+    finally:
+        torch.set_num_threads(threads)
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        assert differ  # torch's own do: else this tests nothing
+    assert found(torch.zeros(0, 8)).shape == (0, 8)
+
+
+def test_a_decoder_has_such_activations(model):
+    layers = model.model.layers
+    before = [layer.mlp.act_fn for layer in layers]
+    decoder = llm.Decoder(model, MAX_LENGTH)
+    for layer, own in zip(layers, before, strict=True):
+        own = own.function if isinstance(own, RowWise) else own  # of another decoder, which this one ends
+        assert isinstance(layer.mlp.act_fn, RowWise) and layer.mlp.act_fn.function is own
+    decoder.release()
+    assert [layer.mlp.act_fn for layer in layers] == [getattr(own, "function", own) for own in before]

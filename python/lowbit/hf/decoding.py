@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .activations import RowWise, is_activation
+
 ATTENTION = "lowbit"  # the name of :func:`attend` among transformers' attention functions
 _TAKEN = "this model belongs to a lowbit.llm.Decoder; call the decoder, or its release() first"
 _TAKEOVER = "_lowbit_takeover"  # the attribute of a model that a decoder has
@@ -216,12 +218,13 @@ class Takeover:
     """A model in the hands of a decoder: what was changed in it, and how it was before."""
 
     def __init__(self, model: torch.nn.Module, positions: int):
-        """Gives a model :func:`attend` and rotary tables. An earlier takeover of the same model is ended."""
+        """Gives a model :func:`attend`, rotary tables, and activation functions that take rows alike. An earlier takeover of the same model is ended."""
         give_back(model)
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
         self.active = True
         self._attention = [(config, config._attn_implementation_internal) for config in _configs(model)]
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+        self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         setattr(model, _TAKEOVER, self)
         for config, _ in self._attention:
             config._attn_implementation_internal = ATTENTION
@@ -233,6 +236,10 @@ class Takeover:
             if rotary is not None and tables[id(rotary)] is not None:
                 self._rotary.append((module, rotary))
                 module.rotary_emb = tables[id(rotary)]
+            for name, child in list(module.named_children()):
+                if is_activation(child):
+                    self._activations.append((module, name, child))
+                    setattr(module, name, RowWise(child))
 
     def is_whole(self) -> bool:
         """Whether the model still has what it was given."""
@@ -247,6 +254,8 @@ class Takeover:
             config._attn_implementation_internal = attention
         for module, rotary in self._rotary:
             module.rotary_emb = rotary
+        for module, name, activation in self._activations:
+            setattr(module, name, activation)
         delattr(model, _TAKEOVER)
 
 
