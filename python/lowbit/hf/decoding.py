@@ -178,6 +178,28 @@ def _configs(model: torch.nn.Module) -> Iterator[Any]:
     return iter(found.values())
 
 
+class _Keep:
+    """Keeps what a layer is called with beyond its own arguments."""
+
+    def __init__(self, held: dict[str, Any]):
+        self.held = held
+
+    def __call__(self, layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.held.update({name: kwargs[name] for name in ("caches", "start") if name in kwargs})
+
+
+class _Give:
+    """Calls the attention of the layer with it, too."""
+
+    def __init__(self, held: dict[str, Any]):
+        self.held = held
+
+    def __call__(self, attention: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        more = dict(self.held)
+        self.held.clear()  # no tensor outlives the call
+        return args, kwargs | more
+
+
 class Takeover:
     """A model in the hands of a decoder: what was changed in it, and how it was before."""
 
@@ -188,6 +210,7 @@ class Takeover:
         self.active = True
         self._attention = [(config, config._attn_implementation_internal) for config in _configs(model)]
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+        self._hooks: list[Any] = []
         setattr(model, _TAKEOVER, self)
         for config, _ in self._attention:
             config._attn_implementation_internal = ATTENTION
@@ -199,6 +222,16 @@ class Takeover:
             if rotary is not None and tables[id(rotary)] is not None:
                 self._rotary.append((module, rotary))
                 module.rotary_emb = tables[id(rotary)]
+
+    def hand_on(self, model: torch.nn.Module) -> None:
+        """For layers that keep what they are called with from their attention (StableLM's, Nemotron's): gives it the
+        caches."""
+        for layer in model.modules():
+            attention = getattr(layer, "self_attn", None)
+            if isinstance(attention, torch.nn.Module):
+                held: dict[str, Any] = {}
+                for module, hook in ((layer, _Keep(held)), (attention, _Give(held))):
+                    self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def is_whole(self) -> bool:
         """Whether the model still has what it was given."""
@@ -213,6 +246,8 @@ class Takeover:
             config._attn_implementation_internal = attention
         for module, rotary in self._rotary:
             module.rotary_emb = rotary
+        for hook in self._hooks:
+            hook.remove()
         delattr(model, _TAKEOVER)
 
 
