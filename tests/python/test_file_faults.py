@@ -1,4 +1,4 @@
-"""Disks that refuse any call, file systems that are full or read-only, names of all kinds, files that change under a model."""
+"""Disks that refuse any call, read-only file systems, names of all kinds, files that change under a model."""
 
 import os
 import shutil
@@ -104,7 +104,7 @@ def test_a_disk_that_refuses_any_call(sources, tmp_path, run_python):
     assert len(counts) == 3 and all(int(met) >= int(errors) > 3 for _, met, errors in counts), counts
 
 
-# A path is bytes to the system. 250 of the 255 that a name may have; what a terminal or a pattern would take for its own.
+# 250 of the 255 bytes that a name may have, and what a terminal or a pattern would take for its own.
 NAMES = ["y" * 250, "a\nb", "%s {x} *.[a]", "\x1b[31m", "ü"]
 
 
