@@ -15,13 +15,14 @@ struct GroupSums {
 };
 
 GroupSums group_sums(const Decoded& w, int64_t row, int64_t group, const int8_t* a) {
-  GroupSums sums{0, 0};
-  const int64_t end = (group + 1) * w.group_inputs < w.k ? (group + 1) * w.group_inputs : w.k;
-  for (int64_t i = group * w.group_inputs; i < end; ++i) {
-    sums.products += a[i] * static_cast<int64_t>(w.level(row, i));
-    sums.values += a[i];
+  const int64_t begin = group * w.group_inputs, end = std::min(begin + w.group_inputs, w.k);
+  const int16_t* integers = w.integers.data() + row * w.k;
+  int32_t products = 0, values = 0;  // a group has at most 65536 inputs, and 65536 * 128 * 255 < 2^31
+  for (int64_t i = begin; i < end; ++i) {
+    products += a[i] * integers[i];
+    values += a[i];
   }
-  return sums;
+  return {products, values};
 }
 
 float contract_exp2(float x) {
@@ -66,12 +67,10 @@ Bounded exact_linear(const Decoded& w, int64_t row, const int8_t* a, float scale
     const double shift = w.affine ? w.mins[at] * static_cast<double>(sums.values) : 0.0;
     sum += product + shift;
     magnitude += std::fabs(product) + std::fabs(shift);
-  }
-  for (int64_t i = 0; i < w.k; ++i) {
-    const size_t at = static_cast<size_t>(row * w.groups + i / w.group_inputs);
-    const double term = w.scales[at] * w.level(row, i) + (w.affine ? w.mins[at] : 0.0);
-    row_sum += term;
-    row_magnitude += std::fabs(w.scales[at] * w.level(row, i)) + (w.affine ? std::fabs(w.mins[at]) : 0.0);
+    const double mins =
+        w.affine ? w.mins[at] * static_cast<double>(std::min(w.group_inputs, w.k - g * w.group_inputs)) : 0.0;
+    row_sum += w.scales[at] * w.sums[at] + mins;
+    row_magnitude += std::fabs(w.scales[at]) * w.magnitudes[at] + std::fabs(mins);
   }
   const size_t r = static_cast<size_t>(row);
   const double factor = double{scale} * w.row_scale[r];
@@ -254,14 +253,19 @@ std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, 
   const double n = static_cast<double>(sight.end - sight.begin + 1);
   const double range = most - least + 2 * score_error;
   const double e = 0.7 * (2 * score_error + range * kUnit) + (3 * blocks + 2) * kUnit;
+  double sum = sight.sink != nullptr ? std::exp2(*sight.sink - most) : 0.0;
+  std::vector<double> weights;
+  for (const double score : scores) {
+    weights.push_back(std::exp2(score - most));
+    sum += weights.back();
+  }
   std::vector<Bounded> result;
   for (int64_t i = 0; i < value_width; ++i) {
-    double sum = sight.sink != nullptr ? std::exp2(*sight.sink - most) : 0.0, value = 0.0, magnitude = 0.0, largest = 0.0;
+    double value = 0.0, magnitude = 0.0, largest = 0.0;
     for (int64_t j = sight.begin; j < sight.end; ++j) {
-      const double weight = std::exp2(scores[static_cast<size_t>(j - sight.begin)] - most);
+      const double weight = weights[static_cast<size_t>(j - sight.begin)];
       double v = values[static_cast<size_t>(j * value_width + i)];
       if (sight.value_scales != nullptr) v *= sight.value_scales[j];
-      sum += weight;
       value += weight * v;
       magnitude += weight * std::fabs(v);
       largest = std::fmax(largest, std::fabs(v));
