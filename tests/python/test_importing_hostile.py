@@ -92,7 +92,7 @@ DAMAGED = {
     "dimensions 5": (listing(tensor("t", (1,) * 5, 0, 0)), "has 5 dimensions; expected 1 to 4"),
     "dimension of 0": (listing(tensor("t", (0, 4), 0, 0)), "has a dimension of 0"),
     "unknown type": (listing(tensor("t", (32,), 43, 0)), "has the type 43, which this lowbit does not know"),
-    "bitnet.cpp": (listing(tensor("t", (128,), 36, 0)), "has the type I2_S of bitnet.cpp, whose order of codes depends"),
+    "bitnet.cpp": (listing(tensor("t", (128,), 38, 0)), "has the type TL1 of bitnet.cpp; expected I2_S, or"),
     "removed type": (listing(tensor("t", (32,), 4, 0)), "has the type 4, which"),
     "partial block": (listing(tensor("t", (33,), 2, 0)), "has rows of 33 values; expected a multiple of 32"),
     "blocks across rows": (listing(tensor("t", (16, 2), 2, 0)), "has rows of 16 values; expected a multiple of 32"),

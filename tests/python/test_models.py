@@ -15,7 +15,6 @@ import causal_lm
 
 OWN = "its attention is code of its own, none that transformers lets others replace"
 HALF = "2 of its 4 layers use the decoder's caches"
-NOT_HANDED = "its layers do not hand the decoder's caches on to their attention"
 NO_POSITIONS = "it takes no position_ids"
 OTHERS = "its logits are others than with its own attention"
 # Model type: what its refusal says, or None where the decoder is right.
@@ -60,14 +59,14 @@ MODELS = {
     "llama": None,
     "llama4_text": None,
     "mixtral": None,
-    "nemotron": NOT_HANDED,
+    "nemotron": None,
     "opt": None,
     "persimmon": None,
     "phi": None,
     "phi3": None,
     "qwen2_moe": None,
     "smollm3": None,
-    "stablelm": NOT_HANDED,
+    "stablelm": None,
     "starcoder2": None,
 }
 

@@ -147,7 +147,11 @@ class PartialDirectory:
         Raises:
             OSError: that failed. What was written is kept; the message says where.
         """
-        sync_path(self.path)
+        # All of it: other libraries, which write tokenizers for example, leave that to the system.
+        for directory, _, names in os.walk(self.path, topdown=False):
+            for name in names:
+                sync_path(Path(directory, name))
+            sync_path(Path(directory))
         try:
             if self._mode is not None:
                 self.path.chmod(self._mode)

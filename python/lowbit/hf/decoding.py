@@ -214,17 +214,41 @@ def _configs(model: torch.nn.Module) -> Iterator[Any]:
     return iter(found.values())
 
 
+class _Keep:
+    """Keeps what a layer is called with beyond its own arguments."""
+
+    def __init__(self, held: dict[str, Any]):
+        self.held = held
+
+    def __call__(self, layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.held.update({name: kwargs[name] for name in ("caches", "start") if name in kwargs})
+
+
+class _Give:
+    """Calls the attention of the layer with it, too."""
+
+    def __init__(self, held: dict[str, Any]):
+        self.held = held
+
+    def __call__(self, attention: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        more = dict(self.held)
+        self.held.clear()  # no tensor outlives the call
+        return args, kwargs | more
+
+
 class Takeover:
     """A model in the hands of a decoder: what was changed in it, and how it was before."""
 
     def __init__(self, model: torch.nn.Module, positions: int):
-        """Gives a model :func:`attend`, rotary tables, and activation functions that take rows alike. An earlier takeover of the same model is ended."""
+        """Gives a model :func:`attend`, rotary tables, and activation functions that take rows alike. An earlier takeover
+        of the same model is ended."""
         give_back(model)
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
         self.active = True
         self._attention = [(config, config._attn_implementation_internal) for config in _configs(model)]
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        self._hooks: list[Any] = []
         setattr(model, _TAKEOVER, self)
         for config, _ in self._attention:
             config._attn_implementation_internal = ATTENTION
@@ -241,6 +265,16 @@ class Takeover:
                     self._activations.append((module, name, child))
                     setattr(module, name, RowWise(child))
 
+    def hand_on(self, model: torch.nn.Module) -> None:
+        """For layers that keep what they are called with from their attention (StableLM's, Nemotron's): gives it the
+        caches."""
+        for layer in model.modules():
+            attention = getattr(layer, "self_attn", None)
+            if isinstance(attention, torch.nn.Module):
+                held: dict[str, Any] = {}
+                for module, hook in ((layer, _Keep(held)), (attention, _Give(held))):
+                    self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
     def is_whole(self) -> bool:
         """Whether the model still has what it was given."""
         return self.active and all(config._attn_implementation_internal == ATTENTION for config, _ in self._attention)
@@ -256,6 +290,8 @@ class Takeover:
             module.rotary_emb = rotary
         for module, name, activation in self._activations:
             setattr(module, name, activation)
+        for hook in self._hooks:
+            hook.remove()
         delattr(model, _TAKEOVER)
 
 

@@ -101,7 +101,11 @@ class Decoder(torch.nn.Module):
             raise decoding.Unsupported("its configuration does not say how many layers it has")
         self.vocabulary, self.layers = vocabulary, layers
         self._takeover = decoding.Takeover(self.model, self.max_length)
-        asked = ask(self, reference)
+        try:
+            asked = ask(self, reference)
+        except decoding.NoCaches:
+            self._takeover.hand_on(self.model)
+            asked = ask(self, reference)
         self._shapes, self.exact = asked.shapes, reference.exact
         decoding.check_windows(config, asked, self.max_length)
         for layer, pair in enumerate(self._make(self.max_length, self.cache_dtype)):
