@@ -7,7 +7,8 @@ together, in turns.
 For each number of texts it prints new tokens per second of all texts together over those of one text after the other
 (`llm.generate`), prompts included; then, for prompts with a common beginning of --prefix tokens, seconds until all prompts are
 read, with the beginning computed anew for each text, computed once in the call, and kept from before (Decoder.read). Medians
-over rounds. That the texts are the same is checked.
+over rounds; with one thread (OMP_NUM_THREADS=1) of CPU time, which other work on the machine disturbs less. That the texts are
+the same is checked.
 """
 
 import argparse
@@ -36,9 +37,10 @@ def make_decoder(options: argparse.Namespace) -> llm.Decoder:
 
 
 def timed(run):
-    begin = time.perf_counter()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin = clock()
     found = run()
-    return time.perf_counter() - begin, found
+    return clock() - begin, found
 
 
 def ratio(found: dict, name: str, other: str) -> str:

@@ -1,3 +1,4 @@
+#include <atomic>
 #include <new>
 
 #include "../kernels/registry.h"
