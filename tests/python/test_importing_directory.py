@@ -68,7 +68,7 @@ def gptq(layer: Quantised, bits: int, group: int, version: int) -> dict[str, tor
 
 
 def planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """GPTQModel's planes, int32 [rows, words] of codes [rows, count]: of every 32 codes the widest plane that is left."""
+    """GPTQModel's planes, int32 [rows, words] of codes [rows, count]: of 32 codes the widest plane that is left."""
     parts = []
     for at in range(0, codes.shape[1], 32):
         left = codes[:, at : at + 32]

@@ -35,7 +35,8 @@ def torchao(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("bits", "kind"),
-    [*((bits, kind) for bits in (1, 3, 4, 8) for kind in ("row", "asymmetric")), *((bits, "group") for bits in range(1, 9))],
+    [(bits, kind) for bits in (1, 3, 4, 8) for kind in ("row", "asymmetric")]
+    + [(bits, "group") for bits in range(1, 9)],
 )
 def test_torchao(tmp_path, torchao, bits, kind):
     from torchao.quantization.granularity import PerAxis, PerGroup

@@ -33,7 +33,7 @@ _SPLIT = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True)
 class TensorType:
-    """How ggml stores a tensor: blocks of `block` inputs of a row, `bytes` bytes each, and `tail` bytes behind all rows."""
+    """How ggml stores a tensor: blocks of `block` inputs of a row, `bytes` bytes each; `tail` bytes behind all rows."""
 
     name: str
     block: int

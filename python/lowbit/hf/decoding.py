@@ -230,7 +230,7 @@ class _Give:
     def __init__(self, held: dict[str, Any]):
         self.held = held
 
-    def __call__(self, attention: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def __call__(self, attention: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         more = dict(self.held)
         self.held.clear()  # no tensor outlives the call
         return args, kwargs | more

@@ -37,8 +37,8 @@ def from_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def from_planes(words: Tensor, bits: int, count: int) -> Tensor:
-    """As :func:`from_stream`, but of 32 codes at a time: the words of their lowest bits, then those of the next bits, in
-    planes that are 8, 4, 2 and 1 bits wide, so that no code lies in two words (GPTQModel's ``gptq_p``).
+    """As :func:`from_stream`, but of 32 codes at a time: the words of their lowest bits, then those of the next bits,
+    in planes that are 8, 4, 2 and 1 bits wide, so that no code lies in two words (GPTQModel's ``gptq_p``).
 
     Args:
         count: a multiple of 32.

@@ -1,8 +1,8 @@
 """BitNet's ternary weights in GGUF files of bitnet.cpp: the type I2_S.
 
-Two bits are a weight, 0, 1, 2 for -1, 0, 1; the first of the four in a byte is in its highest bits. Behind all rows is the
-scale of the whole matrix, a float32 in 32 bytes. Which four weights share a byte depends on how the program was built that
-wrote the file (``quantize_i2_s`` of ``ggml-bitnet-mad.cpp``), and the file does not say it.
+Two bits are a weight, 0, 1, 2 for -1, 0, 1; the first of the four in a byte is in its highest bits. Behind all rows is
+the scale of the whole matrix, a float32 in 32 bytes. Which four weights share a byte depends on how the program was built
+that wrote the file (``quantize_i2_s`` of ``ggml-bitnet-mad.cpp``), and the file does not say it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ def i2s_reader(
     n, k = stored.shape
     if order is None:
         raise ValueError(
-            f"{stored.path}: {stored.name} has the type I2_S of bitnet.cpp, whose order of codes depends on the processor "
-            f"of the program that wrote it and is not in the file; expected it to be said: --i2s-order {'|'.join(ORDERS)}"
+            f"{stored.path}: {stored.name} has the type I2_S of bitnet.cpp, whose order of codes depends on the "
+            "processor of the program that wrote it and is not in the file; expected it to be said: "
+            f"--i2s-order {'|'.join(ORDERS)}"
         )
     if order == "rows" and n % 4:
         raise ValueError(f"{stored.path}: {stored.name} has {n} rows; expected a multiple of 4 for I2_S by rows")
     if order != "rows" and k % (4 * _RUNS[order]):
         raise ValueError(
-            f"{stored.path}: {stored.name} has rows of {k} values; expected a multiple of {4 * _RUNS[order]} for I2_S in "
-            f"the order of {order}"
+            f"{stored.path}: {stored.name} has rows of {k} values; expected a multiple of {4 * _RUNS[order]} for "
+            f"I2_S in the order of {order}"
         )
 
     def read(begin: int, end: int) -> Rows:
