@@ -375,6 +375,12 @@ soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-LE cpu))
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync X86_OPERATORS='*' $(X86_RUNS:%=emulated/%)
 	build/test-host/tests/cpp/call_soak 10000000
+	mkdir -p build/call-soak
+	$(BIN)/cmake -S examples/vendor_kernel -B build/call-soak \
+	  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import lowbit; print(lowbit.cmake_prefix_path)')
+	$(BIN)/cmake --build build/call-soak
+	LOWBIT_CRASH_CHANGES=10 LOWBIT_ALL_FAULTS=1 $(BIN)/python -m pytest tests/python/test_crashes.py tests/python/test_file_faults.py
+	$(BIN)/python tests/python/call_soak.py 1000000 build/call-soak/acme_kernels.so build/call-soak
 	HF_HUB_OFFLINE=1 LOWBIT_HYPOTHESIS=soak $(PYTEST) tests/python -m hypothesis
 
 # Files that are damaged at random, for the readers of `lowbit import`, on one core: FUZZ of GGUF, and a quarter as many of

@@ -29,7 +29,7 @@ namespace lowbit::bench {
 namespace {
 
 constexpr int64_t kGroupSize = 32;
-constexpr int64_t kRows[] = {1, 4, 16, 64, 128};  // of activations; more than one for rows that are made for it
+constexpr int64_t kRows[] = {1, 4, 8, 16, 64, 128};  // of activations; more than one for rows that are made for it
 constexpr int64_t kGroupSizes[] = {kGroupSize, 16};
 
 struct Shape {

@@ -5,6 +5,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#ifdef __linux__
+#include <dirent.h>
+#include <pthread.h>
+
+#include <atomic>
+#endif
+
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -80,8 +87,39 @@ Tensor allocate(const Shape& shape, ScalarType type) {
   return Tensor(handle);
 }
 
+#ifdef __linux__
+// A forked process has the thread that forked and no other. GNU's OpenMP, which torch has on Linux, does not know that:
+// where this thread had used others before, it would wait for them for ever. So it computes alone; threads that are
+// started later are not concerned.
+std::atomic<bool> forks_with_threads{false}, alone_after_fork{false};
+std::atomic<pthread_t> forked{};
+
+// Without a /proc to look at there may be any number.
+bool has_threads() {
+  DIR* const tasks = opendir("/proc/self/task");
+  if (tasks == nullptr) return true;
+  int entries = 0;  // with "." and ".."
+  while (entries <= 3 && readdir(tasks) != nullptr) ++entries;
+  closedir(tasks);
+  return entries != 3;
+}
+
+// Where it cannot be registered there is no memory, and torch's own operators wait likewise.
+[[maybe_unused]] const int watches_forks = pthread_atfork([] { forks_with_threads = has_threads(); }, nullptr, [] {
+  if (forks_with_threads) alone_after_fork = true;
+  forked = pthread_self();
+});
+
+bool computes_alone() {
+  return alone_after_fork.load(std::memory_order_relaxed) && pthread_equal(forked, pthread_self()) != 0;
+}
+#else
+bool computes_alone() { return false; }
+#endif
+
 Parallel torch_threads() {
   Parallel parallel;
+  if (computes_alone()) return parallel;
   parallel.threads = static_cast<int>(torch::stable::get_num_threads());
   parallel.run = [](int count, void (*task)(void*, int), void* context) {
     torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {

@@ -31,6 +31,8 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
     need clang-19 has clang++-19
     need llvm-19 has llvm-objdump-19
   fi
+  # System calls that change the disk: tests/python/crash_states.py
+  need strace has strace
   # The emulated Arm Python: scripts/arm_python.sh
   need debootstrap test -x /usr/sbin/debootstrap
   need debian-archive-keyring test -f /usr/share/keyrings/debian-archive-keyring.gpg

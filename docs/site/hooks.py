@@ -1,4 +1,4 @@
-"""What `make docs` does besides: links for file names, and plots of the figures in the documents.
+"""What `make docs` does besides: links for file names, long names in tables, and plots of the figures in the documents.
 
 The documents are also read as files, so they name each other as ``docs/NAME.md``. On the site each such name is a link, and one
 that leads nowhere is an error. Plots are made of the tables themselves: a figure stands in one place.
@@ -43,6 +43,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not fenced and not line.startswith("    "):
             lines[at] = _NAME.sub(link, line)
     return "\n".join(lines)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Long names in tables may break where a word of theirs begins: tables of names would be wider than any screen."""
+
+    def name(found: re.Match) -> str:
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[._])(?=\w)", "<wbr>", found[0])
+
+    def table(found: re.Match) -> str:
+        parts = re.split(r"(<[^>]*>)", found[0])  # every other one is a tag
+        parts[::2] = [re.sub(r"[\w.]{12,}", name, text) for text in parts[::2]]
+        return "".join(parts)
+
+    return re.sub(r"<table>.*?</table>", table, html, flags=re.S)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

@@ -102,7 +102,8 @@ struct Tile {
 
 // Some rows of activations times one panel.
 template <class Sums, bool Affine>
-[[gnu::always_inline]] inline void tile(const LinearArgs& args, const uint8_t* panel, int64_t row, int64_t column) {
+[[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number,
+                                        int64_t tiles) {
   constexpr int Rows = Sums::kRows;
   const Layout& layout = args.layout;
   Tile<Sums, Affine> tile;
@@ -111,9 +112,12 @@ template <class Sums, bool Affine>
   tile.group_sums = args.group_sums + row * tile.groups;
   tile.sums.levels.load(layout.levels);
   for (int i = 0; i < Rows; ++i) tile.acc[i].half[0] = tile.acc[i].half[1] = _mm256_setzero_ps();
-  walk<Sums::kHalves>(layout, panel, args.a + row * tile.stride, tile);
+  // Measured on Zen 4: two rows of 1 or 2 bits are read faster without.
+  constexpr bool kAhead = Rows > 2 || (Rows == 2 && code_bits(Sums::kBits) > 2);
+  walk_panel<Sums::kHalves, kAhead>(args, panel, args.a + row * tile.stride, tile, number, tiles);
 
-  const uint8_t* head = panel + layout.head_offset;
+  const uint8_t* head = args.panels + panel * layout.panel_bytes + layout.head_offset;
+  const int64_t column = panel * kPanelRows;
   const Float16 row_scale = load16<DType::f32>(head);
   const Float16 row_sum = load16<DType::f32>(head + 4 * kPanelRows);
   const Float16 bias = load16<DType::f32>(head + 8 * kPanelRows);
@@ -130,10 +134,10 @@ template <class Sums, bool Affine>
 
 template <template <int Bits, int Rows, bool Halves> class Sums, int Bits, bool Affine, bool Halves, int MostRows>
 void run_panels(const LinearArgs& args) {
-  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
-    const uint8_t* panel = args.panels + p * args.layout.panel_bytes;
-    for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows) __attribute__((always_inline)) {
-      tile<Sums<Bits, rows(), Halves>, Affine>(args, panel, row, p * kPanelRows);
+  for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
+    for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
+                                        __attribute__((always_inline)) {
+      tile<Sums<Bits, rows(), Halves>, Affine>(args, panel, row, number, tiles);
     });
   }
 }

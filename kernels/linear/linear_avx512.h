@@ -9,7 +9,8 @@
 // More rows have no registers for that, and groups of half a block would join too often: there the fields are shifted
 // down when they are unpacked, once for all rows.
 // Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
-// One panel after the other, without software prefetch, is what Zen 4 reads fastest from memory: one stream.
+// One row or two take one panel after the other, without software prefetch: one stream is what Zen 4 reads fastest from
+// memory. More rows have more to multiply than to read, and prefetch (walk_x86.h).
 // Intel's cores want several (docs/design.md, Memory): for them a row goes through panels in step.
 #pragma once
 
@@ -209,11 +210,11 @@ struct Tile {
 
 // `Rows` rows of activations times one panel. With `Halves` groups may end in the middle of a block.
 template <int Bits, bool Affine, bool Halves, int Rows>
-[[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row) {
-  const Layout& layout = args.layout;
+[[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number = 0,
+                                        int64_t tiles = 1) {
   Tile<Bits, Affine, Halves, Rows> tile;
   tile.begin(args, row);
-  walk<Halves>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tile.stride, tile);
+  walk_panel<Halves, (Rows > 2)>(args, panel, args.a + row * tile.stride, tile, number, tiles);
   const Outputs outputs(args, panel);
   for (int i = 0; i < Rows; ++i) outputs.store(args, row + i, tile.acc[i]);
 }
@@ -249,8 +250,9 @@ void run_in_step(const LinearArgs& args) {
 template <int Bits, bool Affine, bool Halves, int MostRows>
 void run_panels(const LinearArgs& args) {
   for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
-    for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows) __attribute__((always_inline)) {
-      tile<Bits, Affine, Halves, rows()>(args, panel, row);
+    for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
+                                        __attribute__((always_inline)) {
+      tile<Bits, Affine, Halves, rows()>(args, panel, row, number, tiles);
     });
   }
 }

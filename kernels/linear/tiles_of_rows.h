@@ -13,13 +13,15 @@ constexpr int tile_rows(int64_t left, int most) {
   return left == most + 1 ? most / 2 + 1 : left < most ? static_cast<int>(left) : most;
 }
 
-// Calls tile(row, rows), `rows` a constant from 1 to MostRows, over all rows of m.
+// Calls tile(row, rows, number, tiles), `rows` a constant from 1 to MostRows, over all rows of m: tile `number` of so many.
 template <int MostRows, class Tile>
 [[gnu::always_inline]] inline void for_each_tile(int64_t m, Tile tile) {
-  for (int64_t row = 0; row < m;) {
+  const int64_t tiles = (m + MostRows - 1) / MostRows;
+  int64_t number = 0;
+  for (int64_t row = 0; row < m; ++number) {
     const int rows = tile_rows(m - row, MostRows);
     [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
-      ((rows == I + 1 ? tile(row, std::integral_constant<int, I + 1>()) : void()), ...);
+      ((rows == I + 1 ? tile(row, std::integral_constant<int, I + 1>(), number, tiles) : void()), ...);
     }(std::make_integer_sequence<int, MostRows>());
     row += rows;
   }

@@ -10,6 +10,44 @@
 namespace lowbit {
 namespace {
 
+// What a tile of several rows prefetches while it multiplies. Its panel comes from memory, and the products of a few rows
+// take about as long: without this, one waits for the other. A call's only tile prefetches its own panel a bit ahead.
+// Of several tiles the first finds its panel prefetched by those of the panel before, each of which took a share. Two have
+// much to fetch each, half a panel, which would drive the activations out of the first-level cache.
+class Prefetch {
+ public:
+  Prefetch(const Layout& layout, const uint8_t* panel, bool is_last, int64_t number, int64_t tiles) {
+    const int64_t bytes = layout.panel_bytes / tiles, block_bytes = bytes / layout.blocks;
+    own_ = tiles == 1;
+    lines_ = own_ ? block_bytes / kLineBytes : (block_bytes + kLineBytes - 1) / kLineBytes;
+    second_level_ = tiles == 2;
+    next_ = panel + layout.panel_bytes + number * bytes;
+    end_ = is_last ? panel + layout.panel_bytes : own_ ? next_ + kOwnAhead : next_ + bytes;
+  }
+
+  // Before each block; `at`: the block.
+  [[gnu::always_inline]] void operator()(const uint8_t* at) {
+    const uint8_t* const from = own_ ? at + kOwnAhead : next_;
+    if (from >= end_) return;
+    const char* const line = reinterpret_cast<const char*>(from);
+    for (int64_t i = 0; i < lines_; ++i) {
+      if (second_level_) {
+        _mm_prefetch(line + i * kLineBytes, _MM_HINT_T1);
+      } else {
+        _mm_prefetch(line + i * kLineBytes, _MM_HINT_T0);
+      }
+    }
+    next_ += lines_ * kLineBytes;
+  }
+
+ private:
+  static constexpr int64_t kOwnAhead = 4 << 10;
+
+  const uint8_t *next_, *end_;
+  int64_t lines_;
+  bool own_, second_level_;
+};
+
 // What a kernel hands in to walk() for one tile:
 //   kBlockBytes, kGroupBytes   of the panel
 //   kRunBlocks                 whole blocks that may be added between begin_run() and end_run(); 0: there are no runs
@@ -17,10 +55,12 @@ namespace {
 //   begin_block(at)            the packed lines of a block, for the calls of add() that follow
 //   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
 //   finish(group, scales)      the group's float part
+// and ahead(at), called before each block.
 //
 // With `Halves` groups may begin and end in the middle of a block. Without, group_inputs() is a multiple of 32.
-template <bool Halves, class Tile>
-[[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile) {
+template <bool Halves, class Tile, class Ahead>
+[[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
+                                        Ahead ahead) {
   const int64_t groups = layout.groups;
   if constexpr (!Halves) {
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
@@ -31,6 +71,7 @@ template <bool Halves, class Tile>
       left -= count;
       const auto add_blocks = [&](int64_t blocks) __attribute__((always_inline)) {
         for (; blocks > 0; --blocks, at += Tile::kBlockBytes, a += kBlockInputs) {
+          ahead(at);
           tile.begin_block(at);
           tile.template add<0, kBlockLines>(a);
         }
@@ -63,6 +104,7 @@ template <bool Halves, class Tile>
       if (++group < groups) tile.start(group);
     };
     for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
+      ahead(at);
       tile.begin_block(at);
       scales = at + Tile::kBlockBytes;
       tile.template add<0, kHalfLines>(a);
@@ -72,6 +114,25 @@ template <bool Halves, class Tile>
       end_of_half();
     }
     if (group < groups) tile.finish(group, scales);
+  }
+}
+
+// Without prefetch.
+template <bool Halves, class Tile>
+[[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile) {
+  walk<Halves>(layout, at, a, tile, [](const uint8_t*) __attribute__((always_inline)) {});
+}
+
+// Tile `number` of `tiles` over one of a call's panels. `Ahead`: with prefetch.
+template <bool Halves, bool Ahead, class Tile>
+[[gnu::always_inline]] inline void walk_panel(const LinearArgs& args, int64_t panel, const int8_t* a, Tile& tile,
+                                              int64_t number, int64_t tiles) {
+  const Layout& layout = args.layout;
+  const uint8_t* const at = args.panels + panel * layout.panel_bytes;
+  if constexpr (Ahead) {
+    walk<Halves>(layout, at, a, tile, Prefetch(layout, at, panel + 1 == args.panel_end, number, tiles));
+  } else {
+    walk<Halves>(layout, at, a, tile);
   }
 }
 

@@ -82,7 +82,11 @@ def load_kernels(path: str | os.PathLike) -> None:
     """
     from . import _C
 
-    _C.load_kernels(os.fsencode(path))
+    try:
+        name = os.fsdecode(path).encode()
+    except UnicodeEncodeError as error:
+        raise OSError(f"kernel library does not load: the path {os.fsdecode(path)!a} is not UTF-8") from error
+    _C.load_kernels(name)
 
 
 def isa() -> dict:

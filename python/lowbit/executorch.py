@@ -16,7 +16,12 @@ from . import _C
 _OPERATORS = {
     f"lowbit::{name}.out" for name in ("linear", "linears", "linear_experts", "embedding", "attention")
 }
-_INSTALL = "Install it with `pip install executorch==1.5.1`, then build lowbit again with `pip install .`."
+_BUILT = _C.executorch_version.partition("+")[0]
+_INSTALL = (
+    f"Install it with `pip install executorch=={_BUILT}`."
+    if _BUILT
+    else "Install it with `pip install executorch==1.5.1`, then build lowbit again with `pip install .`."
+)
 
 
 def register() -> None:
@@ -48,7 +53,7 @@ def register() -> None:
     if found.split(".")[:2] != _C.executorch_version.split(".")[:2]:
         raise ImportError(
             f"lowbit was built with executorch {_C.executorch_version}; found {found}. "
-            "Build lowbit again with `pip install .`."
+            f"Install that one with `pip install executorch=={_BUILT}`, or build lowbit again with `pip install .`."
         )
     try:
         ctypes.CDLL(str(library))

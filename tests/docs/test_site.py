@@ -78,3 +78,4 @@ def test_every_document_is_on_the_site(site):
     documents = {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert documents <= {path.stem for path in site.glob("*.html")}
     assert os.listdir(site / "plots") and not list(site.rglob("*.py"))
+    assert ">Bloom<wbr>For<wbr>CausalLM<" in (site / "models.html").read_text(encoding="utf-8")  # a phone shows what is right

@@ -113,17 +113,3 @@ def refuse(source, target, error, *parts, config=CONFIG):
     for part in parts:
         assert part in str(caught.value), str(caught.value)
     assert sorted(source.parent.rglob("*")) == before
-
-
-def ticks_at(what: str, ticks: list):
-    """What :func:`killed_at` wants as `install`: it ticks behind every fsync; or, with what == "progress", whenever the
-    action calls what is then in `ticks`."""
-
-    def install(tick) -> None:
-        if what == "fsync":
-            real = os.fsync
-            os.fsync = lambda descriptor: (real(descriptor), tick())
-        else:
-            ticks.append(tick)
-
-    return install

@@ -60,7 +60,7 @@ def section(command: str) -> str:
 
 
 def documented_keys(command: str) -> set[str]:
-    keys = section(command).split("\nJSON: ")[1]
+    keys = section(command).split("\nJSON: ")[1].split("\n\n")[0]
     return set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", keys)))
 
 

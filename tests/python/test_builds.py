@@ -92,6 +92,22 @@ def test_what_cannot_be_built(tmp_path, definitions, found):
     assert done.returncode == 1 and found in " ".join(done.stderr.split())
 
 
+def steps() -> list[str]:
+    """The targets that the workflows run."""
+    workflows = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
+    return re.findall(r"^      - run: make ([a-z][\w-]*)", workflows, re.M)
+
+
+def test_a_workflow_runs_every_test():
+    """By itself, or as a part of `make test` and `make test-more`."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    parts = " ".join(re.findall(r"^(?:test:|TEST_MORE [:+]=)(.*)", makefile, re.M)).split()
+    tests = re.findall(r"^(test-[\w-]+|fuzz[\w-]*|soak|models|coverage|docs|typecheck):(?!=)", makefile, re.M)
+    assert {"test-tsan", "fuzz-import", "docs", "test-macos-build"} <= set(tests) and "typecheck" in parts
+    elsewhere = {"test-all", "test-arm-runner"}  # test and test-more; with the runners, test-more's files of Python
+    assert set(tests) - set(parts) - set(steps()) == elsewhere
+
+
 def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):
     """Every command of CONTRIBUTING.md and of the workflows, as make would run it with nothing built: the system's tools first."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -100,10 +116,8 @@ def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    workflows = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
-    steps = re.findall(r"^      - run: make ([a-z][\w-]*)", workflows, re.M)
-    targets = sorted({*re.findall(r"^    make ([a-z][\w-]*)", guide, re.M), *steps})
-    assert {"test", "docs", "wheel-macos", "test-more"} <= set(targets) and len(steps) > 10
+    targets = sorted({*re.findall(r"^    make ([a-z][\w-]*)", guide, re.M), *steps()})
+    assert {"test", "docs", "wheel-macos", "test-more"} <= set(targets) and len(steps()) > 10
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VENV"))}
     for target in targets:
         done = subprocess.run(

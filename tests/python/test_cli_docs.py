@@ -18,7 +18,7 @@ def test_docs_have_every_command():
 def test_docs_have_every_option_and_default(command):
     documented = {
         option: default.strip()
-        for option, default in re.findall(r"^\| `(--[a-z-]+)` \|(.*?)\|", section(command), re.M)
+        for option, default in re.findall(r"^\| `(--[a-z0-9-]+)` \|(.*?)\|", section(command), re.M)
     }
     options = {}
     for parameter in typer.main.get_command(app).commands[command].params:

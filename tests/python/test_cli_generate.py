@@ -7,7 +7,7 @@ import shutil
 
 
 import lowbit
-from command_line import FLOAT, PROMPT, document, documented_keys, error, invoke, run, text_of
+from command_line import FLOAT, PROMPT, document, documented_keys, error, invoke, run, section, text_of
 from lowbit import llm
 from lowbit.llm.loading import TextStream, load_model, load_tokenizer
 
@@ -157,3 +157,48 @@ def test_text_stream_keeps_characters_whole():
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True) == text
     assert "" in pieces  # some character takes several tokens
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_generate_continues_many_texts(packed, expected, tmp_path):
+    first = "Return the number of names in the list, and raise an error if there are none. "
+    texts = [PROMPT, first + "The names", "a", first + "An error"]
+    (tmp_path / "prompts.txt").write_text("\n".join([texts[0], "", *texts[1:]]) + "\n")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": t} if t == "a" else t) for t in texts))
+    base = ("generate", packed[0], "--max-new-tokens", 12, "--temperature", 0.7, "--seed", 4)
+    alone = [
+        document(invoke(*base[:-1], 4 + i, "--prompt", text, "--json")) for i, text in enumerate(texts)
+    ]
+    for more in (("prompts.txt",), ("prompts.jsonl", "--at-once", 2), ("-",)):
+        path = more[0] if more[0] == "-" else tmp_path / more[0]
+        stdin = (tmp_path / "prompts.txt").read_text() if path == "-" else None
+        said = document(invoke(*base, "--prompts", path, *more[1:], "--json", stdin=stdin))
+        for i, (text, plain) in enumerate(zip(said["texts"], alone, strict=True)):
+            assert text["number"] == i
+            assert all(text[name] == plain[name] for name in ("text", "tokens", "stopped", "prompt_tokens"))
+        assert [text["cached_tokens"] > 16 for text in said["texts"]] == [False, False, False, True]
+        assert math.isclose(said["tokens_per_second"], 48 / said["seconds"])
+    paragraph = section("generate").split("\nJSON with `--prompts`: ")[1]
+    assert set(re.findall(r"`([a-z_]+)`", paragraph)) == set(said) | set(said["texts"][0])
+    result = invoke(*base, "--prompts", tmp_path / "prompts.txt")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert sorted(lines, key=lambda line: line["number"]) == said["texts"]
+    assert re.search(r"^4 texts, \d+ prompt tokens, of which \d+ were copied from another text; 48 new tokens, [\d.]+ "
+                     r"tokens/s, peak memory", result.stderr, re.M)  # fmt: skip
+
+
+def test_prompts_that_are_none(packed, tmp_path):
+    def refused(content: str, *more, name="prompts.txt"):
+        (tmp_path / name).write_text(content)
+        return error(invoke("generate", packed[0], "--prompts", tmp_path / name, *more))
+
+    assert "has no prompts; expected one a line" in refused(" \n\n")
+    assert "line 2 of" in (found := refused('"a"\n{', name="p.jsonl")) and "is not JSON" in found
+    for line in ("3", "{}", '{"prompt": 4}', "null", "[" * 100000):
+        assert re.search("line 1 of .* (has no text; expected a string, or an object|is not JSON)", refused(line, name="p.jsonl"))
+    long = refused("a\n" + "one two " * 40, "--max-length", 32)
+    assert re.search("prompt 1 has [0-9]+ tokens; expected fewer than the decoder's max_length of 32", long), long
+    for more in (("--compile",), ("--guesses", 2), ("--draft", packed[0])):
+        result = invoke("generate", packed[0], "--prompts", tmp_path / "prompts.txt", *more)
+        assert result.exit_code == 2 and "is for one text at a time" in result.stderr
+    result = invoke("generate", packed[0], "--prompts", tmp_path / "prompts.txt", "--prompt", "a")
+    assert result.exit_code == 2 and "give one of the three" in result.stderr

@@ -13,6 +13,7 @@ from lowbit import memory
 from lowbit.doctor import machine, surfaces
 
 COMPILER = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
+REMEDY = f"pip install executorch=={lowbit._C.executorch_version.partition('+')[0]}, which this lowbit was built for"
 
 
 def hidden(tmp_path, line: str) -> dict[str, str]:
@@ -38,7 +39,7 @@ def test_without_compiler_and_executorch(tmp_path):
     for name in ("torch.compile", ".pt2", "C++"):
         assert (found[name]["found"], found[name]["remedy"]) == ("there is no C++ compiler", COMPILER)
     assert found[".pte"]["found"] == "executorch is not installed"
-    assert found[".pte"]["remedy"].startswith("pip install executorch==")
+    assert found[".pte"]["remedy"] == REMEDY
     assert found["eager"]["remedy"] is None and said["works"] is False
     assert said["read_bandwidth"] > 1e8 and 1 <= said["advised_threads"] <= said["cpus_allowed"]
     assert said["packages"]["torch"] == torch.__version__ and said["isa"] == lowbit.isa()
@@ -95,6 +96,13 @@ def test_a_process_that_ends_or_hangs_is_a_finding(tmp_path, monkeypatch):
         assert (ended.state, ended.found) == ("broken", expected)
 
 
+def test_what_cannot_be_imported_is_one_line():
+    result = run("doctor", LOWBIT_ISA="nonsense")
+    assert result.returncode == 1 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("lowbit: error: LOWBIT_ISA is 'nonsense'; expected one of: portable, ")
+
+
 def test_wrong_results_are_found(monkeypatch, capsys):
     assert surfaces._try_here("eager").state == "works"
     right = lowbit.linear
@@ -114,7 +122,9 @@ def test_executorch_of_another_version(monkeypatch):
     monkeypatch.setattr("lowbit.executorch.register", refuse)
     tried = surfaces._try_here(".pte")
     assert tried.state == "broken" and "built with executorch 1.4.0" in tried.found
-    assert "build lowbit again" in tried.remedy
+    assert tried.remedy == REMEDY
+    monkeypatch.setattr(surfaces._C, "executorch_version", "")
+    assert surfaces._executorch().endswith("then build lowbit again in a checkout, with `pip install .`")
 
 
 def test_headers_that_are_not_there(tmp_path, monkeypatch):

@@ -212,7 +212,7 @@ import torch
 torch.set_num_threads(1)
 import lowbit
 import lowbit.importing.gguf, lowbit.transformers  # before processes are forked
-from checkpoints import killed_at, ticks_at
+from checkpoints import killed_at
 from lowbit.exports.gguf import export_gguf
 
 warnings.simplefilter("ignore")
@@ -225,35 +225,32 @@ actions = {
     "imported": lambda target, progress: lowbit.import_checkpoint(base / "whole.gguf", target, progress=progress),
 }
 for name, action in actions.items():
-    for what in ("progress", "fsync"):
-        moment, killed, kills = 0, True, 0
-        while killed:
-            moment += 1
-            place = base / f"{name}-{what}-{moment}"
-            place.mkdir()
-            target, ticks = place / name, []
-            killed = killed_at(
-                moment, lambda: action(target, lambda *_: [tick() for tick in ticks]), ticks_at(what, ticks)
-            )
-            kills += killed
-            if target.is_dir():
-                assert sorted(os.listdir(target)) == names
-                assert filecmp.cmpfiles(base / "whole", target, names, shallow=False)[0] == names
-            elif target.exists():
-                assert filecmp.cmp(base / "whole.gguf", target, shallow=False)
-            else:
-                assert killed
-            if not killed:
-                assert len(list(place.iterdir())) == 1
-            shutil.rmtree(place)
-        assert kills > 1, (name, what, kills)
-        print(name, what, kills)
+    moment, killed, kills = 0, True, 0
+    while killed:
+        moment += 1
+        place = base / f"{name}-{moment}"
+        place.mkdir()
+        target, ticks = place / name, []
+        killed = killed_at(moment, lambda: action(target, lambda *_: [tick() for tick in ticks]), ticks.append)
+        kills += killed
+        if target.is_dir():
+            assert sorted(os.listdir(target)) == names
+            assert filecmp.cmpfiles(base / "whole", target, names, shallow=False)[0] == names
+        elif target.exists():
+            assert filecmp.cmp(base / "whole.gguf", target, shallow=False)
+        else:
+            assert killed
+        if not killed:
+            assert len(list(place.iterdir())) == 1
+        shutil.rmtree(place)
+    assert kills > 1, (name, kills)
+    print(name, kills)
 """
 
 
-def test_killed_at_any_moment(tmp_path, run_python):
-    """SIGKILL after every band and after every fsync of an export, and of an import: the target is whole, or not there."""
+def test_killed_after_every_band(tmp_path, run_python):
+    """SIGKILL in an export, and in an import: the target is whole, or not there. Other moments: test_crashes.py."""
     source = with_tokenizer(save_model(tmp_path / "source", dtype=torch.float32, **SIZES))
     process = run_python(KILLED, source, tmp_path)
     assert process.returncode == 0, process.stderr
-    assert len(process.stdout.split()) == 4 * 3
+    assert len(process.stdout.split()) == 2 * 2

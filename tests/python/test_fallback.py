@@ -27,6 +27,13 @@ CONFIGS = {
     ),
 }  # fmt: skip
 PROMPT = "Return the number of items"
+# In transformers 5.0 states are wrong behind a prompt of one token. A fallback finds that out, and does without caches.
+ANEW = transformers.__version__.startswith("5.0.")
+
+
+def continues(model) -> bool:
+    """Whether a fallback is to continue a text by the caches of a model."""
+    return not (ANEW and model.config.model_type in ("mamba", "lfm2"))
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -63,7 +70,8 @@ def test_generate_writes_what_transformers_generate_writes(checkpoint, bits):
     said = document(result)
     assert said["tokens"] == expected
     notes = [line for line in result.stderr.splitlines() if not line.endswith(" ...")]
-    assert len(notes) == 1 and "it runs by transformers' own attention instead, and its caches continue" in notes[0]
+    how = "its caches continue" if continues(model) else "its caches do not continue"
+    assert len(notes) == 1 and f"it runs by transformers' own attention instead, and {how}" in notes[0]
     assert notes[0].startswith("lowbit's decoder is not for ") and said["refusal"] in notes[0]
     shown = invoke("generate", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 24, *more)
     assert shown.stdout == said["text"] + "\n"
@@ -114,7 +122,8 @@ def test_a_conversation_is_the_one_from_scratch(checkpoint):
             if template == PLAIN and number < 2:
                 assert said["turns"][number]["answer"] == answer.text
     step, computed = going.step, answer.prompt_tokens + 7  # all but the last token
-    assert (step.kept(computed), step.kept(5)) == (computed, 5 if step.cuts else 0)
+    kept = (computed, 5 if step.cuts else 0) if continues(model) else (0, 0)
+    assert (step.kept(computed), step.kept(5)) == kept
 
 
 def test_a_call_that_was_interrupted_leaves_the_text_right(checkpoint, monkeypatch):

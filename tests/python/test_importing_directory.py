@@ -67,6 +67,23 @@ def gptq(layer: Quantised, bits: int, group: int, version: int) -> dict[str, tor
     }
 
 
+def planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """GPTQModel's planes, int32 [rows, words] of codes [rows, count]: of every 32 codes the widest plane that is left."""
+    parts = []
+    for at in range(0, codes.shape[1], 32):
+        left = codes[:, at : at + 32]
+        for width in (8, 4, 2, 1):
+            if bits & width:
+                parts.append(rows_of_words(left % 2**width, width))
+                left = left // 2**width
+    return torch.cat(parts, 1)
+
+
+def gptq_p(layer: Quantised, bits: int, group: int) -> dict[str, torch.Tensor]:
+    words = {"qweight": planes(layer.codes, bits).T.contiguous(), "qzeros": planes(layer.zeros.T, bits)}
+    return gptq(layer, bits, group, 2) | words
+
+
 def act_order(layer: Quantised, seed: int = 0) -> torch.Tensor:
     """Gives the inputs of a layer to its groups by chance, as many to each; the group of each, int32 [k]."""
     n, k = layer.codes.shape
@@ -165,6 +182,16 @@ def test_gptq(tmp_path, bits, zeros, version):
     # With zero points the min is rounded once.
     summary = check(tmp_path, model, "exact" if zeros == "middle" else "rounded")
     assert max(tensor.steps for tensor in summary.tensors) < 2**bits / 1200  # of 2**bits steps, by 11 significant bits
+    assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {f"GPTQ, {bits} bits"}
+
+
+@pytest.mark.parametrize("zeros", ["middle", "free"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_gptq_in_planes(tmp_path, bits, zeros):
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "checkpoint_format": "gptq_p"}
+    model = checkpoint(tmp_path / "in", settings, maker(bits, zeros, lambda layer: gptq_p(layer, bits, GROUP)))
+    summary = check(tmp_path, model, "exact" if zeros == "middle" else "rounded")
+    assert max(tensor.steps for tensor in summary.tensors) < 2**bits / 1200
     assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {f"GPTQ, {bits} bits"}
 
 
@@ -341,6 +368,11 @@ def short(tensors: dict) -> None:
     tensors[f"{Q}.qweight"] = tensors[f"{Q}.qweight"][:-1].contiguous()
 
 
+def narrow(tensors: dict) -> None:
+    for leaf, columns in (("qweight", 24), ("qzeros", 3), ("scales", 24)):
+        tensors[f"{Q}.{leaf}"] = tensors[f"{Q}.{leaf}"][:, :columns].contiguous()
+
+
 def other_zeros(tensors: dict) -> None:
     tensors[f"{Q}.qzeros"] = torch.full_like(tensors[f"{Q}.qzeros"], -1)
 
@@ -372,6 +404,7 @@ REFUSED = {
     "control letters": (GPTQ, of_control_letters, "has a tensor of the name 'model.\\x1b[2J.more'; expected letters"),
     "twice": (GPTQ, both, "has two tensors that become model.layers.0.self_attn.q_proj.weight"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, None, "checkpoint_format 'marlin'; lowbit imports 'gptq'"),
+    "planes": (GPTQ | {"checkpoint_format": "gptq_p"}, narrow, "expected those of 2, 3, 4, 5, 6, 7 or 8 bits"),
     "group size": (GPTQ | {"group_size": 64}, None, "has 3 groups for 96 inputs; expected 2, of 64 inputs"),
     "group of a text": (GPTQ | {"group_size": "32"}, None, "group_size '32'; expected inputs per group, or -1"),
     "another": ({"quant_method": "quip"}, None, "is quantised by the method 'quip'; lowbit imports gptq, awq"),

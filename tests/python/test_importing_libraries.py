@@ -70,6 +70,7 @@ GPTQ = [
 
 
 GPTQ += [(4, False, False, "gptq"), (4, True, True, "gptq")]
+GPTQ += [(bits, symmetric, False, "gptq_p") for bits in (3, 5, 6, 7) for symmetric in (True, False)]
 
 
 @pytest.mark.parametrize(("bits", "symmetric", "order", "version"), GPTQ)
@@ -127,7 +128,7 @@ def test_auto_round(source, tmp_path, monkeypatch, bits, symmetric, layout):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_compressed_tensors(source, tmp_path, bits, symmetric):
     """Packed by the library's own function, and unpacked by it."""
     wanted("compressed_tensors")
@@ -190,7 +191,9 @@ def test_bitsandbytes(source, tmp_path, kind, nested):
         assert (weight - expected).abs().max() <= 0.005 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("bits", "group"), [(1, 32), (2, 16), (3, 32), (4, 64), (8, 32)])
+@pytest.mark.parametrize(
+    ("bits", "group"), [(1, 32), (1.58, 32), (2, 16), (3, 32), (4, 64), (5, 32), (6, 16), (8, 32), (8, None)]
+)
 def test_hqq(source, tmp_path, bits, group):
     """Quantised by HQQ's own layer, saved as its state, and dequantised by it."""
     wanted("hqq")

@@ -70,6 +70,7 @@ class Journal:
             left = any(self.path.iterdir())
             for entry in list(self.path.iterdir()):
                 entry.unlink()
+            sync_path(self.path)  # no layer comes back, should the power fail, under the identity that is written now
             if left:
                 self.begun_anew = [key for key in self.identity if not found or found.get(key) != self.identity[key]]
             self._write(_IDENTITY, self.identity)
@@ -137,6 +138,7 @@ class Journal:
         with open(self.path / _LAYERS, "ab") as file:  # a line is whole, or does not count
             file.write(json.dumps(entries).encode() + b"\n")
             sync(file)
+        sync_path(self.path)  # the names of these files
         found = [self._map(entry["file"], entry.get("experts")) for entry in entries]
         for (names, method, _), mapped in zip(layers, found, strict=True):
             for name in names:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from .. import ops
 from ..files.config_json import CONFIG
-from ..files.replace import PartialDirectory, resolve_new_directory, sync, sync_path
+from ..files.replace import PartialDirectory, resolve_new_directory, sync
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer, header_of
 from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
 
@@ -170,7 +170,6 @@ def copy_files(source: Path, target: Path) -> None:
                 copied = target / file.relative_to(source)
                 copied.parent.mkdir(parents=True, exist_ok=True)
                 _copy(file, copied)
-                sync_path(copied.parent)
 
 
 def _modules(source: Path) -> set[str]:
@@ -193,4 +192,3 @@ def write_json(path: Path, content: dict) -> None:
 def _copy(source: Path, target: Path) -> None:
     with open(source, "rb") as reader, open(target, "xb") as writer:
         shutil.copyfileobj(reader, writer)
-        sync(writer)

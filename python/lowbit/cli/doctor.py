@@ -44,7 +44,8 @@ def doctor(as_json: Json = False) -> None:
     ]
     remarks += [f"faster: {sentence}" for sentence in advised]
     if broken:
-        remarks.append(f"{' and '.join(broken)} {'does' if len(broken) == 1 else 'do'} not work.")
+        named = " and ".join(filter(None, (", ".join(broken[:-1]), broken[-1])))
+        remarks.append(f"{named} {'does' if len(broken) == 1 else 'do'} not work.")
     else:
         remarks.append("All that is installed works.")
     output.result(document, _facts(facts), "", _kernels(facts["kernels"]), "", tried, "", *remarks)
@@ -72,7 +73,7 @@ def _facts(facts: dict[str, Any]) -> Any:
         ("huge pages", pages.get(facts["huge_pages"], facts["huge_pages"])),
         (
             "threads",
-            f"{facts['threads']}; this process may use {facts['cpus_allowed']} CPUs; "
+            f"{facts['threads']}; this process may use {facts['cpus_allowed']} CPU{'s' * (facts['cpus_allowed'] != 1)}; "
             f"fastest for one token: {facts['advised_threads']}",
         ),
     ):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -39,6 +42,15 @@ def generate(
         Path | None,
         typer.Option("--prompt-file", help="File with the text to continue; - is stdin.", show_default=False),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="File with many texts, one a line (.jsonl: a string or {\"prompt\": ...}); - is stdin.",
+            show_default=False,
+        ),
+    ] = None,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Of --prompts, so many in one call.")] = 16,
     chat: Annotated[bool, typer.Option("--chat", help="Put the text into the model's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[
@@ -89,11 +101,15 @@ def generate(
 
     output = Output(as_json)
     model = imported(output, model)
-    text = _prompt(prompt, prompt_file)
+    texts = _prompts(prompt, prompt_file, prompts)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if draft is not None and guesses == 0:
         raise typer.BadParameter("a draft needs guesses of 1 or more", param_hint="--guesses")
     guesses = (0 if draft is None else 4) if guesses is None else guesses
+    if prompts is not None and (compile_ or guesses):
+        raise typer.BadParameter(
+            f"{'--compile' if compile_ else '--guesses'} is for one text at a time", param_hint="--prompts"
+        )
     if compile_ and guesses:
         raise typer.BadParameter("compiled decoders give no logits behind guesses", param_hint="--guesses")
     if compile_:
@@ -102,17 +118,26 @@ def generate(
     loaded = load(output, model, config)
     tokenizer = load_tokenizer(model)
     if chat:
-        ids = render(tokenizer, [{"role": "user", "content": text}], chat_template(tokenizer, model))
+        template = chat_template(tokenizer, model)
+        all_ids = [render(tokenizer, [{"role": "user", "content": text}], template) for text in texts]
     else:
-        ids = tokenizer(text)["input_ids"]
-    check_tokens(loaded, ids, model)
+        all_ids = [tokenizer(text)["input_ids"] for text in texts]
+    for ids in all_ids:
+        check_tokens(loaded, ids, model)
     if max_length is None:
-        max_length = min(-(-(len(ids) + max_new_tokens) // 16), positions(loaded) // 16) * 16
-    needs = {"--draft": draft is not None, "--guesses": guesses > 0}
+        max_length = min(-(-(max(map(len, all_ids)) + max_new_tokens) // 16), positions(loaded) // 16) * 16
+    needs = {"--draft": draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None}
     step = make_step(output, loaded, max_length, compile_, cache, needs)
-    guesser = None if draft is None else _draft(
-        output, imported(output, draft), tokenizer, model, max_length, cache
-    )
+    settings: dict[str, Any] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": stop_tokens(loaded, tokenizer)
+    }  # fmt: skip
+    if prompts is not None:
+        _many(output, model, tokenizer, step, all_ids, max_new_tokens, at_once, settings)
+        return
+    ids = all_ids[0]
+    guesser = None
+    if draft is not None:
+        guesser = _draft(output, imported(output, draft), tokenizer, model, max_length, cache)
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
         set_stdout_errors("replace")  # the text is for people
@@ -127,14 +152,10 @@ def generate(
         ids,
         max_new_tokens,
         max_length=max_length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop_tokens(loaded, tokenizer),
         guesses=guesses,
         draft=guesser,
         on_token=on_token,
+        **settings,
     )
     memory = peak_memory()
     document = {
@@ -168,6 +189,58 @@ def generate(
         output.result(document)
 
 
+def _many(
+    output: Output,
+    model: Path,
+    tokenizer,
+    decoder: Callable[..., torch.Tensor],
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    at_once: int,
+    settings: dict[str, Any],
+) -> None:
+    """Continues several texts at once, and writes each as a line of JSON when it ends."""
+    from lowbit import llm
+    from lowbit.llm.loading import TextStream
+
+    def line(number: int, generation: llm.Generation) -> dict:
+        stream = TextStream(tokenizer, prompts[number])
+        return {
+            "number": number,
+            "text": "".join(map(stream.push, generation.tokens)),
+            "tokens": generation.tokens,
+            "stopped": generation.stopped,
+            "prompt_tokens": generation.prompt_tokens,
+            "cached_tokens": generation.cached_tokens,
+        }
+
+    def on_end(number: int, generation: llm.Generation) -> None:
+        if not output.as_json:
+            print(json.dumps(line(number, generation)), flush=True)
+
+    begin = time.perf_counter()
+    found = llm.generate_batch(cast(llm.Decoder, decoder), prompts, max_new_tokens, at_once=at_once, on_end=on_end, **settings)
+    seconds = time.perf_counter() - begin
+    tokens, memory = sum(len(each.tokens) for each in found), peak_memory()
+    if output.as_json:
+        output.result(
+            {
+                "model": str(model),
+                "texts": [line(number, each) for number, each in enumerate(found)],
+                "seconds": seconds,
+                "tokens_per_second": tokens / seconds,
+                "peak_memory_bytes": memory,
+                "threads": torch.get_num_threads(),
+            }
+        )
+        return
+    used = "" if memory is None else f", peak memory {size(memory)}"
+    output.note(
+        f"{len(found)} texts, {sum(map(len, prompts))} prompt tokens, of which {sum(each.cached_tokens for each in found)} "
+        f"were copied from another text; {tokens} new tokens, {tokens / seconds:.1f} tokens/s{used}"
+    )
+
+
 def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int, cache: str | None):
     """The decoder of a model that guesses for another one."""
     from lowbit.llm.loading import load_tokenizer
@@ -185,9 +258,34 @@ def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int,
     return make_decoder(output, loaded, max_length, False, cache)
 
 
-def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise typer.BadParameter("give one of --prompt and --prompt-file", param_hint="--prompt")
-    if prompt == "-" or str(prompt_file) == "-":
-        return sys.stdin.read()
-    return read_text(prompt_file) if prompt_file is not None else prompt or ""
+def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
+    if sum(each is not None for each in (prompt, prompt_file, prompts)) != 1:
+        raise typer.BadParameter("give one of the three", param_hint="--prompt, --prompt-file, --prompts")
+    if prompts is not None:
+        return _lines(prompts, _read(prompts))
+    return [prompt if prompt_file is None and prompt not in (None, "-") else _read(prompt_file)]
+
+
+def _read(path: Path | None) -> str:
+    return sys.stdin.read() if path is None or str(path) == "-" else read_text(path)
+
+
+def _lines(path: Path, content: str) -> list[str]:
+    """The texts of a file of --prompts; empty lines are none."""
+    found = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        text: Any = line
+        if path.suffix == ".jsonl":
+            try:
+                text = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
+            text = text.get("prompt") if isinstance(text, dict) else text
+            if not isinstance(text, str):
+                raise ValueError(f'line {number} of {path} has no text; expected a string, or an object with a "prompt"')
+        found.append(text)
+    if not found:
+        raise ValueError(f"{path} has no prompts; expected one a line")
+    return found

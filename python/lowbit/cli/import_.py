@@ -27,12 +27,16 @@ def import_(
         ),
     ],
     target: Annotated[Path, typer.Argument(help="Directory to write; empty, or not there yet.", show_default=False)],
+    i2s_order: Annotated[
+        str | None,
+        typer.Option(help="Of a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Take over weights that another program has quantised, with their codes as they are."""
     output = Output(as_json)
     with output.progress(f"importing {source}", "bytes") as advance:
-        summary = lowbit.import_checkpoint(source, target, progress=advance)
+        summary = lowbit.import_checkpoint(source, target, i2s_order=i2s_order, progress=advance)
     packed = [entry for entry in summary.entries if entry.kind == "packed"]
     packed_bytes = sum(entry.bytes for entry in packed)
     weights = sum(math.prod(entry.shape) for entry in packed)

@@ -93,7 +93,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
     if facts["threads"] != facts["advised_threads"]:
         advised = facts["advised_threads"]
         found.append(
-            f"a token is decoded fastest with {advised} threads; now there are {facts['threads']}: "
+            f"a token is decoded fastest with {advised} thread{'s' * (advised != 1)}; now there are {facts['threads']}: "
             f"torch.set_num_threads({advised}), or --threads {advised}; `lowbit tune MODEL` measures a model"
         )
     return found

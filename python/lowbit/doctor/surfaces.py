@@ -25,6 +25,7 @@ import torch
 
 import lowbit
 
+from .. import _C
 from .._machine import cpp_compiler
 from ..files.untrusted import one_line
 
@@ -33,7 +34,6 @@ _COMPILER = (
     "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
 )
 _BUILD_AGAIN = "build lowbit again in a checkout, with `pip install .`"
-_EXECUTORCH = f"pip install executorch==1.5.1; then {_BUILD_AGAIN}"
 _TRANSFORMERS = "pip install 'lowbit[llm]'"
 
 
@@ -74,6 +74,13 @@ def _layer() -> tuple[torch.nn.Module, torch.Tensor]:
 def _same(found: torch.Tensor, expected: torch.Tensor) -> None:
     if not torch.equal(found, expected):
         raise Broken("the results are not those of eager mode", _BUILD_AGAIN)
+
+
+def _executorch() -> str:
+    """How to get the executorch that this lowbit has operators for."""
+    if built := _C.executorch_version.partition("+")[0]:
+        return f"pip install executorch=={built}, which this lowbit was built for"
+    return f"pip install executorch==1.5.1; then {_BUILD_AGAIN}"
 
 
 def _need_compiler() -> str:
@@ -117,12 +124,12 @@ def _pt2(directory: Path) -> None:
 
 def _pte(directory: Path) -> None:
     if find_spec("executorch") is None:
-        raise Missing("executorch is not installed", _EXECUTORCH)
+        raise Missing("executorch is not installed", _executorch())
     register = import_module("lowbit.executorch").register
     try:
         register()
     except ImportError as error:
-        raise Broken(str(error), _EXECUTORCH) from error
+        raise Broken(str(error), _executorch()) from error
     model, x = _layer()
     lowbit.export_pte(model, (x,), directory / "layer.pte")
     runtime = import_module("executorch.runtime").Runtime.get()

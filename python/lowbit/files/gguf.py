@@ -33,11 +33,12 @@ _SPLIT = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True)
 class TensorType:
-    """How ggml stores a tensor: blocks of `block` inputs of a row, `bytes` bytes each."""
+    """How ggml stores a tensor: blocks of `block` inputs of a row, `bytes` bytes each, and `tail` bytes behind all rows."""
 
     name: str
     block: int
     bytes: int
+    tail: int = 0
 
 
 TYPES = {
@@ -51,12 +52,12 @@ TYPES = {
     23: TensorType("IQ4_XS", 256, 136), 24: TensorType("I8", 1, 1), 25: TensorType("I16", 1, 2),
     26: TensorType("I32", 1, 4), 27: TensorType("I64", 1, 8), 28: TensorType("F64", 1, 8),
     29: TensorType("IQ1_M", 256, 56), 30: TensorType("BF16", 1, 2), 34: TensorType("TQ1_0", 256, 54),
-    35: TensorType("TQ2_0", 256, 66), 39: TensorType("MXFP4", 32, 17), 40: TensorType("NVFP4", 64, 36),
+    35: TensorType("TQ2_0", 256, 66), 36: TensorType("I2_S", 64, 16, tail=32), 39: TensorType("MXFP4", 32, 17), 40: TensorType("NVFP4", 64, 36),
     41: TensorType("Q1_0", 128, 18), 42: TensorType("Q2_0", 64, 18),
 }  # fmt: skip
 
-# Of bitnet.cpp. In I2_S three of its builds order the codes in three ways, and no file says in which.
-_UNTOLD = {36: "I2_S", 37: "I8_S", 38: "TL1"}
+# Of bitnet.cpp, as I2_S is. TL1 is cut into tiles whose sizes are not in the file.
+_NOT_TAKEN = {37: "I8_S", 38: "TL1"}
 
 # Type of a value in the metadata -> its little-endian form.
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -72,7 +73,7 @@ class StoredBlocks:
     type: TensorType
     shape: tuple[int, ...]  # the slowest dimension first, as in torch: [n, k] of a matrix
     offset: int  # from the start of the file
-    bytes: int
+    bytes: int  # of all rows, without the type's tail
 
 
 @dataclass(frozen=True)
@@ -192,11 +193,10 @@ def _read_tensor(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int
     if min(shape) < 1:
         raise ValueError(f"{header.path}: {what} has a dimension of 0")
     number, offset = header.u32(what), header.u64(what)
-    if number in _UNTOLD:
+    if number in _NOT_TAKEN:
         raise ValueError(
-            f"{header.path}: {what} has the type {_UNTOLD[number]} of bitnet.cpp, whose order of codes depends on the "
-            "processor of the program that wrote it, and is not in the file; take the model's packed safetensors "
-            "(quant_method bitnet), or a file of the type TQ1_0 or TQ2_0"
+            f"{header.path}: {what} has the type {_NOT_TAKEN[number]} of bitnet.cpp; expected I2_S, or the model's packed "
+            "safetensors (quant_method bitnet)"
         )
     if number not in TYPES:
         raise ValueError(f"{header.path}: {what} has the type {number}, which this lowbit does not know")
@@ -243,10 +243,11 @@ def _read_file(path: Path) -> Gguf:
         for dimension in shape:  # Python's integers have no end, so no product wraps
             count *= dimension
         size = count // kind.block * kind.bytes
-        if start + offset + size > header.size:
+        end = start + offset + size + kind.tail
+        if end > header.size:
             raise ValueError(
                 f"{path}: the tensor {_quoted(name)}, {kind.name} {list(shape)}, would end at byte "
-                f"{start + offset + size}; the file has {header.size}: copy it again"
+                f"{end}; the file has {header.size}: copy it again"
             )
         tensors[name] = StoredBlocks(name, path, kind, shape, start + offset, size)
     end, last = start, ""
@@ -254,7 +255,7 @@ def _read_file(path: Path) -> Gguf:
         if stored.offset < end:
             before = f"the tensor {_quoted(last)}" if last else "the header"
             raise ValueError(f"{path}: the tensor {_quoted(stored.name)} overlaps {before}")
-        end, last = stored.offset + stored.bytes, stored.name
+        end, last = stored.offset + stored.bytes + stored.type.tail, stored.name
     return Gguf([path], metadata, tensors)
 
 
@@ -348,7 +349,7 @@ class GgufWriter:
         for name, kind, shape in tensors:
             header += _text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
             header += struct.pack("<IQ", numbers[kind], at)
-            end = at + math.prod(shape) // kind.block * kind.bytes
+            end = at + math.prod(shape) // kind.block * kind.bytes + kind.tail
             self._ends.append(end)
             at = -(-end // _ALIGNMENT) * _ALIGNMENT
         header += bytes(-len(header) % _ALIGNMENT)

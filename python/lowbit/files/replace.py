@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -34,7 +35,10 @@ def sync_path(path: Path) -> None:
 def _prefix(target: Path) -> str:
     # With the name of the machine: a lock on a shared file system may be known to the machine alone that holds it.
     host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
-    return f".{target.name}-{host}-"
+    name = target.name
+    if len(os.fsencode(name)) > 128:  # 255 bytes are all that a name may have
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return f".{name}-{host}-"
 
 
 def lock(directory: Path) -> int | None:
@@ -147,7 +151,11 @@ class PartialDirectory:
         Raises:
             OSError: that failed. What was written is kept; the message says where.
         """
-        sync_path(self.path)
+        # All of it: other libraries, which write tokenizers for example, leave that to the system.
+        for directory, _, names in os.walk(self.path, topdown=False):
+            for name in names:
+                sync_path(Path(directory, name))
+            sync_path(Path(directory))
         try:
             if self._mode is not None:
                 self.path.chmod(self._mode)
@@ -166,13 +174,27 @@ class PartialDirectory:
         sync_path(self.target.parent)
 
 
+def check_utf8(path: Path) -> None:
+    """Of what safetensors is to read later.
+
+    Raises:
+        OSError: a path that is not UTF-8.
+    """
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError as error:
+        raise OSError(errno.EILSEQ, f"the path {os.fspath(path)!a} is not UTF-8, which safetensors needs") from error
+
+
 def resolve_new_directory(path: str | os.PathLike) -> Path:
     """Where a new directory of this name will really be, which is not always there: symbolic links are followed.
 
     Raises:
-        OSError: something is there already, but for an empty directory, or it is a mount point, or has no parent.
+        OSError: something is there already, but for an empty directory, or it is a mount point, or has no parent; or the
+            path is not UTF-8.
     """
     target = Path(os.path.realpath(path))
+    check_utf8(target)
     link = "" if target == Path(os.path.abspath(path)) else f" ({path})"
     if target.is_symlink():
         raise OSError(errno.ELOOP, f"{path} is a symbolic link to itself")

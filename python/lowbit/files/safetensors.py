@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, ops
-from .replace import sync
+from .replace import check_utf8, sync
 from .untrusted import read_json
 
 DTYPES = {
@@ -58,6 +58,7 @@ def read_file(path: Path) -> dict[str, Stored]:
         raise ImportError(
             f"safetensors is not installed: {error}. Install it with `pip install safetensors`."
         ) from error
+    check_utf8(path)
     try:
         with safe_open(path, framework="pt"):  # checks the header, and the size of the file against it
             pass

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .activations import RowWise, is_activation
 
 ATTENTION = "lowbit"  # the name of :func:`attend` among transformers' attention functions
 _TAKEN = "this model belongs to a lowbit.llm.Decoder; call the decoder, or its release() first"
@@ -48,6 +51,37 @@ class Asked:
         return tuple(each.new_zeros(*each.shape[:2], length, each.shape[3]) for each in (key, value))
 
 
+@dataclass(frozen=True)
+class Part:
+    """The tokens of one text in a call that has several, and where its keys and values are."""
+
+    begin: int  # its tokens in the call
+    end: int
+    start: Tensor  # [1] int64: how many tokens of the text came before
+    layers: Sequence[tuple[Tensor, Tensor]]
+    before: Callable[[int], None] | None = None  # called with each layer, before its attention
+
+
+class Texts:
+    """In place of caches: those of several texts, whose tokens lie one behind the other in the call.
+
+    Attention alone looks at other tokens; to all else it is one text.
+    """
+
+    def __init__(self, parts: Sequence[Part]):
+        self.parts = parts
+
+    def attend(self, layer: int, inputs: tuple[Tensor, Tensor, Tensor], *more: Any) -> Tensor:
+        """[1, s, heads, e] of inputs [1, heads, s, d]: each text sees itself."""
+        outputs = []
+        for part in self.parts:
+            if part.before is not None:
+                part.before(layer)
+            own = (each[:, :, part.begin : part.end] for each in inputs)
+            outputs.append(torch.ops.lowbit.attention(*own, *part.layers[layer], part.start, *more))
+        return torch.cat(outputs, dim=1)
+
+
 def attend(
     module,
     query,
@@ -78,14 +112,16 @@ def attend(
     for name, argument in others.items():
         if argument is not None and name not in _HARMLESS:
             raise Unsupported(f"its attention has {name}, which the decoder's attention does not know")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else s_aux.to(query.dtype)
+    more = (scale, sliding_window or 0, softcap or 0.0, sinks)
+    if isinstance(caches, Texts):
+        return caches.attend(module.layer_idx, (query, key, value), *more), None
     if isinstance(caches, Asked):
         k_cache, v_cache = caches.note(module.layer_idx, key, value, sliding_window)
     else:
         k_cache, v_cache = caches[module.layer_idx]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sinks = None if s_aux is None else s_aux.to(query.dtype)
-    more = (sliding_window or 0, softcap or 0.0, sinks)
-    return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, scale, *more), None
+    return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, *more), None
 
 
 def check_windows(config: Any, asked: Asked, max_length: int) -> None:
@@ -178,16 +214,41 @@ def _configs(model: torch.nn.Module) -> Iterator[Any]:
     return iter(found.values())
 
 
+class _Keep:
+    """Keeps what a layer is called with beyond its own arguments."""
+
+    def __init__(self, held: dict[str, Any]):
+        self.held = held
+
+    def __call__(self, layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.held.update({name: kwargs[name] for name in ("caches", "start") if name in kwargs})
+
+
+class _Give:
+    """Calls the attention of the layer with it, too."""
+
+    def __init__(self, held: dict[str, Any]):
+        self.held = held
+
+    def __call__(self, attention: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        more = dict(self.held)
+        self.held.clear()  # no tensor outlives the call
+        return args, kwargs | more
+
+
 class Takeover:
     """A model in the hands of a decoder: what was changed in it, and how it was before."""
 
     def __init__(self, model: torch.nn.Module, positions: int):
-        """Gives a model :func:`attend` and rotary tables. An earlier takeover of the same model is ended."""
+        """Gives a model :func:`attend`, rotary tables, and activation functions that take rows alike. An earlier takeover
+        of the same model is ended."""
         give_back(model)
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
         self.active = True
         self._attention = [(config, config._attn_implementation_internal) for config in _configs(model)]
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+        self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        self._hooks: list[Any] = []
         setattr(model, _TAKEOVER, self)
         for config, _ in self._attention:
             config._attn_implementation_internal = ATTENTION
@@ -199,6 +260,20 @@ class Takeover:
             if rotary is not None and tables[id(rotary)] is not None:
                 self._rotary.append((module, rotary))
                 module.rotary_emb = tables[id(rotary)]
+            for name, child in list(module.named_children()):
+                if is_activation(child):
+                    self._activations.append((module, name, child))
+                    setattr(module, name, RowWise(child))
+
+    def hand_on(self, model: torch.nn.Module) -> None:
+        """For layers that keep what they are called with from their attention (StableLM's, Nemotron's): gives it the
+        caches."""
+        for layer in model.modules():
+            attention = getattr(layer, "self_attn", None)
+            if isinstance(attention, torch.nn.Module):
+                held: dict[str, Any] = {}
+                for module, hook in ((layer, _Keep(held)), (attention, _Give(held))):
+                    self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def is_whole(self) -> bool:
         """Whether the model still has what it was given."""
@@ -213,6 +288,10 @@ class Takeover:
             config._attn_implementation_internal = attention
         for module, rotary in self._rotary:
             module.rotary_emb = rotary
+        for module, name, activation in self._activations:
+            setattr(module, name, activation)
+        for hook in self._hooks:
+            hook.remove()
         delattr(model, _TAKEOVER)
 
 

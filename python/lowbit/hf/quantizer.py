@@ -15,7 +15,8 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 
 from .. import nn
-from ..files.safetensors import Stored, float_name, orders_of, packed_info, read_files, read_metadata
+from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
+from ..files.untrusted import read_json
 from ..layers import (
     Experts,
     kind_of,
@@ -44,6 +45,16 @@ from .placing import (
 
 _SAVE = "lowbit_save"
 _BIAS = "_bias"  # what the bias of experts in one tensor is called after it
+
+
+def _shards_beside(directory: Path) -> list[Path]:
+    """The files that an index names, where they are all there and are of a save of ours."""
+    try:
+        names = sorted(set(read_json(directory / INDEX)["weight_map"].values()) - {WEIGHTS})
+        paths = [directory / name for name in names if Path(name).name == name]
+        return paths if all(_SAVE in read_metadata(path) for path in paths) else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 @register_quantizer(METHOD)
@@ -145,11 +156,14 @@ class LowBitQuantizer(HfQuantizer):
                     )
 
     def _check_files(self, files: list[Path], tensors: dict[str, Stored], packed: dict[str, Stored]) -> None:
+        if [path.name for path in files] == [WEIGHTS]:
+            # Shards that were saved over a single file leave it there, and transformers would go on to load it.
+            files = files + _shards_beside(files[0].parent)
         saves = {path: read_metadata(path).get(_SAVE) for path in files}
         if len(set(saves.values())) > 1:
             raise ValueError(
                 f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was "
-                "interrupted. Save again, into a new directory."
+                "interrupted, or another lay there. Save again, into a new directory."
             )
         if self.pre_quantized and not packed:
             raise ValueError(

@@ -13,8 +13,9 @@ from .write import ImportSummary, write_checkpoint
 __all__ = ["ImportSummary", "import_checkpoint", "open_source"]
 
 
-def open_source(path: str | os.PathLike) -> Source:
-    """A model in another format, described and checked; its weights are not read.
+def open_source(path: str | os.PathLike, i2s_order: str | None = None) -> Source:
+    """A model in another format, described and checked; its weights are not read. ``i2s_order``: as of
+    :func:`import_checkpoint`.
 
     Raises:
         OSError: there is no such file or directory, or it cannot be read.
@@ -29,7 +30,7 @@ def open_source(path: str | os.PathLike) -> Source:
         raise FileNotFoundError(
             f"{path} does not exist; expected a .gguf file, or the directory of a quantised checkpoint"
         )
-    return open_gguf(path)
+    return open_gguf(path, i2s_order)
 
 
 def import_checkpoint(
@@ -37,6 +38,7 @@ def import_checkpoint(
     target: str | os.PathLike,
     *,
     max_shard_bytes: int = 5_000_000_000,
+    i2s_order: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ImportSummary:
     """Writes a checkpoint that another program has quantised as a packed one, some rows of one matrix at a time.
@@ -49,6 +51,8 @@ def import_checkpoint(
         target: a directory that is empty or not there yet, as for :func:`lowbit.quantize_checkpoint`: it appears when
             all is written, in one step.
         max_shard_bytes: a file gets no second tensor beyond this many bytes.
+        i2s_order: which weights share a byte in the type I2_S of bitnet.cpp's GGUF files, which do not say it: "x86" or
+            "arm" for the processor of the program that wrote the file, or "rows". Other sources take no notice of it.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band of rows.
 
     Raises:
@@ -60,5 +64,5 @@ def import_checkpoint(
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")
     return write_checkpoint(
-        open_source(source), Path(target).absolute(), max_shard_bytes=max_shard_bytes, progress=progress
+        open_source(source, i2s_order), Path(target).absolute(), max_shard_bytes=max_shard_bytes, progress=progress
     )

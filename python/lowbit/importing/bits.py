@@ -36,6 +36,24 @@ def from_words(words: Tensor, bits: int, count: int) -> Tensor:
     return codes.to(torch.uint8).reshape(len(words), -1)[:, :count].contiguous()
 
 
+def from_planes(words: Tensor, bits: int, count: int) -> Tensor:
+    """As :func:`from_stream`, but of 32 codes at a time: the words of their lowest bits, then those of the next bits, in
+    planes that are 8, 4, 2 and 1 bits wide, so that no code lies in two words (GPTQModel's ``gptq_p``).
+
+    Args:
+        count: a multiple of 32.
+    """
+    blocks = words.reshape(len(words), -1, bits)
+    codes = torch.zeros(len(words), blocks.shape[1], 32, dtype=torch.uint8)
+    offset = 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            plane = blocks[:, :, offset : offset + width].reshape(-1, width)
+            codes |= from_stream(plane, width, 32).reshape(codes.shape) << offset
+            offset += width
+    return codes.reshape(len(words), -1)[:, :count].contiguous()
+
+
 def words_of(count: int, bits: int, *, whole: bool = False) -> int:
     """How many words `count` codes take; `whole`: none of which is in two words."""
     return -(-count // (32 // bits)) if whole else -(-count * bits // 32)

@@ -20,14 +20,14 @@ from ..files.replace import sync
 from ..quantize import LinearConfig
 from .codes import Float, Matrix, Rows, Stacked, Weights
 from .gguf_blocks import block_type, decode
+from .gguf_i2s import check_order, i2s_reader
+from .gguf_metadata import Metadata, generation_config
 from .gguf_models import (
     IN_CONFIG,
     Architecture,
-    Metadata,
     architecture_of,
     config_of,
     expert_tensor,
-    generation_config,
     name_in_model,
 )
 from .report import file_states
@@ -98,8 +98,16 @@ def _joined(
 
 
 class _Reader:
-    def __init__(self, gguf: Gguf, metadata: Metadata, architecture: Architecture, config: dict[str, Any]):
+    def __init__(
+        self,
+        gguf: Gguf,
+        metadata: Metadata,
+        architecture: Architecture,
+        config: dict[str, Any],
+        i2s_order: str | None,
+    ):
         self.gguf, self.metadata, self.architecture, self.config = gguf, metadata, architecture, config
+        self.i2s_order = i2s_order
 
     def tensors(self) -> list[Matrix | Stacked | Weights | Float]:
         outputs: list[Matrix | Stacked | Weights | Float] = []
@@ -200,6 +208,9 @@ class _Reader:
             raise ValueError(
                 f"{stored.path}: {stored.name} is {kind} with {len(stored.shape)} dimensions; expected a matrix"
             )
+        if kind == "I2_S":
+            ternary = ordered(i2s_reader(stored, self.i2s_order, read_blocks))
+            return Matrix(name, kind, stored.shape, 2, None, False, ternary, stored.bytes)
         blocks = block_type(kind)
         if blocks is not None:
 
@@ -234,21 +245,25 @@ def _dequantiser(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
     return lambda data: np.ascontiguousarray(gguf.dequantize(data, number), np.float32)
 
 
-def open_gguf(path: str | os.PathLike) -> Source:
+def open_gguf(path: str | os.PathLike, i2s_order: str | None = None) -> Source:
     """The model in a GGUF file, or in all parts of a split one.
+
+    Args:
+        i2s_order: as of :func:`lowbit.import_checkpoint`.
 
     Raises:
         OSError, ValueError: as :func:`lowbit.files.gguf.read_gguf`; an architecture, a key, a tensor or a type that
-            lowbit does not know.
+            lowbit does not know; I2_S without its order.
         ImportError: a type that needs the package gguf, which is not installed.
     """
+    check_order(i2s_order)
     path = Path(path)
     states = file_states(parts_of(path))  # before they are read: what changes later is not current
     gguf = read_gguf(path)
     metadata = Metadata(gguf)
     architecture = architecture_of(metadata)
     config = config_of(metadata, architecture, gguf)
-    tensors = _Reader(gguf, metadata, architecture, config).tensors()
+    tensors = _Reader(gguf, metadata, architecture, config, i2s_order).tensors()
     packed = any(not isinstance(tensor, Float) for tensor in tensors)
     # What ggml computes with the weights is float32. A file of floats alone keeps the dtype of its matrices.
     halves = {tensor.source for tensor in tensors if isinstance(tensor, Float) and len(tensor.shape) > 1}

@@ -1,8 +1,7 @@
 """What the metadata of a GGUF file means for a model of transformers: config.json, and the names of its tensors.
 
 transformers has tables for this too, but they pass over what they do not know (llama 3's frequencies, soft caps, a
-rotation of part of a head). Here a key of the architecture that nobody has asked for is an error: it could change
-results.
+rotation of part of a head).
 """
 
 from __future__ import annotations
@@ -11,86 +10,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..files.gguf import Gguf, StoredBlocks
-from ..files.untrusted import printable
-
-_REQUIRED = object()
-
-# Keys that say what the tensors show anyway, or nothing about results.
-_SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-# Names that end a turn in some model; ggml's programs stop at each of them too.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_CONTROL = 3  # the type of a token that is no text
-
-
-class Metadata:
-    """The keys of one architecture, each of which has to be asked for."""
-
-    def __init__(self, gguf: Gguf):
-        self.path, self.all, self.tensors = gguf.paths[0], gguf.metadata, len(gguf.tensors)
-        architecture = self.all.get("general.architecture")
-        if not isinstance(architecture, str):
-            raise ValueError(f"{self.path} has no general.architecture; expected the name of one")
-        self.architecture = architecture
-        self._asked: set[str] = set()
-
-    def _get(self, name: str, default: Any) -> Any:
-        self._asked.add(name)
-        key = f"{self.architecture}.{name}"
-        if key in self.all:
-            return self.all[key]
-        if default is _REQUIRED:
-            raise ValueError(f"{self.path} has no {key}, which the architecture needs")
-        return default
-
-    def whole(self, name: str, default: Any = _REQUIRED) -> Any:
-        value = self._get(name, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
-            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected one whole number")
-        return value
-
-    def real(self, name: str, default: Any = _REQUIRED) -> Any:
-        value = self._get(name, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected a finite number")
-        return float(value)
-
-    def text(self, name: str, default: Any = _REQUIRED) -> Any:
-        value = self._get(name, default)
-        if value is not default and not isinstance(value, str):
-            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected a text")
-        return value
-
-    def expect(self, name: str, *allowed: Any) -> None:
-        """A key that may be absent, or have one of these values."""
-        value = self._get(name, allowed[0])
-        if not any(type(value) is type(one) and value == one for one in allowed):
-            raise ValueError(
-                f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected {' or '.join(map(str, allowed))}"
-            )
-
-    def check_all_asked(self) -> None:
-        prefix = f"{self.architecture}."
-        names = {key.removeprefix(prefix) for key in self.all if key.startswith(prefix)}
-        unknown = sorted(names - self._asked - _SILENT)
-        if unknown:
-            raise ValueError(
-                f"{self.path} has {prefix}{printable(unknown[0])}, which lowbit does not know for this architecture: "
-                "the model could compute otherwise than the result would"
-            )
-
-
-def _shown(value: Any) -> str:
-    return f"of {len(value)} values" if isinstance(value, list | np.ndarray) else repr(value)
+from .gguf_metadata import REQUIRED, Metadata, special_tokens
 
 
 @dataclass(frozen=True)
@@ -130,6 +56,7 @@ _PHI3 = {
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_BITNET = _DENSE | {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
 _MIXTURE = {"ffn_gate_inp": "mlp.gate"}
 _ATTENTION = {ours: name for ours, name in _NORMED.items() if not name.startswith("mlp.")}
 _SHARED = {
@@ -358,6 +285,11 @@ def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     }
 
 
+def _bitnet(activation: str, metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
+    config = _common(metadata, "bitnet", "BitNetForCausalLM", head_dim=False)
+    return config | {"rope_parameters": _rope(metadata, config), "attention_bias": False, "hidden_act": activation}
+
+
 def _mixtral(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     config = _common(metadata, "mixtral", "MixtralForCausalLM", experts="num_local_experts")
     rope = _llama3_rope(gguf, _rope(metadata, config), config["head_dim"])
@@ -366,7 +298,7 @@ def _mixtral(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 
 def _expert_width(metadata: Metadata, gguf: Gguf) -> int:
     stored = gguf.tensors.get("blk.0.ffn_down_exps.weight")
-    return metadata.whole("expert_feed_forward_length", _REQUIRED if stored is None else stored.shape[-1])
+    return metadata.whole("expert_feed_forward_length", REQUIRED if stored is None else stored.shape[-1])
 
 
 def _qwen2_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
@@ -376,7 +308,7 @@ def _qwen2_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
         "rope_parameters": _rope(metadata, config),
         "moe_intermediate_size": _expert_width(metadata, gguf),
         "shared_expert_intermediate_size": metadata.whole(
-            "expert_shared_feed_forward_length", _REQUIRED if shared is None else shared.shape[-1]
+            "expert_shared_feed_forward_length", REQUIRED if shared is None else shared.shape[-1]
         ),
         "norm_topk_prob": False, "use_sliding_window": False, "hidden_act": "silu",
     }  # fmt: skip
@@ -414,6 +346,10 @@ ARCHITECTURES = {
     "phi3": Architecture(_phi3, _PHI3),
     "qwen2moe": Architecture(_qwen2_moe, _ATTENTION | _MIXTURE | _SHARED, experts="mlp.experts"),
     "qwen3moe": Architecture(_qwen3_moe, _ATTENTION | _MIXTURE, experts="mlp.experts"),
+    # bitnet.cpp squares what is above 0 but in its first models, which llama.cpp has, too.
+    "bitnet": Architecture(partial(_bitnet, "silu"), _BITNET),
+    "bitnet-25": Architecture(partial(_bitnet, "relu2"), _BITNET),
+    "bitnet-b1.58": Architecture(partial(_bitnet, "relu2"), _BITNET),
     "gpt-oss": Architecture(_gpt_oss, _GPT_OSS, experts="mlp.experts", interleaved=True),
 }
 _MIXTRAL = Architecture(_mixtral, _ATTENTION | _MIXTURE, permuted=True, experts="mlp.experts")
@@ -471,36 +407,3 @@ def config_of(metadata: Metadata, architecture: Architecture, gguf: Gguf) -> dic
     config |= {"vocab_size": table.shape[0], "tie_word_embeddings": "output.weight" not in gguf.tensors}
     config |= special_tokens(metadata, table.shape[0])
     return config
-
-
-def special_tokens(metadata: Metadata, vocabulary: int) -> dict[str, int | None]:
-    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id``; None where the file has none, not the class's own."""
-    found: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    for ours, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        value = metadata.all.get(f"tokenizer.ggml.{key}_token_id")
-        if value is not None:
-            found[f"{ours}_token_id"] = _token(metadata.path, key, value, vocabulary)
-    return found
-
-
-def _token(path: Path, key: str, value: Any, vocabulary: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
-        raise ValueError(
-            f"{path} has tokenizer.ggml.{key}_token_id {_shown(value)}; expected 0 to {vocabulary - 1}, a token"
-        )
-    return value
-
-
-def generation_config(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json: the tokens that end a text. A file names one or two, a chat model may have more."""
-    vocabulary = config["vocab_size"]
-    ends = [config["eos_token_id"]] if config["eos_token_id"] is not None else []
-    for key in ("eot", "eom"):
-        value = metadata.all.get(f"tokenizer.ggml.{key}_token_id")
-        if value is not None:
-            ends.append(_token(metadata.path, key, value, vocabulary))
-    tokens, types = metadata.all.get("tokenizer.ggml.tokens"), metadata.all.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens) <= vocabulary:
-        ends += [index for index in np.flatnonzero(types == _CONTROL).tolist() if tokens[index] in _ENDS]
-    content: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config[key] is not None}
-    return content | ({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})

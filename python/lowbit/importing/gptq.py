@@ -3,22 +3,23 @@
 ``qweight`` int32 [k * bits / 32, n]: the codes of a column follow each other, also across words at 3 bits. ``qzeros``
 int32 [groups, n * bits / 32] likewise by rows; the first version of the format stores each less 1. ``scales`` [groups,
 n]; ``g_idx`` int32 [k], the group of each input: with act-order a group's inputs are not next to each other. A weight is
-``scale * (code - zero)``.
+``scale * (code - zero)``. GPTQModel's third version, ``gptq_p``, has 2 to 8 bits in planes (:func:`.bits.from_planes`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from ..files.safetensors import Stored
-from .bits import from_stream, words_of
+from .bits import from_planes, from_stream, words_of
 from .codes import Float, Matrix, Rows, Weights, order_of
 from .stock import Stock, load
 
-_WIDTHS = (2, 3, 4, 8)
+_WIDTHS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "gptq_p": (2, 3, 4, 5, 6, 7, 8)}
 
 
 def read_gptq(stock: Stock) -> list[Matrix | Weights | Float]:
@@ -27,26 +28,29 @@ def read_gptq(stock: Stock) -> list[Matrix | Weights | Float]:
     Raises:
         ValueError: a layer is not whole, or has groups of several sizes, or a zero point that no code has.
     """
-    version = stock.setting("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    offset = 0 if version == "gptq_v2" else 1
-    return [_layer(stock, layer, offset) for layer in stock.layers("qweight")] + stock.rest()
+    version = stock.setting("checkpoint_format", tuple(_WIDTHS), "gptq")
+    return [_layer(stock, layer, version) for layer in stock.layers("qweight")] + stock.rest()
 
 
-def _layer(stock: Stock, layer: str, offset: int) -> Matrix:
+def _layer(stock: Stock, layer: str, version: str) -> Matrix:
+    offset = 1 if version == "gptq" else 0
+    unpack = from_planes if version == "gptq_p" else from_stream
     scales = stock.take(f"{layer}.scales", "F16", "BF16", "F32", shape=(None, None))
     groups, n = scales.shape
     codes = stock.take(f"{layer}.qweight", "I32", shape=(None, n))
     zeros = stock.take(f"{layer}.qzeros", "I32", shape=(groups, None))
-    bits = next((bits for bits in _WIDTHS if words_of(n, bits) == zeros.shape[1]), 0)
-    if not bits or codes.shape[0] * 32 % bits:
+    widths = _WIDTHS[version]
+    bits = next((bits for bits in widths if words_of(n, bits) == zeros.shape[1]), 0)
+    planes = unpack is from_planes
+    if not bits or codes.shape[0] * (1 if planes else 32) % bits or (planes and n % 32):
         raise ValueError(
             f"{layer} in {codes.path} has qweight {list(codes.shape)}, qzeros {list(zeros.shape)} and scales "
-            f"{list(scales.shape)}; expected those of 2, 3, 4 or 8 bits"
+            f"{list(scales.shape)}; expected those of {', '.join(map(str, widths[:-1]))} or {widths[-1]} bits"
         )
     k = codes.shape[0] * 32 // bits
     size, order = _groups(stock, layer, k, groups)
     # "sym" in the settings is not asked: the zero points themselves say it.
-    stored_zeros = from_stream(load(zeros), bits, n).to(torch.int32) + offset
+    stored_zeros = unpack(load(zeros), bits, n).to(torch.int32) + offset
     if offset and (stored_zeros == 1 << bits).any():
         raise ValueError(
             f"{layer} in {zeros.path} has a zero point that the format's first version cannot tell from 0 and "
@@ -54,7 +58,7 @@ def _layer(stock: Stock, layer: str, offset: int) -> Matrix:
             "write it in the second (checkpoint_format gptq_v2)"
         )
     affine = bool((stored_zeros != 1 << (bits - 1)).any())
-    read = functools.partial(_read, stock, codes, scales, zeros, bits, k, offset, affine, order)
+    read = functools.partial(_read, stock, codes, scales, zeros, unpack, bits, k, offset, affine, order)
     total = codes.bytes + scales.bytes + zeros.bytes
     return Matrix(f"{layer}.weight", f"GPTQ, {bits} bits", (n, k), bits, size, affine, read, total, order=order)
 
@@ -86,6 +90,7 @@ def _read(
     codes: Stored,
     scales: Stored,
     zeros: Stored,
+    unpack: Callable[[torch.Tensor, int, int], torch.Tensor],
     bits: int,
     k: int,
     offset: int,
@@ -94,12 +99,12 @@ def _read(
     begin: int,
     end: int,
 ) -> Rows:
-    found = from_stream(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
+    found = unpack(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
     found = found if order is None else found[:, order]
     scale = load(scales)[:, begin:end].T.float().contiguous()
     if not affine:
         return Rows(found, scale)
-    zero = from_stream(load(zeros), bits, scales.shape[1])[:, begin:end].T.float() + offset
+    zero = unpack(load(zeros), bits, scales.shape[1])[:, begin:end].T.float() + offset
     return Rows(found, scale, -zero * scale)
 
 

@@ -8,6 +8,7 @@ element: the first part of all rows in the highest bits, the last in the lowest 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -42,6 +43,17 @@ def _number(stock: Stock, name: str, default: int) -> int:
     return int(value)
 
 
+def _bits(stock: Stock, name: str, default: int) -> int:
+    """Of a code. HQQ calls codes of three values 1.58 bits: they are packed as 2."""
+    value = load(stock.take(name, "I32", "I64", "U8", "F32")) if stock.has(name) else torch.tensor(default)
+    if value.numel() != 1:
+        raise ValueError(f"{name} in {stock.path} has {value.numel()} values; expected one")
+    bits = round(float(value), 2) if math.isfinite(value) else 0
+    if bits != int(bits) and bits != 1.58:
+        raise ValueError(f"{name} in {stock.path} is {bits:g}; expected whole bits, or 1.58")
+    return math.ceil(bits)
+
+
 def _layer(stock: Stock, layer: str) -> Matrix:
     packing = bytes(load(stock.take(f"{layer}.packing", "U8", shape=(None,))).tolist()).decode("latin-1")
     if packing not in _PACKINGS:
@@ -51,7 +63,7 @@ def _layer(stock: Stock, layer: str) -> Matrix:
         if value != expected:
             raise ValueError(f"{layer} in {stock.path} has {name} {value}; lowbit imports {expected}")
     width, count = _PACKINGS[packing]
-    bits = _number(stock, f"{layer}.nbits", width)
+    bits = _bits(stock, f"{layer}.nbits", width)
     if not 1 <= bits <= width:
         raise ValueError(f"{layer} in {stock.path} has nbits {bits}; expected 1 to {width}, packed as {packing}")
     n, k = load(stock.take(f"{layer}.shape", "I64", "I32", shape=(2,))).tolist()

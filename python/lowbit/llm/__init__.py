@@ -1,6 +1,8 @@
 """Language models: decoding with a static KV cache, compiled or exported or not, and generation. Needs transformers."""
 
 from ..hf.decoding import Refusal
+from .batch import generate_batch
+from .caches import Caches
 from .compiled import Step, compile_decoder
 from .decoder import Decoder
 from .fallback import Fallback
@@ -19,6 +21,7 @@ def __getattr__(name: str):
 
 
 __all__ = [
+    "Caches",
     "Decoder",
     "ExportedDecoder",
     "Fallback",
@@ -28,6 +31,7 @@ __all__ = [
     "compile_decoder",
     "export_decoder",
     "generate",
+    "generate_batch",
     "load_decoder",
     "random_model",
     "sample",

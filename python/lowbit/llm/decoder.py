@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..hf import decoding
 from ..ops import cache_width
+from .caches import Caches, common, copy_layer
 from .proof import Reference, ask, measure_caches, prove
 
 # What keys and values can be kept in.
@@ -19,6 +20,8 @@ CACHES = {
     "float16": torch.float16,
     "int8": torch.int8,
 }
+
+_ROWS = 512  # tokens of a long beginning that are computed at a time
 
 
 def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
@@ -98,9 +101,14 @@ class Decoder(torch.nn.Module):
             raise decoding.Unsupported("its configuration does not say how many layers it has")
         self.vocabulary, self.layers = vocabulary, layers
         self._takeover = decoding.Takeover(self.model, self.max_length)
-        asked = ask(self, reference)
+        try:
+            asked = ask(self, reference)
+        except decoding.NoCaches:
+            self._takeover.hand_on(self.model)
+            asked = ask(self, reference)
+        self._shapes, self.exact = asked.shapes, reference.exact
         decoding.check_windows(config, asked, self.max_length)
-        for layer, pair in enumerate(self._make(asked, self.max_length, self.cache_dtype)):
+        for layer, pair in enumerate(self._make(self.max_length, self.cache_dtype)):
             for name, cache in zip("kv", pair, strict=True):
                 self.register_buffer(f"{name}_cache_{layer}", cache, persistent=False)
         if self.cache_dtype is self.model.dtype:
@@ -108,13 +116,13 @@ class Decoder(torch.nn.Module):
             return
         # Whether the model can be decoded is judged without the rounding of the caches; these are for a short text.
         length = -(-reference.tokens.shape[1] // 16) * 16
-        self.measured = prove(self, reference, self._make(asked, length, self.model.dtype))
+        self.measured = prove(self, reference, self._make(length, self.model.dtype))
         self.measured["cache"] = measure_caches(self, reference)
 
-    def _make(self, asked: decoding.Asked, length: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         caches = []
         for layer in range(self.layers):
-            heads, k_width, v_width = asked.shapes[layer]
+            heads, k_width, v_width = self._shapes[layer]
             k_cache, v_cache = (
                 torch.zeros(1, heads, length, cache_width(width, dtype), dtype=dtype) for width in (k_width, v_width)
             )
@@ -155,9 +163,14 @@ class Decoder(torch.nn.Module):
         return [(getattr(self, f"k_cache_{i}"), getattr(self, f"v_cache_{i}")) for i in range(self.layers)]
 
     def run(
-        self, tokens: Tensor, positions: Tensor, start: Tensor, caches: Sequence | decoding.Asked, keep: int = 0
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        start: Tensor,
+        caches: Sequence | decoding.Asked | decoding.Texts,
+        keep: int | Tensor = 0,
     ) -> Tensor:
-        """Logits [1, s, vocabulary] behind the last ``keep`` tokens, or behind all."""
+        """Logits [1, s, vocabulary] behind the last ``keep`` tokens, or behind all with 0, or behind those at these places."""
         return self.model(
             input_ids=tokens,
             position_ids=positions[None],
@@ -190,3 +203,107 @@ class Decoder(torch.nn.Module):
         self.check()
         check_call(tokens, start, self.vocabulary, self.max_length)
         return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches())
+
+    def new_caches(self, length: int, dtype: torch.dtype | None = None) -> Caches:
+        """Caches for another text.
+
+        Args:
+            length: tokens that there is room for, a multiple of 16.
+            dtype: of keys and values; None: as the decoder's own.
+
+        Raises:
+            RuntimeError: the decoder was released.
+        """
+        self.check()
+        return Caches(self._make(length, dtype or self.cache_dtype))
+
+    def read(self, tokens: Sequence[int], begin: Caches | None = None) -> Caches:
+        """Computes keys and values of a text's beginning (a system prompt, a document), for texts that begin with it.
+
+        Args:
+            tokens: at least one.
+            begin: of another text, which may begin alike: what both have in common is copied.
+
+        Raises:
+            ValueError: no tokens, or one that is not in the vocabulary.
+            IndexError: more than max_length tokens.
+            RuntimeError: the decoder was released.
+        """
+        tokens = list(tokens)
+        check_call(torch.tensor([tokens]).long(), torch.tensor([0]), self.vocabulary, self.max_length)
+        caches = self.new_caches(-(-len(tokens) // 16) * 16)
+        same = 0 if begin is None else common(begin.tokens, tokens)
+        if begin is not None:
+            for source, target in zip(begin.layers, caches.layers, strict=True):
+                copy_layer(source, target, same)
+        caches.tokens = tokens[:same]
+        with torch.inference_mode():
+            for at in range(same, len(tokens), _ROWS):
+                self.run_texts([(caches, tokens[at : at + _ROWS])])
+        return caches
+
+    def begin(self, caches: Caches, tokens: Sequence[int]) -> int:
+        """Copies to the decoder's own caches what a text has in common with `caches`; a compiled step has the same ones.
+
+        Returns:
+            How many of the tokens the decoder has now: the ``cached`` of :func:`generate`, at least one less than there are.
+
+        Raises:
+            RuntimeError: the decoder was released.
+        """
+        self.check()
+        count = min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length)
+        for source, target in zip(caches.layers, self.caches(), strict=True):
+            copy_layer(source, target, count)
+        return count
+
+    def run_texts(
+        self,
+        texts: Sequence[tuple[Caches, Sequence[int]] | tuple[Caches, Sequence[int], tuple[Caches, int]]],
+        everywhere: bool = False,
+    ) -> list[Tensor]:
+        """Continues several texts in one call of the model, each by any number of tokens.
+
+        Args:
+            texts: the caches of each, which get the tokens, and these; of a new text also the caches of one with the same
+                beginning, and how many tokens of that are copied first. They may be those of a text before it in the call.
+            everywhere: logits behind each token instead of the last one of each text.
+
+        Returns:
+            Of each text [vocabulary], or [s, vocabulary].
+
+        Raises:
+            IndexError: a text is longer than its caches.
+            RuntimeError: the decoder was released.
+        """
+        self.check()
+        rows: list[int] = []
+        positions: list[int] = []
+        parts = []
+        for caches, tokens, *source in texts:
+            before = None
+            if source:
+                other, count = source[0]
+                caches.tokens = other.tokens[:count]
+                before = _copy_from(other, caches, count)
+            start, begin = len(caches.tokens), len(rows)
+            if start + len(tokens) > caches.length:
+                raise IndexError(f"a text has {start + len(tokens)} tokens; expected at most {caches.length}, as its caches")
+            rows += tokens
+            positions += range(start, start + len(tokens))
+            caches.tokens += tokens
+            parts.append(decoding.Part(begin, len(rows), torch.tensor([start]), caches.layers, before))
+        keep = torch.arange(len(rows)) if everywhere else torch.tensor([part.end - 1 for part in parts])
+        logits = self.run(
+            torch.tensor([rows]), torch.tensor(positions), torch.tensor([0]), decoding.Texts(parts), 0 if everywhere else keep
+        )[0]
+        if logits.shape[0] != len(keep):  # a model that gives all of them always
+            logits = logits[keep]
+        return [logits[part.begin : part.end] for part in parts] if everywhere else list(logits)
+
+
+def _copy_from(source: Caches, target: Caches, count: int) -> Callable[[int], None]:
+    def before(layer: int) -> None:
+        copy_layer(source.layers[layer], target.layers[layer], count)
+
+    return before

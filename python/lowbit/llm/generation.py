@@ -41,6 +41,16 @@ class Generation:
         return self.decode_steps / self.decode_seconds if self.decode_steps else math.nan
 
 
+def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length: int) -> None:
+    """Raises ValueError for a prompt that is empty or leaves no room, or no new tokens."""
+    if not prompt:
+        raise ValueError(f"{name} has no tokens; expected at least one")
+    if len(prompt) >= max_length:
+        raise ValueError(f"{name} has {len(prompt)} tokens; expected fewer than the decoder's max_length of {max_length}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
+
+
 @torch.inference_mode()
 def generate(
     step: Callable[[Tensor, Tensor], Tensor],
@@ -87,14 +97,7 @@ def generate(
             fewer positions than max_length, or without guesses.
     """
     prompt = list(prompt)
-    if not prompt:
-        raise ValueError("the prompt has no tokens; expected at least one")
-    if len(prompt) >= max_length:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens; expected fewer than the decoder's max_length of {max_length}"
-        )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
+    check_lengths("the prompt", prompt, max_new_tokens, max_length)
     if not 0 <= cached < len(prompt):
         raise ValueError(f"cached is {cached}; expected 0 to {len(prompt) - 1}, fewer than the prompt has tokens")
     if guesses < 0:
@@ -107,19 +110,16 @@ def generate(
     if draft is not None and draft.max_length < max_length:
         raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
     check_sampling(temperature, top_k, top_p, repetition_penalty)
-    stop = frozenset(stop)
-    generator = torch.Generator().manual_seed(seed)
-    result, came = Generation(prompt_tokens=len(prompt), cached_tokens=cached), set(prompt)
+    text = Writer(
+        prompt, max_new_tokens, max_length, temperature, top_k, top_p, repetition_penalty, seed, stop, cached, on_token
+    )
+    result = text.result
     guesser = None
     if guesses:
         guesser = Lookup(prompt) if draft is None else Draft(draft, prompt, getattr(step, "vocabulary"))
     tokens = prompt[cached:]
     guess: list[int] = []
     start = torch.tensor([cached])
-    most = min(max_new_tokens, max_length - len(prompt))
-    if len(prompt) + max_new_tokens > max_length:
-        result.stopped = "max_length"
-    begin = time.perf_counter()
     while True:
         # Behind the last token that is known, and behind each guessed one.
         call = torch.tensor([tokens + guess])
@@ -127,23 +127,12 @@ def generate(
         result.decode_calls += bool(result.tokens)
         result.guessed += len(guess)
         for row, guessed in zip(behind, [*guess, None], strict=True):
-            token = sample(penalise(row, came, repetition_penalty), temperature, top_k, top_p, generator)
-            now = time.perf_counter()
-            if not result.prefill_seconds:
-                result.prefill_seconds, decode_begin = now - begin, now
-            else:
-                result.decode_seconds = now - decode_begin
-                result.decode_steps += 1
-            if token in stop:
-                result.stopped = "stop"
+            token = text.take(row)
+            if token is None:
                 return result
-            result.tokens.append(token)
-            came.add(token)
-            if on_token is not None:
-                on_token(token)
             if guesser is not None:
                 guesser.append(token)
-            if len(result.tokens) == most:
+            if text.ended:
                 return result
             start += len(tokens)
             tokens = [token]
@@ -151,4 +140,52 @@ def generate(
                 break
             result.right += 1
         if guesser is not None:
-            guess = guesser.guess(min(guesses, most - len(result.tokens) - 1))
+            guess = guesser.guess(min(guesses, text.room - 1))
+
+
+class Writer:
+    """A text that grows by what the logits behind it say."""
+
+    def __init__(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        max_length: int,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        repetition_penalty: float,
+        seed: int,
+        stop: Iterable[int],
+        cached: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ):
+        self.result = Generation(prompt_tokens=len(prompt), cached_tokens=cached)
+        self.room = min(max_new_tokens, max_length - len(prompt))  # tokens that may come still
+        if len(prompt) + max_new_tokens > max_length:
+            self.result.stopped = "max_length"
+        self.ended = False
+        self._draw = (temperature, top_k, top_p, torch.Generator().manual_seed(seed))
+        self._penalty, self._came = repetition_penalty, set(prompt)
+        self._stop, self._on_token = frozenset(stop), on_token
+        self._began = self._first = time.perf_counter()
+
+    def take(self, logits: Tensor) -> int | None:
+        """The next token, or None where it ends the text."""
+        token = sample(penalise(logits, self._came, self._penalty), *self._draw)
+        result, now = self.result, time.perf_counter()
+        if not result.prefill_seconds:
+            result.prefill_seconds, self._first = now - self._began, now
+        else:
+            result.decode_seconds = now - self._first
+            result.decode_steps += 1
+        if token in self._stop:
+            result.stopped, self.ended = "stop", True
+            return None
+        result.tokens.append(token)
+        self._came.add(token)
+        self.room -= 1
+        self.ended = not self.room
+        if self._on_token is not None:
+            self._on_token(token)
+        return token

@@ -67,10 +67,7 @@ class Rounding:
 
     def differences(self, logits: Tensor, expected: Tensor) -> Tensor:
         """[s] from [1, s, vocabulary]: 0 for the same; 1 for logits that differ as much as if nothing came before a token."""
-        if not logits.isfinite().equal(expected.isfinite()):
-            return torch.full((expected.shape[1],), float("inf"))
-        scale = torch.maximum(self.effect, _ROUNDING / EXACT * expected.float().std(-1))
-        return (_size(logits, expected) / scale)[0]
+        return _parts(logits, expected, self.effect)
 
     def difference(self, logits: Tensor, expected: Tensor) -> float:
         """The median over all tokens but the first: rounding may send one of them to another expert."""
@@ -143,6 +140,13 @@ class _Counted(list):
         return super().__getitem__(layer)
 
 
+def _parts(logits: Tensor, expected: Tensor, effect: Tensor) -> Tensor:
+    if not logits.isfinite().equal(expected.isfinite()):
+        return torch.full((expected.shape[1],), float("inf"))
+    scale = torch.maximum(effect, _ROUNDING / EXACT * expected.float().std(-1))
+    return (_size(logits, expected) / scale)[0]
+
+
 def _all_used(used: int, layers: int) -> None:
     if used < layers:
         raise Unsupported(f"{used} of its {layers} layers use the decoder's caches")
@@ -212,7 +216,41 @@ def prove(decoder: Decoder, reference: Reference, exact: Sequence[tuple[Tensor, 
     near("pieces", pieces(sizes), whole, PIECES_MOST, forgets)
     far = run(tokens, reference.far, 0)
     near("far", far, reference.whole_far, OWN, "its logits at far positions are others than its own")
+    measured["texts"] = _beside_another(decoder, reference, whole)
     return measured
+
+
+def _beside_another(decoder: Decoder, reference: Reference, whole: Tensor) -> float:
+    """How far a text's logits move when another one, which it must not see, is in the same call. Nothing but
+    :func:`check_texts` minds, so a model that fails here is a decoder all the same."""
+    tokens, count = reference.tokens, reference.tokens.shape[1]
+    shorter = max(1, count - 3)
+    try:
+        logits = torch.cat(
+            decoder.run_texts(
+                [(decoder.new_caches(16, decoder.model.dtype), tokens[0, :size].tolist()) for size in (shorter, count)], True
+            )
+        )
+    except Exception:
+        return float("inf")
+    expected = torch.cat([whole[0, :shorter], whole[0]])
+    scale = torch.cat([reference.effect[:, :shorter], reference.effect], dim=1)
+    return float(_parts(logits[None], expected[None], scale).median())
+
+
+def check_texts(decoder: Decoder) -> None:
+    """Refuses several texts in a call where they would see each other.
+
+    Raises:
+        Unsupported: says what was found.
+    """
+    found = decoder.measured["texts"]
+    most = EXACT if decoder.exact else PIECES_MOST
+    if not found <= most:
+        raise Unsupported(
+            f"the logits of {type(decoder.model).__name__} are others when a call has several texts ({found:.2g} of what the "
+            f"text before does to them; rounding is below {most:g}); expected one text at a time"
+        )
 
 
 @torch.inference_mode()

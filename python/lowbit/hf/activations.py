@@ -1,0 +1,62 @@
+"""Activation functions of transformers' models, with the same bits for a row whatever else is in the call.
+
+torch computes a tensor in vectors, and what is left over at the end, or at the end of a thread's share, one by one. The two
+differ in the last bit for SiLU, the sigmoid and GELU with tanh in float32. So where a row's elements fall would depend on how
+many rows there are, and on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LANES = 64  # a multiple of what torch's loops take in a step, on every CPU: two vectors
+_GRAIN = 32768  # elements that torch gives a thread at least
+_ALONE = 16384  # elements that one thread computes always
+_TORCH = (torch.nn.SiLU, torch.nn.GELU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.Mish, torch.nn.Softplus)
+
+
+def is_activation(module: torch.nn.Module) -> bool:
+    """Whether a module is a function of each element."""
+    return type(module) in _TORCH or type(module).__module__ == "transformers.activations"
+
+
+class RowWise(torch.nn.Module):
+    """An activation function whose results do not depend on what rows are beside a row.
+
+    Compiled code has loops of its own, and gets the function as it is.
+    """
+
+    def __init__(self, function: torch.nn.Module):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not x.numel():
+            return self.function(x)
+        width = x.shape[-1]
+        if width % _LANES:  # each row ends at a full vector
+            return self(torch.nn.functional.pad(x, (0, -width % _LANES)))[..., :width].contiguous()
+        flat = x.reshape(-1)
+        pieces = _pieces(flat.numel(), torch.get_num_threads())
+        if len(pieces) == 1:
+            return self.function(flat).view(x.shape)
+        return torch.cat([self.function(piece) for piece in flat.split(pieces)]).view(x.shape)
+
+
+def _pieces(count: int, threads: int) -> list[int]:
+    """Sizes of pieces, of each of which every thread's share is whole vectors."""
+    pieces = []
+    while count:
+        size = count
+        while size > _ALONE:
+            # Most functions use as many threads as have _GRAIN elements each, GELU uses all.
+            step = _LANES * math.lcm(threads, min(threads, -(-size // _GRAIN)))
+            if size % step == 0:
+                break
+            size = max(size - size % step, _ALONE)
+        pieces.append(size)
+        count -= size
+    return pieces

@@ -1,0 +1,122 @@
+"""The metadata of a GGUF file: the keys of its architecture, and the tokens that a model and its generation name.
+
+A key of the architecture that nobody has asked for is an error: it could change results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..files.gguf import Gguf
+from ..files.untrusted import printable
+
+REQUIRED = object()
+
+# Keys that say what the tensors show anyway, or nothing about results.
+_SILENT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
+# Names that end a turn in some model; ggml's programs stop at each of them too.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
+_CONTROL = 3  # the type of a token that is no text
+
+
+class Metadata:
+    """The keys of one architecture, each of which has to be asked for."""
+
+    def __init__(self, gguf: Gguf):
+        self.path, self.all, self.tensors = gguf.paths[0], gguf.metadata, len(gguf.tensors)
+        architecture = self.all.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise ValueError(f"{self.path} has no general.architecture; expected the name of one")
+        self.architecture = architecture
+        self._asked: set[str] = set()
+
+    def _get(self, name: str, default: Any) -> Any:
+        self._asked.add(name)
+        key = f"{self.architecture}.{name}"
+        if key in self.all:
+            return self.all[key]
+        if default is REQUIRED:
+            raise ValueError(f"{self.path} has no {key}, which the architecture needs")
+        return default
+
+    def whole(self, name: str, default: Any = REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected one whole number")
+        return value
+
+    def real(self, name: str, default: Any = REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected a finite number")
+        return float(value)
+
+    def text(self, name: str, default: Any = REQUIRED) -> Any:
+        value = self._get(name, default)
+        if value is not default and not isinstance(value, str):
+            raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected a text")
+        return value
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """A key that may be absent, or have one of these values."""
+        value = self._get(name, allowed[0])
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            raise ValueError(
+                f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected {' or '.join(map(str, allowed))}"
+            )
+
+    def check_all_asked(self) -> None:
+        prefix = f"{self.architecture}."
+        names = {key.removeprefix(prefix) for key in self.all if key.startswith(prefix)}
+        unknown = sorted(names - self._asked - _SILENT)
+        if unknown:
+            raise ValueError(
+                f"{self.path} has {prefix}{printable(unknown[0])}, which lowbit does not know for this architecture: "
+                "the model could compute otherwise than the result would"
+            )
+
+
+def _shown(value: Any) -> str:
+    return f"of {len(value)} values" if isinstance(value, list | np.ndarray) else repr(value)
+
+
+def special_tokens(metadata: Metadata, vocabulary: int) -> dict[str, int | None]:
+    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id``; None where the file has none, not the class's own."""
+    found: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    for ours, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        value = metadata.all.get(f"tokenizer.ggml.{key}_token_id")
+        if value is not None:
+            found[f"{ours}_token_id"] = _token(metadata.path, key, value, vocabulary)
+    return found
+
+
+def _token(path: Path, key: str, value: Any, vocabulary: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
+        raise ValueError(
+            f"{path} has tokenizer.ggml.{key}_token_id {_shown(value)}; expected 0 to {vocabulary - 1}, a token"
+        )
+    return value
+
+
+def generation_config(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json: the tokens that end a text. A file names one or two, a chat model may have more."""
+    vocabulary = config["vocab_size"]
+    ends = [config["eos_token_id"]] if config["eos_token_id"] is not None else []
+    for key in ("eot", "eom"):
+        value = metadata.all.get(f"tokenizer.ggml.{key}_token_id")
+        if value is not None:
+            ends.append(_token(metadata.path, key, value, vocabulary))
+    tokens, types = metadata.all.get("tokenizer.ggml.tokens"), metadata.all.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens) <= vocabulary:
+        ends += [index for index in np.flatnonzero(types == _CONTROL).tolist() if tokens[index] in _ENDS]
+    content: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config[key] is not None}
+    return content | ({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})

@@ -1,0 +1,52 @@
+"""Keys and values of one text, which can begin as another one's do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_PANEL = 16  # positions of a head's keys lie together, docs/design.md
+
+
+class Caches:
+    """Keys and values of one text, apart from a decoder's own: :meth:`Decoder.new_caches` and :meth:`Decoder.read` make
+    them."""
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]):
+        self.layers = list(layers)
+        self.tokens: list[int] = []  # whose keys and values these are
+
+    @property
+    def length(self) -> int:
+        """Tokens that there is room for."""
+        return self.layers[0][0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers, those that hold nothing yet included."""
+        return sum(cache.nbytes for pair in self.layers for cache in pair)
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int) -> None:
+    """Copies keys and values of a layer for the first `count` positions; the caches may differ in length.
+
+    Whole panels are copied: what is behind `count` in the last one is written anew before it is read.
+    """
+    count = -(-count // _PANEL) * _PANEL
+    for read, write in zip(source, target, strict=True):
+        # Of each head first the values, then, in int8, the scales of all positions.
+        bytes_of_scale = 4 if read.dtype is torch.int8 else 0
+        width = read.shape[3] - bytes_of_scale
+        (from_, to), lengths = (each.view(each.shape[1], -1) for each in (read, write)), (read.shape[2], write.shape[2])
+        to[:, : count * width] = from_[:, : count * width]
+        if bytes_of_scale:
+            begins = [length * width for length in lengths]
+            many = count * bytes_of_scale
+            to[:, begins[1] : begins[1] + many] = from_[:, begins[0] : begins[0] + many]

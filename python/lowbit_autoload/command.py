@@ -1,0 +1,12 @@
+"""The program ``lowbit``: its command line; where the package cannot be imported, one line that says why."""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command that ``sys.argv`` names, and exits."""
+    try:
+        from lowbit.cli import main as run
+    except (ImportError, OSError) as error:  # OSError: torch's own libraries do not load
+        sys.exit(f"lowbit: error: {error}")
+    run()
