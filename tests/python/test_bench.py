@@ -349,19 +349,25 @@ def test_an_interrupted_run_keeps_its_results(roofs, tmp_path):
     assert len(found["lowbit 4 bits g32"]["samples"]) >= 2 and found["torch float32"]["seconds"] > 0
 
 
+def test_a_wrong_option_in_a_process(roofs):
+    process = run_compare("--roofs", roofs, "--libraries", "torch,nothing")
+    assert process.returncode == 2 and "unknown libraries: nothing" in process.stderr
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--libraries", "torch,nothing"), "unknown libraries: nothing"),
         (("--libraries", "ggml"), "must include torch"),
         (("--shapes", "100x256"), "--shapes"),
         (("--rounds", "0"), "must be 1 or more"),
         (("--roofs", "nowhere/roofs"), "nowhere/roofs is not there"),
     ],
 )
-def test_wrong_options(roofs, arguments, message):
-    process = run_compare("--roofs", roofs, *arguments)
-    assert process.returncode == 2 and message in process.stderr
+def test_wrong_options(peers, roofs, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", list(map(str, ["compare.py", "--roofs", roofs, *arguments])))
+    with pytest.raises(SystemExit) as end:
+        peers("compare").main()
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_roofs_refuses_nonsense(roofs):
