@@ -1,5 +1,6 @@
 """The program ``lowbit``: its command line; where the package cannot be imported, one line that says why."""
 
+import json
 import sys
 
 
@@ -8,5 +9,9 @@ def main() -> None:
     try:
         from lowbit.cli import main as run
     except (ImportError, OSError) as error:  # OSError: torch's own libraries do not load
+        if "--debug" in sys.argv:
+            raise
+        if "--json" in sys.argv:
+            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
         sys.exit(f"lowbit: error: {error}")
     run()

@@ -97,10 +97,11 @@ def test_a_process_that_ends_or_hangs_is_a_finding(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_imported_is_one_line():
-    result = run("doctor", LOWBIT_ISA="nonsense")
-    assert result.returncode == 1 and result.stdout == ""
+    result = run("doctor", "--json", LOWBIT_ISA="nonsense")
     (line,) = result.stderr.splitlines()
-    assert line.startswith("lowbit: error: LOWBIT_ISA is 'nonsense'; expected one of: portable, ")
+    said = line.removeprefix("lowbit: error: ")
+    assert result.returncode == 1 and said.startswith("LOWBIT_ISA is 'nonsense'; expected one of: portable, ")
+    assert document(result) == {"error": {"type": "ImportError", "message": said}}
 
 
 def test_wrong_results_are_found(monkeypatch, capsys):
