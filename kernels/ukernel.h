@@ -18,11 +18,14 @@
 //                    q = q * factor;  x[j] = 0, for i in order: x[j] = fma(k[j][i], q[i], x[j])
 //                    int8 caches: k and v are the codes, and x[j] = x[j] * key_scale[j]
 //                    with a cap: x[j] = tanh2(x[j]) * cap
-//                    m = -FLT_MAX, sums[16] = 0, o = 0;  with a sink: m = max(m, sink), sums[0] = 1
-//                    for each block of 256 positions (0 to 255, 256 to 511, ...) of which it sees some:
-//                      M = max(m, the block's x);  c = exp2(m - M), sums *= c, o *= c, m = M;  for j in order:
-//                        p = exp2(x[j] - m), sums[j % 16] += p, int8 caches: p = p * value_scale[j],
-//                        for all i: o[i] = fma(v[j][i], p, o[i])
+//                    for each span of 512 positions (0 to 511, 512 to 1023, ...) of which it sees some:
+//                      m = -FLT_MAX, sums[16] = 0, o = 0;  with a sink, in the first: m = max(m, sink), sums[0] = 1
+//                      for each block of 256 positions (0 to 255, 256 to 511, ...) of which it sees some:
+//                        M = max(m, the block's x);  c = exp2(m - M), sums *= c, o *= c, m = M;  for j in order:
+//                          p = exp2(x[j] - m), sums[j % 16] += p, int8 caches: p = p * value_scale[j],
+//                          for all i: o[i] = fma(v[j][i], p, o[i])
+//                      behind another, which came to m', sums' and o':  M = max(m', m), a = exp2(m' - M),
+//                        b = exp2(m - M), sums = fma(sums', a, sums * b), o = fma(o', a, o * b), m = M
 //                    y = o * (1 / sum);  sum: lanes l and l + 8 are added, then l and l + 4, l + 2, l + 1
 //   tanh2(x)         e = exp2(-|x|), (1 - e) / (1 + e), with the sign of x: the tanh of x / (2 log2(e))
 //   keys and values  to 16-bit caches: rounded as outputs are. To int8, a position of a head: s = max |x| / 127,
@@ -98,9 +101,10 @@ struct EmbeddingArgs {
   DType out_dtype;
 };
 
-// Sizes of attention. A block is part of the arithmetic, and a panel of the layout of keys.
+// Sizes of attention. Blocks and spans are part of the arithmetic, and a panel of the layout of keys.
 inline constexpr int64_t kKeyPositions = 16;      // of a panel
 inline constexpr int64_t kAttentionBlock = 256;   // positions
+inline constexpr int64_t kAttentionSpan = 512;    // positions that nothing before them enters: threads may share spans
 inline constexpr int64_t kAttentionRows = 16;     // at once
 inline constexpr int64_t kAttentionWidth = 512;   // of a head's keys or values, at most; a multiple of 16
 
@@ -129,6 +133,19 @@ struct AttentionArgs {
   float factor;            // scale * log2(e), or with a cap: scale / softcap * 2 log2(e)
   float cap;               // softcap * log2(e); 0: none
   float* scratch;          // attention_scratch(width, value_width) floats, 64-byte aligned
+  // Null: outputs are written. Else all rows see the same positions, those of one span; sinks are null but for a row's
+  // first span; and what the span comes to is written here, for AttentionKernel::join: attention_partial(rows,
+  // value_width) floats, 64-byte aligned.
+  float* partial = nullptr;
+};
+
+// What AttentionArgs::partial has of some rows, of all spans that they see, one behind the other. Changed.
+struct AttentionJoinArgs {
+  int64_t rows, spans;
+  float* partials;   // 64-byte aligned
+  void* const* out;  // as in AttentionArgs
+  DType dtype;
+  int64_t value_width;
 };
 
 // A new position of one head: into the keys and values that AttentionArgs has. `k`, `v` and the caches may be unaligned.
@@ -146,9 +163,14 @@ struct AttentionWriteArgs {
   int64_t width, value_width;
 };
 
-// Queries, outputs, 16 sums and a maximum per row, and the scores of 4 rows in a block.
+// Outputs, 16 sums and a maximum per row; there are 16 maxima always, so that what follows is aligned.
+constexpr int64_t attention_partial(int64_t rows, int64_t value_width) {
+  return rows * (value_width + kKeyPositions) + kAttentionRows;
+}
+
+// Queries, what a span and those before it come to, and the scores of 4 rows in a block.
 constexpr int64_t attention_scratch(int64_t width, int64_t value_width) {
-  return kAttentionRows * (width + value_width + kKeyPositions + 1) + 4 * kAttentionBlock;
+  return kAttentionRows * width + 2 * attention_partial(kAttentionRows, value_width) + 4 * kAttentionBlock;
 }
 
 struct QuantizeKernel {
@@ -189,6 +211,7 @@ struct AttentionKernel {
   IsaBits isa;
   void (*run)(const AttentionArgs&);
   void (*write)(const AttentionWriteArgs&);
+  void (*join)(const AttentionJoinArgs&);
 };
 
 // A row that reads every mapping that its width can have.

@@ -163,34 +163,84 @@ class Call {
   // Rows [begin, end) of the queries of one head of the caches, at most kAttentionRows: position by position, the heads
   // of the group next to each other. `memory`: worker_bytes() of it, 64-byte aligned.
   void attend(int64_t cache_head, int64_t begin, int64_t end, char* memory) const {
-    float* const scratch = reinterpret_cast<float*>(memory);
-    char* const gathered = memory + scratch_bytes();
+    const Rows rows(*this, cache_head, begin, end, memory);
+    kernel_.run(rows.arguments(nullptr));
+  }
+
+  // The same of one position's rows and one of its spans only: what it comes to, for `join`.
+  void attend_span(int64_t cache_head, int64_t begin, int64_t end, int64_t span, char* memory, float* partial) const {
+    Rows rows(*this, cache_head, begin, end, memory);
+    const int64_t first = span * kAttentionSpan, last = first + kAttentionSpan;
+    if (rows.begins[0] < first) rows.has_sinks = false;
+    for (int64_t r = 0; r < end - begin; ++r) {
+      if (rows.begins[r] < first) rows.begins[r] = first;
+      if (rows.ends[r] > last) rows.ends[r] = last;
+    }
+    kernel_.run(rows.arguments(partial));
+  }
+
+  void join(int64_t cache_head, int64_t begin, int64_t end, int64_t spans, float* partials) const {
+    void* out[kAttentionRows];
+    for (int64_t row = begin; row < end; ++row) out[row - begin] = output(cache_head, row);
+    kernel_.join({end - begin, spans, partials, out, dtype_of(q_.type), sizes_.value_width});
+  }
+
+  // The spans that rows of a single position see: the first, and the one behind the last.
+  int64_t first_span() const {
+    const int64_t end = sizes_.start + 1;
+    return (scores_.window > 0 && scores_.window < end ? end - scores_.window : 0) / kAttentionSpan;
+  }
+  int64_t end_span() const { return sizes_.start / kAttentionSpan + 1; }
+
+ private:
+  // What the kernel is told of some rows.
+  struct Rows {
+    const Call& call;
+    int64_t cache_head, count;
     const void* q[kAttentionRows];
     void* out[kAttentionRows];
     int64_t begins[kAttentionRows], ends[kAttentionRows];
     float sinks[kAttentionRows];
-    const int64_t width = sizes_.width;
-    const int64_t batch = cache_head / sizes_.kv_heads, first_head = cache_head % sizes_.kv_heads * group_;
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t i = row / group_, head = first_head + row % group_, at = row - begin;
-      q[at] = static_cast<const char*>(q_.data) +
-              (batch * q_.stride[0] + head * q_.stride[1] + i * q_.stride[2]) * item_;
-      if (q_.stride[3] != 1) {
-        char* const copy = gathered + at * width * item_;
-        gather(item_, q[at], q_.stride[3], copy, width);
-        q[at] = copy;
-      }
-      out[at] = out_ + ((batch * sizes_.positions + i) * sizes_.heads + head) * sizes_.value_width * item_;
-      ends[at] = sizes_.start + i + 1;
-      begins[at] = scores_.window > 0 && scores_.window < ends[at] ? ends[at] - scores_.window : 0;
-      if (scores_.sinks != nullptr) sinks[at] = sink(head);
-    }
-    kernel_.run({end - begin, q, out, begins, ends, scores_.sinks != nullptr ? sinks : nullptr, keys(cache_head),
-                 values(cache_head), key_scales(cache_head), value_scales(cache_head), dtype_of(q_.type), cache_, width,
-                 sizes_.value_width, factor_, cap_, scratch});
-  }
+    bool has_sinks;
+    float* scratch;
 
- private:
+    Rows(const Call& call, int64_t cache_head, int64_t begin, int64_t end, char* memory)
+        : call(call), cache_head(cache_head), count(end - begin), has_sinks(call.scores_.sinks != nullptr),
+          scratch(reinterpret_cast<float*>(memory)) {
+      const TensorView& from = call.q_;
+      const int64_t width = call.sizes_.width, item = call.item_, group = call.group_, window = call.scores_.window;
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t i = row / group, head = call.head_of(cache_head, row), at = row - begin;
+        q[at] = static_cast<const char*>(from.data) +
+                (cache_head / call.sizes_.kv_heads * from.stride[0] + head * from.stride[1] + i * from.stride[2]) * item;
+        if (from.stride[3] != 1) {
+          char* const copy = memory + call.scratch_bytes() + at * width * item;
+          gather(item, q[at], from.stride[3], copy, width);
+          q[at] = copy;
+        }
+        out[at] = call.output(cache_head, row);
+        ends[at] = call.sizes_.start + i + 1;
+        begins[at] = window > 0 && window < ends[at] ? ends[at] - window : 0;
+        if (has_sinks) sinks[at] = call.sink(head);
+      }
+    }
+
+    AttentionArgs arguments(float* partial) const {
+      return {count, q, out, begins, ends, has_sinks ? sinks : nullptr, call.keys(cache_head), call.values(cache_head),
+              call.key_scales(cache_head), call.value_scales(cache_head), dtype_of(call.q_.type), call.cache_,
+              call.sizes_.width, call.sizes_.value_width, call.factor_, call.cap_, scratch, partial};
+    }
+  };
+
+  // The head of the queries that a row of a head of the caches has.
+  int64_t head_of(int64_t cache_head, int64_t row) const {
+    return cache_head % sizes_.kv_heads * group_ + row % group_;
+  }
+  void* output(int64_t cache_head, int64_t row) const {
+    const int64_t batch = cache_head / sizes_.kv_heads;
+    return out_ + ((batch * sizes_.positions + row / group_) * sizes_.heads + head_of(cache_head, row)) *
+                      sizes_.value_width * item_;
+  }
   int64_t scratch_bytes() const {
     return aligned(attention_scratch(sizes_.width, sizes_.value_width) * static_cast<int64_t>(sizeof(float)));
   }
@@ -279,23 +329,54 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
   grid.columns = (rows + kAttentionRows - 1) / kAttentionRows;
   grid.least_columns = grid.most_columns = 1 + kClaimProducts / (row_products * kAttentionRows);
   const Parallel threads = rows * cache_heads * row_products < kParallelProducts ? Parallel() : parallel;
+  // Where one position has fewer pieces than the threads would share well, they share its spans, too: a piece is a span
+  // of up to kAttentionRows rows, and whoever ends the last one of these rows joins them.
+  const int64_t tiles = grid.columns, first_span = call.first_span(), spans = call.end_span() - first_span;
+  const bool by_spans = positions == 1 && spans > 1 && threads.threads > 1 && cache_heads * tiles < 4 * threads.threads;
+  const int64_t partial = attention_partial(rows < kAttentionRows ? rows : kAttentionRows, sizes.value_width);
+  const int64_t partials = by_spans ? cache_heads * tiles * spans : 0;
+  using Ended = std::atomic<int64_t>;
   const int64_t bands_bytes = aligned(cache_heads * static_cast<int64_t>(sizeof(Band)));
-  const int64_t worker_bytes = call.worker_bytes(), bytes = bands_bytes + threads.threads * worker_bytes;
+  const int64_t ended_bytes = aligned((by_spans ? cache_heads * tiles : 0) * static_cast<int64_t>(sizeof(Ended)));
+  const int64_t partial_bytes = partials * partial * static_cast<int64_t>(sizeof(float));
+  const int64_t worker_bytes = call.worker_bytes();
+  const int64_t bytes = bands_bytes + ended_bytes + partial_bytes + threads.threads * worker_bytes;
   const Scratch memory(bytes);
   if (memory.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of attention", bytes);
   Band* const bands = new (memory.data()) Band[static_cast<size_t>(cache_heads)];
-  char* const workers = memory.data() + bands_bytes;
-  parallel_2d(threads, grid, bands,
-              [&](int, int64_t begin, int64_t end) {
-                for (int64_t row = begin; row < end; ++row) call.write(row / positions, row % positions);
-              },
-              [&](int worker, int64_t cache_head, int64_t begin, int64_t end) {
-                char* const own = workers + worker * worker_bytes;
-                for (int64_t column = begin; column < end; ++column) {
-                  const int64_t first = (grid.columns - 1 - column) * kAttentionRows;
-                  call.attend(cache_head, first, first + kAttentionRows < rows ? first + kAttentionRows : rows, own);
-                }
-              });
+  char* const workers = memory.data() + bands_bytes + ended_bytes + partial_bytes;
+  const auto write = [&](int, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) call.write(row / positions, row % positions);
+  };
+  const auto rows_end = [&](int64_t first) { return first + kAttentionRows < rows ? first + kAttentionRows : rows; };
+  if (by_spans) {
+    Ended* const ended = new (memory.data() + bands_bytes) Ended[static_cast<size_t>(cache_heads * tiles)]();
+    float* const results = reinterpret_cast<float*>(memory.data() + bands_bytes + ended_bytes);
+    grid.columns = tiles * spans;
+    grid.least_columns = grid.most_columns = 1;
+    parallel_2d(threads, grid, bands, write, [&](int worker, int64_t cache_head, int64_t begin, int64_t end) {
+      for (int64_t column = begin; column < end; ++column) {
+        const int64_t tile = column / spans, span = column % spans, first = tile * kAttentionRows;
+        const int64_t at = cache_head * tiles + tile;
+        float* const own = results + at * spans * partial;
+        // The last rows may be fewer than the others.
+        const int64_t size = attention_partial(rows_end(first) - first, sizes.value_width);
+        call.attend_span(cache_head, first, rows_end(first), first_span + span, workers + worker * worker_bytes,
+                         own + span * size);
+        if (ended[at].fetch_add(1, std::memory_order_acq_rel) + 1 == spans) {
+          call.join(cache_head, first, rows_end(first), spans, own);
+        }
+      }
+    });
+    return {};
+  }
+  parallel_2d(threads, grid, bands, write, [&](int worker, int64_t cache_head, int64_t begin, int64_t end) {
+    char* const own = workers + worker * worker_bytes;
+    for (int64_t column = begin; column < end; ++column) {
+      const int64_t first = (grid.columns - 1 - column) * kAttentionRows;
+      call.attend(cache_head, first, rows_end(first), own);
+    }
+  });
   return {};
 }
 

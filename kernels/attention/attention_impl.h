@@ -169,17 +169,30 @@ void multiply_all(const Product& product) {
   }
 }
 
+// What some rows have come to.
+struct Partial {
+  float *out, *sums, *most;
+  int64_t value_width;
+
+  Partial(float* memory, int64_t rows, int64_t value_width)
+      : out(memory), sums(out + rows * value_width), most(sums + rows * kLanes), value_width(value_width) {}
+
+  float* out_of(int64_t row) const { return out + row * value_width; }
+  float* sums_of(int64_t row) const { return sums + row * kLanes; }
+};
+
 // The memory of some rows between blocks, and the scores of those in hand.
 struct State {
-  float *q, *out, *sums, *scores, *most;
+  float *q, *scores;
+  Partial before, now;  // the spans before, and the one in hand
 
-  State(float* memory, int64_t width, int64_t value_width) {
-    q = memory;
-    out = q + kAttentionRows * width;
-    sums = out + kAttentionRows * value_width;
-    scores = sums + kAttentionRows * kLanes;
-    most = scores + 4 * kAttentionBlock;
-  }
+  explicit State(const AttentionArgs& args)
+      : q(args.scratch), scores(q + kAttentionRows * args.width),
+        before(scores + 4 * kAttentionBlock, kAttentionRows, args.value_width),
+        now(args.partial != nullptr
+                ? Partial(args.partial, args.rows, args.value_width)
+                : Partial(scores + 4 * kAttentionBlock + attention_partial(kAttentionRows, args.value_width),
+                          kAttentionRows, args.value_width)) {}
 };
 
 // Positions of a block, counted from its first.
@@ -246,8 +259,7 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
   }
   for (int r = 0; r < Rows; ++r) {
     softmax<V, C>(state.scores + r * kAttentionBlock, seen[r], key_scales, value_scales, args.cap,
-                  state.most + row + r, state.sums + (row + r) * kLanes, state.out + (row + r) * value_width,
-                  value_width);
+                  state.now.most + row + r, state.now.sums_of(row + r), state.now.out_of(row + r), value_width);
   }
   // The values that all rows see, together; those before and behind, row by row. Each row in order of its positions.
   const char* values = static_cast<const char*>(args.values) + block * value_width * kItem;
@@ -255,8 +267,7 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
     if (begin >= end) return;
     multiply_all<V, C, decltype(rows)::value, true>(
         {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + begin * value_width * kItem,
-         value_width * kItem, kLanes * kItem, end - begin, state.out + (row + r) * value_width, value_width,
-         value_width / kLanes});
+         value_width * kItem, kLanes * kItem, end - begin, state.now.out_of(row + r), value_width, value_width / kLanes});
   };
   const std::integral_constant<int, 1> one;
   const int64_t begin = seen[Rows - 1].begin, end = seen[0].end;
@@ -269,46 +280,100 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
   for (int r = 0; r < Rows; ++r) add(one, r, end, seen[r].end);
 }
 
+// What a row comes to behind nothing.
+template <class V>
+void clear(const Partial& partial, int64_t row, const float* sinks) {
+  float* const out = partial.out_of(row);
+  for (int64_t i = 0; i < partial.value_width; i += kLanes) V::store(out + i, V::broadcast(0.0f));
+  float* const sums = partial.sums_of(row);
+  V::store(sums, V::broadcast(0.0f));
+  partial.most[row] = -0x1.fffffep127f;
+  if (sinks != nullptr) {
+    sums[0] = 1.0f;
+    if (!(sinks[row] <= partial.most[row])) partial.most[row] = sinks[row];  // also NaN
+  }
+}
+
+template <class V>
+void copy(const Partial& from, const Partial& to, int64_t row) {
+  for (int64_t i = 0; i < from.value_width; i += kLanes) V::store(to.out_of(row) + i, V::load(from.out_of(row) + i));
+  V::store(to.sums_of(row), V::load(from.sums_of(row)));
+  to.most[row] = from.most[row];
+}
+
+// Joins what a row came to before to what it comes to now.
+template <class V>
+void join(const Partial& before, const Partial& now, int64_t row) {
+  const float was = before.most[row], is = now.most[row], most = is > was ? is : was;  // NaN stays, a sink may be one
+  const V a = exp2_of(V::broadcast(was - most)), b = exp2_of(V::broadcast(is - most));
+  const auto add = [&](const float* from, float* to) __attribute__((always_inline)) {
+    V::store(to, V::fma(V::load(from), a, V::mul(V::load(to), b)));
+  };
+  add(before.sums_of(row), now.sums_of(row));
+  for (int64_t i = 0; i < now.value_width; i += kLanes) add(before.out_of(row) + i, now.out_of(row) + i);
+  now.most[row] = most;
+}
+
+template <class V>
+void finish(const Partial& partial, int64_t row, void* to, DType dtype) {
+  const float sum = fold(V::load(partial.sums_of(row)), [](float a, float b) { return a + b; });
+  const V inverse = V::broadcast(1.0f / sum);
+  char* const out = static_cast<char*>(to);
+  for (int64_t i = 0; i < partial.value_width; i += kLanes) {
+    store_floats(out + i * size_of(dtype), dtype, V::same_nan(V::mul(V::load(partial.out_of(row) + i), inverse)));
+  }
+}
+
 template <class V, CacheType C>
 void attention(const AttentionArgs& args) {
-  const int64_t width = args.width, value_width = args.value_width, rows = args.rows;
-  const State state(args.scratch, width, value_width);
+  const int64_t width = args.width, rows = args.rows, length = args.ends[rows - 1];
+  const State state(args);
   for (int64_t r = 0; r < rows; ++r) {
     const char* q = static_cast<const char*>(args.q[r]);
     for (int64_t i = 0; i < width; i += kLanes) {
       const V values = load_floats<V>(q + i * size_of(args.dtype), args.dtype);
       V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
     }
-    for (int64_t i = 0; i < value_width; i += kLanes) V::store(state.out + r * value_width + i, V::broadcast(0.0f));
-    V::store(state.sums + r * kLanes, V::broadcast(0.0f));
-    state.most[r] = -0x1.fffffep127f;
-    if (args.sinks != nullptr) {
-      state.sums[r * kLanes] = 1.0f;
-      if (!(args.sinks[r] <= state.most[r])) state.most[r] = args.sinks[r];  // also NaN
+  }
+  int64_t block = args.begins[0] / kAttentionBlock * kAttentionBlock;
+  int64_t first = 0, last = 0;              // the rows [first, last) see some of the block
+  int64_t span_first = 0, span_last = 0;    // and these of the span
+  for (int64_t span = block / kAttentionSpan * kAttentionSpan; span < length; span += kAttentionSpan) {
+    while (args.ends[span_first] <= span) ++span_first;
+    while (span_last < rows && args.begins[span_last] < span + kAttentionSpan) ++span_last;
+    for (int64_t r = span_first; r < span_last; ++r) {
+      const bool behind = args.partial == nullptr && args.begins[r] < span;
+      if (behind) copy<V>(state.now, state.before, r);
+      clear<V>(state.now, r, behind ? nullptr : args.sinks);
+    }
+    for (; block < length && block < span + kAttentionSpan; block += kAttentionBlock) {
+      while (args.ends[first] <= block) ++first;
+      while (last < rows && args.begins[last] < block + kAttentionBlock) ++last;
+      int64_t row = first;
+      for (; row + 4 <= last; row += 4) attend<V, C, 4>(args, state, row, block);
+      if (row + 2 <= last) {
+        attend<V, C, 2>(args, state, row, block);
+        row += 2;
+      }
+      if (row < last) attend<V, C, 1>(args, state, row, block);
+    }
+    for (int64_t r = span_first; r < span_last; ++r) {
+      if (args.partial == nullptr && args.begins[r] < span) join<V>(state.before, state.now, r);
     }
   }
-  const int64_t least = args.begins[0] / kAttentionBlock * kAttentionBlock;
-  int64_t first = 0, last = 0;  // the rows [first, last) see some of the block
-  for (int64_t block = least; block < args.ends[rows - 1]; block += kAttentionBlock) {
-    while (args.ends[first] <= block) ++first;
-    while (last < rows && args.begins[last] < block + kAttentionBlock) ++last;
-    int64_t row = first;
-    for (; row + 4 <= last; row += 4) attend<V, C, 4>(args, state, row, block);
-    if (row + 2 <= last) {
-      attend<V, C, 2>(args, state, row, block);
-      row += 2;
-    }
-    if (row < last) attend<V, C, 1>(args, state, row, block);
+  for (int64_t r = 0; r < rows && args.partial == nullptr; ++r) finish<V>(state.now, r, args.out[r], args.dtype);
+}
+
+template <class V>
+void join_spans(const AttentionJoinArgs& args) {
+  const int64_t size = attention_partial(args.rows, args.value_width);
+  for (int64_t s = 1; s < args.spans; ++s) {
+    const Partial before(args.partials + (s - 1) * size, args.rows, args.value_width);
+    const Partial now(args.partials + s * size, args.rows, args.value_width);
+    for (int64_t r = 0; r < args.rows; ++r) join<V>(before, now, r);
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    const float sum = fold(V::load(state.sums + r * kLanes), [](float a, float b) { return a + b; });
-    const V inverse = V::broadcast(1.0f / sum);
-    char* out = static_cast<char*>(args.out[r]);
-    for (int64_t i = 0; i < value_width; i += kLanes) {
-      store_floats(out + i * size_of(args.dtype), args.dtype,
-                   V::same_nan(V::mul(V::load(state.out + r * value_width + i), inverse)));
-    }
-  }
+  const Partial all(args.partials + (args.spans - 1) * size, args.rows, args.value_width);
+  for (int64_t r = 0; r < args.rows; ++r) finish<V>(all, r, args.out[r], args.dtype);
 }
 
 template <class V>

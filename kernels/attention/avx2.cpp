@@ -76,7 +76,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
 }  // namespace
 

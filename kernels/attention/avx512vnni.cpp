@@ -57,7 +57,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
 }  // namespace
 

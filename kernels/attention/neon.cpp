@@ -105,7 +105,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, write_cache<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
 }  // namespace
 

@@ -78,7 +78,7 @@ struct Vector {
   }
 };
 
-constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>, write_cache<Vector>}};
+constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
 }  // namespace
 

@@ -20,7 +20,8 @@
 // panels, and make the outputs there as well. A thread whose vectors are shorter, or with a caller's live ZA, goes the
 // way of the rows for i8mm.
 //
-// gemm_sme2.h has many rows, gemv_sme2.h few, streaming_sme2.h what both need.
+// gemm_sme2.h has many rows (pieces_sme2.h: their activations, tiles_sme2.h: their sums and outputs), gemv_sme2.h few,
+// streaming_sme2.h what both need.
 
 #include <type_traits>
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .ops import _check_packed, info
+from .packed import check_packed, info
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -84,7 +84,7 @@ def _splice(parts: list[Tensor], dim: int, begin: int, end: int) -> Tensor:
         if not -(2**63) <= value < 2**63:
             raise ValueError(f"{name} is {value}; expected a number of rows or inputs")
     for part in parts:
-        _check_packed(part)
+        check_packed(part)
     matrices = [(part.data_ptr(), part.numel()) for part in parts]
     out = torch.empty(_C.spliced_bytes(matrices, dim, begin, end), dtype=torch.uint8)
     _C.splice(matrices, dim, begin, end, out.data_ptr(), out.numel())

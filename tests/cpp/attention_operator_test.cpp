@@ -162,6 +162,33 @@ TEST(Attention, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
+// A token's positions are shared by the threads where its heads are too few for them, with the same bits.
+TEST(Attention, ATokenWithFewHeadsOfKeys) {
+  static int most;  // of the tasks that a call asked for
+  const Parallel counting{4, [](int count, void (*task)(void*, int), void* context) {
+                            most = std::max(most, count);
+                            for (int i = count - 1; i >= 0; --i) task(context, i);
+                          }};
+  const Model models[] = {Model(1, 5, 1, 16, 1040, ElementType::f32, ElementType::f32),
+                          Model(1, 17, 1, 16, 1040, ElementType::bf16, ElementType::i8),
+                          Model(1, 4, 2, 16, 1040, ElementType::f32, ElementType::f16)};
+  for (const Model& model : models) {
+    const std::vector<uint8_t> expected = model.run({1040});
+    for (const Parallel& parallel : {Parallel(), threads(7), counting}) {
+      EXPECT_TRUE(same_bits(model.run({500, 524, 1, 1, 13, 1}, parallel), expected, dtype_of(model.type)));
+    }
+  }
+  // Three spans, one head: as many tasks.
+  const Model model(1, 4, 1, 64, 1290, ElementType::f32, ElementType::f32);
+  const Tensor k_cache = model.cache(), v_cache = model.cache();
+  Tensor out(ElementType::f32, {1, 1, 4, 64});
+  most = 0;
+  EXPECT_TRUE(attention(positions(model.q.view, 1289, 1), positions(model.k.view, 1289, 1),
+                        positions(model.v.view, 1289, 1), k_cache.view, v_cache.view, start_tensor(1289).view, {kScale},
+                        out.view, counting).ok());
+  EXPECT_EQ(most, 3);
+}
+
 TEST(Attention, TheCachesHoldTheText) {
   for (const ElementType type : kTypes) {
     const Model model(2, 2, 2, 32, 37, type, type);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -199,6 +200,32 @@ struct Problem {
     return all;
   }
 
+  // All rows, which see the same positions, span by span from the last to the first.
+  std::vector<uint8_t> run_spans(const AttentionKernel& kernel) const {
+    const int64_t rows = static_cast<int64_t>(lengths.size()), row_bytes = value_width * item();
+    const int64_t first = begins[0] / kAttentionSpan, spans = (length() - 1) / kAttentionSpan + 1 - first;
+    const int64_t size = attention_partial(rows, value_width);
+    Guarded out(rows * row_bytes), scratch(attention_scratch(width, value_width) * 4), partials(spans * size * 4);
+    for (Guarded* memory : {&scratch, &partials}) std::memset(memory->data(), 0xff, static_cast<size_t>(memory->size()));
+    const void* q_rows[kAttentionRows];
+    void* out_rows[kAttentionRows];
+    for (int64_t r = 0; r < rows; ++r) {
+      q_rows[r] = q_bytes.data() + r * width * item();
+      out_rows[r] = out.data() + r * row_bytes;
+    }
+    for (int64_t span = spans - 1; span >= 0; --span) {
+      const int64_t begin = (first + span) * kAttentionSpan, end = begin + kAttentionSpan;
+      const std::vector<int64_t> from(lengths.size(), std::max(begin, begins[0]));
+      const std::vector<int64_t> to(lengths.size(), std::min(end, length()));
+      kernel.run({rows, q_rows, nullptr, from.data(), to.data(), sinks.empty() || span > 0 ? nullptr : sinks.data(),
+                  key_panels.data(), value_bytes.data(), scales(key_scale_bytes), scales(value_scale_bytes), dtype,
+                  kind.cache, width, value_width, kFactor, cap, scratch.as<float>(), partials.as<float>() + span * size});
+    }
+    kernel.join({rows, spans, partials.as<float>(), out_rows, dtype, value_width});
+    EXPECT_TRUE(out.intact() && scratch.intact() && partials.intact()) << "wrote outside of its memory";
+    return out.bytes();
+  }
+
   std::vector<uint8_t> run_contract(bool bounded) const {
     std::vector<uint8_t> all;
     for (size_t r = 0; r < q.size(); ++r) {
@@ -339,6 +366,34 @@ TEST_P(AttentionRow, RowsDoNotDependOnEachOther) {
         for (const int64_t most : {1, 2, 3, 5, 7}) {
           EXPECT_TRUE(same_bits(problem.run(kernel, most), together, kind.dtype)) << "with " << most << " rows at once";
         }
+      }
+    }
+  }
+}
+
+// Spans on their own, in any order, and joined: what one call makes of all of them.
+TEST_P(AttentionRow, SpansOnTheirOwn) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const AttentionKernel& kernel = attention_kernel(GetParam().index);
+  uint64_t index = 0;
+  for (const int64_t length : {512, 513, 1024, 1100, 2049}) {
+    for (const int64_t rows : {1, 3, 16}) {
+      for (const int64_t window : {0, 600}) {
+        const Kind kind = kKinds[++index % kKindCount];
+        const Content content = index % 5 == 0 ? Content::rising : index % 7 == 0 ? Content::infinite_k : Content::usual;
+        const More more{window, index % 3 == 0 ? 3.0f : 0.0f, index % 2 != 0, index % 4 == 0 ? 32 : 0};
+        Random random(index);
+        const Problem problem(48, kind, std::vector<int64_t>(static_cast<size_t>(rows), length), content, Wall::after, 0,
+                              random, more);
+        SCOPED_TRACE(kind.name() + " length " + std::to_string(length) + " rows " + std::to_string(rows) + " window " +
+                     std::to_string(window));
+        const std::vector<uint8_t> expected = problem.run(kernel, 16);
+        if (rows == 1) {
+          ASSERT_TRUE(same_bits(expected, kernel.isa == kPortable ? problem.run_contract(false)
+                                                                  : problem.run(choose_attention(kPortable), 16),
+                                kind.dtype));
+        }
+        ASSERT_TRUE(same_bits(problem.run_spans(kernel), expected, kind.dtype));
       }
     }
   }

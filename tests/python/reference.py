@@ -221,12 +221,18 @@ def attention(
     seen = (torch.arange(length) < ends) & (torch.arange(length) >= ends - (window or length))  # [s, length]
     most = torch.full((batch, heads, s, 1), torch.finfo(torch.float32).min)
     sums = torch.zeros(batch, heads, s, 16)
+    out = torch.zeros(batch, heads, s, v.shape[-1])
+    nothing = [t.clone() for t in (most, sums, out)]
     if sinks is not None:
         most = torch.maximum(most, (sinks.double() * log2e).float()[None, :, None, None])
         sums[..., 0] = 1.0
-    out = torch.zeros(batch, heads, s, v.shape[-1])
+    before, behind = nothing, torch.zeros(s, 1, dtype=torch.bool)
     for begin in range(0, length, 256):
         end = min(begin + 256, length)
+        if begin % 512 == 0:  # a span begins: for rows that have seen one, from nothing
+            behind = seen[:, :begin].any(1, keepdim=True) & seen[:, begin : begin + 512].any(1, keepdim=True)
+            before = [most, sums, out]
+            most, sums, out = (torch.where(behind, new, t) for new, t in zip(nothing, before, strict=True))
         x = torch.zeros(batch, heads, s, end - begin)
         for i in range(d):
             x = fma32(k[:, :, None, begin:end, i], scaled[..., i : i + 1], x)
@@ -244,6 +250,11 @@ def attention(
             if v_scales is not None:
                 p = p * v_scales[:, :, None, j : j + 1]
             out = torch.where(sees, fma32(v[:, :, None, j], p, out), out)
+        if end % 512 == 0 or end == length:
+            both = torch.maximum(before[0], most)
+            a, b = _exp2(before[0] - both), _exp2(most - both)
+            joined = both, fma32(before[1], a, sums * b), fma32(before[2], a, out * b)
+            most, sums, out = (torch.where(behind, t, own) for t, own in zip(joined, (most, sums, out), strict=True))
     for half in (8, 4, 2, 1):
         sums = sums[..., :half] + sums[..., half : 2 * half]
     return (out * (1.0 / sums)).to(q.dtype).transpose(1, 2)

@@ -101,6 +101,30 @@ def test_any_cut_and_any_number_of_threads_give_the_same_bits(shape, dtype):
                 assert_same_bits(one, other)
 
 
+@pytest.mark.parametrize("more", [{}, {"window": 700, "softcap": 5.0, "sinks": True}], ids=["plain", "more"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+def test_a_long_text_with_one_head_of_keys(kind, more):
+    """Threads share the positions of a token."""
+    length, width = 1290, 32
+    q, k, v = text(1, 6, 1, length, width)
+    if "sinks" in more:
+        more = more | {"sinks": torch.randn(6, generator=torch.Generator().manual_seed(3))}
+    k_cache, v_cache = (torch.zeros(1, 1, 1296, cache_width(width, kind), dtype=kind) for _ in "kv")
+    whole = lowbit.attention(q, k, v, k_cache, v_cache, at(0), **more)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            for start in (500, 511, 512, 1023, 1024, 1289):
+                new = slice(start, start + 1)
+                token = lowbit.attention(q[:, :, new], k[:, :, new], v[:, :, new], k_cache, v_cache, at(start), **more)
+                assert_same_bits(token, whole[:, new])
+    finally:
+        torch.set_num_threads(threads)
+    scale, old = width**-0.5, more | {"cache": kind}
+    assert_same_bits(whole[:, -1:], reference.attention(q[:, :, -1:], k, v, length - 1, scale, **old))
+
+
 def test_the_caches_hold_the_text_and_nothing_else_changes():
     q, k, v = text(2, 4, 2, 37, 32)
     k_cache, v_cache = (torch.full((2, 2, 64, 32), -7.0) for _ in range(2))

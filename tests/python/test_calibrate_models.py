@@ -15,6 +15,7 @@ from torch import nn
 import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration import calibrate
+from lowbit.calibration import choice
 from lowbit.calibration import model as implementation
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"
@@ -368,13 +369,13 @@ def test_inputs_come_from_the_quantised_blocks_before(monkeypatch):
     model, data = llama(tied=False), tokens(4)
     seen = []
 
-    class Spy(implementation.Solver):
+    class Spy(choice.Solver):
         def __init__(self, moments):
             super().__init__(moments)
             if not moments.held:
                 seen.append(moments)
 
-    monkeypatch.setattr(implementation, "Solver", Spy)
+    monkeypatch.setattr(choice, "Solver", Spy)
     reference = copy.deepcopy(model)
     result = calibrate(model, data, {"*": LinearConfig(2), "lm_head": None}, "gptq")
     assert set(result.methods.values()) == {"gptq"}

@@ -33,8 +33,10 @@ def torchao(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("bits", [1, 3, 4, 8])
-@pytest.mark.parametrize("kind", ["group", "row", "asymmetric"])
+@pytest.mark.parametrize(
+    ("bits", "kind"),
+    [*((bits, kind) for bits in (1, 3, 4, 8) for kind in ("row", "asymmetric")), *((bits, "group") for bits in range(1, 9))],
+)
 def test_torchao(tmp_path, torchao, bits, kind):
     from torchao.quantization.granularity import PerAxis, PerGroup
     from torchao.quantization.quant_primitives import MappingType
@@ -85,7 +87,10 @@ def test_torchao_of_other_kinds_is_refused(tmp_path, torchao):
         assert not (tmp_path / "out").exists()
 
 
-PACKINGS = {1: ("1bit_u8", 8), 2: ("2bit_u8", 4), 3: ("3bit_32", 10), 4: ("4bit_u8", 2), 8: ("8bit_u8", 1)}
+PACKINGS = {
+    1: ("1bit_u8", 8), 2: ("2bit_u8", 4), 3: ("3bit_32", 10), 4: ("4bit_u8", 2), 5: ("8bit_u8", 1), 6: ("8bit_u8", 1),
+    8: ("8bit_u8", 1),
+}  # fmt: skip
 
 
 def letters(text: str) -> torch.Tensor:
@@ -135,6 +140,18 @@ def test_hqq(tmp_path, bits, group):
     assert max(tensor.steps for tensor in summary.tensors) < 2**bits / 1200
 
 
+def test_hqq_of_three_values(tmp_path):
+    """What it calls 1.58 bits: packed as 2."""
+    make = hqq(2, 32, whole=True)
+
+    def ternary(n: int, k: int):
+        weight, settings = make(n, k)
+        return weight, settings | {"nbits": torch.tensor(1.58)}
+
+    summary = check(tmp_path, checkpoint(tmp_path / "in", HQQ, ternary), "exact")
+    assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {"HQQ, 2 bits"}
+
+
 def test_hqq_with_whole_zeros_in_the_middle_is_exact(tmp_path):
     check(tmp_path, checkpoint(tmp_path / "in", HQQ, hqq(4, 32, torch.bfloat16, whole=True)), "exact")
 
@@ -147,6 +164,8 @@ def test_hqq_with_whole_zeros_in_the_middle_is_exact(tmp_path):
         ({"packing": letters("5bit")}, "is packed as '5bit'"),
         ({"packing": letters("\x1b[2J")}, "is packed as '\\x1b[2J'"),
         ({"nbits": torch.tensor(9, dtype=torch.int32)}, "has nbits 9; expected 1 to 4"),
+        ({"nbits": torch.tensor(2.5)}, "nbits in"),
+        ({"nbits": torch.tensor(torch.nan)}, "has nbits 0; expected 1 to 4"),
         ({"nbits": torch.tensor([4, 4], dtype=torch.int32)}, "has 2 values; expected one"),
         ({"group_size": torch.tensor(0, dtype=torch.int32)}, "in groups of 0; expected whole groups"),
         ({"group_size": torch.tensor(-32, dtype=torch.int32)}, "in groups of -32; expected whole groups"),

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 import causal_lm
+import tiny_models
 
 OWN = "its attention is code of its own, none that transformers lets others replace"
 HALF = "2 of its 4 layers use the decoder's caches"
@@ -107,11 +108,11 @@ def test_right_or_refused(name, kind):
 def test_the_models_are_what_they_should_be():
     """A model of other sizes than the program asks for would show nothing: each kind of layer must be there."""
     for name, kinds in (("lfm2", {"conv", "full_attention"}), ("jamba", {"linear_attention", "full_attention"})):
-        assert set(causal_lm.make(name).config.layer_types) == kinds
+        assert set(tiny_models.make(name).config.layer_types) == kinds
     for name in ("llama", "gpt2"):
-        model = causal_lm.make(name)
+        model = tiny_models.make(name)
         assert sum(parameter.numel() for parameter in model.parameters()) < 1 << 18
-        assert causal_lm.quantise(model) > 0
+        assert tiny_models.quantise(model) > 0
         tokens = causal_lm.text(128)
         with torch.inference_mode():  # the text before a token matters
             one, other = model(tokens).logits[:, -1], model(tokens.flip(1))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..levels import TABLES, Table
-from ..ops import pack
+from ..packed import pack
 from ..quantize import EmbeddingConfig, LinearConfig, table_of
 
 Config = LinearConfig | EmbeddingConfig

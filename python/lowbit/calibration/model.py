@@ -19,13 +19,13 @@ from ..quantize import EmbeddingConfig, LinearConfig
 from ..quantize_model import described_to_transformers, quantize_
 from .bands import packed_in_bands
 from .capture import Call, Stop, blocks_of, inputs_of, slow_paths
+from .choice import Quantiser, choose
 from .collect import HELD, HELD_PART, add_to, inputs_in_a_run, part_held, rows_of, sets_of
 from .data import Batch, batches, tokens_of
 from .distilling import Teacher, distilled
 from .experts import holders_in, inputs_of_expert, routed, weight_of
-from .gptq import Moments, Solver, best_correction, gptq
-from .grid import Config, Quantised, with_table
-from .importance import search
+from .gptq import Moments
+from .grid import Config
 from .learning import put_weights
 from .result import METHODS, Calibration
 from .selection import check_experts, check_weights, left_float, lists_of_blocks, select
@@ -414,50 +414,11 @@ class _Run:
 
     def _quantisers(
         self, prefix: str, weights: Mapping[str, Tensor], configs: Mapping[str, Config], moments: Moments | None
-    ) -> tuple[str, dict[str, tuple[Config, Callable[[Tensor], Quantised]]]]:
-        """The method for layers with the same inputs, and for each its config, with the table of levels if it has one, and
-        what quantises rows of its weight."""
-        if moments is not None and moments.tokens == 0:
-            moments.join()
-        if moments is None or moments.tokens == 0 or not weights:
-            return "nearest", self._searching(weights, configs, None)
-        held = moments.held
-        if not all(bool(torch.isfinite(x).all()) for x in (moments.square, *(x for pair in held for x in pair))):
-            raise ValueError(
-                f"the inputs of {self._first_not_finite() or prefix + next(iter(weights))} have NaN or infinite values on "
-                "the calibration text"
-            )
-        enough = moments.tokens + sum(len(x) for x, _ in held) >= len(moments.importance())
-        if moments.square.dim() == 1 or (self.method in ("auto", "tuned", "distilled") and not enough):
-            moments.join()
-            return "importance", self._searching(weights, configs, moments.importance())
-        importance = moments.importance()
-        own = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
-        corrections = {}
-        if held:
-            trial = Solver(moments)
-            for name, weight in weights.items():
-                corrections[name] = best_correction(trial, weight, own[name], held)
-            del trial
-            moments.join()
-        if self.options.keys() - {"correction"}:
-            return "gptq", {
-                name: (own[name], partial(gptq, moments=moments, config=own[name], **self.options))
-                for name in weights
-            }
-        solver = Solver(moments)
+    ) -> tuple[str, dict[str, Quantiser]]:
+        def first_not_finite() -> str:
+            return self._first_not_finite() or prefix + next(iter(weights))
 
-        def quantise(rows: Tensor, name: str) -> Quantised:
-            return solver.quantise(rows, own[name], self.options.get("correction", corrections.get(name, 1.0)))
-
-        return "gptq", {name: (own[name], partial(quantise, name=name)) for name in weights}
-
-    @staticmethod
-    def _searching(
-        weights: Mapping[str, Tensor], configs: Mapping[str, Config], importance: Tensor | None
-    ) -> dict[str, tuple[Config, Callable[[Tensor], Quantised]]]:
-        own = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
-        return {name: (own[name], partial(search, importance=importance, config=own[name])) for name in weights}
+        return choose(weights, configs, moments, self.method, self.options, first_not_finite)
 
     def _first_not_finite(self) -> str | None:
         """The first layer of a run of the model whose inputs are not finite: those behind it only inherit that."""

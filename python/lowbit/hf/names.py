@@ -12,7 +12,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from .. import nn
 from ..layers import KINDS
-from ..ops import PackedInfo
+from ..packed import PackedInfo
 
 if TYPE_CHECKING:
     import torch

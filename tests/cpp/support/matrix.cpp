@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 namespace lowbit::test {
@@ -154,12 +155,6 @@ Weights unpacked(const Layout& layout, const std::vector<uint8_t>& packed) {
   return w;
 }
 
-double Decoded::level(int64_t row, int64_t input) const {
-  const int code = codes[static_cast<size_t>(row * k + input)];
-  if (!levels.empty()) return levels[static_cast<size_t>(code)];
-  return affine ? code : bits == 1 ? 2 * code - 1 : code - (1 << (bits - 1));
-}
-
 double Decoded::weight(int64_t row, int64_t input) const {
   const size_t group = static_cast<size_t>(row * groups + input / group_inputs);
   return double{row_scale[static_cast<size_t>(row)]} *
@@ -194,6 +189,17 @@ Decoded decode(const uint8_t* packed, const Layout& l) {
       for_each_bit(packed, where, l.bits, row, i,
                    [&](uint8_t byte, int bit, int code_bit) { code |= (byte >> bit & 1u) << code_bit; });
       d.codes.push_back(static_cast<uint8_t>(l.bits == 8 ? code ^ 0x80 : code));
+      const int value = d.codes.back();
+      d.integers.push_back(static_cast<int16_t>(!d.levels.empty() ? d.levels[static_cast<size_t>(value)]
+                                                : d.affine        ? value
+                                                : l.bits == 1     ? 2 * value - 1
+                                                                  : value - (1 << (l.bits - 1))));
+      if (i % d.group_inputs == 0) {
+        d.sums.push_back(0);
+        d.magnitudes.push_back(0);
+      }
+      d.sums.back() += d.integers.back();
+      d.magnitudes.back() += std::abs(d.integers.back());
     }
   }
   return d;

@@ -50,10 +50,12 @@ struct Decoded {
   bool affine;
   std::vector<int8_t> levels;                   // of mapping levels, else empty
   std::vector<uint8_t> codes;                   // n x k
+  std::vector<int16_t> integers;                // n x k: what multiplies the scale
+  std::vector<int32_t> sums, magnitudes;        // n x groups, of these and of their absolute values
   std::vector<double> scales, mins;             // n x groups, as stored: without the row scale
   std::vector<float> row_scale, row_sum, bias;  // n
 
-  double level(int64_t row, int64_t input) const;  // the integer that multiplies the scale
+  double level(int64_t row, int64_t input) const { return integers[static_cast<size_t>(row * k + input)]; }
   double weight(int64_t row, int64_t input) const;
 };
 Decoded decode(const uint8_t* packed, const Layout& layout);

@@ -15,13 +15,14 @@ struct GroupSums {
 };
 
 GroupSums group_sums(const Decoded& w, int64_t row, int64_t group, const int8_t* a) {
-  GroupSums sums{0, 0};
-  const int64_t end = (group + 1) * w.group_inputs < w.k ? (group + 1) * w.group_inputs : w.k;
-  for (int64_t i = group * w.group_inputs; i < end; ++i) {
-    sums.products += a[i] * static_cast<int64_t>(w.level(row, i));
-    sums.values += a[i];
+  const int64_t begin = group * w.group_inputs, end = std::min(begin + w.group_inputs, w.k);
+  const int16_t* integers = w.integers.data() + row * w.k;
+  int32_t products = 0, values = 0;  // a group has at most 65536 inputs, and 65536 * 128 * 255 < 2^31
+  for (int64_t i = begin; i < end; ++i) {
+    products += a[i] * integers[i];
+    values += a[i];
   }
-  return sums;
+  return {products, values};
 }
 
 float contract_exp2(float x) {
@@ -66,12 +67,10 @@ Bounded exact_linear(const Decoded& w, int64_t row, const int8_t* a, float scale
     const double shift = w.affine ? w.mins[at] * static_cast<double>(sums.values) : 0.0;
     sum += product + shift;
     magnitude += std::fabs(product) + std::fabs(shift);
-  }
-  for (int64_t i = 0; i < w.k; ++i) {
-    const size_t at = static_cast<size_t>(row * w.groups + i / w.group_inputs);
-    const double term = w.scales[at] * w.level(row, i) + (w.affine ? w.mins[at] : 0.0);
-    row_sum += term;
-    row_magnitude += std::fabs(w.scales[at] * w.level(row, i)) + (w.affine ? std::fabs(w.mins[at]) : 0.0);
+    const double mins =
+        w.affine ? w.mins[at] * static_cast<double>(std::min(w.group_inputs, w.k - g * w.group_inputs)) : 0.0;
+    row_sum += w.scales[at] * w.sums[at] + mins;
+    row_magnitude += std::fabs(w.scales[at]) * w.magnitudes[at] + std::fabs(mins);
   }
   const size_t r = static_cast<size_t>(row);
   const double factor = double{scale} * w.row_scale[r];
@@ -161,8 +160,9 @@ QuantizedPosition contract_quantize_position(const std::vector<float>& x) {
 std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
                                       const std::vector<float>& values, int64_t value_width, const Sight& sight) {
   const int64_t width = static_cast<int64_t>(q.size());
-  std::vector<float> out(static_cast<size_t>(value_width), 0.0f), sums(16, 0.0f), scores(256);
-  float most = -0x1.fffffep127f;
+  const size_t outputs = static_cast<size_t>(value_width);
+  std::vector<float> out(outputs, 0.0f), sums(16, 0.0f), scores(256), out_before, sums_before;
+  float most = -0x1.fffffep127f, most_before = 0.0f;
   bool is_nan = false;
   if (sight.sink != nullptr) {
     sums[0] = 1.0f;
@@ -172,6 +172,15 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   int64_t end;
   for (int64_t begin = sight.begin; begin < sight.end && !is_nan; begin = end) {
     end = std::min(begin / 256 * 256 + 256, sight.end);
+    const bool behind = sight.begin < begin / 512 * 512;  // another span
+    if (behind && begin % 512 == 0) {
+      out_before = out;
+      sums_before = sums;
+      most_before = most;
+      out.assign(outputs, 0.0f);
+      sums.assign(16, 0.0f);
+      most = -0x1.fffffep127f;
+    }
     const float before = most;
     for (int64_t j = begin; j < end; ++j) {
       float score = 0.0f;
@@ -199,6 +208,13 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
         value = std::fma(values[static_cast<size_t>(j * value_width + i)], weight, value);
       }
     }
+    if (behind && (end % 512 == 0 || end == sight.end)) {
+      const float both = std::max(most_before, most);
+      const float a = contract_exp2(most_before - both), b = contract_exp2(most - both);
+      for (size_t l = 0; l < 16; ++l) sums[l] = std::fma(sums_before[l], a, sums[l] * b);
+      for (size_t i = 0; i < outputs; ++i) out[i] = std::fma(out_before[i], a, out[i] * b);
+      most = both;
+    }
   }
   for (size_t half = 8; half > 0; half /= 2) {
     for (size_t l = 0; l < half; ++l) sums[l] += sums[l + half];
@@ -210,14 +226,15 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   return out;
 }
 
-// The bound. Let u = 2^-24 and n the number of positions, in b blocks. A score of width products is off by (width +
-// 1) u times the sum of their magnitudes, at most `score_error`. A weight relative to the last block's maximum is a
-// product of up to b + 1 results of exp2: their arguments are differences that add up to at most the range of the
-// scores, each rounded, their values off by 2 u each, and b roundings join them. That makes a factor 1 + e of it. Sum
-// and weighted sum of the values have errors of e and n + b + 16 roundings each, relative to sums of magnitudes, and
-// there are two operations more. Scales of int8 caches are a rounding more of a score, and one of a weight. A cap makes of a score's error e' one of at most cap * (e' / (2 log2(e)) + 12 u): the
-// slope of tanh is 1 at most, e is off by 2 u, and a difference, a sum, a quotient and a product are rounded. A sink is a
-// position more without a value. Weights below 2^-126 are dropped; underflows are half of 2^-149 each.
+// The bound. Let u = 2^-24 and n the number of positions, in b blocks and s spans. A score of width products is off by
+// (width + 1) u times the sum of their magnitudes, at most `score_error`. A weight relative to the last block's maximum is
+// a product of up to b + 1 results of exp2, and one more for each span: their arguments are differences that add up to at
+// most the range of the scores, each rounded, their values off by 2 u each, and b + 2 s roundings join them. That makes a
+// factor 1 + e of it. Sum and weighted sum of the values have errors of e and n + b + 2 s + 16 roundings each, relative to
+// sums of magnitudes, and there are two operations more. Scales of int8 caches are a rounding more of a score, and one of
+// a weight. A cap makes of a score's error e' one of at most cap * (e' / (2 log2(e)) + 12 u): the slope of tanh is 1 at
+// most, e is off by 2 u, and a difference, a sum, a quotient and a product are rounded. A sink is a position more without
+// a value. Weights below 2^-126 are dropped; underflows are half of 2^-149 each.
 std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
                                      const std::vector<float>& values, int64_t value_width, const Sight& sight) {
   const int64_t width = static_cast<int64_t>(q.size());
@@ -251,22 +268,28 @@ std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, 
     least = std::fmin(least, double{*sight.sink});
   }
   const double blocks = static_cast<double>((sight.end + 255) / 256 - sight.begin / 256);
+  const double spans = static_cast<double>((sight.end + 511) / 512 - sight.begin / 512);
   const double n = static_cast<double>(sight.end - sight.begin + 1);
   const double range = most - least + 2 * score_error;
-  const double e = 0.7 * (2 * score_error + range * kUnit) + (3 * blocks + 2) * kUnit;
+  const double e = 0.7 * (2 * score_error + range * kUnit) + (3 * blocks + 4 * spans + 2) * kUnit;
+  double sum = sight.sink != nullptr ? std::exp2(*sight.sink - most) : 0.0;
+  std::vector<double> weights;
+  for (const double score : scores) {
+    weights.push_back(std::exp2(score - most));
+    sum += weights.back();
+  }
   std::vector<Bounded> result;
   for (int64_t i = 0; i < value_width; ++i) {
-    double sum = sight.sink != nullptr ? std::exp2(*sight.sink - most) : 0.0, value = 0.0, magnitude = 0.0, largest = 0.0;
+    double value = 0.0, magnitude = 0.0, largest = 0.0;
     for (int64_t j = sight.begin; j < sight.end; ++j) {
-      const double weight = std::exp2(scores[static_cast<size_t>(j - sight.begin)] - most);
+      const double weight = weights[static_cast<size_t>(j - sight.begin)];
       double v = values[static_cast<size_t>(j * value_width + i)];
       if (sight.value_scales != nullptr) v *= sight.value_scales[j];
-      sum += weight;
       value += weight * v;
       magnitude += weight * std::fabs(v);
       largest = std::fmax(largest, std::fabs(v));
     }
-    const double relative = 2 * e + (2 * n + 2 * blocks + 41) * kUnit;
+    const double relative = 2 * e + (2 * n + 2 * blocks + 4 * spans + 41) * kUnit;
     result.push_back({value / sum, 1.02 * relative * magnitude / sum + n * (0x1p-120 * largest + kSmallest)});
   }
   return result;

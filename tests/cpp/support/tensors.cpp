@@ -13,11 +13,15 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
   std::vector<int8_t> a(static_cast<size_t>(layout.blocks * 32));
   std::vector<int32_t> group_sums(static_cast<size_t>(layout.groups));
   float scale, zero;
+  const QuantizeKernel& quantize = choose_quantize(kPortable);
+  const LinearKernel& kernel = choose_linear(layout, 1, kPortable);
+  const bool together = x.stride[x.shape.ndim - 1] == 1;  // the inputs of a row
   for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < layout.k; ++j) {
+    if (together) std::memcpy(row.data(), element(x, i * layout.k), row.size());
+    for (int64_t j = 0; j < layout.k && !together; ++j) {
       std::memcpy(row.data() + j * size_of(dtype), element(x, i * layout.k + j), static_cast<size_t>(size_of(dtype)));
     }
-    choose_quantize(kPortable).run({.x = row.data(),
+    quantize.run({.x = row.data(),
                                     .x_dtype = dtype,
                                     .k = layout.k,
                                     .k_padded = layout.blocks * 32,
@@ -26,20 +30,19 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
                                     .group_sums = group_sums.data(),
                                     .scale = &scale,
                                     .zero = &zero});
-    choose_linear(layout, 1, kPortable)
-        .run({.panels = packed + layout.header_bytes,
-              .layout = layout,
-              .panel_begin = 0,
-              .panel_end = layout.panels,
-              .a = a.data(),
-              .group_sums = group_sums.data(),
-              .scales = &scale,
-              .zeros = &zero,
-              .m = 1,
-              .out = out.data() + i * layout.n * size_of(dtype),
-              .out_dtype = dtype,
-              .out_stride = layout.n,
-              .scratch = linear_scratch()});
+    kernel.run({.panels = packed + layout.header_bytes,
+                .layout = layout,
+                .panel_begin = 0,
+                .panel_end = layout.panels,
+                .a = a.data(),
+                .group_sums = group_sums.data(),
+                .scales = &scale,
+                .zeros = &zero,
+                .m = 1,
+                .out = out.data() + i * layout.n * size_of(dtype),
+                .out_dtype = dtype,
+                .out_stride = layout.n,
+                .scratch = linear_scratch()});
   }
   return out;
 }

@@ -1,0 +1,128 @@
+"""`lowbit quantize --calibrate` goes on where a run was killed or stopped, and uses only what is still the same."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+
+import lowbit
+from calibration_files import packed_of, source, text, words  # noqa: F401
+from checkpoints import change_tensors
+from command_line import documented_keys, document, error, invoke
+from lowbit.calibration import distilling
+from lowbit.calibration.checkpoint import calibrate_checkpoint
+from lowbit.calibration.journal import Journal
+
+
+def killed_after(layers: int, arguments: list[str], run_python):
+    script = f"""
+import os, signal
+from lowbit.calibration import journal
+from lowbit.cli import main
+keep, calls = journal.Journal.keep, 0
+def killed(*arguments):
+    global calls
+    calls += 1
+    result = keep(*arguments)
+    if calls == {layers}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+journal.Journal.keep = killed
+main()
+"""
+    result = run_python(script, *arguments)
+    assert result.returncode == -signal.SIGKILL, (result.returncode, result.stderr)
+
+
+# What is kept before the kill: the table, which is the head too, and layer after layer, or block after block.
+@pytest.mark.parametrize("method, budget, kept, resumed", [("gptq", [], 9, 10), ("tuned", ["--target-bits", "6"], 2, 9)])
+def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_path, run_python):
+    options = ["--calibrate", text, "--method", method, *budget]
+    expected = document(invoke("quantize", source, tmp_path / "whole", *options, "--json"))
+    assert expected["resumed_layers"] == 0 and set(expected) == documented_keys("quantize")
+    killed_after(kept, ["quantize", source, tmp_path / "out", *options], run_python)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.calibration").is_dir()
+    said = document(invoke("quantize", source, tmp_path / "out", *options, "--json"))
+    assert said["resumed_layers"] == resumed  # the table and the head are two of them
+    assert said["methods"] == expected["methods"]
+    for name in sorted(os.listdir(tmp_path / "whole")):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
+
+
+def test_a_distilled_run_that_is_stopped_goes_on(source, text, tmp_path, monkeypatch):
+    """Stopped behind the learning, when all layers are there for the second time."""
+    monkeypatch.setattr(distilling, "STEPS", 8)
+    config = lowbit.LowBitConfig(bits=2, levels="fit")
+    _, whole = calibrate_checkpoint(source, tmp_path / "whole", config, text.read_text(), "distilled")
+    assert set(whole.methods.values()) == {"distilled"}
+    keep = Journal.keep
+
+    def stopped(journal, layers):
+        result = keep(journal, layers)
+        if layers[0][1] == "distilled":
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Journal, "keep", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_checkpoint(source, tmp_path / "out", config, text.read_text(), "distilled")
+    monkeypatch.setattr(Journal, "keep", keep)
+    monkeypatch.setattr(distilling, "distilled", None)  # nothing is learnt again
+    _, again = calibrate_checkpoint(source, tmp_path / "out", config, text.read_text(), "distilled")
+    assert again.methods == whole.methods and again.resumed == len(whole.methods) + 1  # and the table
+    for name in sorted(os.listdir(tmp_path / "whole")):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("change", ["text", "source", "config", "method", "damage"])
+def test_what_an_earlier_run_left_is_only_used_where_it_is_the_same(change, source, text, tmp_path, monkeypatch):
+    copied = shutil.copytree(source, tmp_path / "source")
+    shutil.copy(text, tmp_path / "text.txt")
+    options = ["quantize", copied, tmp_path / "out", "--calibrate", tmp_path / "text.txt"]
+    keep, layers_kept = Journal.keep, []
+
+    def stopped(journal, layers):
+        result = keep(journal, layers)
+        layers_kept.append(layers)
+        if len(layers_kept) == 4:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Journal, "keep", stopped)
+    assert invoke(*options).exit_code != 0 and len(layers_kept) == 4
+    monkeypatch.setattr(Journal, "keep", keep)
+    assert (tmp_path / ".out.calibration").is_dir() and not (tmp_path / "out").exists()
+    if change == "text":
+        (tmp_path / "text.txt").write_text(words(1199))
+    elif change == "source":
+        change_tensors(copied / "model.safetensors", lambda tensors: tensors["model.norm.weight"].mul_(1.01))
+    elif change == "damage":
+        file = sorted((tmp_path / ".out.calibration").glob("*.packed"))[1]
+        damaged = bytearray(file.read_bytes())
+        damaged[100] ^= 1
+        file.write_bytes(damaged)
+    more = {"config": ["--bits", 3], "method": ["--method", "importance"]}.get(change, [])
+    result = invoke(*options, *more, "--json")
+    assert result.exit_code == 0, result.stderr
+    # The first layer that is whole is still good: table and head.
+    assert json.loads(result.stdout)["resumed_layers"] == (2 if change == "damage" else 0)
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: ")]
+    if change == "damage":
+        assert warnings == []
+    else:
+        assert len(warnings) == 1 and f"had another {change}: begun anew" in warnings[0]
+    assert invoke(*[*options[:2], tmp_path / "whole", *options[3:]], *more).exit_code == 0
+    ours, theirs = packed_of(tmp_path / "out"), packed_of(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_two_runs_for_one_target(source, text, tmp_path):
+    with Journal(tmp_path / "out", {"source": "another"}):
+        assert "in use: another run calibrates" in error(
+            invoke("quantize", source, tmp_path / "out", "--calibrate", text)
+        )
