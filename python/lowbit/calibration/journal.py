@@ -58,6 +58,7 @@ class Journal:
     def __enter__(self) -> Journal:
         try:
             self.path.mkdir(exist_ok=True)
+            sync_path(self.path.parent)  # the directory's own name
             self._lock = lock(self.path)
         except OSError as error:
             raise OSError(error.errno, f"{self.path} cannot be written: {error.strerror}") from error
