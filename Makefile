@@ -42,7 +42,8 @@ ARM_PYTHON_USR := $(abspath build/arm-python/root/usr)
 ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
 # Whole files in parallel: most tests use one thread, and the fixtures of a file are made once.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
+# Threads of torch that wait would spin, and take the CPU from the other processes: as many again run at the same time.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai test-versions coverage soak fuzz fuzz-import test-llama-cpp \

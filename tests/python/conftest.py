@@ -70,7 +70,7 @@ def run_python():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return subprocess.run(
             [sys.executable, "-c", script, *map(str, arguments)],
-            capture_output=True, text=True, timeout=300, env=environment,
+            capture_output=True, text=True, timeout=1200, env=environment,
         )
 
     return run
