@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from .. import nn
+from .. import nn, prepared
 from ..layers import LINEAR_OF, TRANSPOSED
 
 
@@ -21,4 +21,19 @@ def as_linear(layer: Conv1D) -> torch.nn.Linear:
     return linear
 
 
-LINEAR_OF[Conv1D] = as_linear
+class TrainedConv1D(prepared.LinearLayer, Conv1D):
+    """What :func:`lowbit.qat.prepare_` makes of a Conv1D: its weight stays [in, out], as checkpoints have it."""
+
+    def matrix(self) -> torch.Tensor:
+        return self.weight.T
+
+
+def _as_prepared(layer: TrainedConv1D) -> prepared.Linear:
+    linear = as_linear(layer)
+    linear.__class__ = prepared.Linear
+    linear.follow(layer)
+    return linear
+
+
+LINEAR_OF |= {Conv1D: as_linear, TrainedConv1D: _as_prepared}
+prepared.KINDS[Conv1D] = TrainedConv1D
