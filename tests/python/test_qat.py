@@ -11,21 +11,10 @@ import checkpoints
 import lowbit
 import reference
 from lowbit import EmbeddingConfig, LinearConfig
+from reference import close_to_packed
 
 GROUPS = (16, 32, 48, None)
 MAPPINGS = ("symmetric", "affine")
-
-
-def close_to_packed(found: torch.Tensor, layer: lowbit.nn.Linear, x: torch.Tensor) -> None:
-    """Both are sums of the same products, in float32: within (k + 8) roundings of the sum of their magnitudes.
-
-    The packed layer adds the zero point's share at the end, so that belongs to the magnitudes too.
-    """
-    parts = reference.take_apart(layer.packed_weight)
-    values, scale, zero = (part.double() for part in reference.quantize_rows(x))
-    magnitudes = scale[:, None] * ((values.abs() + zero.abs()[:, None]) @ parts.weight().abs().T) + parts.bias.abs()
-    bound = (x.shape[1] + 8) * 2.0**-24 * magnitudes
-    assert ((found.double() - layer(x).double()).abs() <= bound).all()
 
 
 def train_a_little(model: torch.nn.Module, *inputs: torch.Tensor, steps: int = 3) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
-from .. import nn
+from .. import nn, prepared
 from ..layers import LINEAR_OF, TRANSPOSED
 
 
@@ -33,5 +34,21 @@ def of_falcon(layer: Any) -> torch.nn.Linear:
     return _linear(layer, layer.weight)
 
 
+class TrainedConv1D(prepared.LinearLayer, Conv1D):
+    """What :func:`lowbit.qat.prepare_` makes of a Conv1D: its weight stays [in, out], as checkpoints have it."""
+
+    def matrix(self) -> torch.Tensor:
+        return self.weight.T
+
+
+def _as_prepared(layer: TrainedConv1D) -> prepared.Linear:
+    linear = of_conv1d(layer)
+    linear.__class__ = prepared.Linear
+    linear.follow(layer)
+    return linear
+
+
 LINEAR_OF["transformers.pytorch_utils.Conv1D"] = of_conv1d
 LINEAR_OF["transformers.models.falcon.modeling_falcon.FalconLinear"] = of_falcon
+LINEAR_OF[f"{TrainedConv1D.__module__}.{TrainedConv1D.__qualname__}"] = _as_prepared
+prepared.KINDS[Conv1D] = TrainedConv1D
