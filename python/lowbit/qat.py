@@ -22,13 +22,12 @@ from .quantize import EmbeddingConfig, LinearConfig
 from .quantize_model import choose_layers, described_to_transformers, know_transformers
 
 
-def _kind(name: str, module: torch.nn.Module | None) -> type:
+def _kind(name: str, module: torch.nn.Module) -> type:
     if type(module) in KINDS:
         return KINDS[type(module)]
     if isinstance(module, torch.nn.Linear) and as_linear(module) is not None:  # FalconLinear
         return Linear
-    what = "experts in one tensor" if module is None else f"a {type(module).__name__}"
-    raise ValueError(f"{name} is {what}, which cannot be trained packed; give it the config None")
+    raise ValueError(f"{name} is a {type(module).__name__}, which cannot be trained packed; give it the config None")
 
 
 def prepare_(
@@ -68,10 +67,9 @@ def prepare_(
     for name, chosen in selected.items():
         if chosen.mapping not in ("symmetric", "affine"):
             raise ValueError(f"{name} has mapping {chosen.mapping!r}; expected 'symmetric' or 'affine' for training")
-    layers = {name: layer_at(model, name) for name in selected}
-    modules = {name: model.get_submodule(name) for name in selected if isinstance(layers[name], torch.nn.Module)}
-    kinds = {name: _kind(name, modules.get(name)) for name in selected}
-    check_layers(layers, selected)
+    modules = {name: model.get_submodule(name) for name in selected}
+    kinds = {name: _kind(name, module) for name, module in modules.items()}
+    check_layers({name: layer_at(model, name) for name in selected}, selected)
     for names in names_by_weight(modules).values():
         owner = None
         for name in names:
