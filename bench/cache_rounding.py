@@ -1,6 +1,6 @@
 """What ways to round keys and values to 4 bits cost a language model, in float32 arithmetic and transformers' attention.
 
-    python bench/cache_rounding.py [--tokens 6000] [--large 8]
+    python bench/cache_rounding.py [--tokens 3000] [--large 8]
 
 It prints, for each way, the perplexity over that without rounding (keys alone, values alone, both), and the share of
 the squares of keys and values that is lost. `rotated`: behind a Hadamard matrix, and back. `levels` is what 4-bit caches
@@ -61,7 +61,7 @@ def enlarge(model: torch.nn.Module, factor: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=6000)
+    parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--large", type=float)
     options = parser.parse_args()
     model = transformers.AutoModelForCausalLM.from_pretrained(EXAMPLE / "model", dtype=torch.float32).eval()
