@@ -1,4 +1,4 @@
-"""lowbit in vLLM beside vLLM's own bfloat16: a Llama with random weights, some numbers of requests at once, and a prompt.
+"""lowbit in vLLM beside vLLM's own bfloat16: a Llama with random weights, several requests at once, and a prompt.
 
     make test-vllm                                               # makes build/vllm, the environment
     OMP_NUM_THREADS=1 build/vllm/bin/python bench/serving.py [--requests 1 8 32] [--rounds 5] [--profile]
