@@ -256,10 +256,11 @@ IN_ORDER = [
     "Without `-mtune` GCC 12 already schedules for the Cortex-A53: its `generic` has that schedule, with costs and",
     "alignments of its own. `cortex-a53` has other ones of these, and `cortex-a55` gives the same code as `cortex-a53`",
     "(compared: `kernels/activation/neon.cpp`). GCC 12 accepts `cortex-a510`, but NEON's rows become slower on every",
-    "in-order core, the A510 itself included. Nothing gains on little cores without a loss elsewhere (NEON's rows run on",
-    "out-of-order cores, too, such as the Cortex-A72), so there is no `-mtune`.", "",
-    "**Prefetch is not judged here, and nothing is claimed of it.** In this model every load hits the first-level cache,",
-    "so a prefetch is an instruction more and nothing else. Whether one helps an in-order core only a board can say.", "",
+    "in-order core, the A510 itself included. Nothing gains on little cores without a loss elsewhere (NEON's rows run",
+    "on out-of-order cores, too, such as the Cortex-A72), so there is no `-mtune`.", "",
+    "**Prefetch is not judged here, and nothing is claimed of it.** In this model every load hits the first-level",
+    "cache, so a prefetch is an instruction more and nothing else. Whether one helps an in-order core only a board can",
+    "say.", "",
 ]
 
 
