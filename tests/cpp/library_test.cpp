@@ -370,6 +370,36 @@ TEST(B_Added, LimitsOfAFormatsBytes) {
   }
 }
 
+// A library may have any of the tables, alone and with others.
+TEST(B_Added, AnyMixOfTables) {
+  static char names[16][3][24];
+  static LinearKernel linear[16];
+  static EmbeddingKernel embedding[16];
+  static QuantizeKernel quantize[16];
+  static PackedFormat formats[16];
+  static KernelLibrary libraries[16];
+  for (size_t mix = 1; mix < 16; ++mix) {
+    for (int i = 0; i < 3; ++i) std::snprintf(names[mix][i], sizeof names[mix][i], "mix_%zu_%d", mix, i);
+    const uint32_t id = 0x0058494d + (static_cast<uint32_t>('a' + mix) << 24);  // "MIX" and a letter
+    linear[mix] = {names[mix][0], kPortable, Format::panel16, 4, 1, 16, [](const LinearArgs&) {}};
+    embedding[mix] = {names[mix][1], kPortable, Format::panel16, 4, [](const EmbeddingArgs&) {}};
+    quantize[mix] = {names[mix][2], kPortable, [](const QuantizeArgs&) {}};
+    formats[mix] = {static_cast<Format>(id), [](const Layout&) { return int64_t{0}; },
+                    [](const Layout&, const PackArgs&, void*) -> const char* { return nullptr; }};
+    KernelLibrary& library = libraries[mix];
+    library.vendor = "test";
+    if ((mix & 1) != 0) library.linear = {&linear[mix], 1};
+    if ((mix & 2) != 0) library.embedding = {&embedding[mix], 1};
+    if ((mix & 4) != 0) library.quantize = {&quantize[mix], 1};
+    if ((mix & 8) != 0) library.formats = {&formats[mix], 1};
+    const size_t before = rows();
+    const Status status = add_kernels(library, names[mix][0]);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(rows(), before + (mix & 1) + (mix >> 1 & 1) + (mix >> 2 & 1));
+    EXPECT_EQ(find_format(static_cast<Format>(id)) != nullptr, (mix & 8) != 0);
+  }
+}
+
 TEST(B_Added, TheExampleGivesTheSameBits) {
   Random random(2);
   const Layout layout = layout_of(50, 100, 4, 32, Mapping::affine, true);

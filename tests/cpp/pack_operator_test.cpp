@@ -77,6 +77,24 @@ TEST(PackOperator, TheFirstErrorIsReported) {
   }
 }
 
+TEST(PackOperator, TablesOfLevels) {
+  for (const int bits : {2, 3, 4}) {
+    const Inputs in(layout_of(20, 70, bits, 32, Mapping::levels, true));
+    const int64_t count = int64_t{1} << bits;
+    Tensor levels(ElementType::i8, {count}), more(ElementType::i8, {count + 1}), out(ElementType::u8, {in.layout.total_bytes});
+    for (Tensor* table : {&levels, &more}) std::memcpy(table->memory->data(), test_levels(bits), static_cast<size_t>(count));
+    const auto run = [&](const TensorView& table, const TensorView* mins) {
+      return pack(in.codes.view, in.scales.view, mins, &in.bias.view, bits, 32, out.view, {}, &table);
+    };
+    const Status status = run(levels.view, nullptr);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(out.bytes(), packed(in.weights));
+    EXPECT_TRUE(refused(run(more.view, nullptr), "levels has shape ["));
+    EXPECT_TRUE(refused(run(in.codes.view, nullptr), "levels has dtype uint8; expected int8"));
+    EXPECT_TRUE(refused(run(levels.view, &in.scales.view), "there are levels and mins"));
+  }
+}
+
 TEST(PackOperator, Refusals) {
   const Inputs in(layout_of(20, 70, 4, 32, Mapping::affine, true));
   Tensor out(ElementType::u8, {in.layout.total_bytes});
