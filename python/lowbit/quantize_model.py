@@ -125,7 +125,7 @@ def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _know_transformers() -> None:
+def know_transformers() -> None:
     """Lets its own kinds of layers be found; a model of it can only be there if it is loaded."""
     if "transformers.modeling_utils" in sys.modules:
         with suppress(ImportError):  # of another version: these stay float, and a warning says so
@@ -165,7 +165,7 @@ def quantize_(
         TypeError, ValueError: a wrong config, nothing to quantise, weights that are not finite or not on the CPU, or
             different configs for layers that share a weight. The model is then unchanged.
     """
-    _know_transformers()
+    know_transformers()
     selected = choose_layers(model, config, filter_fn, experts=True)
     with described_to_transformers(model):
         replace_layers(model, selected)

@@ -258,3 +258,15 @@ def attention(
     for half in (8, 4, 2, 1):
         sums = sums[..., :half] + sums[..., half : 2 * half]
     return (out * (1.0 / sums)).to(q.dtype).transpose(1, 2)
+
+
+def close_to_packed(found: torch.Tensor, layer: lowbit.nn.Linear, x: torch.Tensor) -> None:
+    """Both are sums of the same products, in float32: within (k + 8) roundings of the sum of their magnitudes.
+
+    The packed layer adds the zero point's share at the end, so that belongs to the magnitudes too.
+    """
+    parts = take_apart(layer.packed_weight)
+    values, scale, zero = (part.double() for part in quantize_rows(x))
+    magnitudes = scale[:, None] * ((values.abs() + zero.abs()[:, None]) @ parts.weight().abs().T) + parts.bias.abs()
+    bound = (x.shape[1] + 8) * 2.0**-24 * magnitudes
+    assert ((found.double() - layer(x).double()).abs() <= bound).all()

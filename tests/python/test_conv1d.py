@@ -1,5 +1,6 @@
 """transformers' Conv1D, a linear layer whose weight is [in, out]: packed wherever a torch.nn.Linear is."""
 
+import copy
 import warnings
 
 import pytest
@@ -11,6 +12,8 @@ from transformers.pytorch_utils import Conv1D
 import lowbit
 import lowbit.transformers
 from lowbit.calibration import assign_widths, calibrate
+from lowbit.hf.conv1d import of_conv1d
+from reference import close_to_packed
 
 CONFIG = lowbit.LowBitConfig(bits=4)
 TEXT = torch.arange(20)[None]
@@ -124,9 +127,79 @@ def test_a_calibration_that_fails_leaves_it_too(source):
     assert type(model.transformer.h[1].mlp.c_proj) is Conv1D
 
 
-def test_it_is_not_trained_packed(source):
-    with pytest.raises(ValueError, match=r"h\.0\.attn\.c_attn is a Conv1D, which cannot be trained packed; give it the config"):
-        lowbit.qat.prepare_(load(source), {"*.h.*": lowbit.LinearConfig(4)})
+def train_a_little(model):
+    optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.0)
+    for batch in texts()[:3]:
+        model(batch, labels=batch).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+
+@pytest.mark.parametrize("mapping", ["symmetric", "affine"])
+def test_it_is_trained_packed(source, mapping, tmp_path):
+    """A Conv1D in training stays one, with its weight as checkpoints have it, and computes what it is packed to."""
+    config = {"*": lowbit.LinearConfig(2, 32, mapping), "*c_proj": lowbit.LinearConfig(3, 48, mapping), "lm_head": None}
+    expected = lowbit.quantize_(load(source), config)
+    model, twin = load(source), load(source)
+    weights = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, Conv1D)}
+    lowbit.qat.prepare_(model, config)
+    assert len(weights) == 8
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert layer.weight is weight and isinstance(layer, Conv1D) and isinstance(layer, lowbit.prepared.LinearLayer)
+    untrained = lowbit.qat.convert_(copy.deepcopy(model))
+    for name in weights:
+        assert torch.equal(untrained.get_submodule(name).packed_weight, expected.get_submodule(name).packed_weight)
+
+    # What a torch.nn.Linear learns with the same weight, to the bit.
+    for name in weights:
+        twin.set_submodule(name, of_conv1d(twin.get_submodule(name)))
+    lowbit.qat.prepare_(twin, config)
+    train_a_little(model)
+    train_a_little(twin)
+    inputs = {}
+    for name in weights:
+        layer = model.get_submodule(name)
+        layer.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0].detach()}))
+    before = logits(model)
+    model.save_pretrained(tmp_path / "training")
+    assert torch.equal(load(tmp_path / "training").transformer.h[1].attn.c_proj.weight, weights["transformer.h.1.attn.c_proj"])
+    state = copy.deepcopy(model.state_dict())
+    floats = {name: model.get_submodule(name) for name in weights}
+    lowbit.qat.convert_(model)
+    lowbit.qat.convert_(twin)
+    with torch.no_grad():
+        for name, layer in floats.items():
+            packed, x = model.get_submodule(name), inputs[name][0]
+            assert type(packed) is lowbit.nn.Linear and packed.info.has_bias
+            assert torch.equal(packed.packed_weight, twin.get_submodule(name).packed_weight), name
+            assert not torch.equal(packed.packed_weight, expected.get_submodule(name).packed_weight), name
+            assert torch.equal(layer.fake_quantised(), packed.dequantize())
+            close_to_packed(layer(x), packed, x)
+    # A rounding that falls to the other side moves an activation by a step in the layers behind it.
+    assert (logits(model) - before).abs().max() <= 0.02 * before.abs().max()
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(load(tmp_path / "packed")), logits(model))
+
+    again = lowbit.qat.prepare_(load(source), config)  # a checkpoint of training goes on where it was
+    again.load_state_dict(state)
+    assert torch.equal(logits(lowbit.qat.convert_(again)), logits(model))
+
+
+def test_one_that_is_there_twice_is_trained_once(source):
+    model = load(source)
+    first, second = model.transformer.h[0].mlp.c_fc, model.transformer.h[1].mlp.c_fc
+    second.weight = first.weight
+    lowbit.qat.prepare_(model, {"*c_fc": lowbit.LinearConfig(2)})
+    assert sum(name.endswith("weight_scale") for name, _ in model.named_parameters()) == 1
+    first.bias.data[3] = torch.nan
+    with pytest.raises(ValueError, match=r"^transformer\.h\.0\.mlp\.c_fc\.bias has .*NaN or infinite values"):
+        lowbit.qat.convert_(model)
+    first.bias.data[3] = 0
+    lowbit.qat.convert_(model)
+    found = [lowbit.unpack(block.mlp.c_fc.packed_weight) for block in model.transformer.h]
+    assert torch.equal(found[0].codes, found[1].codes) and torch.equal(found[0].scales, found[1].scales)
+    assert torch.equal(found[0].bias, first.bias) and torch.equal(found[1].bias, second.bias)
 
 
 def test_another_shape_is_refused(source, tmp_path):

@@ -5,27 +5,16 @@ import copy
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
 import checkpoints
 import lowbit
 import reference
 from lowbit import EmbeddingConfig, LinearConfig
+from reference import close_to_packed
 
 GROUPS = (16, 32, 48, None)
 MAPPINGS = ("symmetric", "affine")
-
-
-def close_to_packed(found: torch.Tensor, layer: lowbit.nn.Linear, x: torch.Tensor) -> None:
-    """Both are sums of the same products, in float32: within (k + 8) roundings of the sum of their magnitudes.
-
-    The packed layer adds the zero point's share at the end, so that belongs to the magnitudes too.
-    """
-    parts = reference.take_apart(layer.packed_weight)
-    values, scale, zero = (part.double() for part in reference.quantize_rows(x))
-    magnitudes = scale[:, None] * ((values.abs() + zero.abs()[:, None]) @ parts.weight().abs().T) + parts.bias.abs()
-    bound = (x.shape[1] + 8) * 2.0**-24 * magnitudes
-    assert ((found.double() - layer(x).double()).abs() <= bound).all()
 
 
 def train_a_little(model: torch.nn.Module, *inputs: torch.Tensor, steps: int = 3) -> None:
@@ -301,3 +290,17 @@ def test_scales_as_the_packer_stores_them():
     packed = lowbit.pack(codes, scales, bits=2, group_size=16)
     found, _ = lowbit.qat.stored(scales, None)
     assert torch.equal(found, lowbit.unpack(packed).scales)
+
+
+def test_falcons_linear_layers_are_trained_too():
+    """They are a class of their own, which is a torch.nn.Linear but for a rounding."""
+    config = FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
+    model = FalconForCausalLM(config)
+    lowbit.qat.prepare_(model, {"*": LinearConfig(4, 16)})
+    tokens = torch.tensor([[1, 2, 3]])
+    model(tokens).logits.sum().backward()
+    trained = model.transformer.h[0].self_attention.query_key_value
+    assert trained.weight.grad.any() and trained.weight_scale.grad.any()
+    with torch.no_grad():
+        before = model.eval()(tokens).logits
+        torch.testing.assert_close(lowbit.qat.convert_(model)(tokens).logits, before, rtol=1e-5, atol=1e-5)
