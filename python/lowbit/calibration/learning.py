@@ -141,6 +141,8 @@ def learning_of(packed: Tensor, table: bool) -> Learning | LearningEach:
 class _InPlaceOf(torch.nn.Module):
     """A layer that computes with a weight that is learnt, which others may share."""
 
+    shared: Any  # of experts a LearningEach, else a Learning
+
     def __init__(self, layer: nn.Packed, shared: Learning | LearningEach):
         super().__init__()
         self.layer, self.shared = layer, shared

@@ -265,16 +265,13 @@ class _Run:
         tables = {name.removeprefix(prefix) for name in self.tables}
         better = tuned(block, names, run, wanted, self.masks, self.held, tables=tables, **self.tuning)
         layers = []
-        for name, (full, method, packed) in zip(names, self.pending, strict=True):
+        for name, ((full,), method, packed) in zip(names, self.pending, strict=True):
             found = better.get(name, packed)
-            changed = found != packed
-            if changed.any():
-                methods = zip(method.split(","), changed.flatten(1).any(1) if found.dim() == 2 else [True], strict=True)
-                method = ",".join("tuned" if tuned_ else own for own, tuned_ in methods)
-            layers.append((full, method, found))
-        self.pending = []
-        for (full,), method, packed in layers:
+            changed = (found != packed).view(-1, packed.shape[-1]).any(1).tolist()  # of one layer, or of each expert
+            method = ",".join("tuned" if new else own for own, new in zip(method.split(","), changed, strict=True))
             self.result.methods |= _by_name(full, method, packed)
+            layers.append(([full], method, found))
+        self.pending = []
         put_weights(block, dict(zip(names, self.kept.keep(layers), strict=True)))
 
     def _distil(self, teacher: Teacher) -> None:
