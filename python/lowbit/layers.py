@@ -63,8 +63,9 @@ class Experts:
 # Functions that find the experts of a module, by the names of its parameters. hf/experts.py adds transformers' kind.
 EXPERTS_IN: list[Callable[[torch.nn.Module], Mapping[str, Experts]]] = []
 
-# Modules that compute what a torch.nn.Linear does -> that layer, over the same memory. hf/conv1d.py adds transformers' kind.
-LINEAR_OF: dict[type, Callable[[torch.nn.Module], torch.nn.Linear]] = {}
+# Modules that compute what a torch.nn.Linear does, by the full names of their classes, which need not be imported so -> that
+# layer, over the same memory. hf/conv1d.py adds transformers' kinds.
+LINEAR_OF: dict[str, Callable[[torch.nn.Module], torch.nn.Linear]] = {}
 TRANSPOSED = "_lowbit_transposed"  # the attribute of such a layer whose module keeps its weight as [in, out]
 
 Layer: TypeAlias = torch.nn.Module | Experts
@@ -89,8 +90,15 @@ def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
             yield f"{name}.{leaf}" if name else leaf, experts
 
 
+def as_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
+    """The torch.nn.Linear that a layer of another kind is; None for all else."""
+    make = LINEAR_OF.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    return None if make is None else make(module)
+
+
 def _in_its_form(module: torch.nn.Module) -> torch.nn.Module:
-    return LINEAR_OF[type(module)](module) if type(module) in LINEAR_OF else module
+    linear = as_linear(module)
+    return module if linear is None else linear
 
 
 def is_transposed(layer: Layer | None) -> bool:
@@ -227,7 +235,7 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
     share = f"{100 * left / total:.0f} % of the bytes of this {type(model).__name__}'s matrices stay float, in {largest}{more}"
     only = "" if left < total / 2 else f"only {100 * packed / total:.0f} % are packed: "
     warnings.warn(
-        f"{only}{share}; lowbit packs torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D and experts",
+        f"{only}{share}; lowbit packs torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D, FalconLinear and experts",
         stacklevel=stacklevel + 1,
     )
 

@@ -15,11 +15,19 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .layers import Prepared, check_layers, layer_at, names_by_weight, replace_layers
+from .layers import Prepared, as_linear, check_layers, layer_at, names_by_weight, replace_layers
 from .nn import Packed
 from .prepared import KINDS, Embedding, Layer, Linear, rounded_rows, stored
 from .quantize import EmbeddingConfig, LinearConfig
 from .quantize_model import choose_layers, described_to_transformers, know_transformers
+
+
+def _kind(name: str, module: torch.nn.Module) -> type:
+    if type(module) in KINDS:
+        return KINDS[type(module)]
+    if isinstance(module, torch.nn.Linear) and as_linear(module) is not None:  # FalconLinear
+        return Linear
+    raise ValueError(f"{name} is a {type(module).__name__}, which cannot be trained packed; give it the config None")
 
 
 def prepare_(
@@ -60,13 +68,14 @@ def prepare_(
         if chosen.mapping not in ("symmetric", "affine"):
             raise ValueError(f"{name} has mapping {chosen.mapping!r}; expected 'symmetric' or 'affine' for training")
     modules = {name: model.get_submodule(name) for name in selected}
+    kinds = {name: _kind(name, module) for name, module in modules.items()}
     check_layers({name: layer_at(model, name) for name in selected}, selected)
     for names in names_by_weight(modules).values():
         owner = None
         for name in names:
             module = modules[name]
             if not isinstance(module, Prepared):  # else it is there under several names
-                module.__class__ = KINDS[type(module)]  # keeps its hooks, its attributes, and who else refers to it
+                module.__class__ = kinds[name]  # keeps its hooks, its attributes, and who else refers to it
                 module.prepare(selected[name], owner)
             owner = owner or module
     return model

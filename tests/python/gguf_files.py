@@ -65,6 +65,10 @@ def random_blocks(name: str, n: int, k: int, block: int, size: int, generator: n
     for at in SCALES.get(name, ()):
         scale = generator.uniform(-1, 1, (n, k // block, 1)).astype("<f2")
         blocks[..., at : at + 2] = scale.view(np.uint8)
+    if name == "IQ1_M":  # its float16 scale is the high nibbles of the last four numbers
+        scale = generator.uniform(-1, 1, (n, k // block, 1)).astype("<f2").view("<u2")
+        numbers = blocks[..., 48:].view("<u2")
+        numbers[...] = numbers & 0x0FFF | (scale >> np.arange(0, 16, 4, np.uint16) & 0xF) << 12
     if name == "MXFP4":
         blocks[..., 0] = generator.integers(112, 124, blocks.shape[:2])
     if name == "NVFP4":

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 import lowbit
 import lowbit.transformers
 from lowbit.calibration import assign_widths, calibrate
-from lowbit.hf.conv1d import as_linear
+from lowbit.hf.conv1d import of_conv1d
 from reference import close_to_packed
 
 CONFIG = lowbit.LowBitConfig(bits=4)
@@ -153,7 +153,7 @@ def test_it_is_trained_packed(source, mapping, tmp_path):
 
     # What a torch.nn.Linear learns with the same weight, to the bit.
     for name in weights:
-        twin.set_submodule(name, as_linear(twin.get_submodule(name)))
+        twin.set_submodule(name, of_conv1d(twin.get_submodule(name)))
     lowbit.qat.prepare_(twin, config)
     train_a_little(model)
     train_a_little(twin)

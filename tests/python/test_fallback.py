@@ -17,9 +17,9 @@ from lowbit.llm.perplexity import perplexity
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-# Attention of its own with alibi; states that cannot be cut back, and are continued token by token; both kinds of layers.
+# Attention of its own; states that cannot be cut back, and are continued token by token; both kinds of layers.
 CONFIGS = {
-    "bloom": lambda: transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, **SIZES),
+    "gptj": lambda: transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, **SIZES),
     "mamba": lambda: transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, **SIZES),
     "lfm2": lambda: transformers.Lfm2Config(
         hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,

@@ -36,7 +36,7 @@ from transformers import (
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 EXACT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ4_NL", "MXFP4", "NVFP4"]
 NEAR = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
-AGAIN = ["IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
+AGAIN = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
 HEADS, KV_HEADS, WIDTH = 4, 2, 256
 LLAMA = {
     "general.architecture": "llama", "llama.context_length": 128, "llama.embedding_length": WIDTH,

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
 import checkpoints
 import lowbit
@@ -290,3 +290,17 @@ def test_scales_as_the_packer_stores_them():
     packed = lowbit.pack(codes, scales, bits=2, group_size=16)
     found, _ = lowbit.qat.stored(scales, None)
     assert torch.equal(found, lowbit.unpack(packed).scales)
+
+
+def test_falcons_linear_layers_are_trained_too():
+    """They are a class of their own, which is a torch.nn.Linear but for a rounding."""
+    config = FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
+    model = FalconForCausalLM(config)
+    lowbit.qat.prepare_(model, {"*": LinearConfig(4, 16)})
+    tokens = torch.tensor([[1, 2, 3]])
+    model(tokens).logits.sum().backward()
+    trained = model.transformer.h[0].self_attention.query_key_value
+    assert trained.weight.grad.any() and trained.weight_scale.grad.any()
+    with torch.no_grad():
+        before = model.eval()(tokens).logits
+        torch.testing.assert_close(lowbit.qat.convert_(model)(tokens).logits, before, rtol=1e-5, atol=1e-5)

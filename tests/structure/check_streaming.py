@@ -5,7 +5,8 @@ mode ordinary vector instructions do. So a function of such an object is one or 
 
     streaming  it is called by run_streaming() or its like alone, calls nothing else and never changes the mode
     ordinary   no instruction on z, p or ZA registers; all that it may ask is the length of vectors (rdsvl). Only
-               run_streaming() starts and stops the mode, with a single call between
+               run_streaming() starts and stops the mode, with a single call between, in few instructions: it has no
+               loop, so they are what a call costs
 
 Usage: check_streaming.py --objdump <objdump that knows SME2> <objects...>
 """
@@ -20,6 +21,7 @@ LENGTHS = {"cntb", "cnth", "cntw", "cntd", "rdvl", "addvl", "addpl", "addsvl", "
 NEON = re.compile(r"\bv\d+\.|\{\s*v\d+")
 MODE = {"smstart", "smstop"}
 ENTRY = "run_streaming"
+ENTRY_INSTRUCTIONS = 60
 
 
 def functions(listing: str) -> dict[str, list[tuple[str, str]]]:
@@ -42,6 +44,8 @@ def problems(code: dict[str, list[tuple[str, str]]]) -> list[str]:
             body = [mnemonic for mnemonic, _ in instructions if mnemonic in MODE or mnemonic in ("bl", "blr")]
             if body != ["smstart", "blr", "smstop"]:
                 wrong.append(f"{name}: {' '.join(body)}; expected smstart blr smstop")
+            if len(instructions) > ENTRY_INSTRUCTIONS:
+                wrong.append(f"{name}: {len(instructions)} instructions; expected {ENTRY_INSTRUCTIONS} at most")
         elif any(mnemonic in MODE for mnemonic, _ in instructions):
             wrong.append(f"{name} changes the mode")
         scalable = [f"{m} {o}" for m, o in instructions if SCALABLE.search(o) or m in LENGTHS]
@@ -83,6 +87,7 @@ def check_that_it_can_fail() -> None:
     assert problems(entry | body | {"run": [*ordinary["run"], ("bl", "0x50 <body>")]})
     assert problems(entry | {"body": [*body["body"], ("add", "v0.4s, v0.4s, v1.4s")]})
     assert problems(entry | {"body": [("smstop", "sm"), *body["body"]]})
+    assert problems({ENTRY: [*entry[ENTRY], *[("nop", "")] * ENTRY_INSTRUCTIONS]} | body)
     assert problems({ENTRY: [("smstart", ""), ("bl", "0x1"), ("blr", "x1"), ("smstop", "")]} | body)
     assert problems(entry | ordinary) and problems(body | ordinary)
 

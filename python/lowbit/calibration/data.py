@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hf.decoding import position_limit
+
 Batch = dict[str, Any]
 
 LEAST_TOKENS = 128
@@ -82,7 +84,7 @@ def _as_batch(item: Any) -> Batch:
 
 def _of_texts(model, texts: list[str], tokenizer: Any, window: int, most: int) -> tuple[list[Batch], int]:
     config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or window
+    limit = position_limit(config) or window
     if window < _SHORTEST:
         raise ValueError(f"window is {window}; expected at least {_SHORTEST}")
     window = min(window, limit)

@@ -104,8 +104,9 @@ def is_shape(name: str) -> bool:
 
 def positions(model: torch.nn.Module) -> int:
     """The longest text that a model is made for, in tokens."""
-    made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return made_for if isinstance(made_for, int) and made_for > 0 else sys.maxsize
+    from lowbit.hf.decoding import position_limit
+
+    return position_limit(model.config.get_text_config()) or sys.maxsize
 
 
 def set_threads(threads: int | None) -> None:

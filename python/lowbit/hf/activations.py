@@ -20,7 +20,8 @@ _TORCH = (torch.nn.SiLU, torch.nn.GELU, torch.nn.Sigmoid, torch.nn.Tanh, torch.n
 
 def is_activation(module: torch.nn.Module) -> bool:
     """Whether a module is a function of each element."""
-    return type(module) in _TORCH or type(module).__module__ == "transformers.activations"
+    kind = type(module)
+    return kind in _TORCH or kind.__module__ == "transformers.activations" or kind.__name__ == "BloomGelu"
 
 
 class RowWise(torch.nn.Module):

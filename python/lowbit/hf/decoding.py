@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import own_attention
 from .activations import RowWise, is_activation
 
 ATTENTION = "lowbit"  # the name of :func:`attend` among transformers' attention functions
@@ -143,6 +144,33 @@ def check_windows(config: Any, asked: Asked, max_length: int) -> None:
             )
 
 
+def position_limit(config: Any) -> int | None:
+    """The longest text that the text configuration of a model allows, in tokens."""
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def _takes_positions(model: torch.nn.Module) -> bool:
+    return "position_ids" in signature(model.forward).parameters
+
+
+def tells_positions(model: torch.nn.Module) -> bool | None:
+    """Whether a model can be told positions; None where it counts by itself, and what it makes of far ones shows in long
+    texts only. Where it cannot be told, and they do not matter, it is False.
+
+    Raises:
+        Unsupported: it cannot be told where a text goes on.
+    """
+    found = [kind.is_relative(own) for _, _, own, kind in own_attention.find(model)]
+    if not all(found):
+        return None
+    if _takes_positions(model):
+        return True
+    if not found:
+        raise Unsupported("it takes no position_ids, so it cannot be told where a text goes on")
+    return False
+
+
 def check_config(config: Any, max_length: int) -> None:
     """Refuses what a short text would not show.
 
@@ -249,7 +277,10 @@ class Takeover:
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._hooks: list[Any] = []
+        self._own: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        self.call: own_attention.Call | None = None  # of a model whose attention is code of its own
         setattr(model, _TAKEOVER, self)
+        self._replace_attention(model, positions)
         for config, _ in self._attention:
             config._attn_implementation_internal = ATTENTION
         tables: dict[int, RotaryTable | None] = {}  # one for layers that share theirs
@@ -264,6 +295,27 @@ class Takeover:
                 if is_activation(child):
                     self._activations.append((module, name, child))
                     setattr(module, name, RowWise(child))
+
+    def _replace_attention(self, model: torch.nn.Module, positions: int) -> None:
+        for module, name, own, kind in list(own_attention.find(model)):
+            if self.call is None:
+                self.call = own_attention.Call(attend, _takes_positions(model))
+            replacement = kind(own, self.call)
+            if not self._own:
+                self.call.alibi = replacement.alibi(model, positions)
+                if self.call.alibi is not None and positions > own_attention.MOST_POSITIONS:
+                    raise Unsupported(
+                        f"max_length is {positions}; expected at most {own_attention.MOST_POSITIONS} positions of its alibi"
+                    )
+                if kind.needs_mask:
+                    self._attention = []
+            self._own.append((module, name, own))
+            setattr(module, name, replacement)
+
+    @property
+    def has_alibi(self) -> bool:
+        """Whether keys carry a bias, which a cache has to hold exactly."""
+        return self.call is not None and self.call.alibi is not None
 
     def hand_on(self, model: torch.nn.Module) -> None:
         """For layers that keep what they are called with from their attention (StableLM's, Nemotron's): gives it the
@@ -288,8 +340,8 @@ class Takeover:
             config._attn_implementation_internal = attention
         for module, rotary in self._rotary:
             module.rotary_emb = rotary
-        for module, name, activation in self._activations:
-            setattr(module, name, activation)
+        for module, name, replaced in self._activations + self._own:
+            setattr(module, name, replaced)
         for hook in self._hooks:
             hook.remove()
         delattr(model, _TAKEOVER)
@@ -305,7 +357,7 @@ def give_back(model: torch.nn.Module) -> None:
 def refusal(model: torch.nn.Module, error: Exception) -> Refusal:
     """Says in a sentence why a decoder does not take a model."""
     found = str(error).strip().split("\n")[0].rstrip(".")
-    if not getattr(model, "_can_set_attn_implementation", lambda: True)():
+    if not getattr(model, "_can_set_attn_implementation", lambda: True)() and not any(own_attention.find(model)):
         found = "its attention is code of its own, none that transformers lets others replace"
     elif isinstance(error, NoCaches):
         found = "its layers do not hand the decoder's caches on to their attention"

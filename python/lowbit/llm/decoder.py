@@ -72,10 +72,10 @@ class Decoder(torch.nn.Module):
         """
         super().__init__()
         config = model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = decoding.position_limit(config)
         if max_length <= 0 or max_length % 16:
             raise ValueError(f"max_length is {max_length}; expected a positive multiple of 16")
-        if isinstance(limit, int) and max_length > limit:
+        if limit is not None and max_length > limit:
             raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
         if cache is not None and cache not in CACHES:
             raise ValueError(f"cache is {cache!r}; expected one of {', '.join(CACHES)}, or None")
@@ -101,6 +101,12 @@ class Decoder(torch.nn.Module):
             raise decoding.Unsupported("its configuration does not say how many layers it has")
         self.vocabulary, self.layers = vocabulary, layers
         self._takeover = decoding.Takeover(self.model, self.max_length)
+        if self._takeover.has_alibi and not self.cache_dtype.is_floating_point:
+            kind = str(self.cache_dtype).removeprefix("torch.")
+            raise decoding.Unsupported(
+                f"the keys of its attention carry positions (alibi), which a cache of {kind} would round; expected a cache of "
+                "float32, bfloat16 or float16"
+            )
         try:
             asked = ask(self, reference)
         except decoding.NoCaches:
@@ -171,14 +177,17 @@ class Decoder(torch.nn.Module):
         keep: int | Tensor = 0,
     ) -> Tensor:
         """Logits [1, s, vocabulary] behind the last ``keep`` tokens, or behind all with 0, or behind those at these places."""
-        return self.model(
-            input_ids=tokens,
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            caches=caches,
-            start=start,
-        ).logits
+        more: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "logits_to_keep": keep}
+        own = None if self._takeover is None else self._takeover.call
+        if own is None:
+            return self.model(position_ids=positions[None], caches=caches, start=start, **more).logits
+        if own.takes_positions:
+            more["position_ids"] = positions[None]
+        own.give(caches, start, positions)
+        try:
+            return self.model(**more).logits
+        finally:
+            own.clear()
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Args:

@@ -38,10 +38,10 @@ class Fallback:
                 token's logits with those behind it. The sentence says what was found.
         """
         config = model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = decoding.position_limit(config)
         if max_length <= 0:
             raise ValueError(f"max_length is {max_length}; expected a positive number")
-        if isinstance(limit, int) and 0 < limit < max_length:
+        if limit is not None and limit < max_length:
             raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")

@@ -9,6 +9,7 @@ from inspect import signature
 
 import torch
 
+from ..hf.decoding import position_limit
 from .decoder import Decoder
 from .proof import sees_what_follows
 
@@ -61,7 +62,7 @@ def perplexity(
             predict; or, with a cache, whatever a decoder refuses.
     """
     config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = position_limit(config)
     if window < 2 or (limit is not None and window > limit):
         raise ValueError(f"window is {window}; expected 2 to {limit or 'any number'}, the model's positions")
     if not 1 <= stride < window:

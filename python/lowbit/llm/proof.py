@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import nn
-from ..hf.decoding import Asked, Unsupported
+from ..hf.decoding import Asked, Unsupported, tells_positions
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -82,18 +81,20 @@ class Reference(Rounding):
         Unsupported: the model's logits are not numbers.
         Exception: whatever the model raises.
         """
-        if "position_ids" not in signature(model.forward).parameters:
-            raise Unsupported("it takes no position_ids, so it cannot be told where a text goes on")
+        told = tells_positions(model)
         config = model.config.get_text_config()
         self.tokens = sample_text(config, min(TOKENS, max_length))
         count = self.tokens.shape[1]
         positions = torch.arange(count)
         self.whole = _own(model, self.tokens)
         # Each token as if nothing were before it: what a decoder that forgets would make of it.
-        super().__init__(model, self.whole, _own(model, self.tokens.T, position_ids=positions[:, None]).transpose(0, 1))
+        alone = {"position_ids": positions[:, None]} if told else {}
+        super().__init__(model, self.whole, _own(model, self.tokens.T, **alone).transpose(0, 1))
         # The same tokens at the end of the longest text: tables of positions must reach there.
         self.far = positions + (max_length - count)
-        self.whole_far = _own(model, self.tokens, position_ids=self.far[None])
+        self.whole_far: Tensor | None = None
+        if told is not None:
+            self.whole_far = _own(model, self.tokens, position_ids=self.far[None]) if told else self.whole
 
 
 def sees_what_follows(model: torch.nn.Module) -> str | None:
@@ -214,8 +215,9 @@ def prove(decoder: Decoder, reference: Reference, exact: Sequence[tuple[Tensor, 
     forgets = "its logits are others when a text comes in pieces"
     near("one by one", pieces([1] * count), whole, PIECES_MOST, forgets)
     near("pieces", pieces(sizes), whole, PIECES_MOST, forgets)
-    far = run(tokens, reference.far, 0)
-    near("far", far, reference.whole_far, OWN, "its logits at far positions are others than its own")
+    if reference.whole_far is not None:
+        far = run(tokens, reference.far, 0)
+        near("far", far, reference.whole_far, OWN, "its logits at far positions are others than its own")
     measured["texts"] = _beside_another(decoder, reference, whole)
     return measured
 

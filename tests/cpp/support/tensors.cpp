@@ -15,6 +15,7 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
   float scale, zero;
   const QuantizeKernel& quantize = choose_quantize(kPortable);
   const LinearKernel& kernel = choose_linear(layout, 1, kPortable);
+  void* const scratch = linear_scratch();
   const bool together = x.stride[x.shape.ndim - 1] == 1;  // the inputs of a row
   for (int64_t i = 0; i < rows; ++i) {
     if (together) std::memcpy(row.data(), element(x, i * layout.k), row.size());
@@ -42,7 +43,7 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
                 .out = out.data() + i * layout.n * size_of(dtype),
                 .out_dtype = dtype,
                 .out_stride = layout.n,
-                .scratch = linear_scratch()});
+                .scratch = scratch});
   }
   return out;
 }

@@ -1,0 +1,203 @@
+"""The attention that BLOOM, MPT and Falcon have as code of their own in transformers, over a decoder's caches.
+
+Their code knows transformers' caches only. While a decoder has such a model, modules from here stand in for its
+attention, with the same layers under the same names.
+
+Alibi (Press, Smith and Lewis, Train Short, Test Long, 2022) adds to each score a bias that grows with the position of the
+key. Queries and keys carry it to lowbit's attention, as inputs in front of their own: (-b_i, w) times (1, p_j) is b_j - b_i,
+where p_j are one or two numbers that every float cache holds exactly, and w makes the bias b_j of them. What a query adds
+to all of its scores falls out of the softmax, so b_i is there for the rounding alone: attention sums products in the order
+of inputs, so a score begins as b_j - b_i, which is as large as the two are apart, where b_j is as large as the text is
+long.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INPUTS = 16  # of queries and keys that carry the bias: widths are multiples of 16
+# A position is 256 times one number and another; both are below 257, so bfloat16 holds them, with its 8 bits.
+_DIGIT = 256
+MOST_POSITIONS = _DIGIT * _DIGIT
+
+
+class Alibi(torch.nn.Module):
+    """What queries and keys have in front of their own inputs."""
+
+    def __init__(self, weights: Tensor, parts: Tensor, scale: float):
+        """Args:
+        weights: [heads, n] float32.
+        parts: [heads or 1, positions, n] float32; the bias of a position is the sum of their products with the weights.
+        scale: of the products of queries and keys.
+        """
+        super().__init__()
+        self.register_buffer("weights", weights / scale, persistent=False)
+        self.register_buffer("parts", parts, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, heads, s, 16] each, float32, for queries and keys; from [s] int64."""
+        if torch.compiler.is_compiling():  # attention refuses positions beyond the caches
+            positions = positions.clamp(0, self.parts.shape[1] - 1)
+        heads, count = self.weights.shape
+        parts = self.parts[:, positions].expand(heads, -1, -1)
+        weights = self.weights[:, None].expand(parts.shape)
+        zeros = parts.new_zeros(heads, parts.shape[1], _INPUTS - 1 - count)
+        ones = parts.new_ones(heads, parts.shape[1], 1)
+        queries = torch.cat([-(weights * parts).sum(-1, keepdim=True), weights, zeros], dim=-1)
+        return queries[None], torch.cat([ones, parts, zeros], dim=-1)[None]
+
+
+def _of_slopes(slopes: Tensor, positions: int, scale: float) -> Alibi:
+    """From [heads]: what the bias grows by with each position."""
+    index = torch.arange(positions)
+    parts = torch.stack([index // _DIGIT, index % _DIGIT], dim=-1).float()
+    return Alibi(torch.stack([slopes * _DIGIT, slopes], dim=-1), parts[None], scale)
+
+
+class Call:
+    """What a call of a decoder has for the attention of all layers."""
+
+    def __init__(self, attend: Callable[..., Any], takes_positions: bool):
+        """Args:
+        attend: as transformers calls an attention function.
+        takes_positions: whether the model is told positions, too.
+        """
+        self.attend, self.takes_positions = attend, takes_positions
+        self.alibi: Alibi | None = None
+        self.caches: Any = None
+        self.start: Tensor | None = None
+        self.inputs: tuple[Tensor, Tensor] | None = None  # in front of queries and keys
+
+    def give(self, caches: Any, start: Tensor, positions: Tensor) -> None:
+        self.caches, self.start = caches, start
+        if self.alibi is not None:
+            self.inputs = self.alibi(positions)
+
+    def clear(self) -> None:
+        """So that no tensor outlives the call."""
+        self.caches = self.start = self.inputs = None
+
+    def run(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[1, s, heads * d] of [1, heads, s, d], and keys and values of as many heads or fewer."""
+        dtype = query.dtype
+        if self.inputs is not None:
+            # In float32: 16 bits would not hold the slopes.
+            query, key = (
+                torch.cat([more.expand(-1, own.shape[1], -1, -1), own.float()], dim=-1)
+                for more, own in zip(self.inputs, (query, key), strict=True)
+            )
+            value = value.float()
+        output, _ = self.attend(module, query, key, value, None, scaling=scale, caches=self.caches, start=self.start)
+        return output.flatten(2).to(dtype)
+
+
+class _Own(torch.nn.Module):
+    """In place of a model's attention."""
+
+    needs_mask = False  # whether the model's code does something to the mask
+
+    def __init__(self, own: Any, call: Call):
+        super().__init__()
+        for name, child in own.named_children():
+            self.add_module(name, child)
+        self.call, self.layer_idx = call, own.layer_idx
+        self.scale: float
+        self.heads: int
+
+    @staticmethod
+    def is_relative(own: Any) -> bool:
+        """Whether a text that begins at another position has the same logits, or others by rotations only."""
+        return True
+
+    def alibi(self, model: Any, positions: int) -> Alibi | None:
+        """For all layers of the model."""
+        raise NotImplementedError
+
+
+class _Bloom(_Own):
+    def __init__(self, own: Any, call: Call):
+        super().__init__(own, call)
+        self.scale, self.heads = own.inv_norm_factor, own.num_heads
+
+    def alibi(self, model: Any, positions: int) -> Alibi:
+        table = model.transformer.build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), self.heads, torch.float32)
+        return _of_slopes(table[:, 0, 1], positions, self.scale)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor, **others: Any) -> tuple[Tensor, None]:
+        mixed = self.query_key_value(hidden_states).unflatten(-1, (self.heads, 3, -1))
+        query, key, value = mixed.transpose(1, 2).unbind(3)
+        return self.dense(self.call.run(self, query, key, value, self.scale)) + residual, None
+
+
+class _Mpt(_Own):
+    needs_mask = True
+
+    def __init__(self, own: Any, call: Call):
+        super().__init__(own, call)
+        self.scale, self.heads, self.clip = own.softmax_scale, own.n_heads, own.clip_qkv
+
+    def alibi(self, model: Any, positions: int) -> Alibi:
+        table = model.transformer.build_mpt_alibi_tensor(self.heads, 2)
+        return _of_slopes(table[:, 0, 1] - table[:, 0, 0], positions, self.scale)
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
+        mixed = self.Wqkv(hidden_states)
+        if self.clip:
+            mixed = mixed.clamp(-self.clip, self.clip)
+        query, key, value = mixed.unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        return self.out_proj(self.call.run(self, query, key, value, self.scale)), None
+
+
+class _Falcon(_Own):
+    def __init__(self, own: Any, call: Call):
+        super().__init__(own, call)
+        self.scale, self.heads, self.width = own.inv_norm_factor, own.num_heads, own.head_dim
+        # Keys come behind the queries that belong to them.
+        self.kv_heads = own.num_kv_heads
+        self.has_alibi = bool(own.config.alibi)
+        self.rotate = sys.modules[type(own).__module__].apply_rotary_pos_emb
+
+    @staticmethod
+    def is_relative(own: Any) -> bool:
+        return not own.config.alibi
+
+    def alibi(self, model: Any, positions: int) -> Alibi | None:
+        if not self.has_alibi:
+            return None
+        # transformers rounds it to bfloat16 in every dtype: a table, and no slopes. Keys of all heads have their own.
+        build = sys.modules[type(model).__module__].build_alibi_tensor
+        table = build(torch.ones(1, positions, dtype=torch.int64), self.heads, torch.float32)[:, 0]
+        return Alibi(torch.full((self.heads, 1), self.scale), table[..., None], self.scale)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **others: Any
+    ) -> tuple[Tensor, None]:
+        group = self.heads // self.kv_heads
+        mixed = self.query_key_value(hidden_states).unflatten(-1, (self.kv_heads, group + 2, self.width))
+        query, key, value = (each.flatten(2, 3).transpose(1, 2) for each in mixed.split([group, 1, 1], dim=3))
+        if self.has_alibi:
+            key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+        elif position_embeddings is not None:
+            query, key = self.rotate(query, key, *position_embeddings)
+        return self.dense(self.call.run(self, query, key, value, self.scale)), None
+
+
+_KINDS: dict[str, type[_Own]] = {"BloomAttention": _Bloom, "MptAttention": _Mpt, "FalconAttention": _Falcon}
+
+
+def find(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, type[_Own]]]:
+    """Attention that there is a stand-in for: what has it, under which name, itself, and the stand-in."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            kind = _KINDS.get(type(child).__name__)
+            if (
+                kind is not None
+                and type(child).__module__.startswith("transformers.models.")
+                and not getattr(child, "slow_but_exact", False)  # BLOOM's: cuts the layer behind attention
+            ):
+                yield module, name, child, kind
