@@ -1,10 +1,11 @@
 """Fine-tunes a language model while its weights are quantised, and packs it: what 2 bits or 1 lose comes back.
 
     python examples/qat/train.py --output tiny-llama-2bit
+    python examples/qat/train.py --output tiny-llama-2.5bit --target-bits 2.5
 
 trains examples/tiny_llama/model with 2-bit weights (lowbit.qat) on the text that it was trained on, against the logits
-of the float model (distillation), packs it, saves it with its tokenizer and prints its perplexity on heldout.txt. Seeds
-are fixed: the same machine with the same versions and number of threads gives the same model.
+of the float model (distillation), packs it, saves it with its tokenizer and prints its perplexity on heldout.txt. With
+--target-bits each matrix first gets a width of its own, for this mean of bits per weight. Seeds are fixed: the same machine with the same versions and number of threads gives the same model.
 """
 
 from __future__ import annotations
@@ -65,8 +66,13 @@ def share_of_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def configs(options: argparse.Namespace) -> dict:
+def configs(options: argparse.Namespace, model: torch.nn.Module, text: list[Tensor]) -> dict:
     """Patterns for lowbit.qat.prepare_: the head has the weight of the table, so it has its width too."""
+    if options.target_bits is not None:
+        base = lowbit.LowBitConfig(mapping=options.mapping)
+        # Tables of levels cannot be trained.
+        widths = lowbit.assign_widths(model, text, base, options.target_bits, alternatives=("affine",))
+        return widths.select(model)
     arguments = options.group_size, options.mapping
     table = options.embedding_bits, 32, "symmetric"
     return {
@@ -74,6 +80,16 @@ def configs(options: argparse.Namespace) -> dict:
         "lm_head": lowbit.LinearConfig(*table),
         "model.embed_tokens": lowbit.EmbeddingConfig(*table),
     }
+
+
+def bits_per_weight(model: torch.nn.Module) -> float:
+    """Of all that is packed, scales included; what is shared counts once."""
+    infos = {
+        part.packed_weight.data_ptr(): part.info
+        for part in model.modules() if isinstance(part, lowbit.nn.Linear | lowbit.nn.Embedding)
+    }
+    weights = sum(info.out_features * info.in_features for info in infos.values())
+    return 8 * sum(info.total_bytes for info in infos.values()) / weights
 
 
 def train(options: argparse.Namespace) -> dict[str, float]:
@@ -89,12 +105,14 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     def over_float(changed: torch.nn.Module) -> float:
         return perplexity(changed, heldout).perplexity / float_perplexity
 
-    lowbit.qat.prepare_(model, configs(options))
+    tokens = training_tokens(tokenizer, options.documents)
+    text = [batch(tokens, options.steps + i, 8, tokenizer.bos_token_id) for i in range(8)]  # no step has these
+    selected = configs(options, model, text)
+    lowbit.qat.prepare_(model, selected)
     result = {"float": float_perplexity, "nearest": over_float(lowbit.qat.convert_(copy.deepcopy(model)))}
     nearest = result["nearest"]
     print(f"float: perplexity {float_perplexity:.2f}; rounded to nearest: {nearest:.3f} times that", flush=True)
 
-    tokens = training_tokens(tokenizer, options.documents)
     grids = [value for name, value in model.named_parameters() if name.endswith(("weight_scale", "weight_min"))]
     known = {id(value) for value in grids}
     others = [value for value in model.parameters() if id(value) not in known]
@@ -102,7 +120,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     optimiser = torch.optim.AdamW(
         [{"params": others}, {"params": grids}], weight_decay=0.0, betas=(0.9, 0.95)
     )  # decay would pull weights towards other levels
-    begin = time.monotonic()
+    begin = time.process_time()
     for step in range(options.steps):
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
             group["lr"] = rate * share_of_rate(step, options.steps)
@@ -113,18 +131,17 @@ def train(options: argparse.Namespace) -> dict[str, float]:
         optimiser.step()
         optimiser.zero_grad()
         if (step + 1) % options.report == 0 or step + 1 == options.steps:
-            seconds = time.monotonic() - begin
-            print(f"step {step + 1} of {options.steps}: loss {loss.item():.4f}, {seconds:.0f} s", flush=True)
+            seconds = time.process_time() - begin
+            print(f"step {step + 1} of {options.steps}: loss {loss.item():.4f}, {seconds:.0f} s of CPU time", flush=True)
 
     lowbit.qat.convert_(model)
     result["trained"] = over_float(model)
-    layers = [part for part in model.model.layers.modules() if isinstance(part, lowbit.nn.Linear)]
-    weights = sum(layer.info.out_features * layer.info.in_features for layer in layers)
-    result["bits"] = 8 * sum(layer.info.total_bytes for layer in layers) / weights
+    result["bits"] = bits_per_weight(model.model.layers)
+    result["all bits"] = bits_per_weight(model)
     if options.output is not None:
         model.save_pretrained(options.output)
         tokenizer.save_pretrained(options.output)
-    bits = f"{result['bits']:.2f} bits per weight in the layers"
+    bits = f"{result['bits']:.2f} bits per weight in the layers, {result['all bits']:.2f} with the table"
     print(f"trained: {result['trained']:.3f} times the perplexity of the float model, with {bits}")
     return result
 
@@ -134,6 +151,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=TINY / "model", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where the packed model goes; default: nowhere")
     parser.add_argument("--bits", type=int, default=2, help="of the layers; default: %(default)s")
+    parser.add_argument(
+        "--target-bits", type=float, metavar="MEAN",
+        help="widths and group sizes by layer, table included, for this mean; --bits, --group-size and --embedding-bits "
+        "then do not count",
+    )  # fmt: skip
     parser.add_argument("--group-size", type=int, default=32, help="weights per scale; default: %(default)s")
     parser.add_argument("--mapping", default="symmetric", choices=["symmetric", "affine"], help="default: %(default)s")
     parser.add_argument("--embedding-bits", type=int, default=4, help="of the table; default: %(default)s")

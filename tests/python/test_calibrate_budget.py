@@ -13,7 +13,7 @@ import lowbit
 from calibration_files import hidden, make, relative, save, source, text, words  # noqa: F401
 from command_line import document, error, invoke
 from lowbit.calibration.checkpoint import calibrate_checkpoint
-from lowbit.calibration.widths import Item, Option, _hull, assign, extremes
+from lowbit.calibration.widths import Item, Option, _hull, assign, extremes, options_of
 from lowbit.checkpoint import planned_size
 
 
@@ -80,6 +80,21 @@ def test_widths_in_memory_and_that_they_pay():
     lowbit.calibrate(mixed, ids, lowbit.LowBitConfig(bits=3), "importance", target_bits=mean_bits(uniform))
     assert mean_bits(uniform) - 0.1 < mean_bits(mixed) <= mean_bits(uniform)
     assert relative(hidden(mixed), wanted) < 0.8 * relative(hidden(uniform), wanted)
+
+
+@pytest.mark.parametrize("alternatives", [(), ("affine",), ("levels",), ("affine", "levels")])
+def test_what_may_take_the_place_of_a_plain_scale(alternatives):
+    items = options_of(make("untied"), lowbit.LowBitConfig(), alternatives)
+    for bits in range(1, 9):
+        found = {option.config.mapping for item in items for option in item.options if option.config.bits == bits}
+        assert found == {"symmetric", *(alternatives if 2 <= bits <= 4 else ())}
+
+
+@pytest.mark.parametrize("alternatives", ["affine", ("affine", "nf4")])
+def test_alternatives_that_are_none(alternatives):
+    ids = [torch.zeros(1, 200, dtype=torch.int64)]
+    with pytest.raises(ValueError, match=r"^alternatives are .*; expected some of 'affine', 'levels'$"):
+        lowbit.assign_widths(make("untied"), ids, lowbit.LowBitConfig(), 4, alternatives=alternatives)
 
 
 def test_assignment_is_best_at_its_size():

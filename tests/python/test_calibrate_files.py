@@ -92,7 +92,8 @@ def test_what_cannot_be_packed_stays_float_and_is_said(tmp_path):
     assert hidden(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()).isfinite().all()
 
 
-def test_experts_in_one_tensor_are_calibrated_too(tmp_path):
+@pytest.mark.parametrize("method", ["auto", "tuned"])
+def test_experts_in_one_tensor_are_calibrated_too(method, tmp_path):
     source, text = save(make("mixtral"), tmp_path / "mixtral"), words(1500)
 
     def stop(step, done, total, detail):
@@ -100,12 +101,12 @@ def test_experts_in_one_tensor_are_calibrated_too(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_checkpoint(source, tmp_path / "out", CONFIG, text, "auto", progress=stop)
-    _, result = calibrate_checkpoint(source, tmp_path / "out", CONFIG, text, "auto")
+        calibrate_checkpoint(source, tmp_path / "out", CONFIG, text, method, progress=stop)
+    _, result = calibrate_checkpoint(source, tmp_path / "out", CONFIG, text, method)
     assert result.resumed >= 6
     out, inside = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "mixtral"))
     assert sum(".experts." in name for name in result.methods) == 3 * 2 * 4
-    expected = lowbit.calibrate(inside.eval(), [text], CONFIG, tokenizer=load_tokenizer(source))
+    expected = lowbit.calibrate(inside.eval(), [text], CONFIG, method, tokenizer=load_tokenizer(source))
     assert result.methods == expected.methods
     found, expected = out.state_dict(), inside.state_dict()
     experts = [name for name in expected if ".experts." in name]

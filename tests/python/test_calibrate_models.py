@@ -15,7 +15,7 @@ from torch import nn
 import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration import calibrate
-from lowbit.calibration import choice
+from lowbit.calibration import choice, learning
 from lowbit.calibration import model as implementation
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"
@@ -244,6 +244,53 @@ def test_calibrated_experts_are_better(method):
     assert found[1] < 0.9 * found[0], found
 
 
+@pytest.mark.parametrize(
+    "method, config",
+    [
+        ("tuned", LinearConfig(2)), ("tuned", LinearConfig(2, 32, "affine")),
+        ("distilled", LinearConfig(2)), ("distilled", LinearConfig(2, levels="fit")),
+    ],
+)  # fmt: skip
+def test_scales_of_experts_are_learnt(method, config):
+    """Of each by itself: one that no token reached stays as it was, to the bit."""
+    plain, model, patterns = mixtral(), mixtral(), {"*": None, "*.experts.*": config}
+    wanted = hidden(plain, tokens(seed=1))
+    before, after = (calibrate(each, tokens(12), patterns, how) for each, how in ((plain, "auto"), (model, method)))
+    errors_ = [float((hidden(each, tokens(seed=1)) - wanted).square().sum()) for each in (plain, model)]
+    assert errors_[1] < errors_[0], errors_
+    assert after.methods.keys() == before.methods.keys() and method in after.methods.values()
+    for name, experts in plain.named_modules():
+        if isinstance(experts, lowbit.nn.LinearExperts):
+            learnt = model.get_submodule(name).packed_weight
+            for number, packed in enumerate(experts.packed_weight):
+                same = torch.equal(packed, learnt[number])
+                assert same or number < 3
+                if method == "distilled" or ".layers.0." in name:  # else their inputs were others'
+                    assert torch.equal(lowbit.unpack(packed).codes, lowbit.unpack(learnt[number]).codes)
+                    assert after.methods[f"{name}.{number}"] == method or same and method == "tuned"
+
+
+def test_learnt_experts_compute_what_packed_ones_do():
+    """Up to the activations' rounding to int8, which learning leaves out."""
+    torch.manual_seed(5)
+    weights = torch.randn(4, 48, 64)
+    packed = torch.stack([lowbit.quantize_tensor(w, LinearConfig(3), bias=torch.randn(48)) for w in weights])
+    layer, x = lowbit.nn.LinearExperts(packed), torch.randn(30, 2, 64)
+    shared = learning.learning_of(packed, table=False)
+    learnt = learning.learning_in_place_of(layer, shared)
+    index = torch.randint(0, 3, (30, 2, 1))  # the last is not chosen
+    found, expected = learnt(x, index), layer(x, index)
+    assert found.shape == expected.shape == (30, 2, 1, 48)
+    assert (found - expected).abs().max() < 0.03 * expected.abs().max()
+    exact = torch.einsum("teni,tei->ten", torch.stack([layer.dequantize()[i] for i in index[..., 0]]), x)
+    biases = torch.stack([lowbit.unpack(one).bias for one in packed])[index[..., 0]]
+    torch.testing.assert_close(found[:, :, 0], exact + biases, rtol=1e-4, atol=1e-4)
+    found.square().sum().backward()
+    grads = [own.scale.grad for own in shared.each]
+    assert grads[3] is None and all(bool(grad.any()) for grad in grads[:3])
+    assert torch.equal(shared.pack(), packed)
+
+
 def test_experts_with_biases_in_another_order():
     """GPT-OSS: [experts, in, out], and a bias."""
     config = transformers.GptOssConfig(
@@ -253,8 +300,8 @@ def test_experts_with_biases_in_another_order():
     model = with_inputs_of_all_sizes(transformers.GptOssForCausalLM(config).eval())
     for layer in model.model.layers:
         layer.mlp.experts.down_proj_bias.data.normal_()
-    found = errors(model, {"*": None, "*.experts.*": LinearConfig(2)}, ("nearest", "gptq"))
-    assert found[1] < 0.9 * found[0], found
+    found = errors(model, {"*": None, "*.experts.*": LinearConfig(2)}, ("nearest", "gptq", "tuned"))
+    assert found[1] < 0.9 * found[0] and found[2] < found[1], found
 
 
 class Experts(nn.Module):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from .result import METHODS, Calibration
@@ -79,6 +79,7 @@ def assign_widths(
     tokenizer: Any = None,
     window: int = 512,
     max_tokens: int = 32768,
+    alternatives: Collection[str] = ("affine", "levels"),
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """A width and a group size for each layer of a float model, for a mean of bits per weight; the model stays as it is.
@@ -91,6 +92,8 @@ def assign_widths(
         model, data, tokenizer, window, max_tokens: as for :func:`calibrate`.
         config: a :class:`lowbit.LowBitConfig`; layers that its overrides or ``embedding_bits`` name keep their widths.
         target_bits: bits per quantised weight, scales and all that a packed weight has besides included.
+        alternatives: mappings that may take the place of a symmetric one at 2 to 4 bits, where they gain;
+            ``("affine",)`` for :func:`lowbit.qat.prepare_`, which trains no levels.
         progress: called as ``progress(matrices measured, matrices)``.
 
     Returns:
@@ -110,7 +113,7 @@ def assign_widths(
     reference_bits = whole_bits(target_bits)
     inputs, _ = batches(model, data, tokenizer, window, max_tokens)
     with with_linears(model, config.select(model, experts=False)), evaluating(model):
-        items = options_of(model, config)
+        items = options_of(model, config, alternatives)
         check_bits(items, target_bits)
         measure_losses(model, inputs, items, reference_bits, progress)
     return config_of(config, items, within(items, target_bits))

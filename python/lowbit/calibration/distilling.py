@@ -12,7 +12,7 @@ from torch.nn.functional import linear, normalize
 
 from .capture import Stop, hidden_of
 from .data import Batch, tokens_of
-from .learning import Learning, learning_in_place_of, put_weights
+from .learning import Learning, LearningEach, learning_in_place_of, learning_of, put_weights
 
 STEPS = 120  # at the least; each is a batch of the text
 RATE = 0.004  # of Adam, at the most: it rises, and falls to zero
@@ -133,11 +133,11 @@ def distilled(
     try:
         for parameter in frozen:
             parameter.requires_grad_(False)
-        shared: dict[int, Learning] = {}
+        shared: dict[int, Learning | LearningEach] = {}
         for name, layer in layers.items():
             key = earlier[name].data_ptr()
             if key not in shared:
-                shared[key] = Learning(earlier[name], name in tables)
+                shared[key] = learning_of(earlier[name], name in tables)
             model.set_submodule(name, learning_in_place_of(layer, shared[key]))
         parameters = [parameter for own in shared.values() for parameter in own.parameters()]
         best = _fit(model, teacher, parameters, learnt, error, steps or STEPS, rate or RATE, progress)

@@ -111,10 +111,39 @@ class Learning(torch.nn.Module):
         )  # fmt: skip
 
 
+class LearningEach(torch.nn.Module):
+    """What can be learnt of the packed weights of experts, uint8 [experts, bytes]: of each by itself."""
+
+    def __init__(self, packed: Tensor, table: bool):
+        super().__init__()
+        self.each = torch.nn.ModuleList(Learning(own, table) for own in packed)
+
+    def linear(self, x: Tensor, experts: Tensor) -> Tensor:
+        """As :func:`lowbit.linear_experts`: [..., k] and the e experts of each row, int64 [..., e] -> [..., e, n]."""
+        rows, index = x.reshape(-1, x.shape[-1]), experts.flatten()
+        outputs, places = [], []
+        for number in index.unique().tolist():
+            at = (index == number).nonzero()[:, 0]
+            # Not by an index: the gradients of a lookup are added up in one order, whatever the threads.
+            outputs.append(self.each[number].linear(embedding(at // experts.shape[-1], rows)))
+            places.append(at)
+        return embedding(torch.cat(places).argsort(), torch.cat(outputs)).view(*experts.shape, -1)
+
+    def pack(self) -> Tensor:
+        return torch.stack([own.pack() for own in self.each])
+
+
+def learning_of(packed: Tensor, table: bool) -> Learning | LearningEach:
+    """Of a packed weight, or of those of experts."""
+    return (Learning if packed.dim() == 1 else LearningEach)(packed, table)
+
+
 class _InPlaceOf(torch.nn.Module):
     """A layer that computes with a weight that is learnt, which others may share."""
 
-    def __init__(self, layer: nn.Linear | nn.Embedding, shared: Learning):
+    shared: Any  # of experts a LearningEach, else a Learning
+
+    def __init__(self, layer: nn.Packed, shared: Learning | LearningEach):
         super().__init__()
         self.layer, self.shared = layer, shared
 
@@ -134,9 +163,19 @@ class LearningEmbedding(_InPlaceOf):
         return self.shared.embedding(indices).to(self.layer.weight.dtype)
 
 
-def learning_in_place_of(layer: nn.Linear | nn.Embedding, shared: Learning) -> torch.nn.Module:
+class LearningExperts(_InPlaceOf):
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        return self.shared.linear(x, experts)
+
+
+_IN_PLACE_OF: dict[type, type[_InPlaceOf]] = {
+    nn.Linear: LearningLinear, nn.Embedding: LearningEmbedding, nn.LinearExperts: LearningExperts
+}  # fmt: skip
+
+
+def learning_in_place_of(layer: nn.Packed, shared: Learning | LearningEach) -> torch.nn.Module:
     """The module that learns in the place of a packed layer."""
-    return (LearningEmbedding if isinstance(layer, nn.Embedding) else LearningLinear)(layer, shared)
+    return _IN_PLACE_OF[type(layer)](layer, shared)
 
 
 def put_weights(module: torch.nn.Module, packed: dict[str, Tensor]) -> None:

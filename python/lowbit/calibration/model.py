@@ -36,7 +36,7 @@ from .tuning import tuned
 class Kept:
     """Layers that are packed already, and where those go that are packed now: what a run that resumes needs."""
 
-    packed: Mapping[str, tuple[str, Tensor]]  # by layer: the method, and the packed weight
+    packed: Mapping[str, tuple[str, Tensor]]  # by layer: the method (of experts with commas), and the packed weight
     # Takes layers at once: those of one weight, their method, the packed weight; returns the weights to compute with.
     keep: Callable[[list[tuple[list[str], str, Tensor]]], list[Tensor]]
 
@@ -91,6 +91,13 @@ def _run(calls: list[Call], block: torch.nn.Module, hidden: list[Tensor], i: int
     return calls[i].run(block, hidden[i])
 
 
+def _by_name(name: str, method: str, packed: Tensor) -> dict[str, str]:
+    """The method of a layer, or that of each expert; of experts the methods have commas between them."""
+    if packed.dim() == 1:
+        return {name: method}
+    return {f"{name}.{number}": own for number, own in enumerate(method.split(","))}
+
+
 # ---- the run
 
 
@@ -119,8 +126,8 @@ class _Run:
         self.tuning = {name: self.options.pop(name) for name in ("steps", "rate") if name in self.options}
         # With a single batch nothing would be left to learn from.
         self.tunes = method == "tuned" and last > 0
-        self.distils = method == "distilled" and last > 0 and bool(selected)
-        self.tables = {name for name, config in selected.items() if config.levels == FIT}
+        self.distils = method == "distilled" and last > 0
+        self.tables = {name for name, config in (selected | experts).items() if config.levels == FIT}
 
     def run(self) -> Calibration:
         model = self.model
@@ -129,7 +136,9 @@ class _Run:
             by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)
         shared = [names for names in by_weight.values() if len(names) > 1]
         first = {names[0] for names in by_weight.values() if set(names) & self.targets.keys()}
-        known = {name: packed for name, (method, packed) in self.kept.packed.items() if method == "distilled"}
+        known = {
+            name: packed for name, (method, packed) in self.kept.packed.items() if method.startswith("distilled")
+        }
         # Distilling takes as long as all before it, or so.
         self.total = (len(first) + self._expert_matrices()) * (2 if self.distils and not known else 1)
         self._report()
@@ -240,7 +249,7 @@ class _Run:
                 partial(_run, before, twin, theirs),
                 tune=self.tunes,
             )
-            self._experts(block, prefix, run_now)
+            self._experts(block, prefix, run_now, tune=self.tunes)
             if index + 1 < len(blocks) or self.pending:
                 for i in range(len(self.inputs)):
                     theirs[i] = before[i].run(twin, theirs[i])
@@ -255,14 +264,15 @@ class _Run:
         names = [name.removeprefix(prefix) for (name,), _, _ in self.pending]
         tables = {name.removeprefix(prefix) for name in self.tables}
         better = tuned(block, names, run, wanted, self.masks, self.held, tables=tables, **self.tuning)
-        layers = [
-            (full, "tuned", better[name]) if name in better else (full, method, packed)
-            for name, (full, method, packed) in zip(names, self.pending, strict=True)
-        ]
+        layers = []
+        for name, ((full,), method, packed) in zip(names, self.pending, strict=True):
+            found = better.get(name, packed)
+            changed = (found != packed).view(-1, packed.shape[-1]).any(1).tolist()  # of one layer, or of each expert
+            method = ",".join("tuned" if new else own for own, new in zip(method.split(","), changed, strict=True))
+            self.result.methods |= _by_name(full, method, packed)
+            layers.append(([full], method, found))
         self.pending = []
-        self.result.methods |= {full: method for (full,), method, _ in layers}
-        for name, packed in zip(names, self.kept.keep(layers), strict=True):
-            self._place(block, name, packed)
+        put_weights(block, dict(zip(names, self.kept.keep(layers), strict=True)))
 
     def _distil(self, teacher: Teacher) -> None:
         """Fits the scales of all layers to the float model's answers, and keeps the layers, all at once."""
@@ -271,15 +281,21 @@ class _Run:
             if self.progress is not None:
                 self.progress(self.done + (self.total - self.done) * step // steps, self.total)
 
-        found = distilled(self.model, teacher, self.selected, self.held, self.tables, progress=report, **self.tuning)
+        names = {*self.selected, *self.experts}
+        found = distilled(self.model, teacher, names, self.held, self.tables, progress=report, **self.tuning)
         self._report(self.total - self.done)
         by_weight: dict[int, list[str]] = {}
         for name in found:
             by_weight.setdefault(found[name].data_ptr(), []).append(name)
-        layers = [(names, "distilled", found[names[0]]) for names in by_weight.values()]
-        for (names, method, _), packed in zip(layers, self.kept.keep(layers) if layers else (), strict=True):
-            put_weights(self.model, dict.fromkeys(names, packed))
-            self.result.methods |= {name: method for name in names if name in self.result.methods}
+        layers = []
+        for shared in by_weight.values():
+            packed = found[shared[0]]
+            layers.append((shared, ",".join(["distilled"] * (len(packed) if packed.dim() == 2 else 1)), packed))
+        for (shared, method, _), packed in zip(layers, self.kept.keep(layers) if layers else (), strict=True):
+            put_weights(self.model, dict.fromkeys(shared, packed))
+            for name in shared:
+                if name not in self.embeddings:
+                    self.result.methods |= _by_name(name, method, packed)
 
     def _whole(self, alone: Mapping[str, Config]) -> None:
         """All layers that are not quantised yet, with runs of the whole model."""
@@ -336,7 +352,7 @@ class _Run:
     def _expert_matrices(self) -> int:
         return sum(layer.num_experts for name, layer in named_layers(self.model) if name in self.experts)
 
-    def _experts(self, module, prefix: str, call: Callable[[int], Any]) -> None:
+    def _experts(self, module, prefix: str, call: Callable[[int], Any], tune: bool = False) -> None:
         """Packs the float experts in a module, one by one: the inputs of each are the tokens that are routed to it."""
         for at, leaves in list(holders_in(module, self.experts, prefix)):
             holder = module.get_submodule(at)
@@ -350,19 +366,22 @@ class _Run:
             for (leaf, experts), kept in zip(experts_of(holder).items(), known, strict=True):
                 name = prefix + names[leaf]
                 if kept is None:
-                    methods, packed = self._of_experts(name, holder, experts, rows, chosen, before)
-                    packed = self.kept.keep([([name], ",".join(methods), packed)])[0]
+                    method, packed = self._of_experts(name, holder, experts, rows, chosen, before)
+                    if tune:
+                        self.pending.append(([name], method, packed))
+                    else:
+                        packed = self.kept.keep([([name], method, packed)])[0]
                 else:
-                    methods, packed = kept[0].split(","), kept[1]
+                    method, packed = kept
                     self._report(experts.num_experts)
-                self.result.methods |= {f"{name}.{number}": method for number, method in enumerate(methods)}
+                self.result.methods |= _by_name(name, method, packed)
                 done.append((names[leaf], experts, packed))
                 before = packed
             for name, experts, packed in done:
                 put_packed(module, name, experts, packed, experts.weight.dtype)
 
     def _of_experts(self, name: str, holder, experts, rows: Tensor, chosen: Tensor, before: Tensor | None):
-        """The method of each expert's matrix, and their packed weights [experts, bytes]."""
+        """The methods of the experts' matrices, with commas between, and their packed weights [experts, bytes]."""
         methods, result = [], []
         for number in range(experts.num_experts):
             x = inputs_of_expert(holder, number, rows, chosen, before)
@@ -375,7 +394,7 @@ class _Run:
             methods.append(method)
             result.append(packed_in_bands(weight, *quantisers[key], bias))
             self._report(1)
-        return methods, torch.stack(result)
+        return ",".join(methods), torch.stack(result)
 
     # -- layers
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from .learning import Learning, learning_in_place_of, put_weights
+from .learning import learning_in_place_of, learning_of, put_weights
 
 STEPS = 96  # at the least; each is a batch of the text
 RATE = 0.004  # of Adam, for factors of scales; it falls to zero
@@ -25,7 +25,7 @@ def tuned(
     steps: int = STEPS,
     rate: float = RATE,
 ) -> dict[str, Tensor]:
-    """Packed weights of linear layers of a block, with scales that are learnt for the block's outputs.
+    """Packed weights of linear layers and experts of a block, with scales that are learnt for the block's outputs.
 
     By gradients, on the squared error of the outputs (as BRECQ does for roundings; Li et al.: "BRECQ: Pushing the Limit of
     Post-Training Quantization by Block Reconstruction", ICLR 2021). Only scales, mins, biases and fitted tables move,
@@ -49,7 +49,7 @@ def tuned(
     learning = {}
     for name in names:
         layer = student.get_submodule(name)
-        learning[name] = Learning(layer.packed_weight, name in tables)
+        learning[name] = learning_of(layer.packed_weight, name in tables)
         student.set_submodule(name, learning_in_place_of(layer, learning[name]))
     parameters = [p for layer in learning.values() for p in layer.parameters()]
     for parameter in student.parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
@@ -32,6 +32,7 @@ GROUP_SIZES = (16, 32, 64, 128)
 # What may take the place of a symmetric weight: a min costs bytes and a table costs time, and neither gains at more bits.
 _AFFINE_BITS = (2, 3, 4)
 LEVELS_BITS = (2, 3, 4)
+ALTERNATIVES = ("affine", "levels")
 
 _TOKENS = 2048  # by which sensitivities are measured, or fewer, so that logits are at most ...
 _LOGITS = 1 << 27
@@ -61,12 +62,20 @@ class Item:
 # ---- sensitivities
 
 
-def options_of(model: torch.nn.Module, config: LowBitConfig) -> list[Item]:
+def options_of(
+    model: torch.nn.Module, config: LowBitConfig, alternatives: Collection[str] = ALTERNATIVES
+) -> list[Item]:
     """What each matrix that a config selects may become, and the bytes of that; nothing is lost yet.
 
+    Args:
+        alternatives: mappings that may take the place of a symmetric weight's.
+
     Raises:
-        ValueError: levels other than fitted ones, or weights that are not finite.
+        ValueError: levels other than fitted ones, an unknown mapping, or weights that are not finite.
     """
+    unknown = set(alternatives) - set(ALTERNATIVES)
+    if isinstance(alternatives, str) or unknown:
+        raise ValueError(f"alternatives are {alternatives!r}; expected some of {', '.join(map(repr, ALTERNATIVES))}")
     if config.levels not in (None, FIT):
         raise ValueError(f"levels are {config.levels!r}; expected {FIT!r} or none, where each layer has a width of its own")
     selected, experts = select(model, config)
@@ -81,17 +90,18 @@ def options_of(model: torch.nn.Module, config: LowBitConfig) -> list[Item]:
     for names in [*by_weight.values(), *([name] for name in experts)]:
         own, layer = (selected | experts)[names[0]], layers[names[0]]
         weight, bias = layer.weight, getattr(layer, "bias", None) is not None
-        choices = [own] if pinned & set(names) else _choices(own, weight.shape[-1])
+        choices = [own] if pinned & set(names) else _choices(own, weight.shape[-1], alternatives)
         items.append(Item(names, weight.numel(), [Option(_bytes(weight, each, bias), 0.0, each) for each in choices], own))
     return items
 
 
-def _choices(config: Config, inputs: int) -> list[Config]:
+def _choices(config: Config, inputs: int, alternatives: Collection[str]) -> list[Config]:
     found = []
     for bits in BITS:
         mappings = [config.mapping if config.mapping != "levels" or bits in LEVELS_BITS else "symmetric"]
         if config.mapping == "symmetric":
-            mappings += ["affine"] * (bits in _AFFINE_BITS) + ["levels"] * (bits in LEVELS_BITS)
+            usable = {"affine": _AFFINE_BITS, "levels": LEVELS_BITS}
+            mappings += [each for each in ALTERNATIVES if each in alternatives and bits in usable[each]]
         for mapping in mappings:
             levels = (config.levels or FIT) if mapping == "levels" else None
             for group in GROUP_SIZES:

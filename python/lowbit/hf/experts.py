@@ -18,11 +18,16 @@ from ..layers import EXPERTS_IN, Experts
 _FORM = ("is_transposed", "has_bias")
 
 
+def _names(holder: torch.nn.Module) -> tuple[str, str]:
+    """What the two matrices of each expert are called."""
+    return ("gate_up_proj" if getattr(holder, "has_gate", True) else "up_proj"), "down_proj"
+
+
 def _leaves(holder: torch.nn.Module) -> tuple[str, str] | None:
     """The parameters of the two matrices of each expert, or the packed layers in their place."""
     if not all(hasattr(holder, name) for name in _FORM) or getattr(holder, "has_post_expert_norm", False):
         return None
-    leaves = ("gate_up_proj" if getattr(holder, "has_gate", True) else "up_proj"), "down_proj"
+    leaves = _names(holder)
     found = [getattr(holder, leaf, None) for leaf in leaves]
     if all(isinstance(each, nn.LinearExperts) or (isinstance(each, Tensor) and each.dim() == 3) for each in found):
         return leaves
@@ -75,9 +80,8 @@ def run_experts(
     """
     index = router_indices if top_k_index is None else top_k_index
     weights = routing_weights if top_k_weights is None else top_k_weights
-    leaves = _leaves(holder)
-    assert index is not None and weights is not None and leaves is not None  # each model passes one of either name
-    first, second = (getattr(holder, leaf) for leaf in leaves)
+    assert index is not None and weights is not None  # each model passes one of either name
+    first, second = (getattr(holder, leaf) for leaf in _names(holder))
     inner = first(hidden_states, index)
     inner = between(holder, inner)
     outputs = second(inner, index[..., None])[..., 0, :]
