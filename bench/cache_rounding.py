@@ -1,12 +1,12 @@
-"""What ways to round keys and values to 4 bits cost a language model, in float32 arithmetic and transformers' attention.
+"""What ways to round keys and values to 4 bits cost a language model, in float32 and transformers' attention.
 
     python bench/cache_rounding.py [--tokens 3000] [--large 8]
 
 It prints, for each way, the perplexity over that without rounding (keys alone, values alone, both), and the share of
-the squares of keys and values that is lost. `rotated`: behind a Hadamard matrix, and back. `levels` is what 4-bit caches
-do, with a scale for each position of a head; `steps` has 15 levels at equal distances, `minimum` 16 of them, from the least value to
-the largest; `groups` has scales for groups of 16 inputs. --large multiplies two inputs of each key, and divides those of the queries: the
-model computes the same, and its keys have the large inputs that are found in larger models.
+the squares of keys and values that is lost. `rotated`: behind a Hadamard matrix, and back. `levels` is what 4-bit
+caches do, with a scale for each position of a head; `steps` has 15 levels at equal distances, `minimum` 16 of them from
+the least value to the largest; `groups` has scales for groups of 16 inputs. --large multiplies two inputs of each key,
+and divides those of the queries: the model computes the same, and its keys have the large inputs of larger models.
 """
 
 import argparse
