@@ -94,7 +94,8 @@ def document(data: dict | None, table: Callable, linear_rows: Callable) -> list[
              f"Compiler: {data['compiler']}. Emulator: {data['emulator']}, `-cpu {CPU}`: vectors of 512 bits.",
              "Counted as above, by `make arm-cost-sme2`; there is no model of a core with SME2, so there are no cycles,",
              "and an instruction of a matrix unit is not one of a core: for up to 1024 products `smopa` counts as one.",
-             "Rows of activations come in tiles of 16, each of which costs what a whole one does.", ""]
+             "Rows of activations come in tiles of 16, each of which costs what a whole one does. No test holds these counts.",
+             ""]
     for kernel, rows in linear_rows(data["counts"]).items():
         rows = {task: cells for task, cells in rows.items() if task.endswith(" m1") == kernel.startswith("1x")}
         lines += [f"### {kernel}", ""] + table(["", *map(str, range(1, 9))], rows)
