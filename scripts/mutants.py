@@ -80,8 +80,8 @@ CPP: dict[str, tuple[list[tuple[str, ...]], list[str]]] = {
     "ops/splice.cpp": ([operators("Splice*"), FUZZED], []),
     "ops/pack.cpp": ([operators("Pack*:Splice*"), ("library_tests",), FUZZED], []),
     "ops/embedding.cpp": ([operators("Embedding*"), FUZZED], []),
-    "ops/experts.cpp": ([operators("LinearExperts*"), FUZZED], []),
-    "ops/linear.cpp": ([operators("Linear*-*InChunks*"), FUZZED], []),
+    "ops/experts.cpp": ([operators("LinearExperts*"), ("library_tests",), FUZZED], []),
+    "ops/linear.cpp": ([operators("Linear*-*InChunks*"), ("library_tests",), FUZZED], []),
     "ops/quantize.cpp": ([operators("Quantize*")], []),
     "ops/repack.cpp": ([("library_tests",), FUZZED], []),
 }
@@ -97,7 +97,7 @@ PYTHON: dict[str, list[str]] = {
     "python/lowbit/checkpoint/plan.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/quantizing.py": ["test_checkpoint", "test_checkpoint_targets"],
     "python/lowbit/checkpoint/writing.py": ["test_checkpoint", "test_checkpoint_targets"],
-    "python/lowbit/packed.py": ["test_pack", "test_hostile_bytes", "test_levels", "test_slices"],
+    "python/lowbit/packed.py": ["test_pack", "test_hostile_bytes", "test_levels", "test_slices", "test_experts"],
     "python/lowbit/slices.py": ["test_slices"],
 }
 

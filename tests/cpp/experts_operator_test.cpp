@@ -97,6 +97,18 @@ TEST(LinearExperts, EveryWidthAndType) {
   }
 }
 
+// What a call keeps by expert lies in pieces of 64 bytes: eight numbers fill one.
+TEST(LinearExperts, AnyNumberOfExperts) {
+  Random random(8);
+  for (const int64_t count : {1, 2, 7, 8, 9, 15, 16, 17, 32}) {
+    const Model model(count);
+    std::vector<int64_t> chosen;
+    for (int64_t i = 0; i < 3 * count; ++i) chosen.push_back(i * 5 % count);
+    model.check(random_tensor(ElementType::f32, {3 * count, kInputs}, random).view,
+                index_tensor(chosen, {3 * count, 1}).view, chosen, threads(2));
+  }
+}
+
 TEST(LinearExperts, Shapes) {
   Random random(2);
   const Model model(3);
