@@ -400,6 +400,27 @@ fuzz: $(VENV)/requirements
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS) --target packed_fuzz
 	nice build/test-sanitize/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
 
+# Programs of ExecuTorch whose calls of our operators are damaged: FUZZ of each operator and kind; ten a second or fewer.
+.PHONY: fuzz-pte
+fuzz-pte: $(VENV)/installed
+	LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest -rP tests/python/test_pte_fuzz.py
+
+# Mutation testing: a place of the sources is changed, and some test must fail. MUTANTS='--sample 100 kernels/pack.cpp' for others
+# than a few of every file.
+.PHONY: mutants
+mutants: build-test-host $(VENV)/installed
+	nice $(BIN)/python scripts/mutants.py $(MUTANTS)
+
+# clang-tidy with Clang's static analyser: .clang-tidy says what is on, and why the rest is not. TIDY='ops/splice.cpp' for some
+# files; a minute of CPU time for three of them.
+.PHONY: tidy
+TIDY ?= $(wildcard kernels/*.cpp kernels/*/portable.cpp) $(filter-out %/executorch_ops.cpp %/torch_ops.cpp %/module.cpp,$(wildcard ops/*.cpp))
+tidy: build-test-host
+	scripts/need.sh tidy
+	mkdir -p build/tidy
+	$(BIN)/ninja -C build/test-host -t compdb > build/tidy/compile_commands.json
+	printf '%s\n' $(TIDY) | nice xargs -P $(JOBS) -n 1 clang-tidy-19 -p build/tidy --quiet
+
 # What `lowbit export --to gguf` writes, computed by llama.cpp; and checkpoints that the formats' own libraries make. Without
 # these two, the tests of both skip, because none of that is in requirements.txt.
 test-llama-cpp: $(VENV)/installed bench-peers

@@ -15,7 +15,7 @@ import torch
 
 import lowbit
 from lowbit.llm.decoder import CACHES
-from lowbit.ops import cache_width
+from lowbit.ops import cache_storage, cache_width
 
 
 def main() -> None:
@@ -35,9 +35,10 @@ def main() -> None:
         caches, start = {}, torch.tensor([length - 1])
         for name, dtype in CACHES.items():
             shape = (1, options.kv_heads, length, cache_width(width, dtype))
-            # Written to, or all of it would be one page of zeros. Scales of int8 caches are 0x3f3f3f3f: 0.75.
-            value = 0x3F if dtype is torch.int8 else 0.75
-            caches[name] = [[torch.full(shape, value, dtype=dtype) for _ in range(2)] for _ in range(layers)]
+            # Written to, or all of it would be one page of zeros. Scales of codes are 0x3f3f3f3f: 0.75.
+            stored = cache_storage(dtype)
+            value = 0x3F if stored is torch.int8 else 0.75
+            caches[name] = [[torch.full(shape, value, dtype=stored) for _ in range(2)] for _ in range(layers)]
         times = {name: [] for name in CACHES}
         for _ in range(options.rounds + 1):
             for name, kept in caches.items():

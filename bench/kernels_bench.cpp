@@ -173,7 +173,7 @@ void attention(benchmark::State& state, const AttentionKernel* kernel, DType dty
     for (int64_t i = 0; i < count; ++i) {
       const float value = static_cast<float>(i * 40503 % 2001 - 1000) * 1e-3f;
       const DType half = type == CacheType::bf16 ? DType::bf16 : DType::f16;
-      if (type == CacheType::i8) {
+      if (has_scales(type)) {  // any byte is two 4-bit codes
         values.get()[i] = static_cast<uint8_t>(static_cast<int8_t>(value * 127.0f));
       } else {
         store_from_f32(values.get(), type == CacheType::f32 ? DType::f32 : half, i, value);
@@ -181,11 +181,11 @@ void attention(benchmark::State& state, const AttentionKernel* kernel, DType dty
     }
     return values;
   };
-  const int64_t cache_item = cache == CacheType::f32 ? 4 : cache == CacheType::i8 ? 1 : 2;
+  const int64_t head_bytes = cache_bytes(cache, head);
   const auto keys = fill(heads * head, cache), values = fill(heads * head, cache);
   const auto q = fill(kAttentionRows * kWidth, cache_type_of(dtype));
   const auto scales = fill(length, CacheType::f32);
-  const void* const used_scales = cache == CacheType::i8 ? scales.get() : nullptr;
+  const void* const used_scales = has_scales(cache) ? scales.get() : nullptr;
   const auto out = allocate<uint8_t>(kAttentionRows * kWidth * size_of(dtype));
   const auto scratch = allocate<float>(attention_scratch(kWidth, kWidth));
   const void* q_rows[kAttentionRows];
@@ -202,14 +202,14 @@ void attention(benchmark::State& state, const AttentionKernel* kernel, DType dty
         lengths[count] = prefill ? (begin + count) / kGroup + 1 : length;
         products += 2 * lengths[count] * kWidth;
       }
-      kernel->run({count, q_rows, out_rows, begins, lengths, nullptr, keys.get() + at * head * cache_item,
-                   values.get() + at * head * cache_item, used_scales, used_scales, dtype, cache, kWidth, kWidth, 0.2f,
+      kernel->run({count, q_rows, out_rows, begins, lengths, nullptr, keys.get() + at * head_bytes,
+                   values.get() + at * head_bytes, used_scales, used_scales, dtype, cache, kWidth, kWidth, 0.2f,
                    0.0f, scratch.get()});
     }
     at = (at + 1) % heads;
     benchmark::ClobberMemory();
   }
-  if (!prefill) state.SetBytesProcessed(state.iterations() * 2 * head * cache_item);
+  if (!prefill) state.SetBytesProcessed(state.iterations() * 2 * head_bytes);
   state.counters["GMAC/s"] = benchmark::Counter(static_cast<double>(products) * 1e-9, benchmark::Counter::kIsRate);
 }
 
@@ -245,7 +245,7 @@ void register_all() {
     for (const auto& [dtype, cache, name] :
          {std::tuple{DType::f32, CacheType::f32, "f32"}, {DType::bf16, CacheType::bf16, "bf16"},
           {DType::f16, CacheType::f16, "f16"}, {DType::f32, CacheType::bf16, "f32_bf16_cache"},
-          {DType::f32, CacheType::i8, "f32_int8_cache"}}) {
+          {DType::f32, CacheType::i8, "f32_int8_cache"}, {DType::f32, CacheType::i4, "f32_int4_cache"}}) {
       const std::string base = std::string(row->name) + "/" + name;
       benchmark::RegisterBenchmark((base + "/decode").c_str(), attention, row, dtype, cache, false);
       benchmark::RegisterBenchmark((base + "/prefill").c_str(), attention, row, dtype, cache, true);

@@ -16,21 +16,30 @@
 //                    affine: fma(row_scale * scale, code, row_scale * min)
 //   attention        one row q over the positions that it sees; 16 lanes, position j is lane j % 16:
 //                    q = q * factor;  x[j] = 0, for i in order: x[j] = fma(k[j][i], q[i], x[j])
-//                    int8 caches: k and v are the codes, and x[j] = x[j] * key_scale[j]
+//                    caches of codes: k and v are the codes, 4-bit ones the level of each, and x[j] = x[j] * key_scale[j];
+//                    4-bit caches: behind the factor q is rotated, q = rotate(q)
 //                    with a cap: x[j] = tanh2(x[j]) * cap
 //                    for each span of 512 positions (0 to 511, 512 to 1023, ...) of which it sees some:
 //                      m = -FLT_MAX, sums[16] = 0, o = 0;  with a sink, in the first: m = max(m, sink), sums[0] = 1
 //                      for each block of 256 positions (0 to 255, 256 to 511, ...) of which it sees some:
 //                        M = max(m, the block's x);  c = exp2(m - M), sums *= c, o *= c, m = M;  for j in order:
-//                          p = exp2(x[j] - m), sums[j % 16] += p, int8 caches: p = p * value_scale[j],
+//                          p = exp2(x[j] - m), sums[j % 16] += p, caches of codes: p = p * value_scale[j],
 //                          for all i: o[i] = fma(v[j][i], p, o[i])
 //                      behind another, which came to m', sums' and o':  M = max(m', m), a = exp2(m' - M),
 //                        b = exp2(m - M), sums = fma(sums', a, sums * b), o = fma(o', a, o * b), m = M
+//                    4-bit caches: o = rotate(o)
 //                    y = o * (1 / sum);  sum: lanes l and l + 8 are added, then l and l + 4, l + 2, l + 1
 //   tanh2(x)         e = exp2(-|x|), (1 - e) / (1 + e), with the sign of x: the tanh of x / (2 log2(e))
 //   keys and values  to 16-bit caches: rounded as outputs are. To int8, a position of a head: s = max |x| / 127,
 //                    inv = 1/s, code = rint(x * inv), ties to even, from -127 to 127; s < 2^-126: s = 0, codes 0; a
 //                    value that is not finite: s = NaN (0x7fc00000), codes 0
+//                    To 4 bits: x = rotate(x * (1 / block)), s as above, and with its inv the code is the number of
+//                    thresholds in kCacheThresholds below x * inv; x * inv is t, level(code) is L, both in order of i:
+//                      a[i % 16] = fma(t[i], L[i], a[i % 16]),  b = sum of L * L;  s = s * (a / b), a folded as sums are
+//                    s < 2^-126 or not finite: s as above, codes 8
+//   rotate(x)        each block of x, as many values as the largest power of two that divides the width, times the
+//                    Hadamard matrix of that size: for h = 1, 2, 4, ... below the size, all pairs (i, i + h) of which i
+//                    has no bit h: x[i], x[i + h] = x[i] + x[i + h], x[i] - x[i + h]
 //   exp2(x), x <= 0  below -126: 0;  n = rint(x), r = x - n, 2^n * polynomial(r): attention/attention_impl.h
 //   16-bit outputs   rounded from the float32 result, to nearest, ties to even; NaN of attention: 0x7fc00000
 //
@@ -108,8 +117,23 @@ inline constexpr int64_t kAttentionSpan = 512;    // positions that nothing befo
 inline constexpr int64_t kAttentionRows = 16;     // at once
 inline constexpr int64_t kAttentionWidth = 512;   // of a head's keys or values, at most; a multiple of 16
 
-// What keys and values are kept in. int8: codes from -127 to 127, and a scale for each position of a head.
-enum class CacheType : uint8_t { f32, bf16, f16, i8 };
+// What keys and values are kept in. int8: codes from -127 to 127, and a scale for each position of a head. 4 bits: rotated,
+// codes from 0 to 15, which stand for kCacheLevels, and such a scale; widths are multiples of 32.
+enum class CacheType : uint8_t { f32, bf16, f16, i8, i4 };
+
+constexpr bool has_scales(CacheType type) { return type == CacheType::i8 || type == CacheType::i4; }
+
+// Of so many keys or values, without their scales.
+constexpr int64_t cache_bytes(CacheType type, int64_t values) {
+  return type == CacheType::i4 ? values / 2 : values * (type == CacheType::f32 ? 4 : type == CacheType::i8 ? 1 : 2);
+}
+
+// The quantiser with 16 levels that has the least squared error for normally distributed values (Max, 1960), which the
+// values of a rotated position nearly are. The largest magnitude of a position is at its end.
+inline constexpr int8_t kCacheLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};
+// Halfway between two levels.
+inline constexpr float kCacheThresholds[15] = {-111.5f, -85.5f, -66.5f, -51.0f, -37.5f, -24.5f, -12.0f, 0.0f,
+                                               12.0f,   24.5f,  37.5f,  51.0f,  66.5f,  85.5f,  111.5f};
 
 constexpr CacheType cache_type_of(DType dtype) {
   return dtype == DType::f32 ? CacheType::f32 : dtype == DType::bf16 ? CacheType::bf16 : CacheType::f16;
@@ -125,7 +149,10 @@ struct AttentionArgs {
   const float* sinks;      // for each row a score times log2(e) that has no value; null: none
   const void* keys;        // panels: position p, input i at element (p / 16 * width + i) * 16 + p % 16; whole panels
   const void* values;      // position p, input i at element p * value_width + i
-  const void* key_scales;  // int8: a float32 for each position, whole panels of 16; else null
+                           // 4 bits: two inputs of a position in a byte, so that no byte has two positions. Keys: byte
+                           // (p / 16 * width / 2 + i / 2) * 16 + p % 16, the upper half for odd i. Values: byte
+                           // p * value_width / 2 + i / 32 * 16 + i % 16, the upper half where i % 32 is 16 or more
+  const void* key_scales;  // codes: a float32 for each position, whole panels of 16; else null
   const void* value_scales;
   DType dtype;             // of q and out
   CacheType cache;         // of keys and values
@@ -145,6 +172,7 @@ struct AttentionJoinArgs {
   float* partials;   // 64-byte aligned
   void* const* out;  // as in AttentionArgs
   DType dtype;
+  CacheType cache;
   int64_t value_width;
 };
 
@@ -155,7 +183,7 @@ struct AttentionWriteArgs {
   int64_t k_step, v_step;
   void* keys;        // position 0
   void* values;
-  void* key_scales;  // position 0; null unless the cache is int8
+  void* key_scales;  // position 0; null unless the cache has codes
   void* value_scales;
   int64_t position;
   DType dtype;       // of k and v

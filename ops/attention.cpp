@@ -21,15 +21,30 @@ constexpr double kLog2E = 1.4426950408889634;
 struct Sizes {
   int64_t batch, heads, kv_heads, positions, width, value_width;
   int64_t max_length, start;
+  CacheType cache;
 };
 
-// int8: the codes of all positions of a head, then their scales in float32. So a position takes 4 bytes more.
+// The codes of all positions of a head, then their scales in float32. So a position takes 4 bytes more.
 constexpr int64_t kScaleBytes = 4;
+// Two 4-bit codes are in a byte, and 16 bytes a vector of the kernels'.
+constexpr int64_t kRotatedStep = 32;
 
-int64_t scale_bytes(ElementType cache) { return cache == ElementType::i8 ? kScaleBytes : 0; }
+int64_t scale_bytes(CacheType cache) { return has_scales(cache) ? kScaleBytes : 0; }
 
-CacheType cache_type(ElementType type) {
-  return type == ElementType::i8 ? CacheType::i8 : cache_type_of(dtype_of(type));
+// Bytes of int8 say what they hold by their number: a position of width + 4, or half of that width + 4.
+CacheType cache_type(const TensorView& q, const TensorView& k_cache) {
+  if (k_cache.type != ElementType::i8) return cache_type_of(dtype_of(k_cache.type));
+  const int64_t width = q.shape.size[3];
+  const bool halves = k_cache.shape.ndim == 4 && k_cache.shape.size[3] == width / 2 + kScaleBytes;
+  return halves && width % kRotatedStep == 0 ? CacheType::i4 : CacheType::i8;
+}
+
+// The last dimension of a cache of that width, and the other way round.
+int64_t cache_width(CacheType cache, int64_t width) {
+  return (cache == CacheType::i4 ? width / 2 : width) + scale_bytes(cache);
+}
+int64_t width_of(CacheType cache, int64_t cache_width) {
+  return (cache_width - scale_bytes(cache)) * (cache == CacheType::i4 ? 2 : 1);
 }
 
 Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const TensorView& q) {
@@ -42,7 +57,17 @@ Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const 
   }
   Shape expected = k_cache.shape;
   expected.size[0] = q.shape.size[0];
-  expected.size[3] = q.shape.size[3] + scale_bytes(k_cache.type);
+  const int64_t width = q.shape.size[3];
+  const CacheType cache = cache_type(q, k_cache);
+  expected.size[3] = cache_width(cache, width);
+  if (cache == CacheType::i8 && k_cache.shape.size[3] != expected.size[3]) {
+    if (width % kRotatedStep != 0) {
+      return Status::error("k_cache has shape %s; expected %s: 4 bits are for widths that are multiples of %d",
+                           describe(k_cache.shape).text, describe(expected).text, static_cast<int>(kRotatedStep));
+    }
+    return Status::error("k_cache has shape %s; expected %s, or %" PRId64 " for 4 bits", describe(k_cache.shape).text,
+                         describe(expected).text, cache_width(CacheType::i4, width));
+  }
   if (Status status = check_tensor("k_cache", k_cache, k_cache.type, expected); !status.ok()) return status;
   if (k_cache.shape.size[1] < 1) {
     return Status::error("k_cache has shape %s; expected a head", describe(k_cache.shape).text);
@@ -56,14 +81,15 @@ Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const 
 }
 
 // New keys or values: as many positions as there are queries, heads and values as the cache has.
-Status check_new(const char* name, const TensorView& tensor, const TensorView& q, const TensorView& cache) {
+Status check_new(const char* name, const TensorView& tensor, const TensorView& q, const TensorView& cache,
+                 CacheType cache_type) {
   if (Status status = check_on_cpu(name, tensor); !status.ok()) return status;
   if (tensor.type != q.type) {
     return Status::error("%s has dtype %s; expected %s, as q has", name, name_of(tensor.type), name_of(q.type));
   }
   Shape expected = q.shape;
   expected.size[1] = cache.shape.size[1];
-  expected.size[3] = cache.shape.size[3] - scale_bytes(cache.type);
+  expected.size[3] = width_of(cache_type, cache.shape.size[3]);
   bool same = tensor.shape.ndim == 4;
   for (int d = 0; same && d < 4; ++d) same = tensor.shape.size[d] == expected.size[d];
   if (same) return {};
@@ -108,13 +134,14 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
              const TensorView& v_cache, const TensorView& start, const Scores& scores, const TensorView& out,
              Sizes* sizes) {
   Shape out_shape;
-  if (Status status = attention_shape(q, v_cache, &out_shape); !status.ok()) return status;
+  if (Status status = attention_shape(q, k_cache, v_cache, &out_shape); !status.ok()) return status;
   if (Status status = check_on_cpu("q", q); !status.ok()) return status;
   if (Status status = check_caches(k_cache, v_cache, q); !status.ok()) return status;
   *sizes = {q.shape.size[0], q.shape.size[1],       k_cache.shape.size[1], q.shape.size[2],
-            q.shape.size[3], out_shape.size[3],     k_cache.shape.size[2], 0};
-  if (Status status = check_new("k", k, q, k_cache); !status.ok()) return status;
-  if (Status status = check_new("v", v, q, v_cache); !status.ok()) return status;
+            q.shape.size[3], out_shape.size[3],     k_cache.shape.size[2], 0,
+            cache_type(q, k_cache)};
+  if (Status status = check_new("k", k, q, k_cache, sizes->cache); !status.ok()) return status;
+  if (Status status = check_new("v", v, q, v_cache, sizes->cache); !status.ok()) return status;
   if (Status status = check_scores(scores, q); !status.ok()) return status;
   if (sizes->heads < 1 || sizes->heads % sizes->kv_heads != 0) {
     return Status::error("q has %" PRId64 " heads; expected 1 or more times %" PRId64 ", the heads of the caches",
@@ -140,9 +167,7 @@ class Call {
        const TensorView& v_cache, const Scores& scores, const TensorView& out)
       : sizes_(sizes), q_(q), k_(k), v_(v), k_cache_(static_cast<char*>(k_cache.data)),
         v_cache_(static_cast<char*>(v_cache.data)), out_(static_cast<char*>(out.data)), item_(element_bytes(q.type)),
-        cache_item_(element_bytes(k_cache.type)), cache_(cache_type(k_cache.type)),
-        scale_bytes_(scale_bytes(k_cache.type)),
-        group_(sizes.heads / sizes.kv_heads), scores_(scores),
+        cache_(sizes.cache), group_(sizes.heads / sizes.kv_heads), scores_(scores),
         factor_(static_cast<float>(scores.softcap > 0.0 ? scores.scale / scores.softcap * (2 * kLog2E)
                                                         : scores.scale * kLog2E)),
         cap_(static_cast<float>(scores.softcap * kLog2E)), kernel_(choose_attention(active_isa())) {}
@@ -183,7 +208,7 @@ class Call {
   void join(int64_t cache_head, int64_t begin, int64_t end, int64_t spans, float* partials) const {
     void* out[kAttentionRows];
     for (int64_t row = begin; row < end; ++row) out[row - begin] = output(cache_head, row);
-    kernel_.join({end - begin, spans, partials, out, dtype_of(q_.type), sizes_.value_width});
+    kernel_.join({end - begin, spans, partials, out, dtype_of(q_.type), cache_, sizes_.value_width});
   }
 
   // The spans that rows of a single position see: the first, and the one behind the last.
@@ -245,17 +270,18 @@ class Call {
   int64_t scratch_bytes() const {
     return aligned(attention_scratch(sizes_.width, sizes_.value_width) * static_cast<int64_t>(sizeof(float)));
   }
+  int64_t position_bytes(int64_t width) const { return cache_bytes(cache_, width) + scale_bytes(cache_); }
   char* keys(int64_t cache_head) const {
-    return k_cache_ + cache_head * sizes_.max_length * (sizes_.width * cache_item_ + scale_bytes_);
+    return k_cache_ + cache_head * sizes_.max_length * position_bytes(sizes_.width);
   }
   char* values(int64_t cache_head) const {
-    return v_cache_ + cache_head * sizes_.max_length * (sizes_.value_width * cache_item_ + scale_bytes_);
+    return v_cache_ + cache_head * sizes_.max_length * position_bytes(sizes_.value_width);
   }
   char* key_scales(int64_t cache_head) const {
-    return cache_ == CacheType::i8 ? keys(cache_head) + sizes_.max_length * sizes_.width : nullptr;
+    return has_scales(cache_) ? keys(cache_head) + cache_bytes(cache_, sizes_.max_length * sizes_.width) : nullptr;
   }
   char* value_scales(int64_t cache_head) const {
-    return cache_ == CacheType::i8 ? values(cache_head) + sizes_.max_length * sizes_.value_width : nullptr;
+    return has_scales(cache_) ? values(cache_head) + cache_bytes(cache_, sizes_.max_length * sizes_.value_width) : nullptr;
   }
   float sink(int64_t head) const {
     const TensorView& sinks = *scores_.sinks;
@@ -271,9 +297,9 @@ class Call {
   const Sizes& sizes_;
   const TensorView &q_, &k_, &v_;
   char *k_cache_, *v_cache_, *out_;
-  int64_t item_, cache_item_;
+  int64_t item_;
   CacheType cache_;
-  int64_t scale_bytes_, group_;
+  int64_t group_;
   const Scores& scores_;
   float factor_, cap_;
   const AttentionKernel& kernel_;
@@ -281,7 +307,7 @@ class Call {
 
 }  // namespace
 
-Status attention_shape(const TensorView& q, const TensorView& v_cache, Shape* out) {
+Status attention_shape(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache, Shape* out) {
   if (!is_activation_type(q.type)) {
     return Status::error("q has dtype %s; expected float32, bfloat16 or float16", name_of(q.type));
   }
@@ -292,16 +318,21 @@ Status attention_shape(const TensorView& q, const TensorView& v_cache, Shape* ou
     return Status::error("v_cache has shape %s; expected [batch, kv_heads, max_length, width]",
                          describe(v_cache.shape).text);
   }
-  const auto check_width = [](const char* name, const TensorView& tensor) {
-    const int64_t width = tensor.shape.size[3] - scale_bytes(tensor.type);
-    if (width >= kKeyPositions && width <= kAttentionWidth && width % kKeyPositions == 0) return Status();
-    return Status::error("%s has shape %s; expected a width of 16 to %d, a multiple of 16%s", name,
-                         describe(tensor.shape).text, static_cast<int>(kAttentionWidth),
-                         tensor.type == ElementType::i8 ? ", and 4 bytes for the scale" : "");
+  const CacheType cache = v_cache.type != ElementType::i8         ? CacheType::f32  // no scales
+                          : k_cache.type == ElementType::i8 ? cache_type(q, k_cache)
+                                                            : CacheType::i8;
+  const auto check_width = [](const char* name, const TensorView& tensor, CacheType cache) {
+    const int64_t width = width_of(cache, tensor.shape.size[3]);
+    const int64_t step = cache == CacheType::i4 ? kRotatedStep : kKeyPositions;
+    if (width >= step && width <= kAttentionWidth && width % step == 0) return Status();
+    return Status::error("%s has shape %s; expected a width of %d to %d, a multiple of %d%s%s", name,
+                         describe(tensor.shape).text, static_cast<int>(step), static_cast<int>(kAttentionWidth),
+                         static_cast<int>(step), cache == CacheType::i4 ? ", in half as many bytes" : "",
+                         has_scales(cache) ? ", and 4 bytes for the scale" : "");
   };
-  if (Status status = check_width("q", q); !status.ok()) return status;
-  if (Status status = check_width("v_cache", v_cache); !status.ok()) return status;
-  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], v_cache.shape.size[3] - scale_bytes(v_cache.type)}};
+  if (Status status = check_width("q", q, CacheType::f32); !status.ok()) return status;
+  if (Status status = check_width("v_cache", v_cache, cache); !status.ok()) return status;
+  *out = {4, {q.shape.size[0], q.shape.size[2], q.shape.size[1], width_of(cache, v_cache.shape.size[3])}};
   return {};
 }
 

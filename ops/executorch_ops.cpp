@@ -241,14 +241,14 @@ Status run_attention(Span<EValue*> values) {
                               values[9]->isNone() ? nullptr : &sinks_view};
   Tensor& out = values[10]->toTensor();
 
-  const TensorView q_view = view_of(q), v_cache_view = view_of(v_cache);
+  const TensorView q_view = view_of(q), k_cache_view = view_of(k_cache), v_cache_view = view_of(v_cache);
   Shape shape;
-  if (Status status = lowbit::attention_shape(q_view, v_cache_view, &shape); !status.ok()) return status;
+  if (Status status = lowbit::attention_shape(q_view, k_cache_view, v_cache_view, &shape); !status.ok()) return status;
   const TensorView out_view = resized(out, shape);
   if (Status status = check_memory({&q, &k, &v, &start, &sinks}, {&k_cache, &v_cache, &out}); !status.ok()) {
     return status;
   }
-  return lowbit::attention(q_view, view_of(k), view_of(v), view_of(k_cache), v_cache_view, view_of(start), scores,
+  return lowbit::attention(q_view, view_of(k), view_of(v), k_cache_view, v_cache_view, view_of(start), scores,
                            out_view, executorch_threads());
 }
 

@@ -240,7 +240,7 @@ constexpr int64_t kClaimWeights = 1 << 18;
 
 Status splice_shape(const TensorView* packed, int64_t count, int dim, int64_t begin, int64_t end, Layout* layout) {
   Parts parts;
-  int64_t total;
+  int64_t total = 0;
   if (Status s = read_parts(packed, count, dim, &parts, &total); !s.ok()) return s;
   return result_layout(parts, dim, total, begin, end, layout);
 }
@@ -248,7 +248,7 @@ Status splice_shape(const TensorView* packed, int64_t count, int dim, int64_t be
 Status splice(const TensorView* packed, int64_t count, int dim, int64_t begin, int64_t end, const TensorView& out,
               const Parallel& parallel) {
   Parts parts;
-  int64_t total;
+  int64_t total = 0;
   Layout layout;
   if (Status s = read_parts(packed, count, dim, &parts, &total); !s.ok()) return s;
   if (Status s = result_layout(parts, dim, total, begin, end, &layout); !s.ok()) return s;

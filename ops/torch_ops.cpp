@@ -192,7 +192,7 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   const TensorView q_view = view_of("q", q);
   TensorView k_cache_view = view_of("k_cache", k_cache), v_cache_view = view_of("v_cache", v_cache);
   Shape shape;
-  raise_unless_ok(attention_shape(q_view, v_cache_view, &shape));
+  raise_unless_ok(attention_shape(q_view, k_cache_view, v_cache_view, &shape));
   const Tensor out = allocate(shape, q.scalar_type());
   // Written to: memory that is shared until then gets copied.
   if (k_cache_view.on_cpu && v_cache_view.on_cpu) {

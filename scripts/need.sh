@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
-#   scripts/need.sh build|test|bench|arm-cost|workflows
+#   scripts/need.sh build|test|bench|arm-cost|workflows|tidy
 # Says which packages are missing, and fails, where it cannot install them.
 set -u
 
@@ -46,6 +46,9 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   need xz-utils has xz
   need cpio has cpio
   need xorriso has xorriso
+fi
+if [ "${1:-build}" = tidy ]; then
+  need clang-tidy-19 has clang-tidy-19
 fi
 if [ "${1:-build}" = workflows ]; then
   need npm has npm

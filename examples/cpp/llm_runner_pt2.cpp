@@ -73,8 +73,15 @@ void run(int argc, char** argv) {
   }
   std::vector<at::Tensor> inputs(2);  // tokens and start, then the caches
   explained("the caches cannot be made", [&] {
-    for (int64_t left = metadata.number("caches"); left > 0; --left) {
-      inputs.push_back(at::zeros(metadata.numbers("cache_shape"), dtype));
+    const int64_t count = metadata.number("caches");
+    const std::vector<int64_t> sizes = metadata.numbers("cache_shape");  // of all of them, or of each
+    if (sizes.size() % 4 != 0 || (sizes.size() / 4 != 1 && static_cast<int64_t>(sizes.size() / 4) != count)) {
+      throw std::runtime_error(options.model + " has " + std::to_string(sizes.size()) +
+                               " sizes of caches; expected 4, or 4 for each of " + std::to_string(count));
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const auto shape = sizes.begin() + (sizes.size() == 4 ? 0 : 4 * i);
+      inputs.push_back(at::zeros(std::vector<int64_t>(shape, shape + 4), dtype));
     }
   });
   model.step = [&](int64_t* tokens, int64_t count, int64_t start, std::vector<float>& logits) {

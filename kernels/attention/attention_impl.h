@@ -5,7 +5,8 @@
 // goes across lanes, and each is in order of its steps for any number of rows at once.
 //
 // The type of the caches is a template's argument, since every value of them is converted; that of queries and outputs is
-// not. The scales of int8 caches go to scores and weights, so the inner loop has a conversion and no product more.
+// not. The scales of codes go to scores and weights, so the inner loop has a conversion and no product more. 4-bit codes
+// are of rotated keys and values: queries are rotated once, and so are outputs, back.
 //
 // A row sees its own positions only: what lies before and behind them may be anything, also NaN. Its scores are
 // replaced, its values not read.
@@ -76,11 +77,25 @@ template <class V>
   }
 }
 
-constexpr int64_t size_of(CacheType type) { return type == CacheType::f32 ? 4 : type == CacheType::i8 ? 1 : 2; }
+// Each block of x times a Hadamard matrix: ukernel.h.
+inline void rotate(float* x, int64_t width) {
+  const int64_t size = width & -width;
+  for (int64_t half = 1; half < size; half *= 2) {
+    for (int64_t block = 0; block < width; block += 2 * half) {
+      for (int64_t i = block; i < block + half; ++i) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a + b;
+        x[i + half] = a - b;
+      }
+    }
+  }
+}
 
+// 16 keys or values. Of 4-bit ones 16 bytes have twice as many: `upper` says which.
 template <class V, CacheType C>
-[[gnu::always_inline]] inline V load_cached(const void* at) {
-  if constexpr (C == CacheType::i8) return V::load_int8_as_f32(at);
+[[gnu::always_inline]] inline V load_cached(const void* at, [[maybe_unused]] bool upper) {
+  if constexpr (C == CacheType::i4) return V::load_levels_as_f32(at, upper);
+  else if constexpr (C == CacheType::i8) return V::load_int8_as_f32(at);
   else if constexpr (C == CacheType::f32) return V::template load_as_f32<DType::f32>(at);
   else if constexpr (C == CacheType::bf16) return V::template load_as_f32<DType::bf16>(at);
   else return V::template load_as_f32<DType::f16>(at);
@@ -97,8 +112,8 @@ struct Product {
   const float* a;  // row 0, step 0
   int64_t a_row;   // elements from one row to the next
   const char* b;   // step 0, vector 0
-  int64_t b_step;  // bytes from one step to the next
-  int64_t b_vector;
+  int64_t b_step;  // bytes from one step to the next; of 4-bit keys from two steps, which share bytes, to the next two
+  int64_t b_vector;  // and of 4-bit values from two vectors to the next two
   int64_t steps;
   float* out;      // row 0, vector 0
   int64_t out_row;
@@ -108,7 +123,10 @@ struct Product {
 // out (+)= a * b for Rows rows and Vectors vectors at `vector`.
 template <class V, CacheType C, int Rows, int Vectors, bool Add>
 [[gnu::always_inline]] inline void multiply(const Product& product, int64_t vector) {
-  const char* b = product.b + vector * product.b_vector;
+  // Of 4-bit keys two steps are in the same bytes, of values two vectors. An even number of vectors begins at an even one.
+  constexpr bool kShareSteps = C == CacheType::i4 && !Add, kShareVectors = C == CacheType::i4 && Add;
+  const int64_t odd = kShareVectors && Vectors % 2 != 0 ? vector % 2 : 0;
+  const char* b = product.b + (kShareVectors ? vector / 2 : vector) * product.b_vector;
   float* const out = product.out + vector * kLanes;
   V sums[Rows][Vectors];
   for (int r = 0; r < Rows; ++r) {
@@ -126,26 +144,28 @@ template <class V, CacheType C, int Rows, int Vectors, bool Add>
     typename V::Four scalars[Rows];
     for (int r = 0; r < Rows; ++r) scalars[r] = V::load_four(a + r * a_row + step);
     const auto one = [&](auto lane) __attribute__((always_inline)) {
+      constexpr bool kOddStep = decltype(lane)::value % 2 != 0;
       V vectors[Vectors];
       for (int v = 0; v < Vectors; ++v) {
-        __builtin_prefetch(b + v * b_vector + ahead, 0, 2);
-        vectors[v] = load_cached<V, C>(b + v * b_vector);
+        const char* const at = b + (kShareVectors ? v / 2 : v) * b_vector;
+        if (!(kShareSteps && kOddStep) && !(kShareVectors && v % 2 != 0)) __builtin_prefetch(at + ahead, 0, 2);
+        vectors[v] = load_cached<V, C>(at, kShareSteps ? kOddStep : (v + odd) % 2 != 0);
       }
       for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
           sums[r][v] = V::template fma_lane<decltype(lane)::value>(vectors[v], scalars[r], sums[r][v]);
         }
       }
-      b += b_step;
+      if (!kShareSteps || kOddStep) b += b_step;
     };
     one(std::integral_constant<int, 0>());
     one(std::integral_constant<int, 1>());
     one(std::integral_constant<int, 2>());
     one(std::integral_constant<int, 3>());
   }
-  for (; step < steps; ++step) {
+  for (; step < steps; ++step) {  // not of keys, which have a multiple of 16 steps
     for (int v = 0; v < Vectors; ++v) {
-      const V values = load_cached<V, C>(b + v * b_vector);
+      const V values = load_cached<V, C>(b + (kShareVectors ? v / 2 : v) * b_vector, (v + odd) % 2 != 0);
       for (int r = 0; r < Rows; ++r) sums[r][v] = V::fma(values, V::broadcast(a[r * a_row + step]), sums[r][v]);
     }
     b += b_step;
@@ -200,13 +220,13 @@ struct Seen {
   int64_t begin, end;
 };
 
-// Scores to weights: the positions of a block that one row sees. The scales of int8 caches begin with the block; others
+// Scores to weights: the positions of a block that one row sees. The scales of codes begin with the block; other caches
 // have none.
 template <class V, CacheType C>
 [[gnu::always_inline]] inline void softmax(float* scores, Seen seen, const char* key_scales, const char* value_scales,
                                            float cap, float* most, float* sums, float* out, int64_t width) {
   const int64_t first = seen.begin / kLanes * kLanes;
-  if constexpr (C == CacheType::i8) {
+  if constexpr (has_scales(C)) {
     for (int64_t j = first; j < seen.end; j += kLanes) {
       V::store(scores + j, V::mul(V::load(scores + j), load_scales<V>(key_scales, j)));
     }
@@ -227,7 +247,7 @@ template <class V, CacheType C>
   V sum = V::mul(V::load(sums), shrink);
   for (int64_t j = first; j < seen.end; j += kLanes) {
     const V weights = exp2_of(V::sub(V::load(scores + j), most_now));
-    if constexpr (C == CacheType::i8) {
+    if constexpr (has_scales(C)) {
       V::store(scores + j, V::mul(weights, load_scales<V>(value_scales, j)));
     } else {
       V::store(scores + j, weights);
@@ -248,12 +268,12 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
     seen[r] = {begin > 0 ? begin : 0, end < kAttentionBlock ? end : kAttentionBlock};
   }
   const int64_t first = seen[0].begin / kLanes, vectors = (seen[Rows - 1].end + kLanes - 1) / kLanes - first;
-  constexpr int64_t kItem = size_of(C);
-  const char* keys = static_cast<const char*>(args.keys) + (block + first * kLanes) * width * kItem;
-  multiply_all<V, C, Rows, false>({state.q + row * width, width, keys, kLanes * kItem, width * kLanes * kItem, width,
+  const char* keys = static_cast<const char*>(args.keys) + cache_bytes(C, (block + first * kLanes) * width);
+  constexpr int64_t kStep = C == CacheType::i4 ? kLanes : cache_bytes(C, kLanes);
+  multiply_all<V, C, Rows, false>({state.q + row * width, width, keys, kStep, cache_bytes(C, width * kLanes), width,
                                    state.scores + first * kLanes, kAttentionBlock, vectors});
   const char *key_scales = nullptr, *value_scales = nullptr;
-  if constexpr (C == CacheType::i8) {
+  if constexpr (has_scales(C)) {
     key_scales = static_cast<const char*>(args.key_scales) + block * 4;
     value_scales = static_cast<const char*>(args.value_scales) + block * 4;
   }
@@ -262,12 +282,12 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
                   state.now.most + row + r, state.now.sums_of(row + r), state.now.out_of(row + r), value_width);
   }
   // The values that all rows see, together; those before and behind, row by row. Each row in order of its positions.
-  const char* values = static_cast<const char*>(args.values) + block * value_width * kItem;
+  const char* values = static_cast<const char*>(args.values) + cache_bytes(C, block * value_width);
   const auto add = [&](auto rows, int r, int64_t begin, int64_t end) __attribute__((always_inline)) {
     if (begin >= end) return;
     multiply_all<V, C, decltype(rows)::value, true>(
-        {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + begin * value_width * kItem,
-         value_width * kItem, kLanes * kItem, end - begin, state.now.out_of(row + r), value_width, value_width / kLanes});
+        {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + cache_bytes(C, begin * value_width),
+         cache_bytes(C, value_width), kStep, end - begin, state.now.out_of(row + r), value_width, value_width / kLanes});
   };
   const std::integral_constant<int, 1> one;
   const int64_t begin = seen[Rows - 1].begin, end = seen[0].end;
@@ -315,7 +335,8 @@ void join(const Partial& before, const Partial& now, int64_t row) {
 }
 
 template <class V>
-void finish(const Partial& partial, int64_t row, void* to, DType dtype) {
+void finish(const Partial& partial, int64_t row, void* to, DType dtype, CacheType cache) {
+  if (cache == CacheType::i4) rotate(partial.out_of(row), partial.value_width);
   const float sum = fold(V::load(partial.sums_of(row)), [](float a, float b) { return a + b; });
   const V inverse = V::broadcast(1.0f / sum);
   char* const out = static_cast<char*>(to);
@@ -334,6 +355,7 @@ void attention(const AttentionArgs& args) {
       const V values = load_floats<V>(q + i * size_of(args.dtype), args.dtype);
       V::store(state.q + r * width + i, V::mul(values, V::broadcast(args.factor)));
     }
+    if constexpr (C == CacheType::i4) rotate(state.q + r * width, width);
   }
   int64_t block = args.begins[0] / kAttentionBlock * kAttentionBlock;
   int64_t first = 0, last = 0;              // the rows [first, last) see some of the block
@@ -361,7 +383,7 @@ void attention(const AttentionArgs& args) {
       if (args.partial == nullptr && args.begins[r] < span) join<V>(state.before, state.now, r);
     }
   }
-  for (int64_t r = 0; r < rows && args.partial == nullptr; ++r) finish<V>(state.now, r, args.out[r], args.dtype);
+  for (int64_t r = 0; r < rows && args.partial == nullptr; ++r) finish<V>(state.now, r, args.out[r], args.dtype, C);
 }
 
 template <class V>
@@ -373,7 +395,7 @@ void join_spans(const AttentionJoinArgs& args) {
     for (int64_t r = 0; r < args.rows; ++r) join<V>(before, now, r);
   }
   const Partial all(args.partials + (args.spans - 1) * size, args.rows, args.value_width);
-  for (int64_t r = 0; r < args.rows; ++r) finish<V>(all, r, args.out[r], args.dtype);
+  for (int64_t r = 0; r < args.rows; ++r) finish<V>(all, r, args.out[r], args.dtype, args.cache);
 }
 
 template <class V>
@@ -383,6 +405,7 @@ void run(const AttentionArgs& args) {
     case CacheType::bf16: return attention<V, CacheType::bf16>(args);
     case CacheType::f16: return attention<V, CacheType::f16>(args);
     case CacheType::i8: return attention<V, CacheType::i8>(args);
+    case CacheType::i4: return attention<V, CacheType::i4>(args);
   }
 }
 

@@ -26,7 +26,15 @@ struct Vector {
     return of(load16<T>(at));
   }
   [[gnu::always_inline]] static Vector load_int8_as_f32(const void* at) {
+    return of_int8(_mm_loadu_si128(static_cast<const __m128i*>(at)));
+  }
+  [[gnu::always_inline]] static Vector load_levels_as_f32(const void* at, bool upper) {
+    const __m128i levels = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kCacheLevels));
     const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(at));
+    const __m128i codes = _mm_and_si128(upper ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
+    return of_int8(_mm_shuffle_epi8(levels, codes));
+  }
+  [[gnu::always_inline]] static Vector of_int8(__m128i bytes) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
   }

@@ -26,6 +26,13 @@ struct Vector {
   [[gnu::always_inline]] static Vector load_int8_as_f32(const void* at) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))))};
   }
+  // vpermps takes the last four bits of each lane for its index: a table of floats, with nothing to convert.
+  [[gnu::always_inline]] static Vector load_levels_as_f32(const void* at, bool upper) {
+    const __m512 levels =
+        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kCacheLevels))));
+    const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
+    return {_mm512_permutexvar_ps(upper ? _mm512_srli_epi32(codes, 4) : codes, levels)};
+  }
   template <DType T>
   [[gnu::always_inline]] static void store_from_f32(void* at, Vector a) {
     store16(at, T, 0, a.v, kAll);

@@ -49,10 +49,17 @@ struct Vector {
       });
     }
   }
+  [[gnu::always_inline]] static Vector load_int8_as_f32(const void* from) {
+    return of_int8(vld1q_u8(static_cast<const uint8_t*>(from)));
+  }
+  [[gnu::always_inline]] static Vector load_levels_as_f32(const void* from, bool upper) {
+    const uint8x16_t bytes = vld1q_u8(static_cast<const uint8_t*>(from));
+    const uint8x16_t codes = upper ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+    return of_int8(vreinterpretq_u8_s8(vqtbl1q_s8(vld1q_s8(kCacheLevels), codes)));
+  }
   // tbl puts each byte at the top of a lane, from where scvtf converts with 24 bits behind the point: two instructions
   // for four values, where widening in two steps takes two and a half.
-  [[gnu::always_inline]] static Vector load_int8_as_f32(const void* from) {
-    const uint8x16_t bytes = vld1q_u8(static_cast<const uint8_t*>(from));
+  [[gnu::always_inline]] static Vector of_int8(uint8x16_t bytes) {
     return each([=](int i) __attribute__((always_inline)) {
       const uint32x4_t first = {0x00ffffffu, 0x01ffffffu, 0x02ffffffu, 0x03ffffffu};
       const uint32x4_t index = vaddq_u32(first, vdupq_n_u32(static_cast<uint32_t>(i) << 26));

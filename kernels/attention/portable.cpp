@@ -36,6 +36,11 @@ struct Vector {
   static Vector load_int8_as_f32(const void* at) {
     return each([=](int l) { return static_cast<float>(static_cast<const int8_t*>(at)[l]); });
   }
+  static Vector load_levels_as_f32(const void* at, bool upper) {
+    return each([=](int l) {
+      return static_cast<float>(kCacheLevels[static_cast<const uint8_t*>(at)[l] >> (upper ? 4 : 0) & 15]);
+    });
+  }
   template <DType T>
   static void store_from_f32(void* at, const Vector& v) {
     for (int l = 0; l < 16; ++l) lowbit::store_from_f32(at, T, l, v.lane[l]);

@@ -19,20 +19,25 @@ void write_values(const void* from, int64_t from_step, char* to, int64_t to_step
   for (int64_t i = 0; i < width; ++i) std::memcpy(to + i * to_step * kItem, source + i * from_step * kItem, kItem);
 }
 
-// Codes and their scale. Maxima of magnitudes are maxima of their bits, as integers: NaN and infinity are above all
-// others, and a compiler makes vectors of such a loop. Adding 1.5 * 2^23 rounds x * inv to an integer in the last bits.
-// |x * inv| is at most 127 and two roundings, so no code is beyond 127.
-inline float quantize_position(const float* x, int64_t width, int8_t* codes) {
+// The largest magnitude of a position over 127. Maxima of magnitudes are maxima of their bits, as integers: NaN and
+// infinity are above all others, and a compiler makes vectors of such a loop. Too small: 0; not finite: NaN.
+inline float scale_of(const float* x, int64_t width) {
   uint32_t most = 0;
   for (int64_t i = 0; i < width; ++i) {
     const uint32_t magnitude = bits_of_float(x[i]) & 0x7fffffffu;
     most = magnitude > most ? magnitude : most;
   }
   const float scale = float_from_bits(most) / 127.0f;
-  const bool finite = most < 0x7f800000u;
-  if (!finite || scale < 0x1p-126f) {
+  return most >= 0x7f800000u ? float_from_bits(0x7fc00000u) : scale < 0x1p-126f ? 0.0f : scale;
+}
+
+// Codes and their scale. Adding 1.5 * 2^23 rounds x * inv to an integer in the last bits. |x * inv| is at most 127 and
+// two roundings, so no code is beyond 127.
+inline float quantize_position(const float* x, int64_t width, int8_t* codes) {
+  const float scale = scale_of(x, width);
+  if (!(scale > 0.0f)) {
     for (int64_t i = 0; i < width; ++i) codes[i] = 0;
-    return finite ? 0.0f : float_from_bits(0x7fc00000u);
+    return scale;
   }
   const float inverse = 1.0f / scale;
   for (int64_t i = 0; i < width; ++i) {
@@ -42,7 +47,46 @@ inline float quantize_position(const float* x, int64_t width, int8_t* codes) {
   return scale;
 }
 
-// A position's keys or values from another type than the cache's: `at` is element 0, `scale` that of the position.
+// 4-bit codes and their scale; x is rotated in place. The scale that codes were found with is replaced by the one with the
+// least squared error for them.
+template <class V>
+float quantize_rotated(float* x, int64_t width, uint8_t* codes) {
+  const float part = 1.0f / static_cast<float>(width & -width);  // exact; first, so that no sum is beyond the largest x
+  for (int64_t i = 0; i < width; ++i) x[i] *= part;
+  rotate(x, width);
+  const float scale = scale_of(x, width);
+  if (!(scale > 0.0f)) {
+    for (int64_t i = 0; i < width; ++i) codes[i] = 8;
+    return scale;
+  }
+  const float inverse = 1.0f / scale;
+  alignas(64) float levels[kAttentionWidth];
+  for (int64_t i = 0; i < width; ++i) {
+    x[i] *= inverse;
+    int32_t code = 0;
+    for (const float threshold : kCacheThresholds) code += x[i] > threshold ? 1 : 0;
+    codes[i] = static_cast<uint8_t>(code);
+  }
+  int32_t squares = 0;
+  for (int64_t i = 0; i < width; ++i) {
+    const int32_t level = kCacheLevels[codes[i]];
+    squares += level * level;
+    levels[i] = static_cast<float>(level);
+  }
+  V products = V::broadcast(0.0f);
+  for (int64_t i = 0; i < width; i += kLanes) products = V::fma(V::load(x + i), V::load(levels + i), products);
+  return scale * (fold(products, [](float a, float b) { return a + b; }) / static_cast<float>(squares));
+}
+
+// Two codes in a byte: `apart` codes lie between them.
+inline void pair_codes(const uint8_t* codes, int64_t width, int64_t apart, uint8_t* pairs) {
+  for (int64_t i = 0; i < width; i += 2 * apart) {
+    for (int64_t j = 0; j < apart; ++j) *pairs++ = static_cast<uint8_t>(codes[i + j] | codes[i + j + apart] << 4);
+  }
+}
+
+// A position's keys or values from another type than the cache's: `at` is element 0, `scale` that of the position, and
+// `to_step` 1 for values.
 template <class V>
 void convert_values(const void* from, DType dtype, int64_t from_step, CacheType cache, char* at, int64_t to_step,
                     void* scale, int64_t width) {
@@ -53,6 +97,13 @@ void convert_values(const void* from, DType dtype, int64_t from_step, CacheType 
     }
   } else {
     for (int64_t i = 0; i < width; ++i) values[i] = load_as_f32(from, dtype, i * from_step);
+  }
+  if (cache == CacheType::i4) {
+    uint8_t codes[kAttentionWidth], pairs[kAttentionWidth / 2];
+    const float found = quantize_rotated<V>(values, width, codes);
+    std::memcpy(scale, &found, sizeof found);
+    pair_codes(codes, width, to_step == 1 ? kLanes : 1, pairs);
+    return write_values<uint8_t>(pairs, 1, at, to_step, width / 2);
   }
   if (cache == CacheType::i8) {
     int8_t codes[kAttentionWidth];
@@ -69,12 +120,12 @@ void convert_values(const void* from, DType dtype, int64_t from_step, CacheType 
 
 template <class V>
 void write_cache(const AttentionWriteArgs& args) {
-  const int64_t item = size_of(args.cache), position = args.position;
-  const int64_t panel = position / kKeyPositions * args.width * kKeyPositions, lane = position % kKeyPositions;
-  char* const key = static_cast<char*>(args.keys) + (panel + lane) * item;
-  char* const value = static_cast<char*>(args.values) + position * args.value_width * item;
+  const int64_t item = args.cache == CacheType::i4 ? 1 : cache_bytes(args.cache, 1), position = args.position;
+  const int64_t panel = position / kKeyPositions * kKeyPositions, lane = position % kKeyPositions;
+  char* const key = static_cast<char*>(args.keys) + cache_bytes(args.cache, panel * args.width) + lane * item;
+  char* const value = static_cast<char*>(args.values) + cache_bytes(args.cache, position * args.value_width);
   if (args.cache != cache_type_of(args.dtype)) {
-    const bool scaled = args.cache == CacheType::i8;
+    const bool scaled = has_scales(args.cache);
     char* const key_scale = scaled ? static_cast<char*>(args.key_scales) + position * 4 : nullptr;
     char* const value_scale = scaled ? static_cast<char*>(args.value_scales) + position * 4 : nullptr;
     convert_values<V>(args.k, args.dtype, args.k_step, args.cache, key, kKeyPositions, key_scale, args.width);

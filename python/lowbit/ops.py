@@ -180,9 +180,10 @@ def attention(
             value_width multiples of 16, as width. Both float32, bfloat16 or float16, whatever q is, or int8. Changed in
             place. The order of values within a head is this operator's: start with any content (``torch.zeros``, for
             example), and leave the rest to it. :func:`cache_width` has the size of the last dimension: int8 caches have
-            4 bytes more, for a float32 scale for each position of a head. What goes into a smaller type is rounded to
-            nearest; docs/design.md has the formula. A position with a key or value that is not finite is NaN in an int8
-            cache.
+            4 bytes more, for a float32 scale for each position of a head. 4-bit caches are int8, too, with half as many
+            bytes and these 4; their widths are multiples of 32. What goes into a smaller type is rounded to nearest, into 4 bits
+            behind a rotation; docs/design.md has the formula. A position with a key or value that is not finite is NaN
+            in a cache of codes.
         start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
             ``start + i`` of the text and sees all up to itself.
         scale: of the products of q and k; None: ``width ** -0.5``.
@@ -208,12 +209,22 @@ def attention(
 
 
 def cache_width(width: int, dtype: torch.dtype) -> int:
-    """The last dimension of a cache of :func:`attention` for keys or values of that width."""
-    return width + _scale_bytes(dtype)
+    """The last dimension of a cache of :func:`attention` for keys or values of that width; ``torch.int4`` stands for 4-bit
+    caches, whose tensors are int8.
+
+    Raises:
+        ValueError: a width that 4-bit caches cannot have.
+    """
+    if dtype is torch.int4:
+        if width % 32:
+            raise ValueError(f"keys or values have a width of {width}; expected a multiple of 32 for a 4-bit cache")
+        return width // 2 + 4
+    return width + (4 if dtype is torch.int8 else 0)
 
 
-def _scale_bytes(dtype: torch.dtype) -> int:
-    return 4 if dtype is torch.int8 else 0
+def cache_storage(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the tensors of such caches: int8 for ``torch.int4``, else itself."""
+    return torch.int8 if dtype is torch.int4 else dtype
 
 
 # register_fake asks inspect for the module of this file; unless it knows, it looks at the files of all modules: 3 ms.
@@ -242,8 +253,11 @@ def _(indices, packed_weight, embedding_dim, *, dtype=None):
 
 @torch.library.register_fake("lowbit::attention")
 def _(q, k, v, k_cache, v_cache, start, scale, window=0, softcap=0.0, sinks=None):
-    batch, heads, positions, _ = q.shape
-    return q.new_empty((batch, positions, heads, v_cache.shape[-1] - _scale_bytes(v_cache.dtype)))
+    batch, heads, positions, width = q.shape
+    value_width = v_cache.shape[-1]
+    if v_cache.dtype is torch.int8:
+        value_width = (value_width - 4) * (2 if k_cache.shape[-1] == width // 2 + 4 else 1)
+    return q.new_empty((batch, positions, heads, value_width))
 
 
 @torch.library.register_fake("lowbit::pack")

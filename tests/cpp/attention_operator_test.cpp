@@ -13,10 +13,27 @@ namespace {
 
 constexpr double kScale = 0.3;
 
-int64_t scale_bytes(ElementType cache) { return cache == ElementType::i8 ? 4 : 0; }
+constexpr auto kF32 = CacheType::f32, kBf16 = CacheType::bf16, kF16 = CacheType::f16, kI8 = CacheType::i8,
+               kI4 = CacheType::i4;
 
-CacheType cache_type(ElementType type) {
-  return type == ElementType::i8 ? CacheType::i8 : cache_type_of(dtype_of(type));
+ElementType element_type(CacheType cache) {
+  return cache == kF32 ? ElementType::f32 : cache == kBf16 ? ElementType::bf16 : cache == kF16 ? ElementType::f16 : ElementType::i8;
+}
+
+// A position of a head.
+int64_t position_bytes(CacheType cache, int64_t width) {
+  return cache_bytes(cache, width) + (has_scales(cache) ? 4 : 0);
+}
+
+// Where a cache has input i of position j: a byte from the head's first on; of 4-bit codes also which half.
+struct Place {
+  int64_t at;
+  bool upper;
+};
+Place place(CacheType cache, bool is_key, int64_t width, int64_t j, int64_t i) {
+  if (cache != kI4) return {cache_bytes(cache, is_key ? (j / 16 * width + i) * 16 + j % 16 : j * width + i), false};
+  if (is_key) return {(j / 16 * width / 2 + i / 2) * 16 + j % 16, i % 2 != 0};
+  return {j * width / 2 + i / 32 * 16 + i % 16, i % 32 >= 16};
 }
 
 Tensor start_tensor(int64_t start) { return index_tensor<int64_t>({start}); }
@@ -30,11 +47,12 @@ TensorView positions(TensorView view, int64_t begin, int64_t count) {
 
 struct Model {
   int64_t batch, heads, kv_heads, width, length, max_length;
-  ElementType type, cache_of;
+  ElementType type;
+  CacheType cache_of;
   Tensor q, k, v;  // of a whole text, [batch, heads, length, width]
 
   Model(int64_t batch, int64_t heads, int64_t kv_heads, int64_t width, int64_t length, ElementType type,
-        ElementType cache_of)
+        CacheType cache_of)
       : batch(batch), heads(heads), kv_heads(kv_heads), width(width), length(length),
         max_length((length + 15) / 16 * 16), type(type), cache_of(cache_of), q(make(heads, 1)), k(make(kv_heads, 2)),
         v(make(kv_heads, 3)) {}
@@ -44,7 +62,10 @@ struct Model {
     return random_tensor(type, {batch, heads, length, width}, random);
   }
   // As nothing has written to it yet: 0x5c5c... everywhere.
-  Tensor cache() const { return Tensor(cache_of, {batch, kv_heads, max_length, width + scale_bytes(cache_of)}); }
+  Tensor cache() const {
+    const bool codes = has_scales(cache_of);
+    return Tensor(element_type(cache_of), {batch, kv_heads, max_length, codes ? position_bytes(cache_of, width) : width});
+  }
 
   // The text in calls of so many positions each; out [batch, length, heads, width].
   std::vector<uint8_t> run(const TensorView& q, const TensorView& k, const TensorView& v,
@@ -76,49 +97,55 @@ struct Model {
     return run(q.view, k.view, v.view, counts, parallel, cache(), cache());
   }
 
-  // The text of one head of keys or values, position by position, as the caches have it; int8: the codes, with scales.
-  std::vector<uint8_t> cached(const Tensor& tensor, int64_t cache_head, std::vector<float>* scales) const {
-    std::vector<uint8_t> all;
-    for (int64_t i = 0; i < length; ++i) {
+  // The text of one head of keys or values as the caches have it, between bytes of `fill`; and the scales of codes.
+  std::vector<uint8_t> cached(bool is_key, int64_t cache_head, uint8_t fill, std::vector<float>* scales) const {
+    std::vector<uint8_t> all(static_cast<size_t>(cache_bytes(cache_of, max_length * width)), fill);
+    const Tensor& tensor = is_key ? k : v;
+    for (int64_t j = 0; j < length; ++j) {
       std::vector<float> position;
-      for (int64_t j = 0; j < width; ++j) {
-        position.push_back(load_as_f32(element(tensor.view, (cache_head * length + i) * width), dtype_of(type), j));
+      for (int64_t i = 0; i < width; ++i) {
+        position.push_back(load_as_f32(element(tensor.view, (cache_head * length + j) * width), dtype_of(type), i));
       }
-      if (cache_of == ElementType::i8) {
-        const QuantizedPosition quantized = contract_quantize_position(position);
-        all.insert(all.end(), quantized.codes.begin(), quantized.codes.end());
+      QuantizedPosition quantized;
+      if (has_scales(cache_of)) {
+        quantized = cache_of == kI4 ? contract_quantize_rotated(position) : contract_quantize_position(position);
         scales->push_back(quantized.scale);
-      } else {
-        const std::vector<uint8_t> bytes = to_bytes(position, dtype_of(cache_of));
-        all.insert(all.end(), bytes.begin(), bytes.end());
+      }
+      for (int64_t i = 0; i < width; ++i) {
+        const auto [at, upper] = place(cache_of, is_key, width, j, i);
+        uint8_t* const to = all.data() + at;
+        if (cache_of == kI4) {
+          const int code = quantized.codes[static_cast<size_t>(i)];
+          *to = static_cast<uint8_t>(upper ? (*to & 15) | code << 4 : (*to & 0xf0) | code);
+        } else if (cache_of == kI8) {
+          *to = static_cast<uint8_t>(quantized.codes[static_cast<size_t>(i)]);
+        } else {
+          store_from_f32(to, dtype_of(element_type(cache_of)), 0, position[static_cast<size_t>(i)]);
+        }
       }
     }
     scales->resize(static_cast<size_t>(max_length));
     return all;
   }
 
-  // Every row alone, by the portable kernel, on keys in panels that are made here.
+  // Every row alone, by the portable kernel, on caches that are made here.
   std::vector<uint8_t> expected() const {
-    const size_t item = static_cast<size_t>(element_bytes(type)), cache_item = static_cast<size_t>(element_bytes(cache_of));
-    std::vector<uint8_t> out(q.bytes().size()), panels(static_cast<size_t>(max_length * width) * cache_item);
+    const size_t item = static_cast<size_t>(element_bytes(type));
+    std::vector<uint8_t> out(q.bytes().size());
     std::vector<float> scratch(static_cast<size_t>(attention_scratch(width, width)));
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t cache_head = b * kv_heads + h / (heads / kv_heads);
         std::vector<float> key_scales, value_scales;
-        const std::vector<uint8_t> keys = cached(k, cache_head, &key_scales), values = cached(v, cache_head, &value_scales);
-        for (int64_t i = 0; i < length * width; ++i) {
-          const int64_t at = (i / width / 16 * width + i % width) * 16 + i / width % 16;
-          std::memcpy(panels.data() + static_cast<size_t>(at) * cache_item,
-                      keys.data() + static_cast<size_t>(i) * cache_item, cache_item);
-        }
+        const std::vector<uint8_t> panels = cached(true, cache_head, 0, &key_scales);
+        const std::vector<uint8_t> values = cached(false, cache_head, 0, &value_scales);
         for (int64_t i = 0; i < length; ++i) {
           const void* row = element(q.view, ((b * heads + h) * length + i) * width);
           void* to = out.data() + static_cast<size_t>(((b * length + i) * heads + h) * width) * item;
           const int64_t begin = 0, end = i + 1;
           choose_attention(kPortable)
               .run({1, &row, &to, &begin, &end, nullptr, panels.data(), values.data(), key_scales.data(),
-                    value_scales.data(), dtype_of(type), cache_type(cache_of), width, width,
+                    value_scales.data(), dtype_of(type), cache_of, width, width,
                     static_cast<float>(kScale * 1.4426950408889634), 0.0f, scratch.data()});
         }
       }
@@ -129,19 +156,22 @@ struct Model {
 
 // Of queries and outputs, and of the caches.
 struct Kind {
-  ElementType type, cache;
+  ElementType type;
+  CacheType cache;
 };
 constexpr ElementType kTypes[] = {ElementType::f32, ElementType::bf16, ElementType::f16};
-constexpr Kind kKinds[] = {{ElementType::f32, ElementType::f32},  {ElementType::bf16, ElementType::bf16},
-                           {ElementType::f16, ElementType::f16},  {ElementType::f32, ElementType::bf16},
-                           {ElementType::f32, ElementType::f16},  {ElementType::f32, ElementType::i8},
-                           {ElementType::bf16, ElementType::i8},  {ElementType::bf16, ElementType::f32}};
+constexpr Kind kKinds[] = {{ElementType::f32, kF32}, {ElementType::bf16, kBf16}, {ElementType::f16, kF16},
+                           {ElementType::f32, kBf16}, {ElementType::f32, kF16}, {ElementType::f32, kI8},
+                           {ElementType::bf16, kI8}, {ElementType::bf16, kF32}, {ElementType::f32, kI4},
+                           {ElementType::bf16, kI4}};
 
 TEST(Attention, ShapesTypesAndCuts) {
   for (const auto& [type, cache] : kKinds) {
+    const int64_t more = cache == kI4 ? 16 : 0;  // 4 bits are for multiples of 32
     for (const Model& model :
-         {Model(1, 4, 2, 32, 40, type, cache), Model(2, 3, 3, 16, 20, type, cache), Model(1, 5, 1, 80, 23, type, cache),
-          Model(3, 4, 1, 48, 7, type, cache), Model(1, 36, 36, 16, 5, type, cache)}) {
+         {Model(1, 4, 2, 32, 40, type, cache), Model(2, 3, 3, 16 + more, 20, type, cache),
+          Model(1, 5, 1, 80 + more, 23, type, cache), Model(3, 4, 1, 48 + more, 7, type, cache),
+          Model(1, 36, 36, 16 + more, 5, type, cache)}) {
       const std::vector<uint8_t> expected = model.expected();
       const DType dtype = dtype_of(type);
       EXPECT_TRUE(same_bits(model.run({model.length}), expected, dtype));
@@ -152,7 +182,7 @@ TEST(Attention, ShapesTypesAndCuts) {
 }
 
 TEST(Attention, AnyNumberOfThreadsGivesTheSameBits) {
-  for (const ElementType cache : {ElementType::bf16, ElementType::i8}) {
+  for (const CacheType cache : {kBf16, kI8, kI4}) {
     const Model model(2, 6, 3, 32, 330, ElementType::bf16, cache);
     const std::vector<uint8_t> expected = model.run({330});
     for (const int count : {1, 2, 7}) {
@@ -169,9 +199,10 @@ TEST(Attention, ATokenWithFewHeadsOfKeys) {
                             most = std::max(most, count);
                             for (int i = count - 1; i >= 0; --i) task(context, i);
                           }};
-  const Model models[] = {Model(1, 5, 1, 16, 1040, ElementType::f32, ElementType::f32),
-                          Model(1, 17, 1, 16, 1040, ElementType::bf16, ElementType::i8),
-                          Model(1, 4, 2, 16, 1040, ElementType::f32, ElementType::f16)};
+  const Model models[] = {Model(1, 5, 1, 16, 1040, ElementType::f32, kF32),
+                          Model(1, 17, 1, 16, 1040, ElementType::bf16, kI8),
+                          Model(1, 4, 2, 16, 1040, ElementType::f32, kF16),
+                          Model(1, 5, 1, 32, 1040, ElementType::f32, kI4)};
   for (const Model& model : models) {
     const std::vector<uint8_t> expected = model.run({1040});
     for (const Parallel& parallel : {Parallel(), threads(7), counting}) {
@@ -179,7 +210,7 @@ TEST(Attention, ATokenWithFewHeadsOfKeys) {
     }
   }
   // Three spans, one head: as many tasks.
-  const Model model(1, 4, 1, 64, 1290, ElementType::f32, ElementType::f32);
+  const Model model(1, 4, 1, 64, 1290, ElementType::f32, kF32);
   const Tensor k_cache = model.cache(), v_cache = model.cache();
   Tensor out(ElementType::f32, {1, 1, 4, 64});
   most = 0;
@@ -191,7 +222,7 @@ TEST(Attention, ATokenWithFewHeadsOfKeys) {
 
 TEST(Attention, TheCachesHoldTheText) {
   for (const ElementType type : kTypes) {
-    const Model model(2, 2, 2, 32, 37, type, type);
+    const Model model(2, 2, 2, 32, 37, type, cache_type_of(dtype_of(type)));
     for (const int count : {1, 3}) {
       const Tensor k_cache = model.cache(), v_cache = model.cache(), untouched = model.cache();
       model.run(model.q.view, model.k.view, model.v.view, {20, 1, 16}, threads(count), k_cache, v_cache);
@@ -213,34 +244,35 @@ TEST(Attention, TheCachesHoldTheText) {
   }
 }
 
-// An int8 cache: of each head the codes of all positions, then their scales.
-TEST(Attention, Int8CachesHoldCodesAndScales) {
-  const Model model(2, 2, 2, 32, 37, ElementType::f32, ElementType::i8);
-  for (const int count : {1, 3}) {
-    const Tensor k_cache = model.cache(), v_cache = model.cache(), untouched = model.cache();
-    model.run(model.q.view, model.k.view, model.v.view, {20, 1, 16}, threads(count), k_cache, v_cache);
-    for (int64_t head = 0; head < 4; ++head) {
-      for (const bool is_key : {true, false}) {
-        std::vector<float> scales;
-        const std::vector<uint8_t> codes = model.cached(is_key ? model.k : model.v, head, &scales);
-        std::vector<uint8_t> expected(static_cast<size_t>(model.max_length * 36), untouched.bytes()[0]);
-        for (int64_t i = 0; i < model.length; ++i) {
-          for (int64_t j = 0; j < 32; ++j) {
-            const int64_t at = is_key ? (i / 16 * 32 + j) * 16 + i % 16 : i * 32 + j;
-            expected[static_cast<size_t>(at)] = codes[static_cast<size_t>(i * 32 + j)];
+// Of each head the codes of all positions, then their scales; nothing else is written.
+TEST(Attention, CachesHoldCodesAndScales) {
+  for (const CacheType cache : {kI8, kI4}) {
+    const Model model(2, 2, 2, 32, 37, ElementType::f32, cache);
+    for (const int count : {1, 3}) {
+      const Tensor k_cache = model.cache(), v_cache = model.cache(), untouched = model.cache();
+      model.run(model.q.view, model.k.view, model.v.view, {20, 1, 16}, threads(count), k_cache, v_cache);
+      const uint8_t fill = untouched.bytes()[0];
+      const int64_t head_bytes = model.max_length * position_bytes(cache, 32);
+      for (int64_t head = 0; head < 4; ++head) {
+        for (const bool is_key : {true, false}) {
+          std::vector<float> scales;
+          std::vector<uint8_t> expected = model.cached(is_key, head, fill, &scales);
+          const size_t codes = expected.size();
+          expected.resize(static_cast<size_t>(head_bytes), fill);
+          for (int64_t i = 0; i < model.length; ++i) {
+            store_from_f32(expected.data() + codes, DType::f32, i, scales[static_cast<size_t>(i)]);
           }
-          store_from_f32(expected.data() + model.max_length * 32, DType::f32, i, scales[static_cast<size_t>(i)]);
+          const uint8_t* found = element((is_key ? k_cache : v_cache).view, head * head_bytes);
+          EXPECT_TRUE(std::equal(expected.begin(), expected.end(), found)) << "head " << head << ", keys: " << is_key;
         }
-        const uint8_t* found = element((is_key ? k_cache : v_cache).view, head * model.max_length * 36);
-        EXPECT_TRUE(std::equal(expected.begin(), expected.end(), found)) << "head " << head << ", keys: " << is_key;
       }
     }
   }
 }
 
 TEST(Attention, Strides) {
-  for (const ElementType type : kTypes) {
-    const Model model(2, 4, 2, 48, 21, type, ElementType::i8);
+  for (const auto& [type, cache] : {Kind{ElementType::f32, kI8}, {ElementType::bf16, kI8}, {ElementType::f16, kI4}}) {
+    const Model model(2, 4, 2, cache == kI4 ? 64 : 48, 21, type, cache);
     const std::vector<uint8_t> expected = model.expected();
     // The same values with the dimensions in another order in memory, the last of them first too.
     for (const std::vector<int>& order : {std::vector<int>{0, 2, 1, 3}, {3, 2, 1, 0}, {1, 3, 0, 2}}) {
@@ -269,7 +301,7 @@ TEST(Attention, Strides) {
 }
 
 TEST(Attention, Refusals) {
-  const Model model(1, 4, 2, 32, 10, ElementType::f32, ElementType::f32);
+  const Model model(1, 4, 2, 32, 10, ElementType::f32, kF32);
   Tensor k_cache = model.cache(), v_cache = model.cache(), out(ElementType::f32, {1, 10, 4, 32});
   const Tensor zero = start_tensor(0);
   const auto good = [&] {
@@ -314,8 +346,15 @@ TEST(Attention, Refusals) {
     return attention(model.q.view, model.k.view, model.v.view, keys.view, values.view, zero.view, {kScale}, out.view, {});
   };
   const auto int8_cache = [](int64_t width) { return Tensor(ElementType::i8, {1, 2, 16, width}); };
-  const Tensor codes = int8_cache(36), more_codes = int8_cache(36), no_scales = int8_cache(32);
-  EXPECT_TRUE(refused(over(no_scales, codes), "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36]"));
+  const Tensor codes = int8_cache(36), more_codes = int8_cache(36), no_scales = int8_cache(32), pairs = int8_cache(20);
+  EXPECT_TRUE(refused(over(no_scales, codes), "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20 for 4 bits"));
+  // Caches of 4-bit codes have half as many bytes; the keys' say what both are.
+  EXPECT_TRUE(refused(over(pairs, codes), "v has shape [1, 2, 10, 32]; expected [1, 2, 10, 64]"));
+  EXPECT_TRUE(refused(over(pairs, no_scales),
+                      "v_cache has shape [1, 2, 16, 32]; expected a width of 32 to 512, a multiple of 32, in half as many"));
+  EXPECT_TRUE(refused(over(codes, pairs), "v has shape [1, 2, 10, 32]; expected [1, 2, 10, 16]"));
+  EXPECT_TRUE(refused(over(pairs, v_cache), "v_cache has dtype float32; expected int8"));
+  EXPECT_TRUE(refused(over(pairs, pairs), "share memory"));
   EXPECT_TRUE(refused(over(codes, no_scales),
                       "v_cache has shape [1, 2, 16, 32]; expected a width of 16 to 512, a multiple of 16, and 4 bytes"));
   EXPECT_TRUE(refused(over(codes, v_cache), "v_cache has dtype float32; expected int8"));

@@ -38,17 +38,27 @@ struct Kind {
   CacheType cache;
 
   std::string name() const {
-    constexpr const char* kNames[] = {"f32", "bf16", "f16", "int8"};
+    constexpr const char* kNames[] = {"f32", "bf16", "f16", "int8", "int4"};
     return std::string(name_of(dtype)) + " over " + kNames[static_cast<int>(cache)];
   }
-  int64_t cache_item() const { return cache == CacheType::f32 ? 4 : cache == CacheType::i8 ? 1 : 2; }
+  // 4-bit caches have widths of their own.
+  int64_t fit(int64_t width) const { return cache == CacheType::i4 ? (width + 31) / 32 * 32 : width; }
 };
 
 constexpr Kind kKinds[] = {{DType::f32, CacheType::f32},  {DType::bf16, CacheType::bf16}, {DType::f16, CacheType::f16},
                            {DType::f32, CacheType::i8},   {DType::f32, CacheType::bf16},  {DType::f32, CacheType::f16},
                            {DType::bf16, CacheType::i8},  {DType::f16, CacheType::i8},    {DType::bf16, CacheType::f32},
-                           {DType::f16, CacheType::bf16}};
+                           {DType::f16, CacheType::bf16}, {DType::f32, CacheType::i4},    {DType::bf16, CacheType::i4},
+                           {DType::f16, CacheType::i4}};
 constexpr size_t kKindCount = std::size(kKinds);
+
+// A 4-bit code: half of the byte at `index`.
+void store_code(void* base, int64_t index, bool upper, float level) {
+  int code = 0;
+  while (level_of_code(code) != level) ++code;
+  uint8_t& byte = static_cast<uint8_t*>(base)[index];
+  byte = static_cast<uint8_t>(upper ? (byte & 15) | code << 4 : (byte & 0xf0) | code);
+}
 
 void store_cached(void* base, CacheType cache, int64_t index, float value) {
   if (cache != CacheType::i8) {
@@ -67,8 +77,8 @@ struct Problem {
   std::vector<int64_t> begins, lengths;
   std::vector<std::vector<float>> q;
   std::vector<float> given_keys, given_values;  // position by position, as they come
-  std::vector<float> keys, values;              // and as the caches have them: int8: codes
-  std::vector<float> key_scales, value_scales;  // int8: by position
+  std::vector<float> keys, values;              // and as the caches have them: levels of codes
+  std::vector<float> key_scales, value_scales;  // of codes: by position
   std::vector<float> sinks;                     // of rows, or none
   Guarded q_bytes, key_panels, value_bytes, key_scale_bytes, value_scale_bytes;
 
@@ -78,12 +88,13 @@ struct Problem {
 
   Problem(int64_t width, Kind kind, const std::vector<int64_t>& lengths, Content content, Wall wall,
           int64_t misaligned, Random& random, const More& more = {})
-      : width(width), value_width(more.value_width > 0 ? more.value_width : width), kind(kind), dtype(kind.dtype),
-        cap(more.cap), lengths(lengths),
-        q_bytes(static_cast<int64_t>(lengths.size()) * width * size_of(dtype), wall, misaligned),
-        key_panels(panels() * width * kind.cache_item(), wall, misaligned),
-        value_bytes(lengths.back() * value_width * kind.cache_item(), wall, misaligned),
+      : width(kind.fit(width)), value_width(kind.fit(more.value_width > 0 ? more.value_width : width)), kind(kind),
+        dtype(kind.dtype), cap(more.cap), lengths(lengths),
+        q_bytes(static_cast<int64_t>(lengths.size()) * this->width * size_of(dtype), wall, misaligned),
+        key_panels(cache_bytes(kind.cache, panels() * this->width), wall, misaligned),
+        value_bytes(cache_bytes(kind.cache, lengths.back() * value_width), wall, misaligned),
         key_scale_bytes(scale_bytes(), wall, misaligned), value_scale_bytes(scale_bytes(), wall, misaligned) {
+    width = this->width;
     for (const int64_t length : lengths) {
       begins.push_back(more.window > 0 && more.window < length ? length - more.window : 0);
       if (more.sinks) sinks.push_back(3.0f * random.normal());
@@ -133,38 +144,47 @@ struct Problem {
       const std::vector<uint8_t> bytes = to_bytes(q[r], dtype);
       std::memcpy(q_bytes.data() + r * bytes.size(), bytes.data(), bytes.size());
     }
-    for (size_t i = 0; i < values.size(); ++i) {
-      store_cached(value_bytes.data(), kind.cache, static_cast<int64_t>(i), values[i]);
+    const bool paired = kind.cache == CacheType::i4;
+    for (int64_t n = 0; n < static_cast<int64_t>(values.size()); ++n) {
+      const float value = values[static_cast<size_t>(n)];
+      const int64_t i = n % value_width;
+      if (paired) store_code(value_bytes.data(), n / value_width * value_width / 2 + i / 32 * 16 + i % 16, i % 32 >= 16, value);
+      else store_cached(value_bytes.data(), kind.cache, n, value);
     }
     std::memset(key_panels.data(), 0xff, static_cast<size_t>(key_panels.size()));  // NaN behind the text
     for (int64_t j = 0; j < length(); ++j) {
       for (int64_t i = 0; i < width; ++i) {
         const int64_t at = ((j / 16) * width + i) * 16 + j % 16;
-        store_cached(key_panels.data(), kind.cache, at, keys[static_cast<size_t>(j * width + i)]);
+        const float key = keys[static_cast<size_t>(j * width + i)];
+        if (paired) store_code(key_panels.data(), (j / 16 * width / 2 + i / 2) * 16 + j % 16, i % 2 != 0, key);
+        else store_cached(key_panels.data(), kind.cache, at, key);
       }
     }
     for (Guarded* input : {&q_bytes, &key_panels, &value_bytes, &key_scale_bytes, &value_scale_bytes}) input->freeze();
   }
 
-  int64_t scale_bytes() const { return kind.cache == CacheType::i8 ? panels() * 4 : 4; }
+  int64_t scale_bytes() const { return has_scales(kind.cache) ? panels() * 4 : 4; }
 
   // What a cache makes of keys or values, and its scales: NaN behind the text.
   void to_cache(std::vector<float>& numbers, int64_t wide, std::vector<float>& scales, Guarded& bytes) const {
     std::memset(bytes.data(), 0xff, static_cast<size_t>(bytes.size()));
-    if (kind.cache != CacheType::i8) {
+    if (!has_scales(kind.cache)) {
       const DType type = kind.cache == CacheType::f32 ? DType::f32 : kind.cache == CacheType::bf16 ? DType::bf16 : DType::f16;
       numbers = from_bytes(to_bytes(numbers, type), type);
       return;
     }
     for (int64_t j = 0; j < length(); ++j) {
       const auto at = numbers.begin() + j * wide;
-      const QuantizedPosition position = contract_quantize_position({at, at + wide});
-      std::copy(position.codes.begin(), position.codes.end(), at);
+      const bool paired = kind.cache == CacheType::i4;
+      const QuantizedPosition position =
+          paired ? contract_quantize_rotated({at, at + wide}) : contract_quantize_position({at, at + wide});
+      std::transform(position.codes.begin(), position.codes.end(), at,
+                     [&](int8_t code) { return paired ? level_of_code(code) : static_cast<float>(code); });
       scales.push_back(position.scale);
       store_from_f32(bytes.data(), DType::f32, j, position.scale);
     }
   }
-  const void* scales(const Guarded& bytes) const { return kind.cache == CacheType::i8 ? bytes.data() : nullptr; }
+  const void* scales(const Guarded& bytes) const { return has_scales(kind.cache) ? bytes.data() : nullptr; }
 
   // Rows [begin, end) in one call.
   std::vector<uint8_t> run(const AttentionKernel& kernel, int64_t begin, int64_t end) const {
@@ -221,7 +241,7 @@ struct Problem {
                   key_panels.data(), value_bytes.data(), scales(key_scale_bytes), scales(value_scale_bytes), dtype,
                   kind.cache, width, value_width, kFactor, cap, scratch.as<float>(), partials.as<float>() + span * size});
     }
-    kernel.join({rows, spans, partials.as<float>(), out_rows, dtype, value_width});
+    kernel.join({rows, spans, partials.as<float>(), out_rows, dtype, kind.cache, value_width});
     EXPECT_TRUE(out.intact() && scratch.intact() && partials.intact()) << "wrote outside of its memory";
     return out.bytes();
   }
@@ -231,7 +251,7 @@ struct Problem {
     for (size_t r = 0; r < q.size(); ++r) {
       const Sight sight{begins[r], lengths[r], cap, sinks.empty() ? nullptr : &sinks[r],
                         key_scales.empty() ? nullptr : key_scales.data(),
-                        value_scales.empty() ? nullptr : value_scales.data()};
+                        value_scales.empty() ? nullptr : value_scales.data(), kind.cache == CacheType::i4};
       const std::vector<float> row = contract_attention(q[r], kFactor, keys, values, value_width, sight);
       if (bounded) {
         const std::vector<Bounded> exact = exact_attention(q[r], kFactor, keys, values, value_width, sight);
@@ -343,7 +363,7 @@ TEST_P(AttentionRow, OutOfTheWindow) {
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
   for (const Content content : {Content::nan_in_k, Content::infinite_k, Content::infinite_v}) {  // at position 300
     for (const int64_t window : {5, 150, 284}) {
-      for (const CacheType cache : {CacheType::f32, CacheType::i8}) {
+      for (const CacheType cache : {CacheType::f32, CacheType::i8, CacheType::i4}) {
         Random random(3);
         const Problem problem(48, {DType::f32, cache}, lengths_of(584, 16, 1), content, Wall::after, 0, random, {window});
         if (!is_right(kernel, problem, false, "window " + std::to_string(window))) return;
@@ -356,7 +376,7 @@ TEST_P(AttentionRow, OutOfTheWindow) {
 TEST_P(AttentionRow, RowsDoNotDependOnEachOther) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const AttentionKernel& kernel = attention_kernel(GetParam().index);
-  for (const Kind& kind : {kKinds[0], kKinds[1], kKinds[2], kKinds[3]}) {
+  for (const Kind& kind : {kKinds[0], kKinds[1], kKinds[2], kKinds[3], kKinds[10]}) {
     for (const Content content : {Content::usual, Content::rising, Content::nan_in_q, Content::infinite_v}) {
       Random random(7);
       for (const int64_t window : {0, 40}) {
@@ -409,7 +429,8 @@ TEST_P(AttentionRow, WritesWhatItReads) {
   size_t index = 0;
   for (const Kind& kind : kKinds) {
     const DType dtype = kind.dtype;
-    for (const int64_t width : {16, 80, 256}) {
+    for (const int64_t asked : {16, 80, 256}) {
+      const int64_t width = kind.fit(asked);
       for (const int64_t step : {1, 3}) {
         for (const int64_t misaligned : {0, 2}) {
           Random random(static_cast<uint64_t>(width + step));
@@ -432,7 +453,7 @@ TEST_P(AttentionRow, WritesWhatItReads) {
               store_from_f32(k.data(), dtype, i * step, problem.given_keys[at]);
               store_from_f32(v.data(), dtype, i * step, problem.given_values[at]);
             }
-            const bool scaled = kind.cache == CacheType::i8;
+            const bool scaled = has_scales(kind.cache);
             kernel.write({k.data(), v.data(), step, step, keys.data(), values.data(),
                           scaled ? key_scales.data() : nullptr, scaled ? value_scales.data() : nullptr, position, dtype,
                           kind.cache, width, width});

@@ -192,6 +192,16 @@ TEST(Format, HostileLevelsAreRefused) {
   EXPECT_TRUE(refused({.mapping = 2}, "mapping 2"));
 }
 
+// A byte of 0x80 and more is not sign-extended.
+TEST(Format, WhatIsNoPackedWeightIsShown) {
+  std::vector<uint8_t> header(64);
+  const uint8_t first[] = {0xf1, 0x02, 0xe3, 0x04, 0xd5, 0x06, 0xc7, 0x08, 0xb9};
+  std::copy_n(first, sizeof first, header.begin());
+  Layout layout;
+  EXPECT_STREQ(read(header, 64, &layout).message(),
+               "not a packed weight: its first eight bytes are f102e304d506c708; expected 894c4f574249540a");
+}
+
 TEST(Format, OtherVersionsAreRefused) {
   EXPECT_TRUE(refused({.version = 0}, "version 0; this library reads versions 1 and 2"));
   EXPECT_TRUE(refused({.version = 3}, "version 3; this library reads versions 1 and 2"));
@@ -253,7 +263,8 @@ TEST(Format, LayoutParametersAreChecked) {
   EXPECT_FALSE(make(1, 1, -1, 16));
   const int8_t levels[16] = {1, 2, 3, 4};
   EXPECT_TRUE(make_layout(1, 1, 4, 16, Mapping::levels, false, &layout, levels).ok());
-  EXPECT_FALSE(make_layout(1, 1, 4, 16, Mapping::levels, false, &layout).ok());
+  EXPECT_STREQ(make_layout(1, 1, 4, 16, Mapping::levels, false, &layout).message(),
+               "there are no levels; expected 16 of them");
   EXPECT_FALSE(make_layout(1, 1, 4, 16, Mapping::symmetric, false, &layout, levels).ok());
   EXPECT_FALSE(make_layout(1, 1, 5, 16, Mapping::levels, false, &layout, levels).ok());
 }

@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -90,6 +93,128 @@ TEST(A_Refused, FormatIds) {
   EXPECT_STREQ(name_of(vendor_format("A")).text, "A");
   EXPECT_STREQ(name_of(vendor_format("ab-9")).text, "ab-9");
   EXPECT_STREQ(name_of(Format::panel16).text, "panel16");
+}
+
+// A table with a few fields that no library has, at random: what is refused names one of them, and the others are not read. The
+// last thing that is looked at is always wrong, so that no table is taken.
+TEST(A_Refused, TablesOfRandomFaults) {
+  struct Rows {
+    char names[6][80] = {"walk_a", "walk_b", "walk_c", "walk_d", "walk_e", "linear_a8w4_1x16_portable"};
+    LinearKernel linear[3];
+    EmbeddingKernel embedding[2];
+    QuantizeKernel quantize[1];
+    PackedFormat formats[2];
+    KernelLibrary library;
+  };
+  static const auto run_linear = [](const LinearArgs&) {};
+  static const auto run_embedding = [](const EmbeddingArgs&) {};
+  static const auto bytes = [](const Layout&) { return int64_t{64}; };
+  static const auto pack = [](const Layout&, const PackArgs&, void*) { return static_cast<const char*>(nullptr); };
+  static const auto activation_bytes = [](const Layout&, int64_t) { return int64_t{64}; };
+  Random random(5);
+  const auto far = [&] { return random.below(2) == 0 ? random.next() : uint64_t{1} << random.below(64); };
+  struct Damage {
+    std::function<bool(Rows&)> apply;  // whether the table is wrong now
+    const char* message;
+  };
+  const Damage damages[] = {
+      {[&](Rows& r) { return (r.library.abi = static_cast<uint32_t>(far())) != kKernelAbi; }, "kernel interface is version"},
+      {[&](Rows& r) {
+         uint32_t sizes[sizeof(AbiSizes) / 4];
+         std::memcpy(sizes, &r.library.sizes, sizeof sizes);
+         uint32_t& size = sizes[random.below(11)];
+         const uint32_t before = size;
+         size = static_cast<uint32_t>(far());
+         const bool wrong = size != before;
+         std::memcpy(&r.library.sizes, sizes, sizeof sizes);
+         return wrong;
+       },
+       "its structure "},
+      {[&](Rows& r) { return (r.library.vendor = random.below(2) == 0 ? nullptr : "") == nullptr || true; }, "the vendor has"},
+      {[&](Rows& r) {
+         r.library.preference = static_cast<Preference>(far());
+         return static_cast<uint32_t>(r.library.preference) > 1;
+       },
+       "its preference is"},
+      {[&](Rows& r) { return (r.library.linear.count = 1025 + (far() >> 2)) > 0; }, "linear rows; expected at most 1024"},
+      {[&](Rows& r) { return (r.library.embedding.count = 1025 + (far() >> 2)) > 0; }, "embedding rows; expected at most"},
+      {[&](Rows& r) { return (r.library.formats.count = 1025 + (far() >> 2)) > 0; }, "format rows; expected at most 1024"},
+      {[&](Rows& r) { return (r.library.linear.rows = nullptr) == nullptr; }, "linear rows at a null address"},
+      {[&](Rows& r) { return (r.library.quantize.rows = nullptr) == nullptr; }, "quantize rows at a null address"},
+      {[&](Rows& r) {
+         const int row = static_cast<int>(random.below(5));  // its name: any bytes, with an end or without
+         for (char& c : r.names[row]) c = static_cast<char>(random.next());
+         r.names[row][0] = '.';  // which a name may have elsewhere
+         r.names[row][random.below(64)] = '\0';
+         if (random.below(2) == 0) std::memset(r.names[row], 'a', 64);
+         return true;
+       },
+       " name"},
+      {[&](Rows& r) { return (r.linear[random.below(3)].run = nullptr) == nullptr; }, "has no function"},
+      {[&](Rows& r) { return (r.quantize[0].isa = ~IsaBits{0}) != 0; }, "requires the ISA bits"},
+      {[&](Rows& r) {
+         r.embedding[random.below(2)].bits = static_cast<uint8_t>(random.below(2) == 0 ? 0 : 9 + random.below(247));
+         return true;
+       },
+       "bits; expected 1 to 8"},
+      {[&](Rows& r) { return (r.linear[1].mappings = static_cast<uint8_t>(random.below(2) * 0x80)) != 1; }, "reads the mappings"},
+      {[&](Rows& r) { return (r.linear[2].m_least = 0) == 0; }, "has the tile"},
+      {[&](Rows& r) { return (r.linear[0].n_step = static_cast<uint8_t>(9 + random.below(7))) > 0; }, "has the tile"},
+      {[&](Rows& r) { return (r.linear[1].m_most = 3) == 3; }, "is for at most 3 rows of m"},
+      {[&](Rows& r) { return (r.linear[1].group_step = static_cast<uint8_t>(33 + random.below(223))) > 0; }, "is for groups"},
+      {[&](Rows& r) { return (r.linear[2].activation_bytes = nullptr) == nullptr; }, "only one of prepare"},
+      {[&](Rows& r) { return (r.linear[2].format = Format::panel16) == Format::panel16; }, "prepares activations"},
+      {[&](Rows& r) { return (r.embedding[1].format = static_cast<Format>(far() | 0x80000000u)) != Format::panel16; },
+       "is of the format"},
+      {[&](Rows& r) { return (r.formats[1].format = static_cast<Format>(far() & 0xffffff00u)) != r.formats[0].format; },
+       "a format has the id"},
+      {[&](Rows& r) { return (r.formats[1].format = r.formats[0].format) == r.formats[0].format; }, "is there twice"},
+      {[&](Rows& r) { return (r.formats[random.below(2)].bytes = nullptr) == nullptr; }, "has no function bytes"},
+  };
+  constexpr size_t kDamages = sizeof damages / sizeof damages[0];
+  const size_t before = rows();
+  std::vector<int> seen(kDamages + 1);
+  for (int execution = 0; execution < 20000; ++execution) {
+    Rows r;
+    r.linear[0] = {r.names[0], kPortable, Format::panel16, 4, 1, 16, run_linear};
+    r.linear[1] = {r.names[1], kPortable, Format::panel16, 4, 4, 16, run_linear};
+    r.linear[2] = {r.names[2], kPortable, vendor_format("WLK1"), 4, 1, 16, run_linear, 0, activation_bytes,
+                   [](const PrepareArgs&) {}};
+    r.embedding[0] = {r.names[3], kPortable, Format::panel16, 4, run_embedding};
+    r.embedding[1] = {r.names[4], kPortable, vendor_format("WLK2"), 4, run_embedding};
+    r.quantize[0] = {r.names[5], kPortable, [](const QuantizeArgs&) {}};
+    r.formats[0] = {vendor_format("WLK1"), bytes, pack};
+    r.formats[1] = {vendor_format("WLK2"), bytes, pack};
+    r.library.vendor = "walk";
+    r.library.linear = {r.linear, 3};
+    r.library.embedding = {r.embedding, 2};
+    r.library.quantize = {r.quantize, 1};
+    r.library.formats = {r.formats, 2};
+    std::vector<size_t> wrong;
+    for (int64_t left = random.below(4); left > 0; --left) {
+      const size_t damage = static_cast<size_t>(random.below(kDamages));
+      if (std::count(wrong.begin(), wrong.end(), damage) != 0) continue;  // it could make good what it did
+      if (damages[damage].apply(r)) wrong.push_back(damage);
+    }
+    const Status status = add_kernels(r.library, "walk");
+    ASSERT_FALSE(status.ok()) << execution;
+    const std::string message = status.message();
+    bool named = wrong.empty() && message.find("has the name of another row") != std::string::npos;
+    seen[kDamages] += named;
+    for (const size_t damage : wrong) {
+      const bool found = message.find(damages[damage].message) != std::string::npos;
+      named = named || found;
+      seen[damage] += found;
+    }
+    // Rows of a format that is not there any more, and those behind a name that is.
+    named = named || (!wrong.empty() && message.find("is of the format 'WLK") != std::string::npos);
+    ASSERT_TRUE(named) << execution << ": " << message;
+    for (const char c : message) ASSERT_TRUE(c >= ' ' && c <= '~') << execution;
+  }
+  EXPECT_EQ(rows(), before);
+  for (size_t damage = 0; damage <= kDamages; ++damage) {
+    EXPECT_GT(seen[damage], 0) << (damage < kDamages ? damages[damage].message : "none");
+  }
 }
 
 // The structures that libraries are compiled with. A change here needs another kKernelAbi.
@@ -209,6 +334,72 @@ TEST(B_Added, WithoutAPreferenceTheBuiltInRowsStay) {
   }
 }
 
+// A format may say 1 to 2^62 bytes, and is asked with a layout that says nothing of panels.
+TEST(B_Added, LimitsOfAFormatsBytes) {
+  static int64_t said = 0;
+  static Layout asked;
+  static const PackedFormat kFormats[] = {{vendor_format("LIM"),
+                                           [](const Layout& layout) {
+                                             asked = layout;
+                                             return said;
+                                           },
+                                           [](const Layout&, const PackArgs&, void*) -> const char* { return nullptr; }}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(1);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout_of(3, 40, 4, 32, Mapping::symmetric, false), random)));
+  Layout layout;
+  for (const int64_t right : {int64_t{1}, int64_t{64}, int64_t{65}, int64_t{1} << 62}) {
+    said = right;
+    const Status status = repack_shape(weight.view, "LIM", &layout);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(layout.total_bytes, 64 + (right + 63) / 64 * 64);
+    for (const Layout* each : {&asked, &layout}) {
+      EXPECT_EQ(each->block_bytes, 0);
+      EXPECT_EQ(each->group_bytes, 0);
+      EXPECT_EQ(each->head_offset, 0);
+      EXPECT_EQ(each->panel_bytes, 0);
+    }
+    EXPECT_EQ(asked.total_bytes, 0);
+  }
+  for (const int64_t wrong : {int64_t{0}, int64_t{-1}, (int64_t{1} << 62) + 1, INT64_MAX, INT64_MIN}) {
+    said = wrong;
+    EXPECT_TRUE(refused(repack_shape(weight.view, "LIM", &layout), "format 'LIM' does not hold 3 x 40 weights"));
+  }
+}
+
+// A library may have any of the tables, alone and with others.
+TEST(B_Added, AnyMixOfTables) {
+  static char names[16][3][24];
+  static LinearKernel linear[16];
+  static EmbeddingKernel embedding[16];
+  static QuantizeKernel quantize[16];
+  static PackedFormat formats[16];
+  static KernelLibrary libraries[16];
+  for (size_t mix = 1; mix < 16; ++mix) {
+    for (int i = 0; i < 3; ++i) std::snprintf(names[mix][i], sizeof names[mix][i], "mix_%zu_%d", mix, i);
+    const uint32_t id = 0x0058494d + (static_cast<uint32_t>('a' + mix) << 24);  // "MIX" and a letter
+    linear[mix] = {names[mix][0], kPortable, Format::panel16, 4, 1, 16, [](const LinearArgs&) {}};
+    embedding[mix] = {names[mix][1], kPortable, Format::panel16, 4, [](const EmbeddingArgs&) {}};
+    quantize[mix] = {names[mix][2], kPortable, [](const QuantizeArgs&) {}};
+    formats[mix] = {static_cast<Format>(id), [](const Layout&) { return int64_t{0}; },
+                    [](const Layout&, const PackArgs&, void*) -> const char* { return nullptr; }};
+    KernelLibrary& library = libraries[mix];
+    library.vendor = "test";
+    if ((mix & 1) != 0) library.linear = {&linear[mix], 1};
+    if ((mix & 2) != 0) library.embedding = {&embedding[mix], 1};
+    if ((mix & 4) != 0) library.quantize = {&quantize[mix], 1};
+    if ((mix & 8) != 0) library.formats = {&formats[mix], 1};
+    const size_t before = rows();
+    const Status status = add_kernels(library, names[mix][0]);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(rows(), before + (mix & 1) + (mix >> 1 & 1) + (mix >> 2 & 1));
+    EXPECT_EQ(find_format(static_cast<Format>(id)) != nullptr, (mix & 8) != 0);
+  }
+}
+
 TEST(B_Added, TheExampleGivesTheSameBits) {
   Random random(2);
   const Layout layout = layout_of(50, 100, 4, 32, Mapping::affine, true);
@@ -233,6 +424,9 @@ TEST(C_OwnFormat, GoesThroughTheOperators) {
   EXPECT_TRUE(refused(repack_shape(weight.view, "ROWS", &own), "there is no format 'ROWS'"));
   const Status status = load_kernels(path_of("own_format").c_str());
   ASSERT_TRUE(status.ok()) << status.message();
+  ASSERT_TRUE(repack_shape(weight.view, "ROWS", &own).ok());
+  EXPECT_TRUE(refused(repack_shape(weight.view, "ROWSX", &own), "there is no format 'ROWSX'"));
+  EXPECT_TRUE(refused(repack_shape(weight.view, "", &own), "there is no format ''"));
   ASSERT_TRUE(repack_shape(weight.view, "ROWS", &own).ok());
   EXPECT_EQ(own.total_bytes, 64 + (50 * 100 + 2 * 50 * 4 * 4 + 50 * 4 + 63) / 64 * 64);
   Tensor rows(ElementType::u8, {own.total_bytes});

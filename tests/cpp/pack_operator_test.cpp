@@ -77,6 +77,24 @@ TEST(PackOperator, TheFirstErrorIsReported) {
   }
 }
 
+TEST(PackOperator, TablesOfLevels) {
+  for (const int bits : {2, 3, 4}) {
+    const Inputs in(layout_of(20, 70, bits, 32, Mapping::levels, true));
+    const int64_t count = int64_t{1} << bits;
+    Tensor levels(ElementType::i8, {count}), more(ElementType::i8, {count + 1}), out(ElementType::u8, {in.layout.total_bytes});
+    for (Tensor* table : {&levels, &more}) std::memcpy(table->memory->data(), test_levels(bits), static_cast<size_t>(count));
+    const auto run = [&](const TensorView& table, const TensorView* mins) {
+      return pack(in.codes.view, in.scales.view, mins, &in.bias.view, bits, 32, out.view, {}, &table);
+    };
+    const Status status = run(levels.view, nullptr);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(out.bytes(), packed(in.weights));
+    EXPECT_TRUE(refused(run(more.view, nullptr), "levels has shape ["));
+    EXPECT_TRUE(refused(run(in.codes.view, nullptr), "levels has dtype uint8; expected int8"));
+    EXPECT_TRUE(refused(run(levels.view, &in.scales.view), "there are levels and mins"));
+  }
+}
+
 TEST(PackOperator, Refusals) {
   const Inputs in(layout_of(20, 70, 4, 32, Mapping::affine, true));
   Tensor out(ElementType::u8, {in.layout.total_bytes});
@@ -121,6 +139,11 @@ TEST(PackOperator, UnpackVerifies) {
   EXPECT_TRUE(run(good, no_mins, bias).ok());
   EXPECT_TRUE(refused(run(good, scales, bias), "mins has shape [20, 3]; expected [0, 0]"));
   EXPECT_TRUE(refused(run(good, no_mins, no_bias), "bias has shape [0]; expected [20]"));
+  const Tensor source = bytes_tensor(good), few_codes(ElementType::u8, {19, 70}), few_scales(ElementType::f32, {20, 2});
+  EXPECT_TRUE(refused(unpack(source.view, few_codes.view, scales.view, no_mins.view, bias.view, {}),
+                      "codes has shape [19, 70]; expected [20, 70]"));
+  EXPECT_TRUE(refused(unpack(source.view, codes.view, few_scales.view, no_mins.view, bias.view, {}),
+                      "scales has shape [20, 2]; expected [20, 3]"));
   for (const size_t at : {size_t{64}, size_t{500}, good.size() - 1}) {
     std::vector<uint8_t> altered = good;
     altered[at] ^= 0x10;
@@ -172,6 +195,34 @@ TEST(SpliceOperator, Refusals) {
   altered.back() ^= 1;
   const Tensor changed = bytes_tensor(altered);
   EXPECT_TRUE(refused(splice(&changed.view, 1, 0, 0, 20, out.view, {}), "altered bytes"));
+
+  // Matrices that do not go together.
+  const auto joined = [&](int dim, const Layout& first, const Layout& second) {
+    Random random(1);
+    const Tensor a = bytes_tensor(packed(random_weights(first, random)));
+    const Tensor b = bytes_tensor(packed(random_weights(second, random)));
+    const TensorView both[] = {a.view, b.view};
+    return splice_shape(both, 2, dim, 0, 1, &layout);
+  };
+  const Layout first = layout_of(20, 64, 4, 32, Mapping::affine, false);
+  EXPECT_TRUE(joined(0, first, first).ok());
+  EXPECT_TRUE(refused(joined(0, first, layout_of(20, 96, 4, 32, Mapping::affine, false)),
+                      "matrix 1 has 96 inputs; expected 64, as matrix 0"));
+  EXPECT_TRUE(refused(joined(1, first, layout_of(21, 64, 4, 32, Mapping::affine, false)),
+                      "matrix 1 has 21 rows; expected 20, as matrix 0"));
+  for (const Layout& other : {layout_of(20, 64, 3, 32, Mapping::affine, false), layout_of(20, 64, 4, 16, Mapping::affine, false),
+                              layout_of(20, 64, 4, 32, Mapping::symmetric, false)}) {
+    EXPECT_TRUE(refused(joined(0, first, other), "expected 4, affine and 32, as matrix 0"));
+    EXPECT_TRUE(refused(joined(1, first, other), "expected 4, affine and 32, as matrix 0"));
+  }
+  EXPECT_TRUE(refused(joined(1, first, layout_of(20, 64, 4, 32, Mapping::affine, true)),
+                      "matrix 1 has a bias; expected one in the first only"));
+  EXPECT_TRUE(refused(joined(1, layout_of(20, 70, 4, 32, Mapping::affine, false), first),
+                      "matrix 0 has 70 inputs, which end inside a group of 32"));
+  Layout levels = layout_of(20, 64, 4, 32, Mapping::levels, false), others = levels;
+  others.levels[3] = 5;
+  EXPECT_TRUE(joined(0, levels, levels).ok());
+  EXPECT_TRUE(refused(joined(0, levels, others), "matrix 1 has another table of levels than matrix 0"));
 }
 
 }  // namespace

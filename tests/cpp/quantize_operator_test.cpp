@@ -103,6 +103,9 @@ TEST(Quantize, SearchIsNeverWorse) {
       }
       // The scales are rounded to 2^-11 after the choice, which can take back that much.
       EXPECT_LE(error[1], error[0] * (1 + 0x1p-8)) << bits << " bits";
+      if (bits >= 2 && bits <= 5) {
+        EXPECT_LT(error[1], error[0] * 0.99) << bits << " bits";  // it searches
+      }
     }
   }
 }
@@ -156,6 +159,11 @@ TEST(Quantize, Refusals) {
   EXPECT_TRUE(refused(with([](auto& v) { v.shape.ndim = 1; }), "expected two dimensions"));
   EXPECT_TRUE(refused(with([](auto& v) { v.type = ElementType::u8; }), "weight has dtype uint8"));
   EXPECT_TRUE(refused(with([](auto& v) { v.stride[1] = 2; }), "stride 2 between inputs; expected 1"));
+  const Layout two_inputs = layout_of(20, 2, 4, 32, Mapping::symmetric, false);
+  const Tensor narrow = random_tensor(ElementType::f32, {20, 2}, random);
+  TensorView columns = narrow.view;
+  columns.stride[1] = 20;
+  EXPECT_TRUE(refused(run(columns, two_inputs, false, Outputs(two_inputs)), "stride 20 between inputs; expected 1"));
   EXPECT_TRUE(refused(with([](auto& v) { v.on_cpu = false; }), "weight is not on the CPU"));
   EXPECT_TRUE(refused(with([](auto& v) { v.shape.size[0] = 21; }), "codes has shape [20, 70]; expected [21, 70]"));
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), 3e38f}) {

@@ -191,8 +191,37 @@ def _tanh2(x: Tensor) -> Tensor:
     return torch.copysign((1 - e) / (1 + e), x)
 
 
+LEVELS = [6.0, 18.0, 31.0, 44.0, 58.0, 75.0, 96.0, 127.0]  # of 4-bit caches, and the same below zero
+
+
+def rotated(t: Tensor) -> Tensor:
+    """Each block of [..., d], of the largest power of two that divides d, times a Hadamard matrix; sums in their order."""
+    size = t.shape[-1] & -t.shape[-1]
+    x = t.reshape(*t.shape[:-1], -1, size)
+    half = 1
+    while half < size:
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+        half *= 2
+    return x.reshape(t.shape)
+
+
 def cached(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Keys or values [..., d] as a cache of that type has them, in float32; int8: codes, and scales [...]."""
+    """Keys or values [..., d] as a cache of that type has them, in float32; codes: their levels, and scales [...]."""
+    if dtype is torch.int4:
+        t = rotated(t.float() / (t.shape[-1] & -t.shape[-1]))
+        _, scales = cached(t, torch.int8)
+        levels = torch.tensor([-level for level in reversed(LEVELS)] + LEVELS)
+        x = t * (1 / scales)[..., None]
+        codes = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
+        chosen = torch.where((scales > 0)[..., None], levels[codes.clamp(max=15)], LEVELS[0])
+        sums = torch.zeros(*t.shape[:-1], 16)
+        for i in range(0, t.shape[-1], 16):
+            sums = fma32(x[..., i : i + 16], chosen[..., i : i + 16], sums)
+        for half in (8, 4, 2, 1):
+            sums = sums[..., :half] + sums[..., half : 2 * half]
+        fitted = scales * (sums[..., 0] / chosen.square().sum(-1))
+        return chosen, torch.where(scales > 0, fitted, scales)
     if dtype is not torch.int8:
         return t.to(dtype).float(), None
     scales = t.float().abs().amax(-1) / 127
@@ -217,6 +246,8 @@ def attention(
     factor = torch.tensor(scale / softcap * (2 * log2e) if softcap else scale * log2e, dtype=torch.float64).float()
     cap = torch.tensor(softcap * log2e, dtype=torch.float64).float()
     scaled = q.float() * factor
+    if cache is torch.int4:
+        scaled = rotated(scaled)
     ends = torch.arange(start + 1, length + 1)[:, None]
     seen = (torch.arange(length) < ends) & (torch.arange(length) >= ends - (window or length))  # [s, length]
     most = torch.full((batch, heads, s, 1), torch.finfo(torch.float32).min)
@@ -257,6 +288,8 @@ def attention(
             most, sums, out = (torch.where(behind, t, own) for t, own in zip(joined, (most, sums, out), strict=True))
     for half in (8, 4, 2, 1):
         sums = sums[..., :half] + sums[..., half : 2 * half]
+    if cache is torch.int4:
+        out = rotated(out)
     return (out * (1.0 / sums)).to(q.dtype).transpose(1, 2)
 
 

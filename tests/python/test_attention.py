@@ -9,7 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 import lowbit
 import reference
-from lowbit.ops import cache_width
+from lowbit.ops import cache_storage, cache_width
 from reference import DTYPES, assert_same_bits
 
 pytestmark = [
@@ -102,14 +102,16 @@ def test_any_cut_and_any_number_of_threads_give_the_same_bits(shape, dtype):
 
 
 @pytest.mark.parametrize("more", [{}, {"window": 700, "softcap": 5.0, "sinks": True}], ids=["plain", "more"])
-@pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8, torch.int4], ids=str)
 def test_a_long_text_with_one_head_of_keys(kind, more):
     """Threads share the positions of a token."""
     length, width = 1290, 32
     q, k, v = text(1, 6, 1, length, width)
     if "sinks" in more:
         more = more | {"sinks": torch.randn(6, generator=torch.Generator().manual_seed(3))}
-    k_cache, v_cache = (torch.zeros(1, 1, 1296, cache_width(width, kind), dtype=kind) for _ in "kv")
+    k_cache, v_cache = (
+        torch.zeros(1, 1, 1296, cache_width(width, kind), dtype=cache_storage(kind)) for _ in "kv"
+    )
     whole = lowbit.attention(q, k, v, k_cache, v_cache, at(0), **more)
     threads = torch.get_num_threads()
     try:
@@ -233,7 +235,7 @@ GOOD = {
         ({"q": torch.ones(1, 0, 3, 32)}, "q has 0 heads; expected 1 or more times 2, the heads of the caches"),
         ({"q": GOOD["q"].half()}, "k has dtype float32; expected float16, as q has"),
         ({"k_cache": GOOD["k_cache"].double()}, "k_cache has dtype float64; expected float32, bfloat16, float16 or int8"),
-        ({"k_cache": GOOD["k_cache"].to(torch.int8)}, "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36]"),
+        ({"k_cache": GOOD["k_cache"].to(torch.int8)}, "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20"),
         ({"k_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype float32; expected int8"),
         ({"v_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype int8; expected float32"),
         ({"v_cache": torch.ones(1, 2, 16, 32, dtype=torch.int8)},
@@ -325,14 +327,16 @@ def test_other_scores(window, softcap, with_sinks, value_width, dtype):
 MIXED = [
     (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.int8),
     (torch.bfloat16, torch.int8), (torch.float16, torch.int8), (torch.bfloat16, torch.float32),
+    (torch.float32, torch.int4), (torch.bfloat16, torch.int4),
 ]  # fmt: skip
 
 
 def new_caches(batch, kv_heads, max_length, width, value_width, dtype):
-    """Filled with what must not show; of int8 caches the scales are NaN."""
+    """Filled with what must not show; the scales of codes are NaN."""
+    stored = cache_storage(dtype)
     return [
-        torch.full((batch, kv_heads, max_length, cache_width(each, dtype)), -1 if dtype is torch.int8 else torch.nan,
-                   dtype=dtype)
+        torch.full((batch, kv_heads, max_length, cache_width(each, dtype)), -1 if stored is torch.int8 else torch.nan,
+                   dtype=stored)
         for each in (width, value_width)
     ]  # fmt: skip
 
@@ -341,6 +345,8 @@ def new_caches(batch, kv_heads, max_length, width, value_width, dtype):
 @pytest.mark.parametrize("dtype, cache", MIXED, ids=str)
 def test_caches_of_other_types(dtype, cache, window, softcap, with_sinks, value_width):
     length = 290
+    if cache is torch.int4:
+        value_width = -(-value_width // 32) * 32
     q, k, _ = text(1, 4, 2, length, 32, dtype)
     _, _, v = text(1, 4, 2, length, value_width, dtype, seed=1)
     k[0, 1, 285] = 0  # no scale
@@ -384,12 +390,41 @@ def test_int8_caches_hold_codes_and_scales():
         assert (error <= 0.5001 * scales[:, :, :37, None] + least).logical_or(~finite).all()
 
 
+@pytest.mark.parametrize("width", [32, 64, 96, 256, 512])
+def test_int4_caches_hold_rotated_codes_and_scales(width):
+    q, k, v = text(1, 2, 1, 37, width)
+    k[0, 0, 3], v[0, 0, 5] = 0, 2.0**-140  # no scale, and one that is too small
+    k[0, 0, 4, 7], v[0, 0, 6, 1] = torch.inf, torch.nan
+    k[0, 0, 7, 3] = 1e30  # one input has all: rotated, no level is far from it
+    v[0, 0, 8] *= 2e37
+    k_cache, v_cache = new_caches(1, 1, 48, width, width, torch.int4)
+    run(q, k, v, k_cache, v_cache, [20, 1, 16])
+    for cache, given in ((k_cache, k), (v_cache, v)):
+        pairs, scales = cache.view(torch.uint8).flatten().split((48 * width // 2, 48 * 4))
+        halves = torch.stack([pairs & 15, pairs >> 4], -1)
+        if cache is k_cache:  # panels of 16 positions, inputs 2 i and 2 i + 1 of one in a byte
+            codes = halves.view(3, width // 2, 16, 2).permute(0, 2, 1, 3)
+        else:  # inputs i and i + 16
+            codes = halves.view(48, width // 32, 16, 2).transpose(2, 3)
+        codes, scales = codes.reshape(48, width)[:37], scales.clone().view(torch.float32)
+        expected, expected_scales = reference.cached(given[0, 0], torch.int4)
+        levels = torch.tensor([-level for level in reversed(reference.LEVELS)] + reference.LEVELS)
+        assert torch.equal(levels[codes.long()], expected)
+        assert torch.equal(scales[:37].nan_to_num(-5), expected_scales.nan_to_num(-5)) and scales[37:].isnan().all()
+        # Rotated back, they are what was given, but for a hundredth of its squares.
+        back = reference.rotated(levels[codes.long()].double() * scales[:37, None])
+        error = (back - given[0, 0]).square().sum(-1) / given[0, 0].double().square().sum(-1)
+        usual = [i for i in range(37) if i not in (3, 4, 5, 6)]
+        assert error[usual].max() < 0.025 and 0.004 < error[usual].mean() < 0.0125
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int4], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_position_that_is_not_finite_is_nan_in_an_int8_cache(value):
+def test_a_position_that_is_not_finite_is_nan_in_a_cache_of_codes(value, kind):
     q, k, v = text(1, 4, 2, 300, 32)
 
     def nans(k, v):
-        found = run(q, k, v, *new_caches(1, 2, 304, 32, 32, torch.int8), [150, 150])
+        found = run(q, k, v, *new_caches(1, 2, 304, 32, 32, kind), [150, 150])
         return found.isnan().all(-1)[0], found.isnan().any(-1)[0]
 
     for of_keys in (True, False):
@@ -423,17 +458,28 @@ def test_opcheck():
         q, k, v = text(1, 4, 2, 3, 32, dtype)
         buffers = (torch.zeros(1, 2, 16, 32, dtype=dtype) for _ in range(2))
         torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *buffers, at(2), 0.25))
-        codes = (torch.zeros(1, 2, 16, 36, dtype=torch.int8) for _ in range(2))
-        torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *codes, at(2), 0.25))
+        for size in (36, 20):
+            codes = (torch.zeros(1, 2, 16, size, dtype=torch.int8) for _ in range(2))
+            torch.library.opcheck(torch.ops.lowbit.attention.default, (q, k, v, *codes, at(2), 0.25))
+
+
+def test_widths_of_4_bit_caches():
+    assert [cache_width(64, torch.int4), cache_width(96, torch.int4)] == [36, 52]
+    with pytest.raises(ValueError, match="have a width of 80; expected a multiple of 32 for a 4-bit cache"):
+        cache_width(80, torch.int4)
+    q = torch.ones(1, 2, 1, 80)
+    caches = (torch.zeros(1, 2, 16, size, dtype=torch.int8) for size in (44, 84))
+    with pytest.raises(ValueError, match=re.escape("[1, 2, 16, 44]; expected [1, 2, 16, 84]: 4 bits are for widths that are m")):
+        lowbit.attention(q, q, q, *caches, at(0))
 
 
 class Layers(torch.nn.Module):
     """Layers of nothing but attention, so that every surface gives the same bits. Input [b, t, heads, width].
 
-    The second has a window, a cap and sinks, the third and the fourth have smaller caches.
+    The second has a window, a cap and sinks, the others behind it have smaller caches.
     """
 
-    CACHES = (None, None, torch.int8, torch.bfloat16)
+    CACHES = (None, None, torch.int8, torch.bfloat16, torch.int4)
 
     def __init__(self, heads=4, kv_heads=2, width=32, max_length=64, dtype=torch.float32):
         super().__init__()
@@ -441,7 +487,7 @@ class Layers(torch.nn.Module):
         for layer, cache in enumerate(self.CACHES):
             for name in ("keys", "values"):
                 shape = (1, kv_heads, max_length, cache_width(width, cache or dtype))
-                self.register_buffer(f"{name}{layer}", torch.zeros(shape, dtype=cache or dtype), False)
+                self.register_buffer(f"{name}{layer}", torch.zeros(shape, dtype=cache_storage(cache or dtype)), False)
         self.register_buffer("sinks", torch.linspace(-2, 3, heads, dtype=dtype))
 
     def forward(self, x, start):
@@ -473,7 +519,7 @@ def test_compiled():
     with torch.no_grad():
         _, (code,) = run_and_get_code(compiled, x[:, :9], at(0))
         body = code[code.index("def call(") :]
-        assert body.count("torch.ops.lowbit.attention.default(") == 4
+        assert body.count("torch.ops.lowbit.attention.default(") == 5
         # Nothing is as large as a cache, and nothing copies one.
         assert "copy" not in body and "clone" not in body and "empty_strided_cpu((1, 2, 64" not in body
         assert_same_bits(steps(compiled, x, LENGTHS), expected)
@@ -517,7 +563,8 @@ def test_pte_copies_no_cache(executorch, program):
     names = {f"{operator.name}.{operator.overload}" for operator in plan.operators}
     assert "lowbit::attention.out" in names and not any("copy_" in name or "clone" in name for name in names), names
     shapes = [tuple(value.val.sizes) for value in plan.values if hasattr(value.val, "sizes")]
-    assert shapes.count((1, 2, 64, 32)) == 6 and shapes.count((1, 2, 64, 36)) == 2  # the caches
+    found = [shapes.count((1, 2, 64, width)) for width in (32, 36, 20)]  # the caches
+    assert found == [6, 2, 2]
     assert all(math.prod(shape) <= math.prod((1, 48, 4, 32)) for shape in shapes if shape[:3] != (1, 2, 64))
 
 

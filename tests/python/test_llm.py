@@ -120,36 +120,47 @@ def test_a_decoder_in_another_dtype(dtype):
     assert torch.nn.functional.cosine_similarity(logits.float(), expected).item() > 0.98
 
 
-KINDS_OF_CACHE = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 4)}  # bytes: of a value, of a position
+# Bytes: of a value, of a position.
+KINDS_OF_CACHE = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 4), "int4": (0.5, 4)}
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_CACHE)
 def test_caches_in_a_smaller_type(kind):
     tokens = [(7 * i + 3) % 97 for i in range(48)]
-    usual = Decoder(make("llama"), 48)
+    width = 32 if kind == "int4" else 16
+    usual = Decoder(make("llama", head_dim=width), 48)
     expected, found = run(usual, tokens), usual.measured
-    decoder = Decoder(make("llama"), 48, kind)
+    decoder = Decoder(make("llama", head_dim=width), 48, kind)
     whole = run(decoder, tokens)
     assert whole.dtype == torch.float32
     for sizes in ([1] * 48, [5, 16, 27], [47, 1]):  # to the last position
         assert torch.equal(run(decoder, tokens, sizes), whole), sizes
     with pytest.raises(IndexError, match="start is 48 and there are 1 tokens"):
         decoder(torch.tensor([[1]]), torch.tensor([48]))
-    assert torch.nn.functional.cosine_similarity(whole, expected).item() > 0.99
+    # This model's weights are random and large, so that all depends on the text, and a little changes much.
+    least, most = (0.85, 0.5) if kind == "int4" else (0.99, 0.1)
+    assert torch.nn.functional.cosine_similarity(whole, expected).item() > least
     item, scale = KINDS_OF_CACHE[kind]
-    assert {cache.nbytes for pair in decoder.caches() for cache in pair} == {2 * 48 * (16 * item + scale)}
+    assert {cache.nbytes for pair in decoder.caches() for cache in pair} == {2 * 48 * (width * item + scale)}
     # The model is judged as it would be without the smaller caches, and what these add is told.
     assert {name: decoder.measured[name] for name in found} == found
     if kind == "float32":
         assert torch.equal(whole, expected) and "cache" not in decoder.measured
     else:
-        assert not torch.equal(whole, expected) and found["whole"] < decoder.measured["cache"] < 0.1
+        assert not torch.equal(whole, expected) and found["whole"] < decoder.measured["cache"] < most
 
 
-def test_guesses_over_int8_caches_change_nothing():
-    decoder, draft = Decoder(make("llama"), 64, "int8"), Decoder(make("llama", quantised=False), 64, "int8")
+def test_4_bit_caches_are_for_widths_of_32():
+    with pytest.raises(ValueError, match="keys or values have a width of 16; expected a multiple of 32 for a 4-bit cache"):
+        Decoder(make("llama"), 48, "int4")
+
+
+@pytest.mark.parametrize("kind, width", [("int8", 16), ("int4", 32)])
+def test_guesses_over_caches_of_codes_change_nothing(kind, width):
+    decoder, draft = (Decoder(make("llama", quantised, head_dim=width), 64, kind) for quantised in (True, False))
     plain = generate(decoder, PROMPT, 40, max_length=64).tokens
-    for more in ({"guesses": 4}, {"guesses": 3, "draft": draft}):
+    # The text over 4-bit caches does not repeat itself: nothing to look up.
+    for more in ({"guesses": 4}, {"guesses": 3, "draft": draft})[kind == "int4" :]:
         guessed = generate(decoder, PROMPT, 40, max_length=64, **more)
         assert guessed.tokens == plain and guessed.guessed > guessed.right  # the caches were wound back
 
@@ -168,8 +179,8 @@ def test_caches_that_do_not_hold_the_numbers_are_refused():
         assert torch.equal(model(torch.tensor([PROMPT])).logits, before)  # given back
     for kind in ("bfloat16", "int8"):
         assert run(Decoder(model, 48, kind), PROMPT).isfinite().all()
-    with pytest.raises(ValueError, match="cache is 'int4'; expected one of float32, bfloat16, float16, int8, or None"):
-        Decoder(model, 48, "int4")
+    with pytest.raises(ValueError, match="cache is 'int2'; expected one of float32, bfloat16, float16, int8, int4, or None"):
+        Decoder(model, 48, "int2")
 
 
 def check_step(step, decoder, close: float):

@@ -81,21 +81,21 @@ def exported(executorch, tokenizer, tmp_path_factory) -> Exported:
     return Exported(decoder, prompts, expected, files)
 
 
-@pytest.fixture(scope="session")
-def small_caches(executorch, tmp_path_factory) -> Exported:
-    """Random weights over int8 caches."""
+@pytest.fixture(scope="session", params=["int8", "int4"])
+def small_caches(request, executorch, tmp_path_factory) -> Exported:
+    """Random weights over caches of codes."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=97, max_position_embeddings=128, initializer_range=0.3, eos_token_id=None, bos_token_id=None,
-        tie_word_embeddings=True,
+        tie_word_embeddings=True, head_dim=32,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    decoder = lowbit.llm.Decoder(lowbit.quantize_(model, {"*": lowbit.LinearConfig(4, 16)}), 128, "int8")
+    decoder = lowbit.llm.Decoder(lowbit.quantize_(model, {"*": lowbit.LinearConfig(4, 16)}), 128, request.param)
     prompts = [[5, 91, 3, 44, 17], [(7 * i + 3) % 97 for i in range(70)]]
     expected = [lowbit.llm.generate(decoder, p, NEW, max_length=128).tokens for p in prompts]
-    directory = tmp_path_factory.mktemp("int8")
-    files = {kind: directory / f"int8.{kind}" for kind in KINDS}
+    directory = tmp_path_factory.mktemp(request.param)
+    files = {kind: directory / f"small.{kind}" for kind in KINDS}
     for file in files.values():
         # Without XNNPACK, whose lowering takes longest, and which the other model has.
         lowbit.llm.export_decoder(decoder, file, chunk=CHUNK, xnnpack=False)
@@ -103,7 +103,7 @@ def small_caches(executorch, tmp_path_factory) -> Exported:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_int8_caches_in_a_file(kind, small_caches, runners):
+def test_caches_of_codes_in_a_file(kind, small_caches, runners):
     """The file knows what its caches are: nothing else has to say it, neither in Python nor in C++."""
     program = runners({"pte": "llm_runner", "pt2": "llm_runner_pt2"}[kind], HERE)
     step = lowbit.llm.load_decoder(small_caches.files[kind])

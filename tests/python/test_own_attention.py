@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,3 +180,34 @@ def test_a_program(name):
     with torch.inference_mode():
         scale = decoder(torch.tensor([TEXT[:24]]), torch.tensor([0])).std()
     assert causal_lm.exported(decoder, torch.tensor([TEXT[:24]]), 0.01 * float(scale)) == "yes"
+    # Compiled code is lent tensors by the names that they have in the decoder: it may have none besides.
+    with torch.no_grad():
+        program = torch.export.export(decoder, (torch.tensor([TEXT[:3]]), torch.tensor([0])))
+    assert not program.graph_signature.lifted_tensor_constants
+
+
+def test_a_pt2_says_the_shape_of_each_cache(monkeypatch, tmp_path):
+    """Keys are wider than values. The program that takes such caches is compiled in tests of other models."""
+    from lowbit.exports import decoder as exports
+
+    written, called = {}, []
+    monkeypatch.setattr(exports, "export_pt2", lambda module, inputs, path, **more: written.update(more, inputs=inputs))
+    decoder = llm.Decoder(make("bloom"), 64)
+    llm.export_decoder(decoder, tmp_path / "m.pt2", chunk=8)
+    shapes = [cache.shape for pair in decoder.caches() for cache in pair]
+    assert [cache.shape for cache in written["inputs"][2]] == shapes and len(set(shapes)) == 2
+
+    class Package:
+        loader = SimpleNamespace(get_metadata=lambda: written["metadata"])
+
+        def __call__(self, tokens, start, caches):
+            called.extend(cache.shape for cache in caches)
+            return torch.zeros(1, 97)
+
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: Package())
+    (tmp_path / "m.pt2").touch()
+    llm.load_decoder(tmp_path / "m.pt2")(torch.tensor([[5]]), torch.tensor([0]))
+    assert called == shapes
+    written["metadata"]["lowbit.llm.cache_shape"] += ",1"
+    with pytest.raises(ValueError, match="its cache_shape has 17 sizes; expected 4, or 4 for each of its 4 caches"):
+        llm.load_decoder(tmp_path / "m.pt2")

@@ -201,6 +201,7 @@ def _many(
 ) -> None:
     """Continues several texts at once, and writes each as a line of JSON when it ends."""
     from lowbit import llm
+    from lowbit.llm.generation import rate
     from lowbit.llm.loading import TextStream
 
     def line(number: int, generation: llm.Generation) -> dict:
@@ -228,7 +229,7 @@ def _many(
                 "model": str(model),
                 "texts": [line(number, each) for number, each in enumerate(found)],
                 "seconds": seconds,
-                "tokens_per_second": tokens / seconds,
+                "tokens_per_second": rate(tokens, seconds),
                 "peak_memory_bytes": memory,
                 "threads": torch.get_num_threads(),
             }
@@ -237,7 +238,7 @@ def _many(
     used = "" if memory is None else f", peak memory {size(memory)}"
     output.note(
         f"{len(found)} texts, {sum(map(len, prompts))} prompt tokens, of which {sum(each.cached_tokens for each in found)} "
-        f"were copied from another text; {tokens} new tokens, {tokens / seconds:.1f} tokens/s{used}"
+        f"were copied from another text; {tokens} new tokens, {rate(tokens, seconds):.1f} tokens/s{used}"
     )
 
 

@@ -54,7 +54,7 @@ MaxLength = Annotated[
 ]
 
 Cache = Annotated[
-    Literal["float32", "bfloat16", "float16", "int8"] | None,
+    Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
     typer.Option("--cache", help="What keys and values are kept in.", show_default="the model's type"),
 ]
 

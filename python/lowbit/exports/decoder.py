@@ -142,18 +142,18 @@ def _export_pte(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any]
 
 def _export_pt2(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any]) -> None:
     caches = {name: cache for name, cache in decoder.named_buffers() if "_cache_" in name and "." not in name}
-    shapes = {tuple(cache.shape) for cache in caches.values()}
-    if len(shapes) != 1:
-        raise ValueError(f"the decoder's caches have shapes {sorted(shapes)}; expected the same for all")
+    shapes = [list(cache.shape) for cache in caches.values()]
+    # One shape where all have the same, as in DeepSeek's attention and with alibi they have not.
+    sizes = shapes[0] if all(shape == shapes[0] for shape in shapes) else sum(shapes, [])
     dtypes = {cache.dtype for cache in caches.values()}
-    about |= {"caches": len(caches), "cache_shape": list(*shapes), "cache_dtype": str(*dtypes).removeprefix("torch.")}
+    about |= {"caches": len(caches), "cache_shape": sizes, "cache_dtype": str(*dtypes).removeprefix("torch.")}
     metadata = {_PT2 + name: str(value).strip("[]").replace(" ", "") for name, value in about.items()}
-    inputs, sizes = _example(about["chunk"])
+    inputs, dynamic = _example(about["chunk"])
     export_pt2(
         _CachesAsInputs(decoder, list(caches)).eval(),
         (*inputs, [torch.zeros_like(cache) for cache in caches.values()]),
         path,
-        dynamic_shapes=(*sizes, [None] * len(caches)),
+        dynamic_shapes=(*dynamic, [None] * len(caches)),
         metadata=metadata,
     )
 
@@ -180,9 +180,12 @@ def _load_pt2(path: str) -> ExportedDecoder:
     numbers = {name: int(about[name]) for name in _PTE_NUMBERS}
     _check(numbers)
     stop = tuple(int(token) for token in about["stop"].split(",") if token)
-    shape = [int(size) for size in about["cache_shape"].split(",")]
-    dtype = getattr(torch, about["cache_dtype"])
-    caches = [torch.zeros(shape, dtype=dtype) for _ in range(int(about["caches"]))]
+    sizes = [int(size) for size in about["cache_shape"].split(",")]
+    dtype, count = getattr(torch, about["cache_dtype"]), int(about["caches"])
+    if len(sizes) not in (4, 4 * count):
+        raise ValueError(f"its cache_shape has {len(sizes)} sizes; expected 4, or 4 for each of its {count} caches")
+    shapes = [sizes[at : at + 4] for at in range(0, len(sizes), 4)] * (count if len(sizes) == 4 else 1)
+    caches = [torch.zeros(shape, dtype=dtype) for shape in shapes]
     return ExportedDecoder(**numbers, stop=stop, _run=lambda tokens, start: package(tokens, start, caches))
 
 

@@ -303,6 +303,7 @@ class Takeover:
             replacement = kind(own, self.call)
             if not self._own:
                 self.call.alibi = replacement.alibi(model, positions)
+                replacement.carried = self.call.alibi  # a part of the model: compiled code looks for its tensors there
                 if self.call.alibi is not None and positions > own_attention.MOST_POSITIONS:
                     raise Unsupported(
                         f"max_length is {positions}; expected at most {own_attention.MOST_POSITIONS} positions of its alibi"

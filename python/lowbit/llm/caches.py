@@ -41,7 +41,7 @@ def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int) -
     """
     count = -(-count // _PANEL) * _PANEL
     for read, write in zip(source, target, strict=True):
-        # Of each head first the values, then, in int8, the scales of all positions.
+        # Of each head first the values, then, with codes, the scales of all positions. A width in bytes, of 4-bit codes.
         bytes_of_scale = 4 if read.dtype is torch.int8 else 0
         width = read.shape[3] - bytes_of_scale
         (from_, to), lengths = (each.view(each.shape[1], -1) for each in (read, write)), (read.shape[2], write.shape[2])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..hf import decoding
-from ..ops import cache_width
+from ..ops import cache_storage, cache_width
 from .caches import Caches, common, copy_layer
 from .proof import Reference, ask, measure_caches, prove
 
@@ -19,6 +19,7 @@ CACHES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.int8,
+    "int4": torch.int4,
 }
 
 _ROWS = 512  # tokens of a long beginning that are computed at a time
@@ -62,8 +63,8 @@ class Decoder(torch.nn.Module):
             model: a transformers causal language model, quantised or not, in eval mode. It belongs to the decoder until
                 :meth:`release`: its attention runs over the decoder's caches. A decoder that had it before is released.
             max_length: the longest text in tokens, prompt included; a multiple of 16.
-            cache: what keys and values are kept in: "float32", "bfloat16", "float16", or "int8", which has a scale for
-                each position of a head; None: the model's dtype. All else is computed as before.
+            cache: what keys and values are kept in: "float32", "bfloat16", "float16", or "int8" or "int4", which have a scale
+                for each position of a head; None: the model's dtype. All else is computed as before.
 
         Raises:
             ValueError: max_length is no positive multiple of 16 or beyond the model's positions; an unknown kind of
@@ -128,10 +129,12 @@ class Decoder(torch.nn.Module):
     def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         caches = []
         for layer in range(self.layers):
-            heads, k_width, v_width = self._shapes[layer]
-            k_cache, v_cache = (
-                torch.zeros(1, heads, length, cache_width(width, dtype), dtype=dtype) for width in (k_width, v_width)
-            )
+            heads, *widths = self._shapes[layer]
+            try:
+                shapes = [(1, heads, length, cache_width(width, dtype)) for width in widths]
+            except ValueError as error:
+                raise decoding.Unsupported(str(error)) from error
+            k_cache, v_cache = (torch.zeros(shape, dtype=cache_storage(dtype)) for shape in shapes)
             caches.append((k_cache, v_cache))
         return caches
 

@@ -15,6 +15,11 @@ from .guessing import Draft, Lookup
 from .sampling import check_sampling, penalise, sample
 
 
+def rate(count: int, seconds: float) -> float:
+    """Per second; NaN where a clock saw no time pass."""
+    return count / seconds if seconds > 0 else math.nan
+
+
 @dataclass
 class Generation:
     """What :func:`generate` did."""
@@ -33,12 +38,12 @@ class Generation:
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens per second, of those that were computed."""
-        return (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds
+        return rate(self.prompt_tokens - self.cached_tokens, self.prefill_seconds)
 
     @property
     def decode_rate(self) -> float:
         """Steps per second behind the first; NaN when there are none."""
-        return self.decode_steps / self.decode_seconds if self.decode_steps else math.nan
+        return rate(self.decode_steps, self.decode_seconds)
 
 
 def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length: int) -> None:
@@ -168,13 +173,13 @@ class Writer:
         self._draw = (temperature, top_k, top_p, torch.Generator().manual_seed(seed))
         self._penalty, self._came = repetition_penalty, set(prompt)
         self._stop, self._on_token = frozenset(stop), on_token
-        self._began = self._first = time.perf_counter()
+        self._began, self._first = time.perf_counter(), math.nan
 
     def take(self, logits: Tensor) -> int | None:
         """The next token, or None where it ends the text."""
         token = sample(penalise(logits, self._came, self._penalty), *self._draw)
         result, now = self.result, time.perf_counter()
-        if not result.prefill_seconds:
+        if math.isnan(self._first):
             result.prefill_seconds, self._first = now - self._began, now
         else:
             result.decode_seconds = now - self._first

@@ -206,7 +206,7 @@ class _Subject:
         measure(decoder, prompt, 2)
         _, seconds = measure(decoder, prompt, _NEW)
         decoder.release()
-        return 1 / statistics.median(seconds)
+        return 1 / statistics.median(seconds) if statistics.median(seconds) > 0 else None
 
 
 def same_neighbours(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -157,6 +157,65 @@ QuantizedPosition contract_quantize_position(const std::vector<float>& x) {
   return result;
 }
 
+namespace {
+
+// Halves first, then their sums and differences: the same operations as ukernel.h has, in another order.
+template <class T>
+void rotate_block(T* x, size_t size) {
+  if (size == 1) return;
+  rotate_block(x, size / 2);
+  rotate_block(x + size / 2, size / 2);
+  const std::vector<T> old(x, x + size);
+  for (size_t i = 0; i < size / 2; ++i) {
+    x[i] = old[i] + old[i + size / 2];
+    x[i + size / 2] = old[i] - old[i + size / 2];
+  }
+}
+
+size_t block_of(size_t width) {
+  size_t size = 1;
+  while (width % (2 * size) == 0) size *= 2;
+  return size;
+}
+
+template <class T>
+std::vector<T> rotated(std::vector<T> x) {
+  const size_t size = block_of(x.size());
+  for (size_t at = 0; at < x.size(); at += size) rotate_block(x.data() + at, size);
+  return x;
+}
+
+constexpr float kLevels[8] = {6, 18, 31, 44, 58, 75, 96, 127};  // and the same below zero
+
+}  // namespace
+
+float level_of_code(int code) { return code < 8 ? -kLevels[7 - code] : kLevels[code - 8]; }
+
+QuantizedPosition contract_quantize_rotated(const std::vector<float>& given) {
+  std::vector<float> x = given;
+  for (float& value : x) value *= 1.0f / static_cast<float>(block_of(x.size()));
+  x = rotated(x);
+  QuantizedPosition result = contract_quantize_position(x);  // for its scale
+  std::fill(result.codes.begin(), result.codes.end(), int8_t{8});
+  if (!(result.scale > 0.0f)) return result;
+  float products[16] = {}, squares = 0.0f;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const float t = x[i] * (1.0f / result.scale);
+    int code = 0;
+    for (int c = 1; c < 16; ++c) {
+      if (t > (level_of_code(c - 1) + level_of_code(c)) / 2) code = c;
+    }
+    result.codes[i] = static_cast<int8_t>(code);
+    products[i % 16] = std::fma(t, level_of_code(code), products[i % 16]);
+    squares += level_of_code(code) * level_of_code(code);
+  }
+  for (size_t half = 8; half > 0; half /= 2) {
+    for (size_t l = 0; l < half; ++l) products[l] += products[l + half];
+  }
+  result.scale *= products[0] / squares;
+  return result;
+}
+
 std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
                                       const std::vector<float>& values, int64_t value_width, const Sight& sight) {
   const int64_t width = static_cast<int64_t>(q.size());
@@ -164,6 +223,9 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   std::vector<float> out(outputs, 0.0f), sums(16, 0.0f), scores(256), out_before, sums_before;
   float most = -0x1.fffffep127f, most_before = 0.0f;
   bool is_nan = false;
+  std::vector<float> scaled = q;
+  for (float& value : scaled) value *= factor;
+  if (sight.rotated) scaled = rotated(scaled);
   if (sight.sink != nullptr) {
     sums[0] = 1.0f;
     most = std::fmax(most, *sight.sink);
@@ -185,7 +247,7 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
     for (int64_t j = begin; j < end; ++j) {
       float score = 0.0f;
       for (int64_t i = 0; i < width; ++i) {
-        score = std::fma(keys[static_cast<size_t>(j * width + i)], q[static_cast<size_t>(i)] * factor, score);
+        score = std::fma(keys[static_cast<size_t>(j * width + i)], scaled[static_cast<size_t>(i)], score);
       }
       if (sight.key_scales != nullptr) score *= sight.key_scales[j];
       if (sight.cap != 0.0f) score = contract_tanh2(score) * sight.cap;
@@ -219,6 +281,7 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
   for (size_t half = 8; half > 0; half /= 2) {
     for (size_t l = 0; l < half; ++l) sums[l] += sums[l + half];
   }
+  if (sight.rotated) out = rotated(out);
   for (float& value : out) {
     value *= 1.0f / sums[0];
     if (is_nan || std::isnan(value)) value = float_from_bits(0x7fc00000u);
@@ -234,25 +297,34 @@ std::vector<float> contract_attention(const std::vector<float>& q, float factor,
 // sums of magnitudes, and there are two operations more. Scales of int8 caches are a rounding more of a score, and one of
 // a weight. A cap makes of a score's error e' one of at most cap * (e' / (2 log2(e)) + 12 u): the slope of tanh is 1 at
 // most, e is off by 2 u, and a difference, a sum, a quotient and a product are rounded. A sink is a position more without
-// a value. Weights below 2^-126 are dropped; underflows are half of 2^-149 each.
+// a value. Weights below 2^-126 are dropped; underflows are half of 2^-149 each. Rotated, a product of a key is off by what
+// log2(width) sums and a factor make of its query, each a rounding of the sum of magnitudes; and so is an output.
 std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
                                      const std::vector<float>& values, int64_t value_width, const Sight& sight) {
   const int64_t width = static_cast<int64_t>(q.size());
+  std::vector<double> scaled(q.begin(), q.end());
+  for (double& value : scaled) value *= factor;
+  double query_error = 0.0;
+  if (sight.rotated) {
+    for (const double value : scaled) query_error += std::fabs(value);
+    query_error *= (std::log2(static_cast<double>(width)) + 1) * kUnit;
+    scaled = rotated(scaled);
+  }
   const double slope = 0.5 * std::log(2.0);  // 1 / (2 log2(e))
   std::vector<double> scores;
   double most = -INFINITY, least = INFINITY, score_error = 0.0;
   for (int64_t j = sight.begin; j < sight.end; ++j) {
-    double score = 0.0, magnitude = 0.0;
+    double score = 0.0, magnitude = 0.0, error = 0.0;
     for (int64_t i = 0; i < width; ++i) {
-      const double product =
-          double{q[static_cast<size_t>(i)]} * factor * keys[static_cast<size_t>(j * width + i)];
+      const double key = keys[static_cast<size_t>(j * width + i)], product = scaled[static_cast<size_t>(i)] * key;
       score += product;
-      magnitude += std::fabs(product);
+      magnitude += std::fabs(product) + query_error * std::fabs(key);
+      error += query_error * std::fabs(key);
     }
-    double error = static_cast<double>(width + 1) * kUnit * magnitude;
+    error += static_cast<double>(width + 1) * kUnit * magnitude;
     if (sight.key_scales != nullptr) {
       score *= sight.key_scales[j];
-      error = static_cast<double>(width + 2) * kUnit * magnitude * sight.key_scales[j];
+      error = (error + kUnit * magnitude) * sight.key_scales[j];
     }
     if (sight.cap != 0.0f) {
       score = sight.cap * std::tanh(score * slope);
@@ -291,6 +363,21 @@ std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, 
     }
     const double relative = 2 * e + (2 * n + 2 * blocks + 4 * spans + 41) * kUnit;
     result.push_back({value / sum, 1.02 * relative * magnitude / sum + n * (0x1p-120 * largest + kSmallest)});
+  }
+  if (sight.rotated) {
+    std::vector<double> rows;
+    for (const Bounded& each : result) rows.push_back(each.value);
+    rows = rotated(rows);
+    const size_t size = block_of(rows.size());
+    for (size_t at = 0; at < rows.size(); at += size) {
+      double errors = 0.0, magnitudes = 0.0;
+      for (size_t i = at; i < at + size; ++i) {
+        errors += result[i].bound;
+        magnitudes += std::fabs(result[i].value);
+      }
+      const double roundings = (std::log2(static_cast<double>(size)) + 1) * kUnit;
+      for (size_t i = at; i < at + size; ++i) result[i] = {rows[i], errors + roundings * (magnitudes + errors)};
+    }
   }
   return result;
 }

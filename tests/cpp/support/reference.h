@@ -36,8 +36,9 @@ struct Sight {
   int64_t begin, end;         // positions
   float cap = 0.0f;           // AttentionArgs::cap
   const float* sink = nullptr;
-  const float* key_scales = nullptr;  // of int8 caches, by position: keys and values are the codes; null: none
+  const float* key_scales = nullptr;  // of codes, by position: keys and values are their levels; null: none
   const float* value_scales = nullptr;
+  bool rotated = false;               // 4-bit codes
 };
 
 // A position's keys or values as an int8 cache has them.
@@ -46,6 +47,9 @@ struct QuantizedPosition {
   std::vector<int8_t> codes;
 };
 QuantizedPosition contract_quantize_position(const std::vector<float>& x);
+// The same in 4 bits: codes from 0 to 15.
+QuantizedPosition contract_quantize_rotated(const std::vector<float>& x);
+float level_of_code(int code);
 
 // One row of attention over keys and values position by position: q.size() and value_width values each.
 std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,

@@ -1,0 +1,105 @@
+"""A clock that stands still or jumps, and files of other times, change figures of speed and nothing else."""
+
+import ast
+import itertools
+import os
+import re
+import time
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from command_line import FLOAT, PROMPT, ROOT, document, invoke
+from gguf_files import write_model
+from lowbit.importing.cache import cache_of, import_to_cache, is_current
+
+CLOCKS = {
+    "stands": lambda: itertools.repeat(5.0),
+    "runs backwards": lambda: itertools.count(1e9, -0.25),
+    "jumps": lambda: itertools.cycle([0.0, 1e9, -1e9, 3.0]),
+}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets the clock that everything in this process reads."""
+
+    def use(name: str) -> None:
+        times = CLOCKS[name]()
+        monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+
+    return use
+
+
+def files_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_commands_do_the_same_by_any_clock(tmp_path, clock):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Return"}\n{"prompt": "The list"}\n')
+    text = tmp_path / "text.txt"
+    text.write_text("Return the number of items in the list.\n" * 8)
+
+    def outcome(name: str) -> list:
+        target = tmp_path / name.replace(" ", "-")
+        results = [
+            invoke("quantize", FLOAT, target, "--bits", 4, "--json"),
+            invoke("generate", target, "--prompt", PROMPT, "--max-new-tokens", 6, "--json"),
+            invoke("generate", target, "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 4, "--json"),
+            invoke("generate", target, "--prompt", PROMPT, "--max-new-tokens", 3),
+            invoke("eval", target, "--text", text, "--json"),
+        ]
+        for result in results:
+            assert result.exit_code == 0, (name, result.stderr)
+        documents = [document(result) for result in results if result.stdout.startswith("{")]
+        told = [value for each in documents for value in kept(each)]
+        return [*told, results[3].stdout, files_of(target)]
+
+    def kept(value) -> list:
+        """The numbers and texts of a document that neither time nor place nor memory has a part in."""
+        if isinstance(value, dict):
+            left = [value[key] for key in value if not re.search("second|rate|memory|model|target|path|output", key)]
+            return [item for each in left for item in kept(each)]
+        return [item for each in value for item in kept(each)] if isinstance(value, list) else [value]
+
+    expected = outcome("as it is")
+    for name in CLOCKS:
+        clock(name)
+        assert outcome(name) == expected, name
+
+
+def test_a_file_of_any_time_is_imported_once(tmp_path):
+    file = tmp_path / "m.gguf"
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    write_model(file, LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)), "Q8_0")
+    future = time.time_ns() + 10 * 365 * 86400 * 10**9
+    before = {}
+    for when in (future, 1, 0, future - 10**9):
+        os.utime(file, ns=(when, when))
+        assert not is_current(file)  # other times than those that it was imported with, later or earlier
+        import_to_cache(file)
+        written = {name: data for name, data in files_of(cache_of(file)).items() if name != "lowbit_import.json"}
+        assert is_current(file) and written == (before or written)
+        before = written
+        # The import itself may be of any time.
+        for path in cache_of(file).iterdir():
+            os.utime(path, ns=(1, 1))
+        assert is_current(file)
+
+
+def test_only_one_clock_is_read():
+    """One that is not set: `time.perf_counter`. In C++ there is none."""
+    for path in (ROOT / "python").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None)]
+                assert "datetime" not in names, path
+            if isinstance(node, ast.ImportFrom):
+                assert node.module != "time", path
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
+                assert node.attr in ("perf_counter", "sleep"), path
+    clocks = re.compile(r"\b(chrono|clock_gettime|gettimeofday|clock|time|times|ftime)\b\s*(\(|>|::)")
+    for directory in ("kernels", "ops"):
+        for path in (ROOT / directory).rglob("*.*"):
+            code = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
+            assert not clocks.search(code), path
