@@ -2,15 +2,16 @@
 
     python3 bench/folding.py [--models tiny_llama minilm] [--bits 4 3 2] [--methods nearest importance auto]
 
-Each input j of a linear layer is divided by s_j = (mean |x_j|)^a, its column of the weight multiplied by it (Lin et al.:
-"AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024). That is free where what comes
-before can take the division: the weight of a norm that nothing else reads, for q, k, v and gate, up; the rows of v for the
-layer behind the attention, those of up for down. BERT adds its norms' outputs to others, and has a GELU before the last
-layer: only rows of v are left. The exponent a is the one of 21 whose error, of all outputs that share the input, is least on
-a quarter of the batches, which the importance has not seen; 0 leaves a layer as it is.
+Each input j of a linear layer is divided by s_j = (mean |x_j|)^a, its column of the weight multiplied by it (Lin et
+al.: "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024). That is free where
+what comes before can take the division: the weight of a norm that nothing else reads, for q, k, v and gate, up; the
+rows of v for the layer behind the attention, those of up for down. BERT adds its norms' outputs to others, and has a
+GELU before the last layer: only rows of v are left. The exponent a is the one of 21 whose error, of all outputs that
+share the input, is least on a quarter of the batches, which the importance has not seen; 0 leaves a layer as it is.
 
-The float model, thus scaled, computes what it did (checked), and is then quantised as bench/quality.py does it. Prints a row
-for each model, width and method: quality as it is, with folding, and at how many of the places it chose a scaling.
+The float model, thus scaled, computes what it did (checked), and is then quantised as bench/quality.py does it.
+Prints a row for each model, width and method: quality as it is, with folding, and at how many of the places it chose
+a scaling.
 """
 
 from __future__ import annotations
