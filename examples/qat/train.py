@@ -5,7 +5,8 @@
 
 trains examples/tiny_llama/model with 2-bit weights (lowbit.qat) on the text that it was trained on, against the logits
 of the float model (distillation), packs it, saves it with its tokenizer and prints its perplexity on heldout.txt. With
---target-bits each matrix first gets a width of its own, for this mean of bits per weight. Seeds are fixed: the same machine with the same versions and number of threads gives the same model.
+--target-bits each matrix first gets a width of its own, for this mean of bits per weight. Seeds are fixed: the same
+machine with the same versions and number of threads gives the same model.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def prepare_(
 ) -> torch.nn.Module:
     """Prepares a model for training with quantised weights and activations, in place.
 
-    The chosen layers, transformers' ``Conv1D`` among them, compute what packed ones will: weights from the very codes and scales that :func:`convert_`
-    stores, activations int8 per row. Only the order of float sums differs. Their weights stay float parameters, the same
+    The chosen layers, transformers' ``Conv1D`` among them, compute what packed ones will: weights from the very codes
+    and scales that :func:`convert_` stores, activations int8 per row. Only the order of float sums differs. Their weights stay float parameters, the same
     objects, and get gradients straight through the rounding (Bengio et al., 2013) where they are within the range of
     their group. Scales and mins are parameters too, ``weight_scale`` and ``weight_min``, with the gradients of LSQ
     (Esser et al., Learned step size quantization, ICLR 2020) and LSQ+ (Bhalgat et al., 2020), one for each group as in

@@ -17,7 +17,10 @@ constexpr auto kF32 = CacheType::f32, kBf16 = CacheType::bf16, kF16 = CacheType:
                kI4 = CacheType::i4;
 
 ElementType element_type(CacheType cache) {
-  return cache == kF32 ? ElementType::f32 : cache == kBf16 ? ElementType::bf16 : cache == kF16 ? ElementType::f16 : ElementType::i8;
+  return cache == kF32    ? ElementType::f32
+         : cache == kBf16 ? ElementType::bf16
+         : cache == kF16  ? ElementType::f16
+                          : ElementType::i8;
 }
 
 // A position of a head.
