@@ -129,11 +129,12 @@ constexpr int64_t cache_bytes(CacheType type, int64_t values) {
 }
 
 // The quantiser with 16 levels that has the least squared error for normally distributed values (Max, 1960), which the
-// values of a rotated position nearly are. The largest magnitude of a position is at its end.
-inline constexpr int8_t kCacheLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};
+// values of a rotated position nearly are. The largest magnitude of a position is at its end. Not inline: then the
+// linker would take one table for all files, where files of different ISAs share nothing.
+constexpr int8_t kCacheLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};
 // Halfway between two levels.
-inline constexpr float kCacheThresholds[15] = {-111.5f, -85.5f, -66.5f, -51.0f, -37.5f, -24.5f, -12.0f, 0.0f,
-                                               12.0f,   24.5f,  37.5f,  51.0f,  66.5f,  85.5f,  111.5f};
+constexpr float kCacheThresholds[15] = {-111.5f, -85.5f, -66.5f, -51.0f, -37.5f, -24.5f, -12.0f, 0.0f,
+                                        12.0f,   24.5f,  37.5f,  51.0f,  66.5f,  85.5f,  111.5f};
 
 constexpr CacheType cache_type_of(DType dtype) {
   return dtype == DType::f32 ? CacheType::f32 : dtype == DType::bf16 ? CacheType::bf16 : CacheType::f16;
