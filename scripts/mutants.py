@@ -210,7 +210,7 @@ def places_in_python(source: str) -> Iterator[Place]:
             yield Place(first, last, f"(not ({source[first:last]}))", "condition")
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
             yield Place(*span(node), "pass", "statement")
-        elif isinstance(node, ast.Assign | ast.AugAssign) and isinstance(node, ast.AugAssign):
+        elif isinstance(node, ast.AugAssign):
             yield Place(*span(node), "pass", "statement")
 
 
