@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python bench/parts.py [--shape NAME] [--layers N] [--prompt N...] [--pieces N...] [--rounds N]
 
 A clock around each module: a part is the time in modules of its kind, less that in the modules inside them. Times are
-CPU times of one thread, medians over the rounds. --pieces: how many tokens of a prompt are computed at a time, in turns.
+CPU times of one thread, medians over the rounds. --pieces: so many tokens of a prompt are computed at a time, in turns.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def table(columns: dict[str, list[dict[str, float]]]) -> str:
     for part in [*PARTS.values(), REST]:
         cells = []
         for name, rounds in columns.items():
-            share = statistics.median(each.get(part, 0.0) / total for each, total in zip(rounds, totals[name], strict=True))
-            cells.append(f"{1e3 * statistics.median(each.get(part, 0.0) for each in rounds):.1f} ({100 * share:.1f} %)")
+            seconds = [each.get(part, 0.0) for each in rounds]
+            share = statistics.median(one / total for one, total in zip(seconds, totals[name], strict=True))
+            cells.append(f"{1e3 * statistics.median(seconds):.1f} ({100 * share:.1f} %)")
         lines.append(f"| {part} | " + " | ".join(cells) + " |")
     lines.append("| all | " + " | ".join(f"{1e3 * statistics.median(total):.1f}" for total in totals.values()) + " |")
     faults = (statistics.median(each["page faults"] for each in rounds) for rounds in columns.values())

@@ -29,7 +29,7 @@ PIECE = 256
 
 
 def pieces(tokens: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """A call [1, s] in pieces of at most PIECE tokens, none shorter than the others by more than one, each with its start."""
+    """A call [1, s] in pieces of at most PIECE tokens and nearly the same length, each with its start."""
     for piece in tokens.tensor_split(max(1, -(-tokens.shape[1] // PIECE)), dim=1):
         yield piece, start
         start = start + piece.shape[1]
