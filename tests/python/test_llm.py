@@ -86,6 +86,27 @@ def test_pieces_of_a_text(kind):
     torch.testing.assert_close(run(floats, tokens, [5, 16, 16]), run(floats, tokens), rtol=0, atol=1e-4)
 
 
+def test_a_long_prompt_comes_in_pieces(monkeypatch):
+    decoder = Decoder(make("llama"), 64)
+    tokens = [(7 * i + 3) % 97 for i in range(58)]
+    whole = run(decoder, tokens)
+    rows: list[int] = []
+    hook = decoder.model.model.register_forward_pre_hook(
+        lambda module, arguments, named: rows.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    monkeypatch.setattr(lowbit.llm.decoder, "PIECE", 8)
+    for size, expected in ((1, [1]), (8, [8]), (9, [5, 4]), (57, [8, 7, 7, 7, 7, 7, 7, 7])):
+        rows.clear()
+        run(decoder, tokens[:size])
+        assert rows == expected
+    assert torch.equal(run(decoder, tokens), whole)
+    assert torch.equal(run(decoder, tokens, [3, 40, 15]), whole)
+    rows.clear()
+    decoder.read(tokens[:20])
+    assert rows == [8, 8, 4]
+    hook.remove()
+
+
 def test_attention_sees_all_that_came_before_and_nothing_after():
     decoder = Decoder(make("llama"), 48)
     whole = run(decoder, PROMPT)
@@ -219,12 +240,15 @@ def test_torch_compile():
             step(torch.ones(1, size, dtype=torch.int64), torch.tensor([0]))
 
 
-def test_ahead_of_time():
+def test_ahead_of_time(monkeypatch):
     decoder = Decoder(make("llama"), 64)
     step = compile_decoder(decoder)
     check_step(step, decoder, 0.05)
     check_shared_caches(step, decoder)
     assert torch.equal(run(step, PROMPT, [1] * len(PROMPT)), run(step, PROMPT, [1] * len(PROMPT)))
+    in_pieces = run(step, PROMPT, [4, 4, 3])
+    monkeypatch.setattr(lowbit.llm.decoder, "PIECE", 4)
+    assert torch.equal(run(step, PROMPT), in_pieces)
     with pytest.raises(ValueError, match="backend is 'gcc'; expected 'aot' or 'inductor'"):
         compile_decoder(decoder, "gcc")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,16 @@ CACHES = {
     "int4": torch.int4,
 }
 
-_ROWS = 512  # tokens of a long beginning that are computed at a time
+# Tokens of a prompt that are computed at a time. More would cost time: what layers hand on then takes so many megabytes
+# that malloc returns them to the system after each use, and every page comes back with a fault.
+PIECE = 256
+
+
+def pieces(tokens: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """A call [1, s] in pieces of at most PIECE tokens and nearly the same length, each with its start."""
+    for piece in tokens.tensor_split(max(1, -(-tokens.shape[1] // PIECE)), dim=1):
+        yield piece, start
+        start = start + piece.shape[1]
 
 
 def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
@@ -194,7 +203,9 @@ class Decoder(torch.nn.Module):
             own.clear()
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Args:
+        """A long prompt is computed in pieces, which packed layers do not notice: the bits are the same.
+
+        Args:
             tokens: [1, s] int64.
             start: [1] int64: how many tokens are in the caches already.
 
@@ -206,9 +217,16 @@ class Decoder(torch.nn.Module):
             IndexError: the text is longer than max_length.
             RuntimeError: the decoder was released.
         """
-        if not torch.compiler.is_compiling():
-            self.check()
-            check_call(tokens, start, self.vocabulary, self.max_length)
+        if torch.compiler.is_compiling():
+            return self._step(tokens, start)
+        self.check()
+        check_call(tokens, start, self.vocabulary, self.max_length)
+        *before, last = pieces(tokens, start)
+        for piece in before:
+            self._step(*piece)
+        return self._step(*last)
+
+    def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
         return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches(), keep=1)[:, -1]
 
     def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:
@@ -274,8 +292,8 @@ class Decoder(torch.nn.Module):
                 copy_layer(source, target, same)
         caches.tokens = tokens[:same]
         with torch.inference_mode():
-            for at in range(same, len(tokens), _ROWS):
-                self.run_texts([(caches, tokens[at : at + _ROWS])])
+            for at in range(same, len(tokens), PIECE):
+                self.run_texts([(caches, tokens[at : at + PIECE])])
         return caches
 
     def begin(self, caches: Caches, tokens: Sequence[int]) -> int:
