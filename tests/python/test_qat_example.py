@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -35,6 +36,30 @@ def test_a_few_steps_gain(tmp_path):
     assert math.isclose(perplexity(model, tokens).perplexity, trained * whole, rel_tol=2e-3)
     bits = {layer.info.bits for layer in model.model.layers.modules() if hasattr(layer, "info")}
     assert bits == {2} and model.lm_head.info.bits == 4
+
+
+def test_each_matrix_gets_a_width_of_its_own(tmp_path):
+    """--target-bits: the mean is met with all that is packed, the steps train these widths, and they are what is saved."""
+    model = load_model(TINY / "model")
+    del model.model.layers[2:]  # a quarter of the time
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(tmp_path / "float")
+    load_tokenizer(TINY / "model").save_pretrained(tmp_path / "float")
+    process = train(
+        "--model", tmp_path / "float", "--output", tmp_path / "model", "--target-bits", 2.5, "--steps", 8, "--sequences", 2,
+        "--threads", 1, "--documents", 40, "--heldout-tokens", 300, "--report", 1,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    losses = [float(found) for found in re.findall(r"^step \d+ of 8: loss ([\d.]+),", process.stdout, re.M)]
+    assert len(losses) == 8 and sum(losses[-3:]) < 0.88 * sum(losses[:3]), losses
+    said = float(re.search(r"([\d.]+) with the table$", process.stdout.strip())[1])
+    trained = load_model(tmp_path / "model")
+    packed = {name: layer.info for name, layer in trained.named_modules() if hasattr(layer, "info")}
+    assert len(packed) == 2 * 7 + 2 and packed["lm_head"] == packed["model.embed_tokens"]
+    once = [info for name, info in packed.items() if name != "lm_head"]  # which shares the table
+    mean = 8 * sum(info.total_bytes for info in once) / sum(info.out_features * info.in_features for info in once)
+    assert 2.4 < mean <= 2.5 and said == round(mean, 2)
+    assert len({(info.bits, info.group_size) for info in once}) > 2
 
 
 @pytest.mark.parametrize("option", [("--steps", 0), ("--distillation", 2.5), ("--documents", 0)])

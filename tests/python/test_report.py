@@ -140,6 +140,8 @@ def test_figures_are_the_librarys(made, small):
         if isinstance(layer, lowbit.nn.Packed):
             plain.get_submodule(name).weight.data.copy_(layer.dequantize())
     assert rows["GPTQ 2 bits", None]["bits_per_weight"] == 2.5
+    # A scale for each 128 weights, or fewer in a row: those of 64 and 96.
+    assert 2.125 < rows["GPTQ 2 bits, groups of 128", None]["bits_per_weight"] <= 2.25
     expected = perplexity(plain, tokens, window=64, stride=32).perplexity
     assert rows["GPTQ 2 bits", None]["quality"] == pytest.approx(expected, rel=1e-4)
 
@@ -188,6 +190,7 @@ def test_what_is_measured_is_not_measured_again(made, small):
     more = invoke("report", small, directory, *options, *calibrated[:-1], "3.5", *widths, "--threads", 1)
     assert [line for line in more.stderr.splitlines() if "bits" in line and not re.match("torchao|HQQ", line)] == [
         "nearest, 5 bits ...", "gptq, 5 bits ...", "gptq, 2 bits ...", "gptq, levels, 2 bits ...", "GPTQ 5 bits ...",
+        "GPTQ 5 bits, groups of 128 ...",
     ]  # fmt: skip
     copied = directory / "copy.html"
     shutil.copy(directory / "report.json", directory / "copy.json")
@@ -319,6 +322,10 @@ def test_formats_of_other_projects():
         ))  # fmt: skip
         lost = [float(((held - weight).square() * importance).sum()) for held in (plain, aimed)]
         assert 0 < lost[1] < 0.95 * lost[0]
+        for name, expected in (("IQ1_S", 1.5625), ("IQ1_M", 1.75), ("IQ2_XXS", 2.0625), ("IQ3_XXS", 3.0625)):
+            held, size = peers([4], importance=True)[f"GGUF {name}, importance"].hold(weight, importance)
+            assert 8 * size / weight.numel() == expected
+            assert 0 < float(((held - weight).square() * importance).sum()) < float((weight.square() * importance).sum())
     # So is HQQ: 16 bits each for scale and zero of 64 weights.
     for width in (8, 3) if "HQQ 4 bits" in found else ():
         held, size = peers([width], importance=False)[f"HQQ {width} bits"].hold(weight, None)

@@ -39,6 +39,7 @@ VERSION = 3  # of the JSON file
 _SENSITIVITY_TOKENS = 2048  # of the text, for each layer
 _SENSITIVITY_SENTENCES = 64
 _NEIGHBOURS = 5  # of a sentence, by which it is seen whether a search finds the same
+_GPTQ_GROUP = 128  # in which others use it most, beside the report's own
 _PROMPT, _NEW = 16, 32  # tokens, to measure decoding
 _REFERENCE_BITS = 3  # at which layers are measured, for widths by layer of all sizes
 CALIBRATED = ("importance", "auto")  # where nothing else is said
@@ -330,13 +331,16 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
                 figures["notes"].append(f"{name}: {error}")
                 continue
             add(name, None, name.split()[0], size, model, False)
+    own = options.group_size
     for bits in options.bits if options.calibration is not None else ():
-        if bits > 1 and (f"GPTQ {bits} bits", None) not in known:
-            say(f"GPTQ {bits} bits")
-            model = copy.deepcopy(subject.model)
-            with _quiet():
-                size = _plain_gptq(subject, model, bits, shared)
-            add(f"GPTQ {bits} bits", None, "GPTQ", size, model, False)
+        for group in dict.fromkeys((own, _GPTQ_GROUP)) if bits > 1 else ():
+            name = f"GPTQ {bits} bits" if group == own else f"GPTQ {bits} bits, groups of {group}"
+            if (name, None) not in known:
+                say(name)
+                model = copy.deepcopy(subject.model)
+                with _quiet():
+                    size = _plain_gptq(subject, model, bits, group, shared)
+                add(name, None, "GPTQ", size, model, False)
     if options.sensitivity and figures["sensitivity"] is None:
         figures["sensitivity"] = _sensitivity(subject, selected, shared, min(options.bits), say)
         write(path, figures)
@@ -377,14 +381,19 @@ def _calibrate(subject: _Subject, model: torch.nn.Module, config: Any, method: s
     )  # fmt: skip
 
 
-def _plain_gptq(subject: _Subject, model: torch.nn.Module, bits: int, shared: dict[int, list[str]]) -> int:
+def _plain_gptq(
+    subject: _Subject, model: torch.nn.Module, bits: int, group: int | None, shared: dict[int, list[str]]
+) -> int:
     """Gives a float model the weights of GPTQ as in its paper, without GPTAQ's term; returns their bytes.
 
     Symmetric, counted as its own files hold it: the codes, and 16 bits for the scale of a group.
     """
+    from ..transformers import LowBitConfig
+
     packed, options = copy.deepcopy(model), subject.options
+    config = LowBitConfig(bits, group, embedding_bits=options.embedding_bits)
     run(
-        packed, subject.calibration_texts(), subject.config(bits, "symmetric"), "gptq",
+        packed, subject.calibration_texts(), config, "gptq",
         tokenizer=subject.tokenizer, window=options.window, max_tokens=options.calibration_tokens, progress=None,
         options={"correction": 0.0},
     )  # fmt: skip

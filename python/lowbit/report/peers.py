@@ -30,10 +30,10 @@ class Peer:
 
 # In Python, by the package gguf: nearest.
 _GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ2_0", "TQ1_0")
-# By ggml's own library, with a search, and with an importance matrix too; gguf reads them back. The last two are made
-# with one only.
-_GGML = ("Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "Q2_K", "IQ2_S", "IQ2_XS")
-_NEEDS_IMPORTANCE = ("IQ2_S", "IQ2_XS")
+# By ggml's own library, with a search, and with an importance matrix too; gguf reads them back. Those of 1 and 2 bits are
+# made with one only.
+_NEEDS_IMPORTANCE = ("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
+_GGML = ("Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", *_NEEDS_IMPORTANCE)
 _TORCHAO_GROUP = 32
 _HQQ_GROUP = 64
 _HQQ_BITS = (8, 4, 3, 2, 1)
