@@ -87,14 +87,14 @@ struct Sums {
   static constexpr Chains<Bits, Rows * Panels, Down> kChains{};
   __m512i chain[Rows][kChains.count];
 
-  // Starts a group: the first chain carries -2^(bits-1) times the group's activation sum.
-  template <bool Affine>
+  // Starts a group: the first chain carries -2^(bits-1) times the group's activation sum, or with `Started` what is given.
+  template <bool Affine, bool Started>
   [[gnu::always_inline]] void start(const int32_t* group_sum, int64_t stride) {
     for (int i = 0; i < Rows; ++i) {
       for (int c = 0; c < kChains.count; ++c) chain[i][c] = _mm512_setzero_si512();
       if constexpr (!Affine && level_factor(Bits) == 1) {
         static_assert(kChains.shift[0] == 0);
-        chain[i][0] = _mm512_set1_epi32(-level_offset(Bits) * group_sum[i * stride]);
+        chain[i][0] = _mm512_set1_epi32((Started ? 1 : -level_offset(Bits)) * group_sum[i * stride]);
       }
     }
   }
@@ -165,9 +165,39 @@ struct Outputs {
   }
 };
 
-// The sums of `Rows` rows of activations over one panel, for walk(); over one of `Panels` in step.
-template <int Bits, bool Affine, bool Halves, int Rows, int Panels = 1>
+// What the integer sums of tiles of many rows start at, -2^(bits-1) times the group sums: multiplied once for all panels of a
+// call, so that a tile broadcasts it from memory. In the call's scratch, which has room for some rows at a time.
+template <int Bits>
+class Starts {
+ public:
+  explicit Starts(const LinearArgs& args)
+      : args_(args), groups_(args.layout.groups), most_rows_(kLinearScratchBytes / 4 / groups_),
+        starts_(static_cast<int32_t*>(args.scratch)) {}
+
+  bool have_room_for(int64_t rows) const { return rows <= most_rows_; }
+
+  const int32_t* of(int64_t row, int64_t rows) {
+    if (row < begin_ || row + rows > end_) {
+      begin_ = row;
+      end_ = args_.m - row < most_rows_ ? args_.m : row + most_rows_;
+      const int32_t* const sums = args_.group_sums + begin_ * groups_;
+      for (int64_t i = 0; i < (end_ - begin_) * groups_; ++i) starts_[i] = -level_offset(Bits) * sums[i];
+    }
+    return starts_ + (row - begin_) * groups_;
+  }
+
+ private:
+  const LinearArgs& args_;
+  int64_t groups_, most_rows_;
+  int32_t* starts_;
+  int64_t begin_ = 0, end_ = 0;  // of the rows that are there
+};
+
+// The sums of `Rows` rows of activations over one panel, for walk(); over one of `Panels` in step. `Started`: group_sums are
+// what the integer sums start at.
+template <int Bits, bool Affine, bool Halves, int Rows, int Panels = 1, bool Started = false>
 struct Tile {
+  static_assert(!Started || (!Affine && level_factor(Bits) == 1));
   static constexpr bool kDown = kShiftedDown<Rows, Halves>;
   static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   static constexpr int64_t kRunBlocks = 0;
@@ -187,7 +217,7 @@ struct Tile {
     for (__m512& each : acc) each = _mm512_setzero_ps();
   }
 
-  [[gnu::always_inline]] void start(int64_t group) { sums.template start<Affine>(group_sums + group, groups); }
+  [[gnu::always_inline]] void start(int64_t group) { sums.template start<Affine, Started>(group_sums + group, groups); }
   [[gnu::always_inline]] void begin_block(const uint8_t* at) { unpack_block<Bits, kDown>(at, levels, line); }
 
   template <int First, int Lines>
@@ -209,11 +239,12 @@ struct Tile {
 };
 
 // `Rows` rows of activations times one panel. With `Halves` groups may end in the middle of a block.
-template <int Bits, bool Affine, bool Halves, int Rows>
+template <int Bits, bool Affine, bool Halves, int Rows, bool Started = false>
 [[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number = 0,
-                                        int64_t tiles = 1) {
-  Tile<Bits, Affine, Halves, Rows> tile;
+                                        int64_t tiles = 1, const int32_t* starts = nullptr) {
+  Tile<Bits, Affine, Halves, Rows, 1, Started> tile;
   tile.begin(args, row);
+  if constexpr (Started) tile.group_sums = starts;
   walk_panel<Halves, (Rows > 2)>(args, panel, args.a + row * tile.stride, tile, number, tiles);
   const Outputs outputs(args, panel);
   for (int i = 0; i < Rows; ++i) outputs.store(args, row + i, tile.acc[i]);
@@ -249,10 +280,22 @@ void run_in_step(const LinearArgs& args) {
 
 template <int Bits, bool Affine, bool Halves, int MostRows>
 void run_panels(const LinearArgs& args) {
+  constexpr bool kStarted = MostRows > 1 && !Affine && level_factor(Bits) == 1;
+  Starts<Bits> starts(args);
+  if (kStarted && !starts.have_room_for(MostRows)) {  // more groups than any model has
+    for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
+      for (int64_t row = 0; row < args.m; ++row) tile<Bits, Affine, Halves, 1>(args, panel, row);
+    }
+    return;
+  }
   for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
     for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
                                         __attribute__((always_inline)) {
-      tile<Bits, Affine, Halves, rows()>(args, panel, row, number, tiles);
+      if constexpr (kStarted) {
+        tile<Bits, Affine, Halves, rows(), true>(args, panel, row, number, tiles, starts.of(row, rows()));
+      } else {
+        tile<Bits, Affine, Halves, rows()>(args, panel, row, number, tiles);
+      }
     });
   }
 }

@@ -287,6 +287,8 @@ def check_layers(modules: Mapping[str, Layer], selected: Mapping[str, Config]) -
     for names in names_by_weight(modules).values():
         first = names[0]
         for name in names:
+            if isinstance(modules[name], torch.nn.Module):
+                nn.refuse_hooked_weights(modules[name], f"{name}.")
             check_weights(name, modules[name], selected[name])
             if modules[name].weight.dtype == torch.float64:
                 raise TypeError(

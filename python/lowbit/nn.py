@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -13,8 +14,14 @@ from .memory import in_huge_pages
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
 
+_FIXED = "the weight of a packed layer cannot be changed: it is computed from packed_weight"
+
+
 class _Computed(Tensor):
-    """A tensor that knows its shape, dtype and device, and computes its values when an operator wants them."""
+    """A tensor that knows its shape, dtype and device, and computes its values when an operator wants them.
+
+    It has no memory: what would write to it, or to a view of it, is refused, and so is who asks for its address.
+    """
 
     _is_hf_initialized = True  # transformers asks: what has not been loaded it initialises, as Mamba's dt_proj
 
@@ -25,16 +32,62 @@ class _Computed(Tensor):
         return made
 
     @classmethod
+    def _view(cls, result: Tensor) -> _Computed:
+        """A view of the values: to be read only, as who writes to it means the weight."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, result.shape, strides=result.stride(), storage_offset=result.storage_offset(), dtype=result.dtype,
+            device=result.device,
+        )  # fmt: skip
+        made._compute = lambda: result
+        return made
+
+    @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for at, argument in enumerate(func._schema.arguments):
             given = args[at] if at < len(args) else kwargs.get(argument.name)
-            if isinstance(given, cls) and argument.alias_info is not None and argument.alias_info.is_write:
-                raise RuntimeError("the weight of a packed layer cannot be changed: it is computed from packed_weight")
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                if any(isinstance(each, cls) for each in (given if isinstance(given, list | tuple) else [given])):
+                    raise RuntimeError(_FIXED)
         if func is torch.ops.aten.detach.default:  # also .data, through which weights are often set
             return cls(args[0]._compute, args[0].shape, args[0].dtype, args[0].device)
         computed = tree_map_only(cls, lambda tensor: tensor._compute(), (args, kwargs))
-        return func(*computed[0], **computed[1])
+        result = func(*computed[0], **computed[1])
+        # Views; what is written to was a tensor of others.
+        if not torch.compiler.is_compiling() and any(
+            each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
+        ):
+            return tree_map_only(Tensor, cls._view, result)
+        return result
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(_FIXED)
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("the weight of a packed layer has no memory of its own; weight.clone() has")
+
+    def share_memory_(self) -> Tensor:
+        raise RuntimeError("the weight of a packed layer has no memory of its own; share the module")
+
+    def numpy(self, *, force: bool = False):
+        return self.clone().numpy()
+
+    def tolist(self) -> list:
+        return self.clone().tolist()
+
+    def __dlpack__(self, **options):
+        return self.clone().__dlpack__(**options)
+
+    def __deepcopy__(self, memo) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol):
+        return self.clone().__reduce_ex__(protocol)
 
     def __repr__(self, **kwargs):
         return repr(self._compute())
@@ -216,12 +269,14 @@ class Linear(Packed):
         """Quantises a float layer by round-to-nearest.
 
         Raises:
-            TypeError, ValueError: a config of the wrong type, or weights that are not finite or not on the CPU.
+            TypeError, ValueError: a config of the wrong type, or weights that are not finite, not on the CPU, or computed by a
+                hook.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"expected a torch.nn.Linear; found {type(linear).__name__}")
         if not isinstance(config, LinearConfig):
             raise TypeError(f"expected a LinearConfig; found {type(config).__name__}")
+        refuse_hooked_weights(linear)
         packed = quantize_tensor(linear.weight, config, bias=linear.bias)
         return in_place_of(linear, in_huge_pages(packed), _dtype_of(linear))
 
@@ -321,6 +376,7 @@ class Embedding(Packed):
             raise TypeError(f"expected a torch.nn.Embedding; found {type(embedding).__name__}")
         if not isinstance(config, EmbeddingConfig):
             raise TypeError(f"expected an EmbeddingConfig; found {type(config).__name__}")
+        refuse_hooked_weights(embedding)
         if embedding.max_norm is not None:
             raise ValueError(f"the embedding has max_norm={embedding.max_norm}; expected None: it changes the weights")
         packed = quantize_tensor(embedding.weight, config)
@@ -404,6 +460,20 @@ class LinearExperts(Packed):
         )
 
 
+def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
+    """Refuses a float layer whose weight or bias a hook computes anew before each call.
+
+    Raises:
+        ValueError: as weight_norm, spectral_norm and pruning of torch.nn.utils leave a layer.
+    """
+    for name in ("weight", "bias"):
+        if isinstance(layer.__dict__.get(name), Tensor):  # where a parameter is, it is not here
+            raise ValueError(
+                f"{prefix}{name} is no parameter: a hook computes it before each call, as weight_norm, spectral_norm and pruning "
+                "do; make it one first (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
+            )
+
+
 def _dtype_of(layer: torch.nn.Linear | torch.nn.Embedding) -> torch.dtype:
     return torch.float32 if layer.weight.dtype == torch.float64 else layer.weight.dtype
 
@@ -427,6 +497,11 @@ def in_place_of(
 def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
     """Gives a layer another one's hooks and mode, and what its users have set on it."""
     packed.train(layer.training)
+    if "forward" in layer.__dict__ and isinstance(packed, Packed):
+        warnings.warn(
+            f"a {type(layer).__name__} has a forward of its own, set on the layer; the packed layer in its place does not have it",
+            stacklevel=2,
+        )
     for name in _HOOKS:
         packed.__dict__[name] = layer.__dict__[name]
     for name, value in layer.__dict__.items():

@@ -29,7 +29,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (packed_weight,) = ctx.saved_tensors
-        rows = torch.arange(grad.shape[-1])
+        rows = torch.arange(grad.shape[-1], device=grad.device)
         weight = torch.ops.lowbit.embedding(rows, packed_weight, ctx.in_features, dtype=grad.dtype)
         return grad @ weight, None, None
 
@@ -96,7 +96,7 @@ class _StraightThroughExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         packed_weights, experts = ctx.saved_tensors
-        rows, result = torch.arange(grad.shape[-1]), grad.new_zeros(ctx.shape)
+        rows, result = torch.arange(grad.shape[-1], device=grad.device), grad.new_zeros(ctx.shape)
         for expert in experts.unique().tolist():
             weight = torch.ops.lowbit.embedding(rows, packed_weights[expert], ctx.shape[-1], dtype=grad.dtype)
             # A row that goes to an expert twice takes part twice.
@@ -231,28 +231,43 @@ def cache_storage(dtype: torch.dtype) -> torch.dtype:
 getattr(inspect, "modulesbyfile", {})[os.path.abspath(__file__)] = __name__
 
 
+def _check_devices(operator: str, **tensors: Tensor) -> None:
+    """Refuses tensors of which one is on the meta device and another has values: torch then asks for shapes only, and what
+    would be given for the values is whatever lay in memory."""
+    (first, device), *others = ((name, tensor.device) for name, tensor in tensors.items())
+    for name, other in others:
+        if other != device:
+            raise ValueError(f"lowbit.{operator}: {first} is on {device} and {name} on {other}; expected one device")
+
+
 @torch.library.register_fake("lowbit::linear")
 def _(x, packed_weight, out_features):
+    _check_devices("linear", x=x, packed_weight=packed_weight)
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 @torch.library.register_fake("lowbit::linears")
 def _(x, packed_weights, out_features):
+    for packed_weight in packed_weights:
+        _check_devices("linears", x=x, packed_weights=packed_weight)
     return x.new_empty((*x.shape[:-1], sum(out_features)))
 
 
 @torch.library.register_fake("lowbit::linear_experts")
 def _(x, packed_weights, experts, out_features):
+    _check_devices("linear_experts", x=x, packed_weights=packed_weights, experts=experts)
     return x.new_empty((*experts.shape, out_features))
 
 
 @torch.library.register_fake("lowbit::embedding")
 def _(indices, packed_weight, embedding_dim, *, dtype=None):
+    _check_devices("embedding", indices=indices, packed_weight=packed_weight)
     return indices.new_empty((*indices.shape, embedding_dim), dtype=dtype or torch.float32)
 
 
 @torch.library.register_fake("lowbit::attention")
 def _(q, k, v, k_cache, v_cache, start, scale, window=0, softcap=0.0, sinks=None):
+    _check_devices("attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, start=start)
     batch, heads, positions, width = q.shape
     value_width = v_cache.shape[-1]
     if v_cache.dtype is torch.int8:

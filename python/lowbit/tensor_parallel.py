@@ -98,8 +98,30 @@ def _each(count: int, ranks: int) -> int:
     return panels if panels * (ranks - 1) < count else -(-count // ranks)
 
 
+def _shared_heads(attention: torch.nn.Module, rows: int, ranks: int) -> int | None:
+    """How many heads a layer gives keys or values of, where several ranks, as many for each, have the same head; None: it
+    is another layer, or has heads for all ranks."""
+    queries = getattr(getattr(attention, "config", None), "num_attention_heads", None)
+    groups = getattr(attention, "num_key_value_groups", 1)
+    if not isinstance(queries, int) or not isinstance(groups, int) or groups < 2 or queries % groups:
+        return None
+    heads = queries // groups  # queries have more, so a layer of theirs has more rows
+    widths = [getattr(attention, name, None) for name in ("head_dim", "v_head_dim")]
+    ours = rows in [heads * width for width in widths if isinstance(width, int)]
+    return heads if ours and ranks > heads and ranks % heads == 0 and queries % ranks == 0 else None
+
+
+def _head_of(attention: torch.nn.Module, rows: int) -> int | None:
+    """How many outputs of a layer belong together; None: it is not known to have heads."""
+    head = getattr(attention, "head_dim", None)
+    if head is None and hasattr(attention, "head_size"):  # GPT-NeoX: a head's queries, keys and values are in a row
+        queries = getattr(getattr(attention, "config", None), "num_attention_heads", None)
+        head = rows // queries if isinstance(queries, int) else None
+    return head if isinstance(head, int) and head > 0 else None
+
+
 def _cut(
-    name: str, layer: nn.Linear, style: str, exact: bool, head: int | None, group: dist.ProcessGroup | None
+    name: str, layer: nn.Linear, style: str, exact: bool, parent: torch.nn.Module, group: dist.ProcessGroup | None
 ) -> Part:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows, inputs = layer.out_features, layer.in_features
@@ -119,6 +141,11 @@ def _cut(
             in_huge_pages(packed), dtype, group=group, sums=True, inputs=None if local_inputs else mine
         )
     local = style in _LOCAL_OUTPUTS
+    if local and (heads := _shared_heads(parent, rows, ranks)):
+        width, mine = rows // heads, rank * heads // ranks
+        packed = slice_rows(layer.packed_weight, mine * width, (mine + 1) * width)
+        return Part(in_huge_pages(packed), dtype, order, group=group)
+    head = _head_of(parent, rows)
     if local and rows % ranks:
         raise ValueError(f"{name} has {rows} outputs, which {ranks} ranks cannot share evenly")
     if local and head and rows % head == 0 and rows // ranks % head:
@@ -142,7 +169,7 @@ def shard_(
 
     Every rank calls it with the same model, and then the model with the same inputs; each gets the whole result. What
     is loaded from files stays mapped until it is cut, so a rank's memory is its part and the tables of embeddings,
-    which stay whole.
+    which stay whole. Where an attention has fewer heads of keys than there are ranks, several ranks have the same one.
 
     Args:
         model: with :class:`lowbit.nn.Linear` layers; of transformers, or any with a ``plan``.
@@ -170,6 +197,7 @@ def shard_(
     ranks = dist.get_world_size(group)
     modules = dict(model.named_modules(remove_duplicate=False))
     parts: dict[str, Part] = {}
+    sharing: dict[str, int] = {}  # attentions whose heads of keys several ranks have: queries of a rank to one of keys
     for name, layer in modules.items():
         style = plan.get(pattern_of(name))
         if style is None or style in _LEFT_WHOLE:
@@ -179,8 +207,11 @@ def shard_(
         if isinstance(layer, nn.Linear):
             if style not in _STYLES:
                 raise ValueError(f"{name} is to be cut as {style!r}; lowbit cuts packed layers as {', '.join(_STYLES)}")
-            head = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
-            parts[name] = _cut(name, layer, style, exact, head if isinstance(head, int) else None, group)
+            above = name.rpartition(".")[0]
+            parent = modules[above]
+            parts[name] = _cut(name, layer, style, exact, parent, group)
+            if style in _LOCAL_OUTPUTS and _shared_heads(parent, layer.out_features, ranks):
+                sharing[above] = parent.config.num_attention_heads // ranks
         elif isinstance(layer, nn.Packed):
             raise ValueError(f"{name} is a packed {type(layer).__name__}; lowbit cuts linear layers")
         elif type(layer) in KINDS and style in (*_LOCAL_OUTPUTS, *_LOCAL_INPUTS):
@@ -190,6 +221,8 @@ def shard_(
     for name, part in parts.items():
         nn.take_place(part, modules[name])
         model.set_submodule(name, part)
+    for name, groups in sharing.items():
+        modules[name].num_key_value_groups = groups
     return model
 
 

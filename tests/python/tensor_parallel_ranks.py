@@ -1,6 +1,8 @@
 """What test_tensor_parallel.py has three processes of torchrun do; each writes what it found as JSON.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 3 tensor_parallel_ranks.py TINY PACKED FLOAT DIRECTORY
+    python -m torch.distributed.run --standalone --nproc-per-node 3 tensor_parallel_ranks.py TINY DIRECTORY
+
+DIRECTORY: has PACKED and FLOAT checkpoints of some models, and gets what was found.
 """
 
 import json
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import lowbit
 from lowbit.tensor_parallel import Part, shard_
 
-LLAMA = lowbit.LowBitConfig(bits=4, group_size=32)
+CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)
 
 
 class Gated(torch.nn.Module):
@@ -105,7 +107,7 @@ def of_random(packed, floats, ids) -> dict:
     whole = AutoModelForCausalLM.from_pretrained(packed)
     expected = whole(ids).logits
     auto = AutoModelForCausalLM.from_pretrained(packed, tp_plan="auto")
-    here = AutoModelForCausalLM.from_pretrained(floats, quantization_config=LLAMA, tp_plan="auto")
+    here = AutoModelForCausalLM.from_pretrained(floats, quantization_config=CONFIG, tp_plan="auto")
     own = AutoModelForCausalLM.from_pretrained(packed)
     plan = dict(own.tp_plan)
     shard_(own)
@@ -115,7 +117,20 @@ def of_random(packed, floats, ids) -> dict:
         "by hand": torch.equal(own(ids).logits, expected),
         "parts": [parts(model) == parts(own) for model in (auto, here)],
         "plan": auto.tp_plan == plan,
-        "rows of the head": own.lm_head.out_features,
+        "rows": {name: layer.out_features for name, layer in own.named_modules() if isinstance(layer, Part)},
+    }
+
+
+def of_two(packed, two, ids) -> dict:
+    """Tokens of two ranks, exact and with sums, beside one's."""
+    whole, exact, sums = (AutoModelForCausalLM.from_pretrained(packed) for _ in range(3))
+    shard_(exact, two), shard_(sums, two, exact=False)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = whole(ids).logits
+    return {
+        "logits": torch.equal(exact(ids).logits, expected),
+        "tokens": torch.equal(exact.generate(ids, **options), whole.generate(ids, **options)),
+        "sums": ((sums(ids).logits - expected).norm() / expected.norm()).item(),
     }
 
 
@@ -136,7 +151,7 @@ def of_refusals() -> dict:
     }
 
 
-def main(tiny, packed, floats, directory) -> None:
+def main(tiny, directory) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
@@ -148,10 +163,13 @@ def main(tiny, packed, floats, directory) -> None:
     with torch.no_grad():
         if dist.get_rank() < 2:
             found |= {"layers": of_layers(two, x)}
-        found["random"] = of_random(packed, floats, ids)
+        for name in ("qwen2", "phi3", "one head"):
+            found[name] = of_random(f"{directory}/{name} packed", f"{directory}/{name}", ids)
         found["refusals"] = of_refusals()
         if dist.get_rank() < 2:
             found["tiny"] = of_tiny_llama(two, tiny, ids)
+            for name in ("phi3", "one head"):
+                found[f"{name} on two"] = of_two(f"{directory}/{name} packed", two, ids)
     with open(f"{directory}/{dist.get_rank()}.json", "w") as file:
         json.dump(found, file)
     dist.destroy_process_group()

@@ -1,5 +1,8 @@
 """Several texts at once: each is the one that it is alone, to the token."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import transformers
@@ -201,6 +204,58 @@ def test_what_is_refused(decoder, prompts):
         decoder.run_texts([(decoder.new_caches(16), [1] * 17)])
     decoder.release()
     refused("this decoder was released", [[1]], 4, kind=RuntimeError)
+
+
+def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
+    """Bytes of one kind are numbers of another: the text would be another one, without a word."""
+    kept = {kind: llm.Decoder(model, MAX_LENGTH, kind).read(prompts[5]) for kind in (None, "int8", "int4", "bfloat16")}
+    for kind in kept:
+        decoder = llm.Decoder(model, MAX_LENGTH, kind)
+        text = [*prompts[5], 7]
+        assert decoder.begin(kept[kind], text) == len(prompts[5])
+        for other in kept.keys() - {kind}:
+            for call in (
+                lambda: decoder.begin(kept[other], text),
+                lambda: decoder.read(text, begin=kept[other]),
+                lambda: llm.generate_batch(decoder, [text], 2, prefixes=[kept[other]]),
+                lambda: decoder.run_texts([(decoder.new_caches(16), [1], (kept[other], 8))]),
+            ):
+                with pytest.raises(ValueError, match=r"the caches are of torch\.\w+; expected torch\.\w+"):
+                    call()
+    twin = llm.Decoder(copy.deepcopy(decoder.release()), MAX_LENGTH, kind)
+    with pytest.raises(ValueError, match="the caches have keys and values of another model"):
+        llm.generate_batch(twin, [text], 2, prefixes=[kept[kind]])
+    # From a file, of which nobody knows the model; and to another decoder of the same one.
+    for caches in (pickle.loads(pickle.dumps(kept[kind])), copy.deepcopy(kept[kind])):
+        assert twin.begin(caches, text) == len(prompts[5])
+
+
+def test_a_call_that_fails_leaves_no_tokens_behind(decoder, prompts):
+    """What was not computed must not be taken for computed later."""
+    first, second = decoder.new_caches(16), decoder.new_caches(16)
+    decoder.run_texts([(first, prompts[0][:3])])
+    for texts, kind, message in (
+        ([(first, [1]), (second, [2] * 17)], IndexError, "a text has 17 tokens; expected at most 16"),
+        ([(first, [1]), (second, [])], ValueError, "a text has no tokens; expected at least one"),
+        ([(first, [1]), (second, [99999])], ValueError, r"there is no token 99999; expected 0 to \d+"),
+        ([(first, [1]), (second, [-1])], ValueError, "there is no token -1"),
+        ([], ValueError, "there are no texts; expected at least one"),
+    ):
+        with pytest.raises(kind, match=message):
+            decoder.run_texts(texts)
+        assert first.tokens == prompts[0][:3] and second.tokens == []
+    with pytest.raises(ZeroDivisionError):
+        with_hook = decoder.model.lm_head.register_forward_pre_hook(lambda module, inputs: 1 / 0)
+        decoder.run_texts([(first, [1]), (second, [1], (first, 2))])
+    with_hook.remove()
+    assert first.tokens == prompts[0][:3] and second.tokens == []
+    logits = decoder.run_texts([(first, [5]), (second, prompts[0][2:3] + [5], (first, 2))])
+    assert torch.equal(*logits) and first.tokens == second.tokens == prompts[0][:3] + [5]
+    for length in (0, -16, 17):
+        with pytest.raises(ValueError, match=f"length is {length}; expected a positive multiple of 16"):
+            decoder.new_caches(length)
+    with pytest.raises(ValueError, match="dtype is torch.float64; expected one of torch.float32"):
+        decoder.new_caches(16, torch.float64)
 
 
 @pytest.mark.parametrize("function", [torch.nn.SiLU(), torch.nn.GELU(approximate="tanh"), torch.nn.Sigmoid()], ids=repr)

@@ -197,6 +197,32 @@ def test_usage_errors():
         assert said in result.stderr
 
 
+def test_options_that_would_not_count_are_refused(packed, tmp_path):
+    text, page = TINY / "heldout.txt", tmp_path / "page.html"
+    write = ("generate", FLOAT, "--prompt", "a")
+    for arguments, option, why in (
+        ((*write, "--mapping", "levels"), "--mapping", "without --bits"),
+        ((*write, "--embedding-bits", 4), "--embedding-bits", "without --bits"),
+        ((*write, "--at-once", 4), "--at-once", "without --prompts"),
+        ((*write, "--top-k", 4), "--top-k", "at --temperature 0"),
+        ((*write, "--top-p", 0.5), "--top-p", "at --temperature 0"),
+        (("chat", packed[0], "--group-size", 64), "--group-size", "without --bits"),
+        (("export", packed[0], "--to", "pte", "--output", tmp_path / "m.pte", "--mapping", "affine"), "--mapping", "--bits"),
+        (("export", packed[0], "--to", "gguf", "--output", tmp_path / "m.gguf", "--chunk", 4), "--chunk", "with --to gguf"),
+        (("eval", FLOAT, "--text", text, "--group-size", 64), "--group-size", "without --bits"),
+        (("quantize", FLOAT, tmp_path / "new", "--method", "gptq"), "--method", "without --calibrate"),
+        (("quantize", FLOAT, tmp_path / "new", "--window", 64), "--window", "without --calibrate"),
+        (("report", FLOAT, page, "--text", text, "--calibrate-tokens", 999), "--calibrate-tokens", "without --calibrate"),
+        (("report", FLOAT, page, "--text", text, "--methods", "gptq"), "--methods", "without --calibrate"),
+        (("tune", packed[0], "--group-size", 64), "--group-size", "which is packed already"),
+    ):
+        result = invoke(*arguments)
+        assert (result.exit_code, result.stdout) == (2, ""), (arguments, result.output)
+        assert f"Invalid value for {option}: it means nothing" in result.stderr.replace("\n", " "), result.stderr
+        assert why in " ".join(result.stderr.replace("│", " ").split()), result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bugs_keep_their_traceback(monkeypatch):
     def fails():
         raise RuntimeError("a bug")

@@ -1,5 +1,7 @@
 """lowbit.nn: what modules say of themselves, and how they are made."""
 
+import copy
+import pickle
 import types
 
 import pytest
@@ -133,6 +135,61 @@ def test_the_weight_and_bias_of_a_packed_layer(dtype):
     model = nn.Sequential(packed, packed_table).to(torch.bfloat16)
     assert {model[0].weight.dtype, model[0].bias.dtype, model[1].weight.dtype} == {torch.bfloat16}
     assert model[1](torch.tensor([1])).dtype == torch.bfloat16
+
+
+def test_changes_of_a_weight_that_would_be_lost_are_refused():
+    """Views, and setting ``.data``: without an error the layer goes on as it was."""
+    layer = lowbit.nn.Linear.from_float(nn.Linear(32, 9), LinearConfig(8))
+    before = layer.dequantize()
+
+    def set_row(weight):
+        weight[2] = 0.0
+
+    def set_data(weight):
+        weight.data = torch.zeros(9, 32)
+
+    for change in (
+        set_row,
+        set_data,
+        lambda weight: weight[2].zero_(),
+        lambda weight: weight.data[:, 3].mul_(2),
+        lambda weight: weight.T.add_(1),
+        lambda weight: weight.view(-1).zero_(),
+        lambda weight: weight.chunk(2)[1].zero_(),
+        lambda weight: torch._foreach_mul_([weight], 2),
+        lambda weight: torch.add(torch.zeros(9, 32), 1, out=weight),
+    ):
+        for tensor in (layer.weight, layer.weight.detach()):
+            with pytest.raises(RuntimeError, match="the weight of a packed layer cannot be changed"):
+                change(tensor)
+    with pytest.raises(RuntimeError, match="the weight of a packed layer cannot be changed"):
+        layer.bias.data = torch.zeros(9)
+    assert torch.equal(layer.dequantize(), before)
+    # To read, and to change a copy.
+    assert torch.equal(layer.weight.T + 0, before.T) and layer.weight.T.stride() == (1, 32)
+    assert torch.equal(layer.weight[1:3, ::2] * 2, before[1:3, ::2] * 2)
+    copied = layer.weight.clone()
+    copied[2] = 0.0
+    assert torch.equal(copied[2], torch.zeros(32)) and torch.equal(copied[3], before[3])
+
+
+def test_the_values_of_a_weight_go_wherever_tensors_go():
+    """They are computed; it has no memory that could be pointed to, and pointers to none end a process."""
+    layer = lowbit.nn.Linear.from_float(nn.Linear(32, 9), LinearConfig(8))
+    weight, expected = layer.weight, layer.dequantize()
+    for found in (
+        torch.from_numpy(weight.numpy()),
+        torch.from_numpy(weight.detach().cpu().numpy()),
+        torch.tensor(weight.tolist()),
+        torch.from_dlpack(weight),
+        copy.deepcopy(weight),
+        copy.deepcopy({"weight": weight})["weight"],
+        pickle.loads(pickle.dumps(weight)),
+    ):
+        assert type(found) is torch.Tensor and torch.equal(found, expected)
+    for ask in (weight.data_ptr, weight.share_memory_):
+        with pytest.raises(RuntimeError, match="the weight of a packed layer has no memory of its own"):
+            ask()
 
 
 def test_models_that_read_a_weight_compile_and_export():

@@ -1,10 +1,12 @@
 """quantize_: modules of torch that use their linear layers in their own way, and models that are refused."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
@@ -187,3 +189,43 @@ def test_quantising_twice_does_nothing_more():
     with pytest.warns(UserWarning, match="matches no layer"), pytest.raises(ValueError, match="selects no"):
         lowbit.quantize_(model, LinearConfig(2))
     assert model[0] is layer
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "pruned", "pruned bias"])
+def test_weights_that_hooks_compute_are_refused(name):
+    """The hook would set them again, on a layer that has none; and what it computes next is not what was packed."""
+    change, undo = {
+        "weight_norm": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+        "spectral_norm": (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+        "pruned": (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), lambda layer: prune.remove(layer, "weight")),
+        "pruned bias": (lambda layer: prune.l1_unstructured(layer, "bias", 0.5), lambda layer: prune.remove(layer, "bias")),
+    }[name]
+    model = nn.Sequential(nn.Linear(32, 9), nn.Linear(9, 9)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch says that there are newer ones
+        change(model[1])
+    x = random_rows(3, 32)
+    expected = model(x)
+    said = r"(1\.)?(weight|bias) is no parameter: a hook computes it before each call"
+    for call in (
+        lambda: lowbit.quantize_(model, LinearConfig(8)),
+        lambda: lowbit.qat.prepare_(model, LinearConfig(8)),
+        lambda: lowbit.nn.Linear.from_float(model[1], LinearConfig(8)),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+        assert torch.equal(model(x), expected)
+    assert quantised(lowbit.quantize_(copy.deepcopy(nn.Sequential(model[0])), LinearConfig(8)))
+    undo(model[1])
+    lowbit.quantize_(model, LinearConfig(8))
+    torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_forward_of_its_own_is_warned_of():
+    """Set on a layer, not its class: it computes with the float weight, and its packed layer cannot have it."""
+    model = nn.Sequential(nn.Linear(32, 9))
+    layer = model[0]
+    layer.forward = lambda x: 2 * nn.functional.linear(x, layer.weight, layer.bias)
+    with pytest.warns(UserWarning, match="a Linear has a forward of its own, set on the layer; the packed layer in its place"):
+        lowbit.quantize_(model, LinearConfig(8))
+    assert "forward" not in vars(model[0])

@@ -7,36 +7,60 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+import torch.distributed as dist
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import lowbit
 from lowbit.tensor_parallel import shard_
 
 RANKS = Path(__file__).with_name("tensor_parallel_ranks.py")
 TINY = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
-CONFIG = lowbit.LowBitConfig(bits=4, group_size=32)
+CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)
+SIZES = {
+    "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 6, "vocab_size": 100,
+}  # fmt: skip
+NEOX = SIZES | {"num_attention_heads": 4}
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # Phi 3's own are outside of a small vocabulary
+
+
+def _llama(**sizes) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:
     """What each of three ranks found."""
     directory = tmp_path_factory.mktemp("ranks")
+    sizes = SIZES | {"num_hidden_layers": 2, "max_position_embeddings": 64}
     # Biases, a tied head, a vocabulary that three ranks cannot share evenly, several heads of queries to one of keys.
-    sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 144, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    models = {"qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=3, tie_word_embeddings=True))}
+    # Queries, keys and values in one matrix, gate and up in another.
+    models["phi3"] = Phi3ForCausalLM(Phi3Config(**sizes, num_key_value_heads=3, **ENDS))
+    # Every rank needs the one head of keys.
+    models["one head"] = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1))
     torch.manual_seed(3)
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, max_position_embeddings=64))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter)
-    model.save_pretrained(directory / "float")
-    lowbit.quantize_checkpoint(directory / "float", directory / "packed", CONFIG)
+    for kind, model in models.items():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                torch.nn.init.normal_(parameter, std=0.1)
+            elif name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+        model.save_pretrained(directory / kind)
+        lowbit.quantize_checkpoint(directory / kind, directory / f"{kind} packed", CONFIG)
     lowbit.quantize_checkpoint(TINY, directory / "tiny", CONFIG)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(RANKS)]
     ended = subprocess.run(
-        [*run, *(str(directory / name) for name in ("tiny", "packed", "float")), str(directory)],
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        [*run, str(directory / "tiny"), str(directory)], capture_output=True, text=True, timeout=900
+    )
     assert ended.returncode == 0, ended.stderr[-5000:]
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(3)]
 
@@ -66,13 +90,69 @@ def test_a_shipped_model_on_two_ranks(found):
         assert case["bytes"] < 0.51 * case["whole bytes"]
 
 
-def test_transformers_cuts_by_its_own_plan(found):
-    assert len(of(found, "random")) == 3
-    for case in of(found, "random"):
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "one head"])
+def test_transformers_cuts_by_its_own_plan(found, name):
+    assert len(of(found, name)) == 3
+    for case in of(found, name):
         assert case["auto"] and case["at load"] and case["by hand"] and case["plan"]
         assert case["parts"] == [True, True]
+
+
+def test_rows_of_each_rank(found):
+    def rows(name: str, layer: str) -> list[int]:
+        return [case["rows"][layer] for case in of(found, name)]
+
     # Whole panels of 16, and what is left.
-    assert [case["rows of the head"] for case in of(found, "random")] == [48, 48, 4]
+    assert rows("qwen2", "lm_head") == [48, 48, 4]
+    assert rows("phi3", "model.layers.1.self_attn.qkv_proj") == [64, 64, 64]
+    assert rows("one head", "model.layers.1.self_attn.q_proj") == [32, 32, 32]
+    assert rows("one head", "model.layers.1.self_attn.k_proj") == [16, 16, 16]
+
+
+@pytest.mark.parametrize("name", ["phi3 on two", "one head on two"])
+def test_two_ranks_write_what_one_does(found, name):
+    assert len(of(found, name)) == 2
+    for case in of(found, name):
+        assert case["logits"] and case["tokens"]
+        assert 0 < case["sums"] < 0.05
+
+
+@pytest.mark.parametrize("ranks, expected", [(2, [0, 1]), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1])])
+def test_heads_of_keys_for_more_ranks(monkeypatch, ranks, expected):
+    """Which head a rank has; nothing is computed, so one process plays all."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
+    for rank, head in enumerate(expected):
+        monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
+        model = lowbit.quantize_(_llama(**sizes), lowbit.LinearConfig(bits=4, group_size=32))
+        attention = model.model.layers[0].self_attn
+        wholes = [layer.packed_weight for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        shard_(model)
+        each = 256 // ranks
+        slices = [(rank * each, (rank + 1) * each), (head * 32, (head + 1) * 32), (head * 32, (head + 1) * 32)]
+        own = [layer.packed_weight for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        for found, whole, cut in zip(own, wholes, slices, strict=True):
+            assert torch.equal(found, lowbit.slice_rows(whole, *cut))
+        assert attention.num_key_value_groups == 8 // ranks
+
+
+@pytest.mark.parametrize(
+    "ranks, build, wrong",
+    [
+        (3, lambda: _llama(num_key_value_heads=2, head_dim=24), "k_proj has 2 heads of 24 outputs"),
+        (4, lambda: _llama(num_key_value_heads=1), "q_proj has 6 heads of 16 outputs"),
+        # Queries, keys and values of a head follow each other.
+        (3, lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX)), "query_key_value has 4 heads of 72 outputs"),
+    ],
+)
+def test_heads_that_ranks_cannot_share_are_refused(monkeypatch, ranks, build, wrong):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    model = lowbit.quantize_(build(), lowbit.LinearConfig(bits=4, group_size=32))
+    with pytest.raises(ValueError, match=f"{wrong}, which {ranks} ranks cannot share evenly"):
+        shard_(model)
 
 
 def test_what_cannot_be_cut_is_refused(found):

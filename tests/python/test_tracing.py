@@ -49,6 +49,31 @@ def test_opcheck_quantize(mapping, group_size):
         opcheck(OPS.quantize.default, (random_rows(18, 40).to(dtype), 4, group_size, mapping == "affine", True))
 
 
+def test_values_and_the_meta_device_do_not_mix():
+    """A layer that was never loaded: torch asks for shapes only, and what is given would be whatever lies in memory."""
+    model = lowbit.quantize_(Small(), {"*": lowbit.LinearConfig(4), "table": lowbit.EmbeddingConfig(4)})
+    packed, x = model.up.packed_weight, torch.randn(2, 48)
+    experts = torch.stack([packed, packed])
+    tokens = torch.tensor([[0], [1]])
+    model.to("meta")
+    calls = [
+        lambda: model.up(x),
+        lambda: model.up(x.clone().requires_grad_()),
+        lambda: model.table(torch.tensor([1])),
+        lambda: lowbit.linear(x.to("meta"), packed, 80),
+        lambda: OPS.linears(x, [packed, packed.to("meta")], [80, 80]),
+        lambda: lowbit.linear_experts(x, experts.to("meta"), tokens, 80),
+        lambda: lowbit.linear_experts(x, experts, tokens.to("meta"), 80),
+    ]
+    q = torch.randn(1, 1, 2, 16)
+    caches = [torch.zeros(1, 1, 16, 16) for _ in range(2)]
+    calls.append(lambda: lowbit.attention(q, q, q, caches[0].to("meta"), caches[1].to("meta"), torch.tensor([0])))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"lowbit.\w+: \w+ is on \w+ and \w+ on \w+; expected one device"):
+            call()
+    assert model.up(x.to("meta")).shape == (2, 80)
+
+
 def test_fake_kernels_give_the_real_shapes_and_types():
     packed = random_packed(18, 40, 4, 16, "symmetric")
     for dtype in DTYPES:

@@ -1,6 +1,6 @@
 """What test_vllm.py runs in a process of its own: vLLM's greedy tokens as JSON, or the errors that it ends with.
 
-    generate.py RANKS OUTPUT {"name": [DIRECTORY, quantization_config or null], ...}
+    generate.py OUTPUT {"name": {"model": DIRECTORY, ...}, ...}     with other arguments of vllm.LLM
 """
 
 import json
@@ -10,18 +10,16 @@ PROMPTS = [[1, 5, 9, 20, 33], [7] * 12, list(range(3, 40))]
 TOKENS = 12
 
 
-def main(ranks: str, output: str, cases: str) -> None:
+def main(output: str, cases: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    common = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
+    common |= {"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 24}
     found = {}
-    for name, (directory, config) in json.loads(cases).items():
-        options = {"hf_overrides": {"quantization_config": config}} if config else {}
+    for name, options in json.loads(cases).items():
         try:
-            llm = LLM(
-                directory, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4,
-                tensor_parallel_size=int(ranks), kv_cache_memory_bytes=1 << 24, **options,
-            )  # fmt: skip
+            llm = LLM(**common | options)
         except Exception as error:  # what it is, the test says
             found[name] = str(error)
             continue

@@ -57,15 +57,32 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-def served(models: dict[str, Path], ranks: int, tmp_path: Path, cases: dict[str, tuple[str, dict | None]]) -> dict:
-    """What vLLM writes, by the name of the case; each is a model and the config to quantise it with at load."""
-    arguments = {name: [str(models[model]), config] for name, (model, config) in cases.items()}
-    command = [sys.executable, str(HERE / "generate.py"), str(ranks), str(tmp_path / "found"), json.dumps(arguments)]
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """With one place for what vLLM finds out about architectures, each in a process of its own."""
+    return ENVIRONMENT | {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture(scope="module")
+def found(models, environment, tmp_path_factory) -> dict:
+    """What vLLM writes, by the name of the case: all in one process, whose start takes longer than they do."""
+    at_load = {"quant_method": "lowbit", **OPTIONS}
+    cases = {
+        "tiny": ("tiny", {}), "mixed": ("mixed", {}),
+        "at load": ("tiny float", {"hf_overrides": {"quantization_config": at_load}}),
+        "mixed at load": ("float", {"hf_overrides": {"quantization_config": at_load | MIXED}}),
+        "missing": ("missing", {}), "experts": ("experts", {"hf_overrides": {"quantization_config": at_load}}),
+        "compiled": ("mixed", {"enforce_eager": False}),
+        "two ranks": ("mixed", {"tensor_parallel_size": 2}),
+    }  # fmt: skip
+    arguments = {name: {"model": str(models[model]), **options} for name, (model, options) in cases.items()}
+    output = tmp_path_factory.mktemp("found") / "found"
+    command = [sys.executable, str(HERE / "generate.py"), str(output), json.dumps(arguments)]
     # One rank runs in this one process: what it raises is what its user sees.
-    environment = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CACHE_ROOT": str(tmp_path)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    one = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    ended = subprocess.run(command, env=one, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr[-5000:]
-    return json.loads((tmp_path / "found").read_text())
+    return json.loads(output.read_text())
 
 
 @torch.no_grad()
@@ -82,30 +99,29 @@ def eager(directory: Path, options: dict | None = None) -> list[list[int]]:
     return texts
 
 
-def test_one_rank(models, tmp_path):
-    at_load = {"quant_method": "lowbit", **OPTIONS}
-    cases = {
-        "tiny": ("tiny", None), "mixed": ("mixed", None), "at load": ("tiny float", at_load),
-        "mixed at load": ("float", at_load | MIXED), "missing": ("missing", None), "experts": ("experts", at_load),
-    }  # fmt: skip
-    found = served(models, 1, tmp_path, cases)
+def test_one_rank(found, models):
     assert found["tiny"] == eager(models["tiny"])
     assert found["mixed"] == eager(models["mixed"])
     assert found["at load"] == found["tiny"]
     assert found["mixed at load"] == found["mixed"]
+
+
+def test_compiled(found):
+    assert found["compiled"] == found["mixed"]
+
+
+def test_what_is_refused(found):
     assert "model.layers.1.input_layernorm.weight" in found["missing"]
     assert "has experts (model.layers.0.mlp.experts.gate_up_proj)" in found["experts"]
 
 
-def test_two_ranks(models, tmp_path):
-    found = served(models, 2, tmp_path, {"tiny": ("tiny", None), "mixed": ("mixed", None)})
-    for name in ("tiny", "mixed"):
-        # Each rank quantises its own activations: a text may take another way where two tokens are nearly alike.
-        same = [one[:4] == other[:4] for one, other in zip(found[name], eager(models[name]), strict=True)]
-        assert sum(same) >= 2, (found[name], same)
+def test_two_ranks(found):
+    # Each rank quantises its own activations: a text may take another way where two tokens are nearly alike.
+    same = [one[:4] == other[:4] for one, other in zip(found["two ranks"], found["mixed"], strict=True)]
+    assert sum(same) >= 2, (found["two ranks"], found["mixed"])
 
 
-def test_the_server(models, tmp_path):
+def test_the_server(models, environment, tmp_path):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -115,7 +131,7 @@ def test_the_server(models, tmp_path):
         "--port", str(port), "--served-model-name", "tiny",
     ]  # fmt: skip
     log = (tmp_path / "log").open("w+")
-    server = subprocess.Popen(command, env=ENVIRONMENT | {"VLLM_CACHE_ROOT": str(tmp_path)}, stdout=log, stderr=log)
+    server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         url, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -30,6 +30,8 @@ from .options import (
     Threads,
     finite,
     make_config,
+    refuse_unused,
+    refuse_without_bits,
 )
 from .output import Output, describe, set_stdout_errors
 
@@ -107,6 +109,7 @@ def chat(
     from lowbit.llm.loading import load_tokenizer, stop_tokens
 
     output = Output(as_json)
+    refuse_without_bits(bits, group_size, mapping, embedding_bits)
     asked = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
     text = None if template is None else read_text(template)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
@@ -122,6 +125,8 @@ def chat(
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty
     }  # fmt: skip
     sampling = replace(sampling, **{name: value for name, value in given.items() if value is not None})
+    if not sampling.temperature:
+        refuse_unused("at --temperature 0, which draws nothing", top_k=top_k is not None, top_p=top_p is not None)
     if ignored:
         output.warn(f"generation_config.json of {model} sets {', '.join(ignored)}, which lowbit does not do")
     if max_length is None:

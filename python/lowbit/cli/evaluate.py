@@ -12,7 +12,7 @@ import typer
 import lowbit
 
 from .models import load, read_text, set_threads
-from .options import Cache, EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, make_config
+from .options import Cache, EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, make_config, refuse_without_bits
 from .output import Output, size, table
 
 
@@ -39,6 +39,7 @@ def evaluate(
     from lowbit.llm.perplexity import perplexity
 
     output = Output(as_json)
+    refuse_without_bits(bits, group_size, mapping, embedding_bits)
     try:
         widths = [int(part) for part in bits.split(",")] if bits else []
     except ValueError:

@@ -12,7 +12,20 @@ import typer
 from lowbit._machine import cpp_compiler
 
 from .models import load, positions
-from .options import Cache, EmbeddingBits, GroupSize, Json, Mapping, MaxLength, Model, OptionalBits, make_config
+from .options import (
+    Cache,
+    EmbeddingBits,
+    GroupSize,
+    Json,
+    Mapping,
+    MaxLength,
+    Model,
+    OptionalBits,
+    make_config,
+    refuse_unused,
+    refuse_without_bits,
+    said_how,
+)
 from .output import Output, size, table
 
 
@@ -47,8 +60,11 @@ def export(
             raise ValueError("--bits does not go with --to gguf: quantise with lowbit quantize, and export the result")
         if cache is not None:
             raise ValueError("--cache does not go with --to gguf: who runs the file chooses its cache")
+        how = said_how(group_size, mapping, embedding_bits)
+        refuse_unused("with --to gguf", max_length=max_length is not None, chunk=chunk != 128, **how)
         _to_gguf(output, model, file)
         return
+    refuse_without_bits(bits, group_size, mapping, embedding_bits)
     from lowbit import llm
 
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)

@@ -29,6 +29,8 @@ from .options import (
     Threads,
     finite,
     make_config,
+    refuse_unused,
+    refuse_without_bits,
 )
 from .output import Output, set_stdout_errors, size
 
@@ -100,6 +102,11 @@ def generate(
     from lowbit.llm.loading import TextStream, check_tokens, load_tokenizer, stop_tokens
 
     output = Output(as_json)
+    refuse_without_bits(bits, group_size, mapping, embedding_bits)
+    if prompts is None:
+        refuse_unused("without --prompts", at_once=at_once != 16)
+    if not temperature:
+        refuse_unused("at --temperature 0, which draws nothing", top_k=top_k is not None, top_p=top_p is not None)
     model = imported(output, model)
     texts = _prompts(prompt, prompt_file, prompts)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)

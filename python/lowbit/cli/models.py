@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .options import make_config
+from .options import make_config, refuse_unused
 from .output import Output
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def load_packed(output: Output, model: Path, bits: int | None, group_size: str) 
     from lowbit.llm.loading import is_packed
 
     as_it_is = bits is None and is_packed(model)
+    if as_it_is:
+        refuse_unused(f"for {model}, which is packed already", group_size=group_size != "32")
     return load(output, model, None if as_it_is else make_config(bits or 4, group_size))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -64,6 +64,29 @@ def finite(number: float | None) -> float | None:
     if number is not None and not math.isfinite(number):
         raise typer.BadParameter(f"{number} is not a finite number")
     return number
+
+
+def refuse_unused(why: str, **given: bool) -> None:
+    """Refuses options that mean nothing here: a user who gives one expects that it counts.
+
+    Args:
+        why: "without --bits", for example.
+        given: by the parameter's name, whether an option has another value than its default.
+    """
+    for name, other in given.items():
+        if other:
+            raise typer.BadParameter(f"it means nothing {why}", param_hint=f"--{name.replace('_', '-')}")
+
+
+def refuse_without_bits(bits: Any, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None) -> None:
+    """Refuses options that say how a float checkpoint is quantised, where none is."""
+    if not bits:
+        refuse_unused("without --bits", **said_how(group_size, mapping, embedding_bits))
+
+
+def said_how(group_size: str, mapping: str, embedding_bits: int | None) -> dict[str, bool]:
+    """Which of these options say something else than their defaults."""
+    return {"group_size": group_size != "32", "mapping": mapping != "symmetric", "embedding_bits": embedding_bits is not None}
 
 
 def parse_group_size(text: str) -> int | None:

@@ -17,7 +17,7 @@ import typer
 import lowbit
 
 from .models import read_text
-from .options import Bits, EmbeddingBits, GroupSize, Json, Mapping, finite, make_config, parse_group_size
+from .options import Bits, EmbeddingBits, GroupSize, Json, Mapping, finite, make_config, parse_group_size, refuse_unused
 from .output import Output, size, table
 
 if TYPE_CHECKING:
@@ -90,6 +90,9 @@ def quantize(
     """Quantise a checkpoint, without ever holding it in memory."""
     begin = time.perf_counter()
     output = Output(as_json)
+    if calibrate is None:
+        given = {"method": method != "auto", "calibrate_tokens": calibrate_tokens != 32768, "window": window != 512}
+        refuse_unused("without --calibrate", **given)
     overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
     config = make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
     if calibrate is None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .models import read_text, set_threads
-from .options import EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, parse_group_size
+from .options import EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, parse_group_size, refuse_unused
 from .output import Output, table
 
 
@@ -73,6 +73,14 @@ def report(
     from lowbit.report.measure import Options, collect
 
     output = Output(as_json)
+    if calibrate is None:
+        refuse_unused(
+            "without --calibrate",
+            calibrate_tokens=calibrate_tokens != 32768,
+            methods=methods not in ("importance,auto", "none"),
+            target_methods=target_methods not in ("auto", "none"),
+            target_bits=target_bits not in ("1.5,2,2.5,3,3.5,4.5,6.5,8.5", "none"),
+        )
     try:
         widths = sorted({int(part) for part in bits.split(",")}, reverse=True)
     except ValueError:

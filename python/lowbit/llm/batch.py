@@ -11,7 +11,7 @@ from .caches import Caches, common
 from .decoder import Decoder
 from .generation import Generation, Writer, check_lengths
 from .proof import check_texts
-from .sampling import check_sampling
+from .sampling import check_sampling, check_seed, token_ids
 
 # Fewer tokens than these are computed rather than copied, which has its cost, too.
 _LEAST = 16
@@ -75,18 +75,20 @@ def generate_batch(
 
     Raises:
         ValueError: no prompts, an empty one, one that leaves no room for a new token, or a token of it that is not in the
-            vocabulary; or a number out of its range; or a decoder that is none, or whose model cannot take several texts.
+            vocabulary; or a number out of its range; or prefixes of another model or kind of cache; or a decoder that is none, or whose model cannot take several texts.
         RuntimeError: the decoder was released.
     """
     if not isinstance(decoder, Decoder):
         raise ValueError(f"a {type(decoder).__name__} takes one text at a time; expected a Decoder, not compiled")
     decoder.check()
     check_texts(decoder)
-    given = [list(prompt) for prompt in prompts]
+    given = [token_ids(f"prompt {number}", prompt) for number, prompt in enumerate(prompts)]
     if not given:
         raise ValueError("there are no prompts; expected at least one")
     counts = _each("max_new_tokens", max_new_tokens, len(given), 0)
     seeds = _each("seed", seed, len(given), 1)
+    for each in seeds:
+        check_seed(each)
     for number, (prompt, count) in enumerate(zip(given, counts, strict=True)):
         name = f"prompt {number}"
         check_lengths(name, prompt, count, decoder.max_length)
@@ -97,7 +99,9 @@ def generate_batch(
         if value < 1:
             raise ValueError(f"{name} is {value}; expected 1 or more")
     check_sampling(temperature, top_k, top_p, repetition_penalty)
-    stop, prefixes = frozenset(stop), list(prefixes)
+    stop, prefixes = frozenset(token_ids("stop", stop)), list(prefixes)
+    for prefix in prefixes:
+        decoder.check_caches(prefix)
 
     def begin(number: int, others: Iterable[tuple[Caches, list[int]]]) -> _Running:
         prompt = given[number]

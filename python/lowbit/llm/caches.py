@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,9 +15,22 @@ class Caches:
     """Keys and values of one text, apart from a decoder's own: :meth:`Decoder.new_caches` and :meth:`Decoder.read` make
     them."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]):
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, model: torch.nn.Module):
+        """Args:
+            dtype: of keys and values; ``torch.int4`` stands for 4 bits.
+            model: that computes them.
+        """
         self.layers = list(layers)
+        self.dtype = dtype
         self.tokens: list[int] = []  # whose keys and values these are
+        self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"_model": None}  # of which model a file's are nobody knows
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Whether this model computes them, as far as is known."""
+        return self._model is None or self._model() is model
 
     @property
     def length(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._machine import cpp_compiler
 from ..exports.module import machine_code
-from .decoder import Decoder, check_call
+from .decoder import Decoder, check_call, pieces
 
 # Loops over fewer values than this for each thread run on one thread. At one token there are a few thousand values,
 # and a parallel region would take longer than they do.
@@ -36,7 +36,11 @@ class Step:
         """As :meth:`Decoder.forward`."""
         self._decoder.check()
         check_call(tokens, start, self._decoder.vocabulary, self.max_length)
-        return (self._one if tokens.shape[1] == 1 else self._many)(tokens, start)
+        graph = self._one if tokens.shape[1] == 1 else self._many
+        *before, last = pieces(tokens, start)
+        for piece in before:
+            graph(*piece)
+        return graph(*last)
 
 
 def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:

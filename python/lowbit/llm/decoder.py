@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..hf import decoding
 from ..ops import cache_storage, cache_width
 from .caches import Caches, common, copy_layer
 from .proof import Reference, ask, measure_caches, prove
+from .sampling import token_ids
 
 # What keys and values can be kept in.
 CACHES = {
@@ -22,7 +23,16 @@ CACHES = {
     "int4": torch.int4,
 }
 
-_ROWS = 512  # tokens of a long beginning that are computed at a time
+# Tokens of a prompt that are computed at a time. More would cost time: what layers hand on then takes so many megabytes
+# that malloc returns them to the system after each use, and every page comes back with a fault.
+PIECE = 256
+
+
+def pieces(tokens: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """A call [1, s] in pieces of at most PIECE tokens and nearly the same length, each with its start."""
+    for piece in tokens.tensor_split(max(1, -(-tokens.shape[1] // PIECE)), dim=1):
+        yield piece, start
+        start = start + piece.shape[1]
 
 
 def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
@@ -193,7 +203,9 @@ class Decoder(torch.nn.Module):
             own.clear()
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Args:
+        """A long prompt is computed in pieces, which packed layers do not notice: the bits are the same.
+
+        Args:
             tokens: [1, s] int64.
             start: [1] int64: how many tokens are in the caches already.
 
@@ -205,9 +217,16 @@ class Decoder(torch.nn.Module):
             IndexError: the text is longer than max_length.
             RuntimeError: the decoder was released.
         """
-        if not torch.compiler.is_compiling():
-            self.check()
-            check_call(tokens, start, self.vocabulary, self.max_length)
+        if torch.compiler.is_compiling():
+            return self._step(tokens, start)
+        self.check()
+        check_call(tokens, start, self.vocabulary, self.max_length)
+        *before, last = pieces(tokens, start)
+        for piece in before:
+            self._step(*piece)
+        return self._step(*last)
+
+    def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
         return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches(), keep=1)[:, -1]
 
     def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:
@@ -224,10 +243,31 @@ class Decoder(torch.nn.Module):
             dtype: of keys and values; None: as the decoder's own.
 
         Raises:
+            ValueError: another length or dtype.
             RuntimeError: the decoder was released.
         """
         self.check()
-        return Caches(self._make(length, dtype or self.cache_dtype))
+        dtype = dtype or self.cache_dtype
+        if length <= 0 or length % 16:
+            raise ValueError(f"length is {length}; expected a positive multiple of 16")
+        if dtype not in CACHES.values():
+            raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, CACHES.values()))}")
+        return Caches(self._make(length, dtype), dtype, self.model)
+
+    def check_caches(self, caches: Caches, dtype: torch.dtype | None = None) -> None:
+        """Refuses caches that cannot be copied from.
+
+        Args:
+            dtype: of what they are copied to; None: the decoder's own.
+
+        Raises:
+            ValueError: they are of another kind, or another model computed them.
+        """
+        dtype = dtype or self.cache_dtype
+        if caches.dtype is not dtype:
+            raise ValueError(f"the caches are of {caches.dtype}; expected {dtype}")
+        if not caches.is_of(self.model):
+            raise ValueError("the caches have keys and values of another model; expected those of the decoder's")
 
     def read(self, tokens: Sequence[int], begin: Caches | None = None) -> Caches:
         """Computes keys and values of a text's beginning (a system prompt, a document), for texts that begin with it.
@@ -237,11 +277,13 @@ class Decoder(torch.nn.Module):
             begin: of another text, which may begin alike: what both have in common is copied.
 
         Raises:
-            ValueError: no tokens, or one that is not in the vocabulary.
+            ValueError: no tokens, or one that is not in the vocabulary; or ``begin`` is of another model or kind.
             IndexError: more than max_length tokens.
             RuntimeError: the decoder was released.
         """
-        tokens = list(tokens)
+        tokens = token_ids("the text", tokens)
+        if begin is not None:
+            self.check_caches(begin)
         check_call(torch.tensor([tokens]).long(), torch.tensor([0]), self.vocabulary, self.max_length)
         caches = self.new_caches(-(-len(tokens) // 16) * 16)
         same = 0 if begin is None else common(begin.tokens, tokens)
@@ -250,8 +292,8 @@ class Decoder(torch.nn.Module):
                 copy_layer(source, target, same)
         caches.tokens = tokens[:same]
         with torch.inference_mode():
-            for at in range(same, len(tokens), _ROWS):
-                self.run_texts([(caches, tokens[at : at + _ROWS])])
+            for at in range(same, len(tokens), PIECE):
+                self.run_texts([(caches, tokens[at : at + PIECE])])
         return caches
 
     def begin(self, caches: Caches, tokens: Sequence[int]) -> int:
@@ -261,9 +303,12 @@ class Decoder(torch.nn.Module):
             How many of the tokens the decoder has now: the ``cached`` of :func:`generate`, at least one less than there are.
 
         Raises:
+            ValueError: the caches are of another model or kind.
             RuntimeError: the decoder was released.
         """
         self.check()
+        self.check_caches(caches)
+        tokens = token_ids("the text", tokens)
         count = min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length)
         for source, target in zip(caches.layers, self.caches(), strict=True):
             copy_layer(source, target, count)
@@ -285,30 +330,48 @@ class Decoder(torch.nn.Module):
             Of each text [vocabulary], or [s, vocabulary].
 
         Raises:
+            ValueError: no texts, one without tokens, or with one that is not in the vocabulary; or caches to copy from that are
+                of another model or kind.
             IndexError: a text is longer than its caches.
             RuntimeError: the decoder was released.
         """
         self.check()
+        if not texts:
+            raise ValueError("there are no texts; expected at least one")
         rows: list[int] = []
         positions: list[int] = []
         parts = []
+        lengths: dict[int, int] = {}  # that caches will have behind this call
         for caches, tokens, *source in texts:
-            before = None
+            before, start, begin = None, lengths.get(id(caches), len(caches.tokens)), len(rows)
             if source:
                 other, count = source[0]
-                caches.tokens = other.tokens[:count]
-                before = _copy_from(other, caches, count)
-            start, begin = len(caches.tokens), len(rows)
+                self.check_caches(other, caches.dtype)
+                start = min(count, lengths.get(id(other), len(other.tokens)))
+                before = _copy_from(other, caches, start)
+            if not len(tokens):
+                raise ValueError("a text has no tokens; expected at least one")
+            least, most = min(tokens), max(tokens)
+            if least < 0 or most >= self.vocabulary:
+                raise ValueError(f"there is no token {least if least < 0 else most}; expected 0 to {self.vocabulary - 1}")
             if start + len(tokens) > caches.length:
                 raise IndexError(f"a text has {start + len(tokens)} tokens; expected at most {caches.length}, as its caches")
             rows += tokens
             positions += range(start, start + len(tokens))
-            caches.tokens += tokens
+            lengths[id(caches)] = start + len(tokens)
             parts.append(decoding.Part(begin, len(rows), torch.tensor([start]), caches.layers, before))
+        for caches, _, *source in texts:
+            if source:
+                caches.tokens = []  # what they had is written over
         keep = torch.arange(len(rows)) if everywhere else torch.tensor([part.end - 1 for part in parts])
         logits = self.run(
             torch.tensor([rows]), torch.tensor(positions), torch.tensor([0]), decoding.Texts(parts), 0 if everywhere else keep
         )[0]
+        # Only now: what a call that failed did not compute must not be taken for computed.
+        for caches, tokens, *source in texts:
+            if source:
+                caches.tokens = source[0][0].tokens[: source[0][1]]
+            caches.tokens += tokens
         if logits.shape[0] != len(keep):  # a model that gives all of them always
             logits = logits[keep]
         return [logits[part.begin : part.end] for part in parts] if everywhere else list(logits)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .guessing import Draft, Lookup
-from .sampling import check_sampling, penalise, sample
+from .sampling import check_sampling, check_seed, penalise, sample, token_ids
 
 
 def rate(count: int, seconds: float) -> float:
@@ -98,10 +98,13 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, one that leaves no room for a new token, or a token of it that is not in the
-            vocabulary; or a number out of its range; or guesses with a step that has no ``all_logits``; or a draft with
+            vocabulary; or a number out of its range; or logits that are not finite; or guesses with a step that has no ``all_logits``; or a draft with
             fewer positions than max_length, or without guesses.
     """
-    prompt = list(prompt)
+    prompt, stop = token_ids("the prompt", prompt), token_ids("stop", stop)
+    limit = getattr(step, "max_length", max_length)
+    if max_length > limit:
+        raise ValueError(f"max_length is {max_length}; expected at most {limit}, that of the decoder")
     check_lengths("the prompt", prompt, max_new_tokens, max_length)
     if not 0 <= cached < len(prompt):
         raise ValueError(f"cached is {cached}; expected 0 to {len(prompt) - 1}, fewer than the prompt has tokens")
@@ -115,6 +118,7 @@ def generate(
     if draft is not None and draft.max_length < max_length:
         raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
     check_sampling(temperature, top_k, top_p, repetition_penalty)
+    check_seed(seed)
     text = Writer(
         prompt, max_new_tokens, max_length, temperature, top_k, top_p, repetition_penalty, seed, stop, cached, on_token
     )

@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 
+_NOT_FINITE = "the model's logits are not finite: its weights are damaged, or not those of its config.json"
+
+
+def token_ids(name: str, tokens: Iterable) -> list[int]:
+    """Numbers of any kind as Python's: those of a tensor are equal to no other, and in no set.
+
+    Raises:
+        ValueError: something else than whole numbers.
+    """
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        shape = f" of shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else ""
+        raise ValueError(f"{name} is a {type(tokens).__name__}{shape}; expected token ids, whole numbers") from None
+
+
 def most_likely(logits: Tensor) -> int:
-    """The first of the largest logits [vocabulary]."""
+    """The first of the largest logits [vocabulary].
+
+    Raises:
+        ValueError: one is NaN, or the largest is infinite.
+    """
     # numpy finds it several times faster than torch: 15 instead of 110 us among 128256 on Zen 4.
-    return int((logits if logits.dtype == torch.float32 else logits.float()).detach().numpy().argmax())
+    values = (logits if logits.dtype == torch.float32 else logits.float()).detach().numpy()
+    token = int(values.argmax())  # of a NaN, where there is one
+    if not math.isfinite(values[token]):
+        raise ValueError(_NOT_FINITE)
+    return token
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for what torch's generator does not take."""
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; expected a number of 64 bits")
 
 
 def check_sampling(
@@ -65,7 +97,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
         logits[logits < logits.topk(top_k).values[-1]] = -math.inf
     probabilities = logits.softmax(0)
     if probabilities.isnan().any():
-        raise ValueError("the model's logits are not finite: its weights are damaged, or not those of its config.json")
+        raise ValueError(_NOT_FINITE)
     if top_p is not None and top_p < 1:
         ordered, order = probabilities.sort(descending=True)
         # Keeps the smallest set of tokens that reaches top_p: the first one always.
