@@ -17,6 +17,7 @@ from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration import calibrate
 from lowbit.calibration import choice
 from lowbit.calibration import model as implementation
+from lowbit.calibration.tables import moments_of_tables
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"
 SHARED = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -162,6 +163,63 @@ def test_llama_in_bfloat16():
 def test_bert_gets_better():
     found = errors(bert(), {"*": LinearConfig(2, 32), "*pooler*": None})
     assert found[2] < 0.7 * found[0], found
+
+
+class Mixing(nn.Module):
+    """The least that has a table and answers: a row times a matrix."""
+
+    def __init__(self, matrix: torch.Tensor):
+        super().__init__()
+        self.table = nn.Embedding(120, len(matrix))
+        self.matrix = matrix
+
+    def forward(self, input_ids, **_):
+        return (self.table(input_ids) @ self.matrix,)
+
+
+def test_what_errors_of_a_table_cost():
+    """The moments are those of the derivatives: here of a matrix that is known."""
+    torch.manual_seed(0)
+    matrix = torch.randn(16, 16) * torch.linspace(-1.5, 1.5, 16).exp()
+    found = moments_of_tables(Mixing(matrix), list(map(as_batch, tokens(20))), ["table"])["table"]
+    assert found.tokens == 20 * 2 * 48
+    similar = torch.nn.functional.cosine_similarity(found.square.flatten(), (matrix @ matrix.T).flatten(), 0)
+    assert similar > 0.98
+    # What is masked does not count.
+    batch = as_batch(tokens(1)[0])
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][:, 20:] = 0
+    assert moments_of_tables(Mixing(matrix), [batch], ["table"])["table"].tokens == 2 * 20
+    assert moments_of_tables(llama(tied=False), [batch], ["model.embed_tokens"]) == {}
+
+
+def as_batch(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids}
+
+
+@pytest.mark.parametrize("levels", [None, "fit"])
+def test_tables_of_an_encoder_make_up_for_their_errors(levels):
+    """Also of words that the text has not; at 1 bit they stay as they are without a text."""
+    torch.manual_seed(3)
+    model = bert()
+    # Features that depend on each other, as in trained models.
+    mixed = torch.randn(64, 64) * torch.linspace(-2, 1, 64).exp()
+    for name in ("query", "key", "value"):
+        layer = model.encoder.layer[0].attention.self.get_submodule(name)
+        layer.weight.data = layer.weight.data @ mixed
+    model.embeddings.LayerNorm.weight.data.mul_(torch.linspace(-1.5, 1.5, 64).exp())
+    table = "embeddings.word_embeddings"
+    data = [torch.where(batch < 60, batch, batch - 60) for batch in tokens(20)]
+    test = [torch.where(batch < 60, batch + 60, batch) for batch in tokens(seed=1)]
+    wanted, found = hidden(model, test), []
+    for bits, method in ((3, "importance"), (3, "gptq"), (1, "importance"), (1, "gptq")):
+        changed = copy.deepcopy(model)
+        config = {"*": None, "*.2.output.dense": LinearConfig(8), table: EmbeddingConfig(bits, levels=bits > 1 and levels or None)}
+        result = calibrate(changed, data, config, method)
+        assert set(result.methods) == {"encoder.layer.2.output.dense"}
+        found.append((float((hidden(changed, test) - wanted).square().sum()), changed.get_submodule(table).packed_weight))
+    assert found[1][0] < 0.9 * found[0][0], found
+    assert torch.equal(found[2][1], found[3][1])
 
 
 def test_padding_does_not_count():

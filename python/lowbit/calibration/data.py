@@ -65,6 +65,18 @@ def tokens_of(batch: Batch) -> int:
     return batch["input_ids"].numel() if mask is None else int((mask != 0).sum())
 
 
+def rows_in_parts(batch: Batch, most: int) -> list[Batch]:
+    """A batch in parts of at most so many rows; what has another first dimension goes to each."""
+    rows = batch["input_ids"].shape[0]
+    return [
+        {
+            key: value[at : at + most] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+            for key, value in batch.items()
+        }
+        for at in range(0, rows, most)
+    ]
+
+
 def _as_batch(item: Any) -> Batch:
     if isinstance(item, Tensor):
         item = {"input_ids": item}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, normalize
 
 from .capture import Stop, hidden_of
-from .data import Batch, tokens_of
+from .data import Batch, rows_in_parts, tokens_of
 from .learning import Learning, LearningEach, learning_in_place_of, learning_of, put_weights
 
 STEPS = 120  # at the least; each is a batch of the text
@@ -32,17 +32,9 @@ class Teacher:
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """Rows of a batch, so that their logits are not too many at once."""
-        rows, length = batch["input_ids"].shape
         if self.head is None:
             return [batch]
-        most = max(1, _LOGITS // (length * self.head.out_features))
-        return [
-            {
-                key: value[at : at + most] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
-                for key, value in batch.items()
-            }
-            for at in range(0, rows, most)
-        ]
+        return rows_in_parts(batch, max(1, _LOGITS // (batch["input_ids"].shape[1] * self.head.out_features)))
 
     def _answer(self, model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The input of the head and its output; of a model without one twice the last hidden states."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..files.replace import lock, sync, sync_path
 
-_VERSION = 3
+_VERSION = 4
 _IDENTITY, _LAYERS, _WIDTHS = "identity.json", "layers.jsonl", "widths.json"
 
 

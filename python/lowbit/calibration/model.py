@@ -24,11 +24,12 @@ from .collect import HELD, HELD_PART, add_to, inputs_in_a_run, part_held, rows_o
 from .data import Batch, batches, tokens_of
 from .distilling import Teacher, distilled
 from .experts import holders_in, inputs_of_expert, routed, weight_of
-from .gptq import Moments
-from .grid import Config
+from .gptq import Moments, Solver
+from .grid import Config, with_table
 from .learning import put_weights
 from .result import METHODS, Calibration
 from .selection import check_experts, check_weights, left_float, lists_of_blocks, select
+from .tables import DAMPING, moments_of_tables
 from .tuning import tuned
 
 
@@ -155,12 +156,14 @@ class _Run:
             lists = lists_of_blocks(model, self.experts)
         else:
             lists = lists_of_blocks(model, [*alone, *self.experts])
+        tables = {name: config for name, config in self.embeddings.items() if name not in together}
+        # At 1 bit making up for errors loses more than it gains.
+        wanted = {name for name, config in tables.items() if config.bits > 1 and name not in self.kept.packed}
+        of_tables = moments_of_tables(model, self.inputs, wanted if self.method != "importance" else ())
         floats, moments = self._first_pass(lists, [name for name in early if name not in self.kept.packed])
         for names in shared:
             self._quantise_shared(names, moments)
-        tables = {name: config for name, config in self.embeddings.items() if name not in together}
-        if tables:
-            quantize_(model, tables)
+        self._quantise_tables(tables, of_tables)
         if self.method == "importance":
             for name in alone:
                 self._quantise(model, [name], alone, moments.pop(name, None))
@@ -454,6 +457,25 @@ class _Run:
             if found:
                 return found[0]
         return None
+
+    def _quantise_tables(self, tables: Mapping[str, Config], moments: dict[str, Moments]) -> None:
+        """Packs tables of embeddings that no head shares: by GPTQ, or rounded to nearest those without moments."""
+        nearest = {}
+        for name, config in tables.items():
+            layer = self.model.get_submodule(name)
+            if name in self.kept.packed:
+                packed = self.kept.packed[name][1]
+            elif name in moments:
+                solver, weight = Solver(moments.pop(name), DAMPING), layer.weight.detach()
+                own = with_table(config, weight, solver.importance)
+                packed = packed_in_bands(weight, own, partial(solver.quantise, config=own, correction=0.0), None)
+                packed = self.kept.keep([([name], "gptq", packed)])[0]
+            else:
+                nearest[name] = config
+                continue
+            self.model.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
+        if nearest:
+            quantize_(self.model, nearest)
 
     def _quantise_shared(self, names: list[str], moments: dict[str, Moments]) -> None:
         layers = {name: self.model.get_submodule(name) for name in names}

@@ -1,0 +1,93 @@
+"""What errors of tables of embeddings cost the answers of an embedding model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from .capture import hidden_of
+from .collect import add_to, rows_of
+from .data import Batch, rows_in_parts, tokens_of
+from .gptq import Moments
+
+DAMPING = 0.1  # of GPTQ: the moments are an estimate from few draws, and a table's errors are large
+_TOKENS = 512  # whose activations are kept for the gradients, or those of one text
+
+
+def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Batch], names: Collection[str]) -> dict[str, Moments]:
+    """Second moments of the gradients of a float model's answers with respect to what its tables give.
+
+    For a table they are what the second moments of its inputs are for a linear layer: an error e of a row changes the
+    answers by e^T H e, so that :func:`lowbit.calibration.gptq.gptq` makes up for the errors of its first features with the
+    others. H is J^T J of the answers' derivatives J, estimated with random vectors in the place of the answers' features
+    (Hutchinson: "A stochastic estimator of the trace of the influence matrix", 1989). It is the same for all rows, so
+    those that the text does not show gain too.
+
+    The answers are last hidden states and the directions of their means over each text, as in
+    :class:`lowbit.calibration.distilling.Teacher`.
+
+    Args:
+        model: a float model without a head for its vocabulary, in eval mode.
+        inputs: the text.
+        names: of tables of embeddings.
+
+    Returns:
+        The moments of each table that the answers depend on; of a model with a head nothing: its table is often its head.
+    """
+    if not names or getattr(model, "get_output_embeddings", lambda: None)() is not None:
+        return {}
+    moments: dict[str, Moments] = {}
+    generator = torch.Generator().manual_seed(0)
+    seen: list[tuple[str, Tensor]] = []  # a table may be used more than once in a run
+
+    def hook(name: str):
+        def give(_, __, output: Tensor) -> Tensor:
+            seen.append((name, output.detach().requires_grad_(True)))
+            return seen[-1][1].clone()  # which may be changed in place
+
+        return give
+
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                stack.callback(parameter.requires_grad_, True)
+        for name in names:
+            stack.callback(model.get_submodule(name).register_forward_hook(hook(name)).remove)
+        for batch in inputs:
+            for part in rows_in_parts(batch, max(1, _TOKENS // batch["input_ids"].shape[1])):
+                seen.clear()
+                with torch.enable_grad():
+                    answer = _drawn(model, part, generator)
+                    if answer is None or not answer.requires_grad:
+                        return {}
+                    leaves = [values for _, values in seen]
+                    gradients = torch.autograd.grad(answer, leaves, allow_unused=True)
+                mask = part.get("attention_mask")
+                for (name, _), gradient in zip(seen, gradients, strict=True):
+                    if gradient is not None:
+                        rows = rows_of(gradient, None if mask is None else mask != 0)
+                        add_to(moments, name, rows, None, diagonal=False)
+    return {name: found for name, found in moments.items() if bool(torch.isfinite(found.square).all())}
+
+
+def _drawn(model: torch.nn.Module, batch: Batch, generator: torch.Generator) -> Tensor | None:
+    """A number whose gradients have, in the mean over draws, the second moments that are wanted. None: no hidden states."""
+    output = model(**batch)
+    states = getattr(output, "last_hidden_state", None)
+    states = hidden_of(output) if states is None else states
+    if not isinstance(states, Tensor) or states.dim() != 3:
+        return None
+    states, mask = states.float(), batch.get("attention_mask")
+    if mask is not None and mask.shape == states.shape[:2]:
+        states = states * (mask != 0)[:, :, None]
+    of_tokens = torch.randn(states.shape, generator=generator)
+    answer = (states * of_tokens).sum() / states.detach().norm().clamp(min=1e-20)
+    means = normalize(states.sum(1), dim=-1)
+    of_texts = torch.randn(means.shape, generator=generator)
+    return math.sqrt(tokens_of(batch)) * (answer + math.sqrt(0.5 / len(means)) * (means * of_texts).sum())
