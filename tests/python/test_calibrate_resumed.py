@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import lowbit
-from calibration_files import packed_of, source, text, words  # noqa: F401
+from calibration_files import make, packed_of, save, source, text, words  # noqa: F401
 from checkpoints import change_tensors
 from command_line import documented_keys, document, error, invoke
 from lowbit.calibration import distilling
+from lowbit.calibration import model as calibration
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.journal import Journal
 
@@ -75,6 +76,31 @@ def test_a_distilled_run_that_is_stopped_goes_on(source, text, tmp_path, monkeyp
     monkeypatch.setattr(distilling, "distilled", None)  # nothing is learnt again
     _, again = calibrate_checkpoint(source, tmp_path / "out", config, text.read_text(), "distilled")
     assert again.methods == whole.methods and again.resumed == len(whole.methods) + 1  # and the table
+    for name in sorted(os.listdir(tmp_path / "whole")):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def test_the_tables_of_an_encoder_are_taken_up(tmp_path, monkeypatch):
+    """Stopped behind the first layers, when the tables are there: no gradients are needed again."""
+    source = save(make("bert"), tmp_path / "source")
+    arguments = lowbit.LowBitConfig(bits=3, overrides={"*pooler*": None}), words(2000), "gptq"
+    calibrate_checkpoint(source, tmp_path / "whole", *arguments)
+    keep = Journal.keep
+
+    def stopped(journal, layers):
+        result = keep(journal, layers)
+        if any(name.startswith("encoder.") for name in layers[0][0]):
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Journal, "keep", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_checkpoint(source, tmp_path / "out", *arguments)
+    monkeypatch.setattr(Journal, "keep", keep)
+    asked = []
+    monkeypatch.setattr(calibration, "moments_of_tables", lambda model, inputs, names: asked.append(set(names)) or {})
+    _, again = calibrate_checkpoint(source, tmp_path / "out", *arguments)
+    assert asked == [set()] and again.resumed == 3 + 1  # words, positions and kinds, and a layer
     for name in sorted(os.listdir(tmp_path / "whole")):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 

@@ -31,8 +31,10 @@ def calibrate(
     for one float block and for two float32 matrices [k, k] per input of k features is needed.
 
     Experts whose weights are one tensor are calibrated one by one, each with the tokens that are routed to it, behind the
-    other layers of their block. Embeddings are rounded to nearest. A head that shares its weight with an embedding is calibrated, and then shares
-    the packed weight.
+    other layers of their block. A head that shares its weight with an embedding is calibrated, and then shares the packed
+    weight. Tables of an embedding model are quantised by GPTQ from 2 bits up, with what gradients say of their errors
+    (:func:`lowbit.calibration.tables.moments_of_tables`), unless the method is importance; other tables are rounded to
+    nearest.
 
     Args:
         model: a language or embedding model in eval mode, on the CPU.
