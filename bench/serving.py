@@ -1,26 +1,36 @@
-"""lowbit in vLLM beside vLLM's own bfloat16: a Llama with random weights, several requests at once, and a prompt.
+"""lowbit in vLLM beside vLLM's own bfloat16 and llama.cpp: a Llama with random weights, requests at once, and a prompt.
 
     make test-vllm                                               # makes build/vllm, the environment
-    OMP_NUM_THREADS=1 build/vllm/bin/python bench/serving.py [--requests 1 8 32] [--rounds 5] [--profile]
+    make bench-peers                                             # llama.cpp's libraries
+    OMP_NUM_THREADS=1 build/vllm/bin/python bench/serving.py [--requests 1 8 32] [--rounds 5] [--variants 0 1]
 
-Each variant is a process of its own that serves in vLLM's eager mode, from packed files. In every round all take turns.
-Written are medians over the rounds: tokens per second, and in brackets how many times those of bfloat16 in the same
-round. New tokens are counted from when all prompts of a batch are read; the column "prompt" has one of --prompt tokens.
-With one thread of CPU time, which other work on the machine disturbs less. --profile adds what the operators take.
+Each variant is a process of its own, with the engine in it: vLLM's from packed files; llama.cpp's library with the same
+weights, which `lowbit export` wrote, and each request a sequence of its batches, which is what its server does behind
+HTTP. In every round all take turns. Written are medians over the rounds: tokens per second, and in brackets how many
+times those of the first variant in the same round. New tokens are counted from when all prompts of a batch are read;
+the column "prompt" has one of --prompt tokens. With one thread of CPU time, which other work on the machine disturbs
+less. --profile adds what vLLM's operators take.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import json
 import multiprocessing
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 
 SIZES = {  # 164 million parameters, of which the table of tokens, which is the head as well, has 33
@@ -33,11 +43,18 @@ SIZES = {  # 164 million parameters, of which the table of tokens, which is the 
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-FLOAT = "vLLM's bfloat16"
-VARIANTS = {FLOAT: (None, "bfloat16")} | {
-    f"lowbit, {bits} bits, {dtype} activations": (bits, dtype) for bits in (4, 8) for dtype in ("float32", "bfloat16")
+# Name: bits, dtype of the activations, compiled by torch.compile.
+VARIANTS = {"vLLM's bfloat16": (None, "bfloat16", False)}
+VARIANTS |= {
+    f"lowbit, {bits} bits, {dtype} activations": (bits, dtype, False)
+    for bits in (4, 8)
+    for dtype in ("float32", "bfloat16")
 }
+VARIANTS |= {f"{name}, compiled": (*options[:2], True) for name, options in VARIANTS.items()}
+VARIANTS["llama.cpp, Q4_0"] = (4, None, False)
+DEFAULT = [name for name, (_, _, compiled) in VARIANTS.items() if not compiled]
 GROUP_SIZE = 32
+TOKENIZER = Path(__file__).parents[1] / "examples" / "tiny_llama" / "model"
 SHORT = 32  # tokens of the prompts before new tokens are counted
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -45,35 +62,95 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def serve(connection, directory: str, dtype: str, most: int, length: int) -> None:
-    """A process: answers (requests, tokens of each prompt, new tokens) by seconds for the prompts and for the rest, and
-    "profile" before that by a table."""
-    from vllm import LLM, SamplingParams
+class Vllm:
+    def __init__(self, directory: Path, dtype: str, compiled: bool, most: int, length: int):
+        from vllm import LLM
 
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    engine = LLM(
-        directory, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, max_model_len=length, max_num_seqs=most,
-        max_num_batched_tokens=max(length, most * SHORT), enable_prefix_caching=False, kv_cache_memory_bytes=1 << 28,
-    ).llm_engine  # fmt: skip
-    numbers = random.Random(0)
+        self.engine = LLM(
+            str(directory), dtype=dtype, enforce_eager=not compiled, skip_tokenizer_init=True, max_model_len=length,
+            max_num_seqs=most, max_num_batched_tokens=max(length, most * SHORT), enable_prefix_caching=False,
+            kv_cache_memory_bytes=1 << 28,
+        ).llm_engine  # fmt: skip
 
-    def run(requests: int, prompt: int, new: int) -> tuple[float, float]:
+    def run(self, texts: list[list[int]], new: int, clock: Callable[[], float]) -> tuple[float, float]:
+        """Seconds for the prompts, and for the rest."""
+        from vllm import SamplingParams
+
         greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        for _ in range(requests):
-            tokens = [numbers.randrange(SIZES["vocab_size"]) for _ in range(prompt)]
-            engine.add_request(str(numbers.random()), {"prompt_token_ids": tokens}, greedy)
+        for i, tokens in enumerate(texts):
+            self.engine.add_request(f"{i} of {clock()}", {"prompt_token_ids": tokens}, greedy)
         begin, read = clock(), 0.0
         seen: dict[str, int] = {}
-        while engine.has_unfinished_requests():
-            for each in engine.step():
+        while self.engine.has_unfinished_requests():
+            for each in self.engine.step():
                 seen[each.request_id] = len(each.outputs[0].token_ids)
-            if not read and len(seen) == requests:
+            if not read and len(seen) == len(texts):
                 read = clock()
-        if list(seen.values()) != [new] * requests:
-            raise RuntimeError(f"vLLM wrote {list(seen.values())} tokens; expected {new} each of {requests} requests")
+        if list(seen.values()) != [new] * len(texts):
+            raise RuntimeError(f"vLLM wrote {list(seen.values())} tokens; expected {new} each of {len(texts)} requests")
         return read - begin, clock() - read
 
-    connection.send(f"{torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else "1 thread, CPU time")
+
+class LlamaCpp:
+    def __init__(self, path: Path, most: int, length: int):
+        import llama_cpp
+
+        self.library = llama_cpp
+        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._silent, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        if not model:
+            raise RuntimeError(f"llama.cpp does not load {path}")
+        parameters = llama_cpp.llama_context_default_params()
+        # As its server: caches of each sequence apart.
+        parameters.n_seq_max, parameters.n_ctx, parameters.kv_unified = most, most * -(-length // 256) * 256, False
+        parameters.n_batch = max(length, most * SHORT)
+        parameters.n_threads = parameters.n_threads_batch = torch.get_num_threads()
+        self.context = llama_cpp.llama_init_from_model(model, parameters)
+        if not self.context:
+            raise RuntimeError("llama.cpp makes no context")
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self.batch = llama_cpp.llama_batch_init(parameters.n_batch, 0, 1)
+
+    def step(self, texts: list[list[int]], start: int) -> list[list[int]]:
+        """The likeliest token behind each text, whose first token has the position `start`."""
+        batch, last, count = self.batch, [], 0
+        for sequence, tokens in enumerate(texts):
+            for i, token in enumerate(tokens):
+                batch.token[count], batch.pos[count], batch.logits[count] = token, start + i, i == len(tokens) - 1
+                batch.n_seq_id[count], batch.seq_id[count][0] = 1, sequence
+                count += 1
+            last.append(count - 1)
+        batch.n_tokens = count
+        if self.library.llama_decode(self.context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        logits = [self.library.llama_get_logits_ith(self.context, i) for i in last]
+        return [[int(np.ctypeslib.as_array(each, (self.vocabulary,)).argmax())] for each in logits]
+
+    def run(self, texts: list[list[int]], new: int, clock: Callable[[], float]) -> tuple[float, float]:
+        self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
+        begin, start = clock(), len(texts[0])
+        found = self.step(texts, 0)
+        read = clock()
+        for i in range(new - 1):
+            found = self.step(found, start + i)
+        return read - begin, clock() - read
+
+
+def serve(connection, path: Path, dtype: str | None, compiled: bool, most: int, length: int) -> None:
+    """A process: answers (requests, tokens of each prompt, new tokens) by tokens per second, those of the prompt where
+    one is new, and "profile" before that by a table."""
+    engine = LlamaCpp(path, most, length) if dtype is None else Vllm(path, dtype, compiled, most, length)
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    numbers = random.Random(0)
+
+    def run(requests: int, prompt: int, new: int) -> float:
+        texts = [[numbers.randrange(3, SIZES["vocab_size"]) for _ in range(prompt)] for _ in range(requests)]
+        prompts, rest = engine.run(texts, new, clock)
+        return requests * (new - 1) / rest if new > 1 else prompt / prompts
+
+    connection.send("ready")
     while question := connection.recv():
         if question[0] != "profile":
             connection.send(run(*question))
@@ -84,20 +161,30 @@ def serve(connection, directory: str, dtype: str, most: int, length: int) -> Non
         connection.send(table)
 
 
-def make_models(directory: Path) -> dict[int | None, str]:
-    """The checkpoint in bfloat16, and packed of some widths: {bits: its directory}."""
+def make_models(directory: Path, wanted: set[tuple[int | None, str | None]]) -> dict:
+    """The checkpoint in bfloat16, and packed of some widths: {bits: its directory}, and {(bits, None): a GGUF file}."""
     from transformers import LlamaConfig
 
     import lowbit
+    from lowbit.exports.gguf import export_gguf
     from lowbit.llm import random_model
 
-    found = {None: directory / "float"}
+    found: dict = {None: directory / "float"}
     random_model(LlamaConfig(**SIZES), None, None, torch.bfloat16).save_pretrained(found[None])
-    for bits in {bits for bits, _ in VARIANTS.values()} - {None}:
+    # A GGUF file wants a name for each token.
+    shutil.copy(TOKENIZER / "tokenizer_config.json", found[None])
+    tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"token{i}": i for i in range(len(vocabulary), SIZES["vocab_size"])}
+    (found[None] / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for bits in {bits for bits, _ in wanted} - {None}:
         found[bits] = directory / str(bits)
         config = lowbit.LowBitConfig(bits=bits, group_size=GROUP_SIZE, scale="absmax")
         lowbit.quantize_checkpoint(found[None], found[bits], config)
-    return {bits: str(path) for bits, path in found.items()}
+        if (bits, None) in wanted:
+            found[bits, None] = directory / f"{bits}.gguf"
+            export_gguf(found[bits], found[bits, None])
+    return found
 
 
 def main() -> None:
@@ -106,7 +193,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the one long prompt")
     parser.add_argument("--new", type=int, default=32, help="new tokens of each request")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--variants", type=int, nargs="+", default=range(len(VARIANTS)), help="0 is bfloat16")
+    numbered = "; ".join(f"{i}: {name}" for i, name in enumerate(VARIANTS))
+    parser.add_argument("--variants", type=int, nargs="+", choices=range(len(VARIANTS)), help=numbered)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     from lowbit._machine import cpu_name
@@ -115,46 +203,57 @@ def main() -> None:
     tasks = {f"{n} request{'s' if n > 1 else ''}": (n, SHORT, options.new + 1) for n in options.requests}
     tasks["prompt"] = (1, options.prompt, 1)
     length = max(SHORT + options.new + 1, options.prompt + 1)
-    times: dict[tuple[str, str], list[float]] = {}
+    names = [list(VARIANTS)[i] for i in options.variants] if options.variants else DEFAULT
+    if any(VARIANTS[name][1] is None for name in names) and find_spec("llama_cpp") is None:
+        parser.error("llama-cpp-python is not installed: make bench-peers, or choose other --variants")
+    rates: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.update(ENVIRONMENT | {"VLLM_CACHE_ROOT": scratch})
-        models, serving = make_models(Path(scratch)), {}
-        for name in [list(VARIANTS)[i] for i in options.variants]:
-            bits, dtype = VARIANTS[name]
+        models = make_models(Path(scratch), {VARIANTS[name][:2] for name in names})
+        serving = {}
+        for name in names:
+            bits, dtype, compiled = VARIANTS[name]
             serving[name], theirs = context.Pipe()
-            arguments = (theirs, models[bits], dtype, max(options.requests), length)
+            path = models[bits, None] if dtype is None else models[bits]
+            arguments = (theirs, path, dtype, compiled, max(options.requests), length)
             context.Process(target=serve, args=arguments, daemon=True).start()
             theirs.close()
-            how = serving[name].recv()
+            serving[name].recv()
         for turn in range(-1, options.rounds):  # the first is not counted
             print(f"round {turn + 1} of {options.rounds}", file=sys.stderr)
             for task, question in tasks.items():
                 for name, connection in serving.items():
                     connection.send(question)
-                    prompts, rest = connection.recv()
+                    rate = connection.recv()
                     if turn >= 0:
-                        requests, tokens, new = question
-                        rate = tokens / prompts if new == 1 else requests * (new - 1) / rest
-                        times.setdefault((name, task), []).append(rate)
-        import vllm
-
-        print(f"{cpu_name()}, {how}, torch {torch.__version__}, vLLM {vllm.__version__}; groups of {GROUP_SIZE}\n")
-        print("| tokens per second | " + " | ".join(tasks) + " |\n|" + "---|" * (len(tasks) + 1))
-        for name in serving:
-            cells = []
-            for task in tasks:
-                cell = f"{statistics.median(times[name, task]):.0f}"
-                if name != FLOAT and FLOAT in serving:
-                    pairs = zip(times[name, task], times[FLOAT, task], strict=True)
-                    cell += f" ({statistics.median(own / other for own, other in pairs):.2f})"
-                cells.append(cell)
-            print(f"| {name} | " + " | ".join(cells) + " |")
+                        rates.setdefault((name, task), []).append(rate)
+        report(rates, names, list(tasks), cpu_name())
         for name, connection in serving.items() if options.profile else ():
             for task, question in tasks.items():
                 connection.send(("profile", *question))
                 print(f"\n{name}, {task}\n{connection.recv()}")
         for connection in serving.values():
             connection.send(None)
+
+
+def report(rates: dict[tuple[str, str], list[float]], names: list[str], tasks: list[str], cpu: str) -> None:
+    import vllm
+
+    how = f"{torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else "1 thread, CPU time"
+    versions = [f"torch {torch.__version__}", f"vLLM {vllm.__version__}"]
+    if any(VARIANTS[name][1] is None for name in names):
+        versions.append(f"llama-cpp-python {version('llama-cpp-python')}")
+    print(f"{cpu}, {how}, {', '.join(versions)}; groups of {GROUP_SIZE}\n")
+    print("| tokens per second | " + " | ".join(tasks) + " |\n|" + "---|" * (len(tasks) + 1))
+    for name in names:
+        cells = []
+        for task in tasks:
+            own, first = rates[name, task], rates[names[0], task]
+            cell = f"{statistics.median(own):.0f}"
+            if name != names[0]:
+                cell += f" ({statistics.median(a / b for a, b in zip(own, first, strict=True)):.2f})"
+            cells.append(cell)
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,13 @@
 #include "../kernels/export.h"
 #include "aligned_memory.h"
 
+#if defined(__has_feature)
+#if __has_feature(memory_sanitizer)
+#include <sanitizer/msan_interface.h>
+#define LOWBIT_POISON(memory, bytes) __msan_poison(memory, static_cast<size_t>(bytes))
+#endif
+#endif
+
 namespace lowbit {
 
 // Up to so much stays with a thread between its calls.
@@ -44,6 +51,9 @@ class Scratch {
     kept->lent = true;
     borrowed_ = kept;
     data_ = kept->memory;
+#ifdef LOWBIT_POISON
+    if (data_ != nullptr) LOWBIT_POISON(data_, bytes);  // what an earlier call wrote is not to be read
+#endif
   }
   ~Scratch() {
     if (borrowed_ != nullptr) {

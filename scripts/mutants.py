@@ -388,7 +388,7 @@ class Python:
         sys.meta_path.insert(0, Finder)
         importlib.import_module(module)
         assert sys.modules[module].__file__ == str(copy)
-        tests = [str(ROOT / "tests" / "python" / f"{name}.py") for name in PYTHON[file]]
+        tests = [str(ROOT / "tests" / "python" / re.sub(r"^\w+", r"\g<0>.py", name)) for name in PYTHON[file]]
         return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
 
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
-#   scripts/need.sh build|test|bench|arm-cost|workflows|tidy
+#   scripts/need.sh build|test|bench|arm-cost|workflows|tidy|msan
 # Says which packages are missing, and fails, where it cannot install them.
 set -u
 
@@ -49,6 +49,12 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
 fi
 if [ "${1:-build}" = tidy ]; then
   need clang-tidy-19 has clang-tidy-19
+fi
+if [ "${1:-build}" = msan ]; then
+  need clang-19 has clang++-19
+  need llvm-19 has llvm-symbolizer-19
+  need libclang-rt-19-dev test -f /usr/lib/llvm-19/lib/clang/19/lib/linux/libclang_rt.msan-x86_64.a
+  need googletest test -f /usr/src/googletest/CMakeLists.txt
 fi
 if [ "${1:-build}" = workflows ]; then
   need npm has npm

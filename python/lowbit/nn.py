@@ -269,8 +269,8 @@ class Linear(Packed):
         """Quantises a float layer by round-to-nearest.
 
         Raises:
-            TypeError, ValueError: a config of the wrong type, or weights that are not finite, not on the CPU, or computed by a
-                hook.
+            TypeError, ValueError: a config of the wrong type, or weights that are not finite, not on the CPU, or computed
+                by a hook.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"expected a torch.nn.Linear; found {type(linear).__name__}")
@@ -370,7 +370,7 @@ class Embedding(Packed):
 
         Raises:
             TypeError, ValueError: a config of the wrong type, a table with ``max_norm`` (it rescales its rows at each
-                lookup), or weights that are not finite or not on the CPU.
+                lookup), or weights that are not finite, not on the CPU, or computed by a hook.
         """
         if not isinstance(embedding, torch.nn.Embedding):
             raise TypeError(f"expected a torch.nn.Embedding; found {type(embedding).__name__}")
@@ -469,8 +469,8 @@ def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
     for name in ("weight", "bias"):
         if isinstance(layer.__dict__.get(name), Tensor):  # where a parameter is, it is not here
             raise ValueError(
-                f"{prefix}{name} is no parameter: a hook computes it before each call, as weight_norm, spectral_norm and pruning "
-                "do; make it one first (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
+                f"{prefix}{name} is no parameter: a hook computes it before each call, as weight_norm, spectral_norm and "
+                "pruning do; make it one first (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
             )
 
 
@@ -499,7 +499,8 @@ def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
     packed.train(layer.training)
     if "forward" in layer.__dict__ and isinstance(packed, Packed):
         warnings.warn(
-            f"a {type(layer).__name__} has a forward of its own, set on the layer; the packed layer in its place does not have it",
+            f"a {type(layer).__name__} has a forward of its own, set on the layer; the packed layer in its place does not "
+            "have it",
             stacklevel=2,
         )
     for name in _HOOKS:

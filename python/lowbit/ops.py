@@ -76,7 +76,8 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
         ValueError: as :func:`linear`, or not as many weights as ``out_features``.
     """
     packed_weights, out_features = list(packed_weights), list(out_features)
-    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+    fits = len(packed_weights) == len(out_features) > 0  # else the operator says what is wrong
+    if fits and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
             return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
     return torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
@@ -232,8 +233,8 @@ getattr(inspect, "modulesbyfile", {})[os.path.abspath(__file__)] = __name__
 
 
 def _check_devices(operator: str, **tensors: Tensor) -> None:
-    """Refuses tensors of which one is on the meta device and another has values: torch then asks for shapes only, and what
-    would be given for the values is whatever lay in memory."""
+    """Refuses tensors of which one is on the meta device and another has values: torch then asks for shapes only, and
+    what would be given for the values is whatever lay in memory."""
     (first, device), *others = ((name, tensor.device) for name, tensor in tensors.items())
     for name, other in others:
         if other != device:

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstring>
 
 #include "../../kernels/registry.h"
 #include "support/tensors.h"
@@ -117,6 +118,7 @@ TEST(Embedding, WhatWasCheckedIsWhatIsRead) {
 TEST(Embedding, IndicesThatChangeMeanwhile) {
   const Model model;
   Tensor indices(ElementType::i64, {64}), out(ElementType::f32, {64, kWidth});
+  std::memset(indices.memory->data(), 0, static_cast<size_t>(indices.memory->size()));
   auto* const values = indices.memory->as<std::atomic<int64_t>>();
   std::atomic<bool> stop{false};
   std::thread writer([&] {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstring>
 
 #include "support/tensors.h"
 
@@ -216,6 +217,7 @@ TEST(LinearExperts, IndicesThatChangeMeanwhile) {
   const Model model(3);
   const Tensor x = random_tensor(ElementType::f32, {8, kInputs}, random);
   Tensor experts(ElementType::i64, {8, 2}), out(ElementType::f32, {8, 2, kOutputs});
+  std::memset(experts.memory->data(), 0, static_cast<size_t>(experts.memory->size()));
   auto* const values = experts.memory->as<std::atomic<int64_t>>();
   std::atomic<bool> stop{false};
   std::thread writer([&] {

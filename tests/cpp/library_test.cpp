@@ -370,6 +370,22 @@ TEST(B_Added, LimitsOfAFormatsBytes) {
   }
 }
 
+// Names of formats have one letter to four.
+TEST(B_Added, AFormatOfOneLetter) {
+  static const PackedFormat kFormats[] = {{vendor_format("L"), [](const Layout&) { return int64_t{100}; },
+                                           [](const Layout&, const PackArgs&, void*) -> const char* { return nullptr; }}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(1);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout_of(3, 40, 4, 32, Mapping::symmetric, false), random)));
+  Layout layout;
+  const Status status = repack_shape(weight.view, "L", &layout);
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(layout.total_bytes, 64 + 128);
+}
+
 // A library may have any of the tables, alone and with others.
 TEST(B_Added, AnyMixOfTables) {
   static char names[16][3][24];

@@ -55,6 +55,7 @@ struct Buffer {
   explicit Buffer(int64_t size, int64_t misaligned = 0)
       : memory(new uint8_t[static_cast<size_t>(size + misaligned)]), bytes(size), gap(misaligned) {
     std::memset(memory.get(), 0x5c, static_cast<size_t>(size + misaligned));
+    forget(memory.get(), size + misaligned);
   }
   uint8_t* data() const { return memory.get() + gap; }
   TensorView view(ElementType type, const std::vector<int64_t>& sizes) const {
@@ -91,6 +92,7 @@ void expect(bool right, const char* what, const Layout& layout, const Status& st
 
 // The bits must be the same, but of NaN: its sign and payload follow the order of an instruction's operands.
 void expect_same(const Buffer& values, const uint8_t* expected, DType dtype, const char* name, const Layout& layout) {
+  expect_written(values.data(), values.bytes);
   if (std::memcmp(values.data(), expected, static_cast<size_t>(values.bytes)) == 0) return;
   for (int64_t i = 0; i < values.bytes / size_of(dtype); ++i) {
     const int64_t at = i * size_of(dtype);
@@ -222,6 +224,7 @@ void run_linear_rows(const uint8_t* packed, const Layout& layout, const TensorVi
     const LinearKernel& kernel = linear_kernel(i);
     if (!fits(kernel, layout)) continue;
     const Buffer out(m * layout.n * size_of(dtype));
+    forget(scratch, sizeof scratch);
     kernel.run({.panels = packed + layout.header_bytes,
                 .layout = layout,
                 .panel_begin = 0,

@@ -125,6 +125,19 @@ TEST(Quantize, AnyNumberOfThreadsAndAnyRowStride) {
   }
 }
 
+// Rows of one input have no step between inputs, whatever the view says.
+TEST(Quantize, AnyStrideOfASingleInput) {
+  Random random(5);
+  const Layout layout = layout_of(20, 1, 4, 0, Mapping::symmetric, false);
+  Tensor column = random_tensor(ElementType::f32, {20, 1}, random);
+  const Outputs expected(layout), out(layout);
+  ASSERT_TRUE(run(column.view, layout, false, expected).ok());
+  column.view.stride[1] = 20;
+  const Status status = run(column.view, layout, false, out);
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_TRUE(out.same(expected));
+}
+
 TEST(Quantize, ConstantAndTinyRows) {
   for (const float value : {0.0f, -0.0f, 1.0f, -3.0f, 1e-30f, 1e-40f, -1e-45f, 8e37f}) {
     for (int bits = 1; bits <= 8; ++bits) {

@@ -199,7 +199,7 @@ def test_usage_errors():
 
 def test_options_that_would_not_count_are_refused(packed, tmp_path):
     text, page = TINY / "heldout.txt", tmp_path / "page.html"
-    write = ("generate", FLOAT, "--prompt", "a")
+    write, to = ("generate", FLOAT, "--prompt", "a"), ("export", packed[0], "--to")
     for arguments, option, why in (
         ((*write, "--mapping", "levels"), "--mapping", "without --bits"),
         ((*write, "--embedding-bits", 4), "--embedding-bits", "without --bits"),
@@ -207,8 +207,8 @@ def test_options_that_would_not_count_are_refused(packed, tmp_path):
         ((*write, "--top-k", 4), "--top-k", "at --temperature 0"),
         ((*write, "--top-p", 0.5), "--top-p", "at --temperature 0"),
         (("chat", packed[0], "--group-size", 64), "--group-size", "without --bits"),
-        (("export", packed[0], "--to", "pte", "--output", tmp_path / "m.pte", "--mapping", "affine"), "--mapping", "--bits"),
-        (("export", packed[0], "--to", "gguf", "--output", tmp_path / "m.gguf", "--chunk", 4), "--chunk", "with --to gguf"),
+        ((*to, "pte", "--output", tmp_path / "m.pte", "--mapping", "affine"), "--mapping", "without --bits"),
+        ((*to, "gguf", "--output", tmp_path / "m.gguf", "--chunk", 4), "--chunk", "with --to gguf"),
         (("eval", FLOAT, "--text", text, "--group-size", 64), "--group-size", "without --bits"),
         (("quantize", FLOAT, tmp_path / "new", "--method", "gptq"), "--method", "without --calibrate"),
         (("quantize", FLOAT, tmp_path / "new", "--window", 64), "--window", "without --calibrate"),

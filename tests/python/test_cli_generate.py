@@ -5,10 +5,13 @@ import math
 import re
 import shutil
 
+import pytest
+
 
 import lowbit
 from command_line import FLOAT, PROMPT, document, documented_keys, error, invoke, run, section, text_of
 from lowbit import llm
+from lowbit.cli.generate import _lines
 from lowbit.llm.loading import TextStream, load_model, load_tokenizer
 
 
@@ -184,6 +187,14 @@ def test_generate_continues_many_texts(packed, expected, tmp_path):
     assert sorted(lines, key=lambda line: line["number"]) == said["texts"]
     assert re.search(r"^4 texts, \d+ prompt tokens, of which \d+ were copied from another text; 48 new tokens, [\d.]+ "
                      r"tokens/s, peak memory", result.stderr, re.M)  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\x85", "\x0c", "\x1e"])
+def test_what_ends_no_line_of_prompts(inside, tmp_path):
+    """JSON may have U+2028 as it is; Python's splitlines takes it, and others, for the end of a line."""
+    text = f"one{inside}two"
+    for name, line in (("p.txt", text), ("p.jsonl", json.dumps(text, ensure_ascii=False))):
+        assert _lines(tmp_path / name, f"{line}\n\n{line}\n") == [text, text]
 
 
 def test_prompts_that_are_none(packed, tmp_path):

@@ -1,5 +1,6 @@
 """Bad arguments of every public function: the exception, and that it names what was found and what was expected."""
 
+import dataclasses
 import os
 import re
 
@@ -8,6 +9,7 @@ import torch
 
 import lowbit
 from lowbit import LinearConfig
+from lowbit.ops import info_of_experts
 from reference import random_packed, random_rows
 
 PACKED = random_packed(20, 40, 4, 16, "symmetric", bias=True)
@@ -112,6 +114,24 @@ def test_altered_bytes_behind_the_header():
         refuses(ValueError, message, lowbit.verify, packed)
         refuses(ValueError, message, lowbit.unpack, packed)
         refuses(ValueError, message, torch.ops.lowbit.unpack, packed)
+
+
+def test_experts():
+    both, info = torch.stack([PACKED, PACKED]), lowbit.info(PACKED)
+    for count in (1, 2):
+        for verified in (False, True):
+            found = info_of_experts(both[:count], verified=verified)
+            assert found == dataclasses.replace(info, experts=count) and found.shape == (count, 20, 40)
+    for wrong, shape in ((PACKED, [1728]), (both[None], [1, 2, 1728]), (both[:0], [0, 1728])):
+        refuses(ValueError, f"packed has shape {shape}; expected [experts, bytes]", info_of_experts, wrong)
+    other = random_packed(20, 40, 4, 32, "symmetric", bias=True)  # of fewer bytes
+    padded = torch.cat([other, torch.zeros(PACKED.numel() - other.numel(), dtype=torch.uint8)])
+    refuses(ValueError, "expert 1: packed weight has 1728 bytes", info_of_experts, torch.stack([PACKED, padded]))
+    same_size = random_packed(20, 40, 4, 16, "symmetric", bias=False)
+    refuses(ValueError, "expert 1 is packed as", info_of_experts, torch.stack([PACKED, same_size]))
+    both[1, 500] ^= 4
+    info_of_experts(both)  # looks at headers only
+    refuses(ValueError, "expert 1: packed weight has altered bytes", info_of_experts, both, verified=True)
 
 
 @pytest.mark.parametrize("function", [lowbit.info, lowbit.verify, lowbit.unpack])

@@ -63,8 +63,9 @@ def test_gradients_are_those_of_single_calls():
     ],
 )
 def test_refusals(packed, sizes, message):
-    with pytest.raises(ValueError, match=message):
-        lowbit.linears(random_rows(3, K), weights()[0][packed], sizes)
+    for x in (random_rows(3, K), random_rows(3, K).requires_grad_()):
+        with pytest.raises(ValueError, match=message):
+            lowbit.linears(x, weights()[0][packed], sizes)
 
 
 def test_inputs_that_differ_are_refused():

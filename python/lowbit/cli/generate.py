@@ -281,7 +281,7 @@ def _read(path: Path | None) -> str:
 def _lines(path: Path, content: str) -> list[str]:
     """The texts of a file of --prompts; empty lines are none."""
     found = []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):  # not splitlines, to which U+2028 and others end one, too
         if not line.strip():
             continue
         text: Any = line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -78,7 +78,7 @@ def refuse_unused(why: str, **given: bool) -> None:
             raise typer.BadParameter(f"it means nothing {why}", param_hint=f"--{name.replace('_', '-')}")
 
 
-def refuse_without_bits(bits: Any, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None) -> None:
+def refuse_without_bits(bits: int | str | None, group_size: str, mapping: str, embedding_bits: int | None) -> None:
     """Refuses options that say how a float checkpoint is quantised, where none is."""
     if not bits:
         refuse_unused("without --bits", **said_how(group_size, mapping, embedding_bits))
@@ -86,7 +86,8 @@ def refuse_without_bits(bits: Any, group_size: str, mapping: str = "symmetric", 
 
 def said_how(group_size: str, mapping: str, embedding_bits: int | None) -> dict[str, bool]:
     """Which of these options say something else than their defaults."""
-    return {"group_size": group_size != "32", "mapping": mapping != "symmetric", "embedding_bits": embedding_bits is not None}
+    others = {"mapping": mapping != "symmetric", "embedding_bits": embedding_bits is not None}
+    return {"group_size": group_size != "32", **others}
 
 
 def parse_group_size(text: str) -> int | None:

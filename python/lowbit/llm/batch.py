@@ -75,7 +75,8 @@ def generate_batch(
 
     Raises:
         ValueError: no prompts, an empty one, one that leaves no room for a new token, or a token of it that is not in the
-            vocabulary; or a number out of its range; or prefixes of another model or kind of cache; or a decoder that is none, or whose model cannot take several texts.
+            vocabulary; or a number out of its range; or logits that are not finite; or prefixes of another model or
+            kind of cache; or a decoder that is none, or whose model cannot take several texts.
         RuntimeError: the decoder was released.
     """
     if not isinstance(decoder, Decoder):

@@ -330,8 +330,8 @@ class Decoder(torch.nn.Module):
             Of each text [vocabulary], or [s, vocabulary].
 
         Raises:
-            ValueError: no texts, one without tokens, or with one that is not in the vocabulary; or caches to copy from that are
-                of another model or kind.
+            ValueError: no texts, one without tokens, or with one that is not in the vocabulary; or caches to copy from
+                that are of another model or kind.
             IndexError: a text is longer than its caches.
             RuntimeError: the decoder was released.
         """
@@ -351,9 +351,9 @@ class Decoder(torch.nn.Module):
                 before = _copy_from(other, caches, start)
             if not len(tokens):
                 raise ValueError("a text has no tokens; expected at least one")
-            least, most = min(tokens), max(tokens)
-            if least < 0 or most >= self.vocabulary:
-                raise ValueError(f"there is no token {least if least < 0 else most}; expected 0 to {self.vocabulary - 1}")
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            if not 0 <= wrong < self.vocabulary:
+                raise ValueError(f"there is no token {wrong}; expected 0 to {self.vocabulary - 1}")
             if start + len(tokens) > caches.length:
                 raise IndexError(f"a text has {start + len(tokens)} tokens; expected at most {caches.length}, as its caches")
             rows += tokens

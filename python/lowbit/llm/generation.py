@@ -98,8 +98,8 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, one that leaves no room for a new token, or a token of it that is not in the
-            vocabulary; or a number out of its range; or logits that are not finite; or guesses with a step that has no ``all_logits``; or a draft with
-            fewer positions than max_length, or without guesses.
+            vocabulary; or a number out of its range; or logits that are not finite; or guesses with a step that has no
+            ``all_logits``; or a draft with fewer positions than max_length, or without guesses.
     """
     prompt, stop = token_ids("the prompt", prompt), token_ids("stop", stop)
     limit = getattr(step, "max_length", max_length)

@@ -76,6 +76,7 @@ Guarded::Guarded(int64_t bytes, Wall wall, int64_t gap) : size_(bytes) {
   uint8_t* const end =
       pages_ + page_bytes_ - (data_ + bytes) < kPattern ? pages_ + page_bytes_ : data_ + bytes + kPattern;
   for (uint8_t* p = first; p < end; ++p) *p = pattern(p - pages_);
+  forget(data_, bytes);
 }
 
 Guarded::~Guarded() { pool().emplace(page_bytes_, pages_); }

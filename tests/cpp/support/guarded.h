@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "written.h"
+
 namespace lowbit::test {
 
 // Which side of the buffer touches an inaccessible page.
@@ -29,7 +31,10 @@ class Guarded {
   std::vector<uint8_t> bytes() const { return {data_, data_ + size_}; }
 
   // Remembers the content: from now on intact() also checks that it did not change. For inputs.
-  void freeze() { frozen_ = bytes(); }
+  void freeze() {
+    accept(data_, size_);  // an output that a refused call must leave alone
+    frozen_ = bytes();
+  }
 
   // Whether the pattern around the buffer, and a frozen content, are as they were.
   bool intact() const;

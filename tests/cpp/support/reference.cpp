@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "written.h"
+
 namespace lowbit::test {
 namespace {
 
@@ -398,6 +400,7 @@ const char* name_of(DType dtype) { return dtype == DType::f32 ? "f32" : dtype ==
 
 testing::AssertionResult same_bits(const std::vector<uint8_t>& found, const std::vector<uint8_t>& expected,
                                    DType dtype) {
+  expect_written(found.data(), static_cast<int64_t>(found.size()));
   if (found == expected) return testing::AssertionSuccess();
   if (found.size() != expected.size())
     return testing::AssertionFailure() << found.size() << " bytes, not " << expected.size();

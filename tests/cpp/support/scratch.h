@@ -12,6 +12,7 @@ namespace lowbit::test {
 inline void* linear_scratch() {
   static Guarded memory(kLinearScratchBytes);
   std::memset(memory.data(), 0xff, static_cast<size_t>(memory.size()));
+  forget(memory.data(), memory.size());
   return memory.data();
 }
 

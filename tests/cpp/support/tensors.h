@@ -47,6 +47,7 @@ struct Tensor {
     for (const int64_t size : sizes) count *= size;
     memory = std::make_unique<Guarded>(count * element_bytes(type));
     std::memset(memory->data(), 0x5c, static_cast<size_t>(memory->size()));
+    forget(memory->data(), memory->size());
     view = view_of(memory->data(), type, sizes, contiguous_strides(sizes));
   }
   std::vector<uint8_t> bytes() const { return memory->bytes(); }

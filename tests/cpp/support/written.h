@@ -1,0 +1,36 @@
+// Memory that nothing has written yet, as MemorySanitizer sees it. In other builds all of this is nothing.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__has_feature)
+#if __has_feature(memory_sanitizer)
+#define LOWBIT_TEST_WRITTEN
+#include <sanitizer/msan_interface.h>
+#endif
+#endif
+
+namespace lowbit::test {
+
+// From now on these bytes count as never written. They keep their values.
+inline void forget([[maybe_unused]] const void* memory, [[maybe_unused]] int64_t bytes) {
+#ifdef LOWBIT_TEST_WRITTEN
+  __msan_poison(memory, static_cast<size_t>(bytes));
+#endif
+}
+
+// From now on these bytes count as written.
+inline void accept([[maybe_unused]] const void* memory, [[maybe_unused]] int64_t bytes) {
+#ifdef LOWBIT_TEST_WRITTEN
+  __msan_unpoison(memory, static_cast<size_t>(bytes));
+#endif
+}
+
+// Stops the test, and says where, unless all of these bytes were written, of values that were.
+inline void expect_written([[maybe_unused]] const void* memory, [[maybe_unused]] int64_t bytes) {
+#ifdef LOWBIT_TEST_WRITTEN
+  __msan_check_mem_is_initialized(memory, static_cast<size_t>(bytes));
+#endif
+}
+
+}  // namespace lowbit::test
