@@ -197,6 +197,15 @@ def test_usage_errors():
         assert said in result.stderr
 
 
+def test_errors_of_paths_and_overrides_name_what_is_wrong(packed, tmp_path):
+    draft = ("generate", packed[0], "--prompt", "a", "--draft", tmp_path / "none")
+    assert f"{tmp_path / 'none'} is not a directory; expected one with tokenizer.json" in error(invoke(*draft))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "expected one whose name ends in .safetensors" in error(invoke("inspect", tmp_path / "model.gguf"))
+    levels = ("quantize", FLOAT, tmp_path / "new", "--bits", 3, "--mapping", "levels", "--override", "lm_head=8")
+    assert "overrides has 'lm_head': bits is 8; expected 2, 3 or 4 with a table of levels" in error(invoke(*levels))
+
+
 def test_options_that_would_not_count_are_refused(packed, tmp_path):
     text, page = TINY / "heldout.txt", tmp_path / "page.html"
     write, to = ("generate", FLOAT, "--prompt", "a"), ("export", packed[0], "--to")

@@ -56,9 +56,11 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
 
     Raises:
         OSError: there is no such checkpoint, or a shard is missing.
-        ValueError: a file is damaged, or disagrees with the index.
+        ValueError: another kind of file; or a file is damaged, or disagrees with the index.
     """
     path = Path(path)
+    if path.is_file() and path.suffix != ".safetensors":
+        raise ValueError(f"{path} is a file; expected one whose name ends in .safetensors, or a directory of a checkpoint")
     files, weight_map = ([path], None) if path.is_file() else files_of(path)
     tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
     return [

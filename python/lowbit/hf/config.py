@@ -109,8 +109,11 @@ class LowBitConfig(QuantizationConfigMixin):
         self.overrides = [_pair(entry) for entry in _pairs(overrides)]
         for kind in KINDS.values():
             self._layer_config(kind)
-            for _, change in self.overrides:
-                self._layer_config(kind, change)
+            for pattern, change in self.overrides:
+                try:
+                    self._layer_config(kind, change)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"overrides has {pattern!r}: {error}") from error
 
     def _layer_config(self, kind: type, change: Mapping[str, Any] | None = _NO_CHANGE) -> Any:
         """The config of layers with these overrides; None: they stay float."""

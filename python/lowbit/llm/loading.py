@@ -118,6 +118,8 @@ def load_tokenizer(path: str | os.PathLike):
     from ..hf.loading import counting
 
     directory = Path(path)
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is not a directory; expected one with tokenizer.json")
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise FileNotFoundError(f"{directory} has no tokenizer.json; copy the files of its tokenizer there")
     with counting(None), interpreting(f"the tokenizer in {directory} does not load"):
