@@ -86,6 +86,7 @@ CPP: dict[str, tuple[list[tuple[str, ...]], list[str]]] = {
     "ops/repack.cpp": ([("library_tests",), FUZZED], []),
 }
 
+# Files of tests, or tests of a file.
 PYTHON: dict[str, list[str]] = {
     "python/lowbit/files/config_json.py": ["test_checkpoint_sources", "test_transformers"],
     "python/lowbit/files/elf.py": ["test_export"],
@@ -97,7 +98,11 @@ PYTHON: dict[str, list[str]] = {
     "python/lowbit/checkpoint/plan.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/quantizing.py": ["test_checkpoint", "test_checkpoint_targets"],
     "python/lowbit/checkpoint/writing.py": ["test_checkpoint", "test_checkpoint_targets"],
-    "python/lowbit/packed.py": ["test_pack", "test_hostile_bytes", "test_levels", "test_slices", "test_experts"],
+    "python/lowbit/packed.py": [
+        "test_errors::test_pack", "test_errors::test_packed_weights", "test_errors::test_experts",
+        "test_errors::test_not_a_tensor_or_not_on_the_cpu", "test_modules::test_configs_check_themselves",
+        "test_levels::test_pack_refuses", "test_levels::test_pack_and_back", "test_slices", "test_pack",
+    ],
     "python/lowbit/slices.py": ["test_slices"],
 }
 
