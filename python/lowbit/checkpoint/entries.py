@@ -60,7 +60,7 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
     """
     path = Path(path)
     if path.is_file() and path.suffix != ".safetensors":
-        raise ValueError(f"{path} is a file; expected one whose name ends in .safetensors, or a directory of a checkpoint")
+        raise ValueError(f"{path} is a file; expected one whose name ends in .safetensors, or a checkpoint's directory")
     files, weight_map = ([path], None) if path.is_file() else files_of(path)
     tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
     return [
