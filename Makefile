@@ -321,7 +321,7 @@ test-tsan: $(VENV)/cmake
 	LOWBIT_ISA=portable build/test-host/tests/cpp/race_tests 10000
 	build/test-host/tests/cpp/race_tests 10000
 
-# Reads of memory that nothing has written: kernels and operators compiled by Clang for its MemorySanitizer, five minutes of CPU
+# Reads of memory that nothing has written: kernels and operators compiled by Clang for its MemorySanitizer, eight minutes of CPU
 # time. Names of tests are made by the C++ library, which is not compiled for it. The operator of attention is left out: it reads
 # whole panels of keys, and MemorySanitizer lets no unwritten 4-bit code be an index, though its score is dropped.
 MSAN_TESTS := format_tests kernel_tests operator_tests packed_fuzz unwritten_tests
