@@ -224,3 +224,17 @@ def test_subdirectories_and_weights_of_others(source, tmp_path):
     }  # fmt: skip
     (source / "adapter_config.json").write_text("{}")
     refuse(source, tmp_path / "again", ValueError, "has adapter_config.json", "merge them into it first")
+
+
+@pytest.mark.parametrize("code, dtype", [
+    ("F64", torch.float64), ("F32", torch.float32), ("BF16", torch.bfloat16), ("F16", torch.float16),
+    ("I64", torch.int64), ("I32", torch.int32), ("I16", torch.int16), ("I8", torch.int8), ("U8", torch.uint8),
+    ("BOOL", torch.bool), ("U16", torch.uint16), ("U32", torch.uint32), ("U64", torch.uint64), ("C64", torch.complex64),
+    ("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2), ("F8_E8M0", torch.float8_e8m0fnu),
+])  # fmt: skip
+def test_an_entry_has_the_dtype_that_torch_knows(tmp_path, code, dtype):
+    header = json.dumps({"x": {"dtype": code, "shape": [3], "data_offsets": [0, 3 * dtype.itemsize]}}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3 * dtype.itemsize))
+    [entry] = inspect_checkpoint(path)
+    assert (f"torch.{entry.kind}", entry.bits, entry.bytes) == (str(dtype), 8 * dtype.itemsize, 3 * dtype.itemsize)
