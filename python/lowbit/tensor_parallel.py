@@ -169,7 +169,8 @@ def shard_(
 
     Every rank calls it with the same model, and then the model with the same inputs; each gets the whole result. What
     is loaded from files stays mapped until it is cut, and is then given back, matrix by matrix: a rank's memory is its
-    part, one matrix, and of the tables of embeddings, which stay whole, what it has looked up. Where an attention has fewer heads of keys than there are ranks, several ranks have the same one.
+    part, one matrix, and of the tables of embeddings, which stay whole, what it has looked up. Where an attention has
+    fewer heads of keys than there are ranks, several ranks have the same one.
 
     Args:
         model: with :class:`lowbit.nn.Linear` layers; of transformers, or any with a ``plan``.
