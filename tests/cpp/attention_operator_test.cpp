@@ -70,13 +70,12 @@ struct Model {
     return Tensor(element_type(cache_of), {batch, kv_heads, max_length, codes ? position_bytes(cache_of, width) : width});
   }
 
-  // The text in calls of so many positions each; out [batch, length, heads, width].
+  // The text, or its end from `start` on, in calls of so many positions each; out [batch, length, heads, width].
   std::vector<uint8_t> run(const TensorView& q, const TensorView& k, const TensorView& v,
                            const std::vector<int64_t>& counts, const Parallel& parallel, const Tensor& k_cache,
-                           const Tensor& v_cache) const {
+                           const Tensor& v_cache, int64_t start = 0) const {
     const size_t row = static_cast<size_t>(heads * width * element_bytes(type));
     std::vector<uint8_t> all(static_cast<size_t>(batch * length) * row);
-    int64_t start = 0;
     for (const int64_t count : counts) {
       Tensor out(type, {batch, count, heads, width});
       const Status status =
@@ -202,14 +201,29 @@ TEST(Attention, ATokenWithFewHeadsOfKeys) {
                             most = std::max(most, count);
                             for (int i = count - 1; i >= 0; --i) task(context, i);
                           }};
-  const Model models[] = {Model(1, 5, 1, 16, 1040, ElementType::f32, kF32),
-                          Model(1, 17, 1, 16, 1040, ElementType::bf16, kI8),
-                          Model(1, 4, 2, 16, 1040, ElementType::f32, kF16),
-                          Model(1, 5, 1, 32, 1040, ElementType::f32, kI4)};
+  // Of a text of 1032 positions the last 16, which see two spans and then three.
+  const Model models[] = {Model(1, 5, 1, 16, 1032, ElementType::f32, kF32),
+                          Model(1, 17, 1, 16, 1032, ElementType::bf16, kI8),
+                          Model(1, 4, 2, 16, 1032, ElementType::f32, kF16),
+                          Model(1, 5, 1, 32, 1032, ElementType::f32, kI4)};
   for (const Model& model : models) {
-    const std::vector<uint8_t> expected = model.run({1040});
+    const DType dtype = dtype_of(model.type);
+    // What the caches hold before: with as few heads of queries as there are of keys, which is the least work.
+    const Model before(1, model.kv_heads, model.kv_heads, model.width, 1016, model.type, model.cache_of);
+    const Tensor k_before = model.cache(), v_before = model.cache();
+    EXPECT_TRUE(same_bits(before.run(before.q.view, before.k.view, before.v.view, {500, 516}, {}, k_before, v_before),
+                          before.run({1016}), dtype));
+    const auto copy = [&](const Tensor& cache) {
+      Tensor same = model.cache();
+      std::memcpy(same.memory->data(), cache.memory->data(), static_cast<size_t>(same.memory->size()));
+      return same;
+    };
+    const auto end = [&](const std::vector<int64_t>& counts, const Parallel& parallel) {
+      return model.run(model.q.view, model.k.view, model.v.view, counts, parallel, copy(k_before), copy(v_before), 1016);
+    };
+    const std::vector<uint8_t> expected = end({16}, {});
     for (const Parallel& parallel : {Parallel(), threads(7), counting}) {
-      EXPECT_TRUE(same_bits(model.run({500, 524, 1, 1, 13, 1}, parallel), expected, dtype_of(model.type)));
+      EXPECT_TRUE(same_bits(end({1, 1, 13, 1}, parallel), expected, dtype));
     }
   }
   // Three spans, one head: as many tasks.
