@@ -3,9 +3,9 @@
 python bench/import_gguf.py DIRECTORY    # writes 0.8 GB there, and imports it: another 0.9 GB
 """
 
+import argparse
 import resource
 import struct
-import sys
 import time
 from pathlib import Path
 
@@ -88,4 +88,6 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    main(parser.parse_args().directory)

@@ -7,9 +7,9 @@ over that of the float model; every matrix is quantised, the table that embeddin
 the mean cosine of the embeddings of examples/minilm/sentences.txt with the float ones. Both are calibrated on the
 documentation in Python's standard library, without what is in heldout.txt (examples/tiny_llama/corpus.py).
 
-    python3 bench/quality.py --write-text FILE
+    python3 bench/quality.py --write-text FILE [--models minilm]
 
-writes that text, for `lowbit report --calibrate`, and measures nothing.
+writes that text, for `lowbit report --calibrate`, and measures nothing; for MiniLM alone a sentence a line.
 """
 
 from __future__ import annotations
@@ -82,6 +82,16 @@ def calibration_texts(size: int) -> list[str]:
     return texts
 
 
+def calibration_sentences(size: int) -> list[str]:
+    """For MiniLM sentences, as those that it is measured on: paragraphs of documentation are longer."""
+    import corpus
+
+    return [
+        part.strip() for text in calibration_texts(size) for paragraph in corpus.split(text)
+        for part in paragraph.replace("\n", " ").split(". ") if len(part.split()) >= 5
+    ]
+
+
 def tiny_llama(size: int, tokens: int | None) -> tuple[torch.nn.Module, Callable, dict, list[str], object]:
     import transformers
     from lowbit.llm.perplexity import perplexity
@@ -111,15 +121,8 @@ def minilm(size: int, tokens: int | None) -> tuple[torch.nn.Module, Callable, di
     def quality(changed: torch.nn.Module) -> float:
         return float((demo.embed(changed, corpus_) * expected).sum(1).mean())
 
-    # Sentences, as those that it is measured on: paragraphs of documentation are longer.
-    import corpus
-
-    sentences = [
-        part.strip() for text in calibration_texts(size) for paragraph in corpus.split(text)
-        for part in paragraph.replace("\n", " ").split(". ") if len(part.split()) >= 5
-    ]
     patterns = {"*pooler*": None, "*word_embeddings": EmbeddingConfig}
-    return encoder, quality, patterns, sentences, encoder.tokenizer
+    return encoder, quality, patterns, calibration_sentences(size), encoder.tokenizer
 
 
 def main() -> None:
@@ -140,7 +143,9 @@ def main() -> None:
     parser.add_argument("--write-text", type=Path, metavar="FILE", help="writes the calibration text, and ends")
     options = parser.parse_args()
     if options.write_text is not None:
-        options.write_text.write_text("\n\n".join(calibration_texts(options.characters)), encoding="utf-8")
+        sentences = options.models == ["minilm"]
+        texts = calibration_sentences(options.characters) if sentences else calibration_texts(options.characters)
+        options.write_text.write_text(("\n" if sentences else "\n\n").join(texts), encoding="utf-8")
         return
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for name in options.models:

@@ -225,7 +225,7 @@ class Call {
     int64_t cache_head, count;
     const void* q[kAttentionRows];
     void* out[kAttentionRows];
-    int64_t begins[kAttentionRows], ends[kAttentionRows];
+    int64_t begins[kAttentionRows]{}, ends[kAttentionRows]{};
     float sinks[kAttentionRows];
     bool has_sinks;
     float* scratch;

@@ -315,7 +315,7 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
   const int last = x.shape.ndim - 1;
   Matrices matrices;
   for (int64_t i = 0; i < count; ++i) {
-    Layout layout{};
+    Layout layout;
     if (Status status = read_packed(packed[i], &layout); !status.ok()) return status;
     if (out_features[i] != layout.n) {
       return Status::error("out_features is %" PRId64 "; expected %" PRId64 ", the rows of the packed weight",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 from pathlib import Path
 
 import torch
@@ -45,6 +47,30 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     # Begins where a page does: not every system aligns the mapping itself. What is never touched takes no memory.
     offset = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % page
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset).view(tensor.shape).copy_(tensor)
+
+
+def give_back(tensor: Tensor) -> None:
+    """Takes the pages that a tensor has of a mapped file out of this process's memory. Who reads them again gets them from
+    the system's cache of files, or from the disk.
+
+    Nothing happens to a tensor in memory of its own, to one that was written to, or on another system than Linux.
+    """
+    if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
+        return
+    page = mmap.PAGESIZE
+    begin, end = tensor.data_ptr() // page * page, -(-(tensor.data_ptr() + tensor.nbytes) // page) * page
+    entries = torch.empty((end - begin) // page, dtype=torch.int64, device="cpu")  # one for each page
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(begin // page * entries.element_size())
+            if file.readinto(memoryview(entries.numpy()).cast("B")) != entries.nbytes:
+                return
+    except OSError:  # a system without it: the memory is then as much as it was
+        return
+    # Bit 63: in memory, 62: swapped out, 61: of a file. What is not of a file would be lost.
+    in_memory, swapped, of_file = ((entries >> bit & 1).bool() for bit in (63, 62, 61))
+    if not (swapped | in_memory & ~of_file).any():
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 class ReadBandwidth:

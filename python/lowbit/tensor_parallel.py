@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import nn
 from .layers import KINDS
-from .memory import in_huge_pages
+from .memory import give_back, in_huge_pages
 from .slices import slice_columns, slice_rows
 
 # What transformers' plans call the ways to cut a layer; some have another name in earlier versions.
@@ -168,8 +168,9 @@ def shard_(
     """Cuts the packed linear layers of a model, in place, so that each rank of a group keeps and computes its part.
 
     Every rank calls it with the same model, and then the model with the same inputs; each gets the whole result. What
-    is loaded from files stays mapped until it is cut, so a rank's memory is its part and the tables of embeddings,
-    which stay whole. Where an attention has fewer heads of keys than there are ranks, several ranks have the same one.
+    is loaded from files stays mapped until it is cut, and is then given back, matrix by matrix: a rank's memory is its
+    part, one matrix, and of the tables of embeddings, which stay whole, what it has looked up. Where an attention has
+    fewer heads of keys than there are ranks, several ranks have the same one.
 
     Args:
         model: with :class:`lowbit.nn.Linear` layers; of transformers, or any with a ``plan``.
@@ -198,10 +199,8 @@ def shard_(
     modules = dict(model.named_modules(remove_duplicate=False))
     parts: dict[str, Part] = {}
     sharing: dict[str, int] = {}  # attentions whose heads of keys several ranks have: queries of a rank to one of keys
-    for name, layer in modules.items():
-        style = plan.get(pattern_of(name))
-        if style is None or style in _LEFT_WHOLE:
-            continue
+    for name, style in styles_of(model, plan).items():
+        layer = modules[name]
         if isinstance(layer, Part):
             raise ValueError(f"{name} is a part already")
         if isinstance(layer, nn.Linear):
@@ -210,6 +209,7 @@ def shard_(
             above = name.rpartition(".")[0]
             parent = modules[above]
             parts[name] = _cut(name, layer, style, exact, parent, group)
+            give_back(layer.packed_weight)  # all of it was read, for the checksum
             if style in _LOCAL_OUTPUTS and _shared_heads(parent, layer.out_features, ranks):
                 sharing[above] = parent.config.num_attention_heads // ranks
         elif isinstance(layer, nn.Packed):
@@ -224,6 +224,13 @@ def shard_(
     for name, groups in sharing.items():
         modules[name].num_key_value_groups = groups
     return model
+
+
+def styles_of(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The modules that a plan wants cut, by their names, and how."""
+    names = (name for name, _ in model.named_modules(remove_duplicate=False))
+    styles = {name: plan.get(pattern_of(name)) for name in names}
+    return {name: style for name, style in styles.items() if style is not None and style not in _LEFT_WHOLE}
 
 
 def pattern_of(name: str) -> str:

@@ -33,7 +33,7 @@ from .hf.config import METHOD, LowBitConfig
 from .hf.loading import meta_model
 from .hf.names import tied_layers
 from .layers import Experts, named_layers
-from .memory import in_huge_pages
+from .memory import give_back, in_huge_pages
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 from .slices import concat, slice_columns, slice_rows
 
@@ -173,6 +173,11 @@ class PackedMethod(LinearMethodBase):
             return  # the guard beside a packed weight
         if isinstance(part, tuple):
             raise ValueError(f"{self.prefix} has the parts {part} in one matrix, which lowbit does not serve in vLLM")
+        self._take(layer, loaded, part)
+        if layer.tp_size > 1:
+            give_back(loaded)  # all of it was read, for the checksum
+
+    def _take(self, layer: torch.nn.Module, loaded: Tensor, part: str | int | None) -> None:
         fused = None if part is not None else _whole_rows(layer)
         if fused is None:
             layer._lowbit_loaded[part] = self._cut(layer, loaded, part)

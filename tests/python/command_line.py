@@ -17,7 +17,7 @@ import typer.testing
 
 from lowbit import llm
 from lowbit.cli.app import app
-from lowbit.llm.loading import TextStream, load_tokenizer
+from lowbit.llm.loading import TextStream, load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny_llama"
@@ -85,6 +85,16 @@ def broken(tmp_path: Path, **files) -> Path:
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return target
+
+
+def shortened(target: Path, layers: int) -> Path:
+    """The float model with its first layers only, and with its tokenizer: for what each layer takes long."""
+    model = load_model(FLOAT)
+    del model.model.layers[layers:]
+    model.config.num_hidden_layers = layers
+    model.save_pretrained(target)
+    load_tokenizer(FLOAT).save_pretrained(target)
     return target
 
 

@@ -8,12 +8,16 @@ DIRECTORY: has PACKED and FLOAT checkpoints of some models, and gets what was fo
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import lowbit
+from lowbit import tensor_parallel
+from lowbit.hf import placing
+from lowbit.memory import give_back
 from lowbit.tensor_parallel import Part, shard_
 
 CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)
@@ -134,6 +138,38 @@ def of_two(packed, two, ids) -> dict:
     }
 
 
+def mapped_bytes(file) -> int:
+    """Of a mapped file, what is in this process's memory now."""
+    ours, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            ours = line.endswith(str(file))
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def of_memory(packed) -> dict:
+    """What a rank has of a file while it loads its part of a model, and afterwards."""
+    file, seen = Path(packed, "model.safetensors").resolve(), []
+
+    def watched(tensor):
+        seen.append(mapped_bytes(file))  # a matrix was read: now it is most
+        give_back(tensor)
+
+    placing.give_back = tensor_parallel.give_back = watched
+    model = AutoModelForCausalLM.from_pretrained(packed, tp_plan="auto")
+    placing.give_back = tensor_parallel.give_back = give_back
+    weights = [layer.packed_weight for layer in model.modules() if isinstance(layer, lowbit.nn.Packed)]
+    return {
+        "file": file.stat().st_size,
+        "largest": model.model.embed_tokens.packed_weight.numel(),
+        "most mapped": max(seen),
+        "left mapped": mapped_bytes(file),
+        "own": sum(weight.numel() for weight in weights) - model.model.embed_tokens.packed_weight.numel(),
+    }
+
+
 def of_refusals() -> dict:
     def model(*sizes, **layers):
         made = torch.nn.ModuleDict(layers or {"up": torch.nn.Linear(*sizes)})
@@ -166,6 +202,9 @@ def main(tiny, directory) -> None:
         for name in ("qwen2", "phi3", "one head"):
             found[name] = of_random(f"{directory}/{name} packed", f"{directory}/{name}", ids)
         found["refusals"] = of_refusals()
+        found["memory"] = of_memory(f"{directory}/large packed")
+        damaged = f"{directory}/damaged"
+        found["damaged"] = refused(AutoModelForCausalLM.from_pretrained, damaged, tp_plan="auto")
         if dist.get_rank() < 2:
             found["tiny"] = of_tiny_llama(two, tiny, ids)
             for name in ("phi3", "one head"):

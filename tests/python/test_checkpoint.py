@@ -224,3 +224,45 @@ def test_subdirectories_and_weights_of_others(source, tmp_path):
     }  # fmt: skip
     (source / "adapter_config.json").write_text("{}")
     refuse(source, tmp_path / "again", ValueError, "has adapter_config.json", "merge them into it first")
+
+
+def test_what_the_config_leaves_float_is_no_surprise(tmp_path, recwarn):
+    source = save_model(tmp_path / "source")
+    summary = quantize_checkpoint(source, tmp_path / "packed", LowBitConfig(overrides={"*.mlp.*": None}))
+    assert len(summary.left) == 6
+    assert not [warning for warning in recwarn if "stay float" in str(warning.message)]
+
+
+def test_a_float_head_beside_the_packed_table_that_it_shares(tmp_path):
+    source = save_model(tmp_path / "source", "tied")
+    config = LowBitConfig(bits=4, embedding_bits=6, overrides={HEAD: None})
+    quantize_checkpoint(source, tmp_path / "packed", config)
+    tensors, table = tensors_of(tmp_path / "packed"), tensors_of(source)[f"{EMBED}.weight"]
+    assert f"{EMBED}.packed_weight" in tensors and torch.equal(tensors[f"{HEAD}.weight"], table)
+    model = load(tmp_path / "packed")
+    assert torch.equal(model.lm_head.weight, table) and type(model.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("code, name, bits", [
+    ("F64", "float64", 64), ("F32", "float32", 32), ("BF16", "bfloat16", 16), ("F16", "float16", 16),
+    ("I64", "int64", 64), ("I32", "int32", 32), ("I16", "int16", 16), ("I8", "int8", 8), ("U8", "uint8", 8),
+    ("BOOL", "bool", 8), ("U16", "uint16", 16), ("U32", "uint32", 32), ("U64", "uint64", 64), ("C64", "complex64", 64),
+    ("F8_E4M3", "float8_e4m3fn", 8), ("F8_E5M2", "float8_e5m2", 8), ("F8_E8M0", "float8_e8m0fnu", 8),
+    ("F8_E4M3FNUZ", "float8_e4m3fnuz", 8), ("F8_E5M2FNUZ", "float8_e5m2fnuz", 8),
+    ("F6_E2M3", "float6_e2m3fn", 6), ("F6_E3M2", "float6_e3m2fn", 6), ("F4", "float4_e2m1fn", 4),
+])  # fmt: skip
+def test_an_entry_has_its_dtype(tmp_path, code, name, bits):
+    header = json.dumps({"x": {"dtype": code, "shape": [2, 4], "data_offsets": [0, bits]}}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(bits))
+    [entry] = inspect_checkpoint(path)
+    assert (entry.kind, entry.bits, entry.bytes) == (name, bits, bits)
+    if bits >= 8:
+        assert getattr(torch, name).itemsize * 8 == bits
+
+
+def test_a_file_of_another_kind_is_not_inspected(tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"x\.bin is a file; expected one whose name ends in \.safetensors"):
+        inspect_checkpoint(path)

@@ -182,6 +182,38 @@ def test_what_gguf_does_not_hold_is_refused_by_name(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rope_type": "linear"}, "has factor None"),
+        ({"rope_type": "llama3", "factor": 8.0}, "has low_freq_factor None"),
+        ({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+          "original_max_position_embeddings": 64}, "has the rotation .* the low factor below the high one"),
+        ({"rope_theta": "10000"}, "has rope_theta '10000'"),
+        ([1], r"has rope_parameters \[1\]"),
+        ({"model_type": ["llama"]}, r"of the type \['llama'\]"),
+        ({"num_attention_heads": 16, "head_dim": 32}, "has 256 rows in model.layers.0.self_attn.q_proj.*expected 512"),
+    ],
+)  # fmt: skip
+def test_settings_that_no_file_can_have(symmetric, tmp_path, changes, message):
+    shutil.copytree(symmetric, tmp_path / "m")
+    rope = isinstance(changes, list) or any(key.startswith("rope") for key in changes)
+    edit_json(tmp_path / "m" / "config.json", **({"rope_parameters": changes} if rope else changes))
+    with pytest.raises(ValueError, match=message):
+        to_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_eight_bits_of_our_own_go_over(tmp_path):
+    """Their scales have float32's digits; float16 moves a weight of 128 steps by a sixteenth of one."""
+    from lowbit.exports.gguf import _steps
+
+    for config in (lowbit.LinearConfig(8, 32), lowbit.LinearConfig(8, None), lowbit.LinearConfig(3, 32, "levels")):
+        packed = lowbit.nn.Linear.from_float(torch.nn.Linear(256, 512), config).packed_weight
+        weight = ops.unpack(packed)
+        assert 0 < _steps("w", ops.info(packed), weight.scales, weight.mins) < 2**-4
+
+
 def test_scales_that_float16_does_not_hold(tmp_path):
     codes, scales = torch.full((16, 64), 15, dtype=torch.uint8), torch.full((16, 2), 1e-7)
     from lowbit.exports.gguf import _steps

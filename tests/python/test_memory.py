@@ -4,6 +4,8 @@ import copy
 import io
 import pickle
 import re
+import sys
+from pathlib import Path
 
 import lowbit
 import pytest
@@ -104,3 +106,34 @@ def test_this_system_gives_the_pages_it_is_asked_for():
             elif inside and line.startswith("AnonHugePages:"):
                 found = int(line.split()[1]) << 10
     assert found is not None and found >= 16 * MIB
+
+
+def in_memory(tensor: torch.Tensor) -> int:
+    """Bytes of the mapping that a tensor lies in."""
+    ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            ours = begin <= tensor.data_ptr() < end
+        elif ours and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("there is no such mapping")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="nothing is given back elsewhere")
+def test_pages_of_files_are_given_back_and_no_others(tmp_path):
+    content = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8)
+    (tmp_path / "file").write_bytes(content.numpy().tobytes())
+    mapped = torch.from_file(str(tmp_path / "file"), shared=False, size=4 * MIB, dtype=torch.uint8)
+    assert torch.equal(mapped, content) and in_memory(mapped) == 4 * MIB
+    memory.give_back(mapped[: 2 * MIB])
+    assert in_memory(mapped) <= 2 * MIB
+    assert torch.equal(mapped, content)
+    # What was written to would be lost, and so would memory that is of no file.
+    mapped[5] ^= 1
+    content[5] ^= 1
+    memory.give_back(mapped)
+    assert torch.equal(mapped, content)
+    own = content.clone()
+    memory.give_back(own)
+    assert torch.equal(own, content)

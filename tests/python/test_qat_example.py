@@ -3,12 +3,13 @@
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 
 import pytest
 
-from command_line import ONE_THREAD, ROOT, TINY
+from command_line import ONE_THREAD, ROOT, TINY, shortened
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
 
@@ -40,11 +41,7 @@ def test_a_few_steps_gain(tmp_path):
 
 def test_each_matrix_gets_a_width_of_its_own(tmp_path):
     """--target-bits: the mean is met with all that is packed, the steps train these widths, and they are what is saved."""
-    model = load_model(TINY / "model")
-    del model.model.layers[2:]  # a quarter of the time
-    model.config.num_hidden_layers = 2
-    model.save_pretrained(tmp_path / "float")
-    load_tokenizer(TINY / "model").save_pretrained(tmp_path / "float")
+    shortened(tmp_path / "float", 2)
     process = train(
         "--model", tmp_path / "float", "--output", tmp_path / "model", "--target-bits", 2.5, "--steps", 8, "--sequences", 2,
         "--threads", 1, "--documents", 40, "--heldout-tokens", 300, "--report", 1,
@@ -63,6 +60,8 @@ def test_each_matrix_gets_a_width_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("option", [("--steps", 0), ("--distillation", 2.5), ("--documents", 0)])
-def test_wrong_options(option):
-    process = train(*option)
-    assert process.returncode == 2 and f"{option[0]} is {option[1]}; expected" in process.stderr
+def test_wrong_options(option, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, option)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 2 and f"{option[0]} is {option[1]}; expected" in capsys.readouterr().err

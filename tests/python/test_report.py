@@ -334,3 +334,26 @@ def test_formats_of_other_projects():
     for name in ("GGUF Q4_0", "torchao int4"):
         with pytest.raises(ValueError, match="a matrix has 40 inputs"):
             found[name].hold(torch.randn(16, 40), None)
+
+
+def test_matrices_that_a_gguf_type_does_not_fit():
+    from lowbit.report.peers import Misfit, hold_all, peers
+
+    if importlib.util.find_spec("gguf") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("gguf is not installed")
+    found = peers([4], importance=False)
+    wide, narrow = torch.randn(16, 512), torch.randn(16, 96)
+    # As llama.cpp's quantiser: another type for some matrices, and no such model if it would be all of them.
+    for name, other in {"TQ1_0": "Q4_0", "Q4_K": "Q5_0", "Q6_K": "Q8_0", "Q3_K": "Q4_0", "IQ3_S": "IQ4_NL"}.items():
+        if f"GGUF {name}" not in found:
+            continue  # without llama-cpp-python
+        peer = found[f"GGUF {name}"]
+        held = list(hold_all(peer, [(wide, None), (narrow, None)]))
+        for (weight, size), (expected, own) in zip(
+            held, (peer.hold(wide, None), found[f"GGUF {other}"].hold(narrow, None)), strict=True
+        ):
+            assert torch.equal(weight, expected) and size == own
+        with pytest.raises(Misfit, match="blocks of 256; a matrix has 96 inputs"):
+            list(hold_all(peer, [(narrow, None)]))
+    with pytest.raises(Misfit, match="a matrix has 40 inputs"):
+        list(hold_all(found["GGUF Q4_0"], [(wide, None), (torch.randn(16, 40), None)]))

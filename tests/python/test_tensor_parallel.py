@@ -1,6 +1,8 @@
 """Packed models on several processes: tensor_parallel_ranks.py, run by torchrun, against one process."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 import lowbit
+from lowbit.files.safetensors import read_file
 from lowbit.tensor_parallel import shard_
 
 RANKS = Path(__file__).with_name("tensor_parallel_ranks.py")
@@ -47,6 +50,9 @@ def found(tmp_path_factory) -> list[dict]:
     models["phi3"] = Phi3ForCausalLM(Phi3Config(**sizes, num_key_value_heads=3, **ENDS))
     # Every rank needs the one head of keys.
     models["one head"] = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1))
+    # Matrices of many pages: the table of tokens is the largest.
+    large = {"hidden_size": 768, "intermediate_size": 1536, "vocab_size": 2400}
+    models["large"] = LlamaForCausalLM(LlamaConfig(**sizes | large, num_key_value_heads=3))
     torch.manual_seed(3)
     for kind, model in models.items():
         for name, parameter in model.named_parameters():
@@ -57,6 +63,12 @@ def found(tmp_path_factory) -> list[dict]:
         model.save_pretrained(directory / kind)
         lowbit.quantize_checkpoint(directory / kind, directory / f"{kind} packed", CONFIG)
     lowbit.quantize_checkpoint(TINY, directory / "tiny", CONFIG)
+    shutil.copytree(directory / "large packed", directory / "damaged")
+    file = directory / "damaged" / "model.safetensors"
+    stored = read_file(file)["model.layers.0.self_attn.k_proj.packed_weight"]
+    data = bytearray(file.read_bytes())
+    data[stored.offset + stored.bytes // 2] ^= 1
+    file.write_bytes(data)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(RANKS)]
     ended = subprocess.run(
         [*run, str(directory / "tiny"), str(directory)], capture_output=True, text=True, timeout=900
@@ -96,6 +108,21 @@ def test_transformers_cuts_by_its_own_plan(found, name):
     for case in of(found, name):
         assert case["auto"] and case["at load"] and case["by hand"] and case["plan"]
         assert case["parts"] == [True, True]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says what a process has of a file")
+def test_a_rank_has_one_matrix_of_the_files_in_memory_while_it_loads(found):
+    page = 1 << 16  # around what is read, Linux maps what it has
+    for case in of(found, "memory"):
+        assert case["most mapped"] < case["largest"] + 16 * page < case["file"] / 3
+        assert case["left mapped"] < 16 * page
+        assert case["own"] < 0.34 * (case["file"] - case["largest"])
+
+
+def test_a_damaged_file_is_named_by_each_rank(found):
+    for each in found:
+        where = r"model\.layers\.0\.self_attn\.k_proj\.packed_weight in .*model\.safetensors: .*"
+        assert re.match(where + r" The file was damaged: copy it, or quantise, again\.", each["damaged"])
 
 
 def test_rows_of_each_rank(found):

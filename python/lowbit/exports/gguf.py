@@ -30,7 +30,9 @@ from ..importing.gguf_models import ARCHITECTURES
 _BLOCK = 32
 _PANEL_ROWS = 16
 _BAND_WEIGHTS = 1 << 21
-_MOST_STEPS = 0.05  # that rounding a scale to float16 may move a weight
+# That rounding scales to float16 may move a weight: the most of 8 bits, 128 codes by 2^-11 of the scale. More means that
+# float16 has fewer digits for the scale than usual, or none.
+_MOST_STEPS = 2.0**-4
 _TYPES = {kind.name: kind for kind in TYPES.values()}
 _FLOAT_NAMES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -244,6 +246,18 @@ _ACTIVATIONS |= dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gelu_pytorch_
 _ONE_TABLE = ("gemma", "gemma2")  # of tokens, which is the head, too
 
 
+def _number(path: Path, settings: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A setting of config.json, or of its rotation.
+
+    Raises:
+        ValueError: it is not there, or no finite number.
+    """
+    value = settings.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e38:
+        raise ValueError(f"{path} has {key} {value!r} in {CONFIG}; expected a number")
+    return float(value)
+
+
 def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The architecture's keys; what :func:`lowbit.importing.gguf_models.config_of` reads.
 
@@ -251,7 +265,7 @@ def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         ValueError: a setting that the file could not say.
     """
     kind = config.get("model_type")
-    if kind not in _ACTIVATIONS:
+    if not isinstance(kind, str) or kind not in _ACTIVATIONS:
         written = ", ".join(_ACTIVATIONS)
         raise ValueError(f"{path} has a model of the type {kind!r}; lowbit writes {written} to GGUF")
     name = "llama" if kind == "mistral" else kind.removesuffix("_text")
@@ -281,18 +295,18 @@ def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         "feed_forward_length": whole("intermediate_size"),
         "attention.head_count": heads,
         "attention.head_count_kv": whole("num_key_value_heads", heads),
-        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "attention.layer_norm_rms_epsilon": _number(path, config, "rms_norm_eps", 1e-6),
         "attention.key_length": head,
         "attention.value_length": head,
         "vocab_size": whole("vocab_size"),
     }
-    rope = _rope(config)
+    rope = _rope(path, config)
     plain = ("default", "linear", "llama3") if name == "llama" else ("default", "linear")
     if name == "gemma3":
-        local = rope.get("sliding_attention") or {}
+        local = _settings(path, rope, "sliding_attention")
         if local.get("rope_type", "default") != "default" or local.get("rope_theta") != 10000.0:
             raise ValueError(f"{path} has the rotation {local} in windows in {CONFIG}; GGUF's gemma3 has a theta of 10000")
-        rope = rope.get("full_attention") or {}
+        rope = _settings(path, rope, "full_attention")
         expect("final_logit_softcapping", None)
         expect("attn_logit_softcapping", None)
     if name in ("gemma2", "gemma3"):
@@ -308,9 +322,7 @@ def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         expect("sliding_window_pattern", None)
     if name == "gemma2":
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if not isinstance(config.get(key), int | float) or isinstance(config[key], bool):
-                raise ValueError(f"{path} has {key} {config.get(key)!r} in {CONFIG}; GGUF's gemma2 has a number")
-            found[key] = float(config[key])
+            found[key] = _number(path, config, key)
     elif name in ("llama", "phi3"):
         if config.get("sliding_window") is not None:
             if name == "llama":
@@ -320,55 +332,79 @@ def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         if head != width // heads:
             raise ValueError(f"{path} has head_dim {head} in {CONFIG}; GGUF's phi3 has {width // heads}")
         plain = ("default", "longrope")
-        rotated = int(head * float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))))
+        rotated = int(head * _number(path, config | rope, "partial_rotary_factor", 1.0))
         key = "original_max_position_embeddings"
         if (original := rope.get(key)) is not None or config.get(key) is not None:
             found["rope.scaling.original_context_length"] = whole(key, original)
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{path} rotates a part of each head in {CONFIG}; GGUF's {name} rotates all of it")
     found["rope.dimension_count"] = rotated
-    found["rope.freq_base"] = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    found["rope.freq_base"] = _number(path, config | rope, "rope_theta", 10000.0)
     rotation = rope.get("rope_type", rope.get("type", "default"))
     if rotation not in plain:
         raise ValueError(f"{path} has the rope_type {rotation!r} in {CONFIG}; lowbit writes {', '.join(plain)} for {name}")
     if rotation == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(path, rope, "factor")}
     if rotation == "longrope" and rope.get("attention_factor") is not None:
-        found["rope.scaling.attn_factor"] = float(rope["attention_factor"])
+        found["rope.scaling.attn_factor"] = _number(path, rope, "attention_factor")
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _settings(path: Path, within: dict[str, Any], key: str) -> dict[str, Any]:
+    """Settings that are an object, or nothing.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    value = within.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} has {key} {value!r} in {CONFIG}; expected an object")
+    return value
 
 
-def _long_factors(config: dict[str, Any], rotated: int) -> dict[str, np.ndarray]:
+def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    return _settings(path, config, "rope_parameters") or _settings(path, config, "rope_scaling")
+
+
+def _long_factors(path: Path, config: dict[str, Any], rotated: int) -> dict[str, np.ndarray]:
     """What Phi 3's rotation divides its frequencies by, in short texts and in long ones.
 
     Raises:
         ValueError: they are no list of numbers, of half of what is rotated.
     """
-    rope = _rope(config)
+    rope = _rope(path, config)
     if rope.get("rope_type", rope.get("type")) != "longrope":
         return {}
     found = {}
     for which in ("short", "long"):
-        factors = np.array(rope.get(f"{which}_factor"), np.float32)
-        if factors.shape != (rotated // 2,):
-            raise ValueError(f"{CONFIG} has {which}_factor {list(factors.shape)}; expected [{rotated // 2}]")
+        key = f"{which}_factor"
+        values = rope.get(key)
+        if not isinstance(values, list) or len(values) != rotated // 2:
+            shown = len(values) if isinstance(values, list) else repr(values)
+            raise ValueError(f"{path} has {key} {shown} in {CONFIG}; expected a list of {rotated // 2} numbers")
+        factors = np.array([_number(path, {key: value}, key) for value in values], np.float32)
         found[f"rope_factors_{which}.weight"] = factors
     return found
 
 
-def _llama3_factors(config: dict[str, Any], head: int) -> np.ndarray | None:
-    """What the frequencies of Llama 3's rotation are divided by, float32 [head / 2]; None: it is the plain one."""
-    rope = _rope(config)
+def _llama3_factors(path: Path, config: dict[str, Any], head: int) -> np.ndarray | None:
+    """What the frequencies of Llama 3's rotation are divided by, float32 [head / 2]; None: it is the plain one.
+
+    Raises:
+        ValueError: one of its settings is missing, or no number that can be used.
+    """
+    rope = _rope(path, config)
     if rope.get("rope_type", rope.get("type")) != "llama3":
         return None
-    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    factor, low, high = (_number(path, rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    theta = _number(path, config | rope, "rope_theta", 10000.0)
+    length = _number(path, rope, "original_max_position_embeddings")
+    if min(factor, theta, length) <= 0 or low >= high:
+        raise ValueError(
+            f"{path} has the rotation {rope} in {CONFIG}; expected positive numbers, the low factor below the high one"
+        )
     waves = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)
-    smooth = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+    smooth = np.clip((length / waves - low) / (high - low), 0, 1)
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
@@ -435,6 +471,11 @@ def export_gguf(
         if "attn_k" in name:
             count = metadata[f"{architecture}.attention.head_count_kv"]
         permuted = count if name.rpartition(".")[2] in heads else 0
+        rows = packed_info(stored).out_features if leaf == "packed_weight" else stored.shape[0]
+        if permuted and rows != (expected := count * metadata[f"{architecture}.attention.key_length"]):
+            raise ValueError(
+                f"{stored.path} has {rows} rows in {key}; expected {expected}, as {CONFIG} has {count} heads"
+            )
         if leaf == "packed_weight":
             outputs += _packed(name, stored, permuted, done)
         elif name != "output" or not config.get("tie_word_embeddings"):
@@ -449,8 +490,8 @@ def export_gguf(
     if table is None:
         raise ValueError(f"{source} has no model.embed_tokens, the table of its tokens")
     rotated = metadata[f"{architecture}.rope.dimension_count"]
-    factors = _long_factors(config, rotated)
-    if (llama3 := _llama3_factors(config, rotated)) is not None:
+    factors = _long_factors(source, config, rotated)
+    if (llama3 := _llama3_factors(source, config, rotated)) is not None:
         factors["rope_freqs.weight"] = llama3
     for name, values in factors.items():
 

@@ -6,12 +6,14 @@ versions. So it is kept away from packed layers by a plan without them, and they
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch.distributed as dist
 from transformers.quantizers import HfQuantizer
 
-from ..tensor_parallel import Part, pattern_of, shard_
+from .. import nn
+from ..tensor_parallel import Part, pattern_of, shard_, styles_of
+from .placing import verify_layer
 
 # A plan without rules is an error, in later versions by its message. There this rule leaves a layer alone; in earlier ones
 # it does more, so it is given to no layer.
@@ -35,23 +37,46 @@ def take_rules(model, layers: Collection[str]) -> dict[str, str]:
     return taken
 
 
-def shard_as_asked(model, rules: dict[str, str]) -> None:
+def _group_of(model) -> dist.ProcessGroup | None:
+    """The processes that ``from_pretrained`` was asked to cut a model for; None: it was not, or for one."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return None
+    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    return mesh.get_group() if mesh.size() > 1 else None
+
+
+def layers_to_cut(model, rules: dict[str, str]) -> set[str]:
+    """The packed layers of a model that :func:`shard_as_asked` will cut."""
+    if _group_of(model) is None:
+        return set()
+    return {name for name in styles_of(model, rules) if isinstance(model.get_submodule(name), nn.Packed)}
+
+
+def shard_as_asked(model, rules: dict[str, str], where: Mapping[str, str]) -> None:
     """Gives a model its rules back, and cuts its packed layers by them if ``from_pretrained`` was asked to cut it.
 
+    Args:
+        where: layer -> where its weight comes from, for errors.
+
     Raises:
-        ValueError: as :func:`lowbit.tensor_parallel.shard_`, or the plan is the user's own.
+        ValueError: as :func:`lowbit.tensor_parallel.shard_`, or the plan is the user's own, or a weight was altered.
     """
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is not None and any(model.tp_plan.get(pattern, _NO_CUT) != _NO_CUT for pattern in rules):
+    asked = getattr(model, "_device_mesh", None) is not None
+    if asked and any(model.tp_plan.get(pattern, _NO_CUT) != _NO_CUT for pattern in rules):
         raise ValueError('tp_plan has rules for packed layers; expected "auto", or shard_ with a plan after loading')
     if rules:
         model._tp_plan = {pattern: style for pattern, style in model.tp_plan.items() if pattern != _NO_LAYER} | rules
-    if mesh is None or not rules:
+    group = _group_of(model)
+    if not rules or group is None:
         return
-    if mesh.ndim > 1:
-        mesh = mesh["tp"]
-    if mesh.size() > 1:
-        shard_(model, mesh.get_group(), rules)
+    layers = {name: model.get_submodule(name) for name in layers_to_cut(model, rules)}
+    try:
+        shard_(model, group, rules)
+    except ValueError:
+        for name, layer in layers.items():  # a file that was damaged is said to be
+            verify_layer(name, layer, where)
+        raise
 
 
 def refuse_parts(model) -> None:

@@ -11,6 +11,7 @@ import transformers
 
 from .. import nn, ops
 from ..layers import Experts, check_whole_experts, kind_of, named_layers, put_packed
+from ..memory import give_back
 from . import conv1d, experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
@@ -94,22 +95,39 @@ def share_packed(model, shared: Mapping[str, tuple[str, torch.nn.Module]], dtype
         model.set_submodule(name, nn.in_place_of(layer, model.get_submodule(owner).packed_weight, dtype))
 
 
-def verify(model, where: Mapping[str, str]) -> None:
-    """Checks all bytes of all packed weights against their checksums, on as many threads as torch has."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed)}
+def verify(model, where: Mapping[str, str], left_out: Collection[str] = (), keep: bool = True) -> None:
+    """Checks all bytes of packed weights against their checksums, on as many threads as torch has.
+
+    Args:
+        where: layer -> where its weight comes from, for errors.
+        left_out: layers that somebody else checks.
+        keep: pages of files that were read for it stay in this process's memory.
+
+    Raises:
+        ValueError: a weight was altered.
+    """
+    layers = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed) and name not in left_out
+    }
 
     def check(name: str) -> None:
-        try:
-            layers[name].verify()
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantise, again."
-            ) from error
+        verify_layer(name, layers[name], where)
+        if not keep:
+            give_back(layers[name].packed_weight)
 
     names = sorted(layers, key=lambda name: -layers[name].packed_weight.numel())
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for _ in pool.map(check, names):
             pass
+
+
+def verify_layer(name: str, layer: nn.Packed, where: Mapping[str, str]) -> None:
+    try:
+        layer.verify()
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantise, again."
+        ) from error
 
 
 def mark_initialised(model, layers: Iterable[str]) -> None:

@@ -31,7 +31,7 @@ from ..layers import (
 from ..memory import in_huge_pages
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
-from .parallel import refuse_parts, shard_as_asked, take_rules
+from .parallel import layers_to_cut, refuse_parts, shard_as_asked, take_rules
 from .placing import (
     PACKED,
     expanded_ties,
@@ -195,7 +195,8 @@ class LowBitQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.pre_quantized:
-            verify(model, self._where)
+            # What is cut is checked when it is cut, so that a rank reads the files once.
+            verify(model, self._where, layers_to_cut(model, self._plan), keep=not self._plan)
             share_packed(model, self._shared, self._dtype)
         else:
             layers = dict(named_layers(model))
@@ -205,7 +206,7 @@ class LowBitQuantizer(HfQuantizer):
         tie_packed(model, self._ties)
         keep_names(model)
         refuse_resizing(model)
-        shard_as_asked(model, self._plan)
+        shard_as_asked(model, self._plan, self._where)
         del self._ties, self._shared, self._where, self._selected, self._plan
         return model
 

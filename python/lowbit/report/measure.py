@@ -33,7 +33,7 @@ from ..llm.decoder import Decoder
 from ..llm.loading import is_packed, load_model, load_tokenizer
 from ..llm.perplexity import perplexity
 from ..quantize_model import described_to_transformers
-from .peers import peers
+from .peers import hold_all, peers
 
 VERSION = 3  # of the JSON file
 _SENSITIVITY_TOKENS = 2048  # of the text, for each layer
@@ -319,14 +319,15 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
             if peer.importance and squares is None:
                 squares = _mean_squares(subject, shared)
             model, size = copy.deepcopy(subject.model), 0
+            matrices = (
+                (modules[names[0]].weight.detach().float(), squares[key] if peer.importance and squares else None)
+                for key, names in shared.items()
+            )
             try:
-                for key, names in shared.items():
-                    of_inputs = squares[key] if peer.importance and squares is not None else None
-                    held, more = peer.hold(modules[names[0]].weight.detach().float(), of_inputs)
+                for (held, more), names in zip(hold_all(peer, matrices), shared.values(), strict=True):
                     size += more
                     for each in names:
-                        target = model.get_submodule(each).weight
-                        target.data.copy_(held)
+                        model.get_submodule(each).weight.data.copy_(held)
             except (ValueError, OSError) as error:  # not for these shapes, or a library that does not load
                 figures["notes"].append(f"{name}: {error}")
                 continue

@@ -8,15 +8,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+class Misfit(ValueError):
+    """A format is not for matrices of this shape."""
+
+
 # [n, k] float32, and the mean square of each input [k] or None -> the same as the format holds it, and its bytes.
-# ValueError: the format is not for this shape.
 Hold = Callable[[Tensor, Tensor | None], tuple[Tensor, int]]
 
 
@@ -26,6 +29,27 @@ class Peer:
 
     hold: Hold
     importance: bool = False  # it wants the mean square of each input
+    instead: Hold | None = None  # what its project takes for a matrix that it does not fit, if another one fits
+
+
+def hold_all(peer: Peer, matrices: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[tuple[Tensor, int]]:
+    """What a format makes of the matrices of a model, one by one, as :data:`Hold` returns it.
+
+    Raises:
+        Misfit: a matrix of another shape; where the format has a replacement, all of them.
+    """
+    misfit, fits = None, False
+    for weight, importance in matrices:
+        try:
+            held = peer.hold(weight, importance)
+            fits = True
+        except Misfit as error:
+            if peer.instead is None:
+                raise
+            misfit, held = error, peer.instead(weight, importance)
+        yield held
+    if misfit is not None and not fits:
+        raise misfit
 
 
 # In Python, by the package gguf: nearest.
@@ -34,6 +58,10 @@ _GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ2_0", "TQ1_0")
 # made with one only.
 _NEEDS_IMPORTANCE = ("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
 _GGML = ("Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", *_NEEDS_IMPORTANCE)
+# What llama.cpp's quantiser takes where a row is no whole number of blocks.
+_INSTEAD = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}
+_INSTEAD |= dict.fromkeys(("Q3_K", "Q2_K", "TQ2_0", "TQ1_0"), "Q4_0")
+_INSTEAD |= dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", *_NEEDS_IMPORTANCE), "IQ4_NL")
 _TORCHAO_GROUP = 32
 _HQQ_GROUP = 64
 _HQQ_BITS = (8, 4, 3, 2, 1)
@@ -49,11 +77,11 @@ def peers(bits: list[int], importance: bool) -> dict[str, Peer]:
     """
     found: dict[str, Peer] = {}
     if importlib.util.find_spec("gguf") is not None:
-        found |= {f"GGUF {name}": Peer(_gguf(name)) for name in _GGUF}
+        found |= {f"GGUF {name}": _of_gguf(_gguf, name) for name in _GGUF}
         if _ggml_file() is not None:
-            found |= {f"GGUF {name}": Peer(_ggml(name)) for name in _GGML if name not in _NEEDS_IMPORTANCE}
+            found |= {f"GGUF {name}": _of_gguf(_ggml, name) for name in _GGML if name not in _NEEDS_IMPORTANCE}
             if importance:
-                found |= {f"GGUF {name}, importance": Peer(_ggml(name), True) for name in _GGML}
+                found |= {f"GGUF {name}, importance": _of_gguf(_ggml, name, True) for name in _GGML}
     if importlib.util.find_spec("torchao") is not None:
         found |= {f"torchao int{width}": Peer(_torchao(width)) for width in bits if width > 1}
     if importlib.util.find_spec("hqq") is not None:
@@ -61,12 +89,16 @@ def peers(bits: list[int], importance: bool) -> dict[str, Peer]:
     return found
 
 
+def _of_gguf(made_by: Callable[[str], Hold], name: str, importance: bool = False) -> Peer:
+    return Peer(made_by(name), importance, made_by(_INSTEAD[name]) if name in _INSTEAD else None)
+
+
 def _blocks(kind, weight: Tensor) -> None:
     from gguf import GGML_QUANT_SIZES
 
     block = GGML_QUANT_SIZES[kind][0]
     if weight.shape[1] % block:
-        raise ValueError(f"{kind.name} has blocks of {block}; a matrix has {weight.shape[1]} inputs")
+        raise Misfit(f"{kind.name} has blocks of {block}; a matrix has {weight.shape[1]} inputs")
 
 
 def _gguf(name: str) -> Hold:
@@ -128,7 +160,7 @@ def _torchao(bits: int) -> Hold:
 
         n, k = weight.shape
         if k % _TORCHAO_GROUP:
-            raise ValueError(f"groups of {_TORCHAO_GROUP}; a matrix has {k} inputs")
+            raise Misfit(f"groups of {_TORCHAO_GROUP}; a matrix has {k} inputs")
         held = IntxUnpackedToInt8Tensor.from_hp(weight, (1, _TORCHAO_GROUP), getattr(torch, f"int{bits}"))
         # In this form a code is a byte. Counted as packed: `bits` per code and 16 per scale; zero points are all 0.
         return held.dequantize().float(), n * k * bits // 8 + 2 * n * (k // _TORCHAO_GROUP)
@@ -142,7 +174,7 @@ def _hqq(bits: int) -> Hold:
 
         n, k = weight.shape
         if k % _HQQ_GROUP:
-            raise ValueError(f"groups of {_HQQ_GROUP}; a matrix has {k} inputs")
+            raise Misfit(f"groups of {_HQQ_GROUP}; a matrix has {k} inputs")
         codes, meta = Quantizer.quantize(
             weight, nbits=bits, group_size=_HQQ_GROUP, axis=1, optimize=True, device="cpu", compute_dtype=torch.float32,
             bitpack=False,
