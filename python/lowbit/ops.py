@@ -249,10 +249,12 @@ def attention(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; expected a positive number, or None")
     arguments = (q, k, v, k_cache, v_cache, start, scale, window or 0, softcap or 0.0, sinks)
-    # Compiled, an error in the way back would end the way there; torch warns then.
-    tensors = (each for each in arguments if isinstance(each, Tensor))
-    if not torch.compiler.is_compiling() and any(map(_differentiated, tensors)):
-        return _WithoutGradient.apply(*arguments)
+    # The usual call, without gradients, asks this one question. Compiled, an error in the way back would end the way
+    # there; torch warns then.
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        tensors = (each for each in arguments if isinstance(each, Tensor))
+        if not torch.compiler.is_compiling() and any(map(_differentiated, tensors)):
+            return _WithoutGradient.apply(*arguments)
     return torch.ops.lowbit.attention(*arguments)
 
 

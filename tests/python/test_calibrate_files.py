@@ -94,7 +94,7 @@ def test_what_cannot_be_packed_stays_float_and_is_said(tmp_path):
 
 @pytest.mark.parametrize("method", ["auto", "tuned"])
 def test_experts_in_one_tensor_are_calibrated_too(method, tmp_path):
-    source, text = save(make("mixtral"), tmp_path / "mixtral"), words(1500)
+    source, text = save(make("mixtral"), tmp_path / "mixtral"), words(500)
 
     def stop(step, done, total, detail):
         if done == 20:  # in the second of three blocks: four layers and 2 x 4 matrices of experts each

@@ -94,7 +94,8 @@ def test_llama_gets_better():
         assert found[1] < found[0], found
 
 
-@pytest.mark.parametrize("config", [LinearConfig(2, 32), LinearConfig(2, 32, "affine"), LinearConfig(2, levels="fit")])
+# With mins: test_scales_of_experts_are_learnt.
+@pytest.mark.parametrize("config", [LinearConfig(2, 32), LinearConfig(2, levels="fit")])
 def test_tuned_scales_are_better_at_two_bits(config):
     torch.manual_seed(3)
     found = errors(llama(), {"*": config, "lm_head": None}, ("gptq", "tuned"))
