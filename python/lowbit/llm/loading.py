@@ -103,10 +103,10 @@ def load_model(
         more = f" ({len(wrong) - 1} more such tensors)" if len(wrong) > 1 else ""
         raise ValueError(f"{directory}: {wrong[0]}, as config.json says{more}; the files do not belong together")
     if strange := sorted(loading["unexpected_keys"]):
+        more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
         warnings.warn(
-            f"{directory} has tensors that {type(model).__name__} has no place for, as {CONFIG} describes it: {strange[0]}"
-            + (f" and {len(strange) - 1} more" if len(strange) > 1 else "")
-            + "; they are left out",
+            f"{directory} has tensors that {type(model).__name__} has no place for, as {CONFIG} describes it: "
+            f"{strange[0]}{more}; they are left out",
             stacklevel=2,
         )
     return model.eval()
