@@ -79,13 +79,13 @@ def rows_in_parts(batch: Batch, most: int) -> list[Batch]:
 
 
 def _as_batch(item: Any) -> Batch:
-    batch = None
+    batch: Batch = {}
     if isinstance(item, Tensor):
         batch = {"input_ids": item}
     elif not isinstance(item, str):
         with suppress(TypeError, ValueError):
             batch = dict(item)
-    ids = None if batch is None else batch.get("input_ids")
+    ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         found = f"a {type(item).__name__}" if ids is None else "input_ids that are "
         if ids is not None:
