@@ -1,10 +1,20 @@
 """`lowbit export`: what it writes runs."""
 
+import pytest
 import torch
 
-from command_line import FLOAT, PROMPT, document, documented_keys, invoke, run
+import lowbit
+from command_line import FLOAT, PROMPT, document, documented_keys, invoke, shortened
 from lowbit import llm
 from lowbit.llm.loading import load_model, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """One layer of the shipped model: test_llm_export.py exports them all, test_readme.py in a process of its own."""
+    directory = tmp_path_factory.mktemp("short")
+    lowbit.quantize_checkpoint(shortened(directory / "float", 1), directory / "packed", lowbit.LowBitConfig(bits=4))
+    return directory / "packed"
 
 
 @torch.inference_mode()
@@ -14,7 +24,7 @@ def check_likeliest(packed, step) -> None:
     text = load_tokenizer(FLOAT)(PROMPT)["input_ids"]
     made = llm.generate(step, text, 40, max_length=128, stop=step.stop).tokens
     assert len(made) == 40
-    decoder, start = llm.Decoder(load_model(packed[0]), 128), 0
+    decoder, start = llm.Decoder(load_model(packed), 128), 0
     for token in made:
         logits = decoder(torch.tensor([text]), torch.tensor([start]))[0]
         assert logits.max() - logits[token] < 0.5
@@ -22,9 +32,9 @@ def check_likeliest(packed, step) -> None:
 
 
 def test_export_pte(packed, executorch, tmp_path):
-    result = run("export", packed[0], "--to", "pte", "--output", tmp_path / "m.pte", "--max-length", 128, "--json")
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.splitlines() == [f"loading {packed[0]} ...", f"exporting to {tmp_path / 'm.pte'} ..."]
+    result = invoke("export", packed, "--to", "pte", "--output", tmp_path / "m.pte", "--max-length", 128, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.splitlines() == [f"loading {packed} ...", f"exporting to {tmp_path / 'm.pte'} ..."]
     said = document(result)
     assert set(said) == documented_keys("export") - {"name", "type", "kind", "steps"}  # of a GGUF file's tensors
     assert said["bytes"] == (tmp_path / "m.pte").stat().st_size
@@ -35,7 +45,7 @@ def test_export_pte(packed, executorch, tmp_path):
 
 def test_export_pt2(packed, tmp_path):
     result = invoke(
-        "export", packed[0], "--to", "pt2", "--output", tmp_path / "m.pt2", "--max-length", 128, "--chunk", 64
+        "export", packed, "--to", "pt2", "--output", tmp_path / "m.pt2", "--max-length", 128, "--chunk", 64
     )
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{tmp_path / 'm.pt2'}: ")

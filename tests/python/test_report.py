@@ -222,7 +222,7 @@ def test_an_embedding_model(tmp_path):
     (tmp_path / "other.txt").write_text("\n".join(sentences[100:200]))
     result = invoke(
         "report", tmp_path / "bert", tmp_path / "<b>page.html", "--text", tmp_path / "text.txt", "--calibrate",
-        tmp_path / "other.txt", "--bits", "8,2", "--target-bits", "none", "--json",
+        tmp_path / "other.txt", "--bits", "8,2", "--target-bits", "none", "--methods", "importance", "--json",
     )  # fmt: skip
     assert result.exit_code == 0, (result.stderr, result.exception)
     said = json.loads(result.stdout)
