@@ -79,7 +79,8 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
     # An autograd kernel would do the same, but in Python it would cost every call several microseconds.
-    if isinstance(x, Tensor) and _differentiated(x):
+    # Looked at here first: the function's call costs every call 150 ns more.
+    if isinstance(x, Tensor) and (x.requires_grad or forward_ad._current_level >= 0) and _differentiated(x):
         function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
         return function.apply(x, packed_weight, out_features)
     return _linear(x, packed_weight, out_features)
