@@ -64,7 +64,7 @@ test-all: test
 	$(MAKE) --no-print-directory test-more
 
 # What takes longest comes first, so that no core waits for it at the end.
-TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-vllm test-arm-cpus test-arm-sme2 test-arm-python-cpus \
+TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-vllm test-macos-build test-arm-cpus test-arm-sme2 test-arm-python-cpus \
   test-arm-python-sme2 test-kleidiai docs
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
@@ -148,9 +148,11 @@ test-arm-cpus: build-test-arm
 	$(call test-arm-cpu,$(word 2,$(ARM_CPUS)),-L cpu)
 	$(foreach cpu,$(wordlist 3,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-L cpu $(NEON_AGAIN)))
 
+MACOS := $(abspath build/macos-packages)
+
 # What the tests download and set up: `.ci/run` does it beside other work.
 .PHONY: fetch
-fetch: build/x86-emulator build/arm-emulator build/docs-env $(ARM_PYTHON) vllm-environment
+fetch: build/x86-emulator build/arm-emulator build/docs-env $(ARM_PYTHON) vllm-environment $(MACOS)/libc++.tbd
 
 # SME2, on an emulator that has it: vectors of 512 bits, which the kernels are for, without SVE as on Apple's CPUs; with SVE,
 # and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.
@@ -220,7 +222,6 @@ test-wheels: build/wheel-tools/installed $(VENV)/requirements
 ZIG_CACHES = ZIG_GLOBAL_CACHE_DIR=$(abspath build/zig) ZIG_LOCAL_CACHE_DIR=$(abspath build/zig)
 ZIG_CMAKE = $(ZIG_CACHES) $(CMAKE) -S . -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/zig.cmake) \
   -DLOWBIT_ZIG=$$(ls $(abspath build)/wheel-tools/lib/python*/site-packages/ziglang/zig)
-MACOS := $(abspath build/macos-packages)
 
 # The oldest torch that lowbit runs with, which runs on the oldest system, and executorch.
 $(MACOS)/installed: | $(VENV)/requirements
@@ -238,7 +239,7 @@ wheel-macos: $(VENV)/requirements $(MACOS)/libc++.tbd
 	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py $(WHEELS)
 
 test-macos-build: $(VENV)/requirements $(MACOS)/libc++.tbd
-	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --output build/macos-wheel
+	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --quick --output build/macos-wheel
 
 # The static libraries for iOS, with the operators for ExecuTorch. Zig's linker makes no programs for it: every symbol is looked up.
 test-ios-build: $(VENV)/requirements $(MACOS)/libc++.tbd

@@ -76,11 +76,11 @@ def settings(python: str) -> dict[str, str]:
     }
 
 
-def build(python: str, output: Path) -> tuple[Path, str]:
-    """Builds one wheel; returns it and what the check of its libraries said."""
+def build(python: str, output: Path, quick: bool) -> tuple[Path, str]:
+    """Builds one wheel, `quick` with little optimisation; returns it and what the check of its libraries said."""
     tag = f"macosx_{SYSTEM.replace('.', '_')}_arm64"
-    defined = settings(python)
-    built = wheels.build_as_is("macos-arm64", python, tag, defined)
+    defined = settings(python) | ({"CMAKE_CXX_FLAGS_RELEASE": "-O1"} if quick else {})
+    built = wheels.build_as_is("macos-arm64-quick" if quick else "macos-arm64", python, tag, defined)
     wheels.check(built, defined["PYTHON_MODULE_EXTENSION"])
     unpacked = built.parent / "unpacked"
     with zipfile.ZipFile(built) as archive:
@@ -104,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pythons", type=functools.partial(str.split, sep=","), default=wheels.PYTHONS)
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
+    parser.add_argument("--quick", action="store_true", help="to see that it compiles and links: not for users")
     arguments = parser.parse_args()
     for python in arguments.pythons:
         if python not in wheels.PYTHONS:
@@ -111,7 +112,7 @@ def main() -> None:
     for python in arguments.pythons:
         started = time.monotonic()
         try:
-            wheel, said = build(python, arguments.output)
+            wheel, said = build(python, arguments.output, arguments.quick)
         except wheels.Missing as error:
             sys.exit(f"no wheel for CPython {python} on macOS: {error}")
         size = wheel.stat().st_size / 1e6
