@@ -309,10 +309,12 @@ test-arm-runner: build-arm-runner
 
 # The C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer. Memory that cannot be had is an error to return.
 # Operators run with portable kernels and with this machine's best, calls of many chunks with these alone: they test what all
-# ISAs share, and take a minute each.
+# ISAs share. AVX2 kernels are left out where the CPU has AVX-512: SANITIZE_EVERY_KERNEL=ON has them, in minutes more.
+SANITIZE_EVERY_KERNEL ?= OFF
 test-sanitize: $(VENV)/requirements
 	scripts/need.sh test
-	$(CONFIGURE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
+	$(CONFIGURE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined \
+	  -DLOWBIT_SANITIZE_EVERY_KERNEL=$(SANITIZE_EVERY_KERNEL)
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
 	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --test-dir build/test-sanitize -E 'operators\.(avx|portable\.chunks)'
 
@@ -417,9 +419,10 @@ fuzz-import: $(VENV)/installed
 # million take an hour of one core. Without sanitizers, build/test-host/tests/cpp/packed_fuzz does as many in a minute.
 fuzz: $(VENV)/requirements
 	scripts/need.sh test
-	$(CONFIGURE) -S . -B build/test-sanitize -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined
-	$(BIN)/cmake --build build/test-sanitize -j $(JOBS) --target packed_fuzz
-	nice build/test-sanitize/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
+	$(CONFIGURE) -S . -B build/fuzz -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined \
+	  -DLOWBIT_SANITIZE_EVERY_KERNEL=ON
+	$(BIN)/cmake --build build/fuzz -j $(JOBS) --target packed_fuzz
+	nice build/fuzz/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
 
 # Programs of ExecuTorch whose calls of our operators are damaged: FUZZ of each operator and kind; ten a second or fewer.
 .PHONY: fuzz-pte

@@ -5,7 +5,8 @@
 A model with random weights is written once; torchrun then starts as many processes, each of which loads it with
 `tp_plan="auto"` and writes one token. Written for a rank, the largest of all ranks: the most memory of both kinds that
 it had above what it had before (its own; pages of files that it has mapped, which the system can take back), what was
-left of both in the end, the bytes all ranks had the system read from the disk, where no file was in memory, and seconds.
+left of both in the end, the bytes all ranks had the system read from the disk, where no file was in memory, and
+seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 MIB = 1 << 20
 SIZES = {
     "small": {
-        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 256,
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8,
+        "vocab_size": 256,
     },
     # 697 million weights; the largest matrix has a tenth of them.
     "model": {

@@ -10,6 +10,13 @@ HTTP. In every round all take turns. Written are medians over the rounds: tokens
 times those of the first variant in the same round. New tokens are counted from when all prompts of a batch are read;
 the column "prompt" has one of --prompt tokens. With one thread of CPU time, which other work on the machine disturbs
 less. --profile adds what vLLM's operators take.
+
+    scripts/llama_server.sh .venv/bin                            # llama.cpp's server, after make bench-peers
+    OMP_NUM_THREADS=1 build/vllm/bin/python bench/serving.py --http --variants 1 5 10
+
+--http: the servers themselves, with OpenAI's interface, and requests over HTTP: tokens per second from the first request
+to the end of the last answer, and below that the median of the seconds to the first text. By the clock on the wall, as
+several processes work on an answer.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
@@ -30,6 +38,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+import http_load
 import numpy as np
 import torch
 
@@ -138,6 +147,10 @@ class LlamaCpp:
         return read - begin, clock() - read
 
 
+def random_text(numbers: random.Random, tokens: int) -> list[int]:
+    return [numbers.randrange(3, SIZES["vocab_size"]) for _ in range(tokens)]
+
+
 def serve(connection, path: Path, dtype: str | None, compiled: bool, most: int, length: int) -> None:
     """A process: answers (requests, tokens of each prompt, new tokens) by tokens per second, those of the prompt where
     one is new, and "profile" before that by a table."""
@@ -146,7 +159,7 @@ def serve(connection, path: Path, dtype: str | None, compiled: bool, most: int, 
     numbers = random.Random(0)
 
     def run(requests: int, prompt: int, new: int) -> float:
-        texts = [[numbers.randrange(3, SIZES["vocab_size"]) for _ in range(prompt)] for _ in range(requests)]
+        texts = [random_text(numbers, prompt) for _ in range(requests)]
         prompts, rest = engine.run(texts, new, clock)
         return requests * (new - 1) / rest if new > 1 else prompt / prompts
 
@@ -196,6 +209,9 @@ def main() -> None:
     numbered = "; ".join(f"{i}: {name}" for i, name in enumerate(VARIANTS))
     parser.add_argument("--variants", type=int, nargs="+", choices=range(len(VARIANTS)), help=numbered)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--http", action="store_true", help="the servers, over HTTP")
+    own = Path(__file__).parents[1] / ".venv" / "ggml" / "llama-server"
+    parser.add_argument("--llama-server", type=Path, default=own, help="llama.cpp's, for --http")
     options = parser.parse_args()
     from lowbit._machine import cpu_name
 
@@ -204,6 +220,10 @@ def main() -> None:
     tasks["prompt"] = (1, options.prompt, 1)
     length = max(SHORT + options.new + 1, options.prompt + 1)
     names = [list(VARIANTS)[i] for i in options.variants] if options.variants else DEFAULT
+    if options.http:
+        if any(VARIANTS[name][1] is None for name in names) and not options.llama_server.exists():
+            parser.error(f"there is no {options.llama_server}: scripts/llama_server.sh, or choose other --variants")
+        return over_http(options, names, length, cpu_name())
     if any(VARIANTS[name][1] is None for name in names) and find_spec("llama_cpp") is None:
         parser.error("llama-cpp-python is not installed: make bench-peers, or choose other --variants")
     rates: dict[tuple[str, str], list[float]] = {}
@@ -236,19 +256,76 @@ def main() -> None:
             connection.send(None)
 
 
-def report(rates: dict[tuple[str, str], list[float]], names: list[str], tasks: list[str], cpu: str) -> None:
+def serve_http(name: str, path: Path, options: argparse.Namespace, length: int, log: Path) -> http_load.Server:
+    """The server of a variant, with the threads that torch has here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    _, dtype, compiled = VARIANTS[name]
+    most, threads = max(options.requests), str(torch.get_num_threads())
+    environment = os.environ | {"OMP_NUM_THREADS": threads, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if dtype is None:
+        command = [str(options.llama_server), "--model", str(path), "--threads", threads, "--threads-batch", threads]
+        command += ["--parallel", str(most), "--ctx-size", str(most * -(-length // 256) * 256), "--cache-ram", "0"]
+        command += ["--batch-size", str(max(length, most * SHORT)), "--ubatch-size", str(max(length, most * SHORT))]
+    else:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--dtype", dtype]
+        command += ["--served-model-name", "model", "--max-model-len", str(length), "--max-num-seqs", str(most)]
+        command += ["--max-num-batched-tokens", str(max(length, most * SHORT)), "--no-enable-prefix-caching"]
+        command += ["--kv-cache-memory-bytes", str(1 << 28), *([] if compiled else ["--enforce-eager"])]
+    return http_load.Server([*command, "--host", "127.0.0.1", "--port", str(port)], port, environment, log)
+
+
+def over_http(options: argparse.Namespace, names: list[str], length: int, cpu: str) -> None:
+    numbers, tasks = random.Random(0), [f"{n} request{'s' if n > 1 else ''}" for n in options.requests]
+    rates: dict[tuple[str, str], list[float]] = {}
+    firsts: dict[tuple[str, str], list[float]] = {}
+    servers: dict[str, http_load.Server] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ.update(ENVIRONMENT | {"VLLM_CACHE_ROOT": scratch})
+        models = make_models(Path(scratch), {VARIANTS[name][:2] for name in names})
+        try:
+            for number, name in enumerate(names):
+                bits, dtype, _ = VARIANTS[name]
+                path = models[bits, None] if dtype is None else models[bits]
+                servers[name] = serve_http(name, path, options, length, Path(scratch, f"{number}.log"))
+            for turn in range(-1, options.rounds):  # the first is not counted
+                print(f"round {turn + 1} of {options.rounds}", file=sys.stderr)
+                for task, requests in zip(tasks, options.requests, strict=True):
+                    for name, server in servers.items():
+                        texts = [random_text(numbers, SHORT) for _ in range(requests)]
+                        rate, first = http_load.load(server.port, texts, options.new)
+                        if turn >= 0:
+                            rates.setdefault((name, task), []).append(rate)
+                            firsts.setdefault((name, task), []).append(1e3 * first)
+        finally:
+            for server in servers.values():
+                server.stop()
+    report(rates, names, tasks, cpu, f"{torch.get_num_threads()} threads for each server, over HTTP")
+    print()
+    table("milliseconds to the first text", firsts, names, tasks)
+
+
+def report(
+    rates: dict[tuple[str, str], list[float]], names: list[str], tasks: list[str], cpu: str, how: str | None = None
+) -> None:
     import vllm
 
-    how = f"{torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else "1 thread, CPU time"
+    if how is None:
+        how = f"{torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else "1 thread, CPU time"
     versions = [f"torch {torch.__version__}", f"vLLM {vllm.__version__}"]
-    if any(VARIANTS[name][1] is None for name in names):
+    if any(VARIANTS[name][1] is None for name in names) and find_spec("llama_cpp") is not None:
         versions.append(f"llama-cpp-python {version('llama-cpp-python')}")
     print(f"{cpu}, {how}, {', '.join(versions)}; groups of {GROUP_SIZE}\n")
-    print("| tokens per second | " + " | ".join(tasks) + " |\n|" + "---|" * (len(tasks) + 1))
+    table("tokens per second", rates, names, tasks)
+
+
+def table(what: str, found: dict[tuple[str, str], list[float]], names: list[str], tasks: list[str]) -> None:
+    print(f"| {what} | " + " | ".join(tasks) + " |\n|" + "---|" * (len(tasks) + 1))
     for name in names:
         cells = []
         for task in tasks:
-            own, first = rates[name, task], rates[names[0], task]
+            own, first = found[name, task], found[names[0], task]
             cell = f"{statistics.median(own):.0f}"
             if name != names[0]:
                 cell += f" ({statistics.median(a / b for a, b in zip(own, first, strict=True)):.2f})"

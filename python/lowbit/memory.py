@@ -50,8 +50,8 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def give_back(tensor: Tensor) -> None:
-    """Takes the pages that a tensor has of a mapped file out of this process's memory. Who reads them again gets them from
-    the system's cache of files, or from the disk.
+    """Takes the pages that a tensor has of a mapped file out of this process's memory. Who reads them again gets them
+    from the system's cache of files, or from the disk.
 
     Nothing happens to a tensor in memory of its own, to one that was written to, or on another system than Linux.
     """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _C
 from .packed import PackedInfo, Unpacked, as_levels, check_format, describe, info  # noqa: F401  (users find all here)
@@ -16,6 +17,8 @@ _linear = torch.ops.lowbit.linear.default
 
 
 class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True  # gradients of each sample: torch.vmap(torch.func.grad(...))
+
     @staticmethod
     def forward(x, packed_weight, out_features):
         return _linear(x, packed_weight, out_features)
@@ -34,6 +37,30 @@ class _StraightThrough(torch.autograd.Function):
         return grad @ weight, None, None
 
 
+class _StraightThroughForward(_StraightThrough):
+    """With derivatives in forward mode (torch.func.jvp, jacfwd). Apart, as torch.compile takes no function with a jvp."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _StraightThrough.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(inputs[1])
+        ctx.out_features = inputs[2]
+
+    @staticmethod
+    def jvp(ctx, x, *_):
+        (packed_weight,) = ctx.saved_tensors
+        rows = torch.arange(ctx.out_features, device=x.device)
+        return x @ torch.ops.lowbit.embedding(rows, packed_weight, ctx.in_features, dtype=x.dtype).T
+
+
+def _differentiated(x: Tensor) -> bool:
+    """Whether somebody wants derivatives with respect to x. A program for other places holds the bare operator."""
+    # A tangent does not show in requires_grad; without this it would be lost.
+    if not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
+        return False
+    return not torch.compiler.is_exporting() and not torch.jit.is_tracing()
+
+
 def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     """``x @ weight.T + bias`` with a packed weight; the activations are quantised to int8 per row on the fly.
 
@@ -46,16 +73,15 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
         [..., out_features] of x's dtype. A row with a NaN or an infinity gives a row of NaN.
 
     The gradient with respect to x is that of a float layer with the dequantised weight: it passes straight through the
-    rounding of the activations. The packed weight has none.
+    rounding of the activations, and so does a derivative in forward mode (torch.func.jvp). The packed weight has none.
 
     Raises:
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
     # An autograd kernel would do the same, but in Python it would cost every call several microseconds.
-    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-        # Programs for other places hold the operator.
-        if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
-            return _StraightThrough.apply(x, packed_weight, out_features)
+    if isinstance(x, Tensor) and _differentiated(x):
+        function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
+        return function.apply(x, packed_weight, out_features)
     return _linear(x, packed_weight, out_features)
 
 
@@ -77,13 +103,13 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
     """
     packed_weights, out_features = list(packed_weights), list(out_features)
     fits = len(packed_weights) == len(out_features) > 0  # else the operator says what is wrong
-    if fits and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-        if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
-            return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
+    if fits and isinstance(x, Tensor) and _differentiated(x):
+        return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
     return torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
 
 
 class _StraightThroughExperts(torch.autograd.Function):
+    # Without a rule for vmap, which has no loop over the experts of a batch, and none for forward mode: torch says so.
     @staticmethod
     def forward(x, packed_weights, experts, out_features):
         return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
@@ -127,9 +153,8 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
         IndexError: there is no such expert.
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
-    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-        if not torch.compiler.is_exporting() and not torch.jit.is_tracing():
-            return _StraightThroughExperts.apply(x, packed_weights, experts, out_features)
+    if isinstance(x, Tensor) and _differentiated(x):
+        return _StraightThroughExperts.apply(x, packed_weights, experts, out_features)
     return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
 
 
@@ -152,6 +177,22 @@ def embedding(
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
     return torch.ops.lowbit.embedding(indices, packed_weight, embedding_dim, dtype=dtype)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Attention in a program with gradients: the result can be used, but not gone back through."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.lowbit.attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("lowbit.attention has no gradients; train with the model's own attention, without caches")
 
 
 def attention(
@@ -194,7 +235,8 @@ def attention(
             gpt-oss; None: there is none.
 
     Returns:
-        [batch, positions, heads, value_width] of q's dtype, contiguous. NaN where a visible product is NaN. No gradients.
+        [batch, positions, heads, value_width] of q's dtype, contiguous. NaN where a visible product is NaN. It has no
+        gradients: going back through it is a RuntimeError, or compiled a warning of torch.
 
     Raises:
         IndexError: ``start`` is negative, or the caches are too short for all positions. They are unchanged.
@@ -206,7 +248,14 @@ def attention(
         raise ValueError(f"window is {window}; expected 1 or more, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; expected a positive number, or None")
-    return torch.ops.lowbit.attention(q, k, v, k_cache, v_cache, start, scale, window or 0, softcap or 0.0, sinks)
+    arguments = (q, k, v, k_cache, v_cache, start, scale, window or 0, softcap or 0.0, sinks)
+    # The usual call, without gradients, asks this one question. Compiled, an error in the way back would end the way
+    # there; torch warns then.
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        tensors = (each for each in arguments if isinstance(each, Tensor))
+        if not torch.compiler.is_compiling() and any(map(_differentiated, tensors)):
+            return _WithoutGradient.apply(*arguments)
+    return torch.ops.lowbit.attention(*arguments)
 
 
 def cache_width(width: int, dtype: torch.dtype) -> int:

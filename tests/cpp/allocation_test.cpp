@@ -14,6 +14,7 @@
 
 #include "../../kernels/registry.h"
 #include "../../ops/load_kernels.h"
+#include "support/build.h"
 #include "support/calls.h"
 #include "support/failing_allocator.h"
 #include "support/tensors.h"
@@ -225,7 +226,7 @@ Loaded load_failing(const char* path, int64_t number) {
 }
 
 TEST(AllocationOfLibraries, EachOfLoadingFails) {
-  const std::string path = std::string(LOWBIT_TEST_LIBRARIES) + "own_format.so";
+  const std::string path = std::string(kTestLibraries) + "own_format.so";
   int refusals = 0;
   for (int64_t number = 0;; ++number) {
     ASSERT_LT(number, 1000);
@@ -242,7 +243,7 @@ TEST(AllocationOfLibraries, EachOfLoadingFails) {
 }
 
 TEST(AllocationOfLibraries, EachOfTheirFormatsFails) {
-  ASSERT_TRUE(load_kernels((std::string(LOWBIT_TEST_LIBRARIES) + "own_format.so").c_str()).ok());
+  ASSERT_TRUE(load_kernels((std::string(kTestLibraries) + "own_format.so").c_str()).ok());
   Random random(1);
   const Layout layout = layout_of(40, 70, 4, 32, Mapping::symmetric, true);
   const Tensor source = bytes_tensor(packed(random_weights(layout, random)));

@@ -14,12 +14,13 @@
 
 #include "../../kernels/registry.h"
 #include "../../ops/load_kernels.h"
+#include "support/build.h"
 #include "support/tensors.h"
 
 namespace lowbit::test {
 namespace {
 
-std::string path_of(const char* library) { return std::string(LOWBIT_TEST_LIBRARIES) + library + ".so"; }
+std::string path_of(const char* library) { return std::string(kTestLibraries) + library + ".so"; }
 
 size_t rows() { return linear_kernel_count() + embedding_kernel_count() + quantize_kernel_count(); }
 
@@ -76,7 +77,7 @@ TEST(A_Refused, BrokenLibraries) {
 
 TEST(A_Refused, WhatIsNoLibrary) {
   EXPECT_TRUE(refused(load_kernels("/nowhere/missing.so"), "missing.so", Status::Kind::system));
-  EXPECT_TRUE(refused(load_kernels(LOWBIT_TEST_LIBRARIES), "does not load", Status::Kind::system));
+  EXPECT_TRUE(refused(load_kernels(kTestLibraries), "does not load", Status::Kind::system));
   EXPECT_TRUE(refused(load_kernels(""), "the path of the kernel library is empty"));
 }
 

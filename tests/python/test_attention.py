@@ -469,3 +469,16 @@ def test_widths_of_4_bit_caches():
     caches = (torch.zeros(1, 2, 16, size, dtype=torch.int8) for size in (44, 84))
     with pytest.raises(ValueError, match=re.escape("[1, 2, 16, 44]; expected [1, 2, 16, 84]: 4 bits are for widths that are m")):
         lowbit.attention(q, q, q, *caches, at(0))
+
+
+def test_there_is_no_way_back():
+    """torch alone would warn, and leave the gradients out."""
+    q, k, v = text(1, 2, 2, 3, 32)
+    expected = lowbit.attention(q, k, v, *caches(1, 2, 16, 32), at(0))
+    found = lowbit.attention(q.requires_grad_(), k, v, *(both := caches(1, 2, 16, 32)), at(0))
+    assert_same_bits(found.detach(), expected)
+    assert both[0].any() and both[1].any()
+    with pytest.raises(RuntimeError, match="lowbit.attention has no gradients"):
+        found.sum().backward()
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda k: lowbit.attention(q.detach(), k, v, *caches(1, 2, 16, 32), at(0)), (k,), (k,))

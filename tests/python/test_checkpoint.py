@@ -12,6 +12,7 @@ import lowbit
 from checkpoints import CONFIG, EMBED, HEAD, KINDS, NORM, OVERRIDES, UP, change_tensors, edit_json, load, refuse, save_model
 from lowbit import LowBitConfig, inspect_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import quantizing
+from lowbit.llm.loading import load_model
 
 
 def tensors_of(path) -> dict[str, torch.Tensor]:
@@ -204,6 +205,8 @@ def test_a_matrix_that_the_model_lacks(source, tmp_path):
     with pytest.warns(UserWarning, match=f"1 matrices of the files .* are not in LlamaForCausalLM, {name} for example"):
         summary = quantize_checkpoint(source, tmp_path / "packed", CONFIG)
     assert summary.left[name] == "not in LlamaForCausalLM"
+    with pytest.warns(UserWarning, match=f"LlamaForCausalLM has no place for, as .*: {name}; they are left out"):
+        load_model(source)  # for generate, eval and export
 
 
 def test_subdirectories_and_weights_of_others(source, tmp_path):

@@ -185,3 +185,23 @@ def test_no_gradient_where_none_is_asked_for():
         assert not lowbit.linear(x, packed, 3).requires_grad
     with torch.inference_mode():
         assert lowbit.linear(x, packed, 3).is_inference()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_derivatives_of_every_kind_are_those_of_the_weight():
+    """Forward mode has no requires_grad to see; without a rule of its own its tangents were zeros."""
+    layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
+    x, direction, weight = random_rows(3, 40), random_rows(3, 40, seed=1), layer.dequantize()
+    y, tangent = torch.func.jvp(layer, (x,), (direction,))
+    assert_same_bits(y, layer(x))
+    assert_same_bits(tangent, direction @ weight.T)
+    _, (again,) = torch.func.jvp(lambda x: lowbit.linears(x, [layer.packed_weight], [21]), (x,), (direction,))
+    assert_same_bits(again, tangent)
+    for jacobian in (torch.func.jacfwd, torch.func.jacrev):
+        torch.testing.assert_close(jacobian(layer)(x[0]), weight, rtol=0, atol=0)
+    each = torch.vmap(torch.func.grad(lambda row: layer(row).sum()))(x)
+    torch.testing.assert_close(each, weight.sum(0).expand(3, -1), rtol=0, atol=1e-5)
+    experts = layer.packed_weight[None]
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: lowbit.linear_experts(x, experts, torch.zeros(3, 1).long(), 21), (x,), (direction,))

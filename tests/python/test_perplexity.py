@@ -1,5 +1,6 @@
 """Strided windows beside a plain computation, token by token."""
 
+import copy
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import transformers
 
 import lowbit
 from lowbit.llm.perplexity import Perplexity, perplexity
+from lowbit.llm.proof import TOKENS, sample_text
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,21 @@ def test_a_quantised_model(model):
         logits = packed(torch.tensor([tokens[:-1]])).logits[0]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="sum")
     assert math.isclose(result.nats, float(expected), rel_tol=1e-5)
+
+
+def test_what_is_no_number(model):
+    """Also where only this text meets it: the few tokens that the model is tried with are others."""
+    broken = copy.deepcopy(model)
+    token = next(i for i in range(4, 50) if i not in sample_text(model.config, TOKENS))
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[token] = torch.nan
+    assert math.isfinite(perplexity(broken, [1, 2, 3], window=16, stride=8).nats)
+    with pytest.raises(ValueError, match="the model's logits are not finite"):
+        perplexity(broken, [1, token, 3, 4], window=16, stride=8)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="LlamaForCausalLM .model_type llama. predicts no text: its logits are NaN"):
+        perplexity(broken, [1, 2], window=16, stride=8)
 
 
 def test_figures():

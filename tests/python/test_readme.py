@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
 import lowbit
 from command_line import LOWBIT, ROOT, TINY, shortened
+from lowbit.cli.app import app
 
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
@@ -56,6 +58,20 @@ def run(command: list, directory: Path) -> None:
         list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=1800
     )
     assert process.returncode == 0, f"{shlex.join(map(str, command))}\n{process.stdout}{process.stderr}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_documents_are_taken(document):
+    """Read by the command line, and not run: commands, options, and values that can be checked without files."""
+    group = typer.main.get_command(app)
+    text = re.sub(r"\\\n *", " ", document.read_text(encoding="utf-8"))
+    for line in re.findall(r"^ {4}(?:.* \| )?lowbit ([a-z].*)$", text, re.M):
+        name, *arguments = shlex.split(line.split(" > ")[0], comments=True)
+        assert name in group.commands, f"{document.name}: there is no lowbit {name}"
+        try:
+            group.commands[name].make_context(name, arguments)
+        except Exception as error:  # click's, or that of the click within a newer typer
+            pytest.fail(f"{document.name}: lowbit {line}: {getattr(error, 'message', error)}")
 
 
 def test_python_of_the_readme_runs(executorch, directory):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lowbit
+from checkpoints import change_tensors
 from command_line import FLOAT, TINY, document, documented_keys, error, invoke, keys_in, run
 from lowbit.calibration import model as calibration
 from lowbit.llm.loading import load_model, load_tokenizer
@@ -235,6 +236,10 @@ def test_an_embedding_model(tmp_path):
     page = (tmp_path / "<b>page.html").read_text(encoding="utf-8")
     assert "cosine with float (higher is better)" in page and "<b>" not in page
     assert f"<td>{same['nearest', 2]:.3f}</td>" in page
+    dropped = "encoder.layer.1.output.dense.weight"  # torch would begin with random numbers
+    change_tensors(tmp_path / "bert" / "model.safetensors", lambda tensors: tensors.pop(dropped))
+    refused = invoke("report", tmp_path / "bert", tmp_path / "other.html", "--text", tmp_path / "text.txt")
+    assert f"lacks 1 of the 39 tensors of BertModel: {dropped}" in error(refused)
 
 
 def test_neighbours_that_stay():

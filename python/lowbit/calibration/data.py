@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -78,20 +79,24 @@ def rows_in_parts(batch: Batch, most: int) -> list[Batch]:
 
 
 def _as_batch(item: Any) -> Batch:
+    batch: Batch = {}
     if isinstance(item, Tensor):
-        item = {"input_ids": item}
-    try:
-        item = dict(item)
-        ids = item["input_ids"]
-        ok = isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()
-    except (TypeError, ValueError, KeyError):
-        ok = False
-    if not ok:
+        batch = {"input_ids": item}
+    elif not isinstance(item, str):
+        with suppress(TypeError, ValueError):
+            batch = dict(item)
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        found = f"a {type(item).__name__}" if ids is None else "input_ids that are "
+        if ids is not None:
+            found += f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise TypeError(
-            f"data has a {type(item).__name__}; expected texts, int64 tensors [batch, tokens], or dicts with such "
-            "input_ids"
+            f"data has {found}; expected texts, int64 tensors [batch, tokens], or dicts with such input_ids"
         )
-    return item
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != ids.shape:
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}; expected {list(ids.shape)}, that of input_ids")
+    return batch
 
 
 def _of_texts(model, texts: list[str], tokenizer: Any, window: int, most: int) -> tuple[list[Batch], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -101,6 +102,13 @@ def load_model(
     if wrong:
         more = f" ({len(wrong) - 1} more such tensors)" if len(wrong) > 1 else ""
         raise ValueError(f"{directory}: {wrong[0]}, as config.json says{more}; the files do not belong together")
+    if strange := sorted(loading["unexpected_keys"]):
+        more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+        warnings.warn(
+            f"{directory} has tensors that {type(model).__name__} has no place for, as {CONFIG} describes it: "
+            f"{strange[0]}{more}; they are left out",
+            stacklevel=2,
+        )
     return model.eval()
 
 

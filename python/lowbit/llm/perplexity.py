@@ -9,9 +9,10 @@ from inspect import signature
 
 import torch
 
-from ..hf.decoding import position_limit
+from ..hf.decoding import Unsupported, position_limit
 from .decoder import Decoder
 from .proof import sees_what_follows
+from .sampling import NOT_FINITE
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def perplexity(
     Raises:
         ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range; or a model whose
             logits behind a token change with the tokens that follow: it would be told what it should
-            predict; or, with a cache, whatever a decoder refuses.
+            predict; logits of NaN; or, with a cache, whatever a decoder refuses.
     """
     config = model.config.get_text_config()
     limit = position_limit(config)
@@ -78,7 +79,10 @@ def perplexity(
             "the tokenizer is another model's"
         )
     if cache is None:
-        follows = sees_what_follows(model)
+        try:
+            follows = sees_what_follows(model)
+        except Unsupported as error:
+            follows = str(error)
         if follows is not None:
             raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
     decoder = None if cache is None else Decoder(model, -(-window // 16) * 16, cache)
@@ -104,6 +108,8 @@ def _perplexity(
         else:
             more = {"logits_to_keep": new + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
             logits = model(ids[None, begin:end], use_cache=False, **more).logits[0, -new - 1 : -1].float()
+        if logits.isnan().any():
+            raise ValueError(NOT_FINITE)
         nats += torch.nn.functional.cross_entropy(logits, ids[done:end], reduction="sum").item()
         done = end
         if progress is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-_NOT_FINITE = "the model's logits are not finite: its weights are damaged, or not those of its config.json"
+NOT_FINITE = "the model's logits are not finite: its weights are damaged, or not those of its config.json"
 
 
 def token_ids(name: str, tokens: Iterable) -> list[int]:
@@ -36,7 +36,7 @@ def most_likely(logits: Tensor) -> int:
     values = (logits if logits.dtype == torch.float32 else logits.float()).detach().numpy()
     token = int(values.argmax())  # of a NaN, where there is one
     if not math.isfinite(values[token]):
-        raise ValueError(_NOT_FINITE)
+        raise ValueError(NOT_FINITE)
     return token
 
 
@@ -97,7 +97,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
         logits[logits < logits.topk(top_k).values[-1]] = -math.inf
     probabilities = logits.softmax(0)
     if probabilities.isnan().any():
-        raise ValueError(_NOT_FINITE)
+        raise ValueError(NOT_FINITE)
     if top_p is not None and top_p < 1:
         ordered, order = probabilities.sort(descending=True)
         # Keeps the smallest set of tokens that reaches top_p: the first one always.

@@ -26,6 +26,7 @@ from ..calibration.model import evaluating, run
 from ..calibration.widths import LEVELS_BITS, Item, config_of, measure_losses, options_of, within
 from ..files.config_json import read_config
 from ..files.replace import replacing
+from ..files.safetensors import files_of, read_files
 from ..files.untrusted import interpreting
 from ..layers import names_by_weight, put_linears, replace_layers
 from ..llm.bench import measure
@@ -127,7 +128,13 @@ class _Subject:
                 raise ValueError(f"the text has {len(self.tokens)} tokens; expected 2 or more")
         else:
             transformers = import_module("transformers")
-            with interpreting(f"{options.model} does not load"):
+            from ..hf.building import check_fits
+            from ..hf.loading import counting, meta_model
+
+            tensors = read_files(*files_of(options.model))
+            with counting(None), interpreting(f"{options.model} does not load"):
+                # What is not in the files would be random numbers.
+                check_fits(meta_model(options.model, len(tensors)), tensors, options.model)
                 self.model = transformers.AutoModel.from_pretrained(
                     options.model, local_files_only=True, trust_remote_code=False, dtype="auto"
                 ).eval()
