@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
 import lowbit
-import typer.main
 from command_line import LOWBIT, ROOT, TINY, shortened
 from lowbit.cli.app import app
 
