@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import TOKENS, load
 from command_line import error, invoke
-from gguf_files import file_bytes, permute
+from gguf_files import file_bytes, permute, write_model
 from lowbit.importing.gguf import open_gguf
 from safetensors.torch import load_file
 from transformers import BitNetConfig, BitNetForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -167,3 +167,14 @@ def test_the_command_takes_the_order(tmp_path):
     assert "--i2s-order" in error(invoke("import", tmp_path / "m.gguf", tmp_path / "out"))
     result = invoke("import", tmp_path / "m.gguf", tmp_path / "out", "--i2s-order", "arm")
     assert result.exit_code == 0 and "I2_S" in result.output and "exact" in result.output
+
+
+def test_an_order_that_does_not_count(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=403, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        tie_word_embeddings=False,
+    ))  # fmt: skip
+    write_model(tmp_path / "m.gguf", model, "Q8_0")
+    result = invoke("import", tmp_path / "m.gguf", tmp_path / "out", "--i2s-order", "arm")
+    assert result.exit_code == 2 and "--i2s-order" in result.output and "I2_S" in result.output
+    assert not (tmp_path / "out").exists()

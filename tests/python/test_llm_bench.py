@@ -85,6 +85,18 @@ def test_random_models_in_floats():
     assert isinstance(head_only.model.layers[0].mlp.up_proj, torch.nn.Linear)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_models_are_saved_and_loaded(tmp_path, tied):
+    """As packed ones: without their description the files would load as other random weights."""
+    config = CLASSES["qwen3"](**SIZES | {"tie_word_embeddings": tied})
+    model = random_model(config, lowbit.LinearConfig(4, 32), lowbit.EmbeddingConfig(4, 32))
+    assert not hasattr(config, "quantization_config")  # the caller's
+    model.save_pretrained(tmp_path / "m")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    with torch.inference_mode():
+        assert torch.equal(again(torch.tensor([PROMPT])).logits, model(torch.tensor([PROMPT])).logits)
+
+
 def test_bytes_per_token():
     model = random_model(CLASSES["qwen3"](**SIZES), lowbit.LinearConfig(4, 32), lowbit.EmbeddingConfig(4, 32))
     layers = [module for module in model.modules() if isinstance(module, lowbit.nn.Linear)]

@@ -57,9 +57,9 @@ def export(
         raise NotADirectoryError(f"{file.absolute().parent} is not a directory; make it first")
     if to == "gguf":
         if bits is not None:
-            raise ValueError("--bits does not go with --to gguf: quantise with lowbit quantize, and export the result")
+            raise typer.BadParameter("quantise with lowbit quantize, and export the result", param_hint="--bits with --to gguf")
         if cache is not None:
-            raise ValueError("--cache does not go with --to gguf: who runs the file chooses its cache")
+            raise typer.BadParameter("who runs the file chooses its cache", param_hint="--cache with --to gguf")
         how = said_how(group_size, mapping, embedding_bits)
         refuse_unused("with --to gguf", max_length=max_length is not None, chunk=chunk != 128, **how)
         _to_gguf(output, model, file)

@@ -12,7 +12,7 @@ import typer
 
 import lowbit
 
-from .options import Json
+from .options import Json, refuse_unused
 from .output import Output, size, table
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ def import_(
 ) -> None:
     """Take over weights that another program has quantised, with their codes as they are."""
     output = Output(as_json)
+    if i2s_order is not None:
+        tensors = lowbit.importing.open_source(source, i2s_order).tensors
+        refuse_unused("without weights of the type I2_S", i2s_order=all(tensor.source != "I2_S" for tensor in tensors))
     with output.progress(f"importing {source}", "bytes") as advance:
         summary = lowbit.import_checkpoint(source, target, i2s_order=i2s_order, progress=advance)
     packed = [entry for entry in summary.entries if entry.kind == "packed"]

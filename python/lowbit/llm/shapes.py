@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from importlib import import_module
@@ -13,6 +14,7 @@ from torch import Tensor
 from .. import nn, ops
 from ..memory import in_huge_pages
 from ..quantize import EmbeddingConfig, LinearConfig
+from ..quantize_model import described_to_transformers
 
 _LLAMA_3 = {
     "vocab_size": 128256,
@@ -167,7 +169,8 @@ def random_model(
 ) -> torch.nn.Module:
     """A language model with random weights, made in its packed form: the float model never exists.
 
-    Weights have mean 0 and a variance of about 1 / in_features, norms are 1: activations stay within a sane range.
+    Weights have mean 0 and a variance of about 1 / in_features, norms are 1: activations stay within a sane range. It
+    is saved and loaded as any packed model.
 
     Args:
         shape: a name, as for :func:`shape_config`, or a configuration of transformers.
@@ -180,7 +183,7 @@ def random_model(
         ValueError: an unknown name.
         ImportError: transformers is not installed.
     """
-    config = shape_config(shape) if isinstance(shape, str) else shape
+    config = shape_config(shape) if isinstance(shape, str) else copy.deepcopy(shape)
     model = _skeleton(config, dtype)
     generator = torch.Generator().manual_seed(seed)
     largest = max(layer.weight.numel() for layer in model.modules() if isinstance(layer, _LAYERS))
@@ -195,21 +198,22 @@ def random_model(
     for name, module in model.named_modules():
         if isinstance(module, _LAYERS):
             owners.setdefault(id(module.weight), []).append(name)
-    for names in owners.values():
-        layers = [model.get_submodule(name) for name in names]
-        n, k = layers[0].weight.shape
-        tables = [layer for layer in layers if isinstance(layer, torch.nn.Embedding)]
-        chosen = embedding if tables else linear
-        if chosen is None:
-            weight = torch.empty(n, k, dtype=dtype).normal_(0, 1 / math.sqrt(k), generator=generator)
-            parameter = torch.nn.Parameter(weight, requires_grad=False)
-            for layer in layers:
-                layer.weight = parameter
-                if getattr(layer, "bias", None) is not None:
-                    layer.bias = torch.nn.Parameter(torch.zeros(n, dtype=dtype), requires_grad=False)
-            continue
-        bias = any(getattr(layer, "bias", None) is not None for layer in layers)
-        packed = in_huge_pages(_random_packed(pool(chosen.bits), n, k, bias, chosen, generator))
-        for name, layer in zip(names, layers, strict=True):
-            model.set_submodule(name, nn.in_place_of(layer, packed, dtype).eval())
+    with described_to_transformers(model):
+        for names in owners.values():
+            layers = [model.get_submodule(name) for name in names]
+            n, k = layers[0].weight.shape
+            tables = [layer for layer in layers if isinstance(layer, torch.nn.Embedding)]
+            chosen = embedding if tables else linear
+            if chosen is None:
+                weight = torch.empty(n, k, dtype=dtype).normal_(0, 1 / math.sqrt(k), generator=generator)
+                parameter = torch.nn.Parameter(weight, requires_grad=False)
+                for layer in layers:
+                    layer.weight = parameter
+                    if getattr(layer, "bias", None) is not None:
+                        layer.bias = torch.nn.Parameter(torch.zeros(n, dtype=dtype), requires_grad=False)
+                continue
+            bias = any(getattr(layer, "bias", None) is not None for layer in layers)
+            packed = in_huge_pages(_random_packed(pool(chosen.bits), n, k, bias, chosen, generator))
+            for name, layer in zip(names, layers, strict=True):
+                model.set_submodule(name, nn.in_place_of(layer, packed, dtype).eval())
     return model
