@@ -6,7 +6,7 @@
 #   scripts/ggml_amx.sh BIN [SOURCES]      BIN: the bin directory of a virtual environment with cmake and ninja
 set -eu
 
-bin=$1
+bin=$(cd "$1" && pwd)
 sources=${2:-build/bench-peers}/vendor/llama.cpp
 work=build/ggml-amx
 for kind in asis mended; do
