@@ -81,16 +81,12 @@ def rank(directory: str, output: str) -> None:
 def make(directory: Path) -> None:
     """Writes the models."""
     import lowbit
-    from lowbit.hf.quantizer import describing
     from lowbit.llm import random_model
     from transformers import LlamaConfig
 
     config = lowbit.LinearConfig(bits=4, group_size=32), lowbit.EmbeddingConfig(bits=4, group_size=32)
     for name, sizes in SIZES.items():
-        model = random_model(LlamaConfig(**sizes), *config)
-        with describing(model):  # that it is packed goes into its config.json
-            pass
-        model.save_pretrained(directory / name)
+        random_model(LlamaConfig(**sizes), *config).save_pretrained(directory / name)
 
 
 def forget(directory: Path) -> None:

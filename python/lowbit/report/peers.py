@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+
 class Misfit(ValueError):
     """A format is not for matrices of this shape."""
 
