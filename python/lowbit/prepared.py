@@ -174,7 +174,8 @@ class Layer(Prepared):
         )
         self.weight_scale = torch.nn.Parameter(scales)
         self.weight_min = torch.nn.Parameter(mins) if affine else None
-        self.register_buffer("weight_format", torch.tensor(_format(config), dtype=torch.int32))
+        formats = torch.tensor(_format(config), dtype=torch.int32)
+        self.register_buffer("weight_format", formats)  # type: ignore[attr-defined]
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -189,7 +190,7 @@ class Layer(Prepared):
                     f"{_described(expected)}"
                 )
                 return
-        super()._load_from_state_dict(  # type: ignore[misc]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
