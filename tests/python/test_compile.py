@@ -8,6 +8,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.decomposition import select_decomp_table
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from models import Small
@@ -208,3 +209,41 @@ def test_compiled_operators_without_derivatives_refuse_them():
     compiled = torch.compile(experts, backend="aot_eager")  # the usual ones it has
     found = [f(x := x.detach().requires_grad_()).sum().backward() or x.grad for f in (experts, compiled)]
     assert torch.equal(*found) and found[0].any()
+
+
+def through_autocast(function, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return function(torch.nn.functional.linear(x, torch.eye(40)))
+
+
+def through_checkpoint(function, x, use_reentrant):
+    x = x.clone().requires_grad_()
+    checkpoint(function, x, use_reentrant=use_reentrant).square().sum().backward()
+    return x.grad
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("backend", ["none", "aot_eager"])
+def test_what_torch_puts_around_a_layer(backend):
+    """Each is right in eager and compiled; the layer takes the dtype that it is given, also under autocast."""
+    layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
+    table = lowbit.nn.Embedding(layer.packed_weight)
+    x, tokens = random_rows(3, 40), torch.arange(6).view(2, 3)
+    called, looked_up = (each if backend == "none" else torch.compile(each, backend=backend) for each in (layer, table))
+    assert torch.equal(torch.vmap(called)(x), layer(x))
+    assert torch.equal(torch.vmap(called, in_dims=1)(x.T), layer(x))
+    assert torch.equal(torch.vmap(looked_up)(tokens), table(tokens))
+    assert torch.equal(through_autocast(called, x), layer(x.bfloat16()))
+    expected = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    for use_reentrant in (True, False):
+        assert torch.equal(through_checkpoint(called, x, use_reentrant), expected)
+    with torch.inference_mode():
+        assert torch.equal(called(x.clone()), layer(x))
+    other = random_packed(21, 40, 4, 16, "affine", bias=True, seed=1)
+    swapped = torch.func.functional_call(called, {name: other for name, _ in called.named_buffers()}, (x,))
+    assert torch.equal(swapped, lowbit.linear(x, other, 21)) and not torch.equal(swapped, layer(x))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(called(x), layer(x)) and torch.equal(looked_up(tokens), table(tokens))
+    finally:
+        torch.use_deterministic_algorithms(False)
