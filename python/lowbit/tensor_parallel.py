@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import Tensor
 from . import nn
 from .layers import KINDS
 from .memory import give_back, in_huge_pages
-from .slices import slice_columns, slice_rows
+from .slices import concat, slice_columns, slice_rows
 
 # What transformers' plans call the ways to cut a layer; some have another name in earlier versions.
 _LOCAL_OUTPUTS = ("colwise",)  # each rank keeps its outputs: its heads
@@ -29,6 +30,8 @@ _WHOLE_OUTPUTS = ("colwise_rep", "colwise_gather_output")
 _LOCAL_INPUTS = ("rowwise",)  # each rank has inputs of its own
 _WHOLE_INPUTS = ("rowwise_rep", "rowwise_split_input")
 _LEFT_WHOLE = ("replicate", "embedding_rowwise", "embedding_colwise", "embedding_row")
+_TWO_MATRICES = "packed_colwise"  # of experts: as _LOCAL_OUTPUTS, of gate and of up, which lie below each other
+EXPERTS_TOGETHER = "moe_tp_experts"  # a module of experts: the ranks' results are joined when they are summed over the experts
 _STYLES = (*_LOCAL_OUTPUTS, *_WHOLE_OUTPUTS, *_LOCAL_INPUTS, *_WHOLE_INPUTS)
 
 
@@ -63,17 +66,59 @@ class Part(nn.Linear):
             x = _gathered(x, self.in_features, self.group)
         if self.inputs is not None:
             x = x[..., self.inputs]
-        out = super().forward(x)
-        if self.whole is not None:
-            return _gathered(out, self.whole, self.group)
-        if self.sums:
-            total = out.float()  # of a type with fewer digits every sum of two ranks would be rounded
-            dist.all_reduce(total, group=self.group)
-            return total.to(out.dtype)
-        return out
+        return _joined(super().forward(x), self.whole, self.sums, self.group)
 
     def extra_repr(self) -> str:
         return f"rank {dist.get_rank(self.group)} of {dist.get_world_size(self.group)}, {super().extra_repr()}"
+
+
+class ExpertsPart(nn.LinearExperts):
+    """A rank's part of the packed layers of experts, of each of them the same; made by :func:`shard_`.
+
+    Attributes:
+        group, gathers_inputs, whole, sums: as those of :class:`Part`.
+        late: whoever calls this layer joins what the ranks have: :meth:`join`.
+    """
+
+    def __init__(
+        self,
+        packed_weight: Tensor,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup | None,
+        gathers_inputs: bool = False,
+        whole: int | None = None,
+        sums: bool = False,
+        late: bool = False,
+    ):
+        super().__init__(packed_weight, dtype)
+        self.group, self.gathers_inputs, self.whole, self.sums, self.late = group, gathers_inputs, whole, sums, late
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        if self.gathers_inputs:
+            x = _gathered(x, self.in_features, self.group)
+        out = super().forward(x, experts)
+        return out if self.late else self.join(out)
+
+    def join(self, out: Tensor) -> Tensor:
+        """The outputs of all ranks, [..., out], as the plan wants them."""
+        return _joined(out, self.whole, self.sums, self.group)
+
+    def extra_repr(self) -> str:
+        return f"rank {dist.get_rank(self.group)} of {dist.get_world_size(self.group)}, {super().extra_repr()}"
+
+
+def _joined(out: Tensor, whole: int | None, sums: bool, group: dist.ProcessGroup | None) -> Tensor:
+    if whole is not None:
+        return _gathered(out, whole, group)
+    if sums:
+        total = out.float()  # of a type with fewer digits every sum of two ranks would be rounded
+        dist.all_reduce(total, group=group)
+        return total.to(out.dtype)
+    return out
+
+
+PARTS = (Part, ExpertsPart)
 
 
 def _gathered(x: Tensor, whole: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -159,13 +204,50 @@ def _cut(
     )
 
 
+def _cut_experts(
+    name: str, layer: nn.LinearExperts, style: str, exact: bool, late: bool, group: dist.ProcessGroup | None
+) -> ExpertsPart:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows, inputs, size = layer.out_features, layer.in_features, layer.info.group_size
+    matrices = 2 if style == _TWO_MATRICES else 1
+    local = style in (*_LOCAL_OUTPUTS, _TWO_MATRICES)
+    if local and rows % (matrices * ranks):
+        raise ValueError(f"{name} has {rows // matrices} outputs, which {ranks} ranks cannot share evenly")
+    if not local and inputs % ranks:
+        raise ValueError(f"{name} has {inputs} inputs, which {ranks} ranks cannot share evenly")
+    each = rows // matrices // ranks if local else _each(rows, ranks)
+    if not local and not exact:
+        each = inputs // ranks
+        if each % (size or each):
+            raise ValueError(f"{name} has {inputs} inputs in groups of {size}, which {ranks} ranks cannot share evenly")
+    elif each * (ranks - 1) >= rows:
+        raise ValueError(f"{name} has {rows} outputs, too few for {ranks} ranks")
+
+    def own(packed: Tensor) -> Tensor:
+        if not local and not exact:
+            return slice_columns(packed, rank * each, (rank + 1) * each)
+        firsts = [number * rows // matrices + rank * each for number in range(matrices)]
+        return concat([slice_rows(packed, first, min(rows, first + each)) for first in firsts])
+
+    packed = in_huge_pages(torch.stack([own(one) for one in layer.packed_weight]))
+    if local:
+        return ExpertsPart(packed, layer._dtype, group=group)
+    if exact:
+        return ExpertsPart(packed, layer._dtype, group=group, gathers_inputs=True, whole=rows, late=late)
+    return ExpertsPart(packed, layer._dtype, group=group, sums=True, late=late)
+
+
+def _join_late(part: ExpertsPart, holder: torch.nn.Module, inputs: tuple, out: Tensor) -> Tensor:
+    return part.join(out)
+
+
 def shard_(
     model: torch.nn.Module,
     group: dist.ProcessGroup | None = None,
     plan: Mapping[str, str] | None = None,
     exact: bool = True,
 ) -> torch.nn.Module:
-    """Cuts the packed linear layers of a model, in place, so that each rank of a group keeps and computes its part.
+    """Cuts the packed linear layers and experts of a model, in place, so that each rank of a group keeps and computes its part.
 
     Every rank calls it with the same model, and then the model with the same inputs; each gets the whole result. What
     is loaded from files stays mapped until it is cut, and is then given back, matrix by matrix: a rank's memory is its
@@ -173,10 +255,13 @@ def shard_(
     fewer heads of keys than there are ranks, several ranks have the same one.
 
     Args:
-        model: with :class:`lowbit.nn.Linear` layers; of transformers, or any with a ``plan``.
+        model: with :class:`lowbit.nn.Linear` layers or :class:`lowbit.nn.LinearExperts`; of transformers, or any with a
+            ``plan``. Every expert is cut; none is on one rank alone.
         group: of processes that share the model; None: all. ``torch.distributed`` must be initialised.
         plan: qualified names, ``*`` in the place of numbers, to transformers' names of how to cut: "colwise",
-            "colwise_gather_output", "rowwise", "rowwise_split_input". None: the model's own (``model.tp_plan``).
+            "colwise_gather_output", "rowwise", "rowwise_split_input"; experts "colwise", or "packed_colwise" where the rows of
+            two matrices lie below each other, and "rowwise"; "moe_tp_experts" the module of experts, if its result is a sum of
+            what a "rowwise" layer gives, each times a number. None: the model's own (``model.tp_plan``).
         exact: all layers are cut by their outputs, so that each sees its whole input: every number that a packed layer
             gives has the same bits with any number of ranks. False: "rowwise" layers are cut by their inputs, and a sum
             over the ranks takes the place of two gathers: less to send, but each rank quantises its own activations, so
@@ -197,23 +282,32 @@ def shard_(
         raise ValueError(f"{type(model).__name__} has no plan for tensor parallelism; pass one")
     ranks = dist.get_world_size(group)
     modules = dict(model.named_modules(remove_duplicate=False))
-    parts: dict[str, Part] = {}
+    parts: dict[str, Part | ExpertsPart] = {}
+    styles = styles_of(model, plan)
     sharing: dict[str, int] = {}  # attentions whose heads of keys several ranks have: queries of a rank to one of keys
-    for name, style in styles_of(model, plan).items():
-        layer = modules[name]
-        if isinstance(layer, Part):
+    for name, style in styles.items():
+        layer, above = modules[name], name.rpartition(".")[0]
+        if isinstance(layer, PARTS):
             raise ValueError(f"{name} is a part already")
         if isinstance(layer, nn.Linear):
             if style not in _STYLES:
                 raise ValueError(f"{name} is to be cut as {style!r}; lowbit cuts packed layers as {', '.join(_STYLES)}")
-            above = name.rpartition(".")[0]
             parent = modules[above]
             parts[name] = _cut(name, layer, style, exact, parent, group)
             give_back(layer.packed_weight)  # all of it was read, for the checksum
             if style in _LOCAL_OUTPUTS and _shared_heads(parent, layer.out_features, ranks):
                 sharing[above] = parent.config.num_attention_heads // ranks
+        elif isinstance(layer, nn.LinearExperts):
+            known = (*_LOCAL_OUTPUTS, _TWO_MATRICES, *_LOCAL_INPUTS)
+            if style not in known:
+                raise ValueError(f"{name} is to be cut as {style!r}; lowbit cuts packed experts as {', '.join(known)}")
+            late = styles.get(above) == EXPERTS_TOGETHER
+            parts[name] = _cut_experts(name, layer, style, exact, late, group)
+            give_back(layer.packed_weight)
         elif isinstance(layer, nn.Packed):
-            raise ValueError(f"{name} is a packed {type(layer).__name__}; lowbit cuts linear layers")
+            raise ValueError(f"{name} is a packed {type(layer).__name__}; lowbit cuts linear layers and experts")
+        elif style == EXPERTS_TOGETHER and not any(isinstance(child, nn.LinearExperts) for child in layer.children()):
+            raise ValueError(f"{name} is float; {ranks} ranks can share packed experts only: quantise it")
         elif type(layer) in KINDS and style in (*_LOCAL_OUTPUTS, *_LOCAL_INPUTS):
             raise ValueError(f"{name} is float; {ranks} ranks can share packed layers only: quantise it")
     if not parts:
@@ -221,6 +315,8 @@ def shard_(
     for name, part in parts.items():
         nn.take_place(part, modules[name])
         model.set_submodule(name, part)
+        if isinstance(part, ExpertsPart) and part.late:
+            modules[name.rpartition(".")[0]].register_forward_hook(partial(_join_late, part))
     for name, groups in sharing.items():
         modules[name].num_key_value_groups = groups
     return model

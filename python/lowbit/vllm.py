@@ -6,14 +6,21 @@ Written for vLLM 0.32; what it calls is the interface of vLLM's own ways to quan
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -25,9 +32,10 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
 
 from . import ops
-from .files.safetensors import files_of, orders_of, packed_info, read_files
+from .files.safetensors import files_of, float_name, orders_of, packed_info, read_files
 from .hf.building import check_fits
 from .hf.config import METHOD, LowBitConfig
 from .hf.loading import meta_model
@@ -38,12 +46,22 @@ from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 from .slices import concat, slice_columns, slice_rows
 
 _PACKED = "packed_weight"
+# The two matrices of each expert: by what transformers calls them, and some of vLLM's models once they have renamed them.
+_MATRICES = {"gate_up_proj": 0, "w13": 0, "down_proj": 1, "w2": 1}
+_ACTIVATIONS = {
+    MoEActivation.SILU: functional.silu,
+    MoEActivation.GELU: functional.gelu,
+    MoEActivation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+}
 
 
 def register() -> None:
     """Makes the method "lowbit" known to vLLM, which calls this in each of its processes."""
     if METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(METHOD)(ServedConfig)
+        for kind in (VocabParallelEmbedding, ReplicatedLinear):
+            if kind.__name__ not in op_registry_oot:  # else another plugin has its own
+                kind.register_oot(_told_of_packed(kind))
 
 
 class ServedConfig(QuantizationConfig):
@@ -53,7 +71,12 @@ class ServedConfig(QuantizationConfig):
         options: the arguments of :class:`lowbit.LowBitConfig`.
         packed: the files have packed weights, which count; the options do not.
         selected: of a float checkpoint the layers to quantise, by transformers' names.
+        quantised: the layers that are packed in the files, or selected.
         tables: transformers' names of tables of tokens.
+        holders: transformers' names of modules of experts.
+        renamed: of these, those that vLLM calls otherwise, with the name there.
+        ties: heads and the tables that they are.
+        asked: the layers for which vLLM has asked how to quantise them.
     """
 
     def __init__(self, options: dict[str, Any] | None = None):
@@ -62,7 +85,12 @@ class ServedConfig(QuantizationConfig):
         LowBitConfig(**self.options)  # refuses what is none
         self.packed = False
         self.selected: dict[str, LinearConfig | EmbeddingConfig] = {}
+        self.quantised: set[str] = set()
         self.tables: list[str] = []
+        self.holders: list[str] = []
+        self.renamed: dict[str, str] = {}
+        self.ties: dict[str, str] = {}
+        self.asked: set[str] = set()
 
     def get_name(self) -> str:
         return METHOD
@@ -98,9 +126,8 @@ class ServedConfig(QuantizationConfig):
         check_fits(model, tensors, directory)
         layers = dict(named_layers(model))
         packed = {name: stored for name, stored in tensors.items() if name.endswith(f".{_PACKED}")}
-        experts = [name for name, layer in layers.items() if isinstance(layer, Experts)]
-        if experts:
-            raise ValueError(f"{directory} has experts ({experts[0]}); lowbit serves models without them in vLLM")
+        experts = [name.rpartition(".")[0] for name, layer in layers.items() if isinstance(layer, Experts)]
+        self.holders = list(dict.fromkeys(experts))
         for name in orders_of(tensors):
             raise ValueError(f"{name} has its inputs in an order of their own, which lowbit does not serve in vLLM")
         for name, stored in packed.items():
@@ -109,13 +136,15 @@ class ServedConfig(QuantizationConfig):
                 raise ValueError(f"{name} is in format {found}; expected panel16")
         self.packed = bool(packed)
         self.tables = [name for name, layer in layers.items() if isinstance(layer, torch.nn.Embedding)]
-        ties = tied_layers(model)
+        ties = self.ties = tied_layers(model)
         for head, table in ties.items():
             both = {f"{head}.{_PACKED}", f"{head}.weight"} & tensors.keys()
             if both:
                 raise ValueError(f"{directory} has {both.pop()}, but its config.json says that {head} is {table}")
+        self.quantised = {float_name(name, stored.shape).removesuffix(".weight") for name, stored in packed.items()}
         if not self.packed:
             self.selected = LowBitConfig(**self.options).select(model)
+            self.quantised = set(self.selected)
             for head, table in ties.items():
                 first, second = (self.selected.get(name) for name in (head, table))
                 if (first and vars(first)) != (second and vars(second)):
@@ -123,10 +152,37 @@ class ServedConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         if isinstance(layer, RoutedExperts):
-            raise ValueError(f"{prefix} has experts; lowbit serves models without them in vLLM")
+            holder = self.holder_of(prefix)
+            names = [name for name in self.quantised if name.rpartition(".")[0] == holder]
+            self.asked.update(names)
+            return PackedExpertsMethod(self, layer, prefix, holder) if names else None  # float, in vLLM's own way
         if isinstance(layer, LinearBase | VocabParallelEmbedding):
             return PackedMethod(self, prefix)
         return None
+
+    def holder_of(self, prefix: str) -> str:
+        """What transformers calls the module of experts that vLLM calls so: the one in the layer of this number."""
+        numbers = re.findall(r"\d+", prefix)
+        found = [name for name in self.holders if name == prefix] or [
+            name for name in self.holders if re.findall(r"\d+", name) == numbers
+        ]
+        if len(found) != 1:
+            raise ValueError(f"{prefix} has experts of a form that lowbit does not serve in vLLM")
+        if found[0] != prefix:
+            self.renamed[found[0]] = prefix
+        return found[0]
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """vLLM's names of tensors that files have under other ones; vLLM asks for it when it has built a model."""
+        unasked = sorted(self.selected.keys() - self.asked - self.ties.keys())
+        if unasked and get_current_vllm_config().parallel_config.pipeline_parallel_size == 1:
+            raise ValueError(
+                f"{unasked[0]} is to be quantised, which vLLM does not do there; leave it float: "
+                f'"overrides": [["{unasked[0]}", null]]'
+            )
+        parents = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in self.renamed.items()}
+        patterns = {re.compile(rf"^{re.escape(old)}\."): f"{new}." for old, new in parents.items()}
+        return super().get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_regex=patterns)
 
     def name_of(self, layer: torch.nn.Module, prefix: str, part: str | int | None) -> str:
         """What transformers calls a layer, or a part of a fused one."""
@@ -162,6 +218,8 @@ class PackedMethod(LinearMethodBase):
         **extra_weight_attrs,
     ) -> None:
         layer._lowbit_dtype, layer._lowbit_loaded = params_dtype, {}
+        for part in (_whole_rows(layer) or [None]) if self.config.selected else ():
+            self.config.asked.add(self.config.name_of(layer, self.prefix, part))
         dtypes = {_PACKED: torch.uint8, "weight": torch.uint8 if self.config.packed else params_dtype}
         for name, dtype in dtypes.items():
             parameter = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
@@ -258,12 +316,164 @@ class PackedMethod(LinearMethodBase):
         return ops.embedding(input_, table, layer.embedding_dim, dtype=layer._lowbit_dtype)
 
 
+class PackedExpertsMethod(FusedMoEMethodBase):
+    """How vLLM loads and runs the experts of a layer: as :class:`PackedMethod`, and as many ranks share their inner width.
+
+    The layer gets ``_lowbit_experts``, the two matrices of all experts, each uint8 [experts, bytes].
+    """
+
+    def __init__(self, config: ServedConfig, layer: RoutedExperts, prefix: str, holder: str):
+        """Args:
+            prefix, holder: what vLLM and transformers call it.
+        """
+        super().__init__(layer.moe_config)
+        self.config, self.prefix, self.holder = config, prefix, holder
+        wrong = None
+        if layer.activation not in _ACTIVATIONS or (layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta) != (None,) * 3:
+            wrong = f"the activation {layer.activation.value}"
+        elif self.moe.has_bias:
+            wrong = "biases"
+        elif layer.apply_router_weight_on_input:
+            wrong = "weights of the router that multiply the inputs"
+        elif self.moe.use_ep or self.moe.dp_size > 1 or self.moe.is_sequence_parallel:
+            wrong = "their whole matrices on different ranks (expert, data or sequence parallel)"
+        if wrong:
+            raise ValueError(f"{prefix} has experts with {wrong}, which lowbit does not serve in vLLM")
+
+    def maybe_roundup_sizes(self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config):
+        return hidden_size, intermediate_size_per_partition
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+        return None  # is of vLLM's own kernels
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        layer._lowbit_loaded = [{}, {}]  # of either matrix, by the number of the expert
+        layer._lowbit_halves = {}
+        for name in ("w13_weight", "w2_weight"):
+            parameter = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
+            parameter.weight_loader = partial(self._load, layer)
+            layer.register_parameter(name, parameter)
+        layer.load_weights = partial(self._load_weights, layer)
+
+    def _load_weights(self, layer: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        for name, loaded in weights:
+            leaf, _, kind = name.rpartition(".")
+            if kind == _PACKED and leaf in _MATRICES:
+                self._take_packed(layer, _MATRICES[leaf], loaded)
+                yield name
+            elif loaded.numel():  # else the guard beside a packed weight
+                yield from type(layer).load_weights(layer, [(name, loaded)])
+
+    def _take_packed(self, layer: torch.nn.Module, which: int, loaded: Tensor) -> None:
+        found, expected = list(ops.info_of_experts(loaded, verified=True).shape), [self.moe.num_experts, *self._shape(which)]
+        if found != expected:
+            raise ValueError(f"{self.prefix} has experts of shape {found}; vLLM expects {expected}")
+        layer._lowbit_loaded[which] = {number: self._cut(which, one) for number, one in enumerate(loaded)}
+        if self.moe.tp_size > 1:
+            give_back(loaded)  # all of it was read, for the checksum
+
+    def _load(
+        self, layer: torch.nn.Module, param, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:  # fmt: skip
+        """Takes a float matrix, and quantises it when it is whole: "w1" and "w3", gate and up, are one."""
+        which, whole = int(shard_id == "w2"), loaded_weight
+        if which == 0:
+            halves = layer._lowbit_halves.setdefault(expert_id, {})
+            halves[shard_id] = loaded_weight
+            if len(halves) < 2:
+                return True if return_success else None
+            whole = torch.cat([halves["w1"], halves["w3"]])
+            del layer._lowbit_halves[expert_id]
+        if list(whole.shape) != self._shape(which):
+            raise ValueError(f"{self.prefix} has a matrix of shape {list(whole.shape)}; vLLM expects {self._shape(which)}")
+        config = self.config.selected[f"{self.holder}.{('gate_up_proj', 'down_proj')[which]}"]
+        layer._lowbit_loaded[which][expert_id] = self._cut(which, quantize_tensor(whole, config))
+        return True if return_success else None
+
+    def _inner(self) -> int:
+        """The inner width of all ranks together."""
+        return self.moe.intermediate_size
+
+    def _shape(self, which: int) -> list[int]:
+        return [self.moe.hidden_dim, self._inner()] if which else [2 * self._inner(), self.moe.hidden_dim]
+
+    def _cut(self, which: int, packed: Tensor) -> Tensor:
+        """The part of this rank: rows of gate and of up, or inputs of the second matrix."""
+        rank, ranks, inner = self.moe.tp_rank, self.moe.tp_size, self._inner()
+        if ranks == 1:
+            return packed
+        begin, end = rank * inner // ranks, (rank + 1) * inner // ranks
+        try:
+            if inner % ranks:
+                raise ValueError(f"their inner width is {inner}")
+            if which:
+                return slice_columns(packed, begin, end)
+            return concat([slice_rows(packed, first + begin, first + end) for first in (0, inner)])
+        except ValueError as error:
+            raise ValueError(f"{self.prefix} has experts that cannot be shared by {ranks} ranks: {error}") from error
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if not hasattr(layer, "_lowbit_loaded"):
+            return
+        del layer.w13_weight, layer.w2_weight, layer._lowbit_halves
+        layer._lowbit_experts = []
+        for name, loaded in zip(("gate_up_proj", "down_proj"), layer._lowbit_loaded, strict=True):
+            missing = [number for number in range(self.moe.num_experts) if number not in loaded]
+            if missing:
+                raise ValueError(f"{self.prefix} got no {name} from the files{_named(missing, 'experts')}")
+            layer._lowbit_experts.append(in_huge_pages(torch.stack([loaded[i] for i in range(self.moe.num_experts)])))
+        del layer._lowbit_loaded
+
+    def apply(
+        self, layer: torch.nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts=None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """x [tokens, hidden], and the weights and numbers [tokens, e] of the experts of each; returns [tokens, hidden]."""
+        first, second = layer._lowbit_experts
+        experts = topk_ids.long()
+        both = ops.linear_experts(x, first, experts, 2 * self.moe.intermediate_size_per_partition)
+        gate, up = both.chunk(2, -1)
+        inner = _ACTIVATIONS[layer.activation](gate) * up
+        outputs = ops.linear_experts(inner, second, experts[..., None], self.moe.hidden_dim)[..., 0, :]
+        return (outputs * topk_weights[..., None]).sum(-2).to(x.dtype)
+
+
+def _told_of_packed(kind: Any) -> type:
+    """A class of layers that takes lowbit's method where its model has not passed one on and its weight is packed.
+
+    Some of vLLM's models keep their tables of tokens, or the gates of shared experts, out of all quantisation.
+    """
+    arguments = signature(kind.__init__)
+
+    def __init__(self, *args, **kwargs) -> None:
+        given = arguments.bind(self, *args, **kwargs)
+        config = get_current_vllm_config().quant_config
+        if isinstance(config, ServedConfig) and not (given.arguments.get("quant_config") or given.arguments.get("quant_method")):
+            name = given.arguments.get("prefix", "")
+            if issubclass(kind, VocabParallelEmbedding):
+                name = config.tables[0] if len(config.tables) == 1 else ""
+            if name in config.quantised:
+                given.arguments["quant_config"] = config
+        kind.__init__(*given.args, **given.kwargs)
+
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__doc__": kind.__doc__})
+
+
 def _is_packed(weight: Tensor) -> bool:
     return weight.dtype == torch.uint8
 
 
-def _named(parts: list) -> str:
-    return "" if parts == [None] else f" for the parts {', '.join(map(str, parts))}"
+def _named(parts: list, kind: str = "parts") -> str:
+    return "" if parts == [None] else f" for the {kind} {', '.join(map(str, parts))}"
 
 
 def _joined(parts: list[Tensor]) -> list[Tensor]:

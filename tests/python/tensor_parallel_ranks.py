@@ -18,7 +18,7 @@ import lowbit
 from lowbit import tensor_parallel
 from lowbit.hf import placing
 from lowbit.memory import give_back
-from lowbit.tensor_parallel import Part, shard_
+from lowbit.tensor_parallel import PARTS, Part, shard_
 
 CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)
 
@@ -54,7 +54,60 @@ def refused(function, *arguments, **options) -> str:
 
 
 def parts(model) -> list[str]:
-    return sorted(name for name, layer in model.named_modules() if isinstance(layer, Part))
+    return sorted(name for name, layer in model.named_modules() if isinstance(layer, PARTS))
+
+
+class Mixture(torch.nn.Module):
+    """Experts, each with two matrices; inputs [rows, 96]."""
+
+    plan = {"first": "packed_colwise", "second": "rowwise"}
+    joined_at_the_end = plan | {"": "moe_tp_experts"}
+
+    def __init__(self, inner=64):
+        super().__init__()
+        torch.manual_seed(1)
+
+        def packed(rows, inputs):
+            config = lowbit.LinearConfig(bits=4, group_size=32)
+            return torch.stack([
+                lowbit.quantize_tensor(torch.randn(rows, inputs) / 10, config, 10 * torch.randn(rows)) for _ in range(5)
+            ])  # fmt: skip
+
+        self.first = lowbit.nn.LinearExperts(packed(2 * inner, 96))
+        self.second = lowbit.nn.LinearExperts(packed(80, inner))
+
+    def forward(self, x):
+        experts = torch.arange(2 * len(x)).view(-1, 2) % 5
+        gate, up = self.first(x, experts).chunk(2, -1)
+        return (self.second(gate.sigmoid() * up, experts[..., None])[..., 0, :] * torch.tensor([[0.25], [0.5]])).sum(-2)
+
+
+def of_experts(two, x) -> dict:
+    whole = Mixture()
+    found = {"exact": torch.equal(shard_(Mixture(), two, Mixture.plan)(x), whole(x))}
+    found["late"] = torch.equal(shard_(Mixture(), two, Mixture.joined_at_the_end)(x), whole(x))
+    sums = shard_(Mixture(), two, Mixture.plan, exact=False)
+    found["difference"] = (sums(x) - whole(x)).abs().max().item()
+    late = shard_(Mixture(), two, Mixture.joined_at_the_end, exact=False)
+    found["late difference"] = (late(x) - whole(x)).abs().max().item()
+    inner, experts = torch.randn(7, 64), torch.arange(7)[:, None] % 5
+    rank = dist.get_rank(two)
+    each = [
+        torch.stack([lowbit.linear(row, lowbit.slice_columns(whole.second.packed_weight[i % 5], at, at + 32), 80)
+                     for i, row in enumerate(inner[:, at : at + 32])]) for at in (0, 32)
+    ]  # fmt: skip
+    found["sums"] = torch.equal(sums.second(inner[:, rank * 32 : rank * 32 + 32], experts)[:, 0], each[0] + each[1])
+    found["bytes"] = sum(part.packed_weight.numel() for part in (sums.first, sums.second))
+    found["whole bytes"] = sum(layer.packed_weight.numel() for layer in (whole.first, whole.second))
+    found["refused"] = {
+        "rows": refused(shard_, Mixture(49), two, Mixture.plan),
+        "inputs": refused(shard_, Mixture(49), two, {"second": "rowwise"}),
+        "groups": refused(shard_, Mixture(48), two, {"second": "rowwise"}, exact=False),
+        "style": refused(shard_, Mixture(), two, {"first": "grouped_gemm"}),
+        "float": refused(shard_, torch.nn.ModuleDict({"experts": Gated()}), two, {"experts": "moe_tp_experts"}),
+        "twice": refused(shard_, sums, two, Mixture.plan),
+    }
+    return found
 
 
 def of_layers(two, x) -> dict:
@@ -121,7 +174,7 @@ def of_random(packed, floats, ids) -> dict:
         "by hand": torch.equal(own(ids).logits, expected),
         "parts": [parts(model) == parts(own) for model in (auto, here)],
         "plan": auto.tp_plan == plan,
-        "rows": {name: layer.out_features for name, layer in own.named_modules() if isinstance(layer, Part)},
+        "rows": {name: layer.out_features for name, layer in own.named_modules() if isinstance(layer, PARTS)},
     }
 
 
@@ -198,8 +251,8 @@ def main(tiny, directory) -> None:
     found = {}
     with torch.no_grad():
         if dist.get_rank() < 2:
-            found |= {"layers": of_layers(two, x)}
-        for name in ("qwen2", "phi3", "one head"):
+            found |= {"layers": of_layers(two, x), "experts": of_experts(two, x)}
+        for name in ("qwen2", "phi3", "one head", "mixtral"):
             found[name] = of_random(f"{directory}/{name} packed", f"{directory}/{name}", ids)
         found["refusals"] = of_refusals()
         found["memory"] = of_memory(f"{directory}/large packed")
@@ -207,7 +260,7 @@ def main(tiny, directory) -> None:
         found["damaged"] = refused(AutoModelForCausalLM.from_pretrained, damaged, tp_plan="auto")
         if dist.get_rank() < 2:
             found["tiny"] = of_tiny_llama(two, tiny, ids)
-            for name in ("phi3", "one head"):
+            for name in ("phi3", "one head", "mixtral"):
                 found[f"{name} on two"] = of_two(f"{directory}/{name} packed", two, ids)
     with open(f"{directory}/{dist.get_rank()}.json", "w") as file:
         json.dump(found, file)

@@ -22,6 +22,7 @@ TINY = HERE.parents[1] / "examples" / "tiny_llama" / "model"
 OPTIONS = {"bits": 4, "group_size": 32}
 # Parts of one fused layer with other widths, and a float layer among packed ones.
 MIXED = OPTIONS | {"overrides": [["*k_proj", {"bits": 8}], ["model.layers.0.mlp.down_proj", None]]}
+EXPERTS = OPTIONS | {"overrides": [["*experts.down_proj", {"bits": 6, "group_size": 16}]]}
 ENVIRONMENT = os.environ | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -42,19 +43,30 @@ def models(tmp_path_factory) -> dict[str, Path]:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
-    names = ("float", "mixed", "tiny", "missing", "experts")
+    names = ("float", "mixed", "tiny", "missing", "float experts", "experts", "missing experts")
     found = {name: directory / name for name in names}
     model.save_pretrained(found["float"])
     lowbit.quantize_checkpoint(found["float"], found["mixed"], lowbit.LowBitConfig(**MIXED))
     lowbit.quantize_checkpoint(TINY, found["tiny"], lowbit.LowBitConfig(**OPTIONS))
     found["tiny float"] = TINY
-    found["missing"].mkdir()
-    (found["missing"] / "config.json").write_bytes((found["mixed"] / "config.json").read_bytes())
-    tensors = load_file(found["mixed"] / "model.safetensors")
-    del tensors["model.layers.1.input_layernorm.weight"]
-    save_file(tensors, found["missing"] / "model.safetensors", {"format": "pt"})
-    MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=2)).save_pretrained(found["experts"])
+    without(found["mixed"], "model.layers.1.input_layernorm.weight", found["missing"])
+    # A table of tokens that vLLM keeps out of quantisation, and experts that it calls otherwise than transformers.
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+    model.save_pretrained(found["float experts"])
+    lowbit.quantize_checkpoint(found["float experts"], found["experts"], lowbit.LowBitConfig(**EXPERTS))
+    without(found["experts"], "model.layers.1.mlp.experts.down_proj.packed_weight", found["missing experts"])
     return found
+
+
+def without(directory: Path, name: str, other: Path) -> None:
+    """A checkpoint that lacks one tensor."""
+    other.mkdir()
+    (other / "config.json").write_bytes((directory / "config.json").read_bytes())
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +84,10 @@ def found(models, environment, tmp_path_factory) -> dict:
         "at load": ("tiny float", {"hf_overrides": {"quantization_config": at_load}}),
         "mixed at load": ("float", {"hf_overrides": {"quantization_config": at_load | MIXED}}),
         "missing": ("missing", {}),
-        # vLLM takes seconds to look at an architecture's class: it is told one that it has looked at. lowbit reads the files.
-        "experts": ("experts", {"hf_overrides": {"quantization_config": at_load, "architectures": ["LlamaForCausalLM"]}}),
+        "missing experts": ("missing experts", {}),
+        "experts": ("experts", {}),
+        "experts at load": ("float experts", {"hf_overrides": {"quantization_config": at_load | EXPERTS}}),
+        "experts on two": ("experts", {"tensor_parallel_size": 2}),
         # torch traces and vLLM cuts the graph, as ever; inductor's C++, which takes longest, tests/python has.
         "compiled": ("mixed", {"enforce_eager": False, "compilation_config": {"backend": "eager"}}),
         "two ranks": ("mixed", {"tensor_parallel_size": 2}),
@@ -116,14 +130,20 @@ def test_compiled(found):
 
 def test_what_is_refused(found):
     assert "model.layers.1.input_layernorm.weight" in found["missing"]
-    assert "has experts (model.layers.0.mlp.experts.gate_up_proj)" in found["experts"]
+    assert "model.layers.1.mlp.experts.down_proj" in found["missing experts"]
 
 
-def test_two_ranks(found):
-    assert isinstance(found["two ranks"], list), found["two ranks"]
+def test_experts(found, models):
+    assert found["experts"] == eager(models["experts"])
+    assert found["experts at load"] == found["experts"]
+
+
+@pytest.mark.parametrize("two, one", [("two ranks", "mixed"), ("experts on two", "experts")])
+def test_two_ranks(found, two, one):
+    assert isinstance(found[two], list), found[two]
     # Each rank quantises its own activations: a text may take another way where two tokens are nearly alike.
-    same = [one[:4] == other[:4] for one, other in zip(found["two ranks"], found["mixed"], strict=True)]
-    assert sum(same) >= 2, (found["two ranks"], found["mixed"])
+    same = [of_two[:4] == of_one[:4] for of_two, of_one in zip(found[two], found[one], strict=True)]
+    assert sum(same) >= 2, (found[two], found[one])
 
 
 def test_the_server(models, environment, tmp_path):

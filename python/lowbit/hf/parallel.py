@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers.quantizers import HfQuantizer
 
 from .. import nn
-from ..tensor_parallel import Part, pattern_of, shard_, styles_of
+from ..tensor_parallel import EXPERTS_TOGETHER, PARTS, pattern_of, shard_, styles_of
 from .placing import verify_layer
 
 # A plan without rules is an error, in later versions by its message. There this rule leaves a layer alone; in earlier ones
@@ -29,9 +29,11 @@ def take_rules(model, layers: Collection[str]) -> dict[str, str]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
-    patterns = {pattern_of(name) for name in layers}
-    taken = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern in patterns}
-    left = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern not in patterns}
+    plan, patterns = model.tp_plan or {}, {pattern_of(name) for name in layers}
+    # What joins the ranks' experts belongs to them.
+    patterns |= {above for name in patterns if plan.get(above := name.rpartition(".")[0]) == EXPERTS_TOGETHER}
+    taken = {pattern: style for pattern, style in plan.items() if pattern in patterns}
+    left = {pattern: style for pattern, style in plan.items() if pattern not in patterns}
     if taken:
         model._tp_plan = left | dict.fromkeys([_NO_LAYER] if _EARLIER else taken, _NO_CUT)
     return taken
@@ -82,5 +84,5 @@ def shard_as_asked(model, rules: dict[str, str], where: Mapping[str, str]) -> No
 def refuse_parts(model) -> None:
     """Raises ValueError where a model is one rank's part."""
     for name, layer in model.named_modules():
-        if isinstance(layer, Part):
+        if isinstance(layer, PARTS):
             raise ValueError(f"{name} is a part of a layer: a model that is spread over ranks cannot be saved")
