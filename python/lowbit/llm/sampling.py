@@ -115,8 +115,8 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     Returns:
         [vocabulary], float32: the probabilities of the tokens that are kept, zero for all others.
     """
-    # To sort a whole vocabulary takes a third as long as the rest of a token: 10 ms for 128256 on Zen 4. The tokens above
-    # some probability are its beginning, and mostly enough.
+    # To sort a whole vocabulary takes a third as long as the rest of a token: 10 ms for 128256 on Zen 4. The tokens
+    # above some probability are its beginning, and mostly enough.
     for least in (1e-3, 1e-4, 1e-5, 1e-6, -1.0):
         tokens = (probabilities > least).nonzero()[:, 0]
         likely = probabilities[tokens]
