@@ -83,7 +83,7 @@ Status check_caches(const TensorView& k_cache, const TensorView& v_cache, const 
 // New keys or values: as many positions as there are queries, heads and values as the cache has.
 Status check_new(const char* name, const TensorView& tensor, const TensorView& q, const TensorView& cache,
                  CacheType cache_type) {
-  if (Status status = check_on_cpu(name, tensor); !status.ok()) return status;
+  if (Status status = check_memory(name, tensor); !status.ok()) return status;
   if (tensor.type != q.type) {
     return Status::error("%s has dtype %s; expected %s, as q has", name, name_of(tensor.type), name_of(q.type));
   }
@@ -97,7 +97,7 @@ Status check_new(const char* name, const TensorView& tensor, const TensorView& q
 }
 
 Status read_start(const TensorView& start, int64_t* value) {
-  if (Status status = check_on_cpu("start", start); !status.ok()) return status;
+  if (Status status = check_memory("start", start); !status.ok()) return status;
   if (start.type != ElementType::i64 || start.shape.ndim > 1 || start.shape.numel() != 1) {
     return Status::error("start has dtype %s and shape %s; expected int64 and one element", name_of(start.type),
                          describe(start.shape).text);
@@ -114,7 +114,7 @@ Status check_scores(const Scores& scores, const TensorView& q) {
   }
   if (scores.sinks == nullptr) return {};
   const TensorView& sinks = *scores.sinks;
-  if (Status status = check_on_cpu("sinks", sinks); !status.ok()) return status;
+  if (Status status = check_memory("sinks", sinks); !status.ok()) return status;
   if (sinks.type != q.type || sinks.shape.ndim != 1 || sinks.shape.size[0] != q.shape.size[1]) {
     return Status::error("sinks has dtype %s and shape %s; expected %s and [%" PRId64 "], a score for each head of q",
                          name_of(sinks.type), describe(sinks.shape).text, name_of(q.type), q.shape.size[1]);
@@ -122,20 +122,12 @@ Status check_scores(const Scores& scores, const TensorView& q) {
   return {};
 }
 
-bool overlap(const TensorView& a, const TensorView& b) {
-  const auto begin = [](const TensorView& t) { return reinterpret_cast<uintptr_t>(t.data); };
-  const auto end = [&](const TensorView& t) {
-    return begin(t) + static_cast<uintptr_t>(t.shape.numel() * element_bytes(t.type));
-  };
-  return begin(a) < end(b) && begin(b) < end(a);
-}
-
 Status check(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& k_cache,
              const TensorView& v_cache, const TensorView& start, const Scores& scores, const TensorView& out,
              Sizes* sizes) {
   Shape out_shape;
   if (Status status = attention_shape(q, k_cache, v_cache, &out_shape); !status.ok()) return status;
-  if (Status status = check_on_cpu("q", q); !status.ok()) return status;
+  if (Status status = check_memory("q", q); !status.ok()) return status;
   if (Status status = check_caches(k_cache, v_cache, q); !status.ok()) return status;
   *sizes = {q.shape.size[0], q.shape.size[1],       k_cache.shape.size[1], q.shape.size[2],
             q.shape.size[3], out_shape.size[3],     k_cache.shape.size[2], 0,
@@ -148,8 +140,10 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
                          sizes->heads, sizes->kv_heads);
   }
   if (Status status = check_tensor("out", out, q.type, out_shape); !status.ok()) return status;
-  if (overlap(k_cache, v_cache) || overlap(out, k_cache) || overlap(out, v_cache)) {
-    return Status::error("k_cache, v_cache and the output share memory; expected memory of their own");
+  if (Status status = check_apart({{"out", &out}, {"k_cache", &k_cache}, {"v_cache", &v_cache}},
+                                  {{"q", &q}, {"k", &k}, {"v", &v}, {"sinks", scores.sinks}});
+      !status.ok()) {
+    return status;
   }
   if (Status status = read_start(start, &sizes->start); !status.ok()) return status;
   const int64_t room = sizes->max_length - sizes->positions;
@@ -311,6 +305,9 @@ Status attention_shape(const TensorView& q, const TensorView& k_cache, const Ten
   if (!is_activation_type(q.type)) {
     return Status::error("q has dtype %s; expected float32, bfloat16 or float16", name_of(q.type));
   }
+  if (Status status = check_shape("q", q.shape); !status.ok()) return status;
+  if (Status status = check_shape("k_cache", k_cache.shape); !status.ok()) return status;
+  if (Status status = check_shape("v_cache", v_cache.shape); !status.ok()) return status;
   if (q.shape.ndim != 4) {
     return Status::error("q has shape %s; expected [batch, heads, positions, width]", describe(q.shape).text);
   }
@@ -341,6 +338,7 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
                  const Parallel& parallel) {
   Sizes sizes;
   if (Status status = check_isa_cap(); !status.ok()) return status;
+  if (Status status = check_parallel(parallel); !status.ok()) return status;
   if (Status status = check(q, k, v, k_cache, v_cache, start, given, out, &sizes); !status.ok()) return status;
   if (k.shape.numel() == 0) return {};
   const DefaultFloats floats;

@@ -3,11 +3,13 @@
 
 #include <cinttypes>
 #include <cstring>
+#include <initializer_list>
 #include <mutex>
 
 #include "../kernels/format.h"
 #include "../kernels/isa.h"
 #include "../kernels/status.h"
+#include "parallel.h"
 #include "tensor_view.h"
 
 namespace lowbit {
@@ -19,7 +21,7 @@ struct ShapeText {
 inline ShapeText describe(const Shape& shape) {
   ShapeText result;
   int at = std::snprintf(result.text, sizeof result.text, "[");
-  for (int d = 0; d < shape.ndim && at < 100; ++d) {
+  for (int d = 0; d < shape.ndim && d < kMaxDims && at < 100; ++d) {
     at += std::snprintf(result.text + at, sizeof result.text - static_cast<size_t>(at), "%s%" PRId64, d ? ", " : "",
                         shape.size[d]);
   }
@@ -37,14 +39,84 @@ inline Status check_isa_cap() {
   return {};
 }
 
-inline Status check_on_cpu(const char* name, const TensorView& tensor) {
+// A program may fill in a shape by hand: nothing in it is certain.
+inline Status check_shape(const char* name, const Shape& shape) {
+  if (shape.ndim < 0 || shape.ndim > kMaxDims) {
+    return Status::error("%s has %d dimensions; expected 0 to %d", name, shape.ndim, kMaxDims);
+  }
+  int64_t bytes = 8;  // of the widest type
+  for (int d = 0; d < shape.ndim; ++d) {
+    if (shape.size[d] < 0) {
+      return Status::error("%s has shape %s; expected no size below 0", name, describe(shape).text);
+    }
+    if (shape.size[d] != 0 && __builtin_mul_overflow(bytes, shape.size[d], &bytes)) {
+      return Status::error("%s has shape %s; expected less than 2^60 elements", name, describe(shape).text);
+    }
+  }
+  return {};
+}
+
+// On the CPU, of a shape that can be, and with memory for it.
+inline Status check_memory(const char* name, const TensorView& tensor) {
   if (!tensor.on_cpu) return Status::error("%s is not on the CPU; lowbit kernels run on CPU tensors", name);
+  if (Status status = check_shape(name, tensor.shape); !status.ok()) return status;
+  if (tensor.data == nullptr && tensor.shape.numel() != 0) {
+    return Status::error("%s has shape %s and no memory", name, describe(tensor.shape).text);
+  }
+  return {};
+}
+
+inline Status check_parallel(const Parallel& parallel) {
+  constexpr int kMostThreads = 1 << 16;
+  if (parallel.threads < 1 || parallel.threads > kMostThreads) {
+    return Status::error("parallel has %d threads; expected 1 to %d", parallel.threads, kMostThreads);
+  }
+  if (parallel.threads > 1 && parallel.run == nullptr) {
+    return Status::error("parallel has %d threads and no function that runs tasks on them", parallel.threads);
+  }
+  return {};
+}
+
+// Whether the memory between the first and the last byte of one tensor meets that of the other.
+inline bool overlap(const TensorView& a, const TensorView& b) {
+  if (a.shape.numel() == 0 || b.shape.numel() == 0) return false;
+  const auto offset_to = [](const TensorView& tensor, bool last) {  // in bytes
+    int64_t offset = 0;
+    for (int d = 0; d < tensor.shape.ndim; ++d) {
+      if ((tensor.stride[d] > 0) == last) offset += (tensor.shape.size[d] - 1) * tensor.stride[d];
+    }
+    return static_cast<uintptr_t>((offset + last) * element_bytes(tensor.type));
+  };
+  const auto at = [](const TensorView& tensor) { return reinterpret_cast<uintptr_t>(tensor.data); };
+  return at(a) + offset_to(a, false) < at(b) + offset_to(b, true) &&
+         at(b) + offset_to(b, false) < at(a) + offset_to(a, true);
+}
+
+struct NamedTensor {
+  const char* name;
+  const TensorView* tensor;  // null: there is none
+};
+
+// An output over an input would change it while it is read.
+inline Status check_apart(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> inputs) {
+  const auto check = [](const NamedTensor& a, const NamedTensor& b) {
+    if (a.tensor == nullptr || b.tensor == nullptr || !overlap(*a.tensor, *b.tensor)) return Status();
+    return Status::error("%s and %s share memory; expected memory of their own", a.name, b.name);
+  };
+  for (const NamedTensor* out = outputs.begin(); out != outputs.end(); ++out) {
+    for (const NamedTensor* other = out + 1; other != outputs.end(); ++other) {
+      if (Status status = check(*out, *other); !status.ok()) return status;
+    }
+    for (const NamedTensor& input : inputs) {
+      if (Status status = check(*out, input); !status.ok()) return status;
+    }
+  }
   return {};
 }
 
 // A contiguous CPU tensor of the given type and shape.
 inline Status check_tensor(const char* name, const TensorView& tensor, ElementType type, const Shape& shape) {
-  if (Status status = check_on_cpu(name, tensor); !status.ok()) return status;
+  if (Status status = check_memory(name, tensor); !status.ok()) return status;
   if (tensor.type != type) {
     return Status::error("%s has dtype %s; expected %s", name, name_of(tensor.type), name_of(type));
   }
@@ -74,8 +146,9 @@ inline Status matrix_layout(const char* name_has, const TensorView& tensor, int 
   if (levels != nullptr) {
     if (affine) return Status::error("there are levels and mins; expected one of them or none");
     mapping = Mapping::levels;
-    // Another width is refused below.
+    if (Status s = check_memory("levels", *levels); !s.ok()) return s;
     const int64_t count = can_have_levels(bits) ? int64_t{1} << bits : levels->shape.numel();
+    // Another width is refused below.
     if (Status s = check_tensor("levels", *levels, ElementType::i8, {1, {count}}); !s.ok()) return s;
   }
   return make_layout(tensor.shape.size[0], tensor.shape.size[1], bits, group_size, mapping, has_bias, layout,

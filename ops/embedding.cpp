@@ -12,6 +12,7 @@ constexpr int64_t kParallelValues = 1 << 15;
 }  // namespace
 
 Status embedding_shape(const TensorView& indices, int64_t embedding_dim, Shape* out) {
+  if (Status status = check_shape("indices", indices.shape); !status.ok()) return status;
   if (embedding_dim < 1) return Status::error("embedding_dim is %" PRId64 "; expected 1 or more", embedding_dim);
   if (indices.shape.ndim >= kMaxDims) {
     return Status::error("indices have %d dimensions; expected at most %d", indices.shape.ndim, kMaxDims - 1);
@@ -25,9 +26,10 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
                  const Parallel& parallel) {
   Layout layout;
   if (Status status = read_packed(packed, &layout); !status.ok()) return status;
+  if (Status status = check_parallel(parallel); !status.ok()) return status;
   Shape out_shape;
   if (Status status = embedding_shape(indices, embedding_dim, &out_shape); !status.ok()) return status;
-  if (Status status = check_on_cpu("indices", indices); !status.ok()) return status;
+  if (Status status = check_memory("indices", indices); !status.ok()) return status;
   if (indices.type != ElementType::i32 && indices.type != ElementType::i64) {
     return Status::error("indices have dtype %s; expected int32 or int64", name_of(indices.type));
   }
@@ -39,6 +41,7 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
     return Status::error("the output dtype is %s; expected float32, bfloat16 or float16", name_of(out.type));
   }
   if (Status status = check_tensor("out", out, out.type, out_shape); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"packed_weight", &packed}}); !status.ok()) return status;
 
   // All indices are checked before a row is written, so that a refused call writes nothing. What was checked is what is used:
   // another thread may write to the caller's indices meanwhile.

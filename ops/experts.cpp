@@ -25,7 +25,7 @@ struct ExpertRows {
 // A tensor of `size[0]` packed matrices of `size[1]` bytes each.
 Status check_packed(const TensorView& packed) {
   if (Status status = check_isa_cap(); !status.ok()) return status;
-  if (Status status = check_on_cpu("packed_weights", packed); !status.ok()) return status;
+  if (Status status = check_memory("packed_weights", packed); !status.ok()) return status;
   if (packed.type != ElementType::u8 || packed.shape.ndim != 2 || packed.shape.size[0] < 1) {
     return Status::error("packed_weights has dtype %s and shape %s; expected uint8 and [experts, bytes]",
                          name_of(packed.type), describe(packed.shape).text);
@@ -204,6 +204,8 @@ int64_t sort_by_expert(const Memory& memory, int64_t experts, int64_t first, int
 }  // namespace
 
 Status linear_experts_shape(const TensorView& x, const TensorView& experts, int64_t out_features, Shape* out) {
+  if (Status status = check_shape("x", x.shape); !status.ok()) return status;
+  if (Status status = check_shape("experts", experts.shape); !status.ok()) return status;
   if (x.shape.ndim < 1) return Status::error("x has no dimensions; expected [..., in_features]");
   if (out_features < 1) return Status::error("out_features is %" PRId64 "; expected 1 or more", out_features);
   if (experts.shape.ndim >= kMaxDims) {
@@ -226,12 +228,13 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
                       const TensorView& out, const Parallel& parallel) {
   Shape out_shape;
   if (Status status = sme_threads_status(); !status.ok()) return status;
+  if (Status status = check_parallel(parallel); !status.ok()) return status;
   if (Status status = linear_experts_shape(x, experts, out_features, &out_shape); !status.ok()) return status;
-  if (Status status = check_on_cpu("x", x); !status.ok()) return status;
+  if (Status status = check_memory("x", x); !status.ok()) return status;
   if (!is_activation_type(x.type)) {
     return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
   }
-  if (Status status = check_on_cpu("experts", experts); !status.ok()) return status;
+  if (Status status = check_memory("experts", experts); !status.ok()) return status;
   if (experts.type != ElementType::i64) {
     return Status::error("experts has dtype %s; expected int64", name_of(experts.type));
   }
@@ -239,6 +242,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   Layout layout;
   if (Status status = read_expert(packed, 0, x, out_features, 0, &layout); !status.ok()) return status;
   if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
+  if (Status s = check_apart({{"out", &out}}, {{"x", &x}, {"packed_weights", &packed}}); !s.ok()) return s;
 
   const int64_t results = experts.shape.numel();
   if (results == 0) return {};

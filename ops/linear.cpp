@@ -273,7 +273,7 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
 
 Status read_packed(const TensorView& packed, Layout* layout) {
   if (Status status = check_isa_cap(); !status.ok()) return status;
-  if (Status status = check_on_cpu("packed_weight", packed); !status.ok()) return status;
+  if (Status status = check_memory("packed_weight", packed); !status.ok()) return status;
   if (packed.type != ElementType::u8 || packed.shape.ndim != 1) {
     return Status::error("packed_weight has dtype %s and shape %s; expected uint8 and one dimension",
                          name_of(packed.type), describe(packed.shape).text);
@@ -283,6 +283,7 @@ Status read_packed(const TensorView& packed, Layout* layout) {
 }
 
 Status linears_shape(const TensorView& x, const int64_t* out_features, int64_t count, Shape* out) {
+  if (Status status = check_shape("x", x.shape); !status.ok()) return status;
   if (x.shape.ndim < 1) return Status::error("x has no dimensions; expected [..., in_features]");
   if (count < 1 || count > kMostMatrices) {
     return Status::error("there are %" PRId64 " out_features; expected 1 to %d", count, kMostMatrices);
@@ -307,8 +308,9 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
                const TensorView& out, const Parallel& parallel) {
   Shape out_shape;
   if (Status status = sme_threads_status(); !status.ok()) return status;
+  if (Status status = check_parallel(parallel); !status.ok()) return status;
   if (Status status = linears_shape(x, out_features, count, &out_shape); !status.ok()) return status;
-  if (Status status = check_on_cpu("x", x); !status.ok()) return status;
+  if (Status status = check_memory("x", x); !status.ok()) return status;
   if (!is_activation_type(x.type)) {
     return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
   }
@@ -328,6 +330,10 @@ Status linears(const TensorView& x, const TensorView* packed, const int64_t* out
     matrices.add(layout, static_cast<const uint8_t*>(packed[i].data));
   }
   if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}}); !status.ok()) return status;
+  for (int64_t i = 0; i < count; ++i) {
+    if (Status s = check_apart({{"out", &out}}, {{"packed_weight", &packed[i]}}); !s.ok()) return s;
+  }
 
   const int64_t rows = x.shape.numel() / matrices.k;
   if (rows == 0) return {};

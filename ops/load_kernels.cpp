@@ -23,6 +23,7 @@ const char* tail(const char* path) {
 }  // namespace
 
 Status add_kernels(const KernelLibrary& library, const char* name) {
+  if (name == nullptr) return Status::error("the kernel library has no name; expected one, as its origin");
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   if (is_loaded(library)) return {};
@@ -40,7 +41,7 @@ Status add_kernels(const KernelLibrary& library, const char* name) {
 
 Status load_kernels(const char* path) {
   if (const Status& status = isa_cap_status(); !status.ok()) return status;
-  if (path[0] == '\0') return Status::error("the path of the kernel library is empty");  // dlopen: the program itself
+  if (path == nullptr || path[0] == '\0') return Status::error("the path of the kernel library is empty");  // dlopen: the program itself
   SharedLibrary opened;
   if (const Status status = SharedLibrary::open(path, &opened); !status.ok()) {
     return Status::system("kernel library does not load: %s", status.message());

@@ -1,6 +1,8 @@
 // The operators, for any host framework: they check their arguments, choose a kernel, cut the work into tiles and run it on
 // the host's threads. Each returns an error instead of reading or writing anything out of bounds, and when LOWBIT_ISA
-// holds a name that does not exist (isa_cap_status()).
+// holds a name that does not exist (isa_cap_status()). So shapes that cannot be, tensors without memory, outputs that lie
+// over inputs and threads without a function are errors; how much memory there is behind a pointer, and whether the
+// strides stay in it, only the caller knows.
 //
 // Outputs are contiguous tensors that the caller allocated with the shape that the *_shape function gave.
 #pragma once

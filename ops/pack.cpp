@@ -28,6 +28,7 @@ Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool af
 Status pack(const TensorView& codes, const TensorView& scales, const TensorView* mins, const TensorView* bias, int bits,
             int64_t group_size, const TensorView& out, const Parallel& parallel, const TensorView* levels) {
   Layout layout;
+  if (Status s = check_parallel(parallel); !s.ok()) return s;
   if (Status s = pack_shape(codes, bits, group_size, mins != nullptr, bias != nullptr, &layout, levels); !s.ok()) return s;
   const Shape per_group = shape_of(layout.n, layout.groups);
   if (Status s = check_tensor("codes", codes, ElementType::u8, codes.shape); !s.ok()) return s;
@@ -39,6 +40,11 @@ Status pack(const TensorView& codes, const TensorView& scales, const TensorView*
     if (Status s = check_tensor("bias", *bias, ElementType::f32, shape_of(layout.n)); !s.ok()) return s;
   }
   if (Status s = check_tensor("out", out, ElementType::u8, shape_of(layout.total_bytes)); !s.ok()) return s;
+  if (Status s = check_apart({{"out", &out}}, {{"codes", &codes}, {"scales", &scales}, {"mins", mins}, {"bias", bias},
+                                               {"levels", levels}});
+      !s.ok()) {
+    return s;
+  }
 
   PackArgs args{};
   args.codes = static_cast<const uint8_t*>(codes.data);
@@ -61,6 +67,7 @@ Status pack(const TensorView& codes, const TensorView& scales, const TensorView*
 Status unpack(const TensorView& packed, const TensorView& codes, const TensorView& scales, const TensorView& mins,
               const TensorView& bias, const Parallel& parallel) {
   Layout layout;
+  if (Status s = check_parallel(parallel); !s.ok()) return s;
   if (Status s = read_packed(packed, &layout); !s.ok()) return s;
   if (Status s = verify_payload(packed.data, layout); !s.ok()) return s;
   const bool affine = layout.mapping == Mapping::affine;
@@ -69,6 +76,11 @@ Status unpack(const TensorView& packed, const TensorView& codes, const TensorVie
   if (Status s = check_tensor("scales", scales, ElementType::f32, per_group); !s.ok()) return s;
   if (Status s = check_tensor("mins", mins, ElementType::f32, affine ? per_group : shape_of(0, 0)); !s.ok()) return s;
   if (Status s = check_tensor("bias", bias, ElementType::f32, layout.has_bias ? shape_of(layout.n) : shape_of(0)); !s.ok()) {
+    return s;
+  }
+  if (Status s = check_apart({{"codes", &codes}, {"scales", &scales}, {"mins", &mins}, {"bias", &bias}},
+                             {{"packed_weight", &packed}});
+      !s.ok()) {
     return s;
   }
   UnpackArgs args{};

@@ -14,8 +14,9 @@ Status quantize_shape(const TensorView& weight, int bits, int64_t group_size, bo
 Status quantize(const TensorView& weight, int bits, int64_t group_size, bool affine, bool search,
                 const TensorView& codes, const TensorView& scales, const TensorView& mins, const Parallel& parallel) {
   Layout layout;
+  if (Status s = check_parallel(parallel); !s.ok()) return s;
   if (Status s = quantize_shape(weight, bits, group_size, affine, &layout); !s.ok()) return s;
-  if (Status s = check_on_cpu("weight", weight); !s.ok()) return s;
+  if (Status s = check_memory("weight", weight); !s.ok()) return s;
   if (!is_activation_type(weight.type)) {
     return Status::error("weight has dtype %s; expected float32, bfloat16 or float16", name_of(weight.type));
   }
@@ -26,6 +27,9 @@ Status quantize(const TensorView& weight, int bits, int64_t group_size, bool aff
   if (Status s = check_tensor("codes", codes, ElementType::u8, weight.shape); !s.ok()) return s;
   if (Status s = check_tensor("scales", scales, ElementType::f32, per_group); !s.ok()) return s;
   if (Status s = check_tensor("mins", mins, ElementType::f32, affine ? per_group : Shape{2, {0, 0}}); !s.ok()) return s;
+  if (Status s = check_apart({{"codes", &codes}, {"scales", &scales}, {"mins", &mins}}, {{"weight", &weight}}); !s.ok()) {
+    return s;
+  }
 
   RoundToNearestArgs args{};
   args.weight = weight.data;

@@ -18,6 +18,7 @@ Status target_layout(const Layout& source, const char* format, Layout* layout) {
       !s.ok()) {
     return s;
   }
+  if (format == nullptr) return Status::error("there is no name of a format; expected one");
   if (std::strcmp(format, "panel16") == 0) {
     *layout = panel16;
     return {};
@@ -40,10 +41,12 @@ Status repack_shape(const TensorView& packed, const char* format, Layout* layout
 
 Status repack(const TensorView& packed, const char* format, const TensorView& out, const Parallel& parallel) {
   Layout source, target;
+  if (Status s = check_parallel(parallel); !s.ok()) return s;
   if (Status s = read_packed(packed, &source); !s.ok()) return s;
   // Of what was read above: the header's memory may have changed. unpack() reads it again, and refuses another shape.
   if (Status s = target_layout(source, format, &target); !s.ok()) return s;
   if (Status s = check_tensor("out", out, ElementType::u8, {1, {target.total_bytes}}); !s.ok()) return s;
+  if (Status s = check_apart({{"out", &out}}, {{"packed_weight", &packed}}); !s.ok()) return s;
 
   const bool affine = source.mapping == Mapping::affine;
   const int64_t groups = source.n * source.groups;

@@ -31,10 +31,8 @@ struct KeptMemory {
 LOWBIT_API KeptMemory* kept_memory();
 
 // `bytes` of memory, at least one, 64-byte aligned, of undefined content. The calling thread keeps it for its next
-// call: new
-// memory of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is given back after the call, the rest
-// when
-// the thread ends.
+// call: new memory of megabytes costs a page fault for every 4 KiB. More than kKeptBytes is given back after the call,
+// the rest when the thread ends.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) {

@@ -250,9 +250,13 @@ Status splice(const TensorView* packed, int64_t count, int dim, int64_t begin, i
   Parts parts;
   int64_t total = 0;
   Layout layout;
+  if (Status s = check_parallel(parallel); !s.ok()) return s;
   if (Status s = read_parts(packed, count, dim, &parts, &total); !s.ok()) return s;
   if (Status s = result_layout(parts, dim, total, begin, end, &layout); !s.ok()) return s;
   if (Status s = check_tensor("out", out, ElementType::u8, {1, {layout.total_bytes}}); !s.ok()) return s;
+  for (int64_t i = 0; i < count; ++i) {
+    if (Status s = check_apart({{"out", &out}}, {{"packed_weight", &packed[i]}}); !s.ok()) return s;
+  }
   // New checksums would hide what changed.
   for (int64_t i = 0; i < count; ++i) {
     if (Status s = verify_payload(parts.part[i].data, parts.part[i].layout); !s.ok()) return s;

@@ -197,7 +197,7 @@ WRONG_CALLS = {
         "out is q": ("call.args[10] = call.args[0]", "the output lies over an input"),
         "cache is q": ("call.args[3] = call.args[0]", "the output lies over an input"),
         "q lies over a cache": ("move(0, 3)", "the output lies over an input"),
-        "one cache": ("call.args[4] = call.args[3]", "k_cache, v_cache and the output share memory"),
+        "one cache": ("call.args[4] = call.args[3]", "k_cache and v_cache share memory"),
         "caches overlap": ("move(4, 3)", "an output lies over another"),
         "out lies over a cache": ("move(10, 4)", "an output lies over another"),
         "start beyond the cache": ("plan.values[call.args[5]].val.sizes = [0]", "start has dtype int64 and shape [0]"),

@@ -18,7 +18,8 @@ from ..files.safetensors import files_of, read_files
 from ..layers import put_linears
 from .data import MOST_TOKENS, batches
 from .journal import Journal, digest
-from .model import Kept, check_method, evaluating, run
+from .model import check_method, evaluating, run
+from .packing import Kept
 from .result import Calibration
 from .selection import has_blocks
 from .widths import Item, Option, assign, check_bits, config_of, extremes, measure_losses, options_of, whole_bits, within

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -13,33 +12,22 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..layers import experts_of, leave_fused_paths, named_layers, put_packed, with_linears
+from ..layers import with_linears
 from ..levels import FIT
 from ..quantize import EmbeddingConfig, LinearConfig
-from ..quantize_model import described_to_transformers, quantize_
-from .bands import packed_in_bands
+from ..quantize_model import described_to_transformers
 from .capture import Call, Stop, blocks_of, inputs_of, slow_paths
-from .choice import Quantiser, choose
 from .collect import HELD, HELD_PART, add_to, inputs_in_a_run, part_held, rows_of, sets_of
 from .data import Batch, batches, tokens_of
 from .distilling import Teacher, distilled
-from .experts import holders_in, inputs_of_expert, routed, weight_of
-from .gptq import Moments, Solver
-from .grid import Config, with_table
+from .gptq import Moments
+from .grid import Config
 from .learning import put_weights
+from .packing import Kept, Packer, by_name
 from .result import METHODS, Calibration
 from .selection import check_experts, check_weights, left_float, lists_of_blocks, select
-from .tables import DAMPING, moments_of_tables
+from .tables import moments_of_tables
 from .tuning import tuned
-
-
-@dataclass
-class Kept:
-    """Layers that are packed already, and where those go that are packed now: what a run that resumes needs."""
-
-    packed: Mapping[str, tuple[str, Tensor]]  # by layer: the method (of experts with commas), and the packed weight
-    # Takes layers at once: those of one weight, their method, the packed weight; returns the weights to compute with.
-    keep: Callable[[list[tuple[list[str], str, Tensor]]], list[Tensor]]
 
 
 def run(
@@ -92,16 +80,6 @@ def _run(calls: list[Call], block: torch.nn.Module, hidden: list[Tensor], i: int
     return calls[i].run(block, hidden[i])
 
 
-def _by_name(name: str, method: str, packed: Tensor) -> dict[str, str]:
-    """The method of a layer, or that of each expert; of experts the methods have commas between them."""
-    if packed.dim() == 1:
-        return {name: method}
-    return {f"{name}.{number}": own for number, own in enumerate(method.split(","))}
-
-
-# ---- the run
-
-
 class _Run:
     def __init__(
         self, model, selected, experts, method, inputs: list[Batch], there: int, progress, options, kept: Kept | None
@@ -113,13 +91,10 @@ class _Run:
         self.result = Calibration(sum(map(tokens_of, inputs)), there)
         self.embeddings = {name: c for name, c in selected.items() if isinstance(c, EmbeddingConfig)}
         self.targets = {name: c for name, c in selected.items() if isinstance(c, LinearConfig)}
-        self.selected = selected
-        self.experts = experts
+        self.selected, self.experts = selected, experts
         self.done, self.progress = 0, progress
         self.kept = kept or Kept({}, lambda layers: [packed for _, _, packed in layers])
         self.in_memory = kept is None
-        # Layers of a block that wait for its scales to be tuned; kept with these, all at once.
-        self.pending: list[tuple[list[str], str, Tensor]] = []
         # Whole batches: tokens behind others of the same text would know too much of them.
         step = max(HELD_PART, -(-self.result.tokens // HELD))
         last = len(inputs) - 1
@@ -128,6 +103,9 @@ class _Run:
         # With a single batch nothing would be left to learn from.
         self.tunes = method == "tuned" and last > 0
         self.distils = method == "distilled" and last > 0
+        self.packer = Packer(
+            model, selected, experts, method, inputs, self.masks, self.options, self.kept, self.result, self._report
+        )
         self.tables = {name for name, config in (selected | experts).items() if config.levels == FIT}
 
     def run(self) -> Calibration:
@@ -141,7 +119,7 @@ class _Run:
             name: packed for name, (method, packed) in self.kept.packed.items() if method.startswith("distilled")
         }
         # Distilling takes as long as all before it, or so.
-        self.total = (len(first) + self._expert_matrices()) * (2 if self.distils and not known else 1)
+        self.total = (len(first) + self.packer.expert_matrices()) * (2 if self.distils and not known else 1)
         self._report()
         # The answers of the float model, which is about to go.
         teacher = Teacher(model, self.inputs) if self.distils and not known else None
@@ -162,17 +140,17 @@ class _Run:
         of_tables = moments_of_tables(model, self.inputs, wanted if self.method != "importance" else ())
         floats, moments = self._first_pass(lists, [name for name in early if name not in self.kept.packed])
         for names in shared:
-            self._quantise_shared(names, moments)
-        self._quantise_tables(tables, of_tables)
+            self.packer.pack_shared(names, moments)
+        self.packer.pack_tables(tables, of_tables)
         if self.method == "importance":
             for name in alone:
-                self._quantise(model, [name], alone, moments.pop(name, None))
+                self.packer.pack_layers(model, [name], alone, moments.pop(name, None))
         for name in lists:
             if name in floats:
                 self._list(name, floats.pop(name), {} if self.method == "importance" else alone)
         if self.method != "importance":
             self._whole(alone)
-        self._experts(model, "", partial(self._whole_run, model))
+        self.packer.pack_experts(model, "", partial(self._whole_run, model))
         if teacher is not None:
             self._distil(teacher)
         put_weights(model, {name: packed for name, packed in known.items() if name in self.embeddings})
@@ -186,11 +164,9 @@ class _Run:
         if self.progress is not None:
             self.progress(self.done, self.total)
 
-    def _call(self, batch: Batch) -> None:
-        try:
+    def _until_stopped(self, batch: Batch) -> None:
+        with suppress(Stop):
             self.model(**batch)
-        except Stop:
-            pass
 
     def _first_pass(self, lists: list[str], early: list[str]):
         """The float model once over the text: how its blocks are called, and the moments of some layers."""
@@ -216,7 +192,7 @@ class _Run:
                 stack.enter_context(inputs_of(layers, take))
                 for name in lists:
                     recorded[name] = stack.enter_context(blocks_of(blocks[name], stop_after=lists == [name] and not layers))
-                self._call(batch)
+                self._until_stopped(batch)
             for name in lists:
                 chained[name] &= recorded[name].chained
                 if chained[name]:
@@ -231,7 +207,7 @@ class _Run:
         packed = []
         for batch in self.inputs:
             with blocks_of(blocks, stop_after=True) as recorded:
-                self._call(batch)
+                self._until_stopped(batch)
             packed.append(recorded)
         ours, theirs = [one.first for one in packed], [one.first for one in floats]
         for one in (*packed, *floats):
@@ -252,11 +228,11 @@ class _Run:
                 partial(_run, before, twin, theirs),
                 tune=self.tunes,
             )
-            self._experts(block, prefix, run_now, tune=self.tunes)
-            if index + 1 < len(blocks) or self.pending:
+            self.packer.pack_experts(block, prefix, run_now, tune=self.tunes)
+            if index + 1 < len(blocks) or self.packer.pending:
                 for i in range(len(self.inputs)):
                     theirs[i] = before[i].run(twin, theirs[i])
-            if self.pending:
+            if self.packer.pending:
                 self._tune(block, prefix, lambda module, i, now=now: now[i].run(module, ours[i]), theirs)
             if index + 1 < len(blocks):
                 for i in range(len(self.inputs)):
@@ -264,17 +240,17 @@ class _Run:
 
     def _tune(self, block, prefix: str, run, wanted: list[Tensor]) -> None:
         """Fits the scales of a block's new layers to the outputs of the float block, and keeps the layers."""
-        names = [name.removeprefix(prefix) for (name,), _, _ in self.pending]
+        names = [name.removeprefix(prefix) for (name,), _, _ in self.packer.pending]
         tables = {name.removeprefix(prefix) for name in self.tables}
         better = tuned(block, names, run, wanted, self.masks, self.held, tables=tables, **self.tuning)
         layers = []
-        for name, ((full,), method, packed) in zip(names, self.pending, strict=True):
+        for name, ((full,), method, packed) in zip(names, self.packer.pending, strict=True):
             found = better.get(name, packed)
             changed = (found != packed).view(-1, packed.shape[-1]).any(1).tolist()  # of one layer, or of each expert
             method = ",".join("tuned" if new else own for own, new in zip(method.split(","), changed, strict=True))
-            self.result.methods |= _by_name(full, method, packed)
+            self.result.methods |= by_name(full, method, packed)
             layers.append(([full], method, found))
-        self.pending = []
+        self.packer.pending = []
         put_weights(block, dict(zip(names, self.kept.keep(layers), strict=True)))
 
     def _distil(self, teacher: Teacher) -> None:
@@ -298,7 +274,7 @@ class _Run:
             put_weights(self.model, dict.fromkeys(shared, packed))
             for name in shared:
                 if name not in self.embeddings:
-                    self.result.methods |= _by_name(name, method, packed)
+                    self.result.methods |= by_name(name, method, packed)
 
     def _whole(self, alone: Mapping[str, Config]) -> None:
         """All layers that are not quantised yet, with runs of the whole model."""
@@ -327,7 +303,7 @@ class _Run:
         known = self.kept.packed
         if all(prefix + name in known for name in targets):
             for name in targets:
-                self._quantise(module, [name], targets, None, prefix)
+                self.packer.pack_layers(module, [name], targets, None, prefix)
             return
         held = set() if "correction" in self.options or twin is None else self.held
         last = len(self.inputs) - 1
@@ -348,160 +324,4 @@ class _Run:
                         add_to(moments, name, rows_of(x, mask), y, diagonal=False, held=part_held(i in held, last == 0))
             for leader in dict.fromkeys(layers.values()):
                 names = [name for name in layers if layers[name] == leader]
-                self._quantise(module, names, targets, moments.pop(leader, None), prefix, tune)
-
-    # -- experts
-
-    def _expert_matrices(self) -> int:
-        return sum(layer.num_experts for name, layer in named_layers(self.model) if name in self.experts)
-
-    def _experts(self, module, prefix: str, call: Callable[[int], Any], tune: bool = False) -> None:
-        """Packs the float experts in a module, one by one: the inputs of each are the tokens that are routed to it."""
-        for at, leaves in list(holders_in(module, self.experts, prefix)):
-            holder = module.get_submodule(at)
-            names = {leaf: f"{at}.{leaf}" if at else leaf for leaf in leaves}
-            known = [self.kept.packed.get(prefix + name) for name in names.values()]
-            rows = chosen = before = None
-            if None in known:
-                runs = ((partial(call, i), mask) for i, mask in enumerate(self.masks))
-                rows, chosen = routed(holder, runs)
-            done = []
-            for (leaf, experts), kept in zip(experts_of(holder).items(), known, strict=True):
-                name = prefix + names[leaf]
-                if kept is None:
-                    method, packed = self._of_experts(name, holder, experts, rows, chosen, before)
-                    if tune:
-                        self.pending.append(([name], method, packed))
-                    else:
-                        packed = self.kept.keep([([name], method, packed)])[0]
-                else:
-                    method, packed = kept
-                    self._report(experts.num_experts)
-                self.result.methods |= _by_name(name, method, packed)
-                done.append((names[leaf], experts, packed))
-                before = packed
-            for name, experts, packed in done:
-                put_packed(module, name, experts, packed, experts.weight.dtype)
-
-    def _of_experts(self, name: str, holder, experts, rows: Tensor, chosen: Tensor, before: Tensor | None):
-        """The methods of the experts' matrices, with commas between, and their packed weights [experts, bytes]."""
-        methods, result = [], []
-        for number in range(experts.num_experts):
-            x = inputs_of_expert(holder, number, rows, chosen, before)
-            moments: dict[str, Moments] = {}
-            if len(x):
-                add_to(moments, name, x, None, diagonal=self.method == "importance")
-            weight, bias = weight_of(experts, number)
-            key = f"{name}.{number}"
-            method, quantisers = self._quantisers("", {key: weight}, {key: self.experts[name]}, moments.get(name))
-            methods.append(method)
-            result.append(packed_in_bands(weight, *quantisers[key], bias))
-            self._report(1)
-        return ",".join(methods), torch.stack(result)
-
-    # -- layers
-
-    def _quantise(
-        self,
-        root,
-        names: list[str],
-        configs: Mapping[str, Config],
-        moments: Moments | None,
-        prefix: str = "",
-        tune: bool = False,
-    ) -> None:
-        """Packs layers that have the same inputs, but not the same weight."""
-        todo = [name for name in names if prefix + name not in self.kept.packed]
-        weights = {name: root.get_submodule(name).weight.detach() for name in todo}
-        method, quantisers = self._quantisers(prefix, weights, configs, moments)
-        for name in names:
-            layer, full = root.get_submodule(name), prefix + name
-            if name in quantisers:
-                packed = packed_in_bands(weights.pop(name), *quantisers.pop(name), layer.bias)
-                if tune:
-                    self.pending.append(([full], method, packed))
-                else:
-                    packed = self.kept.keep([([full], method, packed)])[0]
-                self.result.methods[full] = method
-            else:
-                self.result.methods[full], packed = self.kept.packed[full]
-            self._place(root, name, packed)
-            self._report(1)
-        leave_fused_paths(root)
-
-    @staticmethod
-    def _place(root, name: str, packed: Tensor) -> None:
-        layer = root.get_submodule(name)
-        root.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
-
-    def _quantisers(
-        self, prefix: str, weights: Mapping[str, Tensor], configs: Mapping[str, Config], moments: Moments | None
-    ) -> tuple[str, dict[str, Quantiser]]:
-        def first_not_finite() -> str:
-            return self._first_not_finite() or prefix + next(iter(weights))
-
-        return choose(weights, configs, moments, self.method, self.options, first_not_finite)
-
-    def _first_not_finite(self) -> str | None:
-        """The first layer of a run of the model whose inputs are not finite: those behind it only inherit that."""
-        for batch in self.inputs:
-            found: list[str] = []
-
-            def take(name: str, x: Tensor, found=found) -> None:
-                if not bool(torch.isfinite(x).all()):
-                    found.append(name)
-                    raise Stop
-
-            with inputs_of({name: self.model.get_submodule(name) for name in self.targets}, take):
-                self._call(batch)
-            if found:
-                return found[0]
-        return None
-
-    def _quantise_tables(self, tables: Mapping[str, Config], moments: dict[str, Moments]) -> None:
-        """Packs tables of embeddings that no head shares: by GPTQ, or rounded to nearest those without moments."""
-        nearest = {}
-        for name, config in tables.items():
-            layer = self.model.get_submodule(name)
-            if name in self.kept.packed:
-                packed = self.kept.packed[name][1]
-            elif name in moments:
-                solver, weight = Solver(moments.pop(name), DAMPING), layer.weight.detach()
-                own = with_table(config, weight, solver.importance)
-                packed = packed_in_bands(weight, own, partial(solver.quantise, config=own, correction=0.0), None)
-                packed = self.kept.keep([([name], "gptq", packed)])[0]
-            else:
-                nearest[name] = config
-                continue
-            self.model.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
-        if nearest:
-            quantize_(self.model, nearest)
-
-    def _quantise_shared(self, names: list[str], moments: dict[str, Moments]) -> None:
-        layers = {name: self.model.get_submodule(name) for name in names}
-        linears = [name for name in names if name in self.targets]
-        biases = {id(layers[name].bias): layers[name].bias for name in linears}
-        if not linears or len(biases) > 1:
-            quantize_(self.model, {name: self.selected[name] for name in names})
-            for name in linears:
-                self.result.methods[name] = "nearest"
-            self._report(bool(linears))
-            return
-        if linears[0] in self.kept.packed:
-            method, packed = self.kept.packed[linears[0]]
-        else:
-            together = [moments.pop(name) for name in linears if name in moments]
-            total = None
-            if together:
-                total = Moments(sum(m.square for m in together), None, sum(m.tokens for m in together))
-            weight = layers[names[0]].weight.detach()
-            method, quantisers = self._quantisers("", {linears[0]: weight}, self.selected, total)
-            packed = packed_in_bands(weight, *quantisers[linears[0]], next(iter(biases.values())))
-            packed = self.kept.keep([(names, method, packed)])[0]
-        for name in names:
-            layer = layers[name]
-            if isinstance(layer, torch.nn.Linear):
-                self.result.methods[name] = method
-            self.model.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
-        leave_fused_paths(self.model)
-        self._report(1)
+                self.packer.pack_layers(module, names, targets, moments.pop(leader, None), prefix, tune)

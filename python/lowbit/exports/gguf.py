@@ -26,6 +26,7 @@ from ..files.safetensors import DTYPES, Stored, files_of, packed_info, read_byte
 from ..files.untrusted import read_json
 from ..importing.gguf_blocks import NL4
 from ..importing.gguf_models import ARCHITECTURES
+from .gguf_settings import architecture_metadata, rotation_factors
 
 _BLOCK = 32
 _PANEL_ROWS = 16
@@ -35,6 +36,7 @@ _BAND_WEIGHTS = 1 << 21
 _MOST_STEPS = 2.0**-4
 _TYPES = {kind.name: kind for kind in TYPES.values()}
 _FLOAT_NAMES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_ONE_TABLE = ("gemma", "gemma2")  # of tokens, which is the head, too
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -239,175 +241,6 @@ def _float(name: str, stored: Stored, heads: int, done: Callable[[int], None], a
     return _Output(name, _TYPES[kind], stored.shape, write)
 
 
-_ACTIVATIONS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), "silu")
-_ACTIVATIONS |= dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gelu_pytorch_tanh")
-
-
-_ONE_TABLE = ("gemma", "gemma2")  # of tokens, which is the head, too
-
-
-def _number(path: Path, settings: dict[str, Any], key: str, default: float | None = None) -> float:
-    """A setting of config.json, or of its rotation.
-
-    Raises:
-        ValueError: it is not there, or no finite number.
-    """
-    value = settings.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e38:
-        raise ValueError(f"{path} has {key} {value!r} in {CONFIG}; expected a number")
-    return float(value)
-
-
-def _metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The architecture's keys; what :func:`lowbit.importing.gguf_models.config_of` reads.
-
-    Raises:
-        ValueError: a setting that the file could not say.
-    """
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _ACTIVATIONS:
-        written = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"{path} has a model of the type {kind!r}; lowbit writes {written} to GGUF")
-    name = "llama" if kind == "mistral" else kind.removesuffix("_text")
-
-    def expect(key: str, *allowed: Any) -> None:
-        if config.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"{path} has {key} {config[key]!r} in {CONFIG}; GGUF's {name} has {allowed[0]!r}")
-
-    def whole(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise ValueError(f"{path} has {key} {value!r} in {CONFIG}; expected a number above 0")
-        return value
-
-    expect("hidden_act", _ACTIVATIONS[kind], None)
-    expect("hidden_activation", _ACTIVATIONS[kind], None)
-    expect("use_sliding_window", False)
-    expect("use_bidirectional_attention", False, None)
-    heads, width, layers = whole("num_attention_heads"), whole("hidden_size"), whole("num_hidden_layers")
-    head = whole("head_dim", None if name.startswith("gemma") else width // heads)
-    rotated = head
-    found: dict[str, Any] = {
-        "context_length": whole("max_position_embeddings"),
-        "embedding_length": width,
-        "block_count": layers,
-        "feed_forward_length": whole("intermediate_size"),
-        "attention.head_count": heads,
-        "attention.head_count_kv": whole("num_key_value_heads", heads),
-        "attention.layer_norm_rms_epsilon": _number(path, config, "rms_norm_eps", 1e-6),
-        "attention.key_length": head,
-        "attention.value_length": head,
-        "vocab_size": whole("vocab_size"),
-    }
-    rope = _rope(path, config)
-    plain = ("default", "linear", "llama3") if name == "llama" else ("default", "linear")
-    if name == "gemma3":
-        local = _settings(path, rope, "sliding_attention")
-        if local.get("rope_type", "default") != "default" or local.get("rope_theta") != 10000.0:
-            raise ValueError(f"{path} has the rotation {local} in windows in {CONFIG}; GGUF's gemma3 has a theta of 10000")
-        rope = _settings(path, rope, "full_attention")
-        expect("final_logit_softcapping", None)
-        expect("attn_logit_softcapping", None)
-    if name in ("gemma2", "gemma3"):
-        pattern = 2 if name == "gemma2" else 6
-        usual = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
-        expect("layer_types", usual)
-        expect("sliding_window_pattern", pattern, None)
-        # ggml knows the largest of both by their layers, and that they alone divide by the width that heads would have.
-        large = layers == (46 if name == "gemma2" else 62)
-        expect("query_pre_attn_scalar", width // heads if large else head)
-        found["attention.sliding_window"] = whole("sliding_window")
-    else:
-        expect("sliding_window_pattern", None)
-    if name == "gemma2":
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            found[key] = _number(path, config, key)
-    elif name in ("llama", "phi3"):
-        if config.get("sliding_window") is not None:
-            if name == "llama":
-                raise ValueError(f"{path} has sliding_window {config['sliding_window']!r} in {CONFIG}; GGUF's llama has none")
-            found["attention.sliding_window"] = whole("sliding_window")
-    if name == "phi3":
-        if head != width // heads:
-            raise ValueError(f"{path} has head_dim {head} in {CONFIG}; GGUF's phi3 has {width // heads}")
-        plain = ("default", "longrope")
-        rotated = int(head * _number(path, config | rope, "partial_rotary_factor", 1.0))
-        key = "original_max_position_embeddings"
-        if (original := rope.get(key)) is not None or config.get(key) is not None:
-            found["rope.scaling.original_context_length"] = whole(key, original)
-    elif rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{path} rotates a part of each head in {CONFIG}; GGUF's {name} rotates all of it")
-    found["rope.dimension_count"] = rotated
-    found["rope.freq_base"] = _number(path, config | rope, "rope_theta", 10000.0)
-    rotation = rope.get("rope_type", rope.get("type", "default"))
-    if rotation not in plain:
-        raise ValueError(f"{path} has the rope_type {rotation!r} in {CONFIG}; lowbit writes {', '.join(plain)} for {name}")
-    if rotation == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(path, rope, "factor")}
-    if rotation == "longrope" and rope.get("attention_factor") is not None:
-        found["rope.scaling.attn_factor"] = _number(path, rope, "attention_factor")
-    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
-
-
-def _settings(path: Path, within: dict[str, Any], key: str) -> dict[str, Any]:
-    """Settings that are an object, or nothing.
-
-    Raises:
-        ValueError: they are something else.
-    """
-    value = within.get(key) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} has {key} {value!r} in {CONFIG}; expected an object")
-    return value
-
-
-def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    return _settings(path, config, "rope_parameters") or _settings(path, config, "rope_scaling")
-
-
-def _long_factors(path: Path, config: dict[str, Any], rotated: int) -> dict[str, np.ndarray]:
-    """What Phi 3's rotation divides its frequencies by, in short texts and in long ones.
-
-    Raises:
-        ValueError: they are no list of numbers, of half of what is rotated.
-    """
-    rope = _rope(path, config)
-    if rope.get("rope_type", rope.get("type")) != "longrope":
-        return {}
-    found = {}
-    for which in ("short", "long"):
-        key = f"{which}_factor"
-        values = rope.get(key)
-        if not isinstance(values, list) or len(values) != rotated // 2:
-            shown = len(values) if isinstance(values, list) else repr(values)
-            raise ValueError(f"{path} has {key} {shown} in {CONFIG}; expected a list of {rotated // 2} numbers")
-        factors = np.array([_number(path, {key: value}, key) for value in values], np.float32)
-        found[f"rope_factors_{which}.weight"] = factors
-    return found
-
-
-def _llama3_factors(path: Path, config: dict[str, Any], head: int) -> np.ndarray | None:
-    """What the frequencies of Llama 3's rotation are divided by, float32 [head / 2]; None: it is the plain one.
-
-    Raises:
-        ValueError: one of its settings is missing, or no number that can be used.
-    """
-    rope = _rope(path, config)
-    if rope.get("rope_type", rope.get("type")) != "llama3":
-        return None
-    factor, low, high = (_number(path, rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    theta = _number(path, config | rope, "rope_theta", 10000.0)
-    length = _number(path, rope, "original_max_position_embeddings")
-    if min(factor, theta, length) <= 0 or low >= high:
-        raise ValueError(
-            f"{path} has the rotation {rope} in {CONFIG}; expected positive numbers, the low factor below the high one"
-        )
-    waves = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)
-    smooth = np.clip((length / waves - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
-
-
 def export_gguf(
     source: str | os.PathLike, path: str | os.PathLike, progress: Callable[[int, int, str], None] | None = None
 ) -> list[ExportedTensor]:
@@ -434,7 +267,7 @@ def export_gguf(
     config = read_config(source)
     if quantization_method(config) not in (None, "lowbit"):
         raise ValueError(f"{source} is quantised by the method {quantization_method(config)!r}: lowbit import it first")
-    metadata = _metadata(source, config)
+    metadata = architecture_metadata(source, config)
     tensors = read_files(*files_of(source))
     architecture = metadata["general.architecture"]
     window = metadata.get("phi3.attention.sliding_window")
@@ -490,10 +323,7 @@ def export_gguf(
     if table is None:
         raise ValueError(f"{source} has no model.embed_tokens, the table of its tokens")
     rotated = metadata[f"{architecture}.rope.dimension_count"]
-    factors = _long_factors(source, config, rotated)
-    if (llama3 := _llama3_factors(source, config, rotated)) is not None:
-        factors["rope_freqs.weight"] = llama3
-    for name, values in factors.items():
+    for name, values in rotation_factors(source, config, rotated).items():
 
         def write_factors(writer: GgufWriter, name: str = name, values: np.ndarray = values) -> ExportedTensor:
             writer.write(values)
