@@ -374,9 +374,9 @@ test-python: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/python $(PYTHON_MORE:%=--ignore=tests/python/%.py)
 
 # Those that compile, calibrate or train whole models.
-PYTHON_MORE := test_calibrate_budget test_calibrate_experts test_calibrate_files test_calibrate_models \
-  test_calibrate_resumed test_cli_export test_cpp_runners test_demo test_doctor test_llm_export test_notebook \
-  test_qat_example test_readme test_report
+PYTHON_MORE := test_calibrate_budget test_calibrate_experts test_calibrate_files test_calibrate_models test_calibrate_placed \
+  test_calibrate_resumed test_calibrate_trained test_cli_export test_cpp_runners test_demo test_doctor test_llm_export \
+  test_notebook test_qat_example test_readme test_report
 test-python-more: $(VENV)/installed
 	scripts/need.sh test
 	HF_HUB_OFFLINE=1 $(PYTEST) $(PYTHON_MORE:%=tests/python/%.py)
