@@ -150,9 +150,10 @@ test-arm-cpus: build-test-arm
 
 MACOS := $(abspath build/macos-packages)
 
-# What the tests download and set up: `.ci/run` does it beside other work.
-.PHONY: fetch
-fetch: build/x86-emulator build/arm-emulator build/docs-env $(ARM_PYTHON) vllm-environment $(MACOS)/libc++.tbd
+# What the tests download and set up: `.ci/run` does it beside other work. The first is what `make test` has of it.
+.PHONY: fetch fetch-first
+fetch-first: $(VENV)/requirements $(ARM_PYTHON)
+fetch: fetch-first build/x86-emulator build/arm-emulator build/docs-env vllm-environment $(MACOS)/libc++.tbd
 
 # SME2, on an emulator that has it: vectors of 512 bits, which the kernels are for, without SVE as on Apple's CPUs; with SVE,
 # and shorter vectors for who asks for them; and shorter ones alone, with which other kernels are chosen.

@@ -305,6 +305,25 @@ def test_release_gives_the_model_back(kind, attention):
     assert torch.equal(run(Decoder(model, 64), PROMPT), whole)
 
 
+def test_two_models_on_one_configuration():
+    """A decoder changed what both read, and the other model was refused for its layers."""
+    config = transformers.LlamaConfig(**SIZES)
+    models = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
+    tokens = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        before, logits = [state(model) for model in models], [model(tokens).logits for model in models]
+        assert models[0].config is models[1].config
+        decoders = [Decoder(models[0], 64)]
+        assert torch.equal(models[1](tokens).logits, logits[1])
+        decoders.append(Decoder(models[1], 64))
+        for decoder, expected in zip(decoders, logits, strict=True):
+            torch.testing.assert_close(decoder(tokens, torch.zeros(1, dtype=torch.int64)), expected[:, -1])
+        for n, (decoder, model) in enumerate(zip(decoders, models, strict=True)):
+            decoder.release()
+            assert state(model) == before[n] and torch.equal(model(tokens).logits, logits[n])
+        assert models[0].config is models[1].config is config
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_refused_model_is_as_before(dtype):
     """Whatever is refused late, with the model in the decoder's hands already."""

@@ -1,0 +1,234 @@
+// Kernel libraries that are refused, and leave no trace: the first of library_tests.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../../kernels/registry.h"
+#include "../../ops/load_kernels.h"
+#include "support/build.h"
+#include "support/libraries.h"
+#include "support/tensors.h"
+
+namespace lowbit::test {
+namespace {
+
+struct Fault {
+  const char* library;
+  const char* message;
+};
+
+TEST(A_Refused, BrokenLibraries) {
+  const Fault faults[] = {
+      {"no_function", "has no function 'lowbit_kernels'"},
+      {"null_library", "has no kernels for version 3"},
+      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 3"},
+      {"other_size", "its structure LinearKernel has 56 bytes; expected 64"},
+      {"no_vendor", "the vendor has no name"},
+      {"bad_preference", "its preference is 9; expected 0 or 1"},
+      {"no_rows", "no rows and no formats"},
+      {"null_rows", "2 linear rows at a null address"},
+      {"too_many_rows", "embedding rows; expected at most 1024"},
+      {"null_function", "row 'fault_linear' has no function"},
+      {"no_name", "linear row 0 has no name"},
+      {"empty_name", "linear row 0 has an empty name"},
+      {"long_name", "expected at most 63 characters"},
+      {"bad_character", "byte 0x20 in its name"},
+      {"foreign_format", "is of the format 'ELSE'"},
+      {"bad_bits", "has 9 bits; expected 1 to 8"},
+      {"bad_m_least", "has the tile 0 x 16"},
+      {"bad_n_step", "has the tile 1 x 24"},
+      {"bad_m_most", "at most 3 rows of m"},
+      {"bad_group_step", "for groups of multiples of 24 inputs; expected 16 or 32"},
+      {"half_prepare", "only one of prepare and activation_bytes"},
+      {"prepare_panel16", "prepares activations in its own way"},
+      {"unknown_isa", "requires the ISA bits 0x"},
+      {"built_in_name", "has the name of another row"},
+      {"twice_named", "has the name of another row"},
+      {"null_embedding", "row 'fault_embedding' has no function"},
+      {"bad_embedding_bits", "row 'fault_embedding' has 0 bits"},
+      {"null_quantize", "row 'fault_quantize' has no function"},
+      {"bad_format_id", "a format has the id 0x0"},
+      {"null_format_bytes", "has no function bytes"},
+      {"null_format_pack", "has no function pack"},
+      {"twice_formatted", "format 'FLT1' is there twice"},
+      {"second_row_bad", "row 'fault_linear_2' has 0 bits"},
+  };
+  const size_t before = rows();
+  for (const Fault& fault : faults) {
+    const std::string path = path_of((std::string("fault_") + fault.library).c_str());
+    EXPECT_TRUE(refused(load_kernels(path.c_str()), fault.message));
+    EXPECT_EQ(rows(), before);
+    EXPECT_EQ(find_format(vendor_format("FLT1")), nullptr);
+    EXPECT_EQ(find_format(vendor_format("FLT2")), nullptr);
+  }
+}
+
+TEST(A_Refused, WhatIsNoLibrary) {
+  EXPECT_TRUE(refused(load_kernels("/nowhere/missing.so"), "missing.so", Status::Kind::system));
+  EXPECT_TRUE(refused(load_kernels(kTestLibraries), "does not load", Status::Kind::system));
+  EXPECT_TRUE(refused(load_kernels(""), "the path of the kernel library is empty"));
+}
+
+// Each single bit of an id, and ids with a gap, a foreign letter or none.
+TEST(A_Refused, FormatIds) {
+  for (const uint32_t id : {0x0u, 0x20u, 0x41004100u, 0x410041u, 0x4141ffu, 0x2e414141u, 0x41u << 8}) {
+    PackedFormat format{static_cast<Format>(id), [](const Layout&) { return int64_t{64}; },
+                        [](const Layout&, const PackArgs&, void*) { return static_cast<const char*>(nullptr); }};
+    KernelLibrary library;
+    library.vendor = "test";
+    library.formats = {&format, 1};
+    EXPECT_TRUE(refused(add_kernels(library, "ids"), "a format has the id 0x"));
+  }
+  EXPECT_STREQ(name_of(vendor_format("A")).text, "A");
+  EXPECT_STREQ(name_of(vendor_format("ab-9")).text, "ab-9");
+  EXPECT_STREQ(name_of(Format::panel16).text, "panel16");
+}
+
+// A table with a few fields that no library has, at random: what is refused names one of them, and the others are not read. The
+// last thing that is looked at is always wrong, so that no table is taken.
+TEST(A_Refused, TablesOfRandomFaults) {
+  struct Rows {
+    char names[6][80] = {"walk_a", "walk_b", "walk_c", "walk_d", "walk_e", "linear_a8w4_1x16_portable"};
+    LinearKernel linear[3];
+    EmbeddingKernel embedding[2];
+    QuantizeKernel quantize[1];
+    PackedFormat formats[2];
+    KernelLibrary library;
+  };
+  static const auto run_linear = [](const LinearArgs&) {};
+  static const auto run_embedding = [](const EmbeddingArgs&) {};
+  static const auto bytes = [](const Layout&) { return int64_t{64}; };
+  static const auto pack = [](const Layout&, const PackArgs&, void*) { return static_cast<const char*>(nullptr); };
+  static const auto activation_bytes = [](const Layout&, int64_t) { return int64_t{64}; };
+  Random random(5);
+  const auto far = [&] { return random.below(2) == 0 ? random.next() : uint64_t{1} << random.below(64); };
+  struct Damage {
+    std::function<bool(Rows&)> apply;  // whether the table is wrong now
+    const char* message;
+  };
+  const Damage damages[] = {
+      {[&](Rows& r) { return (r.library.abi = static_cast<uint32_t>(far())) != kKernelAbi; }, "kernel interface is version"},
+      {[&](Rows& r) {
+         uint32_t sizes[sizeof(AbiSizes) / 4];
+         std::memcpy(sizes, &r.library.sizes, sizeof sizes);
+         uint32_t& size = sizes[random.below(11)];
+         const uint32_t before = size;
+         size = static_cast<uint32_t>(far());
+         const bool wrong = size != before;
+         std::memcpy(&r.library.sizes, sizes, sizeof sizes);
+         return wrong;
+       },
+       "its structure "},
+      {[&](Rows& r) { return (r.library.vendor = random.below(2) == 0 ? nullptr : "") == nullptr || true; }, "the vendor has"},
+      {[&](Rows& r) {
+         r.library.preference = static_cast<Preference>(far());
+         return static_cast<uint32_t>(r.library.preference) > 1;
+       },
+       "its preference is"},
+      {[&](Rows& r) { return (r.library.linear.count = 1025 + (far() >> 2)) > 0; }, "linear rows; expected at most 1024"},
+      {[&](Rows& r) { return (r.library.embedding.count = 1025 + (far() >> 2)) > 0; }, "embedding rows; expected at most"},
+      {[&](Rows& r) { return (r.library.formats.count = 1025 + (far() >> 2)) > 0; }, "format rows; expected at most 1024"},
+      {[&](Rows& r) { return (r.library.linear.rows = nullptr) == nullptr; }, "linear rows at a null address"},
+      {[&](Rows& r) { return (r.library.quantize.rows = nullptr) == nullptr; }, "quantize rows at a null address"},
+      {[&](Rows& r) {
+         const int row = static_cast<int>(random.below(5));  // its name: any bytes, with an end or without
+         for (char& c : r.names[row]) c = static_cast<char>(random.next());
+         r.names[row][0] = '.';  // which a name may have elsewhere
+         r.names[row][random.below(64)] = '\0';
+         if (random.below(2) == 0) std::memset(r.names[row], 'a', 64);
+         return true;
+       },
+       " name"},
+      {[&](Rows& r) { return (r.linear[random.below(3)].run = nullptr) == nullptr; }, "has no function"},
+      {[&](Rows& r) { return (r.quantize[0].isa = ~IsaBits{0}) != 0; }, "requires the ISA bits"},
+      {[&](Rows& r) {
+         r.embedding[random.below(2)].bits = static_cast<uint8_t>(random.below(2) == 0 ? 0 : 9 + random.below(247));
+         return true;
+       },
+       "bits; expected 1 to 8"},
+      {[&](Rows& r) { return (r.linear[1].mappings = static_cast<uint8_t>(random.below(2) * 0x80)) != 1; }, "reads the mappings"},
+      {[&](Rows& r) { return (r.linear[2].m_least = 0) == 0; }, "has the tile"},
+      {[&](Rows& r) { return (r.linear[0].n_step = static_cast<uint8_t>(9 + random.below(7))) > 0; }, "has the tile"},
+      {[&](Rows& r) { return (r.linear[1].m_most = 3) == 3; }, "is for at most 3 rows of m"},
+      {[&](Rows& r) { return (r.linear[1].group_step = static_cast<uint8_t>(33 + random.below(223))) > 0; }, "is for groups"},
+      {[&](Rows& r) { return (r.linear[2].activation_bytes = nullptr) == nullptr; }, "only one of prepare"},
+      {[&](Rows& r) { return (r.linear[2].format = Format::panel16) == Format::panel16; }, "prepares activations"},
+      {[&](Rows& r) { return (r.embedding[1].format = static_cast<Format>(far() | 0x80000000u)) != Format::panel16; },
+       "is of the format"},
+      {[&](Rows& r) { return (r.formats[1].format = static_cast<Format>(far() & 0xffffff00u)) != r.formats[0].format; },
+       "a format has the id"},
+      {[&](Rows& r) { return (r.formats[1].format = r.formats[0].format) == r.formats[0].format; }, "is there twice"},
+      {[&](Rows& r) { return (r.formats[random.below(2)].bytes = nullptr) == nullptr; }, "has no function bytes"},
+  };
+  constexpr size_t kDamages = sizeof damages / sizeof damages[0];
+  const size_t before = rows();
+  std::vector<int> seen(kDamages + 1);
+  for (int execution = 0; execution < 20000; ++execution) {
+    Rows r;
+    r.linear[0] = {r.names[0], kPortable, Format::panel16, 4, 1, 16, run_linear};
+    r.linear[1] = {r.names[1], kPortable, Format::panel16, 4, 4, 16, run_linear};
+    r.linear[2] = {r.names[2], kPortable, vendor_format("WLK1"), 4, 1, 16, run_linear, 0, activation_bytes,
+                   [](const PrepareArgs&) {}};
+    r.embedding[0] = {r.names[3], kPortable, Format::panel16, 4, run_embedding};
+    r.embedding[1] = {r.names[4], kPortable, vendor_format("WLK2"), 4, run_embedding};
+    r.quantize[0] = {r.names[5], kPortable, [](const QuantizeArgs&) {}};
+    r.formats[0] = {vendor_format("WLK1"), bytes, pack};
+    r.formats[1] = {vendor_format("WLK2"), bytes, pack};
+    r.library.vendor = "walk";
+    r.library.linear = {r.linear, 3};
+    r.library.embedding = {r.embedding, 2};
+    r.library.quantize = {r.quantize, 1};
+    r.library.formats = {r.formats, 2};
+    std::vector<size_t> wrong;
+    for (int64_t left = random.below(4); left > 0; --left) {
+      const size_t damage = static_cast<size_t>(random.below(kDamages));
+      if (std::count(wrong.begin(), wrong.end(), damage) != 0) continue;  // it could make good what it did
+      if (damages[damage].apply(r)) wrong.push_back(damage);
+    }
+    const Status status = add_kernels(r.library, "walk");
+    ASSERT_FALSE(status.ok()) << execution;
+    const std::string message = status.message();
+    bool named = wrong.empty() && message.find("has the name of another row") != std::string::npos;
+    seen[kDamages] += named;
+    for (const size_t damage : wrong) {
+      const bool found = message.find(damages[damage].message) != std::string::npos;
+      named = named || found;
+      seen[damage] += found;
+    }
+    // Rows of a format that is not there any more, and those behind a name that is.
+    named = named || (!wrong.empty() && message.find("is of the format 'WLK") != std::string::npos);
+    ASSERT_TRUE(named) << execution << ": " << message;
+    for (const char c : message) ASSERT_TRUE(c >= ' ' && c <= '~') << execution;
+  }
+  EXPECT_EQ(rows(), before);
+  for (size_t damage = 0; damage <= kDamages; ++damage) {
+    EXPECT_GT(seen[damage], 0) << (damage < kDamages ? damages[damage].message : "none");
+  }
+}
+
+// The structures that libraries are compiled with. A change here needs another kKernelAbi.
+TEST(A_Refused, TheInterfaceIsVersion3) {
+  EXPECT_EQ(kKernelAbi, 3u);
+  const AbiSizes sizes = KernelLibrary{}.sizes;
+  EXPECT_EQ(offsetof(KernelLibrary, abi), 0u);
+  EXPECT_EQ(offsetof(KernelLibrary, sizes), 4u);
+  EXPECT_EQ(sizes.library, 128u);
+  EXPECT_EQ(sizes.format, 32u);
+  EXPECT_EQ(sizes.quantize_row, 24u);
+  EXPECT_EQ(sizes.linear_row, 64u);
+  EXPECT_EQ(sizes.embedding_row, 40u);
+  EXPECT_EQ(sizes.quantize_args, 72u);
+  EXPECT_EQ(sizes.prepare_args, 176u);
+  EXPECT_EQ(sizes.linear_args, 232u);
+  EXPECT_EQ(sizes.embedding_args, 160u);
+  EXPECT_EQ(sizes.pack_args, 32u);
+  EXPECT_EQ(sizes.unpack_args, 32u);
+}
+
+}  // namespace
+}  // namespace lowbit::test

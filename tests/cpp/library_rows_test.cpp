@@ -1,0 +1,202 @@
+// Rows that kernel libraries add: which are chosen, and what they say of themselves.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "../../kernels/registry.h"
+#include "../../ops/load_kernels.h"
+#include "support/libraries.h"
+#include "support/tensors.h"
+
+namespace lowbit::test {
+namespace {
+
+TEST(B_Added, RowsAfterTheBuiltInOnesAreOnlyListed) {
+  const LinearKernel& before = choose_linear_of(4, 1, kPortable);
+  const size_t count = linear_kernel_count(), others = rows();
+  const Status status = load_kernels(path_of("fault_none").c_str());
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(linear_kernel_count(), count + 2);
+  EXPECT_EQ(rows(), others + 4);
+  EXPECT_STREQ(linear_kernel(count).name, "fault_linear");
+  EXPECT_EQ(&choose_linear_of(4, 1, kPortable), &before);
+  EXPECT_EQ(library_of(&before), nullptr);
+  const LoadedLibrary* const loaded = library_of(&linear_kernel(count + 1));
+  ASSERT_NE(loaded, nullptr);
+  EXPECT_STREQ(loaded->library->vendor, "fault");
+  EXPECT_EQ(loaded->path, path_of("fault_none"));
+  EXPECT_TRUE(load_kernels(path_of("fault_none").c_str()).ok());  // again: nothing changes
+  EXPECT_EQ(rows(), others + 4);
+}
+
+std::atomic<int> calls_of_one_row{0};
+
+// A preferred row with limits: only what fits them is its own.
+TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
+#if defined(__aarch64__)
+  constexpr IsaBits kNeeded = kNeon | kNeonDot, kLess = kNeon;
+#else
+  constexpr IsaBits kNeeded = kAvx2 | kAvx512Vnni, kLess = kAvx2;
+#endif
+  constexpr auto kCount = [](const LinearArgs&) { ++calls_of_one_row; };
+  static const LinearKernel kRows[] = {
+      {"test_2_to_3", kPortable, Format::panel16, 5, 2, 16, kCount, 3},
+      {"test_isa", kNeeded, Format::panel16, 6, 1, 16, kCount},
+      {"test_whole_blocks", kPortable, Format::panel16, 7, 1, 16, kCount, 0, nullptr, nullptr, 32},
+      {"test_any_groups", kPortable, Format::panel16, 7, 3, 16, kCount, 0, nullptr, nullptr, 16},
+      {"test_no_others", kPortable, vendor_format("LONE"), 7, 1, 16, kCount, 0, nullptr, nullptr, 32},
+  };
+  static const PackedFormat kFormats[] = {{vendor_format("LONE"), [](const Layout&) { return int64_t{1}; },
+                                           [](const Layout&, const PackArgs&, void*) -> const char* { return ""; }}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.preference = Preference::before_built_in;
+  library.linear = {kRows, 5};
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  for (const int64_t m : {1, 2, 3, 4, 100}) {
+    const bool own = m == 2 || m == 3;
+    EXPECT_EQ(&choose_linear_of(5, m, kPortable) == &kRows[0], own) << m;
+    EXPECT_EQ(&choose_linear_of(5, m, kNeeded) == &kRows[0], own) << m;
+    EXPECT_NE(&choose_linear_of(4, m, kNeeded), &kRows[0]);
+  }
+  EXPECT_EQ(&choose_linear_of(6, 1, kNeeded), &kRows[1]);
+  EXPECT_NE(&choose_linear_of(6, 1, kLess), &kRows[1]);
+  EXPECT_NE(&choose_linear_of(6, 1, kPortable), &kRows[1]);
+  for (const int64_t group_size : {0, 16, 32, 48, 64, 80, 96}) {
+    Layout layout = layout_of(16, 32, 7, group_size, Mapping::symmetric, false);
+    const bool whole = group_size % 32 == 0;
+    EXPECT_EQ(&choose_linear(layout, 1, kPortable) == &kRows[2], whole) << group_size;
+    EXPECT_EQ(&choose_linear(layout, 3, kPortable), whole ? &kRows[2] : &kRows[3]) << group_size;
+    layout.format = vendor_format("LONE");
+    EXPECT_EQ(&choose_linear(layout, 1, kPortable), &kRows[4]) << "better than none, for groups of " << group_size;
+  }
+  EXPECT_EQ(library_of(&kRows[1])->path, std::string("linked"));
+
+  // The operator asks the same question, with LOWBIT_ISA's answer.
+  Random random(1);
+  const Layout layout = layout_of(16, 32, 6, 32, Mapping::symmetric, false);
+  Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  Tensor x = random_tensor(ElementType::f32, {1, 32}, random), out(ElementType::f32, {1, 16});
+  calls_of_one_row = 0;
+  ASSERT_TRUE(linear(x.view, weight.view, 16, out.view, {}).ok());
+  EXPECT_EQ(calls_of_one_row, (kNeeded & ~active_isa()) == 0 ? 1 : 0);
+}
+
+// A library that says nothing of its place takes no call that a built-in row could have.
+TEST(B_Added, WithoutAPreferenceTheBuiltInRowsStay) {
+  static const LinearKernel kRows[] = {
+      {"test_modest", kPortable, Format::panel16, 3, 1, 16, [](const LinearArgs&) {}}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.linear = {kRows, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  for (const int64_t m : {1, 2, 100}) {
+    EXPECT_NE(&choose_linear_of(3, m, kPortable), &kRows[0]);
+    EXPECT_NE(&choose_linear_of(3, m, active_isa()), &kRows[0]);
+  }
+}
+
+// A format may say 1 to 2^62 bytes, and is asked with a layout that says nothing of panels.
+TEST(B_Added, LimitsOfAFormatsBytes) {
+  static int64_t said = 0;
+  static Layout asked;
+  static const PackedFormat kFormats[] = {{vendor_format("LIM"),
+                                           [](const Layout& layout) {
+                                             asked = layout;
+                                             return said;
+                                           },
+                                           [](const Layout&, const PackArgs&, void*) -> const char* { return nullptr; }}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(1);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout_of(3, 40, 4, 32, Mapping::symmetric, false), random)));
+  Layout layout;
+  for (const int64_t right : {int64_t{1}, int64_t{64}, int64_t{65}, int64_t{1} << 62}) {
+    said = right;
+    const Status status = repack_shape(weight.view, "LIM", &layout);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(layout.total_bytes, 64 + (right + 63) / 64 * 64);
+    for (const Layout* each : {&asked, &layout}) {
+      EXPECT_EQ(each->block_bytes, 0);
+      EXPECT_EQ(each->group_bytes, 0);
+      EXPECT_EQ(each->head_offset, 0);
+      EXPECT_EQ(each->panel_bytes, 0);
+    }
+    EXPECT_EQ(asked.total_bytes, 0);
+  }
+  for (const int64_t wrong : {int64_t{0}, int64_t{-1}, (int64_t{1} << 62) + 1, INT64_MAX, INT64_MIN}) {
+    said = wrong;
+    EXPECT_TRUE(refused(repack_shape(weight.view, "LIM", &layout), "format 'LIM' does not hold 3 x 40 weights"));
+  }
+}
+
+// Names of formats have one letter to four.
+TEST(B_Added, AFormatOfOneLetter) {
+  static const PackedFormat kFormats[] = {{vendor_format("L"), [](const Layout&) { return int64_t{100}; },
+                                           [](const Layout&, const PackArgs&, void*) -> const char* { return nullptr; }}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(1);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout_of(3, 40, 4, 32, Mapping::symmetric, false), random)));
+  Layout layout;
+  const Status status = repack_shape(weight.view, "L", &layout);
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(layout.total_bytes, 64 + 128);
+}
+
+// A library may have any of the tables, alone and with others.
+TEST(B_Added, AnyMixOfTables) {
+  static char names[16][3][24];
+  static LinearKernel linear[16];
+  static EmbeddingKernel embedding[16];
+  static QuantizeKernel quantize[16];
+  static PackedFormat formats[16];
+  static KernelLibrary libraries[16];
+  for (size_t mix = 1; mix < 16; ++mix) {
+    for (int i = 0; i < 3; ++i) std::snprintf(names[mix][i], sizeof names[mix][i], "mix_%zu_%d", mix, i);
+    const uint32_t id = 0x0058494d + (static_cast<uint32_t>('a' + mix) << 24);  // "MIX" and a letter
+    linear[mix] = {names[mix][0], kPortable, Format::panel16, 4, 1, 16, [](const LinearArgs&) {}};
+    embedding[mix] = {names[mix][1], kPortable, Format::panel16, 4, [](const EmbeddingArgs&) {}};
+    quantize[mix] = {names[mix][2], kPortable, [](const QuantizeArgs&) {}};
+    formats[mix] = {static_cast<Format>(id), [](const Layout&) { return int64_t{0}; },
+                    [](const Layout&, const PackArgs&, void*) -> const char* { return nullptr; }};
+    KernelLibrary& library = libraries[mix];
+    library.vendor = "test";
+    if ((mix & 1) != 0) library.linear = {&linear[mix], 1};
+    if ((mix & 2) != 0) library.embedding = {&embedding[mix], 1};
+    if ((mix & 4) != 0) library.quantize = {&quantize[mix], 1};
+    if ((mix & 8) != 0) library.formats = {&formats[mix], 1};
+    const size_t before = rows();
+    const Status status = add_kernels(library, names[mix][0]);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(rows(), before + (mix & 1) + (mix >> 1 & 1) + (mix >> 2 & 1));
+    EXPECT_EQ(find_format(static_cast<Format>(id)) != nullptr, (mix & 8) != 0);
+  }
+}
+
+TEST(B_Added, TheExampleGivesTheSameBits) {
+  Random random(2);
+  const Layout layout = layout_of(50, 100, 4, 32, Mapping::affine, true);
+  Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  Tensor x = random_tensor(ElementType::f32, {9, 100}, random);
+  const std::vector<uint8_t> expected = expected_linear(x.view, weight.memory->data(), layout);
+  const Status status = load_kernels(path_of("acme_kernels").c_str());
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(&choose_linear_of(4, 9, active_isa()), &named("acme_linear_a8w4"));
+  Tensor out(ElementType::f32, {9, 50});
+  ASSERT_TRUE(linear(x.view, weight.view, 50, out.view, threads(3)).ok());
+  EXPECT_TRUE(same_bits(out.bytes(), expected, DType::f32));
+}
+
+}  // namespace
+}  // namespace lowbit::test
