@@ -340,7 +340,7 @@ test-msan: $(VENV)/cmake
 	$(CONFIGURE) -S . -B build/test-msan -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=memory -DCMAKE_CXX_COMPILER=clang++-19
 	$(BIN)/cmake --build build/test-msan -j $(JOBS) --target $(MSAN_TESTS)
 	$(CTEST) --test-dir build/test-msan -R '^(format|unwritten|fuzz.packed|kernels[.](portable|avx2|avx512vnni)[.].*)$$'
-	LOWBIT_ISA=avx512vnni build/test-msan/tests/cpp/operator_tests --gtest_brief=1 --gtest_filter='-*InChunks*:Attention*'
+	LOWBIT_ISA=avx512vnni build/test-msan/tests/cpp/operator_tests --gtest_brief=1 --gtest_filter='-*InChunks*'
 
 # The KleidiAI adapter with the KleidiAI in torch's Arm wheel: one emulated CPU for each of its kernels.
 ARM_TORCH := $(ARM_PYTHON_PACKAGES)/torch
@@ -374,9 +374,9 @@ test-python: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/python $(PYTHON_MORE:%=--ignore=tests/python/%.py)
 
 # Those that compile, calibrate or train whole models.
-PYTHON_MORE := test_calibrate_budget test_calibrate_experts test_calibrate_files test_calibrate_models \
-  test_calibrate_resumed test_cli_export test_cpp_runners test_demo test_doctor test_llm_export test_notebook \
-  test_qat_example test_readme test_report
+PYTHON_MORE := test_calibrate_budget test_calibrate_experts test_calibrate_files test_calibrate_models test_calibrate_placed \
+  test_calibrate_resumed test_calibrate_trained test_cli_export test_cpp_runners test_demo test_doctor test_llm_export \
+  test_notebook test_qat_example test_readme test_report
 test-python-more: $(VENV)/installed
 	scripts/need.sh test
 	HF_HUB_OFFLINE=1 $(PYTEST) $(PYTHON_MORE:%=tests/python/%.py)
