@@ -426,6 +426,28 @@ fuzz: $(VENV)/requirements
 	$(BIN)/cmake --build build/fuzz -j $(JOBS) --target packed_fuzz
 	nice build/fuzz/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
 
+# The same checks with inputs that libFuzzer looks for, those that reach new code, on one core for SECONDS; build/fuzz-inputs keeps them.
+# `make packed-fuzz-inputs` then makes the file that every run of the C++ tests repeats.
+SECONDS ?= 3600
+FUZZ_INPUTS := tests/cpp/packed_fuzz_inputs.bin
+.PHONY: build-fuzz-guided fuzz-guided packed-fuzz-inputs
+build-fuzz-guided: $(VENV)/cmake
+	scripts/need.sh msan
+	$(CONFIGURE) -S . -B build/fuzz-guided -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined,fuzzer-no-link \
+	  -DLOWBIT_SANITIZE_EVERY_KERNEL=ON -DCMAKE_CXX_COMPILER=clang++-19
+	$(BIN)/cmake --build build/fuzz-guided -j $(JOBS) --target packed_guided packed_fuzz
+	mkdir -p build/fuzz-inputs
+
+fuzz-guided: build-fuzz-guided
+	cd build && nice fuzz-guided/tests/cpp/packed_guided fuzz-inputs -max_len=4096 -max_total_time=$(SECONDS) \
+	  -seed=$(SEED) -print_final_stats=1
+
+packed-fuzz-inputs: build-fuzz-guided
+	rm -rf build/fuzz-fewer && mkdir build/fuzz-fewer
+	cd build && nice fuzz-guided/tests/cpp/packed_guided -set_cover_merge=1 -use_counters=0 -max_len=1024 fuzz-fewer fuzz-inputs
+	build/fuzz-guided/tests/cpp/packed_fuzz --join $(FUZZ_INPUTS) build/fuzz-fewer/*
+	build/fuzz-guided/tests/cpp/packed_fuzz --inputs $(FUZZ_INPUTS)
+
 # Programs of ExecuTorch whose calls of our operators are damaged: FUZZ of each operator and kind; ten a second or fewer.
 .PHONY: fuzz-pte
 fuzz-pte: $(VENV)/installed
