@@ -60,7 +60,7 @@ def register() -> None:
     """Makes the method "lowbit" known to vLLM, which calls this in each of its processes."""
     if METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(METHOD)(ServedConfig)
-        for kind in (VocabParallelEmbedding, ReplicatedLinear):
+        for kind in (VocabParallelEmbedding, ParallelLMHead, ReplicatedLinear):
             if kind.__name__ not in op_registry_oot:  # else another plugin has its own
                 kind.register_oot(_told_of_packed(kind))
 
@@ -475,7 +475,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
 def _told_of_packed(kind: Any) -> type:
     """A class of layers that takes lowbit's method where its model has not passed one on and its weight is packed.
 
-    Some of vLLM's models keep their tables of tokens, or the gates of shared experts, out of all quantisation.
+    Some of vLLM's models keep their tables of tokens, heads or the gates of shared experts out of all quantisation.
     """
     arguments = signature(kind.__init__)
 
@@ -485,9 +485,9 @@ def _told_of_packed(kind: Any) -> type:
         passed_on = any(given.arguments.get(name) for name in ("quant_config", "quant_method"))
         if isinstance(config, ServedConfig) and not passed_on:
             name = given.arguments.get("prefix", "")
-            if issubclass(kind, VocabParallelEmbedding):
+            if kind is VocabParallelEmbedding:
                 name = config.tables[0] if len(config.tables) == 1 else ""
-            if name in config.quantised:
+            if name in config.quantised or config.ties.get(name) in config.quantised:
                 given.arguments["quant_config"] = config
         kind.__init__(*given.args, **given.kwargs)
 
