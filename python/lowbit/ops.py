@@ -14,6 +14,7 @@ from .packed import info_of_experts, pack, repack, unpack, verify  # noqa: F401
 
 # Looked up once: torch.ops.lowbit.linear takes 0.4 us more to call.
 _linear = torch.ops.lowbit.linear.default
+_dynamo_traces = torch.compiler.is_dynamo_compiling
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -53,6 +54,30 @@ class _StraightThroughForward(_StraightThrough):
         return x @ torch.ops.lowbit.embedding(rows, packed_weight, ctx.in_features, dtype=x.dtype).T
 
 
+def _for_this_place() -> bool:
+    """Whether what Dynamo traces will run here. A program for other places holds the bare operators."""
+    # It looks at the level, which is -1 or more, so that a call on another one is traced anew.
+    return forward_ad._current_level >= -1 and not torch.compiler.is_exporting()
+
+
+def _has_tangent(operator: str, *arguments) -> bool:
+    """Whether one of the tensors has a tangent; kernels of traced operators ask.
+
+    Raises:
+        NotImplementedError: derivatives that cannot be compiled. torch.compile leaves the call to Python, or with
+            fullgraph=True says so.
+    """
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    found = any(forward_ad.unpack_dual(each, level=0).tangent is not None for each in tensors)
+    # Where a level was opened outside of the compiled function, its inputs have no tangents while it is traced.
+    if torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and not found):
+        raise NotImplementedError(
+            f"derivatives of lowbit.{operator} by torch.func, and tangents from outside of the compiled function, are not "
+            "compiled; leave fullgraph out"
+        )
+    return found
+
+
 def _differentiated(x: Tensor) -> bool:
     """Whether somebody wants derivatives with respect to x. A program for other places holds the bare operator."""
     # A tangent does not show in requires_grad; without this it would be lost.
@@ -78,7 +103,9 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     Raises:
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
-    # An autograd kernel would do the same, but in Python it would cost every call several microseconds.
+    # An autograd kernel would do all of this, but in Python it would cost every call several microseconds.
+    if _dynamo_traces() and _for_this_place():
+        return torch.ops.lowbit._traced_linear(x, packed_weight, out_features)
     # Looked at here first: the function's call costs every call 150 ns more.
     if isinstance(x, Tensor) and (x.requires_grad or forward_ad._current_level >= 0) and _differentiated(x):
         function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
@@ -103,6 +130,8 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
         ValueError: as :func:`linear`, or not as many weights as ``out_features``.
     """
     packed_weights, out_features = list(packed_weights), list(out_features)
+    if _dynamo_traces() and _for_this_place():
+        return torch.ops.lowbit._traced_linears(x, packed_weights, out_features).split(out_features, -1)
     fits = len(packed_weights) == len(out_features) > 0  # else the operator says what is wrong
     if fits and isinstance(x, Tensor) and _differentiated(x):
         return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
@@ -154,6 +183,9 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
         IndexError: there is no such expert.
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
+    # The way back looks at the chosen experts, which torch.compile leaves to Python.
+    if _dynamo_traces() and _for_this_place() and not (x.requires_grad and torch.is_grad_enabled()):
+        return torch.ops.lowbit._traced_linear_experts(x, packed_weights, experts, out_features)
     if isinstance(x, Tensor) and _differentiated(x):
         return _StraightThroughExperts.apply(x, packed_weights, experts, out_features)
     return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
@@ -250,11 +282,12 @@ def attention(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; expected a positive number, or None")
     arguments = (q, k, v, k_cache, v_cache, start, scale, window or 0, softcap or 0.0, sinks)
-    # The usual call, without gradients, asks this one question. Compiled, an error in the way back would end the way
-    # there; torch warns then.
+    if _dynamo_traces() and _for_this_place():
+        return torch.ops.lowbit._traced_attention(*arguments)
+    # The usual call, without gradients, asks this one question.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         tensors = (each for each in arguments if isinstance(each, Tensor))
-        if not torch.compiler.is_compiling() and any(map(_differentiated, tensors)):
+        if any(map(_differentiated, tensors)):
             return _WithoutGradient.apply(*arguments)
     return torch.ops.lowbit.attention(*arguments)
 
@@ -276,6 +309,50 @@ def cache_width(width: int, dtype: torch.dtype) -> int:
 def cache_storage(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the tensors of such caches: int8 for ``torch.int4``, else itself."""
     return torch.int8 if dtype is torch.int4 else dtype
+
+
+# While torch.compile traces Python it knows nothing of the derivatives of torch.func: an input of torch.func.grad does not
+# require gradients there, and no tensor has a tangent. Who runs the operators knows, first Dynamo's own trial with fake
+# tensors. So it writes down operators that ask, and are taken apart by AOTAutograd: what is compiled holds the bare ones.
+for _schema in (
+    "linear(Tensor x, Tensor packed_weight, int out_features) -> Tensor",
+    "linears(Tensor x, Tensor[] packed_weights, int[] out_features) -> Tensor",
+    "linear_experts(Tensor x, Tensor packed_weights, Tensor experts, int out_features) -> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale, "
+    "int window=0, float softcap=0., Tensor? sinks=None) -> Tensor",
+):
+    torch.library.define(f"lowbit::_traced_{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
+
+
+@torch.library.impl("lowbit::_traced_linear", "CompositeImplicitAutograd")
+def _(x, packed_weight, out_features):
+    _has_tangent("linear", x)
+    return _StraightThroughForward.apply(x, packed_weight, out_features)
+
+
+@torch.library.impl("lowbit::_traced_linears", "CompositeImplicitAutograd")
+def _(x, packed_weights, out_features):
+    if _has_tangent("linears", x) or (x.requires_grad and torch.is_grad_enabled()):
+        parts = zip(packed_weights, out_features, strict=True)
+        return torch.cat([_StraightThroughForward.apply(x, packed, n) for packed, n in parts], -1)
+    return torch.ops.lowbit.linears(x, packed_weights, out_features)
+
+
+def _without_tangents(operator: str, *arguments) -> Tensor:
+    if _has_tangent(operator, *arguments):
+        raise NotImplementedError(f"lowbit.{operator} has no derivatives in forward mode")
+    return getattr(torch.ops.lowbit, operator)(*arguments)
+
+
+@torch.library.impl("lowbit::_traced_linear_experts", "CompositeImplicitAutograd")
+def _(*arguments):
+    return _without_tangents("linear_experts", *arguments)
+
+
+@torch.library.impl("lowbit::_traced_attention", "CompositeImplicitAutograd")
+def _(*arguments):
+    # An error in the way back would end the way there, as both are traced at once: of gradients torch warns.
+    return _without_tangents("attention", *arguments)
 
 
 # register_fake asks inspect for the module of this file; unless it knows, it looks at the files of all modules: 3 ms.

@@ -137,8 +137,22 @@ class _RoundedRows(torch.autograd.Function):
         return grad.to(ctx.dtype)
 
 
+def _format(config: Config) -> tuple[int, int, int]:
+    return config.bits, config.group_size or 0, int(config.mapping == "affine")
+
+
+def _described(format: tuple[int, ...] | None) -> str:
+    if format is None or len(format) != 3:
+        return "an unknown config (there is no weight_format)"
+    bits, group, affine = format
+    return f"bits={bits}, group_size={group or None}, mapping={('symmetric', 'affine')[bool(affine)]!r}"
+
+
 class Layer(Prepared):
-    """Beside the float ``weight`` a ``weight_scale`` and, if affine, a ``weight_min``: float32 [n, groups], trained."""
+    """Beside the float ``weight`` a ``weight_scale`` and, if affine, a ``weight_min``: float32 [n, groups], trained.
+
+    ``weight_format`` (int32: bits, group size or 0, 1 if affine) says in a state dict what the scales are for.
+    """
 
     weight: Tensor
 
@@ -160,6 +174,25 @@ class Layer(Prepared):
         )
         self.weight_scale = torch.nn.Parameter(scales)
         self.weight_min = torch.nn.Parameter(mins) if affine else None
+        formats = torch.tensor(_format(config), dtype=torch.int32)
+        self.register_buffer("weight_format", formats)  # type: ignore[attr-defined]
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        # Scales of another width may well have the same shape.
+        found, expected = state_dict.get(prefix + "weight_format"), _format(self._config)
+        if not self._owner and (found is not None or prefix + "weight_scale" in state_dict):
+            values = None if found is None else tuple(found.tolist())
+            if values != expected:
+                error_msgs.append(
+                    f"{prefix}weight_scale: the state dict has scales for {_described(values)}; the model was prepared for "
+                    f"{_described(expected)}"
+                )
+                return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def follow(self, other: Layer) -> None:
         """Takes the config and the scales of another layer in training."""

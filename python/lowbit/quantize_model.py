@@ -141,9 +141,9 @@ def quantize_(
     """Replaces the linear layers and embedding tables of a model by quantised ones, in place.
 
     Args:
-        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth, and
-            transformers' ``Conv1D``, which is a linear layer here, and its modules with the weights of all experts of a mixture in one parameter, which is a linear layer
-            here, called as the parameter is (``"*.experts.down_proj"``).
+        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth. Linear
+            layers are also transformers' ``Conv1D``, and its parameters that have the weights of all experts of a mixture,
+            which are called as the parameter is (``"*.experts.down_proj"``).
         config: one config, for all layers of its kind; or shell-style patterns of qualified names (``"*embed*"``) to
             configs, of which the last that matches wins, and None leaves a layer as it is.
         filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it as it is. In the

@@ -12,6 +12,7 @@
 
 #include "../../kernels/registry.h"
 #include "support/matrix.h"
+#include "support/tensors.h"
 #include "support/written.h"
 
 namespace lowbit::test {
@@ -121,6 +122,41 @@ TEST(Unwritten, EveryEmbeddingKernelIsSeenThrough) {
     check(row.name, out, [&] {
       row.run({weights.data() + layout.header_bytes, layout, 1, out.data(), DType::f32});
     }, {{"a code", {weights.data(), layout.header_bytes + 4}}});
+  }
+}
+
+// The operator, by the kernel of this CPU, on ten positions of which the caches have five before the call. All caches but those
+// of 4 bits, whose codes are indices, have places that nothing has written, beside those that the operator reads. The last byte of
+// a float: rounding hides the first from MemorySanitizer.
+TEST(Unwritten, TheOperatorOfAttentionIsSeenThrough) {
+  constexpr int64_t kWidth = 32, kBefore = 5;
+  const std::pair<ElementType, int64_t> caches[] = {
+      {ElementType::f32, kWidth}, {ElementType::bf16, kWidth}, {ElementType::f16, kWidth},
+      {ElementType::i8, kWidth + 4}, {ElementType::i8, kWidth / 2 + 4}};
+  for (const auto& [type, cache_width] : caches) {
+    Random random(4);
+    const auto make = [&](int64_t heads) { return random_tensor(ElementType::f32, {1, heads, kBefore, kWidth}, random); };
+    const Tensor q = make(2), k = make(1), v = make(1), sinks = random_tensor(ElementType::f32, {2}, random);
+    const Tensor k_cache(type, {1, 1, 16, cache_width}), v_cache(type, {1, 1, 16, cache_width});
+    if (cache_width < kWidth) {
+      for (const Tensor* cache : {&k_cache, &v_cache}) accept(cache->memory->data(), cache->memory->size());
+    }
+    const Tensor result(ElementType::f32, {1, kBefore, 2, kWidth});
+    std::vector<uint8_t> out(static_cast<size_t>(result.memory->size()));
+    const auto run = [&](int64_t begin) {
+      const Tensor start = index_tensor<int64_t>({begin});
+      forget(result.memory->data(), result.memory->size());
+      const Status status = attention(q.view, k.view, v.view, k_cache.view, v_cache.view, start.view,
+                                      {0.2, 0, 0.0, &sinks.view}, result.view, {});
+      EXPECT_TRUE(status.ok()) << status.message();
+      std::memcpy(out.data(), result.memory->data(), out.size());
+    };
+    run(0);
+    const std::string name = std::string("attention, ") + name_of(type) + ", " + std::to_string(cache_width) + " a position";
+    check(name.c_str(), out, [&] { run(kBefore); },
+          {{"a query", {q.memory->data(), 7}}, {"a key", {k.memory->data(), 11}}, {"a value", {v.memory->data(), 11}},
+           {"a sink", {sinks.memory->data(), 7}}, {"a key before", {k_cache.memory->data(), 0}},
+           {"a value before", {v_cache.memory->data(), 0}}});
   }
 }
 

@@ -213,6 +213,8 @@ def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
         decoder = llm.Decoder(model, MAX_LENGTH, kind)
         text = [*prompts[5], 7]
         assert decoder.begin(kept[kind], text) == len(prompts[5])
+        with pytest.raises(ValueError, match="the text has no tokens; expected at least one"):
+            decoder.begin(kept[kind], [])
         for other in kept.keys() - {kind}:
             for call in (
                 lambda: decoder.begin(kept[other], text),

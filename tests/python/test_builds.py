@@ -130,3 +130,35 @@ def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):
         first = next((number for number, line in enumerate(lines) if "/.venv/bin/" in line), len(lines))
         made = next((number for number, line in enumerate(lines) if "-m venv .venv" in line), len(lines))
         assert made < first or first == len(lines), f"make {target} uses .venv before it is there: {lines[first]}"
+
+
+def test_a_project_that_adds_the_checkout_has_the_headers(tmp_path):
+    """docs/export.md: add_subdirectory. The program is compiled and not linked, so that the kernels need no compiler here."""
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(app LANGUAGES CXX)\n"
+        f'add_subdirectory("{ROOT}" lowbit)\nadd_library(app OBJECT "{ROOT}/tests/package/consumer.cpp")\n'
+        "target_link_libraries(app PRIVATE lowbit::kernels)\n"
+    )
+    for command in (
+        ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", tmp_path, "-B", tmp_path / "build"],
+        ["--build", tmp_path / "build", "--target", "app"],
+    ):
+        done = subprocess.run([tool("cmake"), *command], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+    objects = [path.name for path in tmp_path.rglob("*.o")]
+    assert objects == ["consumer.cpp.o"]
+
+
+def test_the_program_of_the_guide_calls_the_operators(tmp_path):
+    """examples/cpp/README.md: its C++, with the installed headers and liblowbit alone, prints what the text says."""
+    guide = (EXAMPLE / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```cpp\n(.*?)^```", guide, re.M | re.S)
+    (printed,) = re.findall(r"^It prints `([^`]+)`", guide, re.M)
+    (tmp_path / "program.cpp").write_text(code)
+    installed, program = lowbit.cmake_prefix_path, tmp_path / "program"
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", tmp_path / "program.cpp"]
+    command += [f"-I{installed}/include", f"-L{installed}", "-llowbit", f"-Wl,-rpath,{installed}", "-o", program]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, printed + "\n"), ran.stderr

@@ -7,10 +7,12 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.decomposition import select_decomp_table
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from models import Small
-from reference import DTYPES
+from reference import DTYPES, random_packed, random_rows
 
 CONFIG = {"*": lowbit.LinearConfig(bits=4, group_size=16), "table": lowbit.EmbeddingConfig(bits=3)}
 SIZES = (1, 2, 3, 7, 64, 128, 512, 1, 5)
@@ -122,3 +124,126 @@ def test_what_comes_before_a_compiled_layer_trains():
     model[0].weight.grad = None
     torch.compile(model, fullgraph=True)(x).square().sum().backward()
     torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-2, atol=1e-2)
+
+
+def tangent_inside(layer, x, direction):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, direction))).tangent
+
+
+DERIVATIVES = {
+    "jvp": lambda f, x, way: torch.func.jvp(f, (x,), (way,))[1],
+    "dual": tangent_inside,
+    "grad": lambda f, x, way: torch.func.grad(lambda x: f(x).square().sum())(x),
+    "jacrev": lambda f, x, way: torch.func.jacrev(f)(x[0]),
+    "hessian": lambda f, x, way: torch.func.hessian(lambda x: f(x).square().sum())(x[0]),
+    "of each row": lambda f, x, way: torch.vmap(torch.func.grad(lambda x: f(x).square().sum()))(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize(
+    "kind, several", [(kind, several) for several in (False, True) for kind in list(DERIVATIVES)[: 3 if several else None]]
+)
+def test_compiled_derivatives_are_those_of_eager(kind, several):
+    """Dynamo sees neither an input of torch.func.grad nor a tangent: without a word they all were zeros.
+
+    torch.func's are left to Python, which whole graphs cannot."""
+    layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
+    x, way = random_rows(3, 40), random_rows(3, 40, seed=1)
+    function = (lambda x: lowbit.linears(x, [layer.packed_weight] * 2, [21, 21])[1]) if several else layer
+    expected = DERIVATIVES[kind](function, x, way)
+    assert expected.any()
+
+    def derivative(x, way):
+        return DERIVATIVES[kind](function, x, way)
+
+    compiled, whole = (torch.compile(derivative, backend="aot_eager", fullgraph=whole) for whole in (False, True))
+    torch.testing.assert_close(compiled(x, way), expected, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()  # else the function is known to be left to Python
+    if kind == "dual":
+        torch.testing.assert_close(whole(x, way), expected, rtol=1e-5, atol=1e-5)
+    else:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"lowbit.linears? by torch.func.* are not compiled"):
+            whole(x, way)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_tangents_from_outside_of_a_compiled_function(backend):
+    """The inputs have none while the function is traced."""
+    layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine"))
+    x, way = random_rows(3, 40), random_rows(3, 40, seed=1)
+    expected = way @ layer.dequantize().T
+    compiled = torch.compile(lambda x: layer(x), backend=backend)
+    compiled(x)  # what was compiled before does not count any more
+    assert torch.equal(tangent_inside(compiled, x, way), expected)
+    assert torch.equal(torch.func.jvp(compiled, (x,), (way,))[1], expected)
+    torch._dynamo.reset()
+    whole = torch.compile(lambda x: layer(x), backend=backend, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="tangents from outside of the compiled function"):
+        tangent_inside(whole, x, way)
+
+
+def test_compiled_operators_without_derivatives_refuse_them():
+    packed = random_packed(21, 40, 4, 16, "affine")[None]
+    x, q = random_rows(3, 40), random_rows(1, 1, 2, 16)
+
+    def experts(x):
+        return lowbit.linear_experts(x, packed, torch.zeros(3, 1, dtype=torch.int64), 21)
+
+    def attention(q):
+        caches = (torch.zeros(1, 1, 16, 16) for _ in range(2))
+        return lowbit.attention(q, q, q, *caches, torch.zeros(1, dtype=torch.int64))
+
+    for name, function, tensor in (("linear_experts", experts, x), ("attention", attention, q)):
+        assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(tensor), function(tensor))
+        for call in (
+            lambda x: torch.func.jvp(function, (x,), (x,))[1],  # noqa: B023
+            lambda x: tangent_inside(function, x, x),  # noqa: B023
+            torch.func.grad(lambda x: function(x).sum()),  # noqa: B023
+        ):
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=f"lowbit.{name} (by torch.func|has no derivatives)"):
+                torch.compile(call, backend="aot_eager", fullgraph=True)(tensor)
+            torch._dynamo.reset()
+    compiled = torch.compile(experts, backend="aot_eager")  # the usual ones it has
+    found = [f(x := x.detach().requires_grad_()).sum().backward() or x.grad for f in (experts, compiled)]
+    assert torch.equal(*found) and found[0].any()
+
+
+def through_autocast(function, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return function(torch.nn.functional.linear(x, torch.eye(40)))
+
+
+def through_checkpoint(function, x, use_reentrant):
+    x = x.clone().requires_grad_()
+    checkpoint(function, x, use_reentrant=use_reentrant).square().sum().backward()
+    return x.grad
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("backend", ["none", "aot_eager"])
+def test_what_torch_puts_around_a_layer(backend):
+    """Each is right in eager and compiled; the layer takes the dtype that it is given, also under autocast."""
+    layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))
+    table = lowbit.nn.Embedding(layer.packed_weight)
+    x, tokens = random_rows(3, 40), torch.arange(6).view(2, 3)
+    called, looked_up = (each if backend == "none" else torch.compile(each, backend=backend) for each in (layer, table))
+    assert torch.equal(torch.vmap(called)(x), layer(x))
+    assert torch.equal(torch.vmap(called, in_dims=1)(x.T), layer(x))
+    assert torch.equal(torch.vmap(looked_up)(tokens), table(tokens))
+    assert torch.equal(through_autocast(called, x), layer(x.bfloat16()))
+    expected = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    for use_reentrant in (True, False):
+        assert torch.equal(through_checkpoint(called, x, use_reentrant), expected)
+    with torch.inference_mode():
+        assert torch.equal(called(x.clone()), layer(x))
+    other = random_packed(21, 40, 4, 16, "affine", bias=True, seed=1)
+    swapped = torch.func.functional_call(called, {name: other for name, _ in called.named_buffers()}, (x,))
+    assert torch.equal(swapped, lowbit.linear(x, other, 21)) and not torch.equal(swapped, layer(x))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(called(x), layer(x)) and torch.equal(looked_up(tokens), table(tokens))
+    finally:
+        torch.use_deterministic_algorithms(False)

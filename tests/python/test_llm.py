@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from lowbit.llm import Decoder, compile_decoder, generate, sample
+from lowbit.llm.sampling import nucleus
 
 PROMPT = [5, 91, 3, 44, 17, 60, 2, 8, 33, 71, 26]
 SIZES = {
@@ -305,6 +306,25 @@ def test_release_gives_the_model_back(kind, attention):
     assert torch.equal(run(Decoder(model, 64), PROMPT), whole)
 
 
+def test_two_models_on_one_configuration():
+    """A decoder changed what both read, and the other model was refused for its layers."""
+    config = transformers.LlamaConfig(**SIZES)
+    models = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
+    tokens = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        before, logits = [state(model) for model in models], [model(tokens).logits for model in models]
+        assert models[0].config is models[1].config
+        decoders = [Decoder(models[0], 64)]
+        assert torch.equal(models[1](tokens).logits, logits[1])
+        decoders.append(Decoder(models[1], 64))
+        for decoder, expected in zip(decoders, logits, strict=True):
+            torch.testing.assert_close(decoder(tokens, torch.zeros(1, dtype=torch.int64)), expected[:, -1])
+        for n, (decoder, model) in enumerate(zip(decoders, models, strict=True)):
+            decoder.release()
+            assert state(model) == before[n] and torch.equal(model(tokens).logits, logits[n])
+        assert models[0].config is models[1].config is config
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_refused_model_is_as_before(dtype):
     """Whatever is refused late, with the model in the decoder's hands already."""
@@ -431,6 +451,35 @@ def test_sampling():
     for temperature in (1e-3, 1e-38, 1e-320):
         assert drawn(temperature=temperature, top_k=None, top_p=None) == {1}
     assert drawn(temperature=1e300, top_k=None, top_p=None) == {0, 1, 2, 3}
+
+
+def nucleus_of_all(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """By the definition: everything is sorted."""
+    ordered, order = probabilities.sort(descending=True, stable=True)
+    ordered[1:][ordered.cumsum(0)[:-1] >= top_p] = 0
+    return torch.zeros_like(probabilities).scatter_(0, order, ordered)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 3.5, 8.0])  # all alike, to a single token that has nearly everything
+@pytest.mark.parametrize("size", [1, 40, 30000])
+def test_the_likeliest_tokens_are_found_without_sorting_all(spread, size):
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * spread
+    for distinct in (logits, logits.round()):  # many that are as likely as each other
+        few = distinct.clone()
+        few[5:] = -math.inf  # as top_k leaves them
+        for probabilities in (distinct.softmax(0), few.softmax(0)):
+            for top_p in (0.0, 1e-4, 0.5, 0.9, 0.999, 1 - 2**-24):
+                assert torch.equal(nucleus(probabilities, top_p), nucleus_of_all(probabilities, top_p))
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 3])
+def test_sampling_refuses_logits_that_are_not_finite(value, at, top_k):
+    logits = LOGITS.clone()
+    logits[at] = value
+    with pytest.raises(ValueError, match="the model's logits are not finite"):
+        sample(logits, 1.0, top_k, 0.9, torch.Generator())
 
 
 def test_sampling_follows_the_probabilities():

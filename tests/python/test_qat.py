@@ -1,6 +1,7 @@
 """Training before packing: what a prepared layer computes beside the packed one, gradients, ties, errors."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -225,6 +226,35 @@ def test_training_at_two_bits_gains():
 
 
 # ---- errors
+
+
+@pytest.mark.parametrize("strict, assign", [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    "other, found",
+    [
+        (LinearConfig(2, 16), "bits=2, group_size=16, mapping='symmetric'"),
+        (LinearConfig(4, 32), "bits=4, group_size=32, mapping='symmetric'"),
+        (LinearConfig(4, None), "bits=4, group_size=None, mapping='symmetric'"),
+        (LinearConfig(4, 16, "affine"), "bits=4, group_size=16, mapping='affine'"),
+    ],
+    ids=str,
+)
+def test_a_state_dict_of_another_config(other, found, strict, assign):
+    """Scales of 2 bits have the shape of those of 4: they were loaded, and meant something else."""
+    state = lowbit.qat.prepare_(two(), {"0": LinearConfig(4, 16), "1": other}).state_dict()
+    model = lowbit.qat.prepare_(two(), LinearConfig(4, 16))
+    expected = re.escape(
+        f"1.weight_scale: the state dict has scales for {found}; the model was prepared for bits=4, group_size=16, "
+        "mapping='symmetric'"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        model.load_state_dict(state, strict=strict, assign=assign)
+    del state["1.weight_format"]
+    with pytest.raises(RuntimeError, match=r"1.weight_scale: .* an unknown config \(there is no weight_format\)"):
+        model.load_state_dict(state, strict=strict, assign=assign)
+    whole = lowbit.qat.prepare_(two(), LinearConfig(4, 16))
+    model.load_state_dict(whole.state_dict(), strict=strict, assign=assign)
+    assert torch.equal(model[1].weight_scale, whole[1].weight_scale)
 
 
 def two() -> torch.nn.Module:

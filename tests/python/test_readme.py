@@ -103,3 +103,14 @@ def test_names_in_documents_exist(document):
                 pytest.fail(f"{document.name}: there is no {path}")
             if not hasattr(found, "__path__") and not isinstance(found, type(sys)):
                 break  # an object of lowbit's; what it has is for its own tests
+
+
+def test_the_api_reference_has_every_public_name():
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+    there = set()
+    for name, members in re.findall(r"^::: (lowbit[\w.]*)\n(?: +options:\n +members: \[([\w, ]+)\])?", pages, re.M):
+        there |= {name, *(f"{name}.{member}" for member in filter(None, members.split(", ")))}
+    llm, modules = importlib.import_module("lowbit.llm"), {"lowbit.nn", "lowbit.qat"}
+    public = {f"lowbit.{name}" for name in (*lowbit.__all__, *lowbit._LAZY)} | {f"lowbit.llm.{name}" for name in llm.__all__}
+    found = {"lowbit.llm." + name.rpartition(".")[2] for name in there if name.startswith("lowbit.exports.decoder.")}
+    assert len(public) > 40 and public - there - found - modules == {"lowbit.cmake_prefix_path"}  # a string: docs/export.md

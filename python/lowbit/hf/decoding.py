@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
@@ -273,7 +274,18 @@ class Takeover:
         give_back(model)
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
         self.active = True
-        self._attention = [(config, config._attn_implementation_internal) for config in _configs(model)]
+        # Another model may have the same configuration, so this one gets configurations of its own meanwhile.
+        own = {id(config): copy(config) for config in _configs(model)}
+        for config in own.values():
+            for name in getattr(config, "sub_configs", {}):
+                if id(part := getattr(config, name, None)) in own:
+                    setattr(config, name, own[id(part)])
+        self._attention = list(own.values())
+        self._configs = [
+            (module, name, value) for module in model.modules() for name, value in vars(module).items() if id(value) in own
+        ]
+        for module, name, config in self._configs:
+            setattr(module, name, own[id(config)])
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._hooks: list[Any] = []
@@ -281,7 +293,7 @@ class Takeover:
         self.call: own_attention.Call | None = None  # of a model whose attention is code of its own
         setattr(model, _TAKEOVER, self)
         self._replace_attention(model, positions)
-        for config, _ in self._attention:
+        for config in self._attention:
             config._attn_implementation_internal = ATTENTION
         tables: dict[int, RotaryTable | None] = {}  # one for layers that share theirs
         for module in list(model.modules()):
@@ -330,15 +342,15 @@ class Takeover:
 
     def is_whole(self) -> bool:
         """Whether the model still has what it was given."""
-        return self.active and all(config._attn_implementation_internal == ATTENTION for config, _ in self._attention)
+        return self.active and all(config._attn_implementation_internal == ATTENTION for config in self._attention)
 
     def end(self, model: torch.nn.Module) -> None:
         """Makes the model what it was before."""
         if not self.active:
             return
         self.active = False
-        for config, attention in self._attention:
-            config._attn_implementation_internal = attention
+        for module, name, config in self._configs:
+            setattr(module, name, config)
         for module, rotary in self._rotary:
             module.rotary_emb = rotary
         for module, name, replaced in self._activations + self._own:

@@ -303,12 +303,14 @@ class Decoder(torch.nn.Module):
             How many of the tokens the decoder has now: the ``cached`` of :func:`generate`, at least one less than there are.
 
         Raises:
-            ValueError: the caches are of another model or kind.
+            ValueError: the text has no tokens, or the caches are of another model or kind.
             RuntimeError: the decoder was released.
         """
         self.check()
         self.check_caches(caches)
         tokens = token_ids("the text", tokens)
+        if not tokens:
+            raise ValueError("the text has no tokens; expected at least one")
         count = min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length)
         for source, target in zip(caches.layers, self.caches(), strict=True):
             copy_layer(source, target, count)

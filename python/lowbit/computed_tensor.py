@@ -1,0 +1,87 @@
+"""What the ``weight`` of a packed layer is: a tensor without memory, whose values are computed when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+_FIXED = "the weight of a packed layer cannot be changed: it is computed from packed_weight"
+
+
+class ComputedTensor(Tensor):
+    """A tensor that knows its shape, dtype and device, and computes its values when an operator wants them.
+
+    It has no memory: what would write to it, or to a view of it, is refused, and so is who asks for its address.
+    """
+
+    _is_hf_initialized = True  # transformers asks: what has not been loaded it initialises, as Mamba's dt_proj
+
+    @staticmethod
+    def __new__(cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._compute = compute
+        return made
+
+    @classmethod
+    def _view(cls, result: Tensor) -> ComputedTensor:
+        """A view of the values: to be read only, as who writes to it means the weight."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, result.shape, strides=result.stride(), storage_offset=result.storage_offset(), dtype=result.dtype,
+            device=result.device,
+        )  # fmt: skip
+        made._compute = lambda: result
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for at, argument in enumerate(func._schema.arguments):
+            given = args[at] if at < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                if any(isinstance(each, cls) for each in (given if isinstance(given, list | tuple) else [given])):
+                    raise RuntimeError(_FIXED)
+        if func is torch.ops.aten.detach.default:  # also .data, through which weights are often set
+            return cls(args[0]._compute, args[0].shape, args[0].dtype, args[0].device)
+        computed = tree_map_only(cls, lambda tensor: tensor._compute(), (args, kwargs))
+        result = func(*computed[0], **computed[1])
+        # Views; what is written to was a tensor of others.
+        if not torch.compiler.is_compiling() and any(
+            each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
+        ):
+            return tree_map_only(Tensor, cls._view, result)
+        return result
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(_FIXED)
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("the weight of a packed layer has no memory of its own; weight.clone() has")
+
+    def share_memory_(self) -> Tensor:
+        raise RuntimeError("the weight of a packed layer has no memory of its own; share the module")
+
+    def numpy(self, *, force: bool = False):
+        return self.clone().numpy()
+
+    def tolist(self) -> list:
+        return self.clone().tolist()
+
+    def __dlpack__(self, **options):
+        return self.clone().__dlpack__(**options)
+
+    def __deepcopy__(self, memo) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol):
+        return self.clone().__reduce_ex__(protocol)
+
+    def __repr__(self, **kwargs):
+        return repr(self._compute())
