@@ -433,10 +433,10 @@ fuzz: $(VENV)/requirements
 	nice build/fuzz/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
 
 # The same checks with inputs that libFuzzer looks for, those that reach new code, on one core for SECONDS; build/fuzz-inputs keeps them.
-# `make fuzz-inputs` then makes the file that every run of the C++ tests repeats.
+# `make packed-fuzz-inputs` then makes the file that every run of the C++ tests repeats.
 SECONDS ?= 3600
 FUZZ_INPUTS := tests/cpp/packed_fuzz_inputs.bin
-.PHONY: build-fuzz-guided fuzz-guided fuzz-inputs
+.PHONY: build-fuzz-guided fuzz-guided packed-fuzz-inputs
 build-fuzz-guided: $(VENV)/cmake
 	scripts/need.sh msan
 	$(CONFIGURE) -S . -B build/fuzz-guided -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined,fuzzer-no-link \
@@ -448,7 +448,7 @@ fuzz-guided: build-fuzz-guided
 	cd build && nice fuzz-guided/tests/cpp/packed_guided fuzz-inputs -max_len=4096 -max_total_time=$(SECONDS) \
 	  -seed=$(SEED) -print_final_stats=1
 
-fuzz-inputs: build-fuzz-guided
+packed-fuzz-inputs: build-fuzz-guided
 	rm -rf build/fuzz-fewer && mkdir build/fuzz-fewer
 	cd build && nice fuzz-guided/tests/cpp/packed_guided -set_cover_merge=1 -use_counters=0 -max_len=1024 fuzz-fewer fuzz-inputs
 	build/fuzz-guided/tests/cpp/packed_fuzz --join $(FUZZ_INPUTS) build/fuzz-fewer/*
