@@ -43,7 +43,7 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 
 # Whole files in parallel: most tests use one thread, and the fixtures of a file are made once.
 # Threads of torch that wait would spin, and take the CPU from the other processes: as many again run at the same time.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations 10
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
   test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai test-versions coverage soak fuzz fuzz-import test-llama-cpp \
@@ -369,14 +369,20 @@ build/docs-env: docs/requirements.txt
 typecheck: $(VENV)/requirements
 	$(BIN)/python -m mypy --cache-dir build/mypy
 
+# Files that take longest come first, so that no core waits for one of them at the end; of itself xdist begins with those of
+# most tests.
+PYTHON_LONG := test_executorch test_llm test_experts_models test_cli_quantize test_cli_machine test_checkpoint_targets test_export \
+  test_isa test_tensor_parallel test_cli_generate test_concurrency test_bench test_cli_errors test_import test_autoload \
+  test_guesses test_file_faults test_crashes test_calibrate test_cli_fuzz test_builds test_attention_surfaces test_parity
+PYTHON_REST = $(filter-out $(PYTHON_LONG) $(PYTHON_MORE),$(basename $(notdir $(wildcard tests/python/test_*.py))))
 test-python: $(VENV)/installed
 	scripts/need.sh test
-	HF_HUB_OFFLINE=1 $(PYTEST) tests/python $(PYTHON_MORE:%=--ignore=tests/python/%.py)
+	HF_HUB_OFFLINE=1 $(PYTEST) $(foreach file,$(PYTHON_LONG) $(PYTHON_REST),tests/python/$(file).py)
 
 # Those that compile, calibrate or train whole models.
-PYTHON_MORE := test_calibrate_budget test_calibrate_experts test_calibrate_files test_calibrate_models \
-  test_calibrate_resumed test_cli_export test_cpp_runners test_demo test_doctor test_llm_export test_notebook \
-  test_qat_example test_readme test_report
+PYTHON_MORE := test_llm_export test_cpp_runners test_readme test_calibrate_trained test_calibrate_resumed test_doctor \
+  test_report test_notebook test_demo test_cli_export test_qat_example test_calibrate_models test_calibrate_budget \
+  test_calibrate_experts test_calibrate_files test_calibrate_placed
 test-python-more: $(VENV)/installed
 	scripts/need.sh test
 	HF_HUB_OFFLINE=1 $(PYTEST) $(PYTHON_MORE:%=tests/python/%.py)
@@ -425,6 +431,28 @@ fuzz: $(VENV)/requirements
 	  -DLOWBIT_SANITIZE_EVERY_KERNEL=ON
 	$(BIN)/cmake --build build/fuzz -j $(JOBS) --target packed_fuzz
 	nice build/fuzz/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
+
+# The same checks with inputs that libFuzzer looks for, those that reach new code, on one core for SECONDS; build/fuzz-inputs keeps them.
+# `make packed-fuzz-inputs` then makes the file that every run of the C++ tests repeats.
+SECONDS ?= 3600
+FUZZ_INPUTS := tests/cpp/packed_fuzz_inputs.bin
+.PHONY: build-fuzz-guided fuzz-guided packed-fuzz-inputs
+build-fuzz-guided: $(VENV)/cmake
+	scripts/need.sh msan
+	$(CONFIGURE) -S . -B build/fuzz-guided -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_SANITIZE=address,undefined,fuzzer-no-link \
+	  -DLOWBIT_SANITIZE_EVERY_KERNEL=ON -DCMAKE_CXX_COMPILER=clang++-19
+	$(BIN)/cmake --build build/fuzz-guided -j $(JOBS) --target packed_guided packed_fuzz
+	mkdir -p build/fuzz-inputs
+
+fuzz-guided: build-fuzz-guided
+	cd build && nice fuzz-guided/tests/cpp/packed_guided fuzz-inputs -max_len=4096 -max_total_time=$(SECONDS) \
+	  -seed=$(SEED) -print_final_stats=1
+
+packed-fuzz-inputs: build-fuzz-guided
+	rm -rf build/fuzz-fewer && mkdir build/fuzz-fewer
+	cd build && nice fuzz-guided/tests/cpp/packed_guided -set_cover_merge=1 -use_counters=0 -max_len=1024 fuzz-fewer fuzz-inputs
+	build/fuzz-guided/tests/cpp/packed_fuzz --join $(FUZZ_INPUTS) build/fuzz-fewer/*
+	build/fuzz-guided/tests/cpp/packed_fuzz --inputs $(FUZZ_INPUTS)
 
 # Programs of ExecuTorch whose calls of our operators are damaged: FUZZ of each operator and kind; ten a second or fewer.
 .PHONY: fuzz-pte

@@ -155,7 +155,7 @@ def tables(results: dict[str, Any]) -> str:
         "decoded greedily, by a loop in Python for every library. Each library has a process of its own; all take turns in",
         f"{settings['rounds']} rounds, of which these are medians. Share of the bandwidth: bytes of weights that a token",
         "reads, times tokens per second, divided by the read bandwidth that was measured before and after the turn with as",
-        "many threads (`ops/read_bandwidth.h`).",
+        "many threads (`bench/read_bandwidth.h`).",
     ]
     for result in results["shapes"]:
         lines += ["", f"### {result['shape']}", ""]

@@ -8,6 +8,7 @@
 //
 //   linear_*     task "symmetric|affine g<group size> m<rows>"   unit: 128 weights, for one row of activations
 //   quantize_*   task "f32|bf16 g<group size>"                   unit: one activation
+//   attention_*  task "<cache> prompt|token"                     unit: 128 products
 
 #include <ucontext.h>
 
@@ -18,6 +19,7 @@
 #include <cstring>
 #include <iterator>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../kernels/pack.h"
@@ -131,6 +133,33 @@ void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_siz
   count(kernel.name, task, kInputs, kernel.run, args);
 }
 
+// Four heads of queries over one of keys, all 64 wide: the last four of 256 positions, or the last alone.
+void count_attention(const AttentionKernel& kernel, CacheType cache, const char* name, bool prompt) {
+  constexpr int64_t kWidth = 64, kPositions = 256, kHeads = 4;
+  const auto memory = [](int64_t count, CacheType type) {
+    char* const values = allocate<char>(count * 4);
+    if (type == CacheType::i8 || type == CacheType::i4) return values;  // any byte is codes
+    const DType dtype = type == CacheType::f32 ? DType::f32 : type == CacheType::bf16 ? DType::bf16 : DType::f16;
+    for (int64_t i = 0; i < count; ++i) store_from_f32(values, dtype, i, static_cast<float>(i * 37 % 201 - 100) / 64.0f);
+    return values;
+  };
+  const void* q[kAttentionRows];
+  void* out[kAttentionRows];
+  int64_t begins[kAttentionRows] = {}, ends[kAttentionRows], products = 0;
+  const int64_t rows = prompt ? kAttentionRows : kHeads;
+  for (int64_t row = 0; row < rows; ++row) {
+    q[row] = memory(kWidth, CacheType::f32);
+    out[row] = allocate<float>(kWidth);
+    ends[row] = kPositions - (rows - 1 - row) / kHeads;
+    products += 2 * ends[row] * kWidth;
+  }
+  const char* const scales = has_scales(cache) ? memory(kPositions, CacheType::f32) : nullptr;
+  const AttentionArgs args{rows, q, out, begins, ends, nullptr, memory(kPositions * kWidth, cache),
+                           memory(kPositions * kWidth, cache), scales, scales, DType::f32, cache, kWidth, kWidth, 0.2f,
+                           0.0f, allocate<float>(attention_scratch(kWidth, kWidth))};
+  count(kernel.name, std::string(name) + (prompt ? " prompt" : " token"), products / 128, kernel.run, args);
+}
+
 bool wanted(const std::string& name, IsaBits isa) {
   const auto matches = [&](const std::string& part) { return name.find(part) != std::string::npos; };
   return isa != kPortable && (isa & ~cpu_isa()) == 0 &&
@@ -148,6 +177,8 @@ void count_all() {
       for (const int64_t group_size : {32, 128}) {
         if (check && (mapping == Mapping::affine || (group_size != 32 && m > 1))) continue;
         count_linear(kernel, mapping, group_size, m);
+        // What speculative decoding and a few texts at once use.
+        if (m > 1 && kernel.m_least <= 4 && mapping == Mapping::symmetric) count_linear(kernel, mapping, group_size, 4);
       }
     }
   }
@@ -156,6 +187,18 @@ void count_all() {
     if (!wanted(kernel.name, kernel.isa)) continue;
     for (const DType dtype : {DType::f32, DType::bf16}) {
       for (const int64_t group_size : {32, 128}) count_quantize(kernel, dtype, group_size);
+    }
+  }
+  constexpr std::pair<CacheType, const char*> kCaches[] = {{CacheType::f32, "f32"}, {CacheType::bf16, "bf16"},
+                                                           {CacheType::f16, "f16"}, {CacheType::i8, "int8"},
+                                                           {CacheType::i4, "int4"}};
+  for (size_t i = 0; i < attention_kernel_count(); ++i) {
+    const AttentionKernel& kernel = attention_kernel(i);
+    if (!wanted(kernel.name, kernel.isa)) continue;
+    for (const auto& [cache, name] : kCaches) {
+      for (const bool prompt : {true, false}) {
+        if (!check || cache == CacheType::f32 || cache == CacheType::bf16) count_attention(kernel, cache, name, prompt);
+      }
     }
   }
 }

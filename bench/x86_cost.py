@@ -241,12 +241,27 @@ def document(data: dict) -> str:
         rows |= {f"{kernel}, cycles, {name}": data["cycles"][core][kernel] for core, (name, _) in CORES.items()
                  if kernel in data["cycles"][core]}
     lines += table(["", *header], rows, digits=2)
+    lines += ["## Attention", "",
+              "Per 128 products, of queries and keys or of weights and values, with everything around them. Four heads of",
+              "queries over one of keys, 64 wide, float32 queries and outputs, 256 positions: the last four of them (16 rows,",
+              "as in a prompt), or a token alone. Columns: what keys and values are kept in.", ""]
+    attention = {name: tasks for name, tasks in data["counts"].items() if name.startswith("attention_")}
+    caches = list(dict.fromkeys(task.split()[0] for tasks in attention.values() for task in tasks))
+    rows = {}
+    for kernel, tasks in attention.items():
+        numbers = {"instructions": tasks} | {f"cycles, {name}": data["cycles"][core][kernel]
+                                             for core, (name, _) in CORES.items() if kernel in data["cycles"][core]}
+        for call in ("prompt", "token"):
+            rows |= {f"{kernel}, {call}, {what}": {cache: of[f"{cache} {call}"] for cache in caches}
+                     for what, of in numbers.items()}
+    lines += table(["", *caches], rows)
     lines += [
         "## How the cycles come about", "",
         "A call's basic blocks, and how often each ran, come from the counted addresses. llvm-mca says how many cycles a",
         "block needs when it repeats for ever, by LLVM's model of a core; a call is the sum of times x cycles. So every load",
         "hits the first-level cache, every branch is predicted, and blocks neither overlap nor wait for one another. One row",
-        "waits for memory as a rule: 128 weights at 4 bits are 64 bytes, and at 15 to 30 GB/s those are some 10 cycles.",
+        "waits for memory as a rule: 128 weights at 4 bits are 64 bytes, and at 15 to 30 GB/s those are some 10 cycles.", "",
+        "There are no columns for Zen 5, because this LLVM's model of it is that of Zen 4, which splits 512 bits in two.",
     ]
     return "\n".join(lines).rstrip() + "\n"
 

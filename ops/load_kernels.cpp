@@ -41,7 +41,8 @@ Status add_kernels(const KernelLibrary& library, const char* name) {
 
 Status load_kernels(const char* path) {
   if (const Status& status = isa_cap_status(); !status.ok()) return status;
-  if (path == nullptr || path[0] == '\0') return Status::error("the path of the kernel library is empty");  // dlopen: the program itself
+  // dlopen would take it for the program itself.
+  if (path == nullptr || path[0] == '\0') return Status::error("the path of the kernel library is empty");
   SharedLibrary opened;
   if (const Status status = SharedLibrary::open(path, &opened); !status.ok()) {
     return Status::system("kernel library does not load: %s", status.message());

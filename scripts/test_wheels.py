@@ -105,7 +105,8 @@ def refuse_others(processor: str, python: str, site: Path, program: Path, enviro
 
 
 def lowbit_wheel(processor: str, python: str) -> Path:
-    found = list((ROOT / "dist").glob(f"lowbit-*-cp{python.replace('.', '')}-*_{processor}.whl"))
+    # The wheel of `make wheel-aarch64`, which `make test` makes, may lie beside it.
+    found = list((ROOT / "dist").glob(f"lowbit-*-cp{python.replace('.', '')}-manylinux*_{processor}.whl"))
     if len(found) != 1:
         raise wheels.Missing(f"dist/ has {len(found)} wheels for it; expected one, of `make wheels`")
     return found[0]

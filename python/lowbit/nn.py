@@ -232,21 +232,24 @@ class Linear(Packed):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
-        # Packed bytes and the order of their inputs belong together: a layer takes both as they were saved.
+        # Packed bytes and the order of their inputs belong together: a layer takes both as they were saved, or neither.
         loaded, order = state_dict.get(prefix + "packed_weight"), state_dict.get(prefix + "input_order")
+        before, errors = self.input_order, len(error_msgs)
         if order is not None:
             try:
                 _check_order(order, self.info.in_features)
+                if loaded is None:
+                    raise ValueError("there is no packed_weight beside it; expected the one that has its inputs in this order")
             except ValueError as error:
                 error_msgs.append(f"{prefix}input_order: {error}")
                 return
-            if self.input_order is None:
-                self.input_order = torch.empty_like(order)
-        elif loaded is not None:
-            self.input_order = None
+        if loaded is not None:
+            self.input_order = None if order is None else torch.empty_like(order)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if len(error_msgs) > errors:
+            self.input_order = before
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input_order is not None:

@@ -31,7 +31,7 @@ _LOCAL_INPUTS = ("rowwise",)  # each rank has inputs of its own
 _WHOLE_INPUTS = ("rowwise_rep", "rowwise_split_input")
 _LEFT_WHOLE = ("replicate", "embedding_rowwise", "embedding_colwise", "embedding_row")
 _TWO_MATRICES = "packed_colwise"  # of experts: as _LOCAL_OUTPUTS, of gate and of up, which lie below each other
-EXPERTS_TOGETHER = "moe_tp_experts"  # a module of experts: the ranks' results are joined when they are summed over the experts
+EXPERTS_TOGETHER = "moe_tp_experts"  # a module of experts: ranks' results are joined when they are summed over experts
 _STYLES = (*_LOCAL_OUTPUTS, *_WHOLE_OUTPUTS, *_LOCAL_INPUTS, *_WHOLE_INPUTS)
 
 
@@ -259,9 +259,9 @@ def shard_(
             ``plan``. Every expert is cut; none is on one rank alone.
         group: of processes that share the model; None: all. ``torch.distributed`` must be initialised.
         plan: qualified names, ``*`` in the place of numbers, to transformers' names of how to cut: "colwise",
-            "colwise_gather_output", "rowwise", "rowwise_split_input"; experts "colwise", or "packed_colwise" where the rows of
-            two matrices lie below each other, and "rowwise"; "moe_tp_experts" the module of experts, if its result is a sum of
-            what a "rowwise" layer gives, each times a number. None: the model's own (``model.tp_plan``).
+            "colwise_gather_output", "rowwise", "rowwise_split_input"; experts "colwise", or "packed_colwise" where the
+            rows of two matrices lie below each other, and "rowwise"; "moe_tp_experts" the module of experts, if its result
+            is a sum of what a "rowwise" layer gives, each times a number. None: the model's own (``model.tp_plan``).
         exact: all layers are cut by their outputs, so that each sees its whole input: every number that a packed layer
             gives has the same bits with any number of ranks. False: "rowwise" layers are cut by their inputs, and a sum
             over the ranks takes the place of two gathers: less to send, but each rank quantises its own activations, so

@@ -42,11 +42,12 @@ from .hf.loading import meta_model
 from .hf.names import tied_layers
 from .layers import Experts, named_layers
 from .memory import give_back, in_huge_pages
+from .nn import _check_order
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 from .slices import concat, slice_columns, slice_rows
 
-_PACKED = "packed_weight"
-# The two matrices of each expert: by what transformers calls them, and some of vLLM's models once they have renamed them.
+_PACKED, _ORDER = "packed_weight", "input_order"
+# The two matrices of each expert: what transformers calls them, and some of vLLM's models once they have renamed them.
 _MATRICES = {"gate_up_proj": 0, "w13": 0, "down_proj": 1, "w2": 1}
 _ACTIVATIONS = {
     MoEActivation.SILU: functional.silu,
@@ -59,7 +60,7 @@ def register() -> None:
     """Makes the method "lowbit" known to vLLM, which calls this in each of its processes."""
     if METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(METHOD)(ServedConfig)
-        for kind in (VocabParallelEmbedding, ReplicatedLinear):
+        for kind in (VocabParallelEmbedding, ParallelLMHead, ReplicatedLinear):
             if kind.__name__ not in op_registry_oot:  # else another plugin has its own
                 kind.register_oot(_told_of_packed(kind))
 
@@ -70,6 +71,7 @@ class ServedConfig(QuantizationConfig):
     Attributes:
         options: the arguments of :class:`lowbit.LowBitConfig`.
         packed: the files have packed weights, which count; the options do not.
+        ordered: of these some have their inputs in an order of their own.
         selected: of a float checkpoint the layers to quantise, by transformers' names.
         quantised: the layers that are packed in the files, or selected.
         tables: transformers' names of tables of tokens.
@@ -77,13 +79,14 @@ class ServedConfig(QuantizationConfig):
         renamed: of these, those that vLLM calls otherwise, with the name there.
         ties: heads and the tables that they are.
         asked: the layers for which vLLM has asked how to quantise them.
+        whole: a process builds all layers, not some (pipeline parallel).
     """
 
     def __init__(self, options: dict[str, Any] | None = None):
         super().__init__()
         self.options = dict(options or {})
         LowBitConfig(**self.options)  # refuses what is none
-        self.packed = False
+        self.packed = self.ordered = False
         self.selected: dict[str, LinearConfig | EmbeddingConfig] = {}
         self.quantised: set[str] = set()
         self.tables: list[str] = []
@@ -91,6 +94,7 @@ class ServedConfig(QuantizationConfig):
         self.renamed: dict[str, str] = {}
         self.ties: dict[str, str] = {}
         self.asked: set[str] = set()
+        self.whole = True
 
     def get_name(self) -> str:
         return METHOD
@@ -128,8 +132,7 @@ class ServedConfig(QuantizationConfig):
         packed = {name: stored for name, stored in tensors.items() if name.endswith(f".{_PACKED}")}
         experts = [name.rpartition(".")[0] for name, layer in layers.items() if isinstance(layer, Experts)]
         self.holders = list(dict.fromkeys(experts))
-        for name in orders_of(tensors):
-            raise ValueError(f"{name} has its inputs in an order of their own, which lowbit does not serve in vLLM")
+        self.ordered = bool(orders_of(tensors))
         for name, stored in packed.items():
             found = packed_info(stored).format
             if found != "panel16":
@@ -151,6 +154,7 @@ class ServedConfig(QuantizationConfig):
                     raise ValueError(f"{head} and {table} are one matrix, but are to be quantised as {first} and {second}")
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
+        self.whole = get_current_vllm_config().parallel_config.pipeline_parallel_size == 1
         if isinstance(layer, RoutedExperts):
             holder = self.holder_of(prefix)
             names = [name for name in self.quantised if name.rpartition(".")[0] == holder]
@@ -175,7 +179,7 @@ class ServedConfig(QuantizationConfig):
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """vLLM's names of tensors that files have under other ones; vLLM asks for it when it has built a model."""
         unasked = sorted(self.selected.keys() - self.asked - self.ties.keys())
-        if unasked and get_current_vllm_config().parallel_config.pipeline_parallel_size == 1:
+        if unasked and self.whole:
             raise ValueError(
                 f"{unasked[0]} is to be quantised, which vLLM does not do there; leave it float: "
                 f'"overrides": [["{unasked[0]}", null]]'
@@ -201,7 +205,7 @@ class PackedMethod(LinearMethodBase):
     rank's part, and joined afterwards.
 
     A layer gets ``_lowbit_parts``, uint8 packed weights or float matrices, whose outputs follow one another, and
-    ``_lowbit_rows``, how many each has.
+    ``_lowbit_rows``, how many each has, and ``_lowbit_orders``, the orders of their inputs or None.
     """
 
     def __init__(self, config: ServedConfig, prefix: str):
@@ -217,7 +221,7 @@ class PackedMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
-        layer._lowbit_dtype, layer._lowbit_loaded = params_dtype, {}
+        layer._lowbit_dtype, layer._lowbit_loaded, layer._lowbit_orders = params_dtype, {}, {}
         for part in (_whole_rows(layer) or [None]) if self.config.selected else ():
             self.config.asked.add(self.config.name_of(layer, self.prefix, part))
         dtypes = {_PACKED: torch.uint8, "weight": torch.uint8 if self.config.packed else params_dtype}
@@ -225,13 +229,28 @@ class PackedMethod(LinearMethodBase):
             parameter = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
             parameter.weight_loader = partial(self._load, layer)
             layer.register_parameter(name, parameter)
+        if self.config.ordered:
+            parameter = torch.nn.Parameter(torch.empty(0, dtype=torch.int32), requires_grad=False)
+            parameter.weight_loader = partial(self._load_order, layer)
+            layer.register_parameter(_ORDER, parameter)
+
+    def _load_order(self, layer: torch.nn.Module, _, loaded: Tensor, part: str | int | None = None) -> None:
+        if isinstance(layer, RowParallelLinear) and layer.tp_size > 1:
+            raise ValueError(
+                f"{self.prefix} has its inputs in an order of their own, which {layer.tp_size} ranks cannot share: a rank's "
+                "inputs come from all of them; use one rank"
+            )
+        _check_order(loaded, layer.input_size)
+        for each in [part] if part is not None else _whole_rows(layer) or [None]:
+            layer._lowbit_orders[each] = loaded
 
     def _load(self, layer: torch.nn.Module, _, loaded: Tensor, part: str | int | None = None) -> None:
         if loaded.numel() == 0:
             return  # the guard beside a packed weight
         if isinstance(part, tuple):
             raise ValueError(f"{self.prefix} has the parts {part} in one matrix, which lowbit does not serve in vLLM")
-        self._take(layer, loaded, part)
+        # Qwen2-MoE gives a vector for one output a second dimension.
+        self._take(layer, loaded.flatten() if _is_packed(loaded) else loaded, part)
         if layer.tp_size > 1:
             give_back(loaded)  # all of it was read, for the checksum
 
@@ -280,7 +299,8 @@ class PackedMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         loaded = layer.__dict__.pop("_lowbit_loaded", {})
-        for name in (_PACKED, "weight"):
+        orders = layer.__dict__.pop("_lowbit_orders", {})
+        for name in (_PACKED, "weight", _ORDER):
             layer._parameters.pop(name, None)
         if "_lowbit_tied" in layer.__dict__:
             return
@@ -292,17 +312,18 @@ class PackedMethod(LinearMethodBase):
         biased = [_is_packed(part) and ops.info(part).has_bias for part in parts]
         if any(biased):
             layer.bias = None  # it is in the packed weights, zeros where a part has none
-        layer._lowbit_parts = [in_huge_pages(part) if _is_packed(part) else part for part in _joined(parts)]
+        joined, layer._lowbit_orders = _joined(parts, [orders.get(part) for part in wanted])
+        layer._lowbit_parts = [in_huge_pages(part) if _is_packed(part) else part for part in joined]
         layer._lowbit_rows = [
             ops.info(part).out_features if _is_packed(part) else len(part) for part in layer._lowbit_parts
         ]
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         source = layer.__dict__.get("_lowbit_tied", layer)
-        outs = [
-            ops.linear(x, part, rows) if _is_packed(part) else functional.linear(x, part)
-            for part, rows in zip(source._lowbit_parts, source._lowbit_rows, strict=True)
-        ]
+        outs = []
+        for part, rows, order in zip(source._lowbit_parts, source._lowbit_rows, source._lowbit_orders, strict=True):
+            inputs = x if order is None else x.index_select(-1, order)
+            outs.append(ops.linear(inputs, part, rows) if _is_packed(part) else functional.linear(inputs, part))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
         if isinstance(layer, ParallelLMHead) and layer.tp_size > 1:
             # Ranks gather logits of one size; vLLM knows which are of no token.
@@ -329,7 +350,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self.config, self.prefix, self.holder = config, prefix, holder
         wrong = None
-        if layer.activation not in _ACTIVATIONS or (layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta) != (None,) * 3:
+        numbers = layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta
+        if layer.activation not in _ACTIVATIONS or any(number is not None for number in numbers):
             wrong = f"the activation {layer.activation.value}"
         elif self.moe.has_bias:
             wrong = "biases"
@@ -373,7 +395,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
                 yield from type(layer).load_weights(layer, [(name, loaded)])
 
     def _take_packed(self, layer: torch.nn.Module, which: int, loaded: Tensor) -> None:
-        found, expected = list(ops.info_of_experts(loaded, verified=True).shape), [self.moe.num_experts, *self._shape(which)]
+        expected = [self.moe.num_experts, *self._shape(which)]
+        found = list(ops.info_of_experts(loaded, verified=True).shape)
         if found != expected:
             raise ValueError(f"{self.prefix} has experts of shape {found}; vLLM expects {expected}")
         layer._lowbit_loaded[which] = {number: self._cut(which, one) for number, one in enumerate(loaded)}
@@ -393,8 +416,9 @@ class PackedExpertsMethod(FusedMoEMethodBase):
                 return True if return_success else None
             whole = torch.cat([halves["w1"], halves["w3"]])
             del layer._lowbit_halves[expert_id]
-        if list(whole.shape) != self._shape(which):
-            raise ValueError(f"{self.prefix} has a matrix of shape {list(whole.shape)}; vLLM expects {self._shape(which)}")
+        found, expected = list(whole.shape), self._shape(which)
+        if found != expected:
+            raise ValueError(f"{self.prefix} has a matrix of shape {found}; vLLM expects {expected}")
         config = self.config.selected[f"{self.holder}.{('gate_up_proj', 'down_proj')[which]}"]
         layer._lowbit_loaded[which][expert_id] = self._cut(which, quantize_tensor(whole, config))
         return True if return_success else None
@@ -430,7 +454,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             missing = [number for number in range(self.moe.num_experts) if number not in loaded]
             if missing:
                 raise ValueError(f"{self.prefix} got no {name} from the files{_named(missing, 'experts')}")
-            layer._lowbit_experts.append(in_huge_pages(torch.stack([loaded[i] for i in range(self.moe.num_experts)])))
+            matrices = [loaded[number] for number in range(self.moe.num_experts)]
+            layer._lowbit_experts.append(in_huge_pages(torch.stack(matrices)))
         del layer._lowbit_loaded
 
     def apply(
@@ -450,18 +475,19 @@ class PackedExpertsMethod(FusedMoEMethodBase):
 def _told_of_packed(kind: Any) -> type:
     """A class of layers that takes lowbit's method where its model has not passed one on and its weight is packed.
 
-    Some of vLLM's models keep their tables of tokens, or the gates of shared experts, out of all quantisation.
+    Some of vLLM's models keep their tables of tokens, heads or the gates of shared experts out of all quantisation.
     """
     arguments = signature(kind.__init__)
 
     def __init__(self, *args, **kwargs) -> None:
         given = arguments.bind(self, *args, **kwargs)
         config = get_current_vllm_config().quant_config
-        if isinstance(config, ServedConfig) and not (given.arguments.get("quant_config") or given.arguments.get("quant_method")):
+        passed_on = any(given.arguments.get(name) for name in ("quant_config", "quant_method"))
+        if isinstance(config, ServedConfig) and not passed_on:
             name = given.arguments.get("prefix", "")
-            if issubclass(kind, VocabParallelEmbedding):
+            if kind is VocabParallelEmbedding:
                 name = config.tables[0] if len(config.tables) == 1 else ""
-            if name in config.quantised:
+            if name in config.quantised or config.ties.get(name) in config.quantised:
                 given.arguments["quant_config"] = config
         kind.__init__(*given.args, **given.kwargs)
 
@@ -476,15 +502,20 @@ def _named(parts: list, kind: str = "parts") -> str:
     return "" if parts == [None] else f" for the {kind} {', '.join(map(str, parts))}"
 
 
-def _joined(parts: list[Tensor]) -> list[Tensor]:
-    """As one matrix if they are alike: layers of other widths, or packed and float ones, stay apart."""
+def _joined(parts: list[Tensor], orders: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """As one matrix, with the order of its inputs, if they are alike: layers of other widths, packed and float ones, or such
+    with inputs in other orders stay apart."""
+    if not any(map(_is_packed, parts)):
+        return [torch.cat(parts)], [None]
     kinds = {(info.bits, info.group_size, info.mapping) for info in map(ops.info, filter(_is_packed, parts))}
-    if len(parts) == 1 or not all(map(_is_packed, parts)) or len(kinds) > 1:
-        return parts if any(map(_is_packed, parts)) else [torch.cat(parts)]
-    try:
-        return [concat(parts)]
-    except ValueError:  # other tables of levels
-        return parts
+    first = orders[0]
+    alike = all(order is None if first is None else order is not None and torch.equal(order, first) for order in orders)
+    if len(parts) > 1 and all(map(_is_packed, parts)) and len(kinds) == 1 and alike:
+        try:
+            return [concat(parts)], [first]
+        except ValueError:  # other tables of levels
+            pass
+    return parts, orders
 
 
 def _whole_rows(layer: torch.nn.Module) -> dict[str | int | None, int] | None:

@@ -157,7 +157,7 @@ TEST(LinearExperts, AnyStrides) {
 TEST(LinearExperts, AnyNumberOfThreadsGivesTheSameBits) {
   Random random(4);
   const Model model(6, 200, 256);
-  for (const int64_t rows : {1, 5, 300}) {
+  for (const int64_t rows : {1, 5, 130}) {  // with 130 rows the threads quantise, too
     const std::vector<int64_t> chosen = choices(rows * 4, 6, random);
     const Tensor x = random_tensor(ElementType::f32, {rows, 256}, random), experts = index_tensor(chosen, {rows, 4});
     for (const int count : {1, 2, 7}) model.check(x.view, experts.view, chosen, threads(count));

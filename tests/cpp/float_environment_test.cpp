@@ -105,14 +105,14 @@ TEST(FloatSettings, TheSettingsOfTheTestChangeResults) {
 
 TEST(FloatSettings, Linear) {
   Random random(1);
-  const Layout layout = layout_of(400, 320, 4, 32, Mapping::affine, true);
+  const Layout layout = layout_of(200, 320, 4, 32, Mapping::affine, true);
   const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
   for (const int64_t m : {1, 3, 130}) {  // with 130 rows the threads quantise, too
     for (const float factor : {1.0f, 1e-36f}) {
       const Tensor x = small_values({m, 320}, factor, 2);
       expect_same_bits("linear", DType::f32, [&](const Parallel& parallel) {
-        Tensor out(ElementType::f32, {m, 400});
-        const Status status = linear(x.view, weight.view, 400, out.view, parallel);
+        Tensor out(ElementType::f32, {m, 200});
+        const Status status = linear(x.view, weight.view, 200, out.view, parallel);
         EXPECT_TRUE(status.ok()) << status.message();
         return out.bytes();
       });
@@ -122,7 +122,7 @@ TEST(FloatSettings, Linear) {
 
 TEST(FloatSettings, LinearExperts) {
   Random random(7);
-  const std::vector<uint8_t> one = packed(random_weights(layout_of(400, 320, 4, 32, Mapping::affine, true), random));
+  const std::vector<uint8_t> one = packed(random_weights(layout_of(200, 320, 4, 32, Mapping::affine, true), random));
   Tensor weights(ElementType::u8, {2, static_cast<int64_t>(one.size())});
   for (size_t i = 0; i < 2; ++i) std::memcpy(weights.memory->data() + i * one.size(), one.data(), one.size());
   const Tensor x = small_values({130, 320}, 1e-36f, 8);
@@ -132,8 +132,8 @@ TEST(FloatSettings, LinearExperts) {
   const std::vector<int64_t> sizes = {130, 1};
   experts.view = view_of(experts.memory->data(), ElementType::i64, sizes, contiguous_strides(sizes));
   expect_same_bits("linear_experts", DType::f32, [&](const Parallel& parallel) {
-    Tensor out(ElementType::f32, {130, 1, 400});
-    const Status status = linear_experts(x.view, weights.view, experts.view, 400, out.view, parallel);
+    Tensor out(ElementType::f32, {130, 1, 200});
+    const Status status = linear_experts(x.view, weights.view, experts.view, 200, out.view, parallel);
     EXPECT_TRUE(status.ok()) << status.message();
     return out.bytes();
   });

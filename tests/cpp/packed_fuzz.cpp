@@ -3,12 +3,19 @@
 // AddressSanitizer to see (`make fuzz`), so they lie in memory of their exact size.
 //
 //   packed_fuzz [EXECUTIONS [SEED [FIRST]]]   the executions FIRST, FIRST + 1, ... of a seed; a find names its number
+//   packed_fuzz --inputs FILE                 the inputs of a file, which the search below has found
+//   packed_fuzz --join FILE INPUT...          makes that file
+//
+// Compiled with LOWBIT_GUIDED it is libFuzzer's (`make fuzz-guided`): inputs that reach new code are kept, and damaged further.
+// An input is 8 bytes, the seed of what the calls are like, and a packed matrix.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
 
@@ -155,6 +162,17 @@ void damage_payload(std::vector<uint8_t>& bytes, Random& random) {
   }
 }
 
+// Most are sealed again, so that the checks behind the checksums are reached.
+void seal(std::vector<uint8_t>& bytes, Random& random) {
+  if (random.below(4) != 0) seal_header(bytes);
+  Layout layout;
+  if (random.below(2) == 0 && read_header(bytes.data(), static_cast<int64_t>(bytes.size()), &layout).ok()) {
+    const uint64_t folded = fold_panels(bytes.data(), layout, 0);
+    std::memcpy(bytes.data() + kPayloadChecksum, &folded, sizeof folded);
+    seal_header(bytes);
+  }
+}
+
 std::vector<uint8_t> damaged(std::vector<uint8_t> bytes, Random& random) {
   const bool header_stays = random.below(3) != 0;  // most others are refused before a kernel sees them
   for (int64_t left = any_in(random, 1, 4); left > 0; --left) {
@@ -169,13 +187,7 @@ std::vector<uint8_t> damaged(std::vector<uint8_t> bytes, Random& random) {
       bytes.resize(bytes.size() + static_cast<size_t>(any_in(random, 1, 200)), 0x33);
     }
   }
-  if (random.below(4) != 0) seal_header(bytes);
-  Layout layout;
-  if (random.below(2) == 0 && read_header(bytes.data(), static_cast<int64_t>(bytes.size()), &layout).ok()) {
-    const uint64_t folded = fold_panels(bytes.data(), layout, 0);
-    std::memcpy(bytes.data() + kPayloadChecksum, &folded, sizeof folded);
-    seal_header(bytes);
-  }
+  seal(bytes, random);
   return bytes;
 }
 
@@ -357,8 +369,7 @@ std::vector<uint8_t> matrix(bool small, Random& random) {
   return packed(random_weights(layout_of(n, k, bits, any_of(kGroups, random), mapping, random.below(2) == 0), random));
 }
 
-void execute(const std::vector<uint8_t>& whole_matrix, bool small, Random& random, Counts* counts) {
-  const std::vector<uint8_t> content = damaged(whole_matrix, random);
+void execute(const std::vector<uint8_t>& content, bool small, Random& random, Counts* counts) {
   const Buffer bytes(static_cast<int64_t>(content.size()), random.below(8));
   if (!content.empty()) std::memcpy(bytes.data(), content.data(), content.size());
   Layout layout;
@@ -380,11 +391,69 @@ void execute(const std::vector<uint8_t>& whole_matrix, bool small, Random& rando
   counts->altered += whole && !sealed;
 }
 
-int64_t number(int argc, char** argv, int index, int64_t otherwise) {
+constexpr size_t kSeedBytes = 8;
+
+void execute_input(const uint8_t* data, size_t size, Counts* counts) {
+  uint64_t seed = 0;
+  std::memcpy(&seed, data, std::min(size, kSeedBytes));
+  Random random(seed);
+  execute(size > kSeedBytes ? std::vector<uint8_t>(data + kSeedBytes, data + size) : std::vector<uint8_t>(),
+          random.below(2) == 0, random, counts);
+}
+
+std::vector<uint8_t> read_file(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    std::fprintf(stderr, "%s cannot be read\n", path);
+    std::exit(2);
+  }
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Each input behind its length, in 4 bytes.
+int join(const char* path, int count, char** inputs) {
+  std::ofstream file(path, std::ios::binary);
+  for (int i = 0; i < count; ++i) {
+    const std::vector<uint8_t> input = read_file(inputs[i]);
+    const uint32_t size = static_cast<uint32_t>(input.size());
+    file.write(reinterpret_cast<const char*>(&size), sizeof size);
+    file.write(reinterpret_cast<const char*>(input.data()), size);
+  }
+  return file.flush() ? 0 : 2;
+}
+
+int run_inputs(const char* path) {
+  const std::vector<uint8_t> file = read_file(path);
+  Counts counts;
+  int64_t inputs = 0;
+  for (size_t at = 0; at < file.size(); ++inputs) {
+    uint32_t size = 0;
+    const bool has_size = file.size() - at >= sizeof size;
+    if (has_size) std::memcpy(&size, file.data() + at, sizeof size);
+    if (!has_size || size > file.size() - at - sizeof size) {
+      std::fprintf(stderr, "%s ends within input %lld\n", path, static_cast<long long>(inputs));
+      return 2;
+    }
+    at += sizeof size;
+    std::snprintf(current, sizeof current, "input %lld of the file", static_cast<long long>(inputs));
+    set_current_case(current);
+    execute_input(file.data() + at, size, &counts);
+    at += size;
+  }
+  std::printf("%lld inputs: %lld headers refused, %lld payloads that are not as sealed, %lld runs of kernels, "
+              "all as the portable ones\n",
+              static_cast<long long>(inputs), static_cast<long long>(counts.refused),
+              static_cast<long long>(counts.altered), static_cast<long long>(counts.kernels));
+  return counts.refused > 0 && counts.altered > 0 && counts.kernels > 0 ? 0 : 1;
+}
+
+[[maybe_unused]] int64_t number(int argc, char** argv, int index, int64_t otherwise) {
   return argc > index ? std::strtoll(argv[index], nullptr, 10) : otherwise;
 }
 
-int run(int argc, char** argv) {
+[[maybe_unused]] int run(int argc, char** argv) {
+  if (argc == 3 && std::strcmp(argv[1], "--inputs") == 0) return run_inputs(argv[2]);
+  if (argc > 3 && std::strcmp(argv[1], "--join") == 0) return join(argv[2], argc - 3, argv + 3);
   const int64_t executions = number(argc, argv, 1, 10000);
   const int64_t seed = number(argc, argv, 2, 1), first = number(argc, argv, 3, 0);
   Counts counts;
@@ -399,7 +468,7 @@ int run(int argc, char** argv) {
                   static_cast<long long>(i));
     set_current_case(current);
     Random random(Random(static_cast<uint64_t>(seed + 1)).next() ^ static_cast<uint64_t>(i));
-    execute(whole, small, random, &counts);
+    execute(damaged(whole, random), small, random, &counts);
   }
   std::printf("%lld executions: %lld headers refused, %lld payloads that are not as sealed, %lld runs of kernels, "
               "all as the portable ones\n",
@@ -418,7 +487,48 @@ extern "C" __attribute__((visibility("default"))) void __asan_on_error() {
   std::fprintf(stderr, "%s\n", lowbit::test::current);
 }
 
+#if LOWBIT_GUIDED
+
+// libFuzzer's own changes of bytes, which it learns from comparisons in the code.
+extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
+
+// Changes an input in place; the new size.
+extern "C" __attribute__((visibility("default"))) size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size,
+                                                                                 size_t max_size, unsigned int seed) {
+  using namespace lowbit::test;
+  Random random(seed);
+  if (max_size < kSeedBytes) return 0;
+  if (size < kSeedBytes || random.below(8) == 0) {
+    const uint64_t choices = random.next();
+    std::memcpy(data, &choices, kSeedBytes);
+    if (size > kSeedBytes) return size;
+  }
+  std::vector<uint8_t> bytes;
+  if (size <= kSeedBytes || random.below(64) == 0) {
+    bytes = matrix(true, random);
+  } else if (random.below(2) == 0) {
+    bytes = damaged({data + kSeedBytes, data + size}, random);
+  } else {
+    size = LLVMFuzzerMutate(data + kSeedBytes, size - kSeedBytes, max_size - kSeedBytes);
+    bytes.assign(data + kSeedBytes, data + kSeedBytes + size);
+    seal(bytes, random);
+  }
+  bytes.resize(std::min(bytes.size(), max_size - kSeedBytes));
+  std::copy(bytes.begin(), bytes.end(), data + kSeedBytes);
+  return kSeedBytes + bytes.size();
+}
+
+extern "C" __attribute__((visibility("default"))) int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  lowbit::test::Counts counts;
+  lowbit::test::execute_input(data, size, &counts);
+  return 0;
+}
+
+#else
+
 int main(int argc, char** argv) {
   lowbit::test::install_crash_handler();
   return lowbit::test::run(argc, argv);
 }
+
+#endif

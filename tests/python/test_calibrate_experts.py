@@ -9,7 +9,7 @@ import lowbit
 from lowbit import LinearConfig
 from lowbit.calibration import calibrate
 from lowbit.calibration import learning
-from test_calibrate_models import SHARED, buffers, errors, hidden, linears, llama, packed, tokens, with_inputs_of_all_sizes
+from calibration_models import SHARED, buffers, errors, hidden, linears, llama, packed, tokens, with_inputs_of_all_sizes
 
 
 def mixtral() -> nn.Module:

@@ -1,4 +1,4 @@
-"""pte_runner and pt2_runner of examples/cpp: exported models in C++ give the bits of eager."""
+"""Exported models in Python, and in C++ by pte_runner and pt2_runner of examples/cpp: they give the bits of eager."""
 
 import contextlib
 import io
@@ -70,6 +70,22 @@ def test_bit_for_bit(every_runner, every, tmp_path):
         assert process.returncode == 0, process.stderr
         check_every([load(tmp_path / f"y{i}.npy") for i in range(len(model.names))], model, inputs(m))
         assert f"output 0: float32 [{m}, {N}]: " in process.stdout and "one call" not in process.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_for_bit_in_python(kind, every, executorch):
+    model, directory = every
+    if kind == "pte":
+        run = executorch.load_program(directory / "every.pte").load_method("forward").execute
+    else:
+        package = torch._inductor.aoti_load_package(directory / "every.pt2")
+
+        def run(arguments):
+            return package(*arguments)
+
+    with torch.no_grad():
+        for m in (1, 7, 128):
+            check_every(run(inputs(m)), model, inputs(m))
 
 
 def test_times(runner, every, tmp_path):

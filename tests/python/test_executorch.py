@@ -214,56 +214,59 @@ from executorch.runtime import Runtime
 
 lowbit.executorch.register()
 os.dup2(1, 2)  # the runtime's log among the results
-x = torch.load(sys.argv[2])
-with open(sys.argv[1], "rb") as file:
-    whole = deserialize_pte_binary(file.read())
-for name, code in {"as it was": "", **json.loads(sys.argv[3])}.items():
-    program = copy.deepcopy(whole)
-    plan = program.program.execution_plan[0]
-    (instruction,) = plan.chains[0].instructions
-    call = instruction.instr_args
+for family, codes in json.loads(sys.argv[2]).items():
+    x = torch.load(f"{sys.argv[1]}/{family}.pt")
+    with open(f"{sys.argv[1]}/{family}.pte", "rb") as file:
+        whole = deserialize_pte_binary(file.read())
+    for name, code in {"as it was": "", **codes}.items():
+        program = copy.deepcopy(whole)
+        plan = program.program.execution_plan[0]
+        (instruction,) = plan.chains[0].instructions
+        call = instruction.instr_args
 
-    def change(argument, value):
-        # A new value: the program's input and output stay what they are.
-        plan.values.append(schema.EValue(value))
-        call.args[argument] = len(plan.values) - 1
+        def change(argument, value):
+            # A new value: the program's input and output stay what they are.
+            plan.values.append(schema.EValue(value))
+            call.args[argument] = len(plan.values) - 1
 
-    def move(argument, over):
-        tensor = copy.deepcopy(plan.values[call.args[argument]].val)
-        tensor.allocation_info = plan.values[call.args[over]].val.allocation_info
-        change(argument, tensor)
+        def move(argument, over):
+            tensor = copy.deepcopy(plan.values[call.args[argument]].val)
+            tensor.allocation_info = plan.values[call.args[over]].val.allocation_info
+            change(argument, tensor)
 
-    exec(code)
-    print("==", name, flush=True)
-    data = bytes(serialize_pte_binary(program))
-    loaded = Runtime.get().load_program(data)  # its methods read the bytes, and refer neither to them nor to it
-    try:
-        result, = loaded.load_method("forward").execute((x,))
-        print("returned", tuple(result.shape), flush=True)
-    except RuntimeError as error:
-        print("refused", error, flush=True)
+        exec(code)
+        print("==", f"{family}: {name}", flush=True)
+        data = bytes(serialize_pte_binary(program))
+        loaded = Runtime.get().load_program(data)  # its methods read the bytes, and refer neither to them nor to it
+        try:
+            result, = loaded.load_method("forward").execute((x,))
+            print("returned", tuple(result.shape), flush=True)
+        except RuntimeError as error:
+            print("refused", error, flush=True)
 """
 
 
-@pytest.mark.parametrize("family", WRONG_CALLS)
-def test_wrong_calls_in_a_program_fail(executorch, run_python, tmp_path, family):
-    if family == "attention":
-        model, x = OneAttention(), random_rows(1, 2, 3, 16)
-    else:
-        model = One(family == "linear", random_packed(20, K, 3, GROUP, "affine", bias=True))
-        x = random_rows(2, K) if family == "linear" else torch.tensor([4, 19])
-    lowbit.export_pte(model, (x,), tmp_path / "one.pte")
-    torch.save(x, tmp_path / "x.pt")
-    cases = WRONG_CALLS[family]
-    codes = json.dumps({name: code for name, (code, _) in cases.items()})
-    process = run_python(WRONG_CALL_SCRIPT, tmp_path / "one.pte", tmp_path / "x.pt", codes)
+def test_wrong_calls_in_a_program_fail(executorch, run_python, tmp_path):
+    expected = {}
+    for family in WRONG_CALLS:
+        if family == "attention":
+            model, x = OneAttention(), random_rows(1, 2, 3, 16)
+        else:
+            model = One(family == "linear", random_packed(20, K, 3, GROUP, "affine", bias=True))
+            x = random_rows(2, K) if family == "linear" else torch.tensor([4, 19])
+        lowbit.export_pte(model, (x,), tmp_path / f"{family}.pte")
+        torch.save(x, tmp_path / f"{family}.pt")
+        expected[family] = f"returned {tuple(model(x).shape)}"
+    codes = {family: {name: code for name, (code, _) in cases.items()} for family, cases in WRONG_CALLS.items()}
+    process = run_python(WRONG_CALL_SCRIPT, tmp_path, json.dumps(codes))
     assert process.returncode == 0, process.stdout + process.stderr
     found = dict(part.split("\n", 1) for part in process.stdout.split("== ")[1:])
-    assert f"returned {tuple(model(x).shape)}" in found["as it was"]
-    assert len(found) == len(cases) + 1
-    for name, (_, message) in cases.items():
-        log = found[name]
-        assert f"lowbit::{family}.out: {message}" in log and "\nrefused " in log, f"{name}: {log}"
+    assert len(found) == sum(len(cases) + 1 for cases in WRONG_CALLS.values())
+    for family, cases in WRONG_CALLS.items():
+        assert expected[family] in found[f"{family}: as it was"]
+        for name, (_, message) in cases.items():
+            log = found[f"{family}: {name}"]
+            assert f"lowbit::{family}.out: {message}" in log and "\nrefused " in log, f"{family}, {name}: {log}"
 
 
 def test_one_core_for_both_frameworks(executorch):

@@ -74,6 +74,24 @@ def test_a_state_dict_brings_its_order(layer):
             lowbit.nn.Linear(linear.packed_weight, input_order=order)
 
 
+def test_a_state_dict_that_is_refused_changes_nothing(layer):
+    ordered, _ = layer
+    plain = lowbit.nn.Linear(lowbit.quantize_tensor(torch.randn(N, K), lowbit.LinearConfig(4, GROUP)))
+    state = ordered.state_dict()
+    damaged, other = state["packed_weight"].clone(), {"input_order": state["input_order"].flip(0)}
+    damaged[200] ^= 1
+    x = torch.randn(2, K)
+    for one in (ordered, plain):
+        before = one(x)
+        for refused in ({"packed_weight": damaged}, {"packed_weight": damaged} | other, other):
+            with pytest.raises(RuntimeError, match="checksum|there is no packed_weight beside it"):
+                one.load_state_dict(refused, strict=False)
+            assert torch.equal(one(x), before)
+    assert plain.input_order is None
+    ordered.load_state_dict({}, strict=False)
+    assert ordered.input_order is not None
+
+
 def test_saving_what_was_loaded(imported, tmp_path):
     first = load(imported[0], dtype="auto")
     first.save_pretrained(tmp_path)

@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from lowbit.llm import Decoder, compile_decoder, generate, sample
+from lowbit.llm.sampling import nucleus
 
 PROMPT = [5, 91, 3, 44, 17, 60, 2, 8, 33, 71, 26]
 SIZES = {
@@ -450,6 +451,35 @@ def test_sampling():
     for temperature in (1e-3, 1e-38, 1e-320):
         assert drawn(temperature=temperature, top_k=None, top_p=None) == {1}
     assert drawn(temperature=1e300, top_k=None, top_p=None) == {0, 1, 2, 3}
+
+
+def nucleus_of_all(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """By the definition: everything is sorted."""
+    ordered, order = probabilities.sort(descending=True, stable=True)
+    ordered[1:][ordered.cumsum(0)[:-1] >= top_p] = 0
+    return torch.zeros_like(probabilities).scatter_(0, order, ordered)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 3.5, 8.0])  # all alike, to a single token that has nearly everything
+@pytest.mark.parametrize("size", [1, 40, 30000])
+def test_the_likeliest_tokens_are_found_without_sorting_all(spread, size):
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * spread
+    for distinct in (logits, logits.round()):  # many that are as likely as each other
+        few = distinct.clone()
+        few[5:] = -math.inf  # as top_k leaves them
+        for probabilities in (distinct.softmax(0), few.softmax(0)):
+            for top_p in (0.0, 1e-4, 0.5, 0.9, 0.999, 1 - 2**-24):
+                assert torch.equal(nucleus(probabilities, top_p), nucleus_of_all(probabilities, top_p))
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 3])
+def test_sampling_refuses_logits_that_are_not_finite(value, at, top_k):
+    logits = LOGITS.clone()
+    logits[at] = value
+    with pytest.raises(ValueError, match="the model's logits are not finite"):
+        sample(logits, 1.0, top_k, 0.9, torch.Generator())
 
 
 def test_sampling_follows_the_probabilities():

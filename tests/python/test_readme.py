@@ -105,6 +105,17 @@ def test_names_in_documents_exist(document):
                 break  # an object of lowbit's; what it has is for its own tests
 
 
+def test_files_in_documents_exist():
+    """By their names; documents leave the directory out where there is one file of a name."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    there = {Path(name).name for name in listed.split("\0")}
+    others = {"program.h", "pyconfig.h"}  # ExecuTorch's, CPython's
+    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+        text = document.read_text(encoding="utf-8")
+        named = set(re.findall(r"`(?:[\w./-]*/)?([\w-]+[.](?:cpp|c|h|py|sh|cmake))`", text))
+        assert named <= there | others, document
+
+
 def test_the_api_reference_has_every_public_name():
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
     there = set()

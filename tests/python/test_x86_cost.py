@@ -61,3 +61,8 @@ def test_the_document_is_that_of_its_data():
     assert {name.split(",")[0] for name in kernels} == {"avx2", "avxvnni", "avx512vnni", "amx"}
     for tasks in kernels.values():
         assert all(set(cells) == set(x86_cost.WIDTHS) for cells in tasks.values())
+    attention = {row: tasks for row, tasks in data["counts"].items() if row.startswith("attention_")}
+    assert set(attention) == {"attention_avx2", "attention_avx512vnni"}
+    for tasks in attention.values():
+        assert set(tasks) == {f"{cache} {call}" for cache in ("f32", "bf16", "f16", "int8", "int4")
+                              for call in ("prompt", "token")}

@@ -10,13 +10,43 @@ PROMPTS = [[1, 5, 9, 20, 33], [7] * 12, list(range(3, 40))]
 TOKENS = 12
 
 
+def order_of_shared_inputs() -> str:
+    """What is said of it; in vLLM itself by a rank, which is a process whose errors its user sees in the log only."""
+    import torch
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    from lowbit.vllm import PackedMethod, ServedConfig
+
+    layer = RowParallelLinear.__new__(RowParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.tp_size, layer.input_size = 2, 32
+    return refused(PackedMethod(ServedConfig(), "o_proj")._load_order, layer, None, torch.arange(32).int())
+
+
+def float_in_vllm() -> str:
+    """What is said of a layer to quantise whose model in vLLM has not asked for it."""
+    from lowbit.vllm import ServedConfig
+
+    config = ServedConfig()
+    config.selected, config.asked = {"model.gate": object(), "model.up": object()}, {"model.up"}
+    return refused(config.get_checkpoint_weight_mapper)
+
+
+def refused(function, *arguments) -> str:
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
 def main(output: str, cases: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     common = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
     common |= {"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 24}
-    found = {}
+    found = {"order of shared inputs": order_of_shared_inputs(), "float in vLLM": float_in_vllm()}
     for name, options in json.loads(cases).items():
         try:
             llm = LLM(**common | options)

@@ -43,12 +43,17 @@ def models(tmp_path_factory) -> dict[str, Path]:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
-    names = ("float", "mixed", "tiny", "missing", "float experts", "experts", "missing experts")
+    names = ("float", "mixed", "ordered", "tiny", "missing", "float experts", "experts", "missing experts")
     found = {name: directory / name for name in names}
     model.save_pretrained(found["float"])
     lowbit.quantize_checkpoint(found["float"], found["mixed"], lowbit.LowBitConfig(**MIXED))
     lowbit.quantize_checkpoint(TINY, found["tiny"], lowbit.LowBitConfig(**OPTIONS))
     found["tiny float"] = TINY
+    # Inputs in an order of their own, some in another one than those of the layers that vLLM fuses them with.
+    first, second = torch.randperm(128).int(), torch.randperm(128).int()
+    names = {"0.self_attn.q": first, "0.self_attn.v": second, "1.mlp.gate": first, "1.mlp.up": first, "0.mlp.up": second}
+    orders = {f"model.layers.{name}_proj.input_order": order.clone() for name, order in names.items()}
+    changed(found["mixed"], found["ordered"], lambda tensors: tensors.update(orders))
     without(found["mixed"], "model.layers.1.input_layernorm.weight", found["missing"])
     # A table of tokens that vLLM keeps out of quantisation, and experts that it calls otherwise than transformers.
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
@@ -62,10 +67,15 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 def without(directory: Path, name: str, other: Path) -> None:
     """A checkpoint that lacks one tensor."""
+    changed(directory, other, lambda tensors: tensors.pop(name))
+
+
+def changed(directory: Path, other: Path, change) -> None:
+    """A checkpoint with other tensors."""
     other.mkdir()
     (other / "config.json").write_bytes((directory / "config.json").read_bytes())
     tensors = load_file(directory / "model.safetensors")
-    del tensors[name]
+    change(tensors)
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
 
 
@@ -89,8 +99,8 @@ def found(models, environment, tmp_path_factory) -> dict:
         "experts at load": ("float experts", {"hf_overrides": {"quantization_config": at_load | EXPERTS}}),
         "experts on two": ("experts", {"tensor_parallel_size": 2}),
         # torch traces and vLLM cuts the graph, as ever; inductor's C++, which takes longest, tests/python has.
-        "compiled": ("mixed", {"enforce_eager": False, "compilation_config": {"backend": "eager"}}),
-        "two ranks": ("mixed", {"tensor_parallel_size": 2}),
+        "compiled": ("ordered", {"enforce_eager": False, "compilation_config": {"backend": "eager"}}),
+        "two ranks": ("ordered", {"tensor_parallel_size": 2}),
     }  # fmt: skip
     arguments = {name: {"model": str(models[model]), **options} for name, (model, options) in cases.items()}
     output = tmp_path_factory.mktemp("found") / "found"
@@ -123,14 +133,16 @@ def test_one_rank(found, models):
     assert found["mixed at load"] == found["mixed"]
 
 
-def test_compiled(found):
+def test_compiled(found, models):
     assert isinstance(found["compiled"], list), found["compiled"]
-    assert found["compiled"] == found["mixed"]
+    assert found["compiled"] == eager(models["ordered"]) != found["mixed"]
 
 
 def test_what_is_refused(found):
     assert "model.layers.1.input_layernorm.weight" in found["missing"]
     assert "model.layers.1.mlp.experts.down_proj" in found["missing experts"]
+    assert found["float in vLLM"].startswith("model.gate is to be quantised, which vLLM does not do there; leave it float")
+    assert found["order of shared inputs"].startswith("o_proj has its inputs in an order of their own, which 2 ranks cannot")
 
 
 def test_experts(found, models):
@@ -138,12 +150,13 @@ def test_experts(found, models):
     assert found["experts at load"] == found["experts"]
 
 
-@pytest.mark.parametrize("two, one", [("two ranks", "mixed"), ("experts on two", "experts")])
+@pytest.mark.parametrize("two, one", [("two ranks", "compiled"), ("experts on two", "experts")])
 def test_two_ranks(found, two, one):
     assert isinstance(found[two], list), found[two]
-    # Each rank quantises its own activations: a text may take another way where two tokens are nearly alike.
+    # Each rank quantises its own activations: a text may take another way where two tokens are nearly alike, as they often are
+    # with random weights. A rank that has the wrong part writes other tokens from the first one on.
     same = [of_two[:4] == of_one[:4] for of_two, of_one in zip(found[two], found[one], strict=True)]
-    assert sum(same) >= 2, (found[two], found[one])
+    assert any(same), (found[two], found[one])
 
 
 def test_the_server(models, environment, tmp_path):

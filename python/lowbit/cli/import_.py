@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 import lowbit
 
 from .options import Json, refuse_unused
-from .output import Output, size, table
+from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
     from lowbit.importing.report import ImportedTensor
@@ -40,19 +39,15 @@ def import_(
         refuse_unused("without weights of the type I2_S", i2s_order=all(tensor.source != "I2_S" for tensor in tensors))
     with output.progress(f"importing {source}", "bytes") as advance:
         summary = lowbit.import_checkpoint(source, target, i2s_order=i2s_order, progress=advance)
-    packed = [entry for entry in summary.entries if entry.kind == "packed"]
-    packed_bytes = sum(entry.bytes for entry in packed)
-    weights = sum(math.prod(entry.shape) for entry in packed)
+    count, packed = packed_figures(summary.entries)
     document = {
         "source": str(source),
         "target": str(target),
         "format": summary.format,
         "bytes_before": summary.source_bytes,
         "bytes_after": summary.target_bytes,
-        "packed_layers": len(packed),
-        "packed_bytes": packed_bytes,
-        "packed_weights": weights,
-        "bits_per_weight": 8 * packed_bytes / weights if weights else None,
+        "packed_layers": count,
+        **packed,
         "seconds": summary.seconds,
         "tensors": [asdict(tensor) for tensor in summary.tensors],
     }
@@ -63,11 +58,11 @@ def import_(
         worst = type(first)("", "", first.kind, max(t.steps for t in alike), max(t.error for t in alike))
         bytes_ = sum(sizes[tensor.name] for tensor in alike)
         shown.add_row(str(len(alike)), first.source, size(bytes_), worst.came_over)
-    density = f", {document['bits_per_weight']:.2f} bits per weight" if weights else ": no matrix is quantised"
+    density = f", {packed['bits_per_weight']:.2f} bits per weight" if count else ": no matrix is quantised"
     output.result(
         document,
         shown,
-        f"{len(packed)} packed layers, {size(packed_bytes)}{density}",
+        f"{count} packed layers, {size(packed['packed_bytes'])}{density}",
         f"{target} written in {summary.seconds:.1f} s",
     )
 

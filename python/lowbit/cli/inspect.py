@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from lowbit.files.untrusted import printable
 from lowbit.importing.report import read_report
 
 from .options import Json
-from .output import Output, size, table
+from .output import Output, packed_figures, size, table
 
 
 def inspect(
@@ -28,14 +27,11 @@ def inspect(
     output = Output(as_json)
     entries = lowbit.inspect_checkpoint(path)
     imported = read_report(path if path.is_dir() else path.parent)
-    packed = [entry for entry in entries if entry.kind == "packed"]
-    packed_bytes, weights = sum(entry.bytes for entry in packed), sum(math.prod(entry.shape) for entry in packed)
+    count, packed = packed_figures(entries)
     document = {
         "path": str(path),
         "bytes": sum(entry.bytes for entry in entries),
-        "packed_bytes": packed_bytes,
-        "packed_weights": weights,
-        "bits_per_weight": 8 * packed_bytes / weights if weights else None,
+        **packed,
         "tensors": [asdict(entry) for entry in entries],
         "imported": [asdict(imported[entry.name]) for entry in entries if entry.name in imported] or None,
     }
@@ -50,6 +46,6 @@ def inspect(
         came = () if not columns else ("", "") if was is None else (printable(was.source), was.came_over)
         shown.add_row(name, entry.kind, shape, str(entry.bits), group, mapping, str(entry.bytes), *came)
     total = f"{len(entries)} tensors, {size(document['bytes'])}"
-    if packed:
-        total += f"; {len(packed)} packed: {size(packed_bytes)}, {document['bits_per_weight']:.2f} bits per weight"
+    if count:
+        total += f"; {count} packed: {size(packed['packed_bytes'])}, {packed['bits_per_weight']:.2f} bits per weight"
     output.result(document, shown, total)

@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -30,6 +30,9 @@ from rich.progress import (
 from rich.table import Table
 
 from lowbit.files.untrusted import one_line, raised_by_reader
+
+if TYPE_CHECKING:
+    from lowbit import CheckpointEntry
 
 _NO_MEMORY = "can't allocate memory"  # torch raises a plain RuntimeError
 PIPE_WIDTH = 120  # columns, where the output is no terminal
@@ -56,6 +59,15 @@ def size(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.{3 - len(str(int(count / scale))) if count < 100 * scale else 0}f} {unit}"
     return f"{count:.0f} B"
+
+
+def packed_figures(entries: Iterable[CheckpointEntry]) -> tuple[int, dict[str, Any]]:
+    """How many tensors of a checkpoint are packed, and of these what JSON documents say: bytes, weights, and bits per
+    weight, None where there are none."""
+    packed = [entry for entry in entries if entry.kind == "packed"]
+    bytes_, weights = sum(entry.bytes for entry in packed), sum(math.prod(entry.shape) for entry in packed)
+    density = 8 * bytes_ / weights if weights else None
+    return len(packed), {"packed_bytes": bytes_, "packed_weights": weights, "bits_per_weight": density}
 
 
 class Output:

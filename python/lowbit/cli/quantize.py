@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ import lowbit
 
 from .models import read_text
 from .options import Bits, EmbeddingBits, GroupSize, Json, Mapping, finite, make_config, parse_group_size, refuse_unused
-from .output import Output, size, table
+from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
     from lowbit import CheckpointSummary, LowBitConfig
@@ -108,19 +107,15 @@ def quantize(
             output, source, target, config, read_text(calibrate), method, calibrate_tokens, window,
             None if target_size is None else _bytes(target_size), target_bits,
         )  # fmt: skip
-    packed = [entry for entry in summary.entries if entry.kind == "packed"]
-    packed_bytes = sum(entry.bytes for entry in packed)
-    weights = sum(math.prod(entry.shape) for entry in packed)
+    count, packed = packed_figures(summary.entries)
     document = {
         "source": str(source),
         "target": str(target),
         "bytes_before": summary.source_bytes,
         "bytes_after": summary.target_bytes,
-        "packed_layers": len(packed),
-        "packed_bytes": packed_bytes,
-        "packed_weights": weights,
-        "bits_per_weight": 8 * packed_bytes / weights,
-        "float_bytes": summary.target_bytes - packed_bytes,
+        "packed_layers": count,
+        **packed,
+        "float_bytes": summary.target_bytes - packed["packed_bytes"],
         "left_bytes": summary.left_bytes,
         "left_float": summary.left,
         "methods": None if calibration is None else calibration.methods,
@@ -132,7 +127,7 @@ def quantize(
     share = f"{100 * summary.target_bytes / summary.source_bytes:.1f} %"
     shown.add_row("all tensors", size(summary.source_bytes), size(summary.target_bytes), share)
     shown.add_row(
-        f"{len(packed)} packed layers", "", size(packed_bytes), f"{document['bits_per_weight']:.2f} bits per weight"
+        f"{count} packed layers", "", size(packed["packed_bytes"]), f"{packed['bits_per_weight']:.2f} bits per weight"
     )
     shown.add_row("left as they were", "", size(document["float_bytes"]), "")
     lines = _stays_float(summary)

@@ -96,11 +96,35 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
     if top_k is not None and top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -math.inf
     probabilities = logits.softmax(0)
-    if probabilities.isnan().any():
+    if probabilities[:1].isnan():  # then all are: one logit that is not finite is in everybody's sum
         raise ValueError(NOT_FINITE)
     if top_p is not None and top_p < 1:
-        ordered, order = probabilities.sort(descending=True)
-        # Keeps the smallest set of tokens that reaches top_p: the first one always.
-        ordered[1:][ordered.cumsum(0)[:-1] >= top_p] = 0
-        probabilities = torch.zeros_like(probabilities).scatter_(0, order, ordered)
+        probabilities = nucleus(probabilities, top_p)
     return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Keeps the smallest set of the likeliest tokens that reaches top_p, and at least one (Holtzman et al. 2020).
+
+    Of tokens that are as likely as each other the first ones are kept.
+
+    Args:
+        probabilities: [vocabulary], float32.
+        top_p: from 0 to 1.
+
+    Returns:
+        [vocabulary], float32: the probabilities of the tokens that are kept, zero for all others.
+    """
+    # To sort a whole vocabulary takes a third as long as the rest of a token: 10 ms for 128256 on Zen 4. The tokens
+    # above some probability are its beginning, and mostly enough.
+    for least in (1e-3, 1e-4, 1e-5, 1e-6, -1.0):
+        tokens = (probabilities > least).nonzero()[:, 0]
+        likely = probabilities[tokens]
+        if least > 0 and likely.sum() < top_p:
+            continue  # before anything is sorted
+        ordered, order = likely.sort(descending=True, stable=True)
+        sums = ordered.cumsum(0)
+        if (sums >= top_p).any():
+            break
+    kept = tokens[order[: 1 + int((sums[:-1] < top_p).sum())]]
+    return torch.zeros_like(probabilities).index_copy_(0, kept, probabilities[kept])
