@@ -1,10 +1,12 @@
 """lowbit.files.replace: what a reader, a crash and another run find."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from lowbit.files.replace import PartialDirectory, replacing
+from lowbit.files import replace
+from lowbit.files.replace import PartialDirectory, check_utf8, lock, replacing, sync
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path, monkeypatch):
@@ -68,3 +70,45 @@ def test_permissions_are_those_of_the_user(tmp_path, monkeypatch):
     finally:
         monkeypatch.undo()
         os.umask(before)
+
+
+def test_what_dead_processes_left_is_swept(tmp_path):
+    """But not what another one still writes, which holds its lock, nor what is left of other targets."""
+    target, other = tmp_path / "model", tmp_path / "model2"
+    left, of_another, written = (PartialDirectory(each) for each in (target, other, target))
+    for directory in (left, of_another):
+        (directory.path / "part").write_text("half")
+        directory._unlock()  # as at the end of a process
+    with PartialDirectory(target) as mine:
+        assert not left.path.exists()
+        assert {mine.path, written.path, of_another.path} == set(tmp_path.iterdir())
+        assert lock(mine.path) is None
+    written.__exit__()
+    assert list(tmp_path.iterdir()) == [of_another.path]
+
+
+def test_a_directory_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
+    tries = []
+
+    def held_at_first(directory):
+        tries.append(directory)
+        return None if len(tries) == 1 else lock(directory)
+
+    monkeypatch.setattr(replace, "lock", held_at_first)
+    with PartialDirectory(tmp_path / "model") as mine:
+        assert len(tries) >= 2 and mine.path == tries[-1] != tries[0]
+
+
+def test_an_open_file_is_synced_with_what_python_still_holds(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    with open(tmp_path / "file", "w") as file:
+        file.write("text")
+        sync(file)
+    assert sizes == [4]
+
+
+def test_paths_that_safetensors_cannot_have():
+    check_utf8(Path("größe"))
+    with pytest.raises(OSError, match=r"the path 'a\\udcff' is not UTF-8, which safetensors needs"):
+        check_utf8(Path(os.fsdecode(b"a\xff")))
