@@ -145,10 +145,12 @@ def compare(shape: str, options: argparse.Namespace, say) -> dict[str, Any]:
 def tables(results: dict[str, Any]) -> str:
     """The section "Speed" of docs/llm.md."""
     settings, machine = results["settings"], results["machine"]
+    options = results["command"].partition("--output docs/llm")[2].strip()
+    make = "make bench-llm-doc" + (f" BENCH='{options}'" if options else "")
     lines = [
         "## Speed",
         "",
-        f"Written by `make bench-llm-doc` (`{results['command']}`), {results['date']}.",
+        f"Written by `{make}` (`{results['command']}`), {results['date']}.",
         f"Machine: {machine['cpu']}, {machine['cpus']} CPUs usable, {machine['isa']}, {machine['system']}.",
         "",
         f"Random weights of the shapes named; a prompt of {settings['prompt']} tokens, then {settings['new']} tokens",
