@@ -88,7 +88,7 @@ CPP: dict[str, tuple[list[tuple[str, ...]], list[str]]] = {
 
 # Files of tests, or tests of a file.
 PYTHON: dict[str, list[str]] = {
-    "python/lowbit/files/config_json.py": ["test_checkpoint_sources", "test_transformers"],
+    "python/lowbit/files/config_json.py": ["test_checkpoint", "test_checkpoint_sources", "test_transformers"],
     "python/lowbit/files/elf.py": ["test_export"],
     "python/lowbit/files/gguf.py": ["test_importing_gguf", "test_export_gguf", "test_importing_hostile"],
     "python/lowbit/files/replace.py": ["test_replace", "test_checkpoint_targets", "test_export_gguf"],
@@ -96,7 +96,7 @@ PYTHON: dict[str, list[str]] = {
     "python/lowbit/files/untrusted.py": ["test_untrusted", "test_checkpoint_sources", "test_importing_directory", "test_cli_errors"],
     "python/lowbit/checkpoint/entries.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/plan.py": ["test_checkpoint", "test_checkpoint_sources"],
-    "python/lowbit/checkpoint/quantizing.py": ["test_checkpoint", "test_checkpoint_targets"],
+    "python/lowbit/checkpoint/quantizing.py": ["test_checkpoint", "test_checkpoint_targets", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/writing.py": ["test_checkpoint", "test_checkpoint_targets"],
     "python/lowbit/packed.py": [
         "test_errors::test_pack", "test_errors::test_packed_weights", "test_errors::test_experts",

@@ -1,6 +1,7 @@
 """quantize_checkpoint and inspect_checkpoint: the bytes, what lies beside them, and the memory."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import lowbit
 from checkpoints import CONFIG, EMBED, HEAD, KINDS, NORM, OVERRIDES, UP, change_tensors, edit_json, load, refuse, save_model
 from lowbit import LowBitConfig, inspect_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import quantizing
+from lowbit.files.config_json import read_config
 from lowbit.llm.loading import load_model
 
 
@@ -54,6 +56,38 @@ def test_the_bytes_are_those_of_whole_tensors(tmp_path, monkeypatch, kind, shard
         assert packed[name].dtype == tensor.dtype and torch.equal(packed[name], tensor), name
         if name.endswith("packed_weight"):
             lowbit.verify(packed[name])
+
+
+def test_two_files_have_an_index_and_every_tensor_may_have_its_own(source, tmp_path):
+    whole = quantize_checkpoint(source, tmp_path / "whole", CONFIG)
+    size = sum(entry.bytes for entry in whole.entries)
+    for name, limit, count in (("two", size * 2 // 3, 2), ("each", 1, len(whole.entries))):
+        quantize_checkpoint(source, tmp_path / name, CONFIG, max_shard_bytes=limit)
+        files = {f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)}
+        assert {file.name for file in (tmp_path / name).glob("*.safetensors")} == files
+        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == size and set(index["weight_map"].values()) == files
+        found, expected = tensors_of(tmp_path / name), tensors_of(tmp_path / "whole")
+        assert found.keys() == expected.keys()
+        assert index["weight_map"].keys() == {each for each, tensor in expected.items() if tensor.numel()}  # no guards
+        assert all(torch.equal(found[each], expected[each]) for each in expected)
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("mapping", ["symmetric", "affine"])
+def test_a_scale_for_each_row(source, tmp_path, mapping):
+    quantize_checkpoint(source, tmp_path / "packed", LowBitConfig(bits=4, group_size=None, mapping=mapping))
+    config = lowbit.LinearConfig(bits=4, group_size=None, mapping=mapping)
+    found, floats = tensors_of(tmp_path / "packed"), tensors_of(source)
+    assert torch.equal(found[f"{UP}.packed_weight"], lowbit.quantize_tensor(floats[f"{UP}.weight"], config))
+
+
+@pytest.mark.parametrize("name, found", [("file", "is a file"), ("nothing", "does not exist")])
+def test_a_source_that_is_no_directory(tmp_path, name, found):
+    (tmp_path / "file").write_text("")
+    message = f"{tmp_path / name} {found}; expected a directory with config.json"
+    with pytest.raises(NotADirectoryError, match=re.escape(message)):
+        read_config(tmp_path / name)
 
 
 def test_files_beside_the_weights(tmp_path):
