@@ -242,7 +242,9 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   Layout layout;
   if (Status status = read_expert(packed, 0, x, out_features, 0, &layout); !status.ok()) return status;
   if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
-  if (Status s = check_apart({{"out", &out}}, {{"x", &x}, {"packed_weights", &packed}}); !s.ok()) return s;
+  if (Status s = check_apart({{"out", &out}}, {{"x", &x}, {"packed_weights", &packed}, {"experts", &experts}}); !s.ok()) {
+    return s;
+  }
 
   const int64_t results = experts.shape.numel();
   if (results == 0) return {};
