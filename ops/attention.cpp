@@ -6,6 +6,7 @@
 #include "check.h"
 #include "operators.h"
 #include "rows.h"
+#include "schedule.h"
 #include "scratch.h"
 #include "tiles.h"
 

@@ -1,6 +1,7 @@
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
+#include "schedule.h"
 #include "scratch.h"
 #include "tiles.h"
 

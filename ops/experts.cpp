@@ -4,6 +4,7 @@
 #include "check.h"
 #include "operators.h"
 #include "rows.h"
+#include "schedule.h"
 #include "scratch.h"
 #include "sme_threads.h"
 #include "tiles.h"

@@ -5,6 +5,7 @@
 #include "float_environment.h"
 #include "operators.h"
 #include "rows.h"
+#include "schedule.h"
 #include "scratch.h"
 #include "sme_threads.h"
 #include "tiles.h"
