@@ -281,7 +281,8 @@ def attention(
 
     Raises:
         IndexError: ``start`` is negative, or the caches are too short for all positions. They are unchanged.
-        ValueError: a wrong dtype, shape, stride or device. The caches are unchanged.
+        ValueError: a wrong dtype, shape, stride or device, a scale beyond 1e30 or a softcap outside of 1e-6 to 1e30. The
+            caches are unchanged.
     """
     if scale is None:
         scale = max(1, *q.shape[-1:]) ** -0.5  # a width of 0, or none, is for the operator to refuse
