@@ -335,8 +335,7 @@ test-tsan: $(VENV)/cmake
 	build/test-host/tests/cpp/race_tests 10000
 
 # Reads of memory that nothing has written: kernels and operators compiled by Clang for its MemorySanitizer, eight minutes of CPU
-# time. Names of tests are made by the C++ library, which is not compiled for it. The operator of attention is left out: it reads
-# whole panels of keys, and MemorySanitizer lets no unwritten 4-bit code be an index, though its score is dropped.
+# time. Names of tests are made by the C++ library, which is not compiled for it: hence intercept_strlen.
 MSAN_TESTS := format_tests kernel_tests operator_tests packed_fuzz unwritten_tests
 .PHONY: test-msan
 test-msan: export MSAN_OPTIONS := intercept_strlen=0:allocator_may_return_null=1

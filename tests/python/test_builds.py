@@ -149,16 +149,24 @@ def test_a_project_that_adds_the_checkout_has_the_headers(tmp_path):
     assert objects == ["consumer.cpp.o"]
 
 
-def test_the_program_of_the_guide_calls_the_operators(tmp_path):
-    """examples/cpp/README.md: its C++, with the installed headers and liblowbit alone, prints what the text says."""
+def test_the_programs_of_the_guide_call_the_operators(tmp_path):
+    """examples/cpp/README.md: its C++, by its CMake lines, with the installed headers and liblowbit alone, prints what the
+    text says. The second program takes the place of the first one's main()."""
     guide = (EXAMPLE / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```cpp\n(.*?)^```", guide, re.M | re.S)
-    (printed,) = re.findall(r"^It prints `([^`]+)`", guide, re.M)
-    (tmp_path / "program.cpp").write_text(code)
-    installed, program = lowbit.cmake_prefix_path, tmp_path / "program"
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", tmp_path / "program.cpp"]
-    command += [f"-I{installed}/include", f"-L{installed}", "-llowbit", f"-Wl,-rpath,{installed}", "-o", program]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout) == (0, printed + "\n"), ran.stderr
+    (project,) = re.findall(r"^```cmake\n(.*?)^```", guide, re.M | re.S)
+    first, second = re.findall(r"^```cpp\n(.*?)^```", guide, re.M | re.S)
+    said = [re.findall(r"`([^`]+)`", line) for line in re.findall(r"^It prints (.+)$", guide, re.M)]
+    assert len(said) == 2
+    (tmp_path / "CMakeLists.txt").write_text(project)
+    for number, code in enumerate((first, first[: first.index("int main()")] + second)):
+        (tmp_path / "program.cpp").write_text(code)
+        build = tmp_path / f"build{number}"
+        settings = [f"-DCMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}", "-DCMAKE_CXX_FLAGS=-std=c++17 -Wall -Wextra -Wpedantic -Werror"]
+        for command in (
+            ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", *settings, "-S", tmp_path, "-B", build],
+            ["--build", build],
+        ):
+            done = subprocess.run(list(map(str, [tool("cmake"), *command])), capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, done.stdout + done.stderr
+        ran = subprocess.run([build / "program"], capture_output=True, text=True, timeout=60)
+        assert (ran.returncode, ran.stdout.splitlines()) == (0, said[number]), ran.stderr
