@@ -43,7 +43,7 @@ class ComputedTensor(Tensor):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 if any(isinstance(each, cls) for each in (given if isinstance(given, list | tuple) else [given])):
                     raise RuntimeError(_FIXED)
-        if func is torch.ops.aten.detach.default:  # also .data, through which weights are often set
+        if func is torch.ops.aten.detach.default:  # through which weights are often set
             return cls(args[0]._compute, args[0].shape, args[0].dtype, args[0].device)
         computed = tree_map_only(cls, lambda tensor: tensor._compute(), (args, kwargs))
         result = func(*computed[0], **computed[1])
@@ -56,13 +56,20 @@ class ComputedTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        return self.detach()
+        # With memory: who takes it for the data of another tensor reads there, past this class.
+        values = self._compute()
+        made = torch.Tensor._make_subclass(type(self), values)
+        made._compute = lambda: values
+        return made
 
     @data.setter
     def data(self, value: Tensor) -> None:
         raise RuntimeError(_FIXED)
 
     def data_ptr(self) -> int:
+        raise RuntimeError("the weight of a packed layer has no memory of its own; weight.clone() has")
+
+    def untyped_storage(self):
         raise RuntimeError("the weight of a packed layer has no memory of its own; weight.clone() has")
 
     def share_memory_(self) -> Tensor:

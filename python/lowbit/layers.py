@@ -221,12 +221,13 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
             if parameter.dim() < 2 or id(parameter) in seen or f"{name}.{leaf}" in tied:
                 continue
             seen.add(id(parameter))
-            total += parameter.nbytes
+            size = parameter.numel() * parameter.element_size()  # sparse ones have no nbytes
+            total += size
             own = (f"{name}.{leaf}" if name else leaf).removesuffix("_bias")  # as experts are called
             if name in selected or own in selected:
-                packed += parameter.nbytes
+                packed += size
             elif name not in chosen and own not in chosen:
-                unasked[type(module).__name__] += parameter.nbytes
+                unasked[type(module).__name__] += size
     left = unasked.total()
     if left <= total / 100:
         return
@@ -241,12 +242,12 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
 
 
 def leave_fused_paths(model: torch.nn.Module) -> None:
-    """Makes torch's encoder layers call their linear layers where these are quantised."""
+    """Makes torch's encoder layers call their linear layers where these are quantised, or prepared for it."""
     # In evaluation torch's encoder layers hand the float weights of their linear layers to one fused operator. These
     # two attributes are what they themselves set to call the linear layers instead.
     def is_quantised(layer: torch.nn.Module) -> bool:
-        return isinstance(layer, torch.nn.TransformerEncoderLayer) and not all(
-            isinstance(linear, torch.nn.Linear) for linear in (layer.linear1, layer.linear2)
+        return isinstance(layer, torch.nn.TransformerEncoderLayer) and any(
+            isinstance(linear, nn.Packed | Prepared) for linear in (layer.linear1, layer.linear2)
         )
 
     for module in model.modules():

@@ -143,7 +143,7 @@ def round_to_levels(
         ValueError: importance of another shape.
     """
     n, k = weight.shape
-    table = Table(torch.tensor(list(levels)))
+    table = Table(torch.tensor(list(levels), device=weight.device))
     importance = _per_weight(importance, weight)
     codes, scales = [], []
     rows = max(1, _CHUNK // k)
@@ -161,11 +161,14 @@ def round_to_levels(
     return torch.cat(codes), torch.cat(scales)
 
 
-def _starts(bits: int) -> list[Tensor]:
+def _starts(bits: int, device: torch.device) -> list[Tensor]:
     """Where fits begin. All reach further on one side, and each group's scale has the better sign: that is worth more than
     levels that are the same on both sides."""
-    even = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)) / 2 ** (bits - 1)
-    return [even, torch.tensor(TABLES["iq4_nl"]) / LARGEST if bits == 4 else even.sign() * even.abs() ** 1.4]
+    half = 2 ** (bits - 1)
+    even = torch.arange(-half, half, dtype=torch.float32, device=device) / half
+    if bits == 4:
+        return [even, torch.tensor(TABLES["iq4_nl"], dtype=torch.float32, device=device) / LARGEST]
+    return [even, even.sign() * even.abs() ** 1.4]
 
 
 def _fit(x: Tensor, importance: Tensor | None, bits: int, start: Tensor) -> tuple[Table, float]:
@@ -224,6 +227,6 @@ def fit_levels(
     largest = x.abs().amax(1, keepdim=True)
     if not float(largest.max()) > 0:
         return tuple(range(-(2 ** (bits - 1)), 2 ** (bits - 1)))  # nothing to fit; any table holds zeros
-    table, _ = min((_fit(x, counts, bits, start) for start in _starts(bits)), key=lambda fitted: fitted[1])
+    table, _ = min((_fit(x, counts, bits, start) for start in _starts(bits, x.device)), key=lambda fitted: fitted[1])
     levels = (table.levels * LARGEST).round().clamp(-LARGEST, LARGEST)
     return tuple(int(level) for level in levels)

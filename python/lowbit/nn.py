@@ -148,7 +148,8 @@ class Packed(torch.nn.Module):
 def _check_order(order: Tensor, inputs: int) -> None:
     if order.dtype != torch.int32 or order.shape != (inputs,):
         raise ValueError(f"input_order is {order.dtype} {list(order.shape)}; expected torch.int32 [{inputs}]")
-    if order.device.type != "meta" and not torch.equal(order.sort().values, torch.arange(inputs, dtype=torch.int32)):
+    each = torch.arange(inputs, dtype=torch.int32, device=order.device)
+    if order.device.type != "meta" and not torch.equal(order.sort().values, each):
         raise ValueError(f"input_order has other numbers than 0 to {inputs - 1}, each once")
 
 
@@ -215,7 +216,7 @@ class Linear(Packed):
             return None
 
         def compute() -> Tensor:
-            zeros = torch.zeros(1, self.info.in_features, device=self.packed_weight.device)
+            zeros = torch.zeros(1, self.info.in_features, dtype=torch.float32, device=self.packed_weight.device)
             return self.forward(zeros)[0].to(self._dtype)
 
         return self._computed(compute, (self.info.out_features,))

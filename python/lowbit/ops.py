@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _C
 from .packed import PackedInfo, Unpacked, as_levels, check_format, describe, info  # noqa: F401  (users find all here)
@@ -106,10 +107,13 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     # An autograd kernel would do all of this, but in Python it would cost every call several microseconds.
     if _dynamo_traces() and _for_this_place():
         return torch.ops.lowbit._traced_linear(x, packed_weight, out_features)
-    # Looked at here first: the function's call costs every call 150 ns more.
-    if isinstance(x, Tensor) and (x.requires_grad or forward_ad._current_level >= 0) and _differentiated(x):
-        function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
-        return function.apply(x, packed_weight, out_features)
+    if isinstance(x, Tensor):
+        # Looked at here first: the function's call costs every call 150 ns more.
+        if (x.requires_grad or forward_ad._current_level >= 0) and _differentiated(x):
+            function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
+            return function.apply(x, packed_weight, out_features)
+    elif has_torch_function((x,)):  # of torch.fx: who runs what it writes down may want gradients
+        return handle_torch_function(linear, (x,), x, packed_weight, out_features)
     return _linear(x, packed_weight, out_features)
 
 
@@ -132,6 +136,8 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
     packed_weights, out_features = list(packed_weights), list(out_features)
     if _dynamo_traces() and _for_this_place():
         return torch.ops.lowbit._traced_linears(x, packed_weights, out_features).split(out_features, -1)
+    if not isinstance(x, Tensor) and has_torch_function((x,)):
+        return handle_torch_function(linears, (x,), x, packed_weights, out_features)
     fits = len(packed_weights) == len(out_features) > 0  # else the operator says what is wrong
     if fits and isinstance(x, Tensor) and _differentiated(x):
         return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
@@ -186,6 +192,8 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
     # The way back looks at the chosen experts, which torch.compile leaves to Python.
     if _dynamo_traces() and _for_this_place() and not (x.requires_grad and torch.is_grad_enabled()):
         return torch.ops.lowbit._traced_linear_experts(x, packed_weights, experts, out_features)
+    if not isinstance(x, Tensor) and has_torch_function((x,)):
+        return handle_torch_function(linear_experts, (x,), x, packed_weights, experts, out_features)
     if isinstance(x, Tensor) and _differentiated(x):
         return _StraightThroughExperts.apply(x, packed_weights, experts, out_features)
     return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)

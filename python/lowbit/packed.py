@@ -244,7 +244,7 @@ def as_levels(levels: Tensor | Sequence[int], bits: int) -> Tensor:
             raise TypeError(f"levels hold {level!r}; expected integers")
         if not -127 <= level <= 127:
             raise ValueError(f"levels hold {level}; expected -127 to 127")
-    return torch.tensor(levels, dtype=torch.int8)
+    return torch.tensor(levels, dtype=torch.int8, device="cpu")
 
 
 def unpack(packed: Tensor) -> Unpacked:
@@ -263,7 +263,7 @@ def unpack(packed: Tensor) -> Unpacked:
         described.bits,
         described.group_size,
         described.mapping,
-        None if described.levels is None else torch.tensor(described.levels, dtype=torch.int8),
+        None if described.levels is None else torch.tensor(described.levels, dtype=torch.int8, device="cpu"),
     )
 
 
@@ -283,6 +283,6 @@ def repack(packed: Tensor, format: str) -> Tensor:
     check_packed(packed)
     if not isinstance(format, str):
         raise TypeError(f"format is a {type(format).__name__}; expected a str")
-    out = torch.empty(_C.repacked_bytes(packed.data_ptr(), packed.numel(), format), dtype=torch.uint8)
+    out = torch.empty(_C.repacked_bytes(packed.data_ptr(), packed.numel(), format), dtype=torch.uint8, device="cpu")
     _C.repack(packed.data_ptr(), packed.numel(), format, out.data_ptr(), out.numel())
     return out

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .layers import Prepared, as_linear, check_layers, layer_at, names_by_weight, replace_layers
+from .layers import Prepared, as_linear, check_layers, layer_at, leave_fused_paths, names_by_weight, replace_layers
 from .nn import Packed
 from .prepared import KINDS, Embedding, Layer, Linear, rounded_rows, stored
 from .quantize import EmbeddingConfig, LinearConfig
@@ -78,6 +78,7 @@ def prepare_(
                 module.__class__ = kinds[name]  # keeps its hooks, its attributes, and who else refers to it
                 module.prepare(selected[name], owner)
             owner = owner or module
+    leave_fused_paths(model)
     return model
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .computed_tensor import ComputedTensor
 from .levels import FIT, TABLES, fit_levels, round_to_levels
 
 # Beyond this, the range of a group or its scale could overflow float32.
@@ -75,8 +76,13 @@ class EmbeddingConfig(Config):
 def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} is a {type(values).__name__}; expected a tensor")
+    of_its_own = type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if of_its_own and not isinstance(values, ComputedTensor):  # torchao's, for example, whose memory holds other things
+        raise TypeError(f"{name} is a {type(values).__name__}; expected a plain tensor of floating-point values")
+    if values.layout is not torch.strided:
+        raise TypeError(f"{name} has the layout {values.layout}; expected torch.strided (to_dense())")
     if values.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise TypeError(f"{name} has dtype {values.dtype}; expected a floating-point type")
+        raise TypeError(f"{name} has dtype {values.dtype}; expected float32, bfloat16, float16 or float64")
     if values.device.type != "cpu":
         raise ValueError(f"{name} is on {values.device}; expected the CPU")
     if values.shape != shape:

@@ -91,6 +91,9 @@ def choose_layers(
         name = type(model).__name__
         raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{name}.from_float(model, config)")
     refuse_prepared(model)
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ValueError(f"{name} has no shape yet; call the model once before it is quantised")
     selected = select_layers(model, config, filter_fn, experts)
     if not selected:
         raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")

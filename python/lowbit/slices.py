@@ -86,6 +86,6 @@ def _splice(parts: list[Tensor], dim: int, begin: int, end: int) -> Tensor:
     for part in parts:
         check_packed(part)
     matrices = [(part.data_ptr(), part.numel()) for part in parts]
-    out = torch.empty(_C.spliced_bytes(matrices, dim, begin, end), dtype=torch.uint8)
+    out = torch.empty(_C.spliced_bytes(matrices, dim, begin, end), dtype=torch.uint8, device="cpu")
     _C.splice(matrices, dim, begin, end, out.data_ptr(), out.numel())
     return out

@@ -97,9 +97,10 @@ def _weights(model_or_shapes, bits: int, group_size: int | None) -> list[torch.T
         if not (isinstance(shape, tuple | list) and len(shape) == 2 and all(isinstance(size, int) for size in shape)):
             raise ValueError(f"a shape is {shape!r}; expected (out_features, in_features)")
         n, k = shape
-        codes = torch.zeros(n, k, dtype=torch.uint8)
+        codes = torch.zeros(n, k, dtype=torch.uint8, device="cpu")
         groups = 1 if group_size is None else -(-k // group_size)
-        weights.append(ops.pack(codes, torch.ones(n, groups), bits=bits, group_size=group_size))
+        scales = torch.ones(n, groups, dtype=torch.float32, device="cpu")
+        weights.append(ops.pack(codes, scales, bits=bits, group_size=group_size))
     if not weights:
         raise ValueError("there are no shapes; expected [(out_features, in_features), ...]")
     copies = -(-_SHAPES_BYTES // sum(weight.numel() for weight in weights))
@@ -136,7 +137,9 @@ def tune_threads(
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds}; expected more than 0")
     layers = [(weight, ops.info(weight)) for weight in _weights(model_or_shapes, bits, group_size)]
-    inputs = {info.in_features: torch.randn(rows, info.in_features) for _, info in layers}
+    inputs = {
+        info.in_features: torch.randn(rows, info.in_features, dtype=torch.float32, device="cpu") for _, info in layers
+    }
 
     def run() -> float:
         begin = time.perf_counter()

@@ -187,9 +187,16 @@ def test_the_values_of_a_weight_go_wherever_tensors_go():
         pickle.loads(pickle.dumps(weight)),
     ):
         assert type(found) is torch.Tensor and torch.equal(found, expected)
-    for ask in (weight.data_ptr, weight.share_memory_):
+    for ask in (weight.data_ptr, weight.share_memory_, weight.untyped_storage, weight.data.untyped_storage):
         with pytest.raises(RuntimeError, match="the weight of a packed layer has no memory of its own"):
             ask()
+    # A tensor whose data it becomes reads at an address, without asking: this ended the process.
+    other = nn.Linear(32, 9)
+    other.weight.data = weight.data
+    assert torch.equal(other.weight, expected)
+    with torch.no_grad():
+        other.weight.zero_()
+    assert torch.equal(layer.weight, expected)
 
 
 def test_models_that_read_a_weight_compile_and_export():

@@ -193,6 +193,18 @@ def test_the_same_layer_twice_and_hooks():
     assert len(seen) == 4
 
 
+def test_torchs_encoder_layers_in_evaluation():
+    """They hand the weights of their linear layers to one fused operator, which rounds none."""
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 1)
+    lowbit.qat.prepare_(model, {"*": LinearConfig(bits=2)})
+    model.eval()
+    x = reference.random_rows(2, 5, 32)
+    with torch.no_grad():
+        found = model(x)
+        model.enable_nested_tensor = False
+        torch.testing.assert_close(found, lowbit.qat.convert_(model)(x), rtol=1e-4, atol=1e-4)
+
+
 def test_two_layers_with_one_weight_and_two_biases():
     first, second = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
     second.weight = first.weight

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 import warnings
 
 import pytest
@@ -286,6 +287,40 @@ def test_a_shared_block_stays_shared():
     block = Block(32)
     model = lowbit.quantize_(nn.Sequential(block, nn.ReLU(), block), LinearConfig(4))
     assert model[0] is model[2] and type(block.up) is lowbit.nn.Linear
+
+
+class OfItsOwn(torch.Tensor):
+    """As torchao's tensors, which have a meaning for each operator."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(func)
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        (OfItsOwn, "0.weight is a OfItsOwn; expected a plain tensor"),
+        (torch.Tensor.to_sparse, "0.weight has the layout torch.sparse_coo; expected torch.strided"),
+        (lambda weight: weight.to(torch.float8_e4m3fn), "dtype torch.float8_e4m3fn; expected float32, bfloat16, float16"),
+    ],
+)
+def test_weights_of_other_kinds_are_refused_by_name(change, found):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].weight = nn.Parameter(change(model[0].weight.detach()))
+    with pytest.raises(TypeError, match=re.escape(found)):
+        lowbit.quantize_(model, LinearConfig())
+
+
+def test_a_lazy_layer_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"^0\.weight has no shape yet; call the model once"):
+        lowbit.quantize_(nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32)), LinearConfig())
 
 
 def test_training_mode_is_kept():

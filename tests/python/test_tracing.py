@@ -1,5 +1,7 @@
 """torch.library.opcheck, fake kernels and torch.export."""
 
+import pickle
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -103,6 +105,27 @@ def test_export(small, strict):
     for other in (indices, torch.arange(35).view(5, 7)):
         with torch.no_grad():
             assert torch.equal(program.module()(other), small(other))
+
+
+class AllLinear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = lowbit.nn.Linear(random_packed(32, 32, 4, 32, "symmetric"))
+        self.register_buffer("experts", torch.stack([random_packed(16, 32, 4, 32, "symmetric")] * 2))
+
+    def forward(self, x):
+        first, second = lowbit.linears(self.layer(x) + x, [self.layer.packed_weight, self.experts[0]], [32, 16])
+        chosen = torch.zeros(3, 2, dtype=torch.int64)
+        return first.sum() + second.sum() + lowbit.linear_experts(x, self.experts, chosen, 16).sum()
+
+
+def test_what_fx_wrote_down_has_gradients():
+    model = AllLinear()
+    traced = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(model)))
+    x = random_rows(3, 32).requires_grad_()
+    results = [call(x) for call in (model, traced)]
+    assert torch.equal(*results)
+    assert torch.equal(*(torch.autograd.grad(result, x)[0] for result in results))
 
 
 def test_exported_program_survives_a_file(small, tmp_path):

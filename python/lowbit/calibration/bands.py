@@ -29,7 +29,7 @@ def packed_in_bands(
     table = table_in(config)
     levels = None if table is None else table.by_code
     info = ops.describe((n, k), config.bits, config.group_size, config.mapping, bias is not None, levels)
-    result = torch.empty(info.total_bytes, dtype=torch.uint8)
+    result = torch.empty(info.total_bytes, dtype=torch.uint8, device="cpu")
     header_bytes = 64 if levels is None else 128
     folded, at = 0, header_bytes
     for begin in range(0, n, rows):

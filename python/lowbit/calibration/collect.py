@@ -37,8 +37,8 @@ def add_to(
     """Adds inputs of a layer to its moments; the last ones are held back, a part of `held`, if there are float ones."""
     k = x.shape[1]
     if name not in moments:
-        square = torch.zeros(k) if diagonal else torch.zeros(k, k)
-        moments[name] = Moments(square, None if y is None else torch.zeros(k, k), 0)
+        square = x.new_zeros(k if diagonal else (k, k), dtype=torch.float32)
+        moments[name] = Moments(square, None if y is None else x.new_zeros(k, k, dtype=torch.float32), 0)
     known = moments[name]
     count = round(held * len(x))
     if y is not None and count:

@@ -86,8 +86,8 @@ def _drawn(model: torch.nn.Module, batch: Batch, generator: torch.Generator) -> 
     states, mask = states.float(), batch.get("attention_mask")
     if mask is not None and mask.shape == states.shape[:2]:
         states = states * (mask != 0)[:, :, None]
-    of_tokens = torch.randn(states.shape, generator=generator)
+    of_tokens = torch.randn(states.shape, generator=generator, dtype=torch.float32)
     answer = (states * of_tokens).sum() / states.detach().norm().clamp(min=1e-20)
     means = normalize(states.sum(1), dim=-1)
-    of_texts = torch.randn(means.shape, generator=generator)
+    of_texts = torch.randn(means.shape, generator=generator, dtype=torch.float32)
     return math.sqrt(tokens_of(batch)) * (answer + math.sqrt(0.5 / len(means)) * (means * of_texts).sum())

@@ -141,7 +141,7 @@ def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearnes
 
 def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: ops.Unpacked, nearness: Nearness) -> None:
     scale_off = (stored.scales - scales).abs()
-    min_off = torch.zeros(()) if mins is None else (stored.mins - mins).abs()
+    min_off = torch.zeros((), dtype=torch.float32) if mins is None else (stored.mins - mins).abs()
     if not scale_off.any() and not min_off.any():
         return
     nearness.kind = "rounded"

@@ -65,7 +65,7 @@ def i2s_reader(
             digits = (data >> _SHIFTS & 3).reshape(end - begin, k)
         if (digits == 3).any():
             raise ValueError(f"{stored.path}: {stored.name} has the digit 3; expected 0 to 2")
-        scale = torch.full((end - begin, 1), _scale(stored))
+        scale = torch.full((end - begin, 1), _scale(stored), dtype=torch.float32)
         return Rows(torch.from_numpy(np.ascontiguousarray(digits + 1)), scale)
 
     return read

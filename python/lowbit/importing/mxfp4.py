@@ -26,7 +26,7 @@ def _read(blocks: Stored, scales: Stored, expert: int, begin: int, end: int) -> 
     codes = torch.stack((pairs & 15, pairs >> 4), -1).view(end - begin, groups * _GROUP)
     powers = read_bytes(scales, first, last).view(end - begin, groups).int()
     # A level is twice the value. 255 stands for no number.
-    values = torch.ldexp(torch.ones(()), powers - 128)
+    values = torch.ldexp(torch.ones((), dtype=torch.float32), powers - 128)
     return Rows(codes, torch.where(powers == 255, torch.nan, values))
 
 
