@@ -69,7 +69,10 @@ def _has_tangent(operator: str, *arguments) -> bool:
             fullgraph=True says so.
     """
     tensors = [each for each in arguments if isinstance(each, Tensor)]
-    found = any(forward_ad.unpack_dual(each, level=0).tangent is not None for each in tensors)
+    # Inference mode knows no tangents, and unpack_dual only tensors that were made in it.
+    found = not torch.is_inference_mode_enabled() and any(
+        forward_ad.unpack_dual(each, level=0).tangent is not None for each in tensors
+    )
     # Where a level was opened outside of the compiled function, its inputs have no tangents while it is traced.
     if torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and not found):
         raise NotImplementedError(

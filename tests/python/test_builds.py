@@ -92,6 +92,16 @@ def test_what_cannot_be_built(tmp_path, definitions, found):
     assert done.returncode == 1 and found in " ".join(done.stderr.split())
 
 
+def test_no_build_for_a_big_endian_processor(tmp_path):
+    """The compiler is that for Arm, told to put the highest byte first; its C library has no headers for that."""
+    (tmp_path / "gnu").mkdir()
+    (tmp_path / "gnu" / "stubs-lp64_be.h").touch()
+    for order, status in (("little", 0), ("big", 1)):
+        command = ["aarch64-linux-gnu-g++", "-std=c++20", f"-m{order}-endian", "-fsyntax-only", "-I", tmp_path]
+        done = subprocess.run([*command, ROOT / "kernels" / "header.cpp"], capture_output=True, text=True)
+        assert done.returncode == status and ("the packed format is little endian" in done.stderr) == (order == "big"), done.stderr
+
+
 def steps() -> list[str]:
     """The targets that the workflows run."""
     workflows = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
