@@ -92,6 +92,16 @@ def test_what_cannot_be_built(tmp_path, definitions, found):
     assert done.returncode == 1 and found in " ".join(done.stderr.split())
 
 
+def test_no_build_for_a_big_endian_processor(tmp_path):
+    """The compiler is that for Arm, told to put the highest byte first; its C library has no headers for that."""
+    (tmp_path / "gnu").mkdir()
+    (tmp_path / "gnu" / "stubs-lp64_be.h").touch()
+    for order, status in (("little", 0), ("big", 1)):
+        command = ["aarch64-linux-gnu-g++", "-std=c++20", f"-m{order}-endian", "-fsyntax-only", "-I", tmp_path]
+        done = subprocess.run([*command, ROOT / "kernels" / "header.cpp"], capture_output=True, text=True)
+        assert done.returncode == status and ("the packed format is little endian" in done.stderr) == (order == "big"), done.stderr
+
+
 def steps() -> list[str]:
     """The targets that the workflows run."""
     workflows = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
@@ -170,3 +180,42 @@ def test_the_programs_of_the_guide_call_the_operators(tmp_path):
             assert done.returncode == 0, done.stdout + done.stderr
         ran = subprocess.run([build / "program"], capture_output=True, text=True, timeout=60)
         assert (ran.returncode, ran.stdout.splitlines()) == (0, said[number]), ran.stderr
+
+
+SAMPLING = """
+#include "llm.h"
+
+#include <limits>
+
+int main() {
+  LlmOptions options;
+  std::mt19937_64 random(1);
+  const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  for (const double temperature : {0.0, 1.0}) {
+    for (const float bad : {nan, infinity}) {
+      for (size_t at = 0; at < 3; ++at) {
+        std::vector<float> logits = {0, 1, 0};
+        logits[at] = bad;
+        options.temperature = temperature;
+        try {
+          std::printf("token %d\\n", static_cast<int>(sample(logits, options, random)));
+        } catch (const std::runtime_error& error) {
+          std::puts(error.what());
+        }
+      }
+    }
+  }
+  std::vector<float> logits = {-infinity, 1, -infinity};
+  std::printf("token %d\\n", static_cast<int>(sample(logits, options, random)));
+}
+"""
+
+
+def test_the_runners_refuse_logits_that_are_no_numbers(tmp_path):
+    """examples/cpp/llm.h: also where the NaN is not the first, and another logit is the largest."""
+    (tmp_path / "program.cpp").write_text(SAMPLING)
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}", "program.cpp"]
+    done = subprocess.run([*command, "-o", "program"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    ran = subprocess.run([tmp_path / "program"], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines() == ["the model's logits are not finite"] * 12 + ["token 1"]
