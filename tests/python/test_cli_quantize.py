@@ -135,8 +135,16 @@ for case in cases:
             {"nohup": closed, "full": full}[case]()
         else:
             interrupted(int(case), sys.argv[3])
-        main()
-        os._exit(0)
+        status = 1
+        try:
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = ended.code
+        finally:  # without taking all down that was imported, which takes longer than the rest
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     found[case] = [status, *(open(f"{base}/{case}.{kind}").read() for kind in ("out", "err"))]
 print(json.dumps(found))
