@@ -89,7 +89,7 @@ def run_python():
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory) -> tuple[Path, dict]:
-    """The shipped model with 4 bits, and what `lowbit quantize --json` said; test_readme.py runs that in a process of its own."""
+    """The shipped model with 4 bits, and what `lowbit quantize --json` said; test_readme.py has that in its own process."""
     from command_line import FLOAT, document, invoke
 
     target = tmp_path_factory.mktemp("packed") / "model"
