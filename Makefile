@@ -36,8 +36,8 @@ CPU_FLAG_avx512vnni := avx512_vnni
 CPU_FLAG_avxvnni := avx_vnni
 CPU_FLAG_amx := amx_int8
 
-# pip would compile 20 000 files of Python, most of which nothing imports (--no-compile below). Python does it for those that are
-# imported, and keeps that, as it has to: the tests start hundreds of processes.
+# pip would compile 20 000 files of Python, most of which nothing imports (--no-compile below). Python does it for those
+# that are imported, and has to keep that: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
 ARM_RUNNER := $(abspath build/arm-runner)

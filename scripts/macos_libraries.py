@@ -49,11 +49,12 @@ IOS = 2  # Apple's number of the platform
 MACOS_OF_IOS_14 = (11, 0)
 # From a library that is looked for when the process runs: the interpreter's.
 DYNAMIC_LOOKUP = 0xFE
-# Of each instruction set that kernels are written for, an instruction (mask, bits) that no other has.
+# Of each instruction set that kernels are written for, instructions (mask, bits) that no other has: one of them is there.
 INSTRUCTIONS = {
-    "neondot": (0xBFC0F400, 0x0F80E000),  # sdot v.4s, v.16b, v.4b[i]
-    "i8mm": (0xFFE0FC00, 0x4E80A400),  # smmla v.4s, v.16b, v.16b
-    "sme2": (0xFFFFF9FF, 0xD503417F),  # smstart, of streaming mode, of ZA or of both
+    # sdot v.4s, v.16b, v.4b[i]; without LLVM's passes sdot v.4s, v.16b, v.16b
+    "neondot": ((0xBFC0F400, 0x0F80E000), (0xBFE0FC00, 0x0E809400)),
+    "i8mm": ((0xFFE0FC00, 0x4E80A400),),  # smmla v.4s, v.16b, v.16b
+    "sme2": ((0xFFFFF9FF, 0xD503417F),),  # smstart, of streaming mode, of ZA or of both
 }
 
 
@@ -213,9 +214,9 @@ def missing_kernels(data: bytes) -> list[str]:
     """The instruction sets for which a linear kernel of some width is missing, or any instruction of theirs."""
     words = memoryview(data[: len(data) // 4 * 4]).cast("I")
     found = []
-    for isa, (mask, bits) in INSTRUCTIONS.items():
+    for isa, any_of in INSTRUCTIONS.items():
         widths = set(re.findall(rb"linear_a8w(\d)_\w*_%s\0" % isa.encode(), data))
-        if len(widths) != 8 or not any(word & mask == bits for word in words):
+        if len(widths) != 8 or not any(word & mask == bits for word in words for mask, bits in any_of):
             found.append(isa)
     return found
 

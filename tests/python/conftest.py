@@ -89,12 +89,12 @@ def run_python():
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory) -> tuple[Path, dict]:
-    """The shipped model with 4 bits, the way a user makes it, and what `lowbit quantize --json` said."""
-    from command_line import FLOAT, document, run
+    """The shipped model with 4 bits, and what `lowbit quantize --json` said; test_readme.py has that in its own process."""
+    from command_line import FLOAT, document, invoke
 
     target = tmp_path_factory.mktemp("packed") / "model"
-    result = run("quantize", FLOAT, target, "--embedding-bits", 6, "--override", "*.0.*o_proj=8,none,affine", "--json")
-    assert result.returncode == 0, result.stderr
+    result = invoke("quantize", FLOAT, target, "--embedding-bits", 6, "--override", "*.0.*o_proj=8,none,affine", "--json")
+    assert result.exit_code == 0, result.stderr
     assert result.stderr.splitlines() == [f"quantising {FLOAT} ..."]
     return target, document(result)
 

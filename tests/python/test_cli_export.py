@@ -11,7 +11,7 @@ from lowbit.llm.loading import load_model, load_tokenizer
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """One layer of the shipped model: test_llm_export.py exports them all, test_readme.py in a process of its own."""
+    """One layer of the shipped model: test_llm_export.py exports two, test_readme.py in a process of its own."""
     directory = tmp_path_factory.mktemp("short")
     lowbit.quantize_checkpoint(shortened(directory / "float", 1), directory / "packed", lowbit.LowBitConfig(bits=4))
     return directory / "packed"

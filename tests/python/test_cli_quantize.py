@@ -1,18 +1,18 @@
 """`lowbit quantize`, beside the library."""
 
+import json
 import math
 import os
 import re
 import shutil
 import signal
-import subprocess
 
 import pytest
 import torch
 from transformers import JetMoeConfig, JetMoeForCausalLM
 
 import lowbit
-from command_line import FLOAT, LOWBIT, document, documented_keys, error, invoke
+from command_line import FLOAT, document, documented_keys, error, invoke
 
 
 def test_quantize_writes_what_the_library_writes(packed, tmp_path):
@@ -88,67 +88,87 @@ def test_quantize_keeps_what_is_there(packed, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_space(tmp_path):
+# A process that has imported all that takes seconds forks one for each case: a signal, "nohup" or "full".
+SIGNALLED = """
+import json, os, resource, shutil, signal, sys
+import lowbit.hf.loading, lowbit.hf.placing, transformers.models.llama.modeling_llama
+from lowbit.checkpoint import quantizing
+from lowbit.cli import main
+
+base, source, *cases = sys.argv[1:]
+pack, rmtree = quantizing._pack, shutil.rmtree
+
+def interrupted(number, target):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup does with this one
+    def again(*arguments, **options):  # whoever is impatient sends a second one while the first one's work is removed
+        os.kill(os.getpid(), number)
+        rmtree(*arguments, **options)
+    shutil.rmtree = again
+    def packing(*arguments):
+        pack(*arguments)
+        assert any(name.endswith(".partial") for name in os.listdir(os.path.dirname(target)))
+        os.kill(os.getpid(), number)
+    quantizing._pack = packing
+
+def closed():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    def packing(*arguments):
+        os.kill(os.getpid(), signal.SIGHUP)
+        pack(*arguments)
+    quantizing._pack = packing
+
+def full():
     # A limit on the size of files fails as a full disk does, in the middle of the file.
-    script = 'ulimit -f 256 && trap "" XFSZ && exec "$@"'
-    result = subprocess.run(
-        ["bash", "-c", script, "bash", LOWBIT, "quantize", FLOAT, tmp_path / "new"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (result.returncode, result.stdout) == (1, "")
-    started, said = result.stderr.splitlines()
-    assert said.startswith("lowbit: error: ") and f"{tmp_path / 'new'}" in said and "nothing of it was kept" in said
-    assert list(tmp_path.iterdir()) == []
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
 
-
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_interrupted(number, code, tmp_path, run_python):
-    script = """
-import os, shutil, signal, sys
-from lowbit.checkpoint import quantizing
-from lowbit.cli import main
-number, target = int(sys.argv.pop(1)), sys.argv[3]
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup does with this one
-rmtree = shutil.rmtree
-def again(*arguments, **options):  # whoever is impatient sends a second one while the first one's work is removed
-    os.kill(os.getpid(), number)
-    rmtree(*arguments, **options)
-shutil.rmtree = again
-pack = quantizing._pack
-def interrupted(*arguments):
-    pack(*arguments)
-    assert any(name.endswith(".partial") for name in os.listdir(os.path.dirname(target)))
-    os.kill(os.getpid(), number)
-quantizing._pack = interrupted
-main()
+found = {}
+for case in cases:
+    os.mkdir(f"{base}/{case}")
+    child = os.fork()
+    if child == 0:
+        for stream, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{base}/{case}.{kind}", os.O_CREAT | os.O_WRONLY), stream)
+        sys.argv = ["lowbit", "quantize", source, f"{base}/{case}/new", "--scale", "absmax"]
+        if case in ("nohup", "full"):
+            {"nohup": closed, "full": full}[case]()
+        else:
+            interrupted(int(case), sys.argv[3])
+        status = 1
+        try:
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = ended.code
+        finally:  # without taking all down that was imported, which takes longer than the rest
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found[case] = [status, *(open(f"{base}/{case}.{kind}").read() for kind in ("out", "err"))]
+print(json.dumps(found))
 """
-    result = run_python(script, int(number), "quantize", FLOAT, tmp_path / "new")
-    assert (result.returncode, result.stdout) == (code, "")
-    assert result.stderr.splitlines() == [f"quantising {FLOAT} ..."]
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_nohup(tmp_path, run_python):
+def test_interrupted_and_no_space(tmp_path, run_python):
+    codes = {str(int(number)): 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    done = run_python(SIGNALLED, tmp_path, FLOAT, *codes, "nohup", "full")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for number, code in codes.items():
+        assert found[number] == [code, "", f"quantising {FLOAT} ...\n"]
+        assert list((tmp_path / number).iterdir()) == []
     # Whoever starts a command with nohup wants it to go on when the terminal is closed.
-    script = """
-import os, signal
-from lowbit.checkpoint import quantizing
-from lowbit.cli import main
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-pack = quantizing._pack
-def closed(*arguments):
-    os.kill(os.getpid(), signal.SIGHUP)
-    pack(*arguments)
-quantizing._pack = closed
-main()
-"""
-    result = run_python(script, "quantize", FLOAT, tmp_path / "new", "--scale", "absmax")
-    assert result.returncode == 0, result.stderr
-    assert len(lowbit.inspect_checkpoint(tmp_path / "new")) == 47
-    assert os.listdir(tmp_path) == ["new"]
+    status, _, said = found["nohup"]
+    assert status == 0, said
+    assert len(lowbit.inspect_checkpoint(tmp_path / "nohup" / "new")) == 47
+    assert os.listdir(tmp_path / "nohup") == ["new"]
+    status, out, said = found["full"]
+    assert (status, out) == (1, "")
+    _, said = said.splitlines()
+    assert said.startswith("lowbit: error: ") and f"{tmp_path / 'full' / 'new'}" in said and "nothing of it was kept" in said
+    assert list((tmp_path / "full").iterdir()) == []
 
 
 def test_the_last_override_that_matches_counts(tmp_path):

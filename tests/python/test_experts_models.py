@@ -296,6 +296,8 @@ def test_widths_by_layer_have_experts_among_them(source):
     size = planned_size(directory, config)
     assert 4.4 < 8 * size.packed_bytes / size.packed_weights <= 4.5
 
+    if kind != "mixtral":
+        return
     # Where the second matrices of the experts count for nothing they get the fewest bits.
     parameter = model.get_submodule(holder).down_proj
     parameter.mul_(1e-3)

@@ -41,7 +41,7 @@ def commands(document: Path) -> list[list[str]]:
 @pytest.fixture
 def directory(tmp_path):
     """A directory in which the repository's examples are found by their relative paths. The language model has one of
-    its five layers, as each takes seconds to export: test_llm_export.py has all of them."""
+    its five layers, as each takes seconds to export: test_llm_export.py has two of them."""
     tiny = tmp_path / "examples" / "tiny_llama"
     tiny.mkdir(parents=True)
     for found in (*(ROOT / "examples").iterdir(), *TINY.iterdir()):
