@@ -183,9 +183,10 @@ def test_a_new_head_on_a_packed_model(tmp_path):
     assert torch.equal(model.model(TOKENS).last_hidden_state, expected(TOKENS).last_hidden_state)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "OPT"])
+@pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "ModernBert", "OPT"])
 def test_other_architectures(tmp_path, name):
-    """Experts that transformers fuses, scaled embeddings, three ways of tying, layers that stay in float32."""
+    """Experts that transformers fuses, scaled embeddings, three ways of tying, a tied head that the model initialises by name, layers that
+    stay in float32."""
     import transformers
 
     small = {
@@ -206,6 +207,12 @@ def test_other_architectures(tmp_path, name):
             lambda: transformers.T5Config(vocab_size=160, d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16),
         ),
         "Bert": ("BertForMaskedLM", lambda: transformers.BertConfig(**small)),
+        "ModernBert": (
+            "ModernBertForMaskedLM",
+            lambda: transformers.ModernBertConfig(
+                **small, pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2
+            ),
+        ),
         "OPT": (
             "OPTForCausalLM",
             lambda: transformers.OPTConfig(

@@ -10,12 +10,26 @@ import torch
 import transformers
 
 from .. import nn, ops
+from ..computed_tensor import ComputedTensor
 from ..layers import Experts, check_whole_experts, kind_of, named_layers, put_packed
 from ..memory import give_back
 from . import conv1d, experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 PACKED, ORDER = "packed_weight", "input_order"
+
+
+class _Awaiting(torch.nn.Module):
+    """In the place of a layer that will share a packed weight: without state, so that a loader does not miss any."""
+
+    def __init__(self, layer: torch.nn.Module):
+        super().__init__()
+        # Some models initialise a head by name; these say that they need not be.
+        for name in ("weight", "bias"):
+            value = getattr(layer, name, None)
+            if value is not None:
+                value = ComputedTensor(value.detach, value.shape, value.dtype, value.device)
+            self.__dict__[name] = value
 
 
 def place_packed(
@@ -66,7 +80,7 @@ def place_packed(
             where, info = packed[owner]
             _check_fits(where, info, floats_of[without])
             shared[without] = owner, floats_of[without]
-            model.set_submodule(without, torch.nn.Identity())
+            model.set_submodule(without, _Awaiting(floats_of[without]))
     changed = packed.keys() | shared.keys()
     model.all_tied_weights_keys = {
         target: source
