@@ -4,7 +4,7 @@ of published rates, and says which of the choices is better rather than how fast
 
     python3 bench/arm_sme2_model.py      writes a table
 
-A layer of 4096 x 4096, 4 bits, groups of 32. Threads claim panels as ops/parallel.h has it.
+A layer of 4096 x 4096, 4 bits, groups of 32. Threads claim panels as ops/schedule.h has it.
 
   a core       cycles per 128 weights and row of the i8mm (m = 1: dot-product) rows, by LLVM's models of Neoverse V2 for
                a fast core and V1 for a slow one, which has fewer pipes, at 4.4 and 2.9 GHz

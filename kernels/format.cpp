@@ -57,6 +57,9 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
                          ": choose a group size",
                          k, kMaxGroupInputs);
   }
+  if (mapping > Mapping::levels) {
+    return Status::error("mapping is %d; expected symmetric (0), affine (1) or levels (2)", static_cast<int>(mapping));
+  }
   Layout l{};
   l.header_bytes = kHeaderBytes;
   if (mapping == Mapping::levels) {
@@ -70,7 +73,7 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
     }
     l.header_bytes = kLevelsHeaderBytes;
   } else if (levels != nullptr) {
-    return Status::error("there are levels, but the mapping is without");
+    return Status::error("there are levels with another mapping; expected them with Mapping::levels only");
   }
   l.format = Format::panel16;
   l.bits = bits;

@@ -1,20 +1,18 @@
 #include <atomic>
+#include <cmath>
 #include <new>
 
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
 #include "rows.h"
+#include "schedule.h"
 #include "scratch.h"
+#include "tiles.h"
 
 namespace lowbit {
 namespace {
 
-// Below this many products a second thread costs more than it saves.
-constexpr int64_t kParallelProducts = 1 << 17;
-// Each claim is at least about this many: positions to write, and rows of queries.
-constexpr int64_t kClaimValues = 1 << 13;
-constexpr int64_t kClaimProducts = 1 << 14;
 constexpr double kLog2E = 1.4426950408889634;
 
 // The sizes of a call.
@@ -107,10 +105,17 @@ Status read_start(const TensorView& start, int64_t* value) {
   return {};
 }
 
+// With these, what scores are multiplied with is a finite float32, and no softcap is so small that it is none.
+constexpr double kLargestScale = 1e30, kSmallestSoftcap = 1e-6;
+
 Status check_scores(const Scores& scores, const TensorView& q) {
+  if (!(std::fabs(scores.scale) <= kLargestScale)) {
+    return Status::error("scale is %g; expected a number from -%g to %g", scores.scale, kLargestScale, kLargestScale);
+  }
   if (scores.window < 0) return Status::error("window is %" PRId64 "; expected 1 or more, or 0 for none", scores.window);
-  if (!(scores.softcap >= 0.0 && scores.softcap <= 1e30)) {
-    return Status::error("softcap is %g; expected a positive number, or 0 for none", scores.softcap);
+  if (scores.softcap != 0.0 && !(scores.softcap >= kSmallestSoftcap && scores.softcap <= kLargestScale)) {
+    return Status::error("softcap is %g; expected a number from %g to %g, or 0 for none", scores.softcap,
+                         kSmallestSoftcap, kLargestScale);
   }
   if (scores.sinks == nullptr) return {};
   const TensorView& sinks = *scores.sinks;
@@ -140,12 +145,12 @@ Status check(const TensorView& q, const TensorView& k, const TensorView& v, cons
                          sizes->heads, sizes->kv_heads);
   }
   if (Status status = check_tensor("out", out, q.type, out_shape); !status.ok()) return status;
+  if (Status status = read_start(start, &sizes->start); !status.ok()) return status;
   if (Status status = check_apart({{"out", &out}, {"k_cache", &k_cache}, {"v_cache", &v_cache}},
-                                  {{"q", &q}, {"k", &k}, {"v", &v}, {"sinks", scores.sinks}});
+                                  {{"q", &q}, {"k", &k}, {"v", &v}, {"sinks", scores.sinks}, {"start", &start}});
       !status.ok()) {
     return status;
   }
-  if (Status status = read_start(start, &sizes->start); !status.ok()) return status;
   const int64_t room = sizes->max_length - sizes->positions;
   if (sizes->start < 0 || sizes->start > room) {
     return Status::out_of_range("start is %" PRId64 " with %" PRId64 " new positions; expected 0 to %" PRId64
@@ -343,7 +348,7 @@ Status attention(const TensorView& q, const TensorView& k, const TensorView& v, 
   if (k.shape.numel() == 0) return {};
   const DefaultFloats floats;
   Scores scores = given;
-  __asm__ volatile("" : "+m"(scores));  // their products are rounded behind this line, too
+  __asm__ volatile("" : "+m"(scores));  // the compiler must not round their products before the line above
   const Call call(sizes, q, k, v, k_cache, v_cache, scores, out);
 
   // A band of the grid is a head of the caches: its new positions are written before its queries run. The last rows,

@@ -1,15 +1,11 @@
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
+#include "schedule.h"
 #include "scratch.h"
+#include "tiles.h"
 
 namespace lowbit {
-namespace {
-
-// Below this many values a second thread costs more than it saves.
-constexpr int64_t kParallelValues = 1 << 15;
-
-}  // namespace
 
 Status embedding_shape(const TensorView& indices, int64_t embedding_dim, Shape* out) {
   if (Status status = check_shape("indices", indices.shape); !status.ok()) return status;
@@ -41,7 +37,9 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
     return Status::error("the output dtype is %s; expected float32, bfloat16 or float16", name_of(out.type));
   }
   if (Status status = check_tensor("out", out, out.type, out_shape); !status.ok()) return status;
-  if (Status status = check_apart({{"out", &out}}, {{"packed_weight", &packed}}); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"indices", &indices}, {"packed_weight", &packed}}); !status.ok()) {
+    return status;
+  }
 
   // All indices are checked before a row is written, so that a refused call writes nothing. What was checked is what is used:
   // another thread may write to the caller's indices meanwhile.

@@ -10,8 +10,6 @@
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/kernel/thread_parallel_interface.h>
 
-#include <initializer_list>
-
 #include "operators.h"
 
 namespace {
@@ -51,38 +49,13 @@ TensorView view_of(const Tensor& tensor) {
 }
 
 // The output with the given shape, in the memory that the program planned for it. Where that shape is not possible the
-// output keeps its own, and the operator, which checks the shape of every argument, says so.
+// output keeps its own, and the operator, which checks the shape and the memory of every argument, says so. A file can
+// name one tensor twice, so inputs are looked at before.
 TensorView resized(Tensor& out, const Shape& shape) {
   const Error error = executorch::runtime::resize_tensor(
       out, ArrayRef<int64_t>(shape.size, static_cast<size_t>(shape.ndim)));
   (void)error;
   return view_of(out);
-}
-
-// A program's tensor has no memory until the caller provides it, and where the planned ones lie is what the file says.
-// An output over the indices, say, would change them behind their check.
-Status check_memory(std::initializer_list<const Tensor*> read, std::initializer_list<const Tensor*> written) {
-  for (const auto& tensors : {read, written}) {
-    for (const Tensor* tensor : tensors) {
-      if (tensor->const_data_ptr() == nullptr && tensor->numel() != 0) return Status::error("a tensor has no memory");
-    }
-  }
-  const auto begin_of = [](const Tensor* tensor) { return reinterpret_cast<uintptr_t>(tensor->const_data_ptr()); };
-  const auto end_of = [&](const Tensor* tensor) { return begin_of(tensor) + tensor->nbytes(); };
-  const auto meet = [&](const Tensor* a, const Tensor* b) {
-    return begin_of(a) < end_of(b) && begin_of(b) < end_of(a);
-  };
-  for (const Tensor* output : written) {
-    for (const Tensor* input : read) {
-      if (meet(input, output)) return Status::error("the output lies over an input; expected memory of its own");
-    }
-    for (const Tensor* other : written) {
-      if (other != output && meet(other, output)) {
-        return Status::error("an output lies over another; expected memory of its own");
-      }
-    }
-  }
-  return {};
 }
 
 Parallel executorch_threads() {
@@ -130,12 +103,10 @@ Status run_linear(Span<EValue*> values) {
   const int64_t out_features = values[2]->toInt();
   Tensor& out = values[3]->toTensor();
 
-  const TensorView x_view = view_of(x);
+  const TensorView x_view = view_of(x), packed_view = view_of(packed_weight);
   Shape shape;
   if (Status status = lowbit::linear_shape(x_view, out_features, &shape); !status.ok()) return status;
-  const TensorView out_view = resized(out, shape);
-  if (Status status = check_memory({&x, &packed_weight}, {&out}); !status.ok()) return status;
-  return lowbit::linear(x_view, view_of(packed_weight), out_features, out_view, executorch_threads());
+  return lowbit::linear(x_view, packed_view, out_features, resized(out, shape), executorch_threads());
 }
 
 Status run_linears(Span<EValue*> values) {
@@ -162,13 +133,9 @@ Status run_linears(Span<EValue*> values) {
   const int64_t count = static_cast<int64_t>(out_features.size());
   Shape shape;
   if (Status status = lowbit::linears_shape(x_view, out_features.data(), count, &shape); !status.ok()) return status;
-  const TensorView out_view = resized(out, shape);
-  TensorView packed[lowbit::kMostMatrices];
-  for (size_t i = 0; i < packed_weights.size(); ++i) {
-    if (Status status = check_memory({&x, &packed_weights[i]}, {&out}); !status.ok()) return status;
-    packed[i] = view_of(packed_weights[i]);
-  }
-  return lowbit::linears(x_view, packed, out_features.data(), count, out_view, executorch_threads());
+  TensorView packed[lowbit::kMostMatrices];  // as many as linears_shape() lets pass
+  for (size_t i = 0; i < packed_weights.size(); ++i) packed[i] = view_of(packed_weights[i]);
+  return lowbit::linears(x_view, packed, out_features.data(), count, resized(out, shape), executorch_threads());
 }
 
 Status run_linear_experts(Span<EValue*> values) {
@@ -184,14 +151,12 @@ Status run_linear_experts(Span<EValue*> values) {
   const int64_t out_features = values[3]->toInt();
   Tensor& out = values[4]->toTensor();
 
-  const TensorView x_view = view_of(x), experts_view = view_of(experts);
+  const TensorView x_view = view_of(x), packed_view = view_of(packed_weights), experts_view = view_of(experts);
   Shape shape;
   if (Status status = lowbit::linear_experts_shape(x_view, experts_view, out_features, &shape); !status.ok()) {
     return status;
   }
-  const TensorView out_view = resized(out, shape);
-  if (Status status = check_memory({&x, &packed_weights, &experts}, {&out}); !status.ok()) return status;
-  return lowbit::linear_experts(x_view, view_of(packed_weights), experts_view, out_features, out_view,
+  return lowbit::linear_experts(x_view, packed_view, experts_view, out_features, resized(out, shape),
                                 executorch_threads());
 }
 
@@ -209,12 +174,10 @@ Status run_embedding(Span<EValue*> values) {
   const int64_t embedding_dim = values[2]->toInt();
   Tensor& out = values[4]->toTensor();
 
-  const TensorView indices_view = view_of(indices);
+  const TensorView indices_view = view_of(indices), packed_view = view_of(packed_weight);
   Shape shape;
   if (Status status = lowbit::embedding_shape(indices_view, embedding_dim, &shape); !status.ok()) return status;
-  const TensorView out_view = resized(out, shape);
-  if (Status status = check_memory({&indices, &packed_weight}, {&out}); !status.ok()) return status;
-  return lowbit::embedding(indices_view, view_of(packed_weight), embedding_dim, out_view, executorch_threads());
+  return lowbit::embedding(indices_view, packed_view, embedding_dim, resized(out, shape), executorch_threads());
 }
 
 // The caches are changed in place: export leaves the buffers of the program itself to be arguments.
@@ -235,21 +198,18 @@ Status run_attention(Span<EValue*> values) {
   }
   const Tensor &q = values[0]->toTensor(), &k = values[1]->toTensor(), &v = values[2]->toTensor();
   const Tensor &k_cache = values[3]->toTensor(), &v_cache = values[4]->toTensor(), &start = values[5]->toTensor();
-  const Tensor& sinks = values[9]->isNone() ? start : values[9]->toTensor();  // start: no further memory to check
-  const TensorView sinks_view = view_of(sinks);
+  const bool has_sinks = !values[9]->isNone();
+  const TensorView sinks_view = has_sinks ? view_of(values[9]->toTensor()) : TensorView();
   const lowbit::Scores scores{values[6]->toDouble(), values[7]->toInt(), values[8]->toDouble(),
-                              values[9]->isNone() ? nullptr : &sinks_view};
+                              has_sinks ? &sinks_view : nullptr};
   Tensor& out = values[10]->toTensor();
 
-  const TensorView q_view = view_of(q), k_cache_view = view_of(k_cache), v_cache_view = view_of(v_cache);
+  const TensorView q_view = view_of(q), k_view = view_of(k), v_view = view_of(v), start_view = view_of(start);
+  const TensorView k_cache_view = view_of(k_cache), v_cache_view = view_of(v_cache);
   Shape shape;
   if (Status status = lowbit::attention_shape(q_view, k_cache_view, v_cache_view, &shape); !status.ok()) return status;
-  const TensorView out_view = resized(out, shape);
-  if (Status status = check_memory({&q, &k, &v, &start, &sinks}, {&k_cache, &v_cache, &out}); !status.ok()) {
-    return status;
-  }
-  return lowbit::attention(q_view, view_of(k), view_of(v), k_cache_view, v_cache_view, view_of(start), scores,
-                           out_view, executorch_threads());
+  return lowbit::attention(q_view, k_view, v_view, k_cache_view, v_cache_view, start_view, scores, resized(out, shape),
+                           executorch_threads());
 }
 
 constexpr char kLinear[] = "lowbit::linear.out", kLinears[] = "lowbit::linears.out", kEmbedding[] = "lowbit::embedding.out";

@@ -4,6 +4,7 @@
 #include "check.h"
 #include "operators.h"
 #include "rows.h"
+#include "schedule.h"
 #include "scratch.h"
 #include "sme_threads.h"
 #include "tiles.h"
@@ -201,6 +202,61 @@ int64_t sort_by_expert(const Memory& memory, int64_t experts, int64_t first, int
   return parts;
 }
 
+// What can be refused without a look at the experts chosen. `layout`: that of expert 0, whose groups all others have.
+Status check(const TensorView& x, const TensorView& packed, const TensorView& experts, int64_t out_features,
+             const TensorView& out, const Parallel& parallel, Layout* layout) {
+  Shape out_shape;
+  if (Status status = sme_threads_status(); !status.ok()) return status;
+  if (Status status = check_parallel(parallel); !status.ok()) return status;
+  if (Status status = linear_experts_shape(x, experts, out_features, &out_shape); !status.ok()) return status;
+  if (Status status = check_memory("x", x); !status.ok()) return status;
+  if (!is_activation_type(x.type)) {
+    return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
+  }
+  if (Status status = check_memory("experts", experts); !status.ok()) return status;
+  if (experts.type != ElementType::i64) {
+    return Status::error("experts has dtype %s; expected int64", name_of(experts.type));
+  }
+  if (Status status = check_packed(packed); !status.ok()) return status;
+  if (Status status = read_expert(packed, 0, x, out_features, 0, layout); !status.ok()) return status;
+  if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
+  return check_apart({{"out", &out}}, {{"x", &x}, {"packed_weights", &packed}, {"experts", &experts}});
+}
+
+// The experts chosen, and the layouts of their matrices. All that can be refused is refused here, before a result is
+// written; and what was checked is what is used: another thread may write to the caller's indices meanwhile.
+Status read_chosen(const TensorView& x, const TensorView& packed, const TensorView& experts, const Layout& layout,
+                   const Memory& memory) {
+  const int64_t results = experts.shape.numel(), count = packed.shape.size[0];
+  for (int64_t expert = 0; expert < count; ++expert) new (memory.layouts + expert) Layout{};
+  for (int64_t i = 0; i < results; ++i) {
+    const int64_t expert = index_at(experts, i);
+    if (expert < 0 || expert >= count) {
+      return Status::out_of_range("expert %" PRId64 " (number %" PRId64 " of %" PRId64
+                                  ") is out of range; expected 0 to %" PRId64, expert, i, results, count - 1);
+    }
+    memory.chosen[i] = expert;
+    Layout& own = memory.layouts[expert];
+    if (own.n != 0) continue;
+    if (Status s = read_expert(packed, expert, x, layout.n, layout.group_inputs(), &own); !s.ok()) return s;
+    if (choose_linear(own, 1, active_isa()).run == nullptr) return no_kernel("linear", own);
+  }
+  return {};
+}
+
+// How many panels a tile of a part has. One row of an expert reads its weights once, so its tiles are as long as there
+// are enough of them for all threads; those of more rows have what fits their memory, `tile_bytes`.
+int64_t panels_per_tile(const Memory& memory, int64_t parts, int64_t results, const Layout& layout, int64_t item,
+                        int64_t tile_bytes, int threads) {
+  int64_t most_rows = 1;
+  for (int64_t i = 0; i < parts; ++i) most_rows = memory.parts[i].rows > most_rows ? memory.parts[i].rows : most_rows;
+  const int64_t least = 1 + kClaimProducts * parts / (results * layout.k * kPanelRows);
+  const int64_t fits = most_rows == 1 ? layout.panels : at_least_1(tile_bytes / (most_rows * kPanelRows * item));
+  int64_t step = at_least_1(parts * layout.panels / (kTilesPerThread * threads));
+  step = step < least ? least : step;
+  return step < fits ? step : fits;
+}
+
 }  // namespace
 
 Status linear_experts_shape(const TensorView& x, const TensorView& experts, int64_t out_features, Shape* out) {
@@ -226,24 +282,8 @@ Status linear_experts_shape(const TensorView& x, const TensorView& experts, int6
 
 Status linear_experts(const TensorView& x, const TensorView& packed, const TensorView& experts, int64_t out_features,
                       const TensorView& out, const Parallel& parallel) {
-  Shape out_shape;
-  if (Status status = sme_threads_status(); !status.ok()) return status;
-  if (Status status = check_parallel(parallel); !status.ok()) return status;
-  if (Status status = linear_experts_shape(x, experts, out_features, &out_shape); !status.ok()) return status;
-  if (Status status = check_memory("x", x); !status.ok()) return status;
-  if (!is_activation_type(x.type)) {
-    return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
-  }
-  if (Status status = check_memory("experts", experts); !status.ok()) return status;
-  if (experts.type != ElementType::i64) {
-    return Status::error("experts has dtype %s; expected int64", name_of(experts.type));
-  }
-  if (Status status = check_packed(packed); !status.ok()) return status;
   Layout layout;
-  if (Status status = read_expert(packed, 0, x, out_features, 0, &layout); !status.ok()) return status;
-  if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
-  if (Status s = check_apart({{"out", &out}}, {{"x", &x}, {"packed_weights", &packed}}); !s.ok()) return s;
-
+  if (Status s = check(x, packed, experts, out_features, out, parallel, &layout); !s.ok()) return s;
   const int64_t results = experts.shape.numel();
   if (results == 0) return {};
   const int64_t count = packed.shape.size[0], each = experts.shape.size[experts.shape.ndim - 1];
@@ -270,22 +310,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   }
   Pieces pieces(scratch.data());
   memory.place(pieces, count, results, chunk, layout, threads.threads * worker_bytes);
-
-  // All that can be refused is refused before a result is written. What was checked is what is used: another thread may
-  // write to the caller's indices meanwhile.
-  for (int64_t expert = 0; expert < count; ++expert) new (memory.layouts + expert) Layout{};
-  for (int64_t i = 0; i < results; ++i) {
-    const int64_t expert = index_at(experts, i);
-    if (expert < 0 || expert >= count) {
-      return Status::out_of_range("expert %" PRId64 " (number %" PRId64 " of %" PRId64
-                                  ") is out of range; expected 0 to %" PRId64, expert, i, results, count - 1);
-    }
-    memory.chosen[i] = expert;
-    Layout& own = memory.layouts[expert];
-    if (own.n != 0) continue;
-    if (Status s = read_expert(packed, expert, x, out_features, layout.group_inputs(), &own); !s.ok()) return s;
-    if (choose_linear(own, 1, active_isa()).run == nullptr) return no_kernel("linear", own);
-  }
+  if (Status s = read_chosen(x, packed, experts, layout, memory); !s.ok()) return s;
 
   const Call call(x, packed, out, layout, each, memory);
   for (int64_t first = 0; first < results; first += chunk) {
@@ -298,16 +323,8 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
                   for (int64_t row = begin + from; row < begin + to; ++row) call.quantize(row, first, own);
                 });
 
-    // A tile is some panels of one part. One row of an expert reads its weights once, so its tiles are as long as there are
-    // enough of them for all threads; those of more rows have what fits their memory.
-    int64_t part_rows = 1;
-    for (int64_t i = 0; i < parts; ++i) part_rows = memory.parts[i].rows > part_rows ? memory.parts[i].rows : part_rows;
-    const int64_t least = 1 + kClaimProducts * parts / (here * layout.k * kPanelRows);
-    const int64_t fits = part_rows == 1 ? layout.panels : at_least_1(tile_bytes / (part_rows * kPanelRows * item));
-    int64_t step = at_least_1(parts * layout.panels / (kTilesPerThread * threads.threads));
-    step = step < least ? least : step;
-    step = step < fits ? step : fits;
-    const int64_t tiles = (layout.panels + step - 1) / step;
+    const int64_t step = panels_per_tile(memory, parts, here, layout, item, tile_bytes, threads.threads);
+    const int64_t tiles = (layout.panels + step - 1) / step;  // of a part
     parallel_1d(threads, parts * tiles, 1, [&](int worker, int64_t from, int64_t to) {
       char* const own = memory.workers + worker * worker_bytes;
       const IsaBits isa = worker < sme_threads() ? active_isa() : active_isa() & ~IsaBits{kSme2};

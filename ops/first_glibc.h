@@ -1,7 +1,6 @@
 // For libraries that must load where glibc is older than the one at hand (cmake/manylinux_2_28.cmake): since 2.34 some
 // functions are in libc. Old systems have them in libdl and libpthread, under their first version, and new ones know
-// that
-// one too.
+// that one too.
 #pragma once
 
 #ifdef LOWBIT_MANYLINUX_2_28

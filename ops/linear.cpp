@@ -5,6 +5,7 @@
 #include "float_environment.h"
 #include "operators.h"
 #include "rows.h"
+#include "schedule.h"
 #include "scratch.h"
 #include "sme_threads.h"
 #include "tiles.h"
@@ -269,6 +270,56 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
   return {};
 }
 
+// Checks the arguments of linears() and reads the headers.
+Status read_matrices(const TensorView& x, const TensorView* packed, const int64_t* out_features, int64_t count,
+                     const TensorView& out, Matrices* matrices) {
+  Shape out_shape;
+  if (Status status = linears_shape(x, out_features, count, &out_shape); !status.ok()) return status;
+  if (Status status = check_memory("x", x); !status.ok()) return status;
+  if (!is_activation_type(x.type)) {
+    return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
+  }
+  const int last = x.shape.ndim - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    Layout layout;
+    if (Status status = read_packed(packed[i], &layout); !status.ok()) return status;
+    if (out_features[i] != layout.n) {
+      return Status::error("out_features is %" PRId64 "; expected %" PRId64 ", the rows of the packed weight",
+                           out_features[i], layout.n);
+    }
+    if (x.shape.size[last] != layout.k) {
+      return Status::error("x has shape %s; expected [..., %" PRId64 "], the inputs of the packed weight",
+                           describe(x.shape).text, layout.k);
+    }
+    matrices->add(layout, static_cast<const uint8_t*>(packed[i].data));
+  }
+  if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
+  if (Status status = check_apart({{"out", &out}}, {{"x", &x}}); !status.ok()) return status;
+  for (int64_t i = 0; i < count; ++i) {
+    if (Status s = check_apart({{"out", &out}}, {{"packed_weight", &packed[i]}}); !s.ok()) return s;
+  }
+  return {};
+}
+
+// The kernels of all matrices for so many rows of x, and where their columns of the output begin.
+Status choose_kernels(const TensorView& x, int64_t rows, const TensorView& out, const Parallel& parallel,
+                      Matrices* matrices, bool* prepared) {
+  char* column = static_cast<char*>(out.data);
+  for (int i = 0; i < matrices->count; ++i) {
+    Matrix& matrix = matrices->of[i];
+    matrix.kernel = &choose_linear(matrix.layout, rows, active_isa());
+    if (matrix.kernel->run == nullptr) return no_kernel("linear", matrix.layout);
+    matrix.beside = matrix.kernel;
+    if ((matrix.kernel->isa & kSme2) != 0 && parallel.threads > sme_threads()) {
+      matrix.beside = &choose_linear(matrix.layout, rows, active_isa() & ~IsaBits{kSme2});
+    }
+    matrix.out = column;
+    column += matrix.layout.n * element_bytes(x.type);
+    *prepared = *prepared || matrix.kernel->prepare != nullptr;
+  }
+  return {};
+}
+
 }  // namespace
 
 Status read_packed(const TensorView& packed, Layout* layout) {
@@ -306,52 +357,14 @@ Status linear_shape(const TensorView& x, int64_t out_features, Shape* out) {
 
 Status linears(const TensorView& x, const TensorView* packed, const int64_t* out_features, int64_t count,
                const TensorView& out, const Parallel& parallel) {
-  Shape out_shape;
   if (Status status = sme_threads_status(); !status.ok()) return status;
   if (Status status = check_parallel(parallel); !status.ok()) return status;
-  if (Status status = linears_shape(x, out_features, count, &out_shape); !status.ok()) return status;
-  if (Status status = check_memory("x", x); !status.ok()) return status;
-  if (!is_activation_type(x.type)) {
-    return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
-  }
-  const int last = x.shape.ndim - 1;
   Matrices matrices;
-  for (int64_t i = 0; i < count; ++i) {
-    Layout layout;
-    if (Status status = read_packed(packed[i], &layout); !status.ok()) return status;
-    if (out_features[i] != layout.n) {
-      return Status::error("out_features is %" PRId64 "; expected %" PRId64 ", the rows of the packed weight",
-                           out_features[i], layout.n);
-    }
-    if (x.shape.size[last] != layout.k) {
-      return Status::error("x has shape %s; expected [..., %" PRId64 "], the inputs of the packed weight",
-                           describe(x.shape).text, layout.k);
-    }
-    matrices.add(layout, static_cast<const uint8_t*>(packed[i].data));
-  }
-  if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
-  if (Status status = check_apart({{"out", &out}}, {{"x", &x}}); !status.ok()) return status;
-  for (int64_t i = 0; i < count; ++i) {
-    if (Status s = check_apart({{"out", &out}}, {{"packed_weight", &packed[i]}}); !s.ok()) return s;
-  }
-
+  if (Status status = read_matrices(x, packed, out_features, count, out, &matrices); !status.ok()) return status;
   const int64_t rows = x.shape.numel() / matrices.k;
   if (rows == 0) return {};
-  char* column = static_cast<char*>(out.data);
-  bool prepared = false;
-  for (int i = 0; i < matrices.count; ++i) {
-    Matrix& matrix = matrices.of[i];
-    const Layout& layout = matrix.layout;
-    matrix.kernel = &choose_linear(layout, rows, active_isa());
-    if (matrix.kernel->run == nullptr) return no_kernel("linear", layout);
-    matrix.beside = matrix.kernel;
-    if ((matrix.kernel->isa & kSme2) != 0 && parallel.threads > sme_threads()) {
-      matrix.beside = &choose_linear(layout, rows, active_isa() & ~IsaBits{kSme2});
-    }
-    matrix.out = column;
-    column += layout.n * element_bytes(x.type);
-    prepared = prepared || matrix.kernel->prepare != nullptr;
-  }
+  bool prepared = false;  // whether a row of the table has activations of its own
+  if (Status status = choose_kernels(x, rows, out, parallel, &matrices, &prepared); !status.ok()) return status;
   if (!prepared) return linear_quantized(matrices, x, rows, parallel);
 
   // Rows with activations of their own share nothing.

@@ -6,6 +6,7 @@
 #include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
+#include "schedule.h"
 
 namespace lowbit {
 namespace {

@@ -4,6 +4,7 @@
 #include "../kernels/round_to_nearest.h"
 #include "check.h"
 #include "operators.h"
+#include "schedule.h"
 
 namespace lowbit {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "parallel.h"
+#include "schedule.h"
 
 namespace lowbit {
 

@@ -5,6 +5,7 @@
 #include "../kernels/pack.h"
 #include "check.h"
 #include "operators.h"
+#include "schedule.h"
 
 namespace lowbit {
 namespace {

@@ -1,4 +1,4 @@
-// How the calls of linear operators are cut.
+// How the calls of operators are cut for threads.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@ namespace lowbit {
 
 // Below this many products a second thread costs more than it saves (a parallel region is 0.7 to 0.9 us).
 inline constexpr int64_t kParallelProducts = 1 << 17;
-// Up to this many activations are quantised before threads are asked for.
+// Below this many values to quantise, or to dequantise, it does so too.
 inline constexpr int64_t kParallelValues = 1 << 15;
-// Each claim of rows to quantise is about this many values.
+// A claim of rows to quantise, or of positions to write to a cache, is about this many values.
 inline constexpr int64_t kClaimValues = 1 << 13;
-// A claim of panels is at least about this many products: fewer are not worth the claim.
+// A claim of panels, or of rows of queries, is at least about this many products: fewer are not worth the claim.
 inline constexpr int64_t kClaimProducts = 1 << 14;
 // A kernel for many rows prepares the activations of a claim once, for up to so many panels.
 inline constexpr int64_t kClaimPanels = 8;

@@ -19,7 +19,9 @@ mkdir -p "$directory"
 "$bin/cmake" --build "$build" -j "$jobs" >>"$directory/build.log" || { tail -n 30 "$directory/build.log"; exit 1; }
 find "$build" -name '*.gcda' -delete
 "$bin/ctest" --test-dir "$build" -j "$jobs" --output-on-failure --no-tests=error
-"$bin/gcovr" --root . --filter kernels/ --filter ops/ --gcov-ignore-parse-errors=negative_hits.warn -j "$jobs" \
+# A line that ran ten thousand million times is no error of gcov's here: the tests' inner loops do.
+"$bin/gcovr" --root . --filter kernels/ --filter ops/ --gcov-ignore-parse-errors=negative_hits.warn \
+  --gcov-suspicious-hits-threshold=0 -j "$jobs" \
   --json "$directory/cpp.gcovr.json" --json-summary "$directory/cpp.json" --html-details "$directory/cpp.html" \
   "$build" >"$directory/cpp.log" 2>&1 || { tail -n 30 "$directory/cpp.log"; exit 1; }
 

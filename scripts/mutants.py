@@ -92,7 +92,7 @@ PYTHON: dict[str, list[str]] = {
     "python/lowbit/files/elf.py": ["test_export"],
     "python/lowbit/files/gguf.py": ["test_importing_gguf", "test_export_gguf", "test_importing_hostile"],
     "python/lowbit/files/replace.py": ["test_replace", "test_checkpoint_targets", "test_export_gguf"],
-    "python/lowbit/files/safetensors.py": ["test_checkpoint_sources", "test_checkpoint", "test_importing_directory"],
+    "python/lowbit/files/safetensors.py": ["test_safetensors_files", "test_checkpoint_sources", "test_checkpoint", "test_importing_directory"],
     "python/lowbit/files/untrusted.py": ["test_untrusted", "test_checkpoint_sources", "test_importing_directory", "test_cli_errors"],
     "python/lowbit/checkpoint/entries.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/plan.py": ["test_checkpoint", "test_checkpoint_sources"],

@@ -10,9 +10,9 @@
 //   then the panels' heads
 //
 // The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric, and with a table: the level).
-// A group's integer part
-// is the sum of a * byte + factor * A (A the group's activation sum): sums start at the second term. For many rows a
-// byte is cheaper than fields in place: resolving costs an instruction once, joining sums one for each row.
+// A group's integer part is the sum of a * byte + factor * A (A the group's activation sum): sums start at the second
+// term. For many rows a byte is cheaper than fields in place: resolving costs an instruction once, joining sums one for
+// each row.
 // Sums are int32 and may wrap on their way; what leaves a group is below 2^31 (kMaxGroupInputs).
 //
 // Everything a tile reads lies in the order in which it is read, and ld1 takes 64 bytes and moves the pointer on.

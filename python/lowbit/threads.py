@@ -41,7 +41,7 @@ def available_cpus() -> int:
 def _cgroup_cpus(root: Path) -> float | None:
     """The CPUs' worth of time that the control groups (version 1 or 2) of this process allow; None: all."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()  # a name may be in any encoding
     except OSError:
         return None
     limits = []

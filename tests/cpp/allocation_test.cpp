@@ -1,8 +1,6 @@
 // Memory that cannot be had: each allocation of each call of an operator fails in its turn, alone or with all that
-// come after
-// it. A call then says so, or does without and gives the same bits; nothing is lost, nothing leaks, and the next call
-// on the
-// same thread is right. Under AddressSanitizer (make test-sanitize) what leaks is seen block by block.
+// come after it. A call then says so, or does without and gives the same bits; nothing is lost, nothing leaks, and the
+// next call on the same thread is right. Under AddressSanitizer (make test-sanitize) what leaks is seen block by block.
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

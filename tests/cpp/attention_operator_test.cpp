@@ -409,8 +409,11 @@ TEST(Attention, Refusals) {
                      {});
   };
   EXPECT_TRUE(refused(scored({kScale, -1}), "window is -1; expected 1 or more, or 0 for none"));
-  for (const double cap : {-1.0, double{NAN}, double{INFINITY}}) {
+  for (const double cap : {-1.0, double{NAN}, double{INFINITY}, 1e-320, 1e-7, 1e31}) {
     EXPECT_TRUE(refused(scored({kScale, 0, cap}), "softcap is "));
+  }
+  for (const double scale : {double{NAN}, -double{INFINITY}, 1e31}) {
+    EXPECT_TRUE(refused(scored({scale}), "scale is "));
   }
   for (const std::vector<int64_t>& shape : {std::vector<int64_t>{3}, {4, 1}, {0}}) {
     const Tensor sinks(ElementType::f32, shape);

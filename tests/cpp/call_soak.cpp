@@ -1,6 +1,5 @@
 // Many threads that call every operator at once, each with settings of its own for float operations, while kernel
-// libraries are
-// loaded: the same bits in every call, and memory that does not grow. ThreadSanitizer watches it in `races`.
+// libraries are loaded: the same bits in every call, and memory that does not grow. ThreadSanitizer watches it in `races`.
 //
 //   call_soak [CALLS [THREADS]]
 

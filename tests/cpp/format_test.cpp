@@ -267,6 +267,8 @@ TEST(Format, LayoutParametersAreChecked) {
                "there are no levels; expected 16 of them");
   EXPECT_FALSE(make_layout(1, 1, 4, 16, Mapping::symmetric, false, &layout, levels).ok());
   EXPECT_FALSE(make_layout(1, 1, 5, 16, Mapping::levels, false, &layout, levels).ok());
+  EXPECT_STREQ(make_layout(1, 1, 4, 16, static_cast<Mapping>(3), false, &layout).message(),
+               "mapping is 3; expected symmetric (0), affine (1) or levels (2)");
 }
 
 TEST(Format, AnyAlteredByteOfThePayloadIsNoticed) {

@@ -1,6 +1,7 @@
 // Packed matrices that are damaged at random, headers and payloads, given to every operator and to every kernel that
 // this CPU runs: each is refused, or computed with the same bits everywhere. What happens outside of buffers is for
-// AddressSanitizer to see (`make fuzz`), so they lie in memory of their exact size.
+// AddressSanitizer to see (`make fuzz`), so they lie in memory of their exact size. How they are damaged:
+// support/packed_damage.h.
 //
 //   packed_fuzz [EXECUTIONS [SEED [FIRST]]]   the executions FIRST, FIRST + 1, ... of a seed; a find names its number
 //   packed_fuzz --inputs FILE                 the inputs of a file, which the search below has found
@@ -21,6 +22,7 @@
 
 #include "../../kernels/isa.h"
 #include "../../kernels/registry.h"
+#include "support/packed_damage.h"
 #include "support/tensors.h"
 
 namespace lowbit::test {
@@ -28,27 +30,6 @@ namespace {
 
 constexpr int64_t kSameMatrix = 16;  // executions that damage the same matrix
 constexpr int64_t kSmallMatrices = 16;  // of so many one is larger, with tiles of many rows: it takes as long as all others
-constexpr int64_t kGroups[] = {0, 16, 32, 48, 64, 80, 272};
-// Where the fields of a header are: bytes, and how many (docs/format.md).
-constexpr struct {
-  int64_t at, bytes;
-} kFields[] = {{0, 8},  {8, 2},  {10, 1}, {11, 1}, {12, 1}, {13, 1},
-               {14, 2}, {16, 8}, {24, 8}, {32, 4}, {36, 4}, {40, 8}};
-constexpr int64_t kPayloadChecksum = 48, kHeaderChecksum = 56;
-constexpr uint64_t kNumbers[] = {
-    0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 64, 255, 65535, 65536, 65537, 0x7fffffffu, 0x80000000u, 0x80000001u,
-    0xffffffffu, 0x100000000u, uint64_t{1} << 40, (uint64_t{1} << 61) + 1, uint64_t{1} << 62,
-    (uint64_t{1} << 63) - 1, uint64_t{1} << 63, ~uint64_t{0}};
-constexpr uint16_t kHalves[] = {0, 0x8000, 1, 0x8001, 0x03ff, 0x0400, 0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e00, 0xfe01};
-constexpr uint32_t kFloats[] = {0, 0x80000000u, 1, 0x007fffffu, 0x00800000u, 0x7f7fffffu, 0xff7fffffu, 0x7f800000u,
-                                0xff800000u, 0x7fc00000u, 0xffc00001u, 0x3f800000u};
-
-template <class T, size_t kCount>
-T any_of(const T (&values)[kCount], Random& random) {
-  return values[random.below(kCount)];
-}
-
-int64_t any_in(Random& random, int64_t first, int64_t last) { return random.between(first, last); }
 
 struct Counts {
   int64_t refused = 0, altered = 0, kernels = 0;
@@ -110,85 +91,6 @@ void expect_same(const Buffer& values, const uint8_t* expected, DType dtype, con
               std::to_string(wanted),
           &layout);
   }
-}
-
-void seal_header(std::vector<uint8_t>& bytes) {
-  if (bytes.size() < 64) return;
-  std::vector<uint8_t> covered(bytes.begin(), bytes.begin() + kHeaderChecksum);
-  if (bytes[8] == kLevelsVersion && bytes.size() >= 128) {
-    covered.insert(covered.end(), bytes.begin() + 64, bytes.begin() + 128);
-  }
-  const uint64_t sum = checksum_of(covered.data(), static_cast<int64_t>(covered.size()));
-  std::memcpy(bytes.data() + kHeaderChecksum, &sum, sizeof sum);
-}
-
-void damage_header(std::vector<uint8_t>& bytes, Random& random) {
-  if (bytes.size() < 128 || random.below(4) == 0) {
-    if (bytes.empty()) return;
-    const int64_t at = random.below(std::min<int64_t>(128, static_cast<int64_t>(bytes.size())));
-    bytes[static_cast<size_t>(at)] ^= static_cast<uint8_t>(1 << random.below(8));
-    return;
-  }
-  const auto field = any_of(kFields, random);
-  uint64_t value = 0;
-  std::memcpy(&value, bytes.data() + field.at, static_cast<size_t>(field.bytes));
-  switch (random.below(3)) {
-    case 0: value += static_cast<uint64_t>(any_in(random, -17, 17)); break;
-    case 1: value = any_of(kNumbers, random); break;
-    default: value = random.next(); break;
-  }
-  std::memcpy(bytes.data() + field.at, &value, static_cast<size_t>(field.bytes));
-}
-
-void damage_payload(std::vector<uint8_t>& bytes, Random& random) {
-  if (bytes.size() < 72) return;
-  const int64_t words = static_cast<int64_t>(bytes.size() - 64) / 4;
-  uint8_t* const at = bytes.data() + 64 + 4 * random.below(words);
-  switch (random.below(3)) {
-    case 0:
-      for (uint8_t* byte = at; byte < std::min(at + any_in(random, 1, 64), bytes.data() + bytes.size()); ++byte) {
-        *byte = static_cast<uint8_t>(random.next());
-      }
-      break;
-    case 1: {
-      const uint16_t half = any_of(kHalves, random);
-      std::memcpy(at + 2 * random.below(2), &half, sizeof half);
-      break;
-    }
-    default: {
-      const uint32_t number = any_of(kFloats, random);
-      std::memcpy(at, &number, sizeof number);
-    }
-  }
-}
-
-// Most are sealed again, so that the checks behind the checksums are reached.
-void seal(std::vector<uint8_t>& bytes, Random& random) {
-  if (random.below(4) != 0) seal_header(bytes);
-  Layout layout;
-  if (random.below(2) == 0 && read_header(bytes.data(), static_cast<int64_t>(bytes.size()), &layout).ok()) {
-    const uint64_t folded = fold_panels(bytes.data(), layout, 0);
-    std::memcpy(bytes.data() + kPayloadChecksum, &folded, sizeof folded);
-    seal_header(bytes);
-  }
-}
-
-std::vector<uint8_t> damaged(std::vector<uint8_t> bytes, Random& random) {
-  const bool header_stays = random.below(3) != 0;  // most others are refused before a kernel sees them
-  for (int64_t left = any_in(random, 1, 4); left > 0; --left) {
-    const int64_t what = header_stays ? 3 : random.below(8);
-    if (what < 3) {
-      damage_header(bytes, random);
-    } else if (what < 7) {
-      damage_payload(bytes, random);
-    } else if (random.below(2) == 0) {
-      bytes.resize(static_cast<size_t>(random.below(static_cast<int64_t>(bytes.size()) + 1)));
-    } else {
-      bytes.resize(bytes.size() + static_cast<size_t>(any_in(random, 1, 200)), 0x33);
-    }
-  }
-  seal(bytes, random);
-  return bytes;
 }
 
 ElementType any_type(Random& random) {
@@ -357,18 +259,6 @@ void run_operators(const Buffer& bytes, const Layout& layout, bool whole, bool s
   }
 }
 
-std::vector<uint8_t> matrix(bool small, Random& random) {
-  const int bits = static_cast<int>(any_in(random, 1, 8));
-  const std::vector<Mapping> mappings = mappings_of_width(bits);
-  const Mapping mapping = mappings[static_cast<size_t>(random.below(static_cast<int64_t>(mappings.size())))];
-  int64_t n = any_in(random, 1, 18), k = any_in(random, 1, 40);
-  if (!small) {
-    n = random.below(4) == 0 ? any_in(random, 33, 70) : any_in(random, 1, 32);
-    k = random.below(4) == 0 ? any_in(random, 97, 400) : any_in(random, 1, 96);
-  }
-  return packed(random_weights(layout_of(n, k, bits, any_of(kGroups, random), mapping, random.below(2) == 0), random));
-}
-
 void execute(const std::vector<uint8_t>& content, bool small, Random& random, Counts* counts) {
   const Buffer bytes(static_cast<int64_t>(content.size()), random.below(8));
   if (!content.empty()) std::memcpy(bytes.data(), content.data(), content.size());
@@ -462,7 +352,7 @@ int run_inputs(const char* path) {
     const bool small = i / kSameMatrix % kSmallMatrices != 0;
     if (whole.empty() || i % kSameMatrix == 0) {
       Random random(Random(static_cast<uint64_t>(seed)).next() ^ static_cast<uint64_t>(i / kSameMatrix));
-      whole = matrix(small, random);
+      whole = random_matrix(small, random);
     }
     std::snprintf(current, sizeof current, "seed %lld, execution %lld", static_cast<long long>(seed),
                   static_cast<long long>(i));
@@ -505,13 +395,13 @@ extern "C" __attribute__((visibility("default"))) size_t LLVMFuzzerCustomMutator
   }
   std::vector<uint8_t> bytes;
   if (size <= kSeedBytes || random.below(64) == 0) {
-    bytes = matrix(true, random);
+    bytes = random_matrix(true, random);
   } else if (random.below(2) == 0) {
     bytes = damaged({data + kSeedBytes, data + size}, random);
   } else {
     size = LLVMFuzzerMutate(data + kSeedBytes, size - kSeedBytes, max_size - kSeedBytes);
     bytes.assign(data + kSeedBytes, data + kSeedBytes + size);
-    seal(bytes, random);
+    seal_again(bytes, random);
   }
   bytes.resize(std::min(bytes.size(), max_size - kSeedBytes));
   std::copy(bytes.begin(), bytes.end(), data + kSeedBytes);

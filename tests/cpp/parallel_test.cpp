@@ -1,7 +1,7 @@
 // parallel_1d and parallel_2d: every piece once, on any host's threads, and no piece waits for a stalled thread that
 // others could serve. What a call works in, and its float settings.
 
-#include "../../ops/parallel.h"
+#include "../../ops/schedule.h"
 #include "../../ops/scratch.h"
 
 #include <gtest/gtest.h>

@@ -92,6 +92,16 @@ def test_what_cannot_be_built(tmp_path, definitions, found):
     assert done.returncode == 1 and found in " ".join(done.stderr.split())
 
 
+def test_no_build_for_a_big_endian_processor(tmp_path):
+    """The compiler is that for Arm, told to put the highest byte first; its C library has no headers for that."""
+    (tmp_path / "gnu").mkdir()
+    (tmp_path / "gnu" / "stubs-lp64_be.h").touch()
+    for order, status in (("little", 0), ("big", 1)):
+        command = ["aarch64-linux-gnu-g++", "-std=c++20", f"-m{order}-endian", "-fsyntax-only", "-I", tmp_path]
+        done = subprocess.run([*command, ROOT / "kernels" / "header.cpp"], capture_output=True, text=True)
+        assert done.returncode == status and ("the packed format is little endian" in done.stderr) == (order == "big"), done.stderr
+
+
 def steps() -> list[str]:
     """The targets that the workflows run."""
     workflows = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml"))
@@ -149,16 +159,63 @@ def test_a_project_that_adds_the_checkout_has_the_headers(tmp_path):
     assert objects == ["consumer.cpp.o"]
 
 
-def test_the_program_of_the_guide_calls_the_operators(tmp_path):
-    """examples/cpp/README.md: its C++, with the installed headers and liblowbit alone, prints what the text says."""
+def test_the_programs_of_the_guide_call_the_operators(tmp_path):
+    """examples/cpp/README.md: its C++, by its CMake lines, with the installed headers and liblowbit alone, prints what the
+    text says. The second program takes the place of the first one's main()."""
     guide = (EXAMPLE / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```cpp\n(.*?)^```", guide, re.M | re.S)
-    (printed,) = re.findall(r"^It prints `([^`]+)`", guide, re.M)
-    (tmp_path / "program.cpp").write_text(code)
-    installed, program = lowbit.cmake_prefix_path, tmp_path / "program"
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", tmp_path / "program.cpp"]
-    command += [f"-I{installed}/include", f"-L{installed}", "-llowbit", f"-Wl,-rpath,{installed}", "-o", program]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
+    (project,) = re.findall(r"^```cmake\n(.*?)^```", guide, re.M | re.S)
+    first, second = re.findall(r"^```cpp\n(.*?)^```", guide, re.M | re.S)
+    said = [re.findall(r"`([^`]+)`", line) for line in re.findall(r"^It prints (.+)$", guide, re.M)]
+    assert len(said) == 2
+    (tmp_path / "CMakeLists.txt").write_text(project)
+    for number, code in enumerate((first, first[: first.index("int main()")] + second)):
+        (tmp_path / "program.cpp").write_text(code)
+        build = tmp_path / f"build{number}"
+        settings = [f"-DCMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}", "-DCMAKE_CXX_FLAGS=-std=c++17 -Wall -Wextra -Wpedantic -Werror"]
+        for command in (
+            ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", *settings, "-S", tmp_path, "-B", build],
+            ["--build", build],
+        ):
+            done = subprocess.run(list(map(str, [tool("cmake"), *command])), capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, done.stdout + done.stderr
+        ran = subprocess.run([build / "program"], capture_output=True, text=True, timeout=60)
+        assert (ran.returncode, ran.stdout.splitlines()) == (0, said[number]), ran.stderr
+
+
+SAMPLING = """
+#include "llm.h"
+
+#include <limits>
+
+int main() {
+  LlmOptions options;
+  std::mt19937_64 random(1);
+  const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  for (const double temperature : {0.0, 1.0}) {
+    for (const float bad : {nan, infinity}) {
+      for (size_t at = 0; at < 3; ++at) {
+        std::vector<float> logits = {0, 1, 0};
+        logits[at] = bad;
+        options.temperature = temperature;
+        try {
+          std::printf("token %d\\n", static_cast<int>(sample(logits, options, random)));
+        } catch (const std::runtime_error& error) {
+          std::puts(error.what());
+        }
+      }
+    }
+  }
+  std::vector<float> logits = {-infinity, 1, -infinity};
+  std::printf("token %d\\n", static_cast<int>(sample(logits, options, random)));
+}
+"""
+
+
+def test_the_runners_refuse_logits_that_are_no_numbers(tmp_path):
+    """examples/cpp/llm.h: also where the NaN is not the first, and another logit is the largest."""
+    (tmp_path / "program.cpp").write_text(SAMPLING)
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}", "program.cpp"]
+    done = subprocess.run([*command, "-o", "program"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout) == (0, printed + "\n"), ran.stderr
+    ran = subprocess.run([tmp_path / "program"], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines() == ["the model's logits are not finite"] * 12 + ["token 1"]

@@ -314,6 +314,14 @@ def test_the_command_and_inspect(tmp_path):
     assert sorted(shown["imported"], key=key) == sorted(said["tensors"], key=key)
     lines = invoke("inspect", tmp_path / "out").stdout
     assert "came over" in lines and lines.count("rounded, within") == 9
+    file = tmp_path / "out" / "lowbit_import.json"
+    report = json.loads(file.read_text())
+    for odd in ("1", True, None, 10**400, [1]):
+        for key in ("steps", "error"):
+            changed = [entry | {key: odd} for entry in report["tensors"]]
+            file.write_text(json.dumps(report | {"tensors": changed}))
+            assert f"{file} is not a report of an import: an entry has the distance" in error(invoke("inspect", tmp_path / "out"))
+    file.write_text(json.dumps(report))
     assert "expected a directory that is empty" in error(invoke("import", tmp_path / "m.gguf", tmp_path / "out"))
 
 

@@ -1,13 +1,17 @@
 """GGUF files that are damaged, or made to do damage: one sentence that names what is wrong, and nothing is written."""
 
+import copy
 import json
+import math
 import os
 import random
 import re
 import resource
+import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 
 import lowbit
 import numpy as np
@@ -17,7 +21,9 @@ from gguf_files import ARRAY, STRING, file_bytes, tensor, text, value
 from lowbit.files import gguf as reader
 from lowbit.files.gguf import read_gguf
 from lowbit.importing import open_source
+from lowbit.importing.codes import Matrix, Nearness, pack_rows
 from lowbit.importing.gguf import open_gguf
+from lowbit.importing.gguf_models import ARCHITECTURES
 from safetensors.torch import save
 from test_importing_directory import NF4, Quantised, act_order, awq, compressed, gptq, gptq_p
 from test_importing_others import hqq
@@ -400,6 +406,135 @@ def test_mutants_of_directories(tmp_path):
             assert number >= len(wholes), (name, error)
             assert str(error).isprintable(), (number, error)
     assert min(accepted.values()) > 1 and sum(accepted.values()) < count
+
+
+ODD = [None, True, [], {}, "\x1b[2J", 0, -1, 3, 2**31 - 1, 10**400, math.nan, {"a": {}}]
+
+
+def places(value, at: tuple = ()):
+    """The ways to everything in a document of JSON."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield *at, key
+        yield from places(inner, (*at, key))
+
+
+def with_value(document, at: tuple, value):
+    document = copy.deepcopy(document)
+    holder = document
+    for key in at[:-1]:
+        holder = holder[key]
+    holder[at[-1]] = value
+    return document
+
+
+def settings_of_others():
+    """Of each format every setting and every number of its states, as values of other kinds and sizes."""
+    more = {
+        "gptq": ["dynamic", "checkpoint_format"], "awq": ["version", "w_bit", "q_group_size"], "hqq": [], "bitnet": ["linear_class"],
+        "compressed-tensors": ["kv_cache_scheme"], "bitsandbytes": ["load_in_8bit"], "torchao": ["quant_type"],
+    }  # fmt: skip
+    for name, (settings, tensors, metadata) in layers_of_others().items():
+        config = {"quantization_config": settings}
+        others = [("quantization_config", key) for key in more[settings["quant_method"]]]
+        for at in [*places(config), *others]:
+            for odd in ODD:
+                yield (name, at, odd), with_value(config, at, odd), tensors, metadata
+        for odd in ODD:
+            auto_round = settings | {"quant_method": "auto-round", "packing_format": odd}
+            yield (name, "packing_format", odd), {"quantization_config": auto_round}, tensors, metadata
+        for key in metadata.keys() - {"format"}:
+            for at in places(json.loads(metadata[key])):
+                for odd in ODD:
+                    text = json.dumps(with_value(json.loads(metadata[key]), at, odd))
+                    yield (name, at, odd), config, tensors, metadata | {key: text}
+        leaf = "weight.quant_state.bitsandbytes__nf4"
+        if leaf in tensors:
+            state = json.loads(bytes(tensors[leaf].tolist()))
+            nested = {
+                "weight.nested_absmax": torch.ones(1), "weight.nested_quant_map": torch.ones(256),
+                "weight.absmax": torch.zeros(32, dtype=torch.uint8),
+            }  # fmt: skip
+            for key in [*state, "nested_blocksize", "nested_offset"]:
+                for odd in ODD:
+                    text = torch.tensor(list(json.dumps(state | {key: odd}).encode()), dtype=torch.uint8)
+                    yield (name, key, odd), config, tensors | {leaf: text}, metadata
+                    yield (name, key, odd, "nested"), config, tensors | nested | {leaf: text}, metadata
+            for values in ([0.5] * 16, [1e-45] + [0.0] * 15, [1e-40] * 8 + [2e-40] * 8):
+                yield (name, values), config, tensors | {"weight.quant_map": torch.tensor(values)}, metadata
+
+
+def test_settings_of_other_kinds_and_sizes(tmp_path):
+    """Under a limit of memory: a setting of a few bytes asks for none."""
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    accepted = refused = 0
+    resource.setrlimit(resource.RLIMIT_AS, (size + (2 << 30), before[1]))
+    try:
+        for what, config, tensors, metadata in settings_of_others():
+            made = {f"model.a.{leaf}": tensor.contiguous() for leaf, tensor in tensors.items()}
+            (tmp_path / "model.safetensors").write_bytes(save(made, metadata))
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            try:
+                for matrix in open_source(tmp_path).tensors:
+                    rows = matrix.read(0, min(16, matrix.shape[0]))
+                    if isinstance(matrix, Matrix):
+                        pack_rows(matrix, rows, None, Nearness())
+                accepted += 1
+            except (ValueError, OSError) as error:
+                assert str(error).isprintable() and len(str(error)) < 1000, (what, error)
+                refused += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert refused > accepted > 0
+
+
+def test_a_file_of_a_million_experts(tmp_path):
+    """Each takes 17 bytes of the file: none costs more before the model says that there are so many."""
+    count = 1 << 20
+    made = {
+        f"model.layers.0.mlp.experts.{leaf}_{part}": torch.zeros(count, 1, 1, *size, dtype=torch.uint8)
+        for leaf in ("gate_up_proj", "down_proj")
+        for part, size in (("blocks", (16,)), ("scales", ()))
+    }
+    (tmp_path / "model.safetensors").write_bytes(save(made))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    tracemalloc.start()
+    try:
+        stacked = open_source(tmp_path).tensors
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20  # 64 of them to read config.json
+    finally:
+        tracemalloc.stop()
+    assert [each.shape for each in stacked] == [(count, 1, 32)] * 2 and stacked[0].bytes == 17 * count
+
+
+ODD_KEYS = [True, "", "\x1b[2J", 0, -1, 1, 33, 2**31 - 1, 1.5, math.nan, ["a"], ["a"] * 4, [0] * 4, [1e38] * 4]
+
+
+def test_keys_of_other_kinds_and_sizes(tmp_path):
+    """Every key of a small llama's file; and those of other architectures, of which not all tensors are there."""
+    keys = [
+        *METADATA, "llama.rope.freq_base", "llama.rope.scaling.type", "llama.expert_count", "llama.attention.key_length", "split.count",
+        "split.no", "split.tensors.count", "tokenizer.ggml.pre", "tokenizer.ggml.scores", "tokenizer.chat_template",
+    ]  # fmt: skip
+    cases = [METADATA | {key: odd} for key in keys for odd in ODD_KEYS]
+    for architecture in ARCHITECTURES:
+        own = {key.replace("llama.", f"{architecture}."): item for key, item in METADATA.items()}
+        own["general.architecture"] = architecture
+        cases += [own | {key: odd} for key in own if key.startswith(f"{architecture}.") for odd in (0, 1, 33, 2**31 - 1, "x")]
+    accepted = 0
+    for metadata in cases:
+        file = tmp_path / "m.gguf"
+        file.write_bytes(file_bytes(metadata, tensors()))
+        try:
+            source = open_gguf(file)
+            if any(metadata.get(key) != METADATA.get(key) for key in metadata if key.startswith("tokenizer.")):
+                shutil.rmtree(tmp_path / "files", ignore_errors=True)
+                (tmp_path / "files").mkdir()
+                source.write_files(tmp_path / "files")
+            accepted += 1
+        except (ValueError, OSError) as error:
+            assert str(error).isprintable() and str(file) in str(error), (metadata, error)
+    assert 0 < accepted < len(cases)
 
 
 def test_mutants_are_imported_or_leave_nothing(tmp_path):

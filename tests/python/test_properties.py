@@ -1,4 +1,4 @@
-"""What holds for every matrix: same bits after permutations, powers of two and other numbers of rows and threads; and the
+"""What holds for every matrix: same bits after permutations, cuts, powers of two, other numbers of rows and threads; and the
 bound of docs/accuracy.md."""
 
 import hypothesis.strategies as st
@@ -108,3 +108,22 @@ def test_the_bound_is_reached():
     x[0, 0], x[0, 1] = 0.0, 255.0  # a step is 1
     error, bound = error_and_bound(x, packed)
     assert 0.95 * bound < error <= bound
+
+
+@given(**SIZES, group=GROUPS, mapping=MAPPINGS, m=st.integers(1, 9), cut=st.integers(0, 100))
+def test_inputs_that_are_zero_may_be_cut_off(n, k, bits, seed, group, mapping, m, cut):
+    """Of a matrix cut between two groups, each part gives what the whole one does where the other part's inputs are zero.
+
+    Activations are whole numbers that int8 holds with zero at zero: elsewhere what zeros add is rounded before it is taken
+    away again.
+    """
+    packed = lowbit.pack(**parts_of(n, k, bits, seed, group, mapping) | {"bias": None})
+    at = cut % -(-k // group) * group
+    x = torch.randint(-128, 128, (m, k), generator=torch.Generator().manual_seed(seed)).float()
+    for begin, end in ((0, at), (at, k)):
+        if end - begin > 1:
+            x[:, begin], x[:, begin + 1] = -128, 127
+            alone = torch.zeros_like(x)
+            alone[:, begin:end] = x[:, begin:end]
+            part = lowbit.linear(x[:, begin:end].contiguous(), lowbit.slice_columns(packed, begin, end), n)
+            assert_same_bits(lowbit.linear(alone, packed, n), part)

@@ -152,6 +152,15 @@ def test_control_groups(tmp_path, files, cpus):
     assert threads._cgroup_cpus(write(tmp_path, files)) == cpus
 
 
+def test_a_group_of_any_name(tmp_path):
+    """In no encoding at all."""
+    group = os.fsdecode(b"caf\xe9")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")
+    write(tmp_path, {f"sys/fs/cgroup/{group}/cpu.max": "150000 100000\n"})
+    assert threads._cgroup_cpus(tmp_path) == 1.5
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_affinity(run_python):
     script = "import os; os.sched_setaffinity(0, {0}); from lowbit import threads; print(threads.available_cpus())"

@@ -1,9 +1,12 @@
 """lowbit.files.untrusted: JSON of others, what is said of it, and whose mistake an exception is."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
+from lowbit.files.gguf import read_gguf
 from lowbit.files.untrusted import MOST_JSON, interpreting, one_line, printable, raised_by_reader, read_json
 
 
@@ -13,17 +16,33 @@ def test_a_file_of_one_object(tmp_path):
     assert len(largest) == MOST_JSON
     file.write_bytes(largest)
     assert read_json(file) == {"a": {"b": 1}}
+    deep = b'{"a": [' * 49 + b'{"b": [1, 2]}' + b"]}" * 49
+    file.write_bytes(deep)
+    assert read_json(file) == json.loads(deep)
     for content, message in (
         (largest + b" ", "has 67108865 bytes; expected at most 67108864"),
         (b'{"a": 1, "b": 2, "c": {"x": 1, "y": 2, "x": 3}}', "is not JSON: an object has 'x' twice"),
         (b"[1]", "holds a list; expected an object"),
         (b"[" * 200_000, "is nested too deeply"),
+        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "is nested too deeply; expected up to 100 levels"),
+        (b'{"a": ' * 101 + b"{}" + b"}" * 101, "is nested too deeply; expected up to 100 levels"),
         (b'{"\xff": 1}', "is not JSON: 'utf-8' codec"),
     ):
         file.write_bytes(content)
         with pytest.raises(ValueError) as caught:
             read_json(file)
         assert str(caught.value).startswith(str(file)) and message in str(caught.value)
+
+
+def test_what_is_no_file(tmp_path):
+    """A pipe would be waited for, and a device has no end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        for read in (read_json, read_gguf):
+            with pytest.raises(ValueError, match=f"{path} is a pipe, a socket or a device; expected a file"):
+                read(path)
+    with pytest.raises(ValueError, match="is a directory; expected a file"):
+        read_json(tmp_path)
 
 
 def test_what_a_terminal_is_shown():

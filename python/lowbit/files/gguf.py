@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .untrusted import printable
+from .untrusted import check_regular, printable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -210,6 +210,7 @@ def _read_tensor(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int
 
 
 def _read_file(path: Path) -> Gguf:
+    check_regular(path)
     with open(path, "rb") as file:
         header = _Header(file, path)
         magic = file.read(4)
@@ -293,6 +294,9 @@ def read_gguf(path: str | os.PathLike) -> Gguf:
     files = [_read_file(part) for part in parts_of(Path(path))]
     first = files[0]
     for number, file in enumerate(files):
+        for key in ("split.count", "split.no", "split.tensors.count"):
+            if not isinstance(file.metadata.get(key, 0), int):
+                raise ValueError(f"{file.paths[0]} has a {type(file.metadata[key]).__name__} as {key}; expected a number")
         count, place = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)
         if len(files) > 1 or (count != 0 and count != 1):
             if count != len(files) or place != number:

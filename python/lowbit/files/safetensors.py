@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _C, ops
 from .replace import check_utf8, sync
-from .untrusted import read_json
+from .untrusted import check_regular, read_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -59,6 +59,7 @@ def read_file(path: Path) -> dict[str, Stored]:
             f"safetensors is not installed: {error}. Install it with `pip install safetensors`."
         ) from error
     check_utf8(path)
+    check_regular(path)
     try:
         with safe_open(path, framework="pt"):  # checks the header, and the size of the file against it
             pass

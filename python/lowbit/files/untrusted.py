@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_MOST_DEPTH = 100  # Python parses some hundreds, and whoever walks through the result may not get as deep
 MOST_JSON = 64 << 20  # bytes: the index of 140,000 tensors has 15 million, a config some thousands
 _READERS = ("transformers", "huggingface_hub", "tokenizers", "safetensors", "jinja2")  # who interpret what files say
 
@@ -22,6 +24,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
         ValueError: it is larger than 64 MiB, not UTF-8, not JSON, nested too deeply, has a name twice, or is no object.
     """
     path = Path(path)
+    check_regular(path)
     with open(path, "rb") as file:
         data = file.read(MOST_JSON + 1)
     if len(data) > MOST_JSON:
@@ -34,7 +37,21 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
-    return content
+    level: list[Any] = [content]
+    for _ in range(_MOST_DEPTH):
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+                 if isinstance(inner, dict | list)]  # fmt: skip
+        if not level:
+            return content
+    raise ValueError(f"{path} is nested too deeply; expected up to {_MOST_DEPTH} levels")
+
+
+def check_regular(path: Path) -> None:
+    """Raises ValueError for a directory, and for a pipe or a device: opening it may wait, and reading it never end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise ValueError(f"{path} is {kind}; expected a file")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

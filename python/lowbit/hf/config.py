@@ -104,8 +104,10 @@ class LowBitConfig(QuantizationConfigMixin):
         self.group_size = group_size
         self.mapping = mapping
         self.scale = scale
-        self.levels = levels if levels is None or isinstance(levels, str) else list(levels)
+        self.levels = list(levels) if isinstance(levels, Sequence) and not isinstance(levels, str) else levels
         self.embedding_bits = embedding_bits
+        if embedding_bits is not None and (isinstance(embedding_bits, bool) or not isinstance(embedding_bits, int)):
+            raise TypeError(f"embedding_bits is {embedding_bits!r}; expected an int or None")
         self.overrides = [_pair(entry) for entry in _pairs(overrides)]
         for kind in KINDS.values():
             self._layer_config(kind)

@@ -44,8 +44,9 @@ def _cuts(converter) -> Mapping[str, str] | None:
 
 def _check(path: Path, fields: Mapping[str, Any], vocabulary: int) -> None:
     tokens = fields["tokens"]
-    if not isinstance(tokens, list) or not 1 <= len(tokens) <= vocabulary:
-        found = f"{len(tokens)} texts" if isinstance(tokens, list) else f"a {type(tokens).__name__}"
+    texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+    if not texts or not 1 <= len(tokens) <= vocabulary:
+        found = f"{len(tokens)} texts" if texts else "something else"
         raise ValueError(f"{path} has {found} as tokenizer.ggml.tokens; expected 1 to {vocabulary} texts")
     seen = set()
     for token in tokens:
@@ -75,6 +76,10 @@ def save_tokenizer(
     Raises:
         ValueError: the tokenizer is damaged, or of a kind that transformers does not build.
     """
+    for key in ("model", "pre"):
+        value = metadata.get(_PREFIX + key, "")
+        if not isinstance(value, str):
+            raise ValueError(f"{path} has a {type(value).__name__} as {_PREFIX}{key}; expected a text")
     if metadata.get(f"{_PREFIX}model", "no_vocab") == "no_vocab" or f"{_PREFIX}tokens" not in metadata:
         warnings.warn(f"{path} has no tokenizer: copy the files of one into the directory", stacklevel=4)
         return

@@ -48,7 +48,7 @@ def _state(stock: Stock, layer: str, kind: str) -> dict[str, Any]:
         if not all(type(number) is int and 1 <= number < 1 << 31 for number in numbers):
             raise ValueError(f"it has the numbers {numbers}")
         state["nested_offset"] = float(state.get("nested_offset", 0.0))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{stored.name} in {stored.path} is no state of bitsandbytes: {error!r:.200}") from error
     return state
 
@@ -67,11 +67,13 @@ def _layer(stock: Stock, layer: str, kind: str) -> Matrix:
     table = load(stock.take(f"{layer}.weight.quant_map", "F32", shape=(16,)))
     blocks = n * k // block
     if stock.has(f"{layer}.weight.nested_absmax"):
+        if "nested_blocksize" not in state:
+            raise ValueError(f"{layer} in {stock.path} has nested_absmax, but no nested_blocksize in its state")
         count = -(-blocks // state["nested_blocksize"])
         nested = load(stock.take(f"{layer}.weight.nested_absmax", "F32", shape=(count,)))
         values = load(stock.take(f"{layer}.weight.nested_quant_map", "F32", shape=(256,)))
         indices = load(stock.take(f"{layer}.weight.absmax", "U8", shape=(blocks,))).long()
-        largest = nested.repeat_interleave(state["nested_blocksize"])[:blocks]
+        largest = nested[torch.arange(blocks) // state["nested_blocksize"]]
         absmax = values[indices] * largest + state["nested_offset"]
     else:
         absmax = load(stock.take(f"{layer}.weight.absmax", "F32", shape=(blocks,)))
@@ -81,8 +83,9 @@ def _layer(stock: Stock, layer: str, kind: str) -> Matrix:
 def _matrix(
     stock: Stock, name: str, kind: str, shape: tuple[int, int], block: int, codes: Stored, table: Tensor, absmax: Tensor
 ) -> Matrix:
-    if not torch.isfinite(table).all() or not 0 < float(table.abs().max()) <= 1:
-        raise ValueError(f"{name}.quant_map in {stock.path} is no table of values up to 1")
+    # Of values near 0 alone, the scales of our levels would be too small for a float32.
+    if not torch.isfinite(table).all() or not 2**-20 <= float(table.abs().max()) <= 1 or len(table.unique()) < 2:
+        raise ValueError(f"{name}.quant_map in {stock.path} is no table of several values up to 1")
     n, k = shape
     largest = float(table.abs().max())
     levels = (table * (127 / largest)).round()

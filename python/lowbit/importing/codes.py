@@ -70,24 +70,25 @@ class Stacked:
     """The matrices of all experts of a layer, which the model and lowbit have in one tensor."""
 
     name: str  # of the parameter in the checkpoint that is written, "model.layers.0.mlp.experts.down_proj"
-    matrices: tuple[Matrix, ...] | tuple[Weights, ...]  # by expert, all alike
+    experts: int
+    of: Callable[[int], Matrix | Weights]  # an expert's, all alike; made when asked for: a file may say there are millions
 
     @property
     def source(self) -> str:
-        return self.matrices[0].source
+        return self.of(0).source
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """[experts, n, k]"""
-        return len(self.matrices), *self.matrices[0].shape
+        return self.experts, *self.of(0).shape
 
     @property
     def bytes(self) -> int:
-        return sum(matrix.bytes for matrix in self.matrices)
+        return self.experts * self.of(0).bytes
 
     def info(self, has_bias: bool) -> ops.PackedInfo:
         """As :meth:`Matrix.info`."""
-        return replace(self.matrices[0].info(has_bias), experts=len(self.matrices))
+        return replace(self.of(0).info(has_bias), experts=self.experts)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def _read_auto_round(stock: Stock) -> _Tensors:
     stock.setting("data_type", ("int",), "int")
     stock.setting("act_bits", (16, 32), 16)
     versions = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}
-    if layout in versions:
+    if isinstance(layout, str) and layout in versions:
         stock.settings["checkpoint_format"] = versions[layout]
         return renamed(read_gptq(stock), "AutoRound")
     if layout == "auto_round:auto_awq":
@@ -68,7 +68,9 @@ def open_directory(path: Path) -> Source:
         raise ValueError(f"{path} has float weights: use lowbit quantize")
     if method == "lowbit":
         raise ValueError(f"{path} is packed already")
-    if method not in _FORMATS:
+    if not isinstance(config["quantization_config"], dict):
+        raise ValueError(f"{path} has the quantization_config {config['quantization_config']!r:.200}; expected an object")
+    if not isinstance(method, str) or method not in _FORMATS:
         raise ValueError(
             f"{path} is quantised by the method {method!r}; lowbit imports {', '.join(_FORMATS)}, and GGUF files"
         )

@@ -156,13 +156,12 @@ class _Reader:
         rows, total, one = n * len(parts), sum(part.bytes for part in parts), parts[0]
         read = _joined([part.read for part in parts], n, self.architecture.interleaved)
         if not isinstance(one, Float):
-            matrices = [
-                replace(
-                    one, name=f"{name}, expert {expert}", shape=(rows, k), read=partial(read, expert), bytes=total // count
-                )
-                for expert in range(count)
-            ]
-            return Stacked(name, tuple(matrices))
+
+            def of(expert: int) -> Matrix | Weights:
+                own, called = partial(read, expert), f"{name}, expert {expert}"
+                return replace(one, name=called, shape=(rows, k), read=own, bytes=total // count)
+
+            return Stacked(name, count, of)
         transposed = self.architecture.interleaved and not bias
         shape = (count, rows) if bias else (count, k, rows) if transposed else (count, rows, k)
 

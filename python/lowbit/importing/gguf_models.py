@@ -260,6 +260,9 @@ def _gemma3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     config = _common(metadata, "phi3", "Phi3ForCausalLM", head_dim=False)
     size = _head_dim(config)
+    if size < 1:
+        heads = config["num_attention_heads"]
+        raise ValueError(f"{metadata.path} has {heads} attention heads for {config['hidden_size']} values; expected fewer")
     rotated = metadata.whole("rope.dimension_count", size)
     rope: dict[str, Any] = {
         "rope_theta": metadata.real("rope.freq_base", 10000.0),
@@ -369,7 +372,7 @@ def architecture_of(metadata: Metadata) -> Architecture:
             f"{', '.join(ARCHITECTURES)}"
         )
     # Mixtral is a llama with experts.
-    return _MIXTRAL if found.permuted and metadata.all.get(f"{metadata.architecture}.expert_count", 0) else found
+    return _MIXTRAL if found.permuted and metadata.whole("expert_count", 0) else found
 
 
 def name_in_model(architecture: Architecture, name: str) -> str | None:

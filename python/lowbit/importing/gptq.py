@@ -70,7 +70,7 @@ def _groups(stock: Stock, layer: str, k: int, groups: int) -> tuple[int | None, 
         size = k // groups if k % groups == 0 else size
     if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1:
         raise ValueError(f"{stock.path} has quantization_config.group_size {size!r}; expected inputs per group, or -1")
-    size = k if size == -1 else size
+    size = k if size == -1 else min(size, k)
     if -(-k // size) != groups:
         raise ValueError(
             f"{layer} in {stock.path} has {groups} groups for {k} inputs; expected {-(-k // size)}, of {size} inputs"

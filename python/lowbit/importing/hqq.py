@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..files.safetensors import Stored
+from ..files.safetensors import Stored, read_bytes
 from .codes import Float, Matrix, Rows, Weights
 from .stock import Stock, load
 
@@ -55,7 +55,8 @@ def _bits(stock: Stock, name: str, default: int) -> int:
 
 
 def _layer(stock: Stock, layer: str) -> Matrix:
-    packing = bytes(load(stock.take(f"{layer}.packing", "U8", shape=(None,))).tolist()).decode("latin-1")
+    stored = stock.take(f"{layer}.packing", "U8", shape=(None,))
+    packing = bytes(read_bytes(stored, 0, min(stored.bytes, 32)).numpy()).decode("latin-1")
     if packing not in _PACKINGS:
         raise ValueError(f"{layer} in {stock.path} is packed as {packing!r}; expected {', '.join(_PACKINGS)}")
     for name, expected in (("axis", 1), ("view_as_float", 0), ("quant_scale", 0), ("quant_zero", 0)):

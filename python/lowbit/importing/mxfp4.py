@@ -30,6 +30,14 @@ def _read(blocks: Stored, scales: Stored, expert: int, begin: int, end: int) -> 
     return Rows(codes, torch.where(powers == 255, torch.nan, values))
 
 
+def _matrix(name: str, blocks: Stored, scales: Stored, expert: int) -> Matrix:
+    experts, n, groups, _ = blocks.shape
+    return Matrix(
+        f"{name}, expert {expert}", "MXFP4", (n, groups * _GROUP), 4, _GROUP, False,
+        partial(_read, blocks, scales, expert), (blocks.bytes + scales.bytes) // experts, TABLES["mxfp4"],
+    )  # fmt: skip
+
+
 def read_mxfp4(stock: Stock) -> list[Stacked | Float]:
     """All tensors of a checkpoint.
 
@@ -42,14 +50,6 @@ def read_mxfp4(stock: Stock) -> list[Stacked | Float]:
             name = f"{holder}.{leaf}"
             blocks = stock.take(f"{name}_blocks", "U8", shape=(None, None, None, 16))
             scales = stock.take(f"{name}_scales", "U8", shape=blocks.shape[:3])
-            experts, n, groups, _ = blocks.shape
-            bytes_of_one = (blocks.bytes + scales.bytes) // experts
-            matrices = tuple(
-                Matrix(
-                    f"{name}, expert {expert}", "MXFP4", (n, groups * _GROUP), 4, _GROUP, False,
-                    partial(_read, blocks, scales, expert), bytes_of_one, TABLES["mxfp4"],
-                )
-                for expert in range(experts)
-            )  # fmt: skip
-            found.append(Stacked(name, matrices))
+            experts = blocks.shape[0]
+            found.append(Stacked(name, experts, partial(_matrix, name, blocks, scales)))
     return found + stock.rest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,9 @@ def read_report(directory: Path) -> dict[str, ImportedTensor]:
         for tensor in tensors:
             if not isinstance(tensor.name, str) or not isinstance(tensor.source, str) or tensor.kind not in _KINDS:
                 raise TypeError(f"an entry is {tensor!r:.200}")
-            float(tensor.steps), float(tensor.error)
+            for number in (tensor.steps, tensor.error):
+                if type(number) not in (int, float) or (type(number) is int and abs(number) > sys.float_info.max):
+                    raise TypeError(f"an entry has the distance {number!r:.200}; expected a number")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is not a report of an import: {error}") from error
     return {tensor.name: tensor for tensor in tensors}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..files.safetensors import Stored, read_bytes, read_metadata
+from ..files.untrusted import printable
 from .codes import Float, Matrix, Rows, Weights
 from .stock import Stock, load
 
@@ -36,13 +37,18 @@ def read_torchao(stock: Stock) -> list[Matrix | Weights | Float]:
     return [_layer(stock, layer, described) for layer in stock.layers(_LEAF)] + stock.rest()
 
 
+class _OtherClass(ValueError):
+    pass
+
+
 def _described(stock: Stock, layer: str, described: dict[str, str]) -> tuple[str, list[int], str | None]:
     """The dtype of the codes, the block that has one scale, and what becomes of activations."""
     try:
         content: dict[str, Any] = json.loads(described[f"{layer}.weight"])
         kind = content["_type"]
         if kind != _CLASS:
-            raise ValueError(f"{layer} in {stock.path} is a {kind} of torchao; lowbit imports {_CLASS}")
+            found = printable(kind) if isinstance(kind, str) else repr(kind)
+            raise _OtherClass(f"{layer} in {stock.path} is a {found:.200} of torchao; lowbit imports {_CLASS}")
         data = content["_data"]
         activations = data["activation_quantization"]
         return (
@@ -50,7 +56,9 @@ def _described(stock: Stock, layer: str, described: dict[str, str]) -> tuple[str
             list(data["block_size"]),
             activations["_data"] if isinstance(activations, dict) else activations,
         )
-    except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
+    except _OtherClass:
+        raise
+    except (KeyError, TypeError, RecursionError, ValueError) as error:
         raise ValueError(
             f"the files of {stock.path} do not say what {layer}.weight is ({type(error).__name__}); expected {_CLASS} in "
             "their metadata"
@@ -59,9 +67,9 @@ def _described(stock: Stock, layer: str, described: dict[str, str]) -> tuple[str
 
 def _layer(stock: Stock, layer: str, described: dict[str, str]) -> Matrix:
     dtype, block, activations = _described(stock, layer, described)
-    if dtype not in _WIDTHS or activations not in _ACTIVATIONS:
+    if not isinstance(dtype, str) or dtype not in _WIDTHS or activations not in _ACTIVATIONS:
         raise ValueError(
-            f"{layer} in {stock.path} has codes of {dtype} and activations {activations}; expected int1 to int8, and "
+            f"{layer} in {stock.path} has codes of {dtype!r:.200} and activations {activations!r:.200}; expected int1 to int8, and "
             "float activations or int8_asym_per_token"
         )
     bits = _WIDTHS[dtype]

@@ -96,10 +96,10 @@ def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> Impo
             done(tensor.bytes * (end - begin) // n)
         return ImportedTensor(output.name, tensor.source, "dequantised" if tensor.dequantised else "float")
     nearness = Nearness()
-    for number, matrix in enumerate(tensor.matrices if isinstance(tensor, Stacked) else (tensor,)):
-        bias = None
+    stacked = isinstance(tensor, Stacked)
+    for number in range(tensor.experts if stacked else 1):
+        matrix, bias = tensor.of(number) if stacked else tensor, None
         if output.bias is not None:
-            stacked = isinstance(tensor, Stacked)
             bias = (output.bias.read(number, number + 1)[0] if stacked else output.bias.read(0, n)).float()
         _write_matrix(output.info(), matrix, bias, nearness, writer, done)
     return ImportedTensor(output.name, tensor.source, nearness.kind, nearness.steps, nearness.error)
@@ -209,7 +209,7 @@ def _plan(source: Source, model) -> list[_Output]:
 
 
 def _warn(source: Source, floats: Mapping[str, Float]) -> None:
-    matrices = [each.matrices[0] if isinstance(each, Stacked) else each for each in source.tensors]
+    matrices = [each.of(0) if isinstance(each, Stacked) else each for each in source.tensors]
     anew = [matrix for matrix in matrices if isinstance(matrix, Weights)]
     if anew:
         kinds = ", ".join(f"{kind} to {bits} bits" for kind, bits in sorted({(t.source, t.config.bits) for t in anew}))

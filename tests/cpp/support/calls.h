@@ -13,8 +13,7 @@ namespace lowbit::test {
 struct Call {
   std::string name;
   // Writes expected.size() bytes to `out`: all results, one behind the other. Any number of threads may run it at
-  // once, each
-  // with an `out` of its own.
+  // once, each with an `out` of its own.
   std::function<Status(const Parallel&, uint8_t* out)> run;
   std::vector<uint8_t> expected;
 };

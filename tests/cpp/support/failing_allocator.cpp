@@ -1,6 +1,5 @@
 // Compiled without sanitizers, whose runtime allocates before it is ready for what they insert. Nothing here is shared
-// with
-// other files: atomics by the compiler's own functions, not by templates that another file instantiates.
+// with other files: atomics by the compiler's own functions, not by templates that another file instantiates.
 #include "failing_allocator.h"
 
 #include <dlfcn.h>

@@ -1,0 +1,135 @@
+// How operators share their work among the threads that a host lends them (parallel.h).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <thread>
+
+#include "float_environment.h"
+#include "parallel.h"
+
+namespace lowbit {
+
+// Calls body(worker, begin, end) over [0, count) in pieces of up to `step`. Threads claim the next piece when they are
+// free, so a slow or busy core takes fewer of them and does not hold up the rest. With one thread or one piece, all of it
+// runs on the caller's thread. `worker`, below parallel.threads, tells the threads of a call apart: each has its own.
+// Every body runs with the default float settings (float_environment.h).
+template <class Body>
+void parallel_1d(const Parallel& parallel, int64_t count, int64_t step, const Body& body) {
+  const int64_t pieces = (count + step - 1) / step;
+  if (parallel.threads <= 1 || pieces <= 1) {
+    const DefaultFloats floats;
+    if (count > 0) body(0, int64_t{0}, count);
+    return;
+  }
+  struct Work {
+    std::atomic<int64_t> next{0};
+    int64_t count, step;
+    const Body* body;
+  } work;
+  work.count = count;
+  work.step = step;
+  work.body = &body;
+  const int tasks = pieces < parallel.threads ? static_cast<int>(pieces) : parallel.threads;
+  parallel.run(
+      tasks,
+      [](void* context, int worker) {
+        const DefaultFloats floats;
+        Work& shared = *static_cast<Work*>(context);
+        for (;;) {
+          const int64_t begin = shared.next.fetch_add(shared.step, std::memory_order_relaxed);
+          if (begin >= shared.count) return;
+          const int64_t end = begin + shared.step;
+          (*shared.body)(worker, begin, end < shared.count ? end : shared.count);
+        }
+      },
+      &work);
+}
+
+// Two stages over a table of rows x columns: every row is prepared once, and tiles are computed of what is prepared. Rows
+// come in bands: a band's tiles, some of its columns each, wait for the preparation of its own rows only.
+struct Grid {
+  int64_t rows, band_rows;  // the last band may have fewer
+  int64_t prepare_rows;     // a claim of the first stage: up to so many rows of a band
+  int64_t columns;
+  int64_t least_columns, most_columns;  // a claim of the second stage: a multiple of the least, but for the last
+
+  int64_t bands() const { return (rows + band_rows - 1) / band_rows; }
+  int64_t rows_of(int64_t band) const {
+    const int64_t left = rows - band * band_rows;
+    return left < band_rows ? left : band_rows;
+  }
+  // The next claim when so many columns are left in all bands. Claims shrink towards the end (guided self-scheduling,
+  // Polychronopoulos and Kuck, 1987), so that a slow core does not start a large one when the others are about to finish.
+  int64_t claim(int64_t left, int threads) const {
+    const int64_t share = left / (2 * threads);
+    if (share <= least_columns) return least_columns;
+    return (share < most_columns ? share : most_columns) / least_columns * least_columns;
+  }
+};
+
+// What moves between the caches of two cores.
+#ifdef __APPLE__
+inline constexpr size_t kCacheLine = 128;
+#else
+inline constexpr size_t kCacheLine = 64;
+#endif
+
+// What threads know of each other's work on a band.
+struct alignas(kCacheLine) Band {
+  std::atomic<int64_t> claimed_rows{0}, prepared_rows{0}, claimed_columns{0};
+};
+
+// Calls prepare(worker, begin, end) over all rows and tile(worker, band, begin, end) over the columns of every band, in
+// one parallel region; `worker` as above. Threads claim the next piece when they are free. With one thread or one tile,
+// all of it runs on the caller's thread. `bands`: one for each of the grid, as constructed.
+template <class Prepare, class Tile>
+void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const Prepare& prepare, const Tile& tile) {
+  const int64_t count = grid.bands();
+  const int64_t tiles = count * ((grid.columns + grid.least_columns - 1) / grid.least_columns);
+  if (parallel.threads <= 1 || tiles <= 1) {
+    if (tiles == 0) return;
+    const DefaultFloats floats;
+    prepare(0, int64_t{0}, grid.rows);
+    for (int64_t b = 0; b < count; ++b) tile(0, b, int64_t{0}, grid.columns);
+    return;
+  }
+  const int threads = tiles < parallel.threads ? static_cast<int>(tiles) : parallel.threads;
+  auto work = [&](int worker) {
+    const DefaultFloats floats;
+    for (int64_t b = 0; b < count; ++b) {
+      const int64_t first = b * grid.band_rows, rows = grid.rows_of(b);
+      for (;;) {
+        const int64_t begin = bands[b].claimed_rows.fetch_add(grid.prepare_rows, std::memory_order_relaxed);
+        if (begin >= rows) break;
+        const int64_t end = begin + grid.prepare_rows < rows ? begin + grid.prepare_rows : rows;
+        prepare(worker, first + begin, first + end);
+        bands[b].prepared_rows.fetch_add(end - begin, std::memory_order_release);
+      }
+    }
+    for (bool waits = true; waits;) {
+      waits = false;
+      for (int64_t b = 0; b < count; ++b) {
+        if (bands[b].prepared_rows.load(std::memory_order_acquire) < grid.rows_of(b)) {
+          waits = true;
+          continue;
+        }
+        std::atomic<int64_t>& claimed = bands[b].claimed_columns;
+        int64_t begin = claimed.load(std::memory_order_relaxed);
+        while (begin < grid.columns) {
+          const int64_t left = grid.columns - begin;
+          const int64_t wanted = grid.claim(left + (count - 1 - b) * grid.columns, threads);
+          const int64_t end = begin + (wanted < left ? wanted : left);
+          if (!claimed.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+          tile(worker, b, begin, end);
+          begin = claimed.load(std::memory_order_relaxed);
+        }
+      }
+      if (waits) std::this_thread::yield();
+    }
+  };
+  parallel.run(threads, [](void* context, int worker) { (*static_cast<decltype(work)*>(context))(worker); }, &work);
+}
+
+}  // namespace lowbit
