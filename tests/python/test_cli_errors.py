@@ -5,6 +5,7 @@ import shutil
 import subprocess
 
 import pytest
+import transformers
 
 import lowbit
 from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, error, invoke
@@ -171,6 +172,26 @@ def test_broken_pipe():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+@pytest.mark.parametrize("arguments", ["info", "info --json"])
+def test_stdout_that_takes_nothing(arguments):
+    command = [LOWBIT, *arguments.split()]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (found.returncode, found.stderr) == (1, "lowbit: error: No space left on device\n")
+    found = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
+    expected = "lowbit: error: stdout is closed; expected somewhere to write the result to\n"
+    assert (found.returncode, found.stderr) == (1, expected)
+
+
+def test_a_model_of_sentences_is_not_taken_for_half_a_language_model(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    message = error(invoke("tune", tmp_path))
+    assert "tensors of BertLMHeadModel" in message and "says that it has a BertModel, which is not that" in message
 
 
 def test_usage_errors():

@@ -10,6 +10,8 @@ TEXT = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(r"^### (.*)\n(.*)\n", TEXT, re.M)
 # Of what is no message.
 SYMPTOMS = {
+    "The process ends where a tensor takes a packed weight as its data",
+    "A packed Swin v2 does not load: StopIteration",
     "Rows of NaN",
     "The first call is slow, or more threads are slower",
     "transformers knows no quantization type `lowbit`, and ends over mismatched sizes",

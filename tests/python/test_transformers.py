@@ -183,9 +183,10 @@ def test_a_new_head_on_a_packed_model(tmp_path):
     assert torch.equal(model.model(TOKENS).last_hidden_state, expected(TOKENS).last_hidden_state)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "OPT"])
+@pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "ModernBert", "OPT", "SeamlessM4T"])
 def test_other_architectures(tmp_path, name):
-    """Experts that transformers fuses, scaled embeddings, three ways of tying, layers that stay in float32."""
+    """Experts that transformers fuses, scaled embeddings, three ways of tying, a tied head that the model initialises by name, two tables that stay float
+    and share a packed one's weight, layers that stay in float32."""
     import transformers
 
     small = {
@@ -206,6 +207,12 @@ def test_other_architectures(tmp_path, name):
             lambda: transformers.T5Config(vocab_size=160, d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16),
         ),
         "Bert": ("BertForMaskedLM", lambda: transformers.BertConfig(**small)),
+        "ModernBert": (
+            "ModernBertForMaskedLM",
+            lambda: transformers.ModernBertConfig(
+                **small, pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2
+            ),
+        ),
         "OPT": (
             "OPTForCausalLM",
             lambda: transformers.OPTConfig(
@@ -217,6 +224,19 @@ def test_other_architectures(tmp_path, name):
                 word_embed_proj_dim=64,
             ),
         ),
+        "SeamlessM4T": (
+            "SeamlessM4TForTextToText",
+            lambda: transformers.SeamlessM4TConfig(
+                vocab_size=160,
+                hidden_size=64,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                encoder_ffn_dim=96,
+                decoder_ffn_dim=96,
+            ),
+        ),
     }[name]
     model_class = getattr(transformers, model_class)
     model_class(config()).save_pretrained(tmp_path / "source")
@@ -224,7 +244,7 @@ def test_other_architectures(tmp_path, name):
     expected = quantised(model_class.from_pretrained(tmp_path / "source"), CONFIG)
     first = model_class.from_pretrained(tmp_path / "packed")
     first.save_pretrained(tmp_path / "saved")
-    inputs = {"input_ids": TOKENS % 160} | ({"decoder_input_ids": TOKENS % 160} if name == "T5" else {})
+    inputs = {"input_ids": TOKENS % 160} | ({"decoder_input_ids": TOKENS % 160} if name in ("T5", "SeamlessM4T") else {})
     for model in (
         first,
         model_class.from_pretrained(tmp_path / "source", quantization_config=CONFIG),

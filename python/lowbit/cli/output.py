@@ -12,7 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -160,8 +160,12 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
     for number in _ENDINGS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, and a shell's background jobs, ignore some
             signal.signal(number, _end)
-    set_stdout_errors("backslashreplace")  # names of files may be no text
+    if sys.stderr is None:  # closed by a shell's 2>&-
+        sys.stderr = open(os.devnull, "w")
     try:
+        if sys.stdout is None:
+            raise OSError("stdout is closed; expected somewhere to write the result to")
+        set_stdout_errors("backslashreplace")  # names of files may be no text
         yield
         sys.stdout.flush()
     except BrokenPipeError:
@@ -177,11 +181,12 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
             message = f"the model in {model} does not run: {type(error).__name__}: {describe(error)}"
         else:
             raise
-        if as_json:
-            print(
-                json.dumps({"error": {"type": type(error).__name__, "message": message}}, ensure_ascii=False),
-                flush=True,
-            )
+        if as_json and sys.stdout is not None:
+            with suppress(OSError):  # a full disk, which may be the error
+                print(
+                    json.dumps({"error": {"type": type(error).__name__, "message": message}}, ensure_ascii=False),
+                    flush=True,
+                )
         print(f"lowbit: error: {message}", file=sys.stderr)
         raise typer.Exit(1) from None
 

@@ -138,7 +138,8 @@ def check_complete(model, given: set[str], where: Path) -> None:
     missing = [name for name in needed if name not in given and not any(each.search(name) for each in ignored)]
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise ValueError(
-            f"{where} lacks {len(missing)} of the {len(needed)} tensors of {type(model).__name__}: {shown}. A shard, "
-            "or its entry in the index, is missing: copy all files again."
-        )
+        lacking = f"{where} lacks {len(missing)} of the {len(needed)} tensors of {type(model).__name__}: {shown}."
+        others = getattr(model.config, "architectures", None)
+        if isinstance(others, list) and others and type(model).__name__ not in others:
+            raise ValueError(f"{lacking} Its config.json says that it has a {others[0]}, which is not that.")
+        raise ValueError(f"{lacking} A shard, or its entry in the index, is missing: copy all files again.")

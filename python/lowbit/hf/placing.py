@@ -10,12 +10,26 @@ import torch
 import transformers
 
 from .. import nn, ops
+from ..computed_tensor import ComputedTensor
 from ..layers import Experts, check_whole_experts, kind_of, named_layers, put_packed
 from ..memory import give_back
 from . import conv1d, experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 PACKED, ORDER = "packed_weight", "input_order"
+
+
+class _Awaiting(torch.nn.Module):
+    """In the place of a layer that will share a packed weight: without state, so that a loader does not miss any."""
+
+    def __init__(self, layer: torch.nn.Module):
+        super().__init__()
+        # Some models initialise a head by name; these say that they need not be.
+        for name in ("weight", "bias"):
+            value = getattr(layer, name, None)
+            if value is not None:
+                value = ComputedTensor(value.detach, value.shape, value.dtype, value.device)
+            self.__dict__[name] = value
 
 
 def place_packed(
@@ -66,14 +80,35 @@ def place_packed(
             where, info = packed[owner]
             _check_fits(where, info, floats_of[without])
             shared[without] = owner, floats_of[without]
-            model.set_submodule(without, torch.nn.Identity())
+            model.set_submodule(without, _Awaiting(floats_of[without]))
     changed = packed.keys() | shared.keys()
+    ties = model.all_tied_weights_keys
     model.all_tied_weights_keys = {
         target: source
-        for target, source in model.all_tied_weights_keys.items()
+        for target, source in ties.items()
         if target.rpartition(".")[0] not in changed and source.rpartition(".")[0] not in changed
-    }
+    } | _float_ties(ties, changed, floats)
     return shared
+
+
+def _float_ties(ties: Mapping[str, str], packed: Collection[str], first: Collection[str] = ()) -> dict[str, str]:
+    """Ties between float tensors whose common source is packed, as those of an encoder's and a decoder's table that are
+    scaled, and so stay float: else each but one of them would be nowhere in the files.
+
+    Args:
+        ties: target -> source.
+        packed: layers.
+        first: tensors that are taken as a source before others.
+    """
+    left: dict[str, list[str]] = {}
+    for target, source in ties.items():
+        if source.rpartition(".")[0] in packed and target.rpartition(".")[0] not in packed:
+            left.setdefault(source, []).append(target)
+    found: dict[str, str] = {}
+    for members in left.values():
+        source = next((name for name in members if name in first), members[0])
+        found |= {name: source for name in members if name != source}
+    return found
 
 
 def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> None:
@@ -164,6 +199,9 @@ def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
                 kept[target.removesuffix("weight") + PACKED] = source.removesuffix("weight") + PACKED
             elif not any(packed):
                 kept[target] = source
+        # Only of layers that are never packed: what a loader finds in no file, and could be packed, it shares packed.
+        never = {target: source for target, source in ties.items() if kind_of(layer_of(part, target)) is None}
+        kept |= _float_ties(never, {name for name, layer in part.named_modules() if isinstance(layer, nn.Packed)})
         if kept != ties:
             part._tied_weights_keys = kept
             part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
