@@ -140,6 +140,8 @@ endef
 
 test-arm: build-test-arm
 	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-LE soak)
+	QEMU_PAGESIZE=65536 QEMU_CPU=cortex-a76 $(CTEST) --test-dir build/test-arm \
+	  -R '^(format|fuzz[.]packed|kernels[.]neon[.](quantize|embedding))$$'  # pages of 64 KiB, around every buffer
 
 # Only what another CPU can change. The kernels for NEON run on the first of these CPUs, which has nothing more; on the others
 # those that are quick: that they are found and chosen.
@@ -319,6 +321,24 @@ test-sanitize: $(VENV)/requirements
 	  -DLOWBIT_SANITIZE_EVERY_KERNEL=$(SANITIZE_EVERY_KERNEL)
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
 	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --test-dir build/test-sanitize -E 'operators\.(avx|portable\.chunks)'
+
+# Operators as Python calls them, under the same sanitizers: hostile bytes and arguments among the tests. Kernels for vectors are
+# left to the C++ tests. Without -S the editable install would find its own libraries.
+SANITIZED := $(abspath build/sanitize-python)
+.PHONY: test-sanitize-python
+test-sanitize-python: $(VENV)/installed
+	scripts/need.sh test
+	$(CONFIGURE) -S . -B $(SANITIZED) -DLOWBIT_BUILD_PYTHON=ON -DLOWBIT_BUILD_TORCH=ON -DLOWBIT_SANITIZE=address,undefined \
+	  -DLOWBIT_SANITIZE_KERNELS=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
+	$(BIN)/cmake --build $(SANITIZED) -j $(JOBS)
+	rm -rf $(SANITIZED)/site && mkdir $(SANITIZED)/site
+	cp -r python/lowbit $(SANITIZED)/site && cp $(SANITIZED)/*.so $(SANITIZED)/site/lowbit
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  PYTHONPATH=$(SANITIZED)/site:$$($(BIN)/python -c 'import sys; print(":".join(path for path in sys.path if "site-packages" in path))') \
+	  $(BIN)/python -S -m pytest -q -p no:cacheprovider $(SANITIZED_TESTS:%=tests/python/test_%.py)
+SANITIZED_TESTS := linear linears embedding experts attention pack slices hostile_bytes errors quantize levels
 
 # Many threads under ThreadSanitizer: more of what ctest's races.* do.
 .PHONY: test-tsan
