@@ -27,14 +27,18 @@ ARM_PYTHON_CPUS := max:neon,neondot,i8mm a64fx:neon cortex-a76:neon,neondot
 qemu_cpu = $(patsubst max,max$(comma)sve=off,$(1))
 comma := ,
 
-# What of this machine's C++ tests runs on emulated x86 CPUs: which tests, the CPU, the ISA that must be covered there.
-X86_RUNS := operators/sapphire_rapids/amx operators/arrow_lake/avxvnni \
-  kernels/sapphire_rapids/avx512vnni kernels/sapphire_rapids/amx kernels/arrow_lake/avxvnni
+# What of this machine's C++ tests runs on emulated x86 CPUs: kernels, or operators too; the CPU, the ISA that must be
+# covered there.
+X86_RUNS := operators/sapphire_rapids/amx operators/arrow_lake/avxvnni kernels/sapphire_rapids/avx512vnni
 
 # What Linux calls these ISAs. A machine that has one runs its tests as they are, which takes seconds.
 CPU_FLAG_avx512vnni := avx512_vnni
 CPU_FLAG_avxvnni := avx_vnni
 CPU_FLAG_amx := amx_int8
+
+# pip would compile 20 000 files of Python, most of which nothing imports (--no-compile below). Python does it for those that are
+# imported, and keeps that, as it has to: the tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 ARM_RUNNER := $(abspath build/arm-runner)
 ARM_PYTHON := build/arm-python/bin/python
@@ -82,7 +86,7 @@ $(VENV)/cmake: requirements.txt
 	touch $@
 
 $(VENV)/requirements: requirements.txt $(VENV)/cmake
-	$(BIN)/python -m pip install -q -r requirements.txt
+	$(BIN)/python -m pip install -q --no-compile -r requirements.txt
 	touch $@
 
 $(VENV)/installed: $(VENV)/requirements $(SOURCES)
@@ -106,14 +110,15 @@ test-emulated-x86:
 
 .PHONY: $(X86_RUNS:%=emulated/%)
 $(X86_RUNS:%=emulated/%): build-test-host build/x86-emulator
-	@set -e -- $(subst /, ,$@); run=build/test-host/tests/cpp; \
+	@set -ef -- $(subst /, ,$@); run=build/test-host/tests/cpp; \
+	kernels="LOWBIT_TEST_ISA=$$4 LOWBIT_REQUIRE_ISA=$$4 $$run/kernel_tests --gtest_brief=1"; \
+	operators="LOWBIT_ISA=$$4 $$run/operator_tests --gtest_brief=1 --gtest_filter=$(X86_OPERATORS)"; \
+	caps="LOWBIT_ISA=$$4 $$run/isa_cap_tests --gtest_brief=1"; \
 	if grep -qw $(CPU_FLAG_$(notdir $@)) /proc/cpuinfo; then echo "== x86, on this machine, $$4: $$2"; \
-	else echo "== x86, emulated $$3, $$4: $$2"; run="scripts/emulate_x86.sh $$3 $$run"; fi; \
-	if [ $$2 = kernels ]; then \
-	  LOWBIT_TEST_ISA=$$4 LOWBIT_REQUIRE_ISA=$$4 $$run/kernel_tests --gtest_brief=1; \
-	else \
-	  LOWBIT_ISA=$$4 $$run/operator_tests --gtest_brief=1 --gtest_filter='$(X86_OPERATORS)'; \
-	  LOWBIT_ISA=$$4 $$run/isa_cap_tests --gtest_brief=1; \
+	  env $$kernels; [ $$2 = kernels ] || { env $$operators; env $$caps; }; \
+	else echo "== x86, emulated $$3, $$4: $$2"; \
+	  [ $$2 = kernels ] && more= || more="--and $$operators --and $$caps"; \
+	  scripts/emulate_x86.sh $$3 $$kernels $$more; \
 	fi
 
 build/x86-emulator: scripts/x86_emulator.sh | $(VENV)/requirements
@@ -208,7 +213,7 @@ wheel-aarch64: $(VENV)/requirements $(ARM_PYTHON)
 # 64-bit Arm; into dist/. WHEELS='--processors x86_64 --pythons 3.11' for some of them.
 build/wheel-tools/installed: scripts/wheels.txt | $(VENV)/requirements
 	$(BIN)/python -m venv build/wheel-tools
-	build/wheel-tools/bin/python -m pip install -q -r scripts/wheels.txt
+	build/wheel-tools/bin/python -m pip install -q --no-compile -r scripts/wheels.txt
 	touch $@
 
 wheels: build/wheel-tools/installed $(VENV)/requirements $(ARM_PYTHON)
@@ -381,7 +386,7 @@ docs: $(VENV)/installed build/docs-env
 
 build/docs-env: docs/requirements.txt
 	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install -q -r docs/requirements.txt
+	$@/bin/python -m pip install -q --no-compile -r docs/requirements.txt
 	touch $@
 
 # The types of the package, by mypy; pyproject.toml says what is checked. Seconds.

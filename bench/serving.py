@@ -1,4 +1,4 @@
-"""lowbit in vLLM beside vLLM's own bfloat16 and llama.cpp: a Llama with random weights, requests at once, and a prompt.
+"""lowbit in vLLM beside vLLM's own bfloat16 and llama.cpp: a model with random weights, requests at once, and a prompt.
 
     make test-vllm                                               # makes build/vllm, the environment
     make bench-peers                                             # llama.cpp's libraries
@@ -9,7 +9,7 @@ weights, which `lowbit export` wrote, and each request a sequence of its batches
 HTTP. In every round all take turns. Written are medians over the rounds: tokens per second, and in brackets how many
 times those of the first variant in the same round. New tokens are counted from when all prompts of a batch are read;
 the column "prompt" has one of --prompt tokens. With one thread of CPU time, which other work on the machine disturbs
-less. --profile adds what vLLM's operators take.
+less. --profile adds what vLLM's operators take. --experts: a mixture of experts (Qwen3-MoE) instead of a Llama.
 
     scripts/llama_server.sh .venv/bin                            # llama.cpp's server, after make bench-peers
     OMP_NUM_THREADS=1 build/vllm/bin/python bench/serving.py --http --variants 1 5 10
@@ -48,6 +48,19 @@ SIZES = {  # 164 million parameters, of which the table of tokens, which is the 
     "num_hidden_layers": 12,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {  # 521 million parameters, of which the experts have 453, and a token takes an eighth of these
+    "hidden_size": 1024,
+    "moe_intermediate_size": 384,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
     "vocab_size": 32000,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
@@ -174,16 +187,17 @@ def serve(connection, path: Path, dtype: str | None, compiled: bool, most: int, 
         connection.send(table)
 
 
-def make_models(directory: Path, wanted: set[tuple[int | None, str | None]]) -> dict:
+def make_models(directory: Path, wanted: set[tuple[int | None, str | None]], experts: bool) -> dict:
     """The checkpoint in bfloat16, and packed of some widths: {bits: its directory}, and {(bits, None): a GGUF file}."""
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
     import lowbit
     from lowbit.exports.gguf import export_gguf
     from lowbit.llm import random_model
 
     found: dict = {None: directory / "float"}
-    random_model(LlamaConfig(**SIZES), None, None, torch.bfloat16).save_pretrained(found[None])
+    config = Qwen3MoeConfig(**EXPERTS) if experts else LlamaConfig(**SIZES)
+    random_model(config, None, None, torch.bfloat16).save_pretrained(found[None])
     # A GGUF file wants a name for each token.
     shutil.copy(TOKENIZER / "tokenizer_config.json", found[None])
     tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
@@ -209,6 +223,7 @@ def main() -> None:
     numbered = "; ".join(f"{i}: {name}" for i, name in enumerate(VARIANTS))
     parser.add_argument("--variants", type=int, nargs="+", choices=range(len(VARIANTS)), help=numbered)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts instead of a Llama")
     parser.add_argument("--http", action="store_true", help="the servers, over HTTP")
     own = Path(__file__).parents[1] / ".venv" / "ggml" / "llama-server"
     parser.add_argument("--llama-server", type=Path, default=own, help="llama.cpp's, for --http")
@@ -219,7 +234,10 @@ def main() -> None:
     tasks = {f"{n} request{'s' if n > 1 else ''}": (n, SHORT, options.new + 1) for n in options.requests}
     tasks["prompt"] = (1, options.prompt, 1)
     length = max(SHORT + options.new + 1, options.prompt + 1)
-    names = [list(VARIANTS)[i] for i in options.variants] if options.variants else DEFAULT
+    default = [name for name in DEFAULT if not options.experts or VARIANTS[name][1] is not None]
+    names = [list(VARIANTS)[i] for i in options.variants] if options.variants else default
+    if options.experts and any(VARIANTS[name][1] is None for name in names):
+        parser.error("lowbit exports no experts to GGUF: with --experts choose other --variants than llama.cpp")
     if options.http:
         if any(VARIANTS[name][1] is None for name in names) and not options.llama_server.exists():
             parser.error(f"there is no {options.llama_server}: scripts/llama_server.sh, or choose other --variants")
@@ -229,7 +247,7 @@ def main() -> None:
     rates: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.update(ENVIRONMENT | {"VLLM_CACHE_ROOT": scratch})
-        models = make_models(Path(scratch), {VARIANTS[name][:2] for name in names})
+        models = make_models(Path(scratch), {VARIANTS[name][:2] for name in names}, options.experts)
         serving = {}
         for name in names:
             bits, dtype, compiled = VARIANTS[name]
@@ -283,7 +301,7 @@ def over_http(options: argparse.Namespace, names: list[str], length: int, cpu: s
     servers: dict[str, http_load.Server] = {}
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.update(ENVIRONMENT | {"VLLM_CACHE_ROOT": scratch})
-        models = make_models(Path(scratch), {VARIANTS[name][:2] for name in names})
+        models = make_models(Path(scratch), {VARIANTS[name][:2] for name in names}, options.experts)
         try:
             for number, name in enumerate(names):
                 bits, dtype, _ = VARIANTS[name]

@@ -1,24 +1,39 @@
 #!/usr/bin/env bash
 # Runs a program of this machine on an emulated x86 CPU, with its libraries, the settings LOWBIT_* and GTEST_*, and
 # nothing else of this machine: output and exit status are the program's.
-#   scripts/emulate_x86.sh CPU PROGRAM [ARGUMENT...]
+#   scripts/emulate_x86.sh CPU [NAME=VALUE...] PROGRAM [ARGUMENT...] [--and [NAME=VALUE...] PROGRAM [ARGUMENT...]]...
+# NAME=VALUE: a setting of that program alone. Several programs run one after the other, up to the first that fails: what
+# takes longest of a small one is the start of Linux.
 # CPU is one that `build/x86-emulator/bochs --help cpu` lists. TIMEOUT=3600 are the seconds that it may take.
 set -euo pipefail
 
 emulator=$(cd "$(dirname "$0")/.." && pwd)/build/x86-emulator
 cpu=${1:?usage: scripts/emulate_x86.sh CPU PROGRAM [ARGUMENT...]}
-program=$(readlink -f "${2:?usage: scripts/emulate_x86.sh CPU PROGRAM [ARGUMENT...]}")
-shift 2
+shift
+: "${1:?usage: scripts/emulate_x86.sh CPU PROGRAM [ARGUMENT...]}"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 [ -x "$emulator/bochs" ] || { echo "$emulator is missing: make build/x86-emulator" >&2; exit 1; }
-[ -x "$program" ] || { echo "$program is no program" >&2; exit 1; }
 mkdir -p "$work"/guest/{bin,dev,proc,tmp} "$work/disk"
 cp "$emulator/busybox" "$work/guest/bin"
-libraries=$({ ldd "$program" 2>/dev/null || true; } | grep -o '/[^ )]*' || true)
-# shellcheck disable=SC2086 (one word per library)
-cp -L --parents "$program" $libraries "$work/guest"
+commands='' program=''
+for word in "$@"; do
+  if [ "$word" = --and ]; then
+    commands+=' &&' program=''
+  elif [ -n "$program" ]; then
+    commands+=" ${word@Q}"
+  elif [[ $word =~ ^[A-Z_]+= ]]; then
+    commands+=" ${word%%=*}=$(printf %q "${word#*=}")"
+  else
+    program=$(readlink -f "$word")
+    [ -x "$program" ] || { echo "$program is no program" >&2; exit 1; }
+    commands+=" ${program@Q}"
+    libraries=$({ ldd "$program" 2>/dev/null || true; } | grep -o '/[^ )]*' || true)
+    # shellcheck disable=SC2086 (one word per library)
+    cp -L --parents "$program" $libraries "$work/guest"
+  fi
+done
 
 # The last line tells the status; what comes after it is Linux.
 cat >"$work/guest/init" <<GUEST
@@ -30,7 +45,7 @@ exec </dev/null >/dev/ttyS0 2>&1
 busybox stty -F /dev/ttyS0 -opost
 $(export -p | grep -E '^declare -x (LOWBIT|GTEST)_[A-Z_]*=' | sed 's/^declare -x/export/')
 echo "program starts"
-${program@Q} ${@@Q}
+$commands
 echo "
 program ends: \$?"
 busybox stty -F /dev/ttyS0 -opost

@@ -9,73 +9,104 @@ set -euo pipefail
 target=${1:?usage: scripts/x86_emulator.sh DIRECTORY}
 # shellcheck source=scripts/debian.sh
 . "$(dirname "$0")/debian.sh"
-need_tools g++ make xz
 
+# Into packages/, unpacked in root/; the sources of Bochs into bochs/.
+fetch() {
+  echo "x86 emulator: fetching Debian packages"
+  debian_apt_in "$new/apt" amd64 trixie deb deb-src
+  cd "$new/packages"
+  debian_apt apt-get update
+  debian_apt apt-cache depends linux-image-cloud-amd64
+  linux=$(sed -n 's/^ *Depends: \(linux-image-.*\)/\1/p' "$new/apt/log")
+  debian_apt apt-get download "$linux" bochsbios vgabios isolinux syslinux-common busybox-static
+  debian_apt apt-get source --download-only --tar-only bochs
+  for package in *.deb; do dpkg-deb -x "$package" "$new/root"; done
+  tar -xf bochs_*.orig.tar.* -C "$new/bochs" --strip-components=1
+}
+
+# mend FILE EDIT: changes a source of Bochs 3.0 by an edit of sed, which has to find its place.
+mend() {
+  sed -e "$2" "$1" >mended
+  ! cmp -s "$1" mended || { echo "Bochs' $1 is not as expected: nothing to do for $2" >&2; exit 1; }
+  cp mended "$1"
+}
+
+# Products of int8 tiles take every byte as unsigned: those that are signed become so. (S and U in a name: signed and
+# unsigned, of the first factor and of the second; xbyte and ybyte are their bytes.)
+mend_products() {
+  mend cpu/avx/amx.cc '/^[A-Z].* DPBDSS(/,/^}/ s/Bit8u/Bit8s/g'
+  mend cpu/avx/amx.cc '/^[A-Z].* DPBDSU(/,/^}/ { /xbyte\[4\]/ s/Bit8u/Bit8s/g }'
+  mend cpu/avx/amx.cc '/^[A-Z].* DPBDUS(/,/^}/ { /ybyte\[4\]/ s/Bit8u/Bit8s/g }'
+}
+
+# A process that is switched loses its tiles.
+mend_saved_tiles() {
+  # Rows and bytes of a row change places.
+  mend cpu/xsave.cc 's/\(vmm16u(8+n) *=.*\)\.rows;/\1.bytes_per_row;/'
+  mend cpu/xsave.cc 's/\(vmmubyte(48+n) *=.*\)\.bytes_per_row;/\1.rows;/'
+  # Only 8 rows, as many as there are registers, are saved of 16.
+  mend cpu/xsave.cc 's/row < BX_TILE_REGISTERS/row < BX_TILE_MAX_ROWS/'
+  # Tiles in use count as unused.
+  mend cpu/xsave.cc 's/tile_use_tracker == 0/tile_use_tracker != 0/'
+}
+
+# XFD, a trap at the first use of a tile, is missing, and without it Linux leaves AMX off. It is two registers of the
+# system: which state traps (here xfd[0]), and which one did (xfd[1]).
+add_xfd() {
+  # CPUID says that it is there, and that tiles have it.
+  mend cpu/cpuid.cc '/BX_ISA_XSAVES/ { n; s/(1<<3);/(1<<3) | (1<<4);/ }'
+  mend cpu/cpuid.cc 's/^      leaf->ecx = (cpu->ia32_xss_suppmask .*/&\n      if (subfunction == 18) leaf->ecx |= 4;/'
+  # While tiles trap, AMX is off for Bochs, and an instruction of it raises the trap.
+  mend cpu/proc_ctrl.cc '/^void .*BX_CPU_C::handleAvxModeChange/i Bit64u xfd[2];  // XFD and XFD_ERROR'
+  mend cpu/proc_ctrl.cc 's/^ *if (! long64_mode() .*OSXSAVE() ||$/&\n      (xfd[0] \& BX_XCR0_XTILEDATA_MASK) ||/'
+  local trap='xfd[1] = BX_XCR0_XTILEDATA_MASK; exception(BX_NM_EXCEPTION, 0);'
+  mend cpu/proc_ctrl.cc "/::BxNoAMX/,/BX_ASSERT/ s/^  BX_ASSERT/  $trap\n&/"
+  # The two registers, among those that Bochs does not know.
+  local is_xfd='if (index == BX_MSR_IA32_XFD || index == BX_MSR_IA32_XFD_ERROR)'
+  local read='*msr = xfd[index - BX_MSR_IA32_XFD]; return true;'
+  local write='xfd[index - BX_MSR_IA32_XFD] = val_64; handleAvxModeChange(); return true;'
+  mend cpu/msr.cc '/^bool .*::handle_unknown_rdmsr(/i extern Bit64u xfd[2];'
+  mend cpu/msr.cc "/^bool .*::handle_unknown_rdmsr(/,/{/ s/^{/&\n  $is_xfd { $read }/"
+  mend cpu/msr.cc "/^bool .*::handle_unknown_wrmsr(/,/{/ s/^{/&\n  $is_xfd { $write }/"
+}
+
+compile() {
+  echo "x86 emulator: compiling Bochs"
+  {
+    ./configure --quiet --enable-x86-64 --enable-cpu-level=6 --enable-avx --enable-evex --enable-amx \
+      --enable-all-optimizations --disable-docbook --with-nogui --without-x CFLAGS="-O2 -w" CXXFLAGS="-O2 -w" &&
+      make -j "${JOBS:-2}" bochs CXX="${CMAKE_CXX_COMPILER_LAUNCHER:-} g++"
+  } >"$new/make.log" 2>&1 || {
+    tail -n 20 "$new/make.log" >&2
+    exit 1
+  }
+}
+
+# What scripts/emulate_x86.sh takes, into done/.
+collect() {
+  mkdir "$new/done"
+  cd "$new/done"
+  cp "$new/bochs/bochs" "$new"/root/usr/share/bochs/BIOS-bochs-latest "$new"/root/usr/share/vgabios/vgabios.bin \
+    "$new"/root/usr/lib/ISOLINUX/isolinux.bin "$new"/root/usr/lib/syslinux/modules/bios/ldlinux.c32 \
+    "$new"/root/usr/bin/busybox .
+  cp "$new"/root/boot/vmlinuz-* vmlinuz
+  strip bochs
+}
+
+need_tools g++ make xz
 # Built aside and renamed at the end: what has the right name is whole.
 new=$target.new
 rm -rf "$new"
 mkdir -p "$new"/{packages,root,bochs}
 new=$(cd "$new" && pwd)
 target=${new%.new}
-
-echo "x86 emulator: fetching Debian packages"
-debian_apt_in "$new/apt" amd64 trixie deb deb-src
-cd "$new/packages"
-debian_apt apt-get update
-debian_apt apt-cache depends linux-image-cloud-amd64
-linux=$(sed -n 's/^ *Depends: \(linux-image-.*\)/\1/p' "$new/apt/log")
-debian_apt apt-get download "$linux" bochsbios vgabios isolinux syslinux-common busybox-static
-debian_apt apt-get source --download-only --tar-only bochs
-for package in *.deb; do dpkg-deb -x "$package" "$new/root"; done
-tar -xf bochs_*.orig.tar.* -C "$new/bochs" --strip-components=1
-
+fetch
 cd "$new/bochs"
-mend() {  # FILE EDIT: one that has to find its place
-  sed -e "$2" "$1" >mended
-  ! cmp -s "$1" mended || { echo "Bochs' $1 is not as expected: nothing to do for $2" >&2; exit 1; }
-  cp mended "$1"
-}
-# What is wrong in the AMX of Bochs 3.0. Products of int8 take every byte as unsigned.
-mend cpu/avx/amx.cc '/^[A-Z].* DPBDSS(/,/^}/ s/Bit8u/Bit8s/g'
-mend cpu/avx/amx.cc '/^[A-Z].* DPBDSU(/,/^}/ { /xbyte\[4\]/ s/Bit8u/Bit8s/g }'
-mend cpu/avx/amx.cc '/^[A-Z].* DPBDUS(/,/^}/ { /ybyte\[4\]/ s/Bit8u/Bit8s/g }'
-# A process that is switched loses its tiles: rows and bytes change places, half of the rows are left out, and tiles in
-# use count as unused.
-mend cpu/xsave.cc 's/\(vmm16u(8+n) *=.*\)\.rows;/\1.bytes_per_row;/'
-mend cpu/xsave.cc 's/\(vmmubyte(48+n) *=.*\)\.bytes_per_row;/\1.rows;/'
-mend cpu/xsave.cc 's/row < BX_TILE_REGISTERS/row < BX_TILE_MAX_ROWS/'
-mend cpu/xsave.cc 's/tile_use_tracker == 0/tile_use_tracker != 0/'
-# XFD, a trap at the first use of a tile, is missing, and without it Linux leaves AMX off.
-mend cpu/cpuid.cc '/BX_ISA_XSAVES/ { n; s/(1<<3);/(1<<3) | (1<<4);/ }'
-mend cpu/cpuid.cc 's/^      leaf->ecx = (cpu->ia32_xss_suppmask .*/&\n      if (subfunction == 18) leaf->ecx |= 4;/'
-mend cpu/proc_ctrl.cc '/^void .*BX_CPU_C::handleAvxModeChange/i Bit64u xfd[2];  // XFD and XFD_ERROR'
-mend cpu/proc_ctrl.cc 's/^ *if (! long64_mode() .*OSXSAVE() ||$/&\n      (xfd[0] \& BX_XCR0_XTILEDATA_MASK) ||/'
-trap='xfd[1] = BX_XCR0_XTILEDATA_MASK; exception(BX_NM_EXCEPTION, 0);'
-mend cpu/proc_ctrl.cc "/::BxNoAMX/,/BX_ASSERT/ s/^  BX_ASSERT/  $trap\n&/"
-is_xfd='if (index == BX_MSR_IA32_XFD || index == BX_MSR_IA32_XFD_ERROR)'
-read='*msr = xfd[index - BX_MSR_IA32_XFD]; return true;'
-write='xfd[index - BX_MSR_IA32_XFD] = val_64; handleAvxModeChange(); return true;'
-mend cpu/msr.cc '/^bool .*::handle_unknown_rdmsr(/i extern Bit64u xfd[2];'
-mend cpu/msr.cc "/^bool .*::handle_unknown_rdmsr(/,/{/ s/^{/&\n  $is_xfd { $read }/"
-mend cpu/msr.cc "/^bool .*::handle_unknown_wrmsr(/,/{/ s/^{/&\n  $is_xfd { $write }/"
-
-echo "x86 emulator: compiling Bochs"
-{
-  ./configure --quiet --enable-x86-64 --enable-cpu-level=6 --enable-avx --enable-evex --enable-amx \
-    --enable-all-optimizations --disable-docbook --with-nogui --without-x CFLAGS="-O2 -w" CXXFLAGS="-O2 -w" &&
-    make -j "${JOBS:-2}" bochs CXX="${CMAKE_CXX_COMPILER_LAUNCHER:-} g++"
-} >"$new/make.log" 2>&1 || {
-  tail -n 20 "$new/make.log" >&2
-  exit 1
-}
-
-mkdir "$new/done"
-cd "$new/done"
-cp "$new/bochs/bochs" "$new"/root/usr/share/bochs/BIOS-bochs-latest "$new"/root/usr/share/vgabios/vgabios.bin \
-  "$new"/root/usr/lib/ISOLINUX/isolinux.bin "$new"/root/usr/lib/syslinux/modules/bios/ldlinux.c32 \
-  "$new"/root/usr/bin/busybox .
-cp "$new"/root/boot/vmlinuz-* vmlinuz
-strip bochs
+mend_products
+mend_saved_tiles
+add_xfd
+compile
+collect
 rm -rf "$target"
 mv "$new/done" "$target"
 rm -rf "$new"

@@ -115,12 +115,14 @@ inline LlmOptions parse_llm_options(int argc, char** argv, const char* model_kin
   return options;
 }
 
-// Draws a token; the most likely one at temperature 0. Changes the logits.
+// Draws a token; the most likely one at temperature 0. Changes the logits, of which there is one at least.
 inline int64_t sample(std::vector<float>& logits, const LlmOptions& options, std::mt19937_64& random) {
-  const auto best = std::max_element(logits.begin(), logits.end());
-  if (!std::isfinite(*best)) throw std::runtime_error("the model's logits are not finite");
-  if (options.temperature == 0) return best - logits.begin();
-  const float most = *best;
+  const int64_t best = std::max_element(logits.begin(), logits.end()) - logits.begin();
+  const float most = logits[best];
+  // The largest of some numbers may hide a NaN among them.
+  const bool has_nan = std::any_of(logits.begin(), logits.end(), [](float logit) { return std::isnan(logit); });
+  if (has_nan || !std::isfinite(most)) throw std::runtime_error("the model's logits are not finite");
+  if (options.temperature == 0) return best;
   double sum = 0;
   for (float& logit : logits) sum += logit = static_cast<float>(std::exp((logit - most) / options.temperature));
   std::vector<int64_t> order(logits.size());
@@ -138,7 +140,7 @@ inline int64_t sample(std::vector<float>& logits, const LlmOptions& options, std
     left -= logits[token];
     if (left < 0) return token;
   }
-  return order.front();  // the sum was rounded
+  return best;  // the sum was rounded
 }
 
 // Prints the new tokens, each as soon as it is known.

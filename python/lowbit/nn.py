@@ -216,7 +216,7 @@ class Linear(Packed):
             return None
 
         def compute() -> Tensor:
-            zeros = torch.zeros(1, self.info.in_features, device=self.packed_weight.device)
+            zeros = torch.zeros(1, self.info.in_features, dtype=torch.float32, device=self.packed_weight.device)
             return self.forward(zeros)[0].to(self._dtype)
 
         return self._computed(compute, (self.info.out_features,))

@@ -69,7 +69,10 @@ def _has_tangent(operator: str, *arguments) -> bool:
             fullgraph=True says so.
     """
     tensors = [each for each in arguments if isinstance(each, Tensor)]
-    found = any(forward_ad.unpack_dual(each, level=0).tangent is not None for each in tensors)
+    # Inference mode knows no tangents, and unpack_dual only tensors that were made in it.
+    found = not torch.is_inference_mode_enabled() and any(
+        forward_ad.unpack_dual(each, level=0).tangent is not None for each in tensors
+    )
     # Where a level was opened outside of the compiled function, its inputs have no tangents while it is traced.
     if torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and not found):
         raise NotImplementedError(
@@ -281,7 +284,8 @@ def attention(
 
     Raises:
         IndexError: ``start`` is negative, or the caches are too short for all positions. They are unchanged.
-        ValueError: a wrong dtype, shape, stride or device. The caches are unchanged.
+        ValueError: a wrong dtype, shape, stride or device, a scale beyond 1e30 or a softcap outside of 1e-6 to 1e30. The
+            caches are unchanged.
     """
     if scale is None:
         scale = max(1, *q.shape[-1:]) ** -0.5  # a width of 0, or none, is for the operator to refuse

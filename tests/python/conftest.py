@@ -1,3 +1,4 @@
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -11,6 +12,10 @@ import torch
 
 import lowbit
 from runners import ARM_RUNNERS, EXAMPLE, HERE, QEMU, Runner, build
+
+# AOTInductor's C++ that calls kernels and operators, and computes nothing itself, takes half the time to compile without
+# optimisation. What it calls is compiled as ever.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 # The same examples in every run: a failure can be repeated, and a pass means the same everywhere.
 hypothesis.settings.register_profile("lowbit", derandomize=True, deadline=None, database=None)
@@ -45,10 +50,16 @@ def executorch():
 @pytest.fixture(scope="session")
 def runners(executorch, tmp_path_factory) -> Callable[[str, str], Runner]:
     """Finds a program of examples/cpp by its name and the CPU that it runs on."""
-    directory = tmp_path_factory.mktemp("runners")
+    # Those of the first process of pytest that wants them: where tests run in parallel, the others wait for it.
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    directory = shared / "runners"
     prefixes = f"{lowbit.cmake_prefix_path};{torch.utils.cmake_prefix_path}"  # executorch is found beside lowbit
-    # As many distributions link: what only registers operators must stay all the same.
-    build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={prefixes}", "CMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed")
+    with (shared / "runners.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # As many distributions link: what only registers operators must stay all the same.
+        build(EXAMPLE, directory, f"CMAKE_PREFIX_PATH={prefixes}", "CMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed")
 
     def find(name: str, cpu: str) -> Runner:
         if cpu == HERE:

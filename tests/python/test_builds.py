@@ -180,3 +180,42 @@ def test_the_programs_of_the_guide_call_the_operators(tmp_path):
             assert done.returncode == 0, done.stdout + done.stderr
         ran = subprocess.run([build / "program"], capture_output=True, text=True, timeout=60)
         assert (ran.returncode, ran.stdout.splitlines()) == (0, said[number]), ran.stderr
+
+
+SAMPLING = """
+#include "llm.h"
+
+#include <limits>
+
+int main() {
+  LlmOptions options;
+  std::mt19937_64 random(1);
+  const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  for (const double temperature : {0.0, 1.0}) {
+    for (const float bad : {nan, infinity}) {
+      for (size_t at = 0; at < 3; ++at) {
+        std::vector<float> logits = {0, 1, 0};
+        logits[at] = bad;
+        options.temperature = temperature;
+        try {
+          std::printf("token %d\\n", static_cast<int>(sample(logits, options, random)));
+        } catch (const std::runtime_error& error) {
+          std::puts(error.what());
+        }
+      }
+    }
+  }
+  std::vector<float> logits = {-infinity, 1, -infinity};
+  std::printf("token %d\\n", static_cast<int>(sample(logits, options, random)));
+}
+"""
+
+
+def test_the_runners_refuse_logits_that_are_no_numbers(tmp_path):
+    """examples/cpp/llm.h: also where the NaN is not the first, and another logit is the largest."""
+    (tmp_path / "program.cpp").write_text(SAMPLING)
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}", "program.cpp"]
+    done = subprocess.run([*command, "-o", "program"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    ran = subprocess.run([tmp_path / "program"], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines() == ["the model's logits are not finite"] * 12 + ["token 1"]

@@ -1,5 +1,6 @@
 """`lowbit quantize --calibrate` goes on where a run was killed or stopped, and uses only what is still the same."""
 
+import functools
 import json
 import os
 import shutil
@@ -18,11 +19,15 @@ from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.journal import Journal
 
 
+STEPS = 8  # that layers are tuned with: as many as it takes to change them
+
+
 def killed_after(layers: int, arguments: list[str], run_python):
     script = f"""
-import os, signal
-from lowbit.calibration import journal
+import functools, os, signal
+from lowbit.calibration import journal, model
 from lowbit.cli import main
+model.tuned = functools.partial(model.tuned, steps={STEPS})
 keep, calls = journal.Journal.keep, 0
 def killed(*arguments):
     global calls
@@ -40,7 +45,8 @@ main()
 
 # What is kept before the kill: the table, which is the head too, and layer after layer, or block after block.
 @pytest.mark.parametrize("method, budget, kept, resumed", [("gptq", [], 9, 10), ("tuned", ["--target-bits", "6"], 2, 9)])
-def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_path, run_python):
+def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_path, run_python, monkeypatch):
+    monkeypatch.setattr(calibration, "tuned", functools.partial(calibration.tuned, steps=STEPS))
     options = ["--calibrate", text, "--method", method, *budget]
     expected = document(invoke("quantize", source, tmp_path / "whole", *options, "--json"))
     assert expected["resumed_layers"] == 0 and set(expected) == documented_keys("quantize")

@@ -24,13 +24,16 @@ def test_shipped_language_model_at_two_bits():
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(EXAMPLE / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(EXAMPLE / "model", dtype=torch.float32).eval()
+    del model.model.layers[1:-1]  # the first and the last of five: a third of the time
+    model.model.layers[1].self_attn.layer_idx = 1
+    model.config.num_hidden_layers = 2
     texts = [text[:4000] for text in corpus.documents(corpus.read_heldout(), 40).values()][:6]
     heldout = tokenizer("\n\n\n".join(list(corpus.read_heldout().values())[:2]))["input_ids"][:3000]
     plain, calibrated = copy.deepcopy(model), copy.deepcopy(model)
     config = {"*": LinearConfig(2), "model.embed_tokens": EmbeddingConfig(2)}
     lowbit.quantize_(plain, config)
     result = calibrate(calibrated, texts, config, tokenizer=tokenizer)
-    assert set(result.methods.values()) == {"gptq"} and len(result.methods) == 36
+    assert set(result.methods.values()) == {"gptq"} and len(result.methods) == 15
     before, after, whole = (perplexity(each, heldout).perplexity for each in (plain, calibrated, model))
     assert (after - whole) < 0.5 * (before - whole), (before, after, whole)
 

@@ -269,7 +269,7 @@ def test_pack_refuses_a_channel_beyond_int32_sums():
         (torch.ones(3), None, ValueError, "weight has shape [3]; expected [n, k] with n and k at least 1"),
         (torch.ones(0, 3), None, ValueError, "weight has shape [0, 3]; expected [n, k]"),
         (torch.ones(3, 0), None, ValueError, "weight has shape [3, 0]; expected [n, k]"),
-        (torch.ones(3, 3, dtype=torch.int32), None, TypeError, "weight has dtype torch.int32; expected a floating"),
+        (torch.ones(3, 3, dtype=torch.int32), None, TypeError, "weight has dtype torch.int32; expected float32, bfloat16"),
         (torch.ones(3, 3, device="meta"), None, ValueError, "weight is on meta; expected the CPU"),
         (torch.full((3, 3), torch.nan), None, ValueError, "weight has 9 NaN or infinite values; expected finite"),
         (torch.full((3, 3), 3e38), None, ValueError, "weight reaches from 3e+38 to 3e+38; expected magn"),

@@ -15,7 +15,8 @@ def order_of_shared_inputs() -> str:
     import torch
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    from lowbit.vllm import PackedMethod, ServedConfig
+    from lowbit.vllm.config import ServedConfig
+    from lowbit.vllm.linear import PackedMethod
 
     layer = RowParallelLinear.__new__(RowParallelLinear)
     torch.nn.Module.__init__(layer)
@@ -25,7 +26,7 @@ def order_of_shared_inputs() -> str:
 
 def float_in_vllm() -> str:
     """What is said of a layer to quantise whose model in vLLM has not asked for it."""
-    from lowbit.vllm import ServedConfig
+    from lowbit.vllm.config import ServedConfig
 
     config = ServedConfig()
     config.selected, config.asked = {"model.gate": object(), "model.up": object()}, {"model.up"}

@@ -13,7 +13,15 @@ import pytest
 import torch
 from generate import PROMPTS, TOKENS
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import lowbit
 
@@ -44,6 +52,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     names = ("float", "mixed", "ordered", "tiny", "missing", "float experts", "experts", "missing experts")
+    names += ("float gpt-oss", "gpt-oss")
     found = {name: directory / name for name in names}
     model.save_pretrained(found["float"])
     lowbit.quantize_checkpoint(found["float"], found["mixed"], lowbit.LowBitConfig(**MIXED))
@@ -62,6 +71,14 @@ def models(tmp_path_factory) -> dict[str, Path]:
     model.save_pretrained(found["float experts"])
     lowbit.quantize_checkpoint(found["float experts"], found["experts"], lowbit.LowBitConfig(**EXPERTS))
     without(found["experts"], "model.layers.1.mlp.experts.down_proj.packed_weight", found["missing experts"])
+    # Experts with biases, a clamped activation of gate and up in turns, sinks, and a window that the prompts exceed.
+    sizes |= {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, sliding_window=8, swiglu_limit=3.0))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or name.endswith(("bias", "sinks")):
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(found["float gpt-oss"])
+    lowbit.quantize_checkpoint(found["float gpt-oss"], found["gpt-oss"], lowbit.LowBitConfig(**OPTIONS))
     return found
 
 
@@ -100,6 +117,8 @@ def found(models, environment, tmp_path_factory) -> dict:
         "experts on two": ("experts", {"tensor_parallel_size": 2}),
         # torch traces and vLLM cuts the graph, as ever; inductor's C++, which takes longest, tests/python has.
         "compiled": ("ordered", {"enforce_eager": False, "compilation_config": {"backend": "eager"}}),
+        "gpt-oss": ("gpt-oss", {"enforce_eager": False, "compilation_config": {"backend": "eager"}}),
+        "gpt-oss at load": ("float gpt-oss", {"hf_overrides": {"quantization_config": at_load}}),
         "two ranks": ("ordered", {"tensor_parallel_size": 2}),
     }  # fmt: skip
     arguments = {name: {"model": str(models[model]), **options} for name, (model, options) in cases.items()}
@@ -169,6 +188,11 @@ def test_what_is_refused(found):
 def test_experts(found, models):
     assert found["experts"] == eager(models["experts"])
     assert found["experts at load"] == found["experts"]
+
+
+def test_gpt_oss(found, models):
+    assert found["gpt-oss"] == eager(models["gpt-oss"])
+    assert "is gpt-oss and not packed; use `lowbit import` if its experts are MXFP4, else" in found["gpt-oss at load"]
 
 
 @pytest.mark.parametrize("case, model", [("two ranks", "ordered"), ("experts on two", "experts")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -166,6 +166,84 @@ def _experts(
     }
 
 
+def _users(by_name: Mapping[str, Stored], ties: Mapping[str, str]) -> dict[str, list[str]]:
+    """All tensors of the model that a tensor of the files becomes, by the first of them: itself, and what is tied to it."""
+    users = {name: [name] for name in by_name}
+    for target, tied in ties.items():
+        if target not in by_name and tied in by_name:
+            users[tied].append(target)
+        elif tied not in by_name and target in by_name:
+            users[target].append(tied)
+    return users
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What is known of a model and its files when they are packed."""
+
+    layers: Mapping[str, torch.nn.Module | Experts]
+    state: Collection[str]  # names of the model's tensors
+    ties: Mapping[str, str]
+    by_name: Mapping[str, Stored]
+    selected: Mapping[str, LinearConfig | EmbeddingConfig]
+
+    def bias(self, layer: str) -> Stored | None:
+        name = f"{layer}.bias"
+        if not isinstance(self.selected[layer], LinearConfig) or name not in self.state:
+            return None
+        return self.by_name.get(name) or self.by_name[self.ties[name]]
+
+    def outputs_of(self, stored: Stored, name: str, weights: list[str]) -> list[Output]:
+        """What a tensor, ``name`` in the model, becomes: the weight of these layers, some of which are selected."""
+        chosen = [layer for layer in weights if layer in self.selected]
+        if len({tuple(vars(self.selected[layer]).items()) for layer in chosen}) > 1:
+            raise ValueError(
+                f"{' and '.join(chosen)} share one weight but have different configs, "
+                f"{' and '.join(str(self.selected[layer]) for layer in chosen)}; give all the same, or None to all but one"
+            )
+        biases = {layer: self.bias(layer) for layer in chosen if isinstance(self.selected[layer], LinearConfig)}
+        for each in (stored, *biases.values()):
+            if each is not None and each.dtype not in DTYPES:
+                raise ValueError(f"{each.name} in {each.path} has dtype {each.dtype}; expected {', '.join(DTYPES)}")
+
+        def called(user: str, leaf: str) -> str:
+            own = stored.name.removesuffix("weight") if f"{user}.weight" == name else f"{user}."
+            return own + leaf
+
+        outputs = []
+        # As quantize_ does: one buffer holds one bias.
+        together = len({id(bias) for bias in biases.values()}) <= 1
+        for layer in chosen[:1] if together else chosen:
+            bias = next(iter(biases.values()), None) if together else biases.get(layer)
+            transposed = is_transposed(self.layers[layer])
+            outputs.append(Output(called(layer, "packed_weight"), stored, self.selected[layer], bias, layer, transposed))
+        floats = [layer for layer in weights if layer not in self.selected]
+        if floats:
+            outputs.append(Output(called(floats[0], "weight"), stored))
+        return outputs
+
+
+def _left(model, outputs: Iterable[Output], names: Mapping, unselected: Mapping[str, str]) -> dict[str, str]:
+    """Which matrices stay float, and why."""
+    state, left = model.state_dict(), {}
+    for output in outputs:
+        if output.config is not None or len(output.source.shape) < 2:
+            continue
+        name, targets = names[output.source.name]
+        if targets is None and name in state:
+            layer = name.rpartition(".")[0]
+            kind = type(model.get_submodule(layer)).__name__
+            why = unselected.get(layer) or unselected.get(name)
+            left[output.name] = why or f"in a layer of the kind {kind}, which lowbit does not pack"
+        elif targets is not None and targets[0] in state:
+            kind = type(model.get_submodule(targets[0].rpartition(".")[0])).__name__
+            why = unselected.get(targets[0])
+            left[output.name] = why or f"transformers makes it a part of {kind}, which lowbit does not pack"
+        else:
+            left[output.name] = _EXTRA.format(type(model).__name__)
+    return left
+
+
 def _plan(
     model, config: LowBitConfig, tensors: dict[str, Stored], source: Path
 ) -> tuple[list[Output], dict[str, str]]:
@@ -186,19 +264,12 @@ def _plan(
         raise ValueError(f"config selects no layer of {type(model).__name__}")
     warn_of_floats(model, selected, {name for name, why in unselected.items() if why == BY_OVERRIDES}, stacklevel=3)
 
-    # By tensor, whatever in the model it becomes, its own name first.
-    ties = model.all_tied_weights_keys
-    users = {name: [name] for name in by_name}
-    for target, tied in ties.items():
-        if target not in by_name and tied in by_name:
-            users[tied].append(target)
-        elif tied not in by_name and target in by_name:
-            users[target].append(tied)
-
+    users = _users(by_name, model.all_tied_weights_keys)
+    known = _Chosen(layers, state, model.all_tied_weights_keys, by_name, selected)
     outputs: list[Output] = []
     packed_biases = {f"{name}_bias" for name in experts}
     written: set[str] = set()
-    for key in tensors:
+    for key in tensors:  # each once, whatever in the model it becomes
         name, targets = names[key]
         of = name if targets is None else targets[0]
         if of in experts:
@@ -209,66 +280,19 @@ def _plan(
                 written.add(of)
             continue
         if by_name.get(name) is not tensors[key]:
-            if names[key][1] is not None or name not in state:
+            if targets is not None or name not in state:
                 outputs.append(Output(key, tensors[key]))
             continue
         weights = [user.removesuffix(".weight") for user in users[name] if user.endswith(".weight")]
-        chosen = [layer for layer in weights if layer in selected]
-        if not chosen:
+        if not any(layer in selected for layer in weights):
             outputs.append(Output(key, tensors[key]))
             continue
-        if len({tuple(vars(selected[layer]).items()) for layer in chosen}) > 1:
-            raise ValueError(
-                f"{' and '.join(chosen)} share one weight but have different configs, "
-                f"{' and '.join(str(selected[layer]) for layer in chosen)}; give all the same, or None to all but one"
-            )
-        biases: dict[str, Stored | None] = {}
-        for layer in chosen:
-            called_bias = f"{layer}.bias"
-            if isinstance(selected[layer], LinearConfig):
-                in_state = called_bias in state
-                biases[layer] = (by_name.get(called_bias) or by_name[ties[called_bias]]) if in_state else None
-                packed_biases.add(called_bias)
-        for stored in (tensors[key], *biases.values()):
-            if stored is not None and stored.dtype not in DTYPES:
-                raise ValueError(
-                    f"{stored.name} in {stored.path} has dtype {stored.dtype}; expected {', '.join(DTYPES)}"
-                )
-
-        def called(user: str, leaf: str, key: str = key, name: str = name) -> str:
-            own = key.removesuffix("weight") if f"{user}.weight" == name else f"{user}."
-            return own + leaf
-
-        # As quantize_ does: one buffer holds one bias.
-        together = len({id(bias) for bias in biases.values()}) <= 1
-        for layer in chosen[:1] if together else chosen:
-            bias = next(iter(biases.values()), None) if together else biases.get(layer)
-            transposed = is_transposed(layers[layer])
-            outputs.append(
-                Output(called(layer, "packed_weight"), tensors[key], selected[layer], bias, layer, transposed)
-            )
-        floats = [layer for layer in weights if layer not in selected]
-        if floats:
-            outputs.append(Output(called(floats[0], "weight"), tensors[key]))
+        outputs += known.outputs_of(tensors[key], name, weights)
+        packed_biases |= {f"{layer}.bias" for layer in weights if isinstance(selected.get(layer), LinearConfig)}
     dropped = {by_name[name].name for name in packed_biases if name in by_name}
     outputs = [output for output in outputs if output.config is not None or output.name not in dropped]
 
-    left = {}
-    for output in outputs:
-        if output.config is not None or len(output.source.shape) < 2:
-            continue
-        name, targets = names[output.source.name]
-        if targets is None and name in state:
-            layer = name.rpartition(".")[0]
-            kind = type(model.get_submodule(layer)).__name__
-            why = unselected.get(layer) or unselected.get(name)
-            left[output.name] = why or f"in a layer of the kind {kind}, which lowbit does not pack"
-        elif targets is not None and targets[0] in state:
-            kind = type(model.get_submodule(targets[0].rpartition(".")[0])).__name__
-            why = unselected.get(targets[0])
-            left[output.name] = why or f"transformers makes it a part of {kind}, which lowbit does not pack"
-        else:
-            left[output.name] = _EXTRA.format(type(model).__name__)
+    left = _left(model, outputs, names, unselected)
     extra = {name for name, why in left.items() if why == _EXTRA.format(type(model).__name__)}
     if extra:
         size = sum(output.source.bytes for output in outputs if output.name in extra)

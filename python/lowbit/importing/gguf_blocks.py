@@ -89,10 +89,7 @@ def _tq1_0(blocks: np.ndarray) -> Decoded:
 
     def digits(bytes_: np.ndarray, count: int) -> np.ndarray:
         left = bytes_[..., None, :] * powers[:count]  # uint8: what is above has been read
-        return _rows_of_blocks((left.astype(np.uint16) * 3 >> 8).astype(np.uint8))
-
-    def _rows_of_blocks(array: np.ndarray) -> np.ndarray:
-        return array.reshape(*array.shape[:2], -1)
+        return (left.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*bytes_.shape[:2], -1)
 
     parts = [digits(blocks[..., :32], 5), digits(blocks[..., 32:48], 5), digits(blocks[..., 48:52], 4)]
     return _from_minus_one(np.concatenate(parts, axis=-1), _half(blocks, 52))
@@ -164,10 +161,6 @@ def _q6_k(blocks: np.ndarray) -> Decoded:
     return _flat(low | _crumbs(blocks[..., 128:192]) << 4), _flat(scales), None
 
 
-def _iq4_nl(blocks: np.ndarray) -> Decoded:
-    return _q4_0(blocks)
-
-
 def _iq4_xs(blocks: np.ndarray) -> Decoded:
     low = blocks[..., 4:8]
     low = np.stack([low & 15, low >> 4], axis=-1).reshape(*blocks.shape[:2], 8)
@@ -208,7 +201,7 @@ _TYPES = {
     "Q4_K": BlockType(4, 32, True, _q4_k),
     "Q5_K": BlockType(5, 32, True, _q5_k),
     "Q6_K": BlockType(6, 16, False, _q6_k),
-    "IQ4_NL": BlockType(4, 32, False, _iq4_nl, NL4),
+    "IQ4_NL": BlockType(4, 32, False, _q4_0, NL4),
     "IQ4_XS": BlockType(4, 32, False, _iq4_xs, NL4),
     "MXFP4": BlockType(4, 32, False, _mxfp4, FP4),
     "NVFP4": BlockType(4, 16, False, _nvfp4, FP4),

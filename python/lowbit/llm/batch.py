@@ -11,7 +11,7 @@ from .caches import Caches, common
 from .decoder import Decoder
 from .generation import Generation, Writer, check_lengths
 from .proof import check_texts
-from .sampling import check_sampling, check_seed, token_ids
+from .sampling import Sampling, check_seed, token_ids
 
 # Fewer tokens than these are computed rather than copied, which has its cost, too.
 _LEAST = 16
@@ -99,7 +99,7 @@ def generate_batch(
     for name, value in (("at_once", at_once), ("rows", rows)):
         if value < 1:
             raise ValueError(f"{name} is {value}; expected 1 or more")
-    check_sampling(temperature, top_k, top_p, repetition_penalty)
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
     stop, prefixes = frozenset(token_ids("stop", stop)), list(prefixes)
     for prefix in prefixes:
         decoder.check_caches(prefix)
@@ -114,16 +114,15 @@ def generate_batch(
         told = None if on_token is None else lambda token: on_token(number, token)
         length = min(len(prompt) + counts[number], decoder.max_length)
         return _Running(
-            number,
-            decoder.new_caches(-(-length // 16) * 16),
-            prompt,
-            prompt[same:],
-            None if source is None else (source, same),
-            Writer(
-                prompt, counts[number], decoder.max_length, temperature, top_k, top_p, repetition_penalty, seeds[number],
-                stop, same, told,
+            number=number,
+            caches=decoder.new_caches(-(-length // 16) * 16),
+            prompt=prompt,
+            pending=prompt[same:],
+            source=None if source is None else (source, same),
+            writer=Writer(
+                prompt, counts[number], decoder.max_length, sampling, seeds[number], stop=stop, cached=same, on_token=told
             ),
-        )  # fmt: skip
+        )
 
     results: dict[int, Generation] = {}
     waiting = iter(range(len(given)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..files.untrusted import interpreting
 from .generation import generate
-from .sampling import check_sampling
+from .sampling import Sampling
 from .loading import TextStream, check_tokens
 
 Message = dict[str, str]
@@ -57,19 +57,6 @@ def render(tokenizer, messages: list[Message], template: str) -> list[int]:
             messages, chat_template=template, add_generation_prompt=True, tokenize=False
         )
     return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn: the arguments of :func:`lowbit.llm.generate` of these names."""
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self):
-        check_sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
 
 
 def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .guessing import Draft, Lookup
-from .sampling import check_sampling, check_seed, penalise, sample, token_ids
+from .sampling import Sampling, check_seed, penalise, sample, token_ids
 
 
 def rate(count: int, seconds: float) -> float:
@@ -117,11 +117,8 @@ def generate(
         raise ValueError("guesses is 0; expected 1 or more with a draft")
     if draft is not None and draft.max_length < max_length:
         raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
-    check_sampling(temperature, top_k, top_p, repetition_penalty)
-    check_seed(seed)
-    text = Writer(
-        prompt, max_new_tokens, max_length, temperature, top_k, top_p, repetition_penalty, seed, stop, cached, on_token
-    )
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
+    text = Writer(prompt, max_new_tokens, max_length, sampling, seed, stop=stop, cached=cached, on_token=on_token)
     result = text.result
     guesser = None
     if guesses:
@@ -160,28 +157,29 @@ class Writer:
         prompt: list[int],
         max_new_tokens: int,
         max_length: int,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        repetition_penalty: float,
+        sampling: Sampling,
         seed: int,
+        *,
         stop: Iterable[int],
         cached: int = 0,
         on_token: Callable[[int], None] | None = None,
     ):
+        check_seed(seed)
         self.result = Generation(prompt_tokens=len(prompt), cached_tokens=cached)
         self.room = min(max_new_tokens, max_length - len(prompt))  # tokens that may come still
         if len(prompt) + max_new_tokens > max_length:
             self.result.stopped = "max_length"
         self.ended = False
-        self._draw = (temperature, top_k, top_p, torch.Generator().manual_seed(seed))
-        self._penalty, self._came = repetition_penalty, set(prompt)
+        self._sampling, self._generator = sampling, torch.Generator().manual_seed(seed)
+        self._came = set(prompt)
         self._stop, self._on_token = frozenset(stop), on_token
         self._began, self._first = time.perf_counter(), math.nan
 
     def take(self, logits: Tensor) -> int | None:
         """The next token, or None where it ends the text."""
-        token = sample(penalise(logits, self._came, self._penalty), *self._draw)
+        drawn = self._sampling
+        logits = penalise(logits, self._came, drawn.repetition_penalty)
+        token = sample(logits, drawn.temperature, drawn.top_k, drawn.top_p, self._generator)
         result, now = self.result, time.perf_counter()
         if math.isnan(self._first):
             result.prefill_seconds, self._first = now - self._began, now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,6 +59,23 @@ def check_sampling(
         raise ValueError(f"top_p is {top_p}; expected 0 to 1")
     if not 0 < repetition_penalty < math.inf:
         raise ValueError(f"repetition_penalty is {repetition_penalty}; expected a number above 0")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: the arguments of :func:`lowbit.llm.generate` of these names.
+
+    Raises:
+        ValueError: one is out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
 
 
 def penalise(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:

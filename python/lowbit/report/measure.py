@@ -242,6 +242,127 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+class _Collection:
+    """The figures of a report as they come: each is in the JSON file before the next is measured."""
+
+    def __init__(self, options: Options, path: Path, say: Say):
+        self.options, self.path, self.say = options, path, say
+        self.figures = read(path, options.identity())
+        self.known = {(row["method"], row["bits"]) for row in self.figures["rows"]}
+        self.figures["notes"] = []  # what cannot be measured is tried, and told, each time
+        say(f"loading {options.model}")
+        self.subject = subject = _Subject(options)
+        with _quiet():
+            self.selected = subject.config(4).select(subject.model, experts=False)
+        put_linears(subject.model, self.selected)
+        self.modules = {name: subject.model.get_submodule(name) for name in self.selected}
+        if not self.selected:
+            raise ValueError(f"{options.model} has no linear layer or embedding")
+        self.shared = names_by_weight(self.modules)
+        self.weights = sum(self.modules[names[0]].weight.numel() for names in self.shared.values())
+        self.matrix_bytes = self.weights * subject.stored.itemsize
+        self.figures["about"] = {
+            "model": str(options.model),
+            "architecture": type(subject.model).__name__,
+            "quality": "perplexity" if subject.language else "cosine",
+            "measured_on": len(subject.tokens) - 1 if subject.language else len(subject.sentences),
+            "weights": self.weights,
+            "rest_bytes": subject.model_bytes - self.matrix_bytes,
+            "machine": cpu_name(),
+            "threads": torch.get_num_threads(),
+        }
+
+    def add(
+        self, method: str, bits: float | None, family: str, size: int, model: torch.nn.Module, timed: bool = False
+    ) -> None:
+        subject = self.subject
+        quality, same = (subject.quality(model), None) if subject.language else subject.search_quality(model)
+        self.figures["rows"].append({
+            "method": method, "bits": bits, "family": family, "bytes": size, "bits_per_weight": 8 * size / self.weights,
+            "quality": quality, "same_neighbours": same,
+            "tokens_per_second": subject.speed(model) if timed else None,
+        })  # fmt: skip
+        self.write()
+
+    def write(self) -> None:
+        write(self.path, self.figures)
+
+    def widths(self) -> None:
+        """The model as it is, and with one width for all layers."""
+        if ("float", None) not in self.known:
+            self.say("float")
+            self.add("float", None, "float", self.matrix_bytes, self.subject.model, timed=True)
+        for bits in self.options.bits:
+            for method in _methods(self.options, bits):
+                if (method, bits) not in self.known:
+                    self.say(f"{method}, {bits} bits")
+                    model = copy.deepcopy(self.subject.model)
+                    with _quiet():
+                        _quantise(self.subject, model, method, bits)
+                    self.add(method, bits, "lowbit", _packed_bytes(model), model, timed=method == "nearest")
+
+    def widths_by_layer(self) -> None:
+        """Each layer with a width of its own, within the sizes asked for."""
+        options, subject = self.options, self.subject
+        items: list[Item] = []
+        for target, method in ((target, method) for target in options.target_bits for method in options.target_methods):
+            name = WIDTHS if method == "auto" else f"{WIDTHS}, {method}"
+            if (name, target) in self.known:
+                continue
+            if not items:
+                self.say("layers, for widths by layer")
+                with _quiet(), evaluating(subject.model):
+                    items = options_of(subject.model, subject.config(_REFERENCE_BITS))
+                    measure_losses(subject.model, subject.batches(), items, _REFERENCE_BITS)
+            try:
+                config = config_of(subject.config(_REFERENCE_BITS), items, within(items, target))
+            except ValueError as error:
+                self.figures["notes"].append(f"{name}: {error}")
+                continue
+            self.say(f"{name}, {target:g} bits")
+            model = copy.deepcopy(subject.model)
+            with _quiet():
+                _calibrate(subject, model, config, method)
+            self.add(name, target, "lowbit", _packed_bytes(model), model)
+
+    def by_peers(self) -> None:
+        """The formats of others, as their own libraries round to them."""
+        squares: dict[int, torch.Tensor] | None = None
+        for name, peer in peers(self.options.bits, self.options.calibration is not None).items():
+            if (name, None) in self.known:
+                continue
+            self.say(name)
+            if peer.importance and squares is None:
+                squares = _mean_squares(self.subject, self.shared)
+            model, size = copy.deepcopy(self.subject.model), 0
+            matrices = (
+                (self.modules[names[0]].weight.detach().float(), squares[key] if peer.importance and squares else None)
+                for key, names in self.shared.items()
+            )
+            try:
+                for (held, more), names in zip(hold_all(peer, matrices), self.shared.values(), strict=True):
+                    size += more
+                    for each in names:
+                        model.get_submodule(each).weight.data.copy_(held)
+            except (ValueError, OSError) as error:  # not for these shapes, or a library that does not load
+                self.figures["notes"].append(f"{name}: {error}")
+                continue
+            self.add(name, None, name.split()[0], size, model)
+
+    def by_gptq(self) -> None:
+        """GPTQ as others have it, in groups of the report's size and of their usual one."""
+        own = self.options.group_size
+        for bits in (bits for bits in self.options.bits if bits > 1):
+            for group in dict.fromkeys((own, _GPTQ_GROUP)):
+                name = f"GPTQ {bits} bits" if group == own else f"GPTQ {bits} bits, groups of {group}"
+                if (name, None) not in self.known:
+                    self.say(name)
+                    model = copy.deepcopy(self.subject.model)
+                    with _quiet():
+                        size = _plain_gptq(self.subject, model, bits, group, self.shared)
+                    self.add(name, None, "GPTQ", size, model)
+
+
 def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
     """Measures what the JSON file at ``path`` has not yet, and writes it after every figure.
 
@@ -253,107 +374,17 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
     Raises:
         OSError, ValueError: as :func:`lowbit.llm.loading.load_model`, or a file at ``path`` that is something else.
     """
-    figures = read(path, options.identity())
-    known = {(row["method"], row["bits"]) for row in figures["rows"]}
-    figures["notes"] = []  # what cannot be measured is tried, and told, each time
-    say(f"loading {options.model}")
-    subject = _Subject(options)
-    with _quiet():
-        selected = subject.config(4).select(subject.model, experts=False)
-    put_linears(subject.model, selected)
-    modules = {name: subject.model.get_submodule(name) for name in selected}
-    if not selected:
-        raise ValueError(f"{options.model} has no linear layer or embedding")
-    shared = names_by_weight(modules)
-    weights = sum(modules[names[0]].weight.numel() for names in shared.values())
-    matrix_bytes = weights * subject.stored.itemsize
-    figures["about"] = {
-        "model": str(options.model),
-        "architecture": type(subject.model).__name__,
-        "quality": "perplexity" if subject.language else "cosine",
-        "measured_on": len(subject.tokens) - 1 if subject.language else len(subject.sentences),
-        "weights": weights,
-        "rest_bytes": subject.model_bytes - matrix_bytes,
-        "machine": cpu_name(),
-        "threads": torch.get_num_threads(),
-    }
-
-    def add(method: str, bits: float | None, family: str, size: int, model: torch.nn.Module, timed: bool) -> None:
-        quality, same = (subject.quality(model), None) if subject.language else subject.search_quality(model)
-        figures["rows"].append({
-            "method": method, "bits": bits, "family": family, "bytes": size, "bits_per_weight": 8 * size / weights,
-            "quality": quality, "same_neighbours": same,
-            "tokens_per_second": subject.speed(model) if timed else None,
-        })  # fmt: skip
-        write(path, figures)
-
-    if ("float", None) not in known:
-        say("float")
-        add("float", None, "float", matrix_bytes, subject.model, True)
-    for bits in options.bits:
-        for method in _methods(options, bits):
-            if (method, bits) not in known:
-                say(f"{method}, {bits} bits")
-                model = copy.deepcopy(subject.model)
-                with _quiet():
-                    _quantise(subject, model, method, bits)
-                add(method, bits, "lowbit", _packed_bytes(model), model, method == "nearest")
-    items: list[Item] = []
-    targets = options.target_bits if options.calibration is not None else ()
-    for target, method in ((target, method) for target in targets for method in options.target_methods):
-        name = WIDTHS if method == "auto" else f"{WIDTHS}, {method}"
-        if (name, target) in known:
-            continue
-        if not items:
-            say("layers, for widths by layer")
-            with _quiet(), evaluating(subject.model):
-                items = options_of(subject.model, subject.config(_REFERENCE_BITS))
-                measure_losses(subject.model, subject.batches(), items, _REFERENCE_BITS)
-        try:
-            config = config_of(subject.config(_REFERENCE_BITS), items, within(items, target))
-        except ValueError as error:
-            figures["notes"].append(f"{name}: {error}")
-            continue
-        say(f"{name}, {target:g} bits")
-        model = copy.deepcopy(subject.model)
-        with _quiet():
-            _calibrate(subject, model, config, method)
-        add(name, target, "lowbit", _packed_bytes(model), model, False)
-    squares: dict[int, torch.Tensor] | None = None
-    for name, peer in peers(options.bits, options.calibration is not None).items():
-        if (name, None) not in known:
-            say(name)
-            if peer.importance and squares is None:
-                squares = _mean_squares(subject, shared)
-            model, size = copy.deepcopy(subject.model), 0
-            matrices = (
-                (modules[names[0]].weight.detach().float(), squares[key] if peer.importance and squares else None)
-                for key, names in shared.items()
-            )
-            try:
-                for (held, more), names in zip(hold_all(peer, matrices), shared.values(), strict=True):
-                    size += more
-                    for each in names:
-                        model.get_submodule(each).weight.data.copy_(held)
-            except (ValueError, OSError) as error:  # not for these shapes, or a library that does not load
-                figures["notes"].append(f"{name}: {error}")
-                continue
-            add(name, None, name.split()[0], size, model, False)
-    own = options.group_size
-    for bits in options.bits if options.calibration is not None else ():
-        for group in dict.fromkeys((own, _GPTQ_GROUP)) if bits > 1 else ():
-            name = f"GPTQ {bits} bits" if group == own else f"GPTQ {bits} bits, groups of {group}"
-            if (name, None) not in known:
-                say(name)
-                model = copy.deepcopy(subject.model)
-                with _quiet():
-                    size = _plain_gptq(subject, model, bits, group, shared)
-                add(name, None, "GPTQ", size, model, False)
-    if options.sensitivity and figures["sensitivity"] is None:
-        figures["sensitivity"] = _sensitivity(subject, selected, shared, min(options.bits), say)
-        write(path, figures)
-    write(path, figures)
-    return figures
+    found = _Collection(options, path, say)
+    found.widths()
+    if options.calibration is not None:
+        found.widths_by_layer()
+    found.by_peers()
+    if options.calibration is not None:
+        found.by_gptq()
+    if options.sensitivity and found.figures["sensitivity"] is None:
+        found.figures["sensitivity"] = _sensitivity(found.subject, found.selected, found.shared, min(options.bits), say)
+    found.write()
+    return found.figures
 
 
 def _methods(options: Options, bits: int) -> list[str]:

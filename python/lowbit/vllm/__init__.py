@@ -1,0 +1,50 @@
+"""Packed weights in vLLM, which batches the requests of many users: docs/serving.md.
+
+vLLM finds this package by its entry point. It serves packed checkpoints, and quantises float ones while it loads them.
+Written for vLLM 0.32; what it calls is the interface of vLLM's own ways to quantise.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from ..hf.config import METHOD
+from .config import ServedConfig
+
+
+def register() -> None:
+    """Makes the method "lowbit" known to vLLM, which calls this in each of its processes."""
+    if METHOD not in QUANTIZATION_METHODS:
+        register_quantization_config(METHOD)(ServedConfig)
+        for kind in (VocabParallelEmbedding, ParallelLMHead, ReplicatedLinear):
+            if kind.__name__ not in op_registry_oot:  # else another plugin has its own
+                kind.register_oot(_told_of_packed(kind))
+
+
+def _told_of_packed(kind: Any) -> type:
+    """A class of layers that takes lowbit's method where its model has not passed one on and its weight is packed.
+
+    Some of vLLM's models keep their tables of tokens, heads or the gates of shared experts out of all quantisation.
+    """
+    arguments = signature(kind.__init__)
+
+    def __init__(self, *args, **kwargs) -> None:
+        given = arguments.bind(self, *args, **kwargs)
+        config = get_current_vllm_config().quant_config
+        passed_on = any(given.arguments.get(name) for name in ("quant_config", "quant_method"))
+        if isinstance(config, ServedConfig) and not passed_on:
+            name = given.arguments.get("prefix", "")
+            if kind is VocabParallelEmbedding:
+                name = config.tables[0] if len(config.tables) == 1 else ""
+            if name in config.quantised or config.ties.get(name) in config.quantised:
+                given.arguments["quant_config"] = config
+        kind.__init__(*given.args, **given.kwargs)
+
+    return type(kind.__name__, (kind,), {"__init__": __init__, "__doc__": kind.__doc__})
