@@ -342,8 +342,8 @@ test-sanitize-python: $(VENV)/installed
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  PYTHONPATH=$(SANITIZED)/site:$$($(BIN)/python -c 'import sys; print(":".join(path for path in sys.path if "site-packages" in path))') \
-	  $(BIN)/python -S -m pytest -q -p no:cacheprovider $(SANITIZED_TESTS:%=tests/python/test_%.py)
-SANITIZED_TESTS := linear linears embedding experts attention pack slices hostile_bytes errors quantize levels
+	  $(BIN)/python -S -m pytest -q -p no:cacheprovider -k 'not compile' $(SANITIZED_TESTS:%=tests/python/test_%.py)
+SANITIZED_TESTS := hostile_bytes errors slices linears experts pack embedding quantize
 
 # Many threads under ThreadSanitizer: more of what ctest's races.* do.
 .PHONY: test-tsan
