@@ -68,7 +68,7 @@ test-all: test
 	$(MAKE) --no-print-directory test-more
 
 # What takes longest comes first, so that no core waits for it at the end.
-TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-vllm test-macos-build test-arm-cpus test-arm-sme2 test-arm-python-cpus \
+TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-x86-without-avx test-vllm test-macos-build test-arm-cpus test-arm-sme2 test-arm-python-cpus \
   test-arm-python-sme2 test-kleidiai docs
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
@@ -120,6 +120,14 @@ $(X86_RUNS:%=emulated/%): build-test-host build/x86-emulator
 	  [ $$2 = kernels ] && more= || more="--and $$operators --and $$caps"; \
 	  scripts/emulate_x86.sh $$3 $$kernels $$more; \
 	fi
+
+# An x86-64 without AVX, which has the portable kernels: half a minute.
+.PHONY: test-x86-without-avx
+test-x86-without-avx: build-test-host
+	set -e; [ "$$(uname -m)" = x86_64 ] || exit 0; old="env QEMU_CPU=qemu64 qemu-x86_64 build/test-host/tests/cpp"; \
+	$$old/format_tests --gtest_brief=1; $$old/isa_cap_tests --gtest_brief=1; $$old/packed_fuzz 1000 1; \
+	$$old/operator_tests --gtest_brief=1 --gtest_filter='Embedding*:Pack*:Splice*:Linear*:-*InChunks*'; \
+	LOWBIT_TEST_ISA=portable LOWBIT_TEST_FAMILY=embedding $$old/kernel_tests --gtest_brief=1
 
 build/x86-emulator: scripts/x86_emulator.sh | $(VENV)/requirements
 	scripts/need.sh test
