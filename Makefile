@@ -68,7 +68,7 @@ test-all: test
 	$(MAKE) --no-print-directory test-more
 
 # What takes longest comes first, so that no core waits for it at the end.
-TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-vllm test-macos-build test-arm-cpus test-arm-sme2 test-arm-python-cpus \
+TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-x86-without-avx test-vllm test-macos-build test-arm-cpus test-arm-sme2 test-arm-python-cpus \
   test-arm-python-sme2 test-kleidiai docs
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
@@ -121,6 +121,14 @@ $(X86_RUNS:%=emulated/%): build-test-host build/x86-emulator
 	  scripts/emulate_x86.sh $$3 $$kernels $$more; \
 	fi
 
+# An x86-64 without AVX, which has the portable kernels: half a minute.
+.PHONY: test-x86-without-avx
+test-x86-without-avx: build-test-host
+	set -e; [ "$$(uname -m)" = x86_64 ] || exit 0; old="env QEMU_CPU=qemu64 qemu-x86_64 build/test-host/tests/cpp"; \
+	$$old/format_tests --gtest_brief=1; $$old/isa_cap_tests --gtest_brief=1; $$old/packed_fuzz 1000 1; \
+	$$old/operator_tests --gtest_brief=1 --gtest_filter='Embedding*:Pack*:Splice*:Linear*:-*InChunks*'; \
+	LOWBIT_TEST_ISA=portable LOWBIT_TEST_FAMILY=embedding $$old/kernel_tests --gtest_brief=1
+
 build/x86-emulator: scripts/x86_emulator.sh | $(VENV)/requirements
 	scripts/need.sh test
 	JOBS=$(JOBS) scripts/x86_emulator.sh $@
@@ -145,6 +153,8 @@ endef
 
 test-arm: build-test-arm
 	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-LE soak)
+	QEMU_PAGESIZE=65536 QEMU_CPU=cortex-a76 $(CTEST) --test-dir build/test-arm \
+	  -R '^(format|fuzz[.]packed|kernels[.]neon[.](quantize|embedding))$$'  # pages of 64 KiB, around every buffer
 
 # Only what another CPU can change. The kernels for NEON run on the first of these CPUs, which has nothing more; on the others
 # those that are quick: that they are found and chosen.
@@ -324,6 +334,24 @@ test-sanitize: $(VENV)/requirements
 	  -DLOWBIT_SANITIZE_EVERY_KERNEL=$(SANITIZE_EVERY_KERNEL)
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
 	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --test-dir build/test-sanitize -E 'operators\.(avx|portable\.chunks)'
+
+# Operators as Python calls them, under the same sanitizers: hostile bytes and arguments among the tests. Kernels for vectors are
+# left to the C++ tests. Without -S the editable install would find its own libraries.
+SANITIZED := $(abspath build/sanitize-python)
+.PHONY: test-sanitize-python
+test-sanitize-python: $(VENV)/installed
+	scripts/need.sh test
+	$(CONFIGURE) -S . -B $(SANITIZED) -DLOWBIT_BUILD_PYTHON=ON -DLOWBIT_BUILD_TORCH=ON -DLOWBIT_SANITIZE=address,undefined \
+	  -DLOWBIT_SANITIZE_KERNELS=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir)
+	$(BIN)/cmake --build $(SANITIZED) -j $(JOBS)
+	rm -rf $(SANITIZED)/site && mkdir $(SANITIZED)/site
+	cp -r python/lowbit $(SANITIZED)/site && cp $(SANITIZED)/*.so $(SANITIZED)/site/lowbit
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  PYTHONPATH=$(SANITIZED)/site:$$($(BIN)/python -c 'import sys; print(":".join(path for path in sys.path if "site-packages" in path))') \
+	  $(BIN)/python -S -m pytest -q -p no:cacheprovider -k 'not compile' $(SANITIZED_TESTS:%=tests/python/test_%.py)
+SANITIZED_TESTS := hostile_bytes errors slices linears experts pack embedding quantize
 
 # Many threads under ThreadSanitizer: more of what ctest's races.* do.
 .PHONY: test-tsan

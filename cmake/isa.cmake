@@ -125,7 +125,9 @@ function(lowbit_kernel_sources out)
         # CPUs without AVX-512: with it operators do not choose them, and tests of kernels have their buffers between
         # guard pages in every build, which AddressSanitizer adds little to.
         set(unchecked FALSE)
-        if(NOT cpu_flags)
+        if(NOT LOWBIT_SANITIZE_KERNELS)
+          set(unchecked TRUE)
+        elseif(NOT cpu_flags)
         elseif(name MATCHES "^(avxvnni|avx512vnni|amx)$")
           if(NOT cpu_flags MATCHES " ${linux_${name}}( |\n)")
             set(unchecked TRUE)

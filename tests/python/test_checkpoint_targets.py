@@ -81,6 +81,35 @@ def test_a_target_that_cannot_be_replaced(source, tmp_path, monkeypatch):
     refuse(source, Path("/sys/packed"), OSError, "/sys cannot be written: ")  # not even by root
 
 
+MOUNTED = """
+import os, sys
+import lowbit
+from checkpoints import CONFIG
+
+source, mounted = sys.argv[1:]
+for target in (mounted, mounted + "/packed"):
+    try:
+        lowbit.quantize_checkpoint(source, target, CONFIG)
+    except OSError as error:
+        print(error)
+print(os.listdir(mounted))
+"""
+
+
+def test_a_disk_that_is_mounted_there(source, tmp_path, monkeypatch):
+    """A small one, which the second run would fill."""
+    (tmp_path / "mounted").mkdir()
+    mount = 'mount -t tmpfs -o size=64k none "$1" && exec "$2" -c "$3" "$4" "$1"'
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0:
+        pytest.skip("nothing can be mounted here")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    command = ["unshare", "-rm", "sh", "-c", mount, "sh", tmp_path / "mounted", sys.executable, MOUNTED, source]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    first, second, left = done.stdout.splitlines() or [done.stderr] * 3
+    assert f"{tmp_path / 'mounted'} is a mount point, which no new directory can replace" in first
+    assert "0.00 GB free; the packed checkpoint takes 0.00 GB" in second and left == "[]"
+
+
 def test_a_last_step_that_fails_keeps_the_work(source, tmp_path, monkeypatch):
     target, rename = tmp_path / "packed", os.rename
 

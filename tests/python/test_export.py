@@ -63,13 +63,13 @@ def stacks_of(package) -> dict[str, str | None]:
 
 
 def test_a_library_that_asks_for_an_executable_stack(tmp_path):
-    header = b"\x7fELF\x02\x01" + bytes(26) + struct.pack("<Q", 64) + bytes(14) + struct.pack("<HH", 56, 2) + bytes(6)
-    entries = [struct.pack("<II", 1, 5) + bytes(48), struct.pack("<II", 0x6474E551, 7) + bytes(48)]
+    header = b"\x7fELF\x02\x01" + bytes(26) + struct.pack("<Q", 64) + bytes(14) + struct.pack("<HH", 56, 3) + bytes(6)
+    entries = [struct.pack("<II", kind, flags) + bytes(48) for kind, flags in ((1, 5), (1, 7), (0x6474E551, 7))]
     library = tmp_path / "a.so"
     library.write_bytes(header + b"".join(entries))
     for _ in range(2):
         without_executable_stack(library)
-        assert library.read_bytes() == header + entries[0] + struct.pack("<II", 0x6474E551, 6) + bytes(48)
+        assert library.read_bytes() == header + entries[0] + entries[1] + struct.pack("<II", 0x6474E551, 6) + bytes(48)
     for other in (b"", header[:63], header, b"!<arch>\n" + bytes(200)):
         library.write_bytes(other)
         without_executable_stack(library)

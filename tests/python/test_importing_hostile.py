@@ -124,6 +124,7 @@ DAMAGED = {
     "control letters": (listing(tensor("\x1b[2J", (8,), 9, 0)), r"'\x1b[2J'"),
 }
 DAMAGED |= {f"{n} tensors": (header(n) + bytes(64), "tensors") for n in HUGE}
+DAMAGED["tensors without entries"] = header(2**20) + bytes(64), "its 1048576 tensors and 0 keys would take 33554432 bytes at"
 DAMAGED |= {f"{n} keys": (header(0, n) + bytes(64), "keys would take") for n in HUGE}
 DAMAGED |= {f"a key of {n}": (header(0, 1) + struct.pack("<Q", n) + bytes(64), "expected at most 256") for n in HUGE}
 DAMAGED |= {
@@ -156,6 +157,12 @@ def test_damaged_headers(tmp_path, what):
         read_gguf(file)
     said = str(raised.value)
     assert message in said and str(file) in said and "\n" not in said and said.isprintable()
+
+
+def test_the_least_alignment(tmp_path):
+    """A tensor that begins where the header ends."""
+    (tmp_path / "m.gguf").write_bytes(listing(tensor("t", (3,), 24, 5), metadata=key("general.alignment", 1), keys=1, alignment=1))
+    assert read_gguf(tmp_path / "m.gguf").tensors["t"].bytes == 3
 
 
 def test_every_truncation(tmp_path):
@@ -233,6 +240,8 @@ MODELS = {
     "kind of tokenizer": (changed(tokenizer__ggml__model="magic"), "the tokenizer in"),
     "template of a number": (changed(tokenizer__chat_template=1), "has a int as tokenizer.chat_template"),
     "a part alone": (changed(split__count=2, split__no=0), "says that it is part 0 (from 0) of 2"),
+    "parts of a text": (changed(split__count="\x1b[2J"), "has a str as split.count; expected a number"),
+    "parts of numbers": (changed(split__no=[0, 1]), "has a ndarray as split.no; expected a number"),
     "tensors of a part": (changed(split__tensors__count=12), "says that its model has 12 tensors; found 11"),
 }
 
