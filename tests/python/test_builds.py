@@ -171,12 +171,14 @@ def test_the_programs_of_the_guide_call_the_operators(tmp_path):
     for number, code in enumerate((first, first[: first.index("int main()")] + second)):
         (tmp_path / "program.cpp").write_text(code)
         build = tmp_path / f"build{number}"
-        settings = [f"-DCMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}", "-DCMAKE_CXX_FLAGS=-std=c++17 -Wall -Wextra -Wpedantic -Werror"]
+        settings = [f"-DCMAKE_PREFIX_PATH={lowbit.cmake_prefix_path}"]
+        settings.append("-DCMAKE_CXX_FLAGS=-std=c++17 -Wall -Wextra -Wpedantic -Werror")
         for command in (
             ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", *settings, "-S", tmp_path, "-B", build],
             ["--build", build],
         ):
-            done = subprocess.run(list(map(str, [tool("cmake"), *command])), capture_output=True, text=True, timeout=600)
+            command = [tool("cmake"), *map(str, command)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, done.stdout + done.stderr
         ran = subprocess.run([build / "program"], capture_output=True, text=True, timeout=60)
         assert (ran.returncode, ran.stdout.splitlines()) == (0, said[number]), ran.stderr

@@ -167,7 +167,7 @@ def _experts(
 
 
 def _users(by_name: Mapping[str, Stored], ties: Mapping[str, str]) -> dict[str, list[str]]:
-    """All tensors of the model that a tensor of the files becomes, by the first of them: itself, and what is tied to it."""
+    """All tensors of the model that a tensor of the files becomes, by the first: itself, and what is tied to it."""
     users = {name: [name] for name in by_name}
     for target, tied in ties.items():
         if target not in by_name and tied in by_name:
@@ -199,7 +199,8 @@ class _Chosen:
         if len({tuple(vars(self.selected[layer]).items()) for layer in chosen}) > 1:
             raise ValueError(
                 f"{' and '.join(chosen)} share one weight but have different configs, "
-                f"{' and '.join(str(self.selected[layer]) for layer in chosen)}; give all the same, or None to all but one"
+                f"{' and '.join(str(self.selected[layer]) for layer in chosen)}; give all the same, or None to all "
+                "but one"
             )
         biases = {layer: self.bias(layer) for layer in chosen if isinstance(self.selected[layer], LinearConfig)}
         for each in (stored, *biases.values()):
@@ -216,7 +217,8 @@ class _Chosen:
         for layer in chosen[:1] if together else chosen:
             bias = next(iter(biases.values()), None) if together else biases.get(layer)
             transposed = is_transposed(self.layers[layer])
-            outputs.append(Output(called(layer, "packed_weight"), stored, self.selected[layer], bias, layer, transposed))
+            config = self.selected[layer]
+            outputs.append(Output(called(layer, "packed_weight"), stored, config, bias, layer, transposed))
         floats = [layer for layer in weights if layer not in self.selected]
         if floats:
             outputs.append(Output(called(floats[0], "weight"), stored))

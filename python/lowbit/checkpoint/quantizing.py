@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _C, ops
+from .. import ops
+from ..bands import Bands, rows_of_band
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import Writer, chunks, read_rows
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
 _BAND_WEIGHTS = 1 << 21  # quantised at a time: enough for many threads, little memory
-_PANEL_ROWS = 16
 _CHUNK = 8 << 20
 
 
@@ -49,6 +48,7 @@ class CheckpointSummary:
     seconds: float  # that it took
     left: dict[str, str] = field(default_factory=dict)  # matrices (2 dimensions or more) that stay float -> why
     left_bytes: int = 0  # of these in the target
+
 
 def _pack(output: Output, writer: Writer, done: Callable[[int], None]) -> None:
     """Quantises a matrix, or those of experts one after the other."""
@@ -68,17 +68,14 @@ def _pack_matrix(
     assert config is not None
     n, k = matrix.shape
     read = matrix.reader()
-    rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS
-    levels = None
+    rows, table = rows_of_band(k, _BAND_WEIGHTS), None
     if config.mapping == "levels":  # one table for all bands
         rows_to_fit = sampled_rows(n, k) if config.levels == FIT else range(1)
         sample = torch.cat([read(row, row + 1) for row in rows_to_fit])
         table = table_of(config, sample)
         config = replace(config, levels=table)
-        levels = struct.pack(f"{len(table)}b", *table)
-    header_bytes = 64 if levels is None else 128
-    start = writer.write(bytes(header_bytes))
-    folded = 0
+    bands = Bands(info, table)
+    start = writer.write(bytes(bands.header_bytes))
     for begin in range(0, n, rows):
         end = min(begin + rows, n)
         weight = read(begin, end)
@@ -86,13 +83,10 @@ def _pack_matrix(
             packed = quantize_tensor(weight, config, None if bias is None else bias[begin:end])
         except ValueError as error:
             raise ValueError(f"{source.name} in {source.path}, rows {begin} to {end - 1}: {error}") from error
-        folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
-        writer.write(packed[header_bytes:].numpy())
+        writer.write(bands.add(packed).numpy())
         done(weight.nbytes)
         del weight, packed  # before the next are there
-    affine = info.mapping == "affine"
-    header = _C.packed_header(n, k, info.bits, info.group_size or 0, affine, info.has_bias, folded, levels)
-    writer.write_at(start, header)
+    writer.write_at(start, bands.header())
 
 
 def _write_packed(output: Output, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
@@ -104,6 +98,7 @@ def _write_packed(output: Output, packed: torch.Tensor, writer: Writer, done: Ca
     for begin in range(0, packed.numel(), _CHUNK):
         writer.write(packed[begin : begin + _CHUNK].numpy())
     done(output.source_bytes)
+
 
 def quantize_checkpoint(
     source: str | os.PathLike,

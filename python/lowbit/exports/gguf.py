@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, ops
+from ..bands import PANEL_ROWS, Bands, rows_of_band
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf import TYPES, GgufWriter, TensorType
 from ..files.replace import replacing
@@ -29,7 +30,6 @@ from ..importing.gguf_models import ARCHITECTURES
 from .gguf_settings import architecture_metadata, rotation_factors
 
 _BLOCK = 32
-_PANEL_ROWS = 16
 _BAND_WEIGHTS = 1 << 21
 # That rounding scales to float16 may move a weight: the most of 8 bits, 128 codes by 2^-11 of the scale. More means that
 # float16 has fewer digits for the scale than usual, or none.
@@ -147,17 +147,9 @@ class _Bands:
     def __init__(self, stored: Stored):
         self.stored, self.info = stored, packed_info(stored)
         info = self.info
-        self._levels = None if info.levels is None else np.array(info.levels, np.int8).tobytes()
-        self._header = len(self._make_header(info.out_features, 0))
-        self._panel = (info.total_bytes - self._header) // -(-info.out_features // _PANEL_ROWS)
-        self._folded = 0
-
-    def _make_header(self, rows: int, folded: int) -> bytes:
-        info = self.info
-        return _C.packed_header(
-            rows, info.in_features, info.bits, info.group_size or 0, info.mapping == "affine", info.has_bias, folded,
-            self._levels,
-        )  # fmt: skip
+        self._bands = Bands(info)
+        self._header = self._bands.header_bytes
+        self._panel = (info.total_bytes - self._header) // -(-info.out_features // PANEL_ROWS)
 
     def read(self, rows: int) -> Iterator[ops.Unpacked]:
         """All rows, at most so many at a time, a multiple of 16.
@@ -168,20 +160,20 @@ class _Bands:
         n = self.info.out_features
         for begin in range(0, n, rows):
             end = min(begin + rows, n)
-            at = self._header + begin // _PANEL_ROWS * self._panel
-            until = self._header + -(-end // _PANEL_ROWS) * self._panel
+            at = self._header + begin // PANEL_ROWS * self._panel
+            until = self._header + -(-end // PANEL_ROWS) * self._panel
             band = torch.empty(self._header + until - at, dtype=torch.uint8)
             band[self._header :] = read_bytes(self.stored, at, until)
-            own = self._fold(band, end - begin, 0)
-            self._folded = self._fold(band, end - begin, self._folded)
-            band[: self._header] = torch.frombuffer(bytearray(self._make_header(end - begin, own)), dtype=torch.uint8)
+            self._put_header(band, end - begin, 0)  # folding wants one
+            own = _C.fold_panels(band.data_ptr(), band.numel(), 0)
+            self._bands.add(band)
+            self._put_header(band, end - begin, own)
             yield ops.unpack(band)
-        if read_bytes(self.stored, 0, self._header).numpy().tobytes() != self._make_header(n, self._folded):
+        if read_bytes(self.stored, 0, self._header).numpy().tobytes() != self._bands.header():
             raise ValueError(f"{self.stored.name} in {self.stored.path} is damaged: its checksum is another")
 
-    def _fold(self, band: Tensor, rows: int, folded: int) -> int:
-        band[: self._header] = torch.frombuffer(bytearray(self._make_header(rows, 0)), dtype=torch.uint8)
-        return _C.fold_panels(band.data_ptr(), band.numel(), folded)
+    def _put_header(self, band: Tensor, rows: int, folded: int) -> None:
+        band[: self._header] = torch.frombuffer(bytearray(self._bands.header(rows, folded)), dtype=torch.uint8)
 
 
 def _ordered(heads: int, rows: int) -> Tensor:
@@ -197,8 +189,8 @@ def _packed(name: str, stored: Stored, heads: int, done: Callable[[int], None]) 
 
     def write(writer: GgufWriter) -> ExportedTensor:
         steps, n = 0.0, info.out_features
-        rows = n + _PANEL_ROWS if heads else max(1, _BAND_WEIGHTS // info.in_features // _PANEL_ROWS) * _PANEL_ROWS
-        for band in _Bands(stored).read(rows // _PANEL_ROWS * _PANEL_ROWS):
+        rows = n + PANEL_ROWS if heads else rows_of_band(info.in_features, _BAND_WEIGHTS)
+        for band in _Bands(stored).read(rows // PANEL_ROWS * PANEL_ROWS):
             codes, scales, mins, bias = band[:4]
             steps = max(steps, _steps(stored.name, info, scales, mins))
             if bias is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import struct
 import tempfile
 import time
 import warnings
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .. import _C, ops
+from .. import ops
+from ..bands import Bands, rows_of_band
 from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_tensors
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
@@ -26,7 +26,6 @@ from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
 
 _BAND_WEIGHTS = 1 << 21
-_PANEL_ROWS = 16
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
 }  # fmt: skip
@@ -79,7 +78,7 @@ class _Output:
 
 def _bands(shape: tuple[int, ...], whole_panels: bool) -> Iterator[tuple[int, int]]:
     n, k = shape[0], max(1, functools.reduce(int.__mul__, shape[1:], 1))
-    rows = max(1, _BAND_WEIGHTS // k // _PANEL_ROWS) * _PANEL_ROWS if whole_panels else max(1, _BAND_WEIGHTS // k)
+    rows = rows_of_band(k, _BAND_WEIGHTS) if whole_panels else max(1, _BAND_WEIGHTS // k)
     for begin in range(0, n, rows):
         yield begin, min(begin + rows, n)
 
@@ -114,9 +113,8 @@ def _write_matrix(
     done: Callable[[int], None],
 ) -> None:
     n = tensor.shape[0]
-    levels = None if info.levels is None else struct.pack(f"{len(info.levels)}b", *info.levels)
-    header_bytes = 64 if levels is None else 128
-    start, folded = writer.write(bytes(header_bytes)), 0
+    bands = Bands(info)
+    start = writer.write(bytes(bands.header_bytes))
     for begin, end in _bands(tensor.shape, True):
         rows, part = tensor.read(begin, end), None if bias is None else bias[begin:end]
         try:
@@ -126,13 +124,10 @@ def _write_matrix(
                 packed = requantise_rows(tensor, rows, part, nearness)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{tensor.name}, rows {begin} to {end - 1}: {error}") from error
-        folded = _C.fold_panels(packed.data_ptr(), packed.numel(), folded)
-        writer.write(packed[header_bytes:].numpy())
+        writer.write(bands.add(packed).numpy())
         done(tensor.bytes * (end - begin) // n)
         del rows, packed  # before the next are there
-    affine = info.mapping == "affine"
-    header = _C.packed_header(*tensor.shape, info.bits, info.group_size or 0, affine, info.has_bias, folded, levels)
-    writer.write_at(start, header)
+    writer.write_at(start, bands.header())
 
 
 def _meta_model(config: dict[str, Any], tensors: int):
