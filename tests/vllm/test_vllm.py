@@ -120,6 +120,7 @@ def found(models, environment, tmp_path_factory) -> dict:
         "gpt-oss": ("gpt-oss", {"enforce_eager": False, "compilation_config": {"backend": "eager"}}),
         "gpt-oss at load": ("float gpt-oss", {"hf_overrides": {"quantization_config": at_load}}),
         "two ranks": ("ordered", {"tensor_parallel_size": 2}),
+        "other cache": ("tiny", {"kv_cache_dtype": "bfloat16"}),
     }  # fmt: skip
     arguments = {name: {"model": str(models[model]), **options} for name, (model, options) in cases.items()}
     output = tmp_path_factory.mktemp("found") / "found"
@@ -181,6 +182,7 @@ def test_compiled(found, models):
 def test_what_is_refused(found):
     assert "model.layers.1.input_layernorm.weight" in found["missing"]
     assert "model.layers.1.mlp.experts.down_proj" in found["missing experts"]
+    assert "the kv cache is to be bfloat16 and the activations float32" in found["other cache"]
     assert found["float in vLLM"].startswith("model.gate is to be quantised, which vLLM does not do there; leave it float")
     assert found["order of shared inputs"].startswith("o_proj has its inputs in an order of their own, which 2 ranks cannot")
 
@@ -192,7 +194,7 @@ def test_experts(found, models):
 
 def test_gpt_oss(found, models):
     assert found["gpt-oss"] == eager(models["gpt-oss"])
-    assert "is gpt-oss and not packed; use `lowbit import` if its experts are MXFP4, else" in found["gpt-oss at load"]
+    assert "is gpt-oss and not packed; use `lowbit import` if its experts are MXFP4, or" in found["gpt-oss at load"]
 
 
 @pytest.mark.parametrize("case, model", [("two ranks", "ordered"), ("experts on two", "experts")])

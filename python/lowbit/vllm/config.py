@@ -13,6 +13,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from ..files.safetensors import files_of, float_name, orders_of, packed_info, read_files
 from ..hf.building import check_fits
@@ -114,7 +115,7 @@ class ServedConfig(QuantizationConfig):
         self.quantised = {float_name(name, stored.shape).removesuffix(".weight") for name, stored in packed.items()}
         if self.gates and not self.packed:
             raise ValueError(
-                f"{directory} is gpt-oss and not packed; use `lowbit import` if its experts are MXFP4, else `lowbit quantize`"
+                f"{directory} is gpt-oss and not packed; use `lowbit import` if its experts are MXFP4, or `lowbit quantize`"
             )
         if not self.packed:
             self.selected = LowBitConfig(**self.options).select(model)
@@ -125,7 +126,16 @@ class ServedConfig(QuantizationConfig):
                     raise ValueError(f"{head} and {table} are one matrix, but are to be quantised as {first} and {second}")
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
-        self.whole = get_current_vllm_config().parallel_config.pipeline_parallel_size == 1
+        current = get_current_vllm_config()
+        self.whole = current.parallel_config.pipeline_parallel_size == 1
+        cache, own = current.cache_config.cache_dtype, str(current.model_config.dtype).removeprefix("torch.")
+        known = CPUAttentionBackend.supported_kv_cache_dtypes
+        if cache not in (*known, own):
+            # vLLM does not hold on to its own list: with another float type, or int8, it writes other tokens in silence.
+            raise ValueError(
+                f"the kv cache is to be {cache} and the activations {own}; vLLM's attention for CPUs expects a cache of "
+                f"the activations' type, or one of {', '.join(known)}"
+            )
         if isinstance(layer, RoutedExperts):
             holder = self.holder_of(prefix)
             names = [name for name in self.quantised if name.rpartition(".")[0] == holder]

@@ -56,6 +56,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             wrong = "weights of the router that multiply the inputs"
         elif self.moe.use_ep or self.moe.dp_size > 1 or self.moe.is_sequence_parallel:
             wrong = "their whole matrices on different ranks (expert, data or sequence parallel)"
+        elif self.moe.is_lora_enabled:
+            wrong = "adapters (--enable-lora)"
         if wrong:
             raise ValueError(f"{prefix} has experts with {wrong}, which lowbit does not serve in vLLM")
 

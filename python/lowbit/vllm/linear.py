@@ -131,6 +131,9 @@ class PackedMethod(LinearMethodBase):
         orders = layer.__dict__.pop("_lowbit_orders", {})
         for name in (PACKED, "weight", _ORDER):
             layer._parameters.pop(name, None)
+        # vLLM's LoRA asks the weight for its device and dtype.
+        nothing = torch.empty(0, dtype=layer._lowbit_dtype)
+        layer.register_parameter("weight", torch.nn.Parameter(nothing, requires_grad=False))
         if "_lowbit_tied" in layer.__dict__:
             return
         wanted = list(_whole_rows(layer) or [None])
