@@ -115,7 +115,8 @@ class ServedConfig(QuantizationConfig):
         self.quantised = {float_name(name, stored.shape).removesuffix(".weight") for name, stored in packed.items()}
         if self.gates and not self.packed:
             raise ValueError(
-                f"{directory} is gpt-oss and not packed; use `lowbit import` if its experts are MXFP4, or `lowbit quantize`"
+                f"{directory} is gpt-oss and not packed; use `lowbit import` if its experts are MXFP4, "
+                "or `lowbit quantize`"
             )
         if not self.packed:
             self.selected = LowBitConfig(**self.options).select(model)
