@@ -29,7 +29,7 @@ def matrices(draw):
     return dict(codes=codes, scales=scales, mins=mins, bias=bias, bits=bits, group_size=group_size, mapping=mapping)
 
 
-@settings(max_examples=300)
+@settings(max_examples=max(300, settings.default.max_examples))
 @given(matrices())
 def test_round_trip(matrix):
     packed = lowbit.pack(**matrix)

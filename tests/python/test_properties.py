@@ -91,7 +91,7 @@ def error_and_bound(x, packed):
 
 
 @given(**SIZES, group=GROUPS, mapping=MAPPINGS, power=st.integers(-3, 12), shift=st.floats(-5, 5, width=32))
-@settings(max_examples=200)
+@settings(max_examples=max(200, settings.default.max_examples))
 def test_the_error_is_below_its_bound(n, k, bits, seed, group, mapping, power, shift):
     """Activations from even to all but a few near zero, around zero and beside it."""
     x = random_rows(5, k, seed=seed)

@@ -59,7 +59,7 @@ def cuts(data, total, step):
     return [0, *sorted(p * step for p in places if p * step < total), total]
 
 
-@settings(max_examples=60)
+@settings(max_examples=max(60, settings.default.max_examples))
 @given(st.data())
 def test_rows(data):
     whole = data.draw(matrices())
@@ -74,7 +74,7 @@ def test_rows(data):
     assert torch.equal(lowbit.concat(parts), whole)
 
 
-@settings(max_examples=60)
+@settings(max_examples=max(60, settings.default.max_examples))
 @given(st.data())
 def test_columns(data):
     whole = data.draw(matrices())
@@ -89,13 +89,15 @@ def test_columns(data):
         weight = lowbit.unpack(part)
         again = lowbit.pack(weight.codes, weight.scales, weight.mins, weight.bias, bits=weight.bits,
                             group_size=weight.group_size, mapping=weight.mapping, levels=weight.levels)
-        reference = lowbit.linear(x, again, n)
-        scale = reference.abs().max().clamp(min=1)
-        assert (lowbit.linear(x, part, n) - reference).abs().max() < 2e-3 * scale
+        # Packed anew, scales and mins may be rounded to float16: a part of the largest weights, whatever their sum is.
+        largest = weight.scales.abs().amax(1) * (127 if weight.levels is not None else 2**weight.bits)
+        largest = largest if weight.mins is None else largest + weight.mins.abs().amax(1)
+        off = (lowbit.linear(x, part, n) - lowbit.linear(x, again, n)).abs()
+        assert (off <= 2**-10 * x.sum(1, keepdim=True) * largest).all()
     assert torch.equal(lowbit.concat(parts, dim=1), whole)
 
 
-@settings(max_examples=30)
+@settings(max_examples=max(30, settings.default.max_examples))
 @given(st.data())
 def test_rows_of_different_matrices(data):
     bits, k = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 100))
