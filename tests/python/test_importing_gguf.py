@@ -13,6 +13,7 @@ from command_line import document, documented_keys, error, invoke, keys_in
 from gguf_files import file_bytes, permute, random_blocks, write_model
 from lowbit.files.gguf import TYPES, read_gguf
 from lowbit.importing.codes import dequantise
+from lowbit.importing.gguf import open_gguf, read_blocks
 from lowbit.importing.gguf_blocks import FP4
 from safetensors.torch import load_file
 from transformers import (
@@ -105,6 +106,27 @@ def packed_weights(directory, k: dict[str, int]) -> dict[str, torch.Tensor]:
         for name, packed in tensors.items()
         if name.endswith("packed_weight")
     }
+
+
+def test_less_than_a_head(tmp_path, monkeypatch):
+    """Twice the rows that are asked for are read at most: in a hostile file a head may be as large as the matrix."""
+    counted = []
+
+    def counting(stored, begin, end):
+        counted.append(end - begin)
+        return read_blocks(stored, begin, end)
+
+    monkeypatch.setattr("lowbit.importing.gguf.read_blocks", counting)
+    _, tensors = of_blocks("Q4_1")
+    (tmp_path / "m.gguf").write_bytes(file_bytes(LLAMA, tensors))
+    read = next(each.read for each in open_gguf(tmp_path / "m.gguf").tensors if "q_proj" in each.name)
+    whole = read(0, WIDTH)
+    assert whole.mins is not None
+    for begin, end in ((0, 1), (0, 16), (24, 40), (31, 33), (40, 72), (1, 64), (250, 256)):  # of heads of 64 rows
+        counted.clear()
+        for found, expected in zip(read(begin, end), whole, strict=True):
+            assert torch.equal(found, expected[begin:end]), (begin, end)
+        assert sum(counted) == 2 * (end - begin)
 
 
 @pytest.mark.parametrize("name", EXACT + NEAR)

@@ -55,18 +55,37 @@ def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
     return data
 
 
+def _put_together(found: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
+    """Rows of several tensors as one: float ones, or each part of quantised ones."""
+    if isinstance(found[0], Tensor):
+        return join(found)
+    return Rows(*(None if each[0] is None else join(list(each)) for each in zip(*found, strict=True)))
+
+
 def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Callable[[int, int], Any]:
     """Rows of q or k in the order of transformers: of a head first the even ones of the file, then the odd ones."""
     size = rows // heads
 
-    def take(begin: int, end: int) -> Any:
-        first, last = begin // size, -(-end // size)
-        order = torch.arange((last - first) * size).view(-1, size // 2, 2).transpose(1, 2).reshape(-1)
-        order = order[begin - first * size : end - first * size]
-        found = read(first * size, last * size)
+    def chosen(found: Any, order: Any) -> Any:
         if isinstance(found, Tensor):
             return found[order]
         return Rows(*(None if part is None else part[order] for part in found))
+
+    def take(begin: int, end: int) -> Any:
+        if end - begin >= size:
+            first, last = begin // size, -(-end // size)
+            order = torch.arange((last - first) * size).view(-1, size // 2, 2).transpose(1, 2).reshape(-1)
+            return chosen(read(first * size, last * size), order[begin - first * size : end - first * size])
+        # A head may be as large as a hostile file says. Of less than one, only rows are read that are needed, and those
+        # between them.
+        half, found = size // 2, []
+        while begin < end:
+            number = begin // half  # of the halves of all heads: the even rows of one, or the odd ones
+            until = min(end, (number + 1) * half)
+            at = number // 2 * size + 2 * (begin - number * half)
+            found.append(chosen(read(at, at + 2 * (until - begin)), slice(number % 2, None, 2)))
+            begin = until
+        return _put_together(found, torch.cat)
 
     return take
 
@@ -77,11 +96,6 @@ def _joined(
     """Rows of the matrix of one expert, of one or two tensors that have n rows for each; of two their rows lie below each
     other, or alternate."""
 
-    def put_together(found: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-        if isinstance(found[0], Tensor):
-            return join(found)
-        return Rows(*(None if each[0] is None else join(list(each)) for each in zip(*found, strict=True)))
-
     def read(expert: int, begin: int, end: int) -> Any:
         start = expert * n
         if len(parts) == 1:
@@ -89,10 +103,10 @@ def _joined(
         if interleaved:
             first, last = begin // 2, -(-end // 2)
             found = [part(start + first, start + last) for part in parts]
-            return put_together(found, lambda each: torch.stack(each, 1).flatten(0, 1)[begin - 2 * first :][: end - begin])
+            return _put_together(found, lambda each: torch.stack(each, 1).flatten(0, 1)[begin - 2 * first :][: end - begin])
         spans = [(max(begin, at) - at, min(end, at + n) - at) for at in (0, n)]
         found = [part(start + a, start + b) for part, (a, b) in zip(parts, spans, strict=True) if a < b]
-        return put_together(found, torch.cat)
+        return _put_together(found, torch.cat)
 
     return read
 
