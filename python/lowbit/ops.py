@@ -68,11 +68,9 @@ def _has_tangent(operator: str, *arguments) -> bool:
         NotImplementedError: derivatives that cannot be compiled. torch.compile leaves the call to Python, or with
             fullgraph=True says so.
     """
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    # Inference mode knows no tangents, and unpack_dual only tensors that were made in it.
-    found = not torch.is_inference_mode_enabled() and any(
-        forward_ad.unpack_dual(each, level=0).tangent is not None for each in tensors
-    )
+    # Only floats can have one; and in inference mode unpack_dual refuses packed weights, which were made before.
+    tensors = [each for each in arguments if isinstance(each, Tensor) and each.is_floating_point()]
+    found = any(forward_ad.unpack_dual(each, level=0).tangent is not None for each in tensors)
     # Where a level was opened outside of the compiled function, its inputs have no tangents while it is traced.
     if torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and not found):
         raise NotImplementedError(
