@@ -3,6 +3,7 @@
     crash_actions.py SOURCES PLACE NAME...    # each in PLACE/NAME
 """
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from checkpoints import load, save_model
 from lowbit import LowBitConfig
 from lowbit.calibration.journal import Journal
 from lowbit.exports.gguf import export_gguf
+from lowbit.report.measure import write
 from reference import random_packed, random_rows
 
 CONFIG = LowBitConfig(scale="absmax")
@@ -57,6 +59,17 @@ def pte(sources: Path, place: Path) -> None:
         lowbit.export_pte(layer, (random_rows(2, 64),), place / "m.pte")
 
 
+def pt2(sources: Path, place: Path) -> None:
+    layer = lowbit.nn.Linear(random_packed(40, 64, 4, 32, "symmetric"))
+    with torch.no_grad():
+        lowbit.export_pt2(layer, (random_rows(2, 64),), place / "m.pt2")
+
+
+def report(sources: Path, place: Path) -> None:
+    """The figures, as they are written after each that is measured; the page is in the same way."""
+    write(place / "figures.json", {"version": 1, "rows": [{"bits": 4}, {"bits": 3}]})
+
+
 def saved(sources: Path, place: Path, size: str = "1GB") -> None:
     load(sources / "model", quantization_config=CONFIG).save_pretrained(place / "saved", max_shard_size=size)
 
@@ -86,9 +99,11 @@ def journal(sources: Path, place: Path) -> None:
 
 
 ACTIONS = {
-    "quantize": quantize, "quantize into": quantize, "gguf": gguf, "import": importing, "pte": pte,
+    "quantize": quantize, "quantize into": quantize, "gguf": gguf, "import": importing, "pte": pte, "report": report,
     "saved": saved_in_shards, "one over one": saved, "shards over one": saved_in_shards, "journal": journal,
 }  # fmt: skip
+if "LOWBIT_CRASH_CHANGES" in os.environ:  # half a minute of compiling: `make soak`
+    ACTIONS["pt2"] = pt2
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
