@@ -68,8 +68,8 @@ test-all: test
 	$(MAKE) --no-print-directory test-more
 
 # What takes longest comes first, so that no core waits for it at the end.
-TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-x86-without-avx test-vllm test-macos-build test-arm-cpus test-arm-sme2 test-arm-python-cpus \
-  test-arm-python-sme2 test-kleidiai docs
+TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-x86-without-avx test-vllm test-macos-build \
+  test-arm-cpus test-arm-sme2 test-arm-python-cpus test-arm-python-sme2 test-kleidiai docs
 # The emulated CPUs run what is built for this machine.
 ifeq ($(shell uname -m),x86_64)
 X86_MORE := $(X86_RUNS:%=emulated/%)
