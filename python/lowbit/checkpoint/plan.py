@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import ops
+from .._sizes import size
 from ..files.config_json import quantization_method, read_config
 from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
 from ..layers import Experts, is_transposed, named_layers, warn_of_floats
@@ -264,7 +265,8 @@ def _plan(
         unselected[name] = "transformers makes it of the files in a way that lowbit does not follow"
     if not selected:
         raise ValueError(f"config selects no layer of {type(model).__name__}")
-    warn_of_floats(model, selected, {name for name, why in unselected.items() if why == BY_OVERRIDES}, stacklevel=3)
+    asked = {name for name, why in unselected.items() if why == BY_OVERRIDES}
+    warn_of_floats(model, selected, asked, unselected, stacklevel=3)
 
     users = _users(by_name, model.all_tied_weights_keys)
     known = _Chosen(layers, state, model.all_tied_weights_keys, by_name, selected)
@@ -297,9 +299,9 @@ def _plan(
     left = _left(model, outputs, names, unselected)
     extra = {name for name, why in left.items() if why == _EXTRA.format(type(model).__name__)}
     if extra:
-        size = sum(output.source.bytes for output in outputs if output.name in extra)
+        bytes_ = sum(output.source.bytes for output in outputs if output.name in extra)
         warnings.warn(
-            f"{len(extra)} matrices of the files ({size / 1e6:.1f} MB) are not in {type(model).__name__}, {min(extra)} for "
+            f"{len(extra)} matrices of the files ({size(bytes_)}) are not in {type(model).__name__}, {min(extra)} for "
             "example: they are copied as they are",
             stacklevel=3,
         )
