@@ -275,7 +275,9 @@ def names_by_weight(modules: Mapping[str, Layer]) -> dict[int, list[str]]:
     """The names of layers that share a weight, by its id."""
     found: dict[int, list[str]] = {}
     for name, module in modules.items():
-        found.setdefault(id(module.weight), []).append(name)
+        weight = module.weight
+        # A parametrization computes another tensor each time, whose id is soon that of the next layer's.
+        found.setdefault(id(weight if weight is module.weight else module), []).append(name)
     return found
 
 
