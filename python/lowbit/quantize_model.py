@@ -11,6 +11,7 @@ from importlib import import_module
 import torch
 
 from . import ops
+from ._sizes import size
 from .layers import (
     KINDS,
     Experts,
@@ -69,10 +70,10 @@ def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) 
         packed, left = [name for name in names if name in selected], [name for name in names if name not in selected]
         if packed and left:
             weight, config = model.get_submodule(packed[0]).weight, selected[packed[0]]
-            size = ops.describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
+            own = ops.describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
             warnings.warn(
                 f"{left[0]} and {packed[0]} share one weight, of which only {packed[0]} is packed: the model grows by "
-                f"{size / 1e6:.1f} MB instead of shrinking by {(weight.nbytes - size) / 1e6:.1f} MB. Give both a config of "
+                f"{size(own)} instead of shrinking by {size(weight.nbytes - own)}. Give both a config of "
                 "the same bits, or None to both",
                 stacklevel=4,
             )

@@ -1,8 +1,6 @@
 """LoRA on packed layers, through peft."""
 
 import copy
-import importlib.util
-import os
 
 import pytest
 import torch
@@ -11,11 +9,9 @@ import checkpoints
 import lowbit
 import reference
 from lowbit import EmbeddingConfig, LinearConfig
+from needs import need_packages
 
-if importlib.util.find_spec("peft") is None:
-    if os.environ.get("CI"):
-        pytest.fail("peft is not installed", pytrace=False)
-    pytest.skip("peft is not installed", allow_module_level=True)
+need_packages("peft")
 
 import peft  # noqa: E402
 
