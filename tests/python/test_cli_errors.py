@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import signal
 import subprocess
 
 import pytest
 import transformers
+import typer.testing
 
 import lowbit
 from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, error, invoke
+from lowbit.cli.app import app
 
 
 READING = {
@@ -172,6 +175,32 @@ def test_broken_pipe():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+def test_ctrl_c_while_libraries_are_imported_is_quiet(run_python):
+    script = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, *others):
+        if name == "lowbit.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+from lowbit_autoload.command import main
+main()
+"""
+    found = run_python(script, "info")
+    assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_signals_are_as_before_when_a_command_is_done(tmp_path):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        before = signal.getsignal(number)
+        for arguments in (["info"], ["inspect", str(tmp_path)]):
+            typer.testing.CliRunner().invoke(app, arguments)
+            assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize("arguments", ["info", "info --json"])
