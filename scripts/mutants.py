@@ -94,7 +94,7 @@ PYTHON: dict[str, list[str]] = {
         "test_importing_hostile::test_damaged_headers", "test_importing_hostile::test_the_least_alignment",
         "test_importing_hostile::test_every_truncation",
         "test_importing_hostile::test_a_long_header_is_refused", "test_importing_hostile::test_parts_of_different_models",
-        "test_importing_hostile::test_models_that_are_refused",
+        "test_importing_odd::test_models_that_are_refused",
         "test_importing_gguf::test_a_split_file_from_any_of_its_parts", "test_importing_gguf::test_blocks_of_every_type",
         "test_export_gguf",
     ],

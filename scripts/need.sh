@@ -33,6 +33,8 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
   fi
   # System calls that change the disk: tests/python/crash_states.py
   need strace has strace
+  # What a Turkish locale is made of: tests/python/test_locale.py
+  need locales test -f /usr/share/i18n/locales/tr_TR
   # The emulated Arm Python: scripts/arm_python.sh
   need debootstrap test -x /usr/sbin/debootstrap
   need debian-archive-keyring test -f /usr/share/keyrings/debian-archive-keyring.gpg

@@ -1,5 +1,4 @@
 import fcntl
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import lowbit
+from needs import need_packages
 from runners import ARM_RUNNERS, EXAMPLE, HERE, QEMU, Runner, build
 
 # AOTInductor's C++ that calls kernels and operators, and computes nothing itself, takes half the time to compile without
@@ -37,8 +37,7 @@ def _fixed_seed_and_threads():
 @pytest.fixture(scope="session")
 def executorch():
     """ExecuTorch's runtime with lowbit's operators. Where it is not installed: a skip, but on CI a failure."""
-    if importlib.util.find_spec("executorch") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("executorch is not installed")
+    need_packages("executorch")
     import lowbit.executorch
 
     lowbit.executorch.register()

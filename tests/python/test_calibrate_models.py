@@ -262,3 +262,27 @@ def test_layers_that_a_fused_operator_would_pass_by():
     with torch.no_grad():
         found = [float((each(data[0]) - wanted).square().mean()) for each in (model, plain)]
     assert found[0] < 0.8 * found[1]
+
+
+def test_the_text_model_of_one_for_images():
+    """Its settings are in a config of their own: with a cache there, each run of a block would see the last one's keys."""
+    texts = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "sliding_window": 64,
+    }  # fmt: skip
+    images = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(text_config=texts, vision_config=images, mm_tokens_per_image=4)
+    both = transformers.Gemma3ForConditionalGeneration(config).eval()
+    alone = transformers.Gemma3ForCausalLM(config.text_config).eval()
+    alone.model.load_state_dict(both.model.language_model.state_dict())
+    ids = [torch.randint(0, 97, (4, 64)) for _ in range(3)]
+    for model, where in ((both, "model.language_model"), (alone, "model")):
+        calibrate(model, ids, {f"{where}.layers.*_proj": LinearConfig(3, 32)})
+    assert "use_cache" not in config.to_dict() and config.text_config.use_cache is True  # as they were
+    theirs = buffers(alone.model)
+    assert len(theirs) == 14
+    found = buffers(both.model.language_model)
+    assert found.keys() == theirs.keys() and all(torch.equal(found[name], theirs[name]) for name in theirs)

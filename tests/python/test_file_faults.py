@@ -13,6 +13,7 @@ import lowbit
 from checkpoints import TOKENS, load, refuse
 from command_line import error, invoke
 from crash_actions import CONFIG
+from needs import lacking
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +97,8 @@ for name, target in (("quantize", "packed"), ("gguf", "m.gguf"), ("import", "imp
 def test_a_disk_that_refuses_any_call(sources, tmp_path, run_python):
     """Each write, fsync, rename and mkdir fails in its turn: an error, the old file or nothing, and no leftovers. With
     LOWBIT_ALL_FAULTS each, else every thirtieth write and every eighth fsync."""
-    if shutil.which("strace") is None and "CI" not in os.environ:
-        pytest.skip("needs strace (scripts/need.sh test)")
+    if shutil.which("strace") is None:
+        lacking("there is no strace; scripts/need.sh test installs it")
     done = run_python(INJECT, sources, tmp_path, 1 if os.environ.get("LOWBIT_ALL_FAULTS") else 30)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = [line.split() for line in done.stdout.splitlines()]

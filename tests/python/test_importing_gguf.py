@@ -11,6 +11,7 @@ import torch
 from checkpoints import TOKENS, load
 from command_line import document, documented_keys, error, invoke, keys_in
 from gguf_files import file_bytes, permute, random_blocks, write_model
+from importing_files import METADATA, tensors
 from lowbit.files.gguf import TYPES, read_gguf
 from lowbit.importing.codes import dequantise
 from lowbit.importing.gguf import open_gguf, read_blocks
@@ -279,6 +280,24 @@ def test_the_frequencies_of_llama3(tmp_path, factor):
     add_tensor(tmp_path / "m.gguf", tmp_path / "other.gguf", "rope_freqs.weight", factors.numpy() ** 2)
     with pytest.raises(ValueError, match="not those of Llama 3"):
         lowbit.import_checkpoint(tmp_path / "other.gguf", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 0.0}, {"rope_type": "default"}),
+        ({"type": "yarn", "factor": 0.0}, {"rope_type": "yarn", "factor": 1.0}),
+    ],
+)
+def test_stretched_positions_as_ggml_reads_them(tmp_path, keys, expected):
+    """Without a type a factor is a linear one, with "none" it does not count, and 0 is none."""
+    metadata = METADATA | {f"llama.rope.scaling.{name}": item for name, item in keys.items()}
+    (tmp_path / "m.gguf").write_bytes(file_bytes(metadata, tensors()))
+    found = open_gguf(tmp_path / "m.gguf").config["rope_parameters"]
+    assert {name: found[name] for name in expected} == expected and ("factor" in found) == ("factor" in expected)
 
 
 def add_tensor(source, target, name: str, values: np.ndarray) -> None:

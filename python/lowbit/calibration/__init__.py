@@ -64,6 +64,7 @@ def calibrate(
     from .model import run
 
     if target_bits is not None:
+        data = [data] if isinstance(data, str) else list(data)  # for both: an iterator is there once
         config = assign_widths(
             model, data, config, target_bits, tokenizer=tokenizer, window=window, max_tokens=max_tokens
         )

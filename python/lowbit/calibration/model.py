@@ -64,14 +64,21 @@ def check_method(method: Any) -> None:
 @contextmanager
 def evaluating(model) -> Iterator[None]:
     """The model in eval mode, without a cache, which would grow from run to run, and without gradients."""
-    use_cache, training = getattr(model.config, "use_cache", None), model.training
+    # A model of texts and images has the settings of its texts in a config of their own.
+    configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+    before, training = [vars(config).copy() for config in configs], model.training
     try:
-        model.config.use_cache = False
+        for config in configs:
+            config.use_cache = False
         model.eval()
         with torch.no_grad(), slow_paths():
             yield
     finally:
-        model.config.use_cache = use_cache
+        for config, own in zip(configs, before, strict=True):
+            if "use_cache" in own:
+                config.use_cache = own["use_cache"]
+            else:  # nor is there to be one in config.json
+                del config.use_cache
         model.train(training)
 
 

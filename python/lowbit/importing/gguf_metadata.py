@@ -60,6 +60,12 @@ class Metadata:
             raise ValueError(f"{self.path} has {self.architecture}.{name} {_shown(value)}; expected a finite number")
         return float(value)
 
+    def positive(self, name: str, default: float) -> float:
+        value = self.real(name, default)
+        if value <= 0:
+            raise ValueError(f"{self.path} has {self.architecture}.{name} {value:g}; expected a number above 0")
+        return value
+
     def text(self, name: str, default: Any = REQUIRED) -> Any:
         value = self._get(name, default)
         if value is not default and not isinstance(value, str):

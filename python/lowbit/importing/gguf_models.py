@@ -124,9 +124,12 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 def _rope(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
     """The rotation, but for frequencies in tensors of their own."""
     metadata.expect("rope.dimension_count", _head_dim(config))
-    rope: dict[str, Any] = {"rope_theta": metadata.real("rope.freq_base", theta), "rope_type": "default"}
-    kind = metadata.text("rope.scaling.type", "none")
-    factor = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 1.0))
+    rope: dict[str, Any] = {"rope_theta": metadata.positive("rope.freq_base", theta), "rope_type": "default"}
+    # As ggml reads them: without a type a factor is a linear one, with "none" it does not count, and 0 is none.
+    kind = metadata.text("rope.scaling.type", None)
+    factor = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 0.0)) or 1.0
+    if factor < 0:
+        raise ValueError(f"{metadata.path} stretches positions by the factor {factor:g}; expected one above 0, or 0 for none")
     length = metadata.whole("rope.scaling.original_context_length", None)
     if kind == "yarn":
         metadata.expect("rope.scaling.attn_factor", 1.0)
@@ -139,9 +142,9 @@ def _rope(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0)
             "beta_slow": metadata.real("rope.scaling.yarn_beta_slow", 1.0),
             "original_max_position_embeddings": length or config["max_position_embeddings"],
         }
-    elif kind == "linear" or (kind == "none" and factor != 1.0):
+    elif kind == "linear" or (kind is None and factor != 1.0):
         rope |= {"rope_type": "linear", "factor": factor}
-    elif kind != "none":
+    elif kind not in (None, "none"):
         raise ValueError(
             f"{metadata.path} has {metadata.architecture}.rope.scaling.type {kind!r}; expected none, linear or yarn"
         )
@@ -243,7 +246,7 @@ def _gemma3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
             "full_attention": _rope(metadata, config, 1000000.0),
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": metadata.real("rope.freq_base_swa", 10000.0),
+                "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0),
             },
         },
         "hidden_activation": "gelu_pytorch_tanh",
@@ -265,7 +268,7 @@ def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
         raise ValueError(f"{metadata.path} has {heads} attention heads for {config['hidden_size']} values; expected fewer")
     rotated = metadata.whole("rope.dimension_count", size)
     rope: dict[str, Any] = {
-        "rope_theta": metadata.real("rope.freq_base", 10000.0),
+        "rope_theta": metadata.positive("rope.freq_base", 10000.0),
         "rope_type": "default",
         "partial_rotary_factor": rotated / size,
     }

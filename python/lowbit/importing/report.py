@@ -10,7 +10,7 @@ from pathlib import Path
 from ..files.untrusted import read_json
 
 REPORT = "lowbit_import.json"
-VERSION = 3  # grows when the same file would be imported otherwise
+VERSION = 4  # grows when the same file would be imported otherwise
 _KINDS = ("exact", "rounded", "requantised", "dequantised", "float")
 
 
