@@ -74,9 +74,11 @@ TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-x86-without-avx test
 ifeq ($(shell uname -m),x86_64)
 X86_MORE := $(X86_RUNS:%=emulated/%)
 endif
-# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest.
-test-more: build-arm-runner
-	LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) $(MAKE) --no-print-directory $(TEST_MORE)
+# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest. What several parts
+# need is built before (-o: and not again): make begins a part that has to wait for something after all that need not.
+BUILT := build-test-host build-test-arm arm-python-results
+test-more: build-arm-runner $(BUILT)
+	LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) $(MAKE) --no-print-directory $(BUILT:%=-o %) $(TEST_MORE)
 
 # What compiles C++ comes first: .ci/run does that while pip installs the rest.
 $(VENV)/cmake: requirements.txt
