@@ -340,9 +340,9 @@ def test_debug_shows_where_an_error_comes_from(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["typer", "rich", "transformers", "safetensors"])
-def test_missing_packages(package, packed, run_python):
+def test_missing_packages(package, packed, fork_python):
     script = "import sys; sys.modules[sys.argv.pop(1)] = None; from lowbit.cli import main; main()"
-    result = run_python(script, package, "generate", packed[0], "--prompt", "x")
+    result = fork_python(script, package, "generate", packed[0], "--prompt", "x")
     assert (result.returncode, result.stdout) == (1, "")
     message = result.stderr.splitlines()[-1]
     assert message.startswith("lowbit: error: ") and package in message and "pip install 'lowbit[llm]'" in message
