@@ -203,16 +203,25 @@ def refuse_prepared(model: torch.nn.Module) -> None:
             raise ValueError(f"{name or type(module).__name__} is prepared for training; lowbit.qat.convert_ packs it")
 
 
-def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chosen: set[str], stacklevel: int = 2) -> None:
+def warn_of_floats(
+    model: torch.nn.Module,
+    selected: Mapping[str, Config],
+    chosen: set[str],
+    reasons: Mapping[str, str] | None = None,
+    stacklevel: int = 2,
+) -> None:
     """Warns, in one line, when more than a hundredth of the bytes of a float model's matrices stay float unasked.
 
     Args:
         model: also on the meta device.
         selected: the layers that will be packed.
         chosen: layers that stay float because the user says so; there is no warning of them.
+        reasons: of layers that could be packed and stay float, why; all others are of a kind that lowbit does not pack.
     """
+    reasons = reasons or {}
     packed, total = 0, 0
-    unasked: Counter[str] = Counter()
+    unasked: Counter[str] = Counter()  # bytes, by kind of layer or by the reason
+    examples: dict[str, str] = {}
     seen: set[int] = set()
     tied = getattr(model, "all_tied_weights_keys", {})  # which transformers ties only after loading
     # Selected layers first: a matrix that has several names is packed if one of its layers is.
@@ -227,18 +236,23 @@ def warn_of_floats(model: torch.nn.Module, selected: Mapping[str, Config], chose
             if name in selected or own in selected:
                 packed += size
             elif name not in chosen and own not in chosen:
-                unasked[type(module).__name__] += size
+                known = next((each for each in (name, own) if each in reasons), None)
+                why = type(module).__name__ if known is None else reasons[known]
+                unasked[why] += size
+                if known is not None:
+                    examples.setdefault(why, known)
     left = unasked.total()
     if left <= total / 100:
         return
-    largest = unasked.most_common(1)[0][0]
-    more = "" if len(unasked) == 1 else f" and {len(unasked) - 1} other kinds of layers"
-    share = f"{100 * left / total:.0f} % of the bytes of this {type(model).__name__}'s matrices stay float, in {largest}{more}"
+    share = f"{100 * left / total:.0f} % of the bytes of this {type(model).__name__}'s matrices stay float"
     only = "" if left < total / 2 else f"only {100 * packed / total:.0f} % are packed: "
-    warnings.warn(
-        f"{only}{share}; lowbit packs torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D, FalconLinear and experts",
-        stacklevel=stacklevel + 1,
-    )
+    kinds = [why for why, _ in unasked.most_common() if why not in examples]
+    parts = [f"as {name} does: {why}" for why, name in examples.items()]
+    if kinds:
+        more = "" if len(kinds) == 1 else f" and {len(kinds) - 1} other kinds of layers"
+        packs = "torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D, FalconLinear and experts"
+        parts.append(f"in {kinds[0]}{more}; lowbit packs {packs}")
+    warnings.warn(f"{only}{share}, {'; and '.join(parts)}", stacklevel=stacklevel + 1)
 
 
 def leave_fused_paths(model: torch.nn.Module) -> None:
@@ -261,7 +275,9 @@ def names_by_weight(modules: Mapping[str, Layer]) -> dict[int, list[str]]:
     """The names of layers that share a weight, by its id."""
     found: dict[int, list[str]] = {}
     for name, module in modules.items():
-        found.setdefault(id(module.weight), []).append(name)
+        weight = module.weight
+        # A parametrization computes another tensor each time, whose id is soon that of the next layer's.
+        found.setdefault(id(weight if weight is module.weight else module), []).append(name)
     return found
 
 

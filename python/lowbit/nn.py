@@ -88,8 +88,36 @@ class Packed(torch.nn.Module):
             )
         super().__setattr__(name, value)
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if isinstance(param, ComputedTensor):  # torch.nn.utils.prune, of torch's own parameters it makes others
+            raise ValueError("a packed layer cannot be pruned: its weight is fixed; prune the float model, and quantise that")
+        super().register_parameter(name, param)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Packed:
+        """Nothing, if it is False: packed weights have no gradients.
+
+        Raises:
+            ValueError: this layer alone is to be trained. (A model with packed layers may be asked: its float parameters
+                train.)
+        """
+        if requires_grad and not any(True for _ in self.parameters()):
+            raise ValueError(
+                f"a packed {type(self).__name__} cannot be trained: its weight is fixed. Leave a layer float that is to be "
+                "trained (config None), or put adapters beside it"
+            )
+        return super().requires_grad_(requires_grad)
+
+    def __prepare_scriptable__(self):
+        raise ValueError(
+            "torch.jit.script does not compile packed layers; use torch.compile, torch.export.export, or torch.jit.trace"
+        )
+
     def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
+        def applied(tensor: Tensor) -> Tensor:  # module.type(float16) would make numbers of the packed bytes
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype or tensor.is_floating_point() else tensor.to(moved.device)
+
+        super()._apply(applied, recurse)
         # As with a float weight: to(bfloat16), half() and others change it.
         dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
         if dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -123,6 +151,10 @@ class Packed(torch.nn.Module):
         # what must agree is the shape of the weight. Every byte is checked before any is used.
         key = prefix + "packed_weight"
         loaded = state_dict.get(key)
+        floats = state_dict.get(prefix + "weight")
+        if loaded is None and floats is not None and floats.numel():
+            # Whoever loads with strict=False, as peft does, would not see that this weight goes nowhere.
+            error_msgs.append(f"{prefix}weight: it is a float weight, and the layer is packed; load it before quantising")
         if loaded is not None:
             try:
                 found, expected = self._verified(loaded), self.info
@@ -141,7 +173,7 @@ class Packed(torch.nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if loaded is not None:
+        if loaded is not None and not self.packed_weight.is_meta:  # torch has warned that nothing was copied
             self._describe(self.packed_weight)
 
 

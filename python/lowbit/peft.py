@@ -69,10 +69,12 @@ def for_packed_layers(config: peft.LoraConfig) -> peft.LoraConfig:
     Raises:
         TypeError, ValueError: no LoraConfig, or a variant that needs a float weight, such as DoRA.
     """
-    if not isinstance(config, peft.LoraConfig):
+    if not isinstance(config, peft.LoraConfig) or isinstance(config, peft.AdaLoraConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a peft.LoraConfig")
     if config.use_dora:
         raise ValueError("config has use_dora=True; expected False: DoRA reads the float weight at each call")
+    if getattr(config, "use_qalora", False):
+        raise ValueError("config has use_qalora=True; expected False: peft has it for GPTQ's own layers only")
     if config.target_modules == "all-linear":
         raise ValueError(
             "target_modules is 'all-linear', by which peft means float layers; expected names, such as "

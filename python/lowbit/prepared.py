@@ -215,9 +215,16 @@ class Layer(Prepared):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self._config}"  # type: ignore[misc]
 
+    def __prepare_scriptable__(self):
+        _refuse(True)
+
 
 def _refuse_export() -> None:
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    _refuse(torch.compiler.is_exporting() or torch.jit.is_tracing())
+
+
+def _refuse(exported: bool) -> None:
+    if exported:
         raise ValueError("the model is prepared for training; lowbit.qat.convert_ packs it, before it is exported")
 
 

@@ -11,6 +11,7 @@ from importlib import import_module
 import torch
 
 from . import ops
+from ._sizes import size
 from .layers import (
     KINDS,
     Experts,
@@ -69,13 +70,25 @@ def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) 
         packed, left = [name for name in names if name in selected], [name for name in names if name not in selected]
         if packed and left:
             weight, config = model.get_submodule(packed[0]).weight, selected[packed[0]]
-            size = ops.describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
+            own = ops.describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
             warnings.warn(
                 f"{left[0]} and {packed[0]} share one weight, of which only {packed[0]} is packed: the model grows by "
-                f"{size / 1e6:.1f} MB instead of shrinking by {(weight.nbytes - size) / 1e6:.1f} MB. Give both a config of "
+                f"{size(own)} instead of shrinking by {size(weight.nbytes - own)}. Give both a config of "
                 "the same bits, or None to both",
                 stacklevel=4,
             )
+
+
+def _refuse_adapters(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
+    for name, module in model.named_modules():
+        kinds = getattr(module, "adapter_layer_names", None)  # peft's layers have it
+        for kind in kinds if isinstance(kinds, tuple) else ():
+            adapters = [each for each in selected if each.startswith(f"{name}.{kind}.") and kind != "modules_to_save"]
+            if adapters:
+                raise ValueError(
+                    f"{adapters[0]} is an adapter of peft, which could then learn nothing; choose what it stands beside "
+                    "('*.base_layer') and leave adapters out ('*.lora_*': None), or merge them first"
+                )
 
 
 def choose_layers(
@@ -97,6 +110,7 @@ def choose_layers(
     selected = select_layers(model, config, filter_fn, experts)
     if not selected:
         raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
+    _refuse_adapters(model, selected)
 
     kinds = {name for name, layer in named_layers(model) if kind_of(layer) and (experts or not isinstance(layer, Experts))}
     warn_of_floats(model, selected, kinds - selected.keys(), stacklevel=3)
@@ -165,8 +179,8 @@ def quantize_(
     the model's bytes.
 
     Raises:
-        TypeError, ValueError: a wrong config, nothing to quantise, weights that are not finite or not on the CPU, or
-            different configs for layers that share a weight. The model is then unchanged.
+        TypeError, ValueError: a wrong config, nothing to quantise, an adapter of peft, weights that are not finite or not
+            on the CPU, or different configs for layers that share a weight. The model is then unchanged.
     """
     know_transformers()
     selected = choose_layers(model, config, filter_fn, experts=True)

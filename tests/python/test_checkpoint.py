@@ -7,10 +7,24 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import JetMoeConfig, JetMoeForCausalLM
+from transformers import JetMoeConfig, JetMoeForCausalLM, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import lowbit
-from checkpoints import CONFIG, EMBED, HEAD, KINDS, NORM, OVERRIDES, UP, change_tensors, edit_json, load, refuse, save_model
+from checkpoints import (
+    CONFIG,
+    EMBED,
+    HEAD,
+    KINDS,
+    NORM,
+    OVERRIDES,
+    UP,
+    change_tensors,
+    edit_json,
+    load,
+    make_model,
+    refuse,
+    save_model,
+)
 from lowbit import LowBitConfig, inspect_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import quantizing
 from lowbit.files.config_json import read_config
@@ -231,6 +245,27 @@ def test_what_stays_float(tmp_path):
     whole = load(tmp_path / "experts")
     share = 100 * left / sum(parameter.nbytes for parameter in whole.parameters() if parameter.dim() > 1)
     assert f" {share:.0f} % of the bytes of this JetMoeForCausalLM's matrices stay float" in message
+
+
+def test_what_the_architecture_keeps_in_float32(tmp_path):
+    """T5's "wo" could be packed, so the warning gives the reason, and names no kind of layer; what it advises works."""
+    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "t5")
+    why = "the architecture keeps it in float32; an override of its own would pack it"
+    with pytest.warns(UserWarning, match=rf"stay float, as encoder\.block\S*\.wo does: {why}$"):
+        summary = quantize_checkpoint(tmp_path / "t5", tmp_path / "packed", LowBitConfig())
+    assert set(summary.left.values()) == {why} and all(name.endswith(".wo.weight") for name in summary.left)
+    with pytest.warns(UserWarning, match=f"does: {why}$"):
+        T5ForConditionalGeneration.from_pretrained(tmp_path / "t5", quantization_config=LowBitConfig())
+    overridden = quantize_checkpoint(tmp_path / "t5", tmp_path / "all", LowBitConfig(overrides={"*.wo": {"bits": 8}}))
+    assert not overridden.left
+
+
+def test_names_of_several_parts_stay_in_float32(tmp_path, monkeypatch):
+    """As "indexer.weights_proj" of DeepSeek V3.2: transformers takes each for whole parts of a name."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules", ["mlp.up_proj", "proj", "self_attn.q_proj.weight"])
+    left = LowBitConfig().choose(make_model())[1]
+    assert sorted(left) == [f"model.layers.{i}.{name}" for i in (0, 1) for name in ("mlp.up_proj", "self_attn.q_proj")]
 
 
 def test_a_matrix_that_the_model_lacks(source, tmp_path):

@@ -4,9 +4,12 @@ import dataclasses
 import json
 
 import pytest
+import typer.testing
 
 import lowbit
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in, run
+from lowbit._sizes import size
+from lowbit.cli.app import app
 
 
 def test_inspect(packed):
@@ -21,6 +24,25 @@ def test_inspect(packed):
             shown += [str(entry.group_size or "row"), entry.mapping]
         assert line.split() == [*shown, str(entry.bytes)]
     assert lines[-1].startswith(f"{len(entries)} tensors, ")
+
+
+@pytest.mark.parametrize("columns, terminal", [(40, True), (40, False), (120, False)])
+def test_inspect_cuts_no_name_off(tmp_path, columns, terminal):
+    """A narrow terminal has two lines for a tensor; a file has lines as long as they have to be."""
+    names = ["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "x" * 150, "short"]
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
+    text = json.dumps(header).encode()
+    path = tmp_path / "names.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * len(names)))
+    environment = {"COLUMNS": str(columns), "FORCE_COLOR": "1" if terminal else None, "NO_COLOR": "1", "TERM": "dumb"}
+    shown = typer.testing.CliRunner(env=environment).invoke(app, ["inspect", str(path)])
+    assert shown.exit_code == 0, shown.exception
+    words = [line.split() for line in shown.stdout.splitlines()]
+    if terminal:
+        assert [words[2 * i] for i in range(1, 4)] == [[name] for name in names]
+        assert all(words[2 * i + 1][:3] == ["float32", "1", "32"] for i in range(1, 4))
+    else:
+        assert [line[:4] for line in words[1:4]] == [[name, "float32", "1", "32"] for name in names]
 
 
 @pytest.mark.parametrize("of_file", [False, True])
@@ -75,3 +97,9 @@ def test_inspect_shows_names_as_they_are(tmp_path):
     assert shown.exit_code == 0, shown.exception
     assert [line.split()[0] for line in shown.stdout.splitlines()[1:-1]] == [*names[:3], "\\x1b[31mred"]
     assert [entry["name"] for entry in document(invoke("inspect", path, "--json"))["tensors"]] == names
+
+
+def test_sizes_have_the_unit_that_fits():
+    shown = {0: "0 B", 999: "999 B", 999.6: "1.00 kB", 1000: "1.00 kB", 9996: "10.0 kB", 54_321: "54.3 kB", 999_600: "1.00 MB"}
+    shown |= {123_456_789: "123 MB", 1_340_000_000: "1.34 GB", 16_060_000_000: "16.1 GB", 2_500_000_000_000: "2500 GB"}
+    assert {count: size(count) for count in shown} == shown

@@ -13,6 +13,7 @@ SYMPTOMS = {
     "The process ends where a tensor takes a packed weight as its data",
     "A packed Swin v2 does not load: StopIteration",
     "Rows of NaN",
+    "peft says that a packed layer is not supported",
     "The first call is slow, or more threads are slower",
     "transformers knows no quantization type `lowbit`, and ends over mismatched sizes",
 }

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import lowbit
@@ -249,3 +250,26 @@ def test_public_names():
         documented = vars(public).get("__doc__") if isinstance(public, type) else public.__doc__
         # A dataclass without words gets its signature for a docstring.
         assert documented and not documented.startswith(f"{name}("), name
+
+
+def test_what_other_libraries_do_to_a_packed_layer():
+    """What would change nothing, or damage the packed bytes, is refused or leaves them as they are."""
+    model = lowbit.quantize_(nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48)), LinearConfig(4, 32))
+    before = copy.deepcopy(model.state_dict())
+    for prune in (
+        lambda: nn.utils.prune.l1_unstructured(model[0], "weight", 0.5),
+        lambda: nn.utils.prune.random_structured(model[0], "bias", 0.5, 0),
+    ):
+        with pytest.raises(ValueError, match="a packed layer cannot be pruned"):
+            prune()
+    with pytest.raises(ValueError, match="a packed Linear cannot be trained: its weight is fixed"):
+        model[0].requires_grad_(True)
+    assert model[0].requires_grad_(False) is model[0] and model.requires_grad_()[1].weight.requires_grad
+    with pytest.raises(ValueError, match="torch.jit.script does not compile packed layers"):
+        torch.jit.script(model)
+    model.type(torch.float16)
+    assert model[0].weight.dtype == model[1].weight.dtype == torch.float16
+    assert torch.equal(model[0].packed_weight, before["0.packed_weight"])
+    prepared = lowbit.qat.prepare_(nn.Sequential(nn.Linear(64, 48)), LinearConfig(4, 32))
+    with pytest.raises(ValueError, match="the model is prepared for training"):
+        torch.jit.script(prepared)

@@ -105,8 +105,12 @@ def test_merging_is_refused():
 def test_what_is_refused():
     with pytest.raises(TypeError, match="config is a dict; expected a peft.LoraConfig"):
         lowbit.peft.for_packed_layers({})
+    with pytest.raises(TypeError, match="config is a AdaLoraConfig; expected a peft.LoraConfig"):
+        lowbit.peft.for_packed_layers(peft.AdaLoraConfig(total_step=10))
     with pytest.raises(ValueError, match="use_dora=True; expected False"):
         config(use_dora=True)
+    with pytest.raises(ValueError, match="use_qalora=True; expected False"):
+        config(use_qalora=True)
     with pytest.raises(ValueError, match="'all-linear'"):
         lowbit.peft.for_packed_layers(peft.LoraConfig(target_modules="all-linear"))
     for start in ("pissa", "olora"):
@@ -126,3 +130,26 @@ def test_transformers_trainer_takes_it(tmp_path):
     # Without adapters there is nothing to train.
     with pytest.raises(ValueError, match="purely quantized"):
         Trainer(checkpoints.load(tmp_path / "packed"), arguments, train_dataset=data)
+
+
+def test_quantising_beside_adapters():
+    """Adapters on float layers, which are then packed beneath them."""
+    model = peft.get_peft_model(checkpoints.make_model("untied"), peft.LoraConfig(r=4, target_modules=TARGETS))
+    for change in (lowbit.quantize_, lowbit.qat.prepare_):
+        with pytest.raises(ValueError, match="q_proj.lora_A.default is an adapter of peft, which could then learn nothing"):
+            change(model, LinearConfig(4, 32))
+    lowbit.quantize_(model, {"*.base_layer": LinearConfig(4, 32)})
+    model(checkpoints.TOKENS, labels=checkpoints.TOKENS).loss.backward()
+    trained = [value for value in model.parameters() if value.requires_grad]
+    assert len(trained) == 8 and all(value.grad is not None for value in trained)
+    with pytest.raises(RuntimeError, match="the weight of a packed layer cannot be changed"):
+        model.merge_and_unload()
+
+
+def test_a_layer_that_was_trained_whole_does_not_get_lost(tmp_path):
+    """An adapter with a head of its own, from a float model."""
+    model = peft.get_peft_model(checkpoints.make_model("untied"), peft.LoraConfig(r=4, target_modules=TARGETS))
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    read = lowbit.peft.for_packed_layers(peft.PeftConfig.from_pretrained(tmp_path))
+    with pytest.raises(RuntimeError, match="lm_head.weight: it is a float weight, and the layer is packed"):
+        peft.PeftModel.from_pretrained(packed_model("untied"), tmp_path, config=read)

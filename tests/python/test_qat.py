@@ -350,3 +350,14 @@ def test_falcons_linear_layers_are_trained_too():
     with torch.no_grad():
         before = model.eval()(tokens).logits
         torch.testing.assert_close(lowbit.qat.convert_(model)(tokens).logits, before, rtol=1e-5, atol=1e-5)
+
+
+def test_parametrized_layers_keep_a_weight_each():
+    """A parametrization's weight is another tensor each time; the ids of two that are gone may be the same."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    lowbit.qat.prepare_(model, LinearConfig(4, 32))
+    for layer in model:
+        torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
+    expected = [layer.fake_quantised() for layer in model]
+    lowbit.qat.convert_(model)
+    assert all(torch.equal(layer.dequantize(), weight) for layer, weight in zip(model, expected, strict=True))

@@ -150,6 +150,18 @@ def test_a_float_checkpoint_is_refused():
     state = nn.Sequential(nn.Embedding(20, 40), nn.Linear(40, 17)).state_dict()
     with pytest.raises(RuntimeError, match=f"Missing key.*{KEY}"):
         model().load_state_dict(state)
+    # peft loads so what was trained whole; without an error it would go nowhere.
+    with pytest.raises(RuntimeError, match="1.weight: it is a float weight, and the layer is packed"):
+        model().load_state_dict(state, strict=False)
+
+
+def test_a_layer_on_the_meta_device_loads_with_assign_only():
+    source, empty = model(), copy.deepcopy(model()).to("meta")
+    with pytest.warns(UserWarning, match="pass `assign=True`"):
+        empty.load_state_dict(source.state_dict())
+    assert empty[1].packed_weight.is_meta
+    empty.load_state_dict(source.state_dict(), assign=True)
+    assert torch.equal(empty(INDICES), source(INDICES))
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

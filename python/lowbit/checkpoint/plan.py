@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import ops
+from .._sizes import size
 from ..files.config_json import quantization_method, read_config
 from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
 from ..layers import Experts, is_transposed, named_layers, warn_of_floats
@@ -79,14 +80,15 @@ class Output:
     layer: str = ""  # that it is for, when packed
     transposed: bool = False  # in the files
     experts: tuple[Matrix, ...] | None = None  # instead of the source, which is the first tensor of the first one
+    parts: tuple[Stored, ...] = ()  # below each other, instead of the source, which is the first of them
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return self.experts or (Matrix((self.source,), self.transposed),)
+        return self.experts or (Matrix(self.parts or (self.source,), self.transposed),)
 
     @property
     def source_bytes(self) -> int:
-        return self.source.bytes if self.experts is None else sum(matrix.bytes for matrix in self.experts)
+        return sum(matrix.bytes for matrix in self.matrices)
 
     def info(self) -> ops.PackedInfo | None:
         return None if self.config is None else self.packed_info()
@@ -124,6 +126,39 @@ def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str
         if target in by_name and source in by_name and same_bytes(by_name[target], by_name[source]):
             del by_name[target]  # the file has it twice
     return by_name
+
+
+def _rows(model, keys: Iterable[str], tensors: Mapping[str, Stored]) -> dict[str, tuple[Stored, ...]]:
+    """Tensors of the model that are whole rows of tensors of the files, by their name in the model: where they lie.
+
+    Raises:
+        ValueError: of another shape than the model's.
+    """
+    from ..hf.names import rows_of
+
+    state, found = model.state_dict(), {}
+    ties = model.all_tied_weights_keys
+    for name, pieces in rows_of(model, keys).items():
+        sources = [tensors[rows.key] for rows in pieces]
+        # Uneven bands, and what is tied besides, are copied as they are.
+        cannot = any(not stored.shape or stored.shape[0] % rows.bands for stored, rows in zip(sources, pieces, strict=True))
+        if cannot or name not in state or name in ties or name in ties.values():
+            continue
+        shape = [sum(each.shape[0] // rows.bands for each, rows in zip(sources, pieces, strict=True)), *sources[0].shape[1:]]
+        if shape != list(state[name].shape) or any(each.shape[1:] != sources[0].shape[1:] for each in sources):
+            raise ValueError(
+                f"{sources[0].name} in {sources[0].path} gives {name} the shape {shape}; expected {list(state[name].shape)}, "
+                "as config.json says"
+            )
+        found[name] = tuple(_band(each, rows.band, rows.bands) for each, rows in zip(sources, pieces, strict=True))
+    return found
+
+
+def _band(stored: Stored, band: int, bands: int) -> Stored:
+    """One of equal bands of the rows of a tensor."""
+    count = stored.bytes // bands
+    shape = (stored.shape[0] // bands, *stored.shape[1:])
+    return replace(stored, shape=shape, offset=stored.offset + band * count, bytes=count)
 
 
 def _experts(
@@ -185,13 +220,54 @@ class _Chosen:
     state: Collection[str]  # names of the model's tensors
     ties: Mapping[str, str]
     by_name: Mapping[str, Stored]
+    rows: Mapping[str, tuple[Stored, ...]]
     selected: Mapping[str, LinearConfig | EmbeddingConfig]
 
     def bias(self, layer: str) -> Stored | None:
         name = f"{layer}.bias"
         if not isinstance(self.selected[layer], LinearConfig) or name not in self.state:
             return None
+        if name in self.rows:
+            return self.rows[name][0]
         return self.by_name.get(name) or self.by_name[self.ties[name]]
+
+    def follows(self, layer: str) -> bool:
+        """Whether the weight and the bias of a selected layer can be read from the files as they lie there."""
+        for leaf in ("weight", "bias"):
+            name = f"{layer}.{leaf}"
+            if leaf == "bias" and (name not in self.state or not isinstance(self.selected[layer], LinearConfig)):
+                continue
+            tied = {self.ties.get(name), *(target for target, source in self.ties.items() if source == name)}
+            tied |= {target for target, source in self.ties.items() if source in tied}
+            if name in self.rows:
+                if (leaf == "bias" and len(self.rows[name]) > 1) or is_transposed(self.layers[layer]):
+                    return False
+            elif name not in self.by_name and not any(other in self.by_name for other in tied):
+                return False
+        return True
+
+    def cut(self, key: str, stored: Stored, targets: tuple[str, ...]) -> list[Output]:
+        """What a tensor becomes of which transformers makes others by whole rows: what is packed of it, and the rest as floats."""
+
+        def is_packed(name: str) -> bool:
+            layer, _, leaf = name.rpartition(".")
+            return layer in self.selected and (leaf == "weight" or isinstance(self.selected[layer], LinearConfig))
+
+        if not any(map(is_packed, targets)):
+            return [Output(key, stored)]
+        outputs = []
+        for name in targets:
+            layer, _, leaf = name.rpartition(".")
+            parts = self.rows[name]
+            if not is_packed(name):
+                outputs.append(Output(name, parts[0]))
+            elif leaf == "weight" and parts[0].name == key:  # of several tensors the first stands for all
+                bias = self.bias(layer)
+                for each in filter(None, (*parts, bias)):
+                    if each.dtype not in DTYPES:
+                        raise ValueError(f"{each.name} in {each.path} has dtype {each.dtype}; expected {', '.join(DTYPES)}")
+                outputs.append(Output(f"{layer}.packed_weight", parts[0], self.selected[layer], bias, layer, parts=parts))
+        return outputs
 
     def outputs_of(self, stored: Stored, name: str, weights: list[str]) -> list[Output]:
         """What a tensor, ``name`` in the model, becomes: the weight of these layers, some of which are selected."""
@@ -238,8 +314,10 @@ def _left(model, outputs: Iterable[Output], names: Mapping, unselected: Mapping[
             why = unselected.get(layer) or unselected.get(name)
             left[output.name] = why or f"in a layer of the kind {kind}, which lowbit does not pack"
         elif targets is not None and targets[0] in state:
-            kind = type(model.get_submodule(targets[0].rpartition(".")[0])).__name__
-            why = unselected.get(targets[0])
+            name = output.name if output.name in targets else targets[0]
+            layer = name.rpartition(".")[0]
+            kind = type(model.get_submodule(layer)).__name__
+            why = unselected.get(layer) or unselected.get(name)
             left[output.name] = why or f"transformers makes it a part of {kind}, which lowbit does not pack"
         else:
             left[output.name] = _EXTRA.format(type(model).__name__)
@@ -259,15 +337,18 @@ def _plan(
     by_name = _called_in_model(model, names, tensors)
     selected, unselected = config.choose(model)
     experts = _experts(model, selected, by_name, {key: tensors[key] for key in names}, parts_of_experts(model, names))
-    for name in [name for name in selected if isinstance(layers.get(name), Experts) and name not in experts]:
-        del selected[name]
-        unselected[name] = "transformers makes it of the files in a way that lowbit does not follow"
+    rows = _rows(model, names, tensors)
+    known = _Chosen(layers, state, model.all_tied_weights_keys, by_name, rows, selected)
+    for name in list(selected):
+        if not (name in experts if isinstance(layers[name], Experts) else known.follows(name)):
+            del selected[name]
+            unselected[name] = "transformers makes it of the files in a way that lowbit does not follow"
     if not selected:
         raise ValueError(f"config selects no layer of {type(model).__name__}")
-    warn_of_floats(model, selected, {name for name, why in unselected.items() if why == BY_OVERRIDES}, stacklevel=3)
+    asked = {name for name, why in unselected.items() if why == BY_OVERRIDES}
+    warn_of_floats(model, selected, asked, unselected, stacklevel=3)
 
     users = _users(by_name, model.all_tied_weights_keys)
-    known = _Chosen(layers, state, model.all_tied_weights_keys, by_name, selected)
     outputs: list[Output] = []
     packed_biases = {f"{name}_bias" for name in experts}
     written: set[str] = set()
@@ -280,6 +361,11 @@ def _plan(
                 output = Output(f"{of}.packed_weight", matrices[0].parts[0], selected[of], by_name.get(f"{of}_bias"), of)
                 outputs.append(replace(output, experts=matrices))
                 written.add(of)
+            continue
+        if targets is not None and all(target in rows for target in targets):
+            cut = known.cut(key, tensors[key], targets)
+            outputs += cut
+            packed_biases |= {f"{output.layer}.bias" for output in cut if output.bias is not None}
             continue
         if by_name.get(name) is not tensors[key]:
             if targets is not None or name not in state:
@@ -297,9 +383,9 @@ def _plan(
     left = _left(model, outputs, names, unselected)
     extra = {name for name, why in left.items() if why == _EXTRA.format(type(model).__name__)}
     if extra:
-        size = sum(output.source.bytes for output in outputs if output.name in extra)
+        bytes_ = sum(output.source.bytes for output in outputs if output.name in extra)
         warnings.warn(
-            f"{len(extra)} matrices of the files ({size / 1e6:.1f} MB) are not in {type(model).__name__}, {min(extra)} for "
+            f"{len(extra)} matrices of the files ({size(bytes_)}) are not in {type(model).__name__}, {min(extra)} for "
             "example: they are copied as they are",
             stacklevel=3,
         )
@@ -336,11 +422,16 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dic
     found = names_in_model(model, [output.name for output in outputs])
     for output in outputs:
         expected = f"{output.layer}.packed_weight"
-        if output.config is not None and found[output.name] != (expected, None):
+        if output.config is None and output.name not in tensors:  # rows of a tensor, called as in the model
+            expected = output.name
+        elif output.config is None:
+            continue
+        if found[output.name] != (expected, None):
+            layer = output.layer or output.name.rpartition(".")[0]
             raise ValueError(
-                f"{output.source.name} would be packed as {output.name}, which transformers takes for "
+                f"{output.source.name} would be written as {output.name}, which transformers takes for "
                 f"{found[output.name][0]}; expected {expected}. "
-                f"Leave the layer float: overrides={{{output.layer!r}: None}}"
+                f"Leave the layer float, and those in the same tensor: overrides={{{layer!r}: None}}"
             )
     return outputs, left, description
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from .. import ops
+from .._sizes import size
 from ..files.config_json import CONFIG
 from ..files.replace import PartialDirectory, resolve_new_directory, sync
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer, header_of
@@ -66,7 +67,7 @@ def _check_space(directory: Path, needed: int) -> None:
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"{directory} has {free / 1e9:.2f} GB free; the packed checkpoint takes {needed / 1e9:.2f} GB",
+            f"{directory} has {size(free)} free; the packed checkpoint takes {size(needed)}",
         )
 
 
@@ -92,7 +93,7 @@ def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
                 raise
             raise OSError(
                 error.errno,
-                f"{error.strerror} while {target} was written, which takes {needed / 1e9:.2f} GB; nothing of it was "
+                f"{error.strerror} while {target} was written, which takes {size(needed)}; nothing of it was "
                 "kept. Make room, or choose another place",
             ) from error
         partial.finish()

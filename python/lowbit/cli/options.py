@@ -44,7 +44,7 @@ EmbeddingBits = Annotated[
         "--embedding-bits", min=1, max=8, help="Of embedding tables and heads that share one.", show_default="--bits"
     ),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads to run on.", show_default="torch's")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="Threads to run on.", show_default="torch's")]
 Compile = Annotated[
     bool, typer.Option("--compile", help="Make machine code of the whole model first; needs a C++ compiler.")
 ]

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -29,18 +30,23 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from lowbit._sizes import size
 from lowbit.files.untrusted import one_line, raised_by_reader
 
 if TYPE_CHECKING:
     from lowbit import CheckpointEntry
 
+__all__ = ["Output", "console", "packed_figures", "quieten", "reporting", "set_stdout_errors", "size", "table"]
+
 _NO_MEMORY = "can't allocate memory"  # torch raises a plain RuntimeError
 PIPE_WIDTH = 120  # columns, where the output is no terminal
 
 
-def console(*, stderr: bool) -> Console:
+def console(*, stderr: bool, width: int | None = None) -> Console:
+    """A console of rich; `width` in columns instead of the terminal's, or of PIPE_WIDTH where there is none."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
+        width = PIPE_WIDTH
     # No markup and no emoji: names of tensors and files may look like either.
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
@@ -49,16 +55,8 @@ def table(*columns: str, title: str | None = None) -> Table:
     """A table of figures: the first column is text, those behind are aligned to the right."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left", no_wrap=bool(index))
+        made.add_column(column, justify="right" if index else "left", no_wrap=True)
     return made
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.{3 - len(str(int(count / scale))) if count < 100 * scale else 0}f} {unit}"
-    return f"{count:.0f} B"
 
 
 def packed_figures(entries: Iterable[CheckpointEntry]) -> tuple[int, dict[str, Any]]:
@@ -68,6 +66,35 @@ def packed_figures(entries: Iterable[CheckpointEntry]) -> tuple[int, dict[str, A
     bytes_, weights = sum(entry.bytes for entry in packed), sum(math.prod(entry.shape) for entry in packed)
     density = 8 * bytes_ / weights if weights else None
     return len(packed), {"packed_bytes": bytes_, "packed_weights": weights, "bits_per_weight": density}
+
+
+def _print_whole(out: Console, shown: Table) -> None:
+    """Prints a table of which nothing is cut off, however narrow the terminal.
+
+    Where a row does not fit, its first cell has a line of its own; in a file the lines are as long as they have to be.
+    """
+    columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
+    widths = [max(map(cell_len, cells)) for cells in columns]
+    least = [
+        width if column.no_wrap else max(cell_len(word) for cell in cells for word in cell.split() or [""])
+        for column, cells, width in zip(shown.columns, columns, widths, strict=True)
+    ]
+    needed = sum(least) + 2 * (len(least) - 1)
+    if needed <= out.width:
+        out.print(shown)
+        return
+    if not out.is_terminal:
+        console(stderr=False, width=needed).print(shown)
+        return
+    lefts = [column.justify == "left" for column in shown.columns]
+    for name, *cells in list(zip(*columns, strict=True))[0 if shown.show_header else 1 :]:
+        aligned = []
+        for cell, width, left in zip(cells, widths[1:], lefts[1:], strict=True):
+            space = " " * (width - cell_len(cell))
+            aligned.append(cell + space if left else space + cell)
+        for line in (name, f"  {'  '.join(aligned)}"):
+            if line.strip():
+                out.print(line.rstrip(), soft_wrap=True)
 
 
 class Output:
@@ -84,7 +111,10 @@ class Output:
             print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
         else:
             for item in shown:
-                self.out.print(item)
+                if isinstance(item, Table):
+                    _print_whole(self.out, item)
+                else:
+                    self.out.print(item, soft_wrap=not self.out.is_terminal)
 
     def note(self, text: str) -> None:
         """A line for people, on stderr."""

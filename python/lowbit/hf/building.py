@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_modules
 
+from .._sizes import size
 from ..files.config_json import CONFIG
 from ..files.safetensors import Stored, float_name, packed_info
 from ..layers import Experts, layer_at
@@ -96,6 +97,6 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if tables > memory:
         raise ValueError(
-            f"{directory / CONFIG} describes a model whose tables take {tables / 1e9:.0f} GB beside its weights; "
-            f"this machine has {memory / 1e9:.0f} GB of memory"
+            f"{directory / CONFIG} describes a model whose tables take {size(tables)} beside its weights; "
+            f"this machine has {size(memory)} of memory"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from glob import escape
@@ -25,8 +26,18 @@ _WITHOUT_ORDERS = 1
 
 _FIELDS = ("bits", "group_size", "mapping", "scale", "levels")
 BY_OVERRIDES = "left float by its configuration"
-BY_ARCHITECTURE = "the architecture computes it in float32"
+BY_ARCHITECTURE = "the architecture keeps it in float32; an override of its own would pack it"
 _NO_CHANGE: dict[str, Any] = {}
+
+
+def _kept_in_float32(model: torch.nn.Module) -> re.Pattern | None:
+    """What matches the names of tensors that an architecture keeps in float32, whose code may read them (T5's "wo").
+
+    As transformers matches them: each stands for whole parts of a name, one or several ("indexer.weights_proj").
+    """
+    parts = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
+    parts += [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
+    return re.compile("|".join(rf"((^|\.){part}($|\.))" for part in parts)) if parts else None
 
 
 def _pairs(overrides: Any) -> list:
@@ -149,9 +160,7 @@ class LowBitConfig(QuantizationConfigMixin):
         selected, left, overridden = {}, {}, set()
         patterns = Patterns((pattern, change) for pattern, change in self.overrides)
         modules = dict(named_layers(model))
-        # Layers that an architecture computes in float32, whose weights its code reads (T5's "wo").
-        precise = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
-        precise |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+        precise = _kept_in_float32(model)
         for name, module in modules.items():
             kind = kind_of(module)
             if kind is None:
@@ -160,7 +169,7 @@ class LowBitConfig(QuantizationConfigMixin):
             config = self._layer_config(kind, _NO_CHANGE if found is None else found[1])
             if found is not None:
                 overridden.add(name)
-            elif precise & set(name.split(".")):
+            elif precise is not None and precise.search(f"{name}.weight"):
                 left[name] = BY_ARCHITECTURE
                 continue
             if config is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,22 +38,69 @@ def names_in_model(model, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str
         For each name in the files the name in the model, and None; or, where transformers computes tensors of the model
         from several of the file or the other way round, the names of what it computes.
     """
+    names = {}
+    for key, name, converter, _ in _converted(model, keys):
+        targets = None
+        if converter is not None:
+            patterns = converter.target_patterns
+            targets = tuple(name.replace(patterns[0], target) for target in patterns)
+        names[key] = (name, targets)
+    return names
+
+
+def _converted(model, keys: Iterable[str]) -> Iterator[tuple[str, str, WeightConverter | None, str | None]]:
+    """For each tensor of a checkpoint: its name there and in the model, and who computes something of it, by which pattern."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix, state = model.base_model_prefix, model.state_dict()
-    names = {}
     for key in sorted(keys, key=dot_natural_key):  # in the loader's order, which some renamings rely on
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
-        targets = None
-        if pattern is not None:
-            patterns = by_pattern[pattern].target_patterns
-            targets = tuple(name.replace(patterns[0], target) for target in patterns)
-        names[key] = (name, targets)
-    return names
+        yield key, name, None if pattern is None else by_pattern[pattern], pattern
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One of several equal bands of rows of a tensor in the files."""
+
+    key: str  # the tensor
+    band: int
+    bands: int  # 1: it is the whole tensor
+
+
+def rows_of(model, keys: Iterable[str]) -> dict[str, list[Rows]]:
+    """Tensors that transformers cuts out of larger ones along their rows, as q, k and v of one matrix for all three, or
+    puts below each other.
+
+    Those that it makes in another way (rows in another order, bands of different sizes) are not among them.
+
+    Args:
+        keys: the names of a checkpoint's tensors.
+
+    Returns:
+        Name in the model -> its rows, from above.
+    """
+    found: dict[str, list[Rows]] = {}
+    joined: dict[str, dict[int, Rows]] = {}
+    for key, name, converter, pattern in _converted(model, keys):
+        if converter is None:
+            continue
+        steps = converter.operations
+        if len(steps) != 1 or getattr(steps[0], "num_shards_attribute", None) or getattr(steps[0], "dim", None) != 0:
+            continue
+        sources, targets = list(converter.source_patterns), list(converter.target_patterns)
+        kind = type(steps[0]).__name__
+        if kind == "Chunk" and len(sources) == 1:
+            for band, target in enumerate(targets):
+                found[name.replace(targets[0], target)] = [Rows(key, band, len(targets))]
+        elif kind == "Concatenate" and len(targets) == 1:
+            joined.setdefault(name, {})[sources.index(pattern)] = Rows(key, 0, 1)
+            if len(joined[name]) == len(sources):
+                found[name] = [rows for _, rows in sorted(joined[name].items())]
+    return found
 
 
 def parts_of_experts(
@@ -102,12 +150,14 @@ def given_with(layer: str, info: PackedInfo) -> set[str]:
 
 
 def keep_names(model: PreTrainedModel) -> None:
-    """Sees that packed experts are saved under the names that they have in the model.
+    """Sees that packed layers are saved one by one, under the names that they have in the model.
 
-    By itself transformers saves experts in the form that checkpoints of the architecture have, often a tensor for each; a
-    packed tensor would be cut to pieces, or renamed to what no loader knows.
+    By itself transformers saves what it computed while loading in the form that checkpoints of the architecture have: a tensor
+    for each expert, or one for q, k and v. A packed tensor would be cut to pieces, joined with others, or renamed to what no
+    loader knows.
     """
-    packed = [f"{name}.packed_weight" for name, layer in model.named_modules() if isinstance(layer, nn.LinearExperts)]
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, nn.Packed | nn.LinearExperts)]
+    packed = [f"{name}.{leaf}" for name in layers for leaf in ("packed_weight", "weight")]
     if not packed:
         return
     transforms = getattr(model, "_weight_conversions", None)
@@ -118,7 +168,10 @@ def keep_names(model: PreTrainedModel) -> None:
     def concerns(transform) -> bool:
         if not isinstance(transform, WeightConverter):
             return False
-        back = transform.reverse_transform()
+        try:
+            back = transform.reverse_transform()
+        except (NotImplementedError, ValueError):  # there is no way back: then transformers does not save it, either
+            return False
         return any(back.rename_source_key(name)[1] is not None for name in packed)
 
     model._weight_conversions = [transform for transform in transforms if not concerns(transform)]

@@ -140,7 +140,7 @@ class LowBitQuantizer(HfQuantizer):
         self._selected, left = self.quantization_config.choose(model)
         if not self._selected:
             raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
-        warn_of_floats(model, self._selected, {name for name, why in left.items() if why == BY_OVERRIDES})
+        warn_of_floats(model, self._selected, {name for name, why in left.items() if why == BY_OVERRIDES}, left)
         self._tied = {name for pair in tied_layers(model).items() for name in pair}
         mark_initialised(model, self._selected)
         self._plan = take_rules(model, self._selected.keys())

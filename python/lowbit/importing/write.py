@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from .._sizes import size
 from ..bands import Bands, rows_of_band
 from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_tensors
 from ..files.config_json import CONFIG
@@ -246,9 +247,9 @@ def _warn(source: Source, floats: Mapping[str, Float]) -> None:
         )
     wide = [tensor for tensor in floats.values() if tensor.dequantised]
     if wide:
-        size = sum(tensor.bytes for tensor in wide)
+        bytes_ = sum(tensor.bytes for tensor in wide)
         warnings.warn(
-            f"{len(wide)} quantised tensors of {source.path} become floats, {size / 1e6:.1f} MB: lowbit packs no layer "
+            f"{len(wide)} quantised tensors of {source.path} become floats, {size(bytes_)}: lowbit packs no layer "
             f"of their kind, {wide[0].name} for example",
             stacklevel=5,
         )

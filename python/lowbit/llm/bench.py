@@ -11,6 +11,7 @@ import torch
 
 from .. import nn
 from .._machine import cpu_name, peak_memory
+from .._sizes import size
 from ..memory import ReadBandwidth
 from ..quantize import EmbeddingConfig, LinearConfig
 from .compiled import compile_decoder
@@ -189,12 +190,12 @@ def run(
 
 def table(result: dict[str, Any]) -> str:
     """The outcome of :func:`run` as text: a Markdown table and a line about the machine."""
-    weights, read = result["packed_bytes_per_token"] / 1e6, result["read_bandwidth"] / 1e9
+    weights, read = size(result["packed_bytes_per_token"]), size(result["read_bandwidth"])
     columns = ["", "decode, tokens/s", "of the bandwidth", f"prompt of {result['prompt']}, tokens/s", "first token, s"]
     columns += ["linear, ms", "attention, ms", "rest, ms"]
     lines = [
         f"{result['shape']}, {result['threads']} threads of {result['machine']}, activations {result['dtype']}",
-        f"{weights:.0f} MB of weights per token, memory read at {read:.1f} GB/s",
+        f"{weights} of weights per token, memory read at {read}/s",
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",
