@@ -297,8 +297,12 @@ def shard_(
 def _cut_all(
     modules: Mapping[str, torch.nn.Module], styles: Mapping[str, str], exact: bool, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Part | ExpertsPart], dict[str, int]]:
-    """This rank's part of each packed layer that a plan names; and of each attention whose heads of keys several ranks have,
-    how many of a rank's heads of queries go to one of keys. The modules stay as they are."""
+    """This rank's part of each packed layer that a plan names; the modules stay as they are. And for each attention whose
+    heads of keys several ranks have: how many of a rank's heads of queries go to one of keys.
+
+    Raises:
+        ValueError: as :func:`shard_`.
+    """
     ranks = dist.get_world_size(group)
     parts: dict[str, Part | ExpertsPart] = {}
     sharing: dict[str, int] = {}

@@ -85,7 +85,8 @@ def calibrate_checkpoint(
             "the method importance"
         )
     budget = None if target_bytes is None and target_bits is None else [target_bytes, target_bits]
-    identity = _identity(source, files, text, [config.to_dict(), budget], f"{method}, window {window}, {max_tokens} tokens")
+    how = f"{method}, window {window}, {max_tokens} tokens"
+    identity = _identity(source, files, text, [config.to_dict(), budget], how)
     with Journal(place, identity) as journal:
         if journal.begun_anew:
             warnings.warn(

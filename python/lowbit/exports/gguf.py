@@ -297,7 +297,11 @@ def export_gguf(
 def _outputs(
     tensors: Mapping[str, Stored], metadata: Mapping[str, Any], tied: bool, done: Callable[[int], None]
 ) -> list[_Output]:
-    """What each tensor of a checkpoint becomes. ``tied``: the head is the table of tokens, which GGUF says by leaving it out.
+    """What each tensor of a checkpoint becomes.
+
+    Args:
+        tied: the head is the table of tokens, which GGUF says by leaving it out.
+        done: called with the number of bytes that were read.
 
     Raises:
         ValueError: the architecture has no such tensor, or not with as many rows.

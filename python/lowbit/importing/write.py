@@ -152,7 +152,7 @@ class _Plan:
             if tensor.name in self.tensors:
                 raise ValueError(f"{source.path} has two tensors that become {tensor.name}; expected one")
             self.tensors[tensor.name] = tensor
-        # By a tensor's name that in the model; or one, and of all that transformers computes from it and others the names.
+        # As names_in_model() has them: by its name in the files, what a tensor is called in the model.
         self.names = names_in_model(model, self.tensors)
         self.state, self.modules = model.state_dict(), dict(named_layers(model))
 
