@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .groups import in_groups
+
 # Four bits each, by code. With mxfp4 and nvfp4 (both E2M1) a level is twice the value: their scales count half.
 TABLES: dict[str, tuple[int, ...]] = {
     # NormalFloat of QLoRA (Dettmers et al., 2023), times 127 and rounded.
@@ -31,16 +33,6 @@ def sampled_rows(n: int, k: int) -> range:
     """The rows of a matrix [n, k] that :func:`fit_levels` looks at: all, or some at equal distances, with a quarter of
     a million weights or twice as many."""
     return range(0, n, max(1, n * k // SAMPLE))
-
-
-def _grouped(values: Tensor, group_size: int | None) -> Tensor:
-    """[n, k] -> [n * groups, inputs]; zeros behind a short last group."""
-    n, k = values.shape
-    size = group_size or k
-    pad = -k % size
-    if pad:
-        values = torch.nn.functional.pad(values, (0, pad))
-    return values.reshape(-1, size)
 
 
 def _per_weight(importance: Tensor | None, weight: Tensor) -> Tensor | None:
@@ -149,8 +141,8 @@ def round_to_levels(
     rows = max(1, _CHUNK // k)
     for begin in range(0, n, rows):
         part = weight[begin : begin + rows].detach().float()
-        x = _grouped(part, group_size)
-        counts = None if importance is None else _grouped(importance[begin : begin + rows], group_size)
+        x = in_groups(part, group_size).flatten(0, 1)
+        counts = None if importance is None else in_groups(importance[begin : begin + rows], group_size).flatten(0, 1)
         scale = best_scales(x, table, counts, FACTORS if search else (1.0,))
         places, near = table.nearest(_scaled(x, scale))
         if search:
@@ -222,8 +214,8 @@ def fit_levels(
     importance = _per_weight(importance, weight)
     chosen = list(sampled_rows(n, k))
     part = weight.detach()[chosen].float()
-    x = _grouped(part, group_size)
-    counts = None if importance is None else _grouped(importance[chosen], group_size)
+    x = in_groups(part, group_size).flatten(0, 1)
+    counts = None if importance is None else in_groups(importance[chosen], group_size).flatten(0, 1)
     largest = x.abs().amax(1, keepdim=True)
     if not float(largest.max()) > 0:
         return tuple(range(-(2 ** (bits - 1)), 2 ** (bits - 1)))  # nothing to fit; any table holds zeros

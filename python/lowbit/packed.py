@@ -190,20 +190,7 @@ def pack(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value.
     """
-    for name, tensor, dtype, optional in (
-        ("codes", codes, torch.uint8, False),
-        ("scales", scales, torch.float32, False),
-        ("mins", mins, torch.float32, True),
-        ("bias", bias, torch.float32, True),
-    ):
-        if tensor is None and optional:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; expected a tensor")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}; expected the CPU")
+    _check_parts(codes, scales, mins, bias)
     if mapping is None:
         mapping = "symmetric" if levels is None else "levels"
     check_format(bits, group_size, mapping)
@@ -224,6 +211,28 @@ def pack(
         group_size or 0,
         levels,
     )
+
+
+def _check_parts(codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None) -> None:
+    """What the operator cannot say in the terms of Python; it checks shapes and values.
+
+    Raises:
+        TypeError, ValueError: no tensor, or one of another dtype or on another device than :func:`pack` takes.
+    """
+    for name, tensor, dtype, optional in (
+        ("codes", codes, torch.uint8, False),
+        ("scales", scales, torch.float32, False),
+        ("mins", mins, torch.float32, True),
+        ("bias", bias, torch.float32, True),
+    ):
+        if tensor is None and optional:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; expected a tensor")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; expected the CPU")
 
 
 def as_levels(levels: Tensor | Sequence[int], bits: int) -> Tensor:

@@ -48,7 +48,8 @@ class LoraLinear(lora.Linear):
         bits = self.get_base_layer().info.bits
         raise ValueError(
             f"adapters cannot be merged into packed weights: rounding to {bits} bits would lose most of what they "
-            "learnt. Keep them beside the packed model (save_pretrained), or merge them into the float model and quantise that"
+            "learnt. Keep them beside the packed model (save_pretrained), or merge them into the float model and quantise "
+            "that"
         )
 
     def unmerge(self) -> None:

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from . import ops
+from .groups import in_groups
 from .layers import Prepared
 from .quantize import Config
 
@@ -38,13 +39,6 @@ def stored(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return (values, None) if mins is None else (values[:, :groups], values[:, groups:])
 
 
-def _in_groups(values: Tensor, config: Config) -> Tensor:
-    """[n, k] -> [n, groups, group size]; a short last group is filled up with zeros."""
-    n, k = values.shape
-    group = config.group_size or k
-    return functional.pad(values, (0, -k % group)).reshape(n, -1, group)
-
-
 def _codes(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) -> tuple[Tensor, Tensor]:
     """Codes of a weight [n, k], in groups, for scales and mins as they are stored, and the same before rounding.
 
@@ -57,7 +51,7 @@ def _codes(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) 
         step, low = (2 * scales, -scales) if config.bits == 1 else (scales, -scales * half)
     usable = step.abs() >= _SMALLEST_STEP
     inverse = torch.where(usable, 1.0 / step, 0.0)
-    exact = (_in_groups(weight, config) - low[:, :, None]) * inverse[:, :, None]
+    exact = (in_groups(weight, config.group_size) - low[:, :, None]) * inverse[:, :, None]
     if mins is None:
         exact = torch.where(usable[:, :, None], exact, half)  # without a step: level 0
     return exact.clamp(0, top).round(), exact
@@ -68,7 +62,6 @@ class _FakeQuantised(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight, scale, min, config):
-        n, k = weight.shape
         scales, mins = stored(scale.float(), None if min is None else min.float())
         codes, exact = _codes(weight.float(), scales, mins, config)
         ctx.config, ctx.dtypes = config, (weight.dtype, scale.dtype)
@@ -77,14 +70,14 @@ class _FakeQuantised(torch.autograd.Function):
             values = (scales.double()[:, :, None] * codes + mins.double()[:, :, None]).float()
         else:
             values = scales[:, :, None] * _levels(codes, config)
-        return values.reshape(n, -1)[:, :k]
+        return values.flatten(1)[:, : weight.shape[1]]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         codes, exact, scales = ctx.saved_tensors
         config, k = ctx.config, grad.shape[1]
-        grad = _in_groups(grad, config)
+        grad = in_groups(grad, config.group_size)
         of_min = None
         if config.bits == 1 and config.mapping == "symmetric":
             # A sign does not depend on the scale, and no weight is beyond the range.
@@ -98,7 +91,7 @@ class _FakeQuantised(torch.autograd.Function):
             if config.mapping == "affine":
                 of_min = torch.where(inside, 0.0, grad).sum(2)
         weight_dtype, scale_dtype = ctx.dtypes
-        of_weight = of_weight.reshape(len(codes), -1)[:, :k].to(weight_dtype)
+        of_weight = of_weight.flatten(1)[:, :k].to(weight_dtype)
         return of_weight, of_scale.to(scale_dtype), None if of_min is None else of_min.to(scale_dtype), None
 
 
@@ -208,7 +201,7 @@ class Layer(Prepared):
             scales, mins = scale.float(), None if min is None else min.float()
             weight = self.matrix().float()
             codes, _ = _codes(weight, *stored(scales, mins), config)
-            codes = codes.reshape(len(codes), -1)[:, : weight.shape[1]].to(torch.uint8)
+            codes = codes.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
         return ops.pack(
             codes,
             scales.detach(),
@@ -270,7 +263,7 @@ class Embedding(Layer, torch.nn.Embedding):
             for table in (self.weight, *self.grid())
         ]
         values = _FakeQuantised.apply(*rows, config)
-        return values.to(self.weight.dtype).view(*indices.shape, -1)
+        return values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
 
 
 # A float layer -> what it becomes in training. hf/conv1d.py adds transformers' kind.

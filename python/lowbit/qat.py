@@ -38,9 +38,9 @@ def prepare_(
     """Prepares a model for training with quantised weights and activations, in place.
 
     The chosen layers, transformers' ``Conv1D`` among them, compute what packed ones will: weights from the very codes
-    and scales that :func:`convert_` stores, activations int8 per row. Only the order of float sums differs. Their weights stay float parameters, the same
-    objects, and get gradients straight through the rounding (Bengio et al., 2013) where they are within the range of
-    their group. Scales and mins are parameters too, ``weight_scale`` and ``weight_min``, with the gradients of LSQ
+    and scales that :func:`convert_` stores, activations int8 per row. Only the order of float sums differs. Their
+    weights stay float parameters, the same objects, and get gradients straight through the rounding (Bengio et al.,
+    2013) where they are within the range of their group. Scales and mins are parameters too, ``weight_scale`` and ``weight_min``, with the gradients of LSQ
     (Esser et al., Learned step size quantization, ICLR 2020) and LSQ+ (Bhalgat et al., 2020), one for each group as in
     EfficientQAT (Chen et al., 2024). They begin as :func:`lowbit.quantize_` chooses them, so that a model that is
     converted without training has the same bytes.

@@ -280,11 +280,32 @@ def shard_(
     plan = getattr(model, "tp_plan", None) if plan is None else plan
     if not plan:
         raise ValueError(f"{type(model).__name__} has no plan for tensor parallelism; pass one")
-    ranks = dist.get_world_size(group)
     modules = dict(model.named_modules(remove_duplicate=False))
+    parts, sharing = _cut_all(modules, styles_of(model, plan), exact, group)
+    if not parts:
+        raise ValueError(f"{type(model).__name__} has no packed layer that its plan names")
+    for name, part in parts.items():
+        nn.take_place(part, modules[name])
+        model.set_submodule(name, part)
+        if isinstance(part, ExpertsPart) and part.late:
+            modules[name.rpartition(".")[0]].register_forward_hook(partial(_join_late, part))
+    for name, groups in sharing.items():
+        modules[name].num_key_value_groups = groups
+    return model
+
+
+def _cut_all(
+    modules: Mapping[str, torch.nn.Module], styles: Mapping[str, str], exact: bool, group: dist.ProcessGroup | None
+) -> tuple[dict[str, Part | ExpertsPart], dict[str, int]]:
+    """This rank's part of each packed layer that a plan names; the modules stay as they are. And for each attention whose
+    heads of keys several ranks have: how many of a rank's heads of queries go to one of keys.
+
+    Raises:
+        ValueError: as :func:`shard_`.
+    """
+    ranks = dist.get_world_size(group)
     parts: dict[str, Part | ExpertsPart] = {}
-    styles = styles_of(model, plan)
-    sharing: dict[str, int] = {}  # attentions whose heads of keys several ranks have: queries of a rank to one of keys
+    sharing: dict[str, int] = {}
     for name, style in styles.items():
         layer, above = modules[name], name.rpartition(".")[0]
         if isinstance(layer, PARTS):
@@ -310,16 +331,7 @@ def shard_(
             raise ValueError(f"{name} is float; {ranks} ranks can share packed experts only: quantise it")
         elif type(layer) in KINDS and style in (*_LOCAL_OUTPUTS, *_LOCAL_INPUTS):
             raise ValueError(f"{name} is float; {ranks} ranks can share packed layers only: quantise it")
-    if not parts:
-        raise ValueError(f"{type(model).__name__} has no packed layer that its plan names")
-    for name, part in parts.items():
-        nn.take_place(part, modules[name])
-        model.set_submodule(name, part)
-        if isinstance(part, ExpertsPart) and part.late:
-            modules[name.rpartition(".")[0]].register_forward_hook(partial(_join_late, part))
-    for name, groups in sharing.items():
-        modules[name].num_key_value_groups = groups
-    return model
+    return parts, sharing
 
 
 def styles_of(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from torch import nn
 import lowbit
 from lowbit import LinearConfig
 from lowbit.calibration import calibrate
-from lowbit.calibration import learning
+from lowbit.calibration import learning, widths
 from calibration_models import SHARED, buffers, errors, hidden, linears, llama, packed, tokens, with_inputs_of_all_sizes
 
 
@@ -141,3 +141,25 @@ def test_experts_that_are_linear_layers():
     assert sum(".experts." in name and method == "gptq" for name, method in result.methods.items()) >= 6
     found = errors(mixture(), {"*": LinearConfig(3), "*router": None}, ("nearest", "auto"))
     assert found[1] < found[0], found
+
+
+@pytest.mark.parametrize("make", [llama, mixtral])
+def test_padding_says_nothing_of_what_matters(make):
+    """Which width a layer gets: tokens that are padding have inputs of their own, and the text does not."""
+    model, config = make(), lowbit.LowBitConfig()
+    text = tokens(2)
+    padded = [
+        {
+            "input_ids": torch.cat([batch, torch.zeros(2, 16, dtype=torch.int64)], 1),
+            "attention_mask": torch.cat([torch.ones(2, 48), torch.zeros(2, 16)], 1),
+        }
+        for batch in text
+    ]
+    layers = {name: each for name, each in config.select(model).items() if isinstance(each, LinearConfig)}
+    with torch.no_grad():
+        plain, found = (
+            widths._importance(model, data, data, layers) for data in ([{"input_ids": batch} for batch in text], padded)
+        )
+    assert plain.keys() == found.keys() and len(plain) >= 15
+    for name, values in plain.items():
+        assert torch.allclose(found[name], values, rtol=1e-3, atol=1e-5), name

@@ -398,7 +398,7 @@ REFUSED = {
     "a group below 0": (GPTQ, negative, "its inputs are in groups that do not have 32 inputs each"),
     "missing": (GPTQ, missing, "has no model.layers.0.self_attn.q_proj.scales"),
     "short": (GPTQ, short, "q_proj.g_idx in"),
-    "zeros": (GPTQ, other_zeros, "has a zero point that the format's first version cannot tell from 0 and 16"),
+    "zeros": (GPTQ, other_zeros, "has a zero point that the format's first version has for both 0 and 16"),
     "nan": (GPTQ, not_a_number, "finite"),
     "left over": (GPTQ, left_over, "model.layers.0.more in"),
     "control letters": (GPTQ, of_control_letters, "has a tensor of the name 'model.\\x1b[2J.more'; expected letters"),

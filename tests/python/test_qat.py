@@ -59,6 +59,10 @@ def test_embedding_before_and_after_converting(bits, mapping):
         packed = lowbit.qat.convert_(copy.deepcopy(model))
         assert torch.equal(model(indices), packed(indices))
         assert packed[0].padding_idx == 3
+        for shape in ((0,), (2, 0)):
+            nothing = model(torch.zeros(shape, dtype=torch.int64))
+            nothing.sum().backward()
+            assert nothing.shape == (*shape, 100)
 
 
 def test_rows_of_every_kind():

@@ -85,14 +85,8 @@ def calibrate_checkpoint(
             "the method importance"
         )
     budget = None if target_bytes is None and target_bits is None else [target_bytes, target_bits]
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", CONFIG)
-    identity = {
-        "source": digest([*files, *(source / name for name in names if (source / name).exists())]),
-        "text": digest([text.encode()]),
-        "config": json.dumps([config.to_dict(), budget], sort_keys=True),
-        "method": f"{method}, window {window}, {max_tokens} tokens",
-        "torch": torch.__version__,  # whose sums may differ in their last bits
-    }
+    how = f"{method}, window {window}, {max_tokens} tokens"
+    identity = _identity(source, files, text, [config.to_dict(), budget], how)
     with Journal(place, identity) as journal:
         if journal.begun_anew:
             warnings.warn(
@@ -129,6 +123,18 @@ def calibrate_checkpoint(
             progress=None if progress is None else lambda done, total, name: progress("writing", done, total, name),
         )
     return summary, result[0]
+
+
+def _identity(source: Path, weights: list[Path], text: str, config: list, method: str) -> dict[str, str]:
+    """What the layers of a run depend on: another run with the same takes them up."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", CONFIG)
+    return {
+        "source": digest([*weights, *(source / name for name in names if (source / name).exists())]),
+        "text": digest([text.encode()]),
+        "config": json.dumps(config, sort_keys=True),
+        "method": method,
+        "torch": torch.__version__,  # whose sums may differ in their last bits
+    }
 
 
 def _with_widths(

@@ -61,9 +61,16 @@ def batches(
     return result, there
 
 
-def tokens_of(batch: Batch) -> int:
+def mask_of(batch: Batch) -> Tensor | None:
+    """Which tokens of a batch are no padding, bool [batch, tokens]; None: all."""
     mask = batch.get("attention_mask")
-    return batch["input_ids"].numel() if mask is None else int((mask != 0).sum())
+    return None if mask is None else mask != 0
+
+
+def tokens_of(batch: Batch) -> int:
+    """How many tokens of a batch are no padding."""
+    mask = mask_of(batch)
+    return batch["input_ids"].numel() if mask is None else int(mask.sum())
 
 
 def rows_in_parts(batch: Batch, most: int) -> list[Batch]:

@@ -15,7 +15,7 @@ from .. import nn
 from ..hf.experts import between
 from ..layers import Experts, experts_of
 from .capture import MeanSquares, Stop
-from .collect import rows_of
+from .data import Batch, mask_of
 from .grid import Config
 
 
@@ -49,6 +49,15 @@ def _routing_of(holder: torch.nn.Module, take: Callable[[Tensor, Tensor], None])
         handle.remove()
 
 
+def _without_padding(hidden: Tensor, index: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Hidden states [tokens, hidden], and the experts of each [tokens, e]."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    index = index.reshape(len(rows), -1)
+    if mask is None or mask.numel() != len(rows):
+        return rows, index
+    return rows[mask.flatten()], index[mask.flatten()]
+
+
 def routed(
     holder: torch.nn.Module, runs: Iterable[tuple[Callable[[], Any], Tensor | None]]
 ) -> tuple[Tensor, Tensor]:
@@ -65,11 +74,9 @@ def routed(
     for run, mask in runs:
 
         def take(hidden: Tensor, index: Tensor, mask: Tensor | None = mask) -> None:
-            flat = hidden.reshape(-1, hidden.shape[-1])
-            index = index.reshape(len(flat), -1)
-            padded = mask is not None and mask.numel() == len(flat)
-            rows.append(rows_of(flat, mask if padded else None).clone())
-            chosen.append(index[mask.flatten()] if mask is not None and padded else index.clone())
+            own, experts = _without_padding(hidden, index, mask)
+            rows.append(own.float().clone())
+            chosen.append(experts.clone())
             raise Stop  # what comes behind is not needed
 
         with _routing_of(holder, take):
@@ -101,7 +108,7 @@ def weight_of(experts: Experts, number: int) -> tuple[Tensor, Tensor | None]:
 
 
 def mean_squares(
-    model: torch.nn.Module, targets: Mapping[str, Config], batches: Iterable[Mapping[str, Any]]
+    model: torch.nn.Module, targets: Mapping[str, Config], batches: Iterable[Batch]
 ) -> dict[str, Tensor]:
     """Of what goes into the matrices of experts in a float model: for each tensor float32 [inputs], a mean over its experts.
 
@@ -111,9 +118,10 @@ def mean_squares(
     """
     squares = MeanSquares()
 
+    mask: Tensor | None = None  # of the batch that runs
+
     def take(at: str, holder: torch.nn.Module, hidden: Tensor, index: Tensor) -> None:
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        index = index.reshape(len(rows), -1)
+        rows, index = _without_padding(hidden, index, mask)
         first, second = experts_of(holder).items()
         squares.add(f"{at}{first[0]}", rows)
         for number in index.unique().tolist():
@@ -125,5 +133,6 @@ def mean_squares(
             holder = model.get_submodule(name)
             hooks.enter_context(_routing_of(holder, partial(take, f"{name}." if name else "", holder)))
         for batch in batches:
+            mask = mask_of(batch)
             model(**batch)
     return {name: mean for name, mean in squares.means().items() if name in targets}

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..groups import in_groups
 from .grid import Config, Quantised, levels_near, stored, table_in, with_table
-from .importance import in_groups, search, search_groups
+from .importance import search, search_groups
 
 _LEAST_COLUMNS = 64  # of a block whose errors are passed on together
 _MOST_COLUMNS = 512
@@ -140,8 +141,8 @@ class Solver:
                 if in_order and column % group == 0:
                     last = min(i + group, end)
                     scale, low = search_groups(
-                        in_groups(block[at : last - begin].T, config)[:, :1],
-                        in_groups(self.costs[None, i:last], config)[:, :1].expand(n, 1, -1),
+                        in_groups(block[at : last - begin].T, group)[:, :1],
+                        in_groups(self.costs[None, i:last], group)[:, :1].expand(n, 1, -1),
                         config,
                     )
                     scales[:, g] = stored(scale, largest)[:, 0]

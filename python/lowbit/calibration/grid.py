@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..groups import per_input
 from ..levels import TABLES, Table
 from ..packed import pack
 from ..quantize import EmbeddingConfig, LinearConfig, table_of
@@ -80,9 +81,7 @@ class Quantised:
 
     def per_input(self, values: Tensor) -> Tensor:
         """[n, groups] -> [n, k]"""
-        n, k = self.levels.shape
-        group = self.config.group_size or k
-        return values.repeat_interleave(group, 1)[:, :k]
+        return per_input(values, self.config.group_size, self.levels.shape[1])
 
     def dequantize(self) -> Tensor:
         """The weights, float32 [n, k]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..groups import in_groups
 from ..levels import FACTORS, Table, best_scales, refit
 from .grid import Config, Quantised, levels_near, nearest, stored, table_in, with_table
 
@@ -40,8 +41,8 @@ def search(weight: Tensor, importance: Tensor | None, config: Config) -> Quantis
     for begin in range(0, weight.shape[0], rows):
         chunk = slice(begin, begin + rows)
         scale, min = search_groups(
-            in_groups(weight[chunk], config),
-            in_groups(torch.ones_like(weight[chunk]) if importance is None else importance[chunk], config),
+            in_groups(weight[chunk], config.group_size),
+            in_groups(torch.ones_like(weight[chunk]) if importance is None else importance[chunk], config.group_size),
             config,
         )
         scales.append(scale)
@@ -57,13 +58,6 @@ def stored_grid(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | N
         return stored(scales, largest), None
     largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
     return stored(scales, largest), stored(mins, largest)
-
-
-def in_groups(values: Tensor, config: Config) -> Tensor:
-    """[n, k] -> [n, groups, group size]; a short last group is filled up with zeros."""
-    n, k = values.shape
-    group = config.group_size or k
-    return torch.nn.functional.pad(values, (0, -k % group)).view(n, -1, group)
 
 
 def search_groups(x: Tensor, importance: Tensor, config: Config) -> tuple[Tensor, Tensor | None]:

@@ -6,18 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import embedding, linear
 
 from .. import nn, ops
+from ..groups import in_groups
 from .grid import stored
 
 _LARGEST_LEVEL = 127.0
-
-
-def _in_groups(values: Tensor, group: int) -> Tensor:
-    """[n, k] -> [n, groups, group]; zeros behind a short last group."""
-    n, k = values.shape
-    return pad(values, (0, -k % group)).view(n, -1, group)
 
 
 class _Weight(torch.autograd.Function):
@@ -30,7 +25,7 @@ class _Weight(torch.autograd.Function):
     def forward(ctx: Any, levels: Tensor, scales: Tensor, mins: Tensor | None, codes: Tensor, group: int) -> Tensor:
         ctx.save_for_backward(levels, scales, codes)
         ctx.group = group
-        weight = _in_groups(levels[codes.int()], group) * scales[:, :, None]
+        weight = in_groups(levels[codes.int()], group) * scales[:, :, None]
         if mins is not None:
             weight = weight + mins[:, :, None]
         return weight.flatten(1)[:, : codes.shape[1]]
@@ -38,12 +33,12 @@ class _Weight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         levels, scales, codes = ctx.saved_tensors
-        grouped = _in_groups(grads[0], ctx.group)
+        grouped = in_groups(grads[0], ctx.group)
         to_levels = None
         if ctx.needs_input_grad[0]:
             by_weight = (grouped * scales[:, :, None]).flatten(1)[:, : codes.shape[1]]
             to_levels = torch.bincount(codes.flatten(), by_weight.flatten().double(), minlength=len(levels)).float()
-        to_scales = (grouped * _in_groups(levels[codes.int()], ctx.group)).sum(2)
+        to_scales = (grouped * in_groups(levels[codes.int()], ctx.group)).sum(2)
         return to_levels, to_scales, grouped.sum(2) if ctx.needs_input_grad[2] else None, None, None
 
 

@@ -18,7 +18,7 @@ from ..quantize import EmbeddingConfig, LinearConfig
 from ..quantize_model import described_to_transformers
 from .capture import Call, Stop, blocks_of, inputs_of, slow_paths
 from .collect import HELD, HELD_PART, add_to, inputs_in_a_run, part_held, rows_of, sets_of
-from .data import Batch, batches, tokens_of
+from .data import Batch, batches, mask_of, tokens_of
 from .distilling import Teacher, distilled
 from .gptq import Moments
 from .grid import Config
@@ -92,9 +92,7 @@ class _Run:
         self, model, selected, experts, method, inputs: list[Batch], there: int, progress, options, kept: Kept | None
     ):
         self.model, self.method, self.inputs, self.options = model, method, inputs, options
-        self.masks = [
-            None if batch.get("attention_mask") is None else (batch["attention_mask"] != 0) for batch in inputs
-        ]
+        self.masks = [mask_of(batch) for batch in inputs]
         self.result = Calibration(sum(map(tokens_of, inputs)), there)
         self.embeddings = {name: c for name, c in selected.items() if isinstance(c, EmbeddingConfig)}
         self.targets = {name: c for name, c in selected.items() if isinstance(c, LinearConfig)}

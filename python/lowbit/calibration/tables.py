@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from .capture import hidden_of
 from .collect import add_to, rows_of
-from .data import Batch, rows_in_parts, tokens_of
+from .data import Batch, mask_of, rows_in_parts, tokens_of
 from .gptq import Moments
 
 DAMPING = 0.1  # of GPTQ: the moments are an estimate from few draws, and a table's errors are large
@@ -68,10 +68,9 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Batch], names: Co
                         return {}
                     leaves = [values for _, values in seen]
                     gradients = torch.autograd.grad(answer, leaves, allow_unused=True)
-                mask = part.get("attention_mask")
                 for (name, _), gradient in zip(seen, gradients, strict=True):
                     if gradient is not None:
-                        rows = rows_of(gradient, None if mask is None else mask != 0)
+                        rows = rows_of(gradient, mask_of(part))
                         add_to(moments, name, rows, None, diagonal=False)
     return {name: found for name, found in moments.items() if bool(torch.isfinite(found.square).all())}
 
@@ -83,9 +82,9 @@ def _drawn(model: torch.nn.Module, batch: Batch, generator: torch.Generator) -> 
     states = hidden_of(output) if states is None else states
     if not isinstance(states, Tensor) or states.dim() != 3:
         return None
-    states, mask = states.float(), batch.get("attention_mask")
+    states, mask = states.float(), mask_of(batch)
     if mask is not None and mask.shape == states.shape[:2]:
-        states = states * (mask != 0)[:, :, None]
+        states = states * mask[:, :, None]
     of_tokens = torch.randn(states.shape, generator=generator, dtype=torch.float32)
     answer = (states * of_tokens).sum() / states.detach().norm().clamp(min=1e-20)
     means = normalize(states.sum(1), dim=-1)

@@ -18,7 +18,8 @@ from ..levels import FIT
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
 from .capture import MeanSquares, inputs_of
-from .data import Batch, tokens_of
+from .collect import rows_of
+from .data import Batch, mask_of, rows_in_parts, tokens_of
 from .experts import mean_squares
 from .grid import Config, with_table
 from .importance import search
@@ -133,7 +134,7 @@ def measure_losses(
     linear = {name: item.config for item in items if isinstance(item.config, LinearConfig) for name in item.layers}
     batch = _trial(model, inputs)
     importance = _importance(model, inputs, batch, linear)
-    wanted = _outputs(model, batch)
+    wanted, predictions = _outputs(model, batch)
     if not bool(torch.isfinite(wanted).all()):
         raise ValueError("the outputs of the model have NaN or infinite values on the calibration text")
     for done, item in enumerate(items):
@@ -146,7 +147,7 @@ def measure_losses(
         counts = next((importance[name] for name in item.layers if name in importance), None)
         reference = replace(item.config, bits=reference_bits, group_size=32, mapping="symmetric", levels=None)
         with _in_the_place_of(layers, _rounded(weight, counts, reference)):
-            loss = _distance(_outputs(model, batch), wanted)
+            loss = _distance(_outputs(model, batch)[0], wanted, predictions)
         rows = weight[:: -(-len(weight) // _ROWS)].float()
         whole = _error(rows, counts, reference)
         tables: dict[int, Config] = {}  # one of a width for all group sizes: they differ little
@@ -202,8 +203,13 @@ def _importance(
     squares = MeanSquares()
     layers = {name: layer_at(model, name) for name in configs}
     experts = {name: configs[name] for name, layer in layers.items() if isinstance(layer, Experts)}
-    with inputs_of({name: layer for name, layer in layers.items() if not isinstance(layer, Experts)}, squares.add):
-        for batch in inputs:
+    modules = {name: layer for name, layer in layers.items() if not isinstance(layer, Experts)}
+    for batch in inputs:
+
+        def take(name: str, x: Tensor, mask: Tensor | None = mask_of(batch)) -> None:
+            squares.add(name, rows_of(x, mask))
+
+        with inputs_of(modules, take):
             model(**batch)
     means = squares.means()
     if experts:
@@ -223,41 +229,32 @@ def _trial(model: torch.nn.Module, inputs: list[Batch]) -> list[Batch]:
     for batch in inputs[::step]:
         rows = batch["input_ids"].shape[0]
         part = max(1, min(rows, (most - count) // max(1, batch["input_ids"].shape[1])))
-        chosen.append(
-            {
-                key: value[:part] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
-                for key, value in batch.items()
-            }
-        )
+        chosen.append(rows_in_parts(batch, part)[0])
         count += tokens_of(chosen[-1])
         if count >= most:
             break
     return chosen
 
 
-def _outputs(model: torch.nn.Module, batches: list[Batch]) -> Tensor:
-    """Log-probabilities [tokens, vocabulary], or hidden states [tokens, features], float32."""
-    found = []
+def _outputs(model: torch.nn.Module, batches: list[Batch]) -> tuple[Tensor, bool]:
+    """Log-probabilities [tokens, vocabulary], float32, and True; or hidden states [tokens, features], and False."""
+    found, predictions = [], False
     for batch in batches:
         output = model(**batch)
         logits = getattr(output, "logits", None)
         if logits is not None and logits.dim() == 3:
             found.append(logits.flatten(0, 1).float().log_softmax(1))
+            predictions = True
         else:
             states = getattr(output, "last_hidden_state", None)
             found.append((output[0] if states is None else states).float())
-        mask = batch.get("attention_mask")
-        if mask is not None and found[-1].dim() == 2 and mask.numel() == len(found[-1]):
-            found[-1] = found[-1][mask.flatten() != 0]
-        elif mask is not None and found[-1].shape[:2] == mask.shape:
-            found[-1] = found[-1][mask != 0]
-        elif found[-1].dim() == 3:
-            found[-1] = found[-1].flatten(0, 1)
-    return torch.cat(found)
+        found[-1] = rows_of(found[-1], mask_of(batch))
+    return torch.cat(found), predictions
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    if found.shape[1:] and bool((wanted <= 0).all()):  # log-probabilities
+def _distance(found: Tensor, wanted: Tensor, predictions: bool) -> float:
+    """As :func:`measure_losses` says, of what :func:`_outputs` gives."""
+    if predictions:
         return float((wanted.exp() * (wanted - found)).sum(1).clamp(min=0).mean())
     return float((found - wanted).square().sum() / wanted.square().sum())
 

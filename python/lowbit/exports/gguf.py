@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,9 +268,6 @@ def export_gguf(
             f"llama.cpp computes phi3 without its window of {window} tokens: longer texts get other logits there",
             stacklevel=2,
         )
-    offset = ARCHITECTURES[architecture].norm_offset
-    leaves = {ours: theirs for theirs, ours in ARCHITECTURES[architecture].names.items()}
-    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"} if architecture == "llama" else {}
     total, read = sum(stored.bytes for stored in tensors.values()), 0
 
     def done(count: int) -> None:
@@ -279,6 +276,39 @@ def export_gguf(
         if progress is not None:
             progress(read, total, "")
 
+    outputs = _outputs(tensors, metadata, bool(config.get("tie_word_embeddings")), done)
+    if architecture in _ONE_TABLE and any(output.name == "output.weight" for output in outputs):
+        raise ValueError(
+            f"{source} has a head of its own (lm_head); GGUF's {architecture} takes the table of tokens: quantise the "
+            "float checkpoint with lowbit quantize --override lm_head=float"
+        )
+    table = next((output for output in outputs if output.name == "token_embd.weight"), None)
+    if table is None:
+        raise ValueError(f"{source} has no model.embed_tokens, the table of its tokens")
+    rotated = metadata[f"{architecture}.rope.dimension_count"]
+    outputs += [_made(name, values) for name, values in rotation_factors(source, config, rotated).items()]
+    metadata |= _tokenizer(source, config, table.shape[0])
+    with replacing(path, ".gguf") as file:
+        listed = [(output.name, output.type, output.shape) for output in outputs]
+        with GgufWriter(file, metadata, listed) as writer:
+            return [output.write(writer) for output in outputs]
+
+
+def _outputs(
+    tensors: Mapping[str, Stored], metadata: Mapping[str, Any], tied: bool, done: Callable[[int], None]
+) -> list[_Output]:
+    """What each tensor of a checkpoint becomes.
+
+    Args:
+        tied: the head is the table of tokens, which GGUF says by leaving it out.
+        done: called with the number of bytes that were read.
+
+    Raises:
+        ValueError: the architecture has no such tensor, or not with as many rows.
+    """
+    architecture = metadata["general.architecture"]
+    offset = ARCHITECTURES[architecture].norm_offset
+    leaves = {ours: theirs for theirs, ours in ARCHITECTURES[architecture].names.items()}
     outputs: list[_Output] = []
     for key, stored in tensors.items():
         layer, _, leaf = key.rpartition(".")
@@ -292,41 +322,38 @@ def export_gguf(
             name = f"blk.{number}.{leaves[part]}" if part in leaves and number.isdecimal() else None
         if name is None or leaf not in ("weight", "bias", "packed_weight"):
             raise ValueError(f"{stored.path} has the tensor {key}, which GGUF's {architecture} does not have")
-        count = metadata[f"{architecture}.attention.head_count"]
-        if "attn_k" in name:
-            count = metadata[f"{architecture}.attention.head_count_kv"]
-        permuted = count if name.rpartition(".")[2] in heads else 0
-        rows = packed_info(stored).out_features if leaf == "packed_weight" else stored.shape[0]
-        if permuted and rows != (expected := count * metadata[f"{architecture}.attention.key_length"]):
-            raise ValueError(
-                f"{stored.path} has {rows} rows in {key}; expected {expected}, as {CONFIG} has {count} heads"
-            )
+        heads = _heads(name, key, stored, metadata)
         if leaf == "packed_weight":
-            outputs += _packed(name, stored, permuted, done)
-        elif name != "output" or not config.get("tie_word_embeddings"):
+            outputs += _packed(name, stored, heads, done)
+        elif name != "output" or not tied:
             added = offset if name.endswith("norm") else 0.0
-            outputs.append(_float(f"{name}.{leaf}", stored, permuted, done, added))
-    if architecture in _ONE_TABLE and any(output.name == "output.weight" for output in outputs):
-        raise ValueError(
-            f"{source} has a head of its own (lm_head); GGUF's {architecture} takes the table of tokens: quantise the "
-            "float checkpoint with lowbit quantize --override lm_head=float"
-        )
-    table = next((output for output in outputs if output.name == "token_embd.weight"), None)
-    if table is None:
-        raise ValueError(f"{source} has no model.embed_tokens, the table of its tokens")
-    rotated = metadata[f"{architecture}.rope.dimension_count"]
-    for name, values in rotation_factors(source, config, rotated).items():
+            outputs.append(_float(f"{name}.{leaf}", stored, heads, done, added))
+    return outputs
 
-        def write_factors(writer: GgufWriter, name: str = name, values: np.ndarray = values) -> ExportedTensor:
-            writer.write(values)
-            return ExportedTensor(name, "F32", "float")
 
-        outputs.append(_Output(name, _TYPES["F32"], values.shape, write_factors))
-    metadata |= _tokenizer(source, config, table.shape[0])
-    with replacing(path, ".gguf") as file:
-        listed = [(output.name, output.type, output.shape) for output in outputs]
-        with GgufWriter(file, metadata, listed) as writer:
-            return [output.write(writer) for output in outputs]
+def _heads(name: str, key: str, stored: Stored, metadata: Mapping[str, Any]) -> int:
+    """How many heads a tensor has rows of that ggml wants in another order; 0: its rows stay as they are."""
+    architecture = metadata["general.architecture"]
+    counts = {"attn_q": "head_count", "attn_k": "head_count_kv"} if ARCHITECTURES[architecture].permuted else {}
+    what = counts.get(name.rpartition(".")[2])
+    if what is None:
+        return 0
+    heads = metadata[f"{architecture}.attention.{what}"]
+    rows = packed_info(stored).out_features if key.endswith("packed_weight") else stored.shape[0]
+    expected = heads * metadata[f"{architecture}.attention.key_length"]
+    if rows != expected:
+        raise ValueError(f"{stored.path} has {rows} rows in {key}; expected {expected}, as {CONFIG} has {heads} heads")
+    return heads
+
+
+def _made(name: str, values: np.ndarray) -> _Output:
+    """A tensor of float32 that the checkpoint has not."""
+
+    def write(writer: GgufWriter) -> ExportedTensor:
+        writer.write(values)
+        return ExportedTensor(name, "F32", "float")
+
+    return _Output(name, _TYPES["F32"], values.shape, write)
 
 
 def _tokenizer(source: Path, config: dict[str, Any], vocabulary: int) -> dict[str, Any]:

@@ -45,6 +45,29 @@ def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     return _settings(path, config, "rope_parameters") or _settings(path, config, "rope_scaling")
 
 
+class _Model:
+    """What config.json says of a model, asked for as GGUF's architecture `name` has it."""
+
+    def __init__(self, path: Path, config: dict[str, Any], name: str):
+        self.path, self.config, self.name = path, config, name
+        self.heads, self.width = self.whole("num_attention_heads"), self.whole("hidden_size")
+        self.layers = self.whole("num_hidden_layers")
+        self.head = self.whole("head_dim", None if name.startswith("gemma") else self.width // self.heads)
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        if self.config.get(key, allowed[0]) not in allowed:
+            raise ValueError(
+                f"{self.path} has {key} {self.config[key]!r} in {CONFIG}; GGUF's {self.name} has {allowed[0]!r}"
+            )
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
+            raise ValueError(f"{self.path} has {key} {value!r} in {CONFIG}; expected a number above 0")
+        return value
+
+
 def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """``general.architecture`` and the keys of that architecture; what :func:`lowbit.importing.gguf_models.config_of` reads.
 
@@ -58,85 +81,86 @@ def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         written = ", ".join(_ACTIVATIONS)
         raise ValueError(f"{path} has a model of the type {kind!r}; lowbit writes {written} to GGUF")
     name = "llama" if kind == "mistral" else kind.removesuffix("_text")
-
-    def expect(key: str, *allowed: Any) -> None:
-        if config.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"{path} has {key} {config[key]!r} in {CONFIG}; GGUF's {name} has {allowed[0]!r}")
-
-    def whole(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise ValueError(f"{path} has {key} {value!r} in {CONFIG}; expected a number above 0")
-        return value
-
-    expect("hidden_act", _ACTIVATIONS[kind], None)
-    expect("hidden_activation", _ACTIVATIONS[kind], None)
-    expect("use_sliding_window", False)
-    expect("use_bidirectional_attention", False, None)
-    heads, width, layers = whole("num_attention_heads"), whole("hidden_size"), whole("num_hidden_layers")
-    head = whole("head_dim", None if name.startswith("gemma") else width // heads)
-    rotated = head
+    model = _Model(path, config, name)
+    model.expect("hidden_act", _ACTIVATIONS[kind], None)
+    model.expect("hidden_activation", _ACTIVATIONS[kind], None)
+    model.expect("use_sliding_window", False)
+    model.expect("use_bidirectional_attention", False, None)
     found: dict[str, Any] = {
-        "context_length": whole("max_position_embeddings"),
-        "embedding_length": width,
-        "block_count": layers,
-        "feed_forward_length": whole("intermediate_size"),
-        "attention.head_count": heads,
-        "attention.head_count_kv": whole("num_key_value_heads", heads),
+        "context_length": model.whole("max_position_embeddings"),
+        "embedding_length": model.width,
+        "block_count": model.layers,
+        "feed_forward_length": model.whole("intermediate_size"),
+        "attention.head_count": model.heads,
+        "attention.head_count_kv": model.whole("num_key_value_heads", model.heads),
         "attention.layer_norm_rms_epsilon": _number(path, config, "rms_norm_eps", 1e-6),
-        "attention.key_length": head,
-        "attention.value_length": head,
-        "vocab_size": whole("vocab_size"),
+        "attention.key_length": model.head,
+        "attention.value_length": model.head,
+        "vocab_size": model.whole("vocab_size"),
     }
-    rope = _rope(path, config)
-    plain = ("default", "linear", "llama3") if name == "llama" else ("default", "linear")
+    found |= _attention(model) | _rotation(model)
+    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
+
+
+def _attention(model: _Model) -> dict[str, Any]:
+    """Its windows, and caps on its scores."""
+    path, config, name = model.path, model.config, model.name
+    found: dict[str, Any] = {}
+    if name in ("gemma2", "gemma3"):
+        pattern = 2 if name == "gemma2" else 6
+        kinds = ("sliding_attention", "full_attention")
+        model.expect("layer_types", [kinds[(layer + 1) % pattern == 0] for layer in range(model.layers)])
+        model.expect("sliding_window_pattern", pattern, None)
+        # ggml knows the largest of both by their layers, and that they alone divide by the width that heads would have.
+        large = model.layers == (46 if name == "gemma2" else 62)
+        model.expect("query_pre_attn_scalar", model.width // model.heads if large else model.head)
+        found["attention.sliding_window"] = model.whole("sliding_window")
+    else:
+        model.expect("sliding_window_pattern", None)
+    if name == "gemma3":
+        model.expect("final_logit_softcapping", None)
+        model.expect("attn_logit_softcapping", None)
+    elif name == "gemma2":
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            found[key] = _number(path, config, key)
+    elif name == "llama" and config.get("sliding_window") is not None:
+        raise ValueError(f"{path} has sliding_window {config['sliding_window']!r} in {CONFIG}; GGUF's llama has none")
+    elif name == "phi3" and config.get("sliding_window") is not None:
+        found["attention.sliding_window"] = model.whole("sliding_window")
+    return found
+
+
+def _rotation(model: _Model) -> dict[str, Any]:
+    """How positions rotate queries and keys, but for factors in tensors of their own."""
+    path, config, name, head = model.path, model.config, model.name, model.head
+    found: dict[str, Any] = {}
+    rope, rotated = _rope(path, config), head
+    known = ("default", "linear", "llama3") if name == "llama" else ("default", "linear")
     if name == "gemma3":
         local = _settings(path, rope, "sliding_attention")
         if local.get("rope_type", "default") != "default" or local.get("rope_theta") != 10000.0:
             raise ValueError(f"{path} has the rotation {local} in windows in {CONFIG}; GGUF's gemma3 has a theta of 10000")
         rope = _settings(path, rope, "full_attention")
-        expect("final_logit_softcapping", None)
-        expect("attn_logit_softcapping", None)
-    if name in ("gemma2", "gemma3"):
-        pattern = 2 if name == "gemma2" else 6
-        usual = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
-        expect("layer_types", usual)
-        expect("sliding_window_pattern", pattern, None)
-        # ggml knows the largest of both by their layers, and that they alone divide by the width that heads would have.
-        large = layers == (46 if name == "gemma2" else 62)
-        expect("query_pre_attn_scalar", width // heads if large else head)
-        found["attention.sliding_window"] = whole("sliding_window")
-    else:
-        expect("sliding_window_pattern", None)
-    if name == "gemma2":
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            found[key] = _number(path, config, key)
-    elif name in ("llama", "phi3"):
-        if config.get("sliding_window") is not None:
-            if name == "llama":
-                raise ValueError(f"{path} has sliding_window {config['sliding_window']!r} in {CONFIG}; GGUF's llama has none")
-            found["attention.sliding_window"] = whole("sliding_window")
     if name == "phi3":
-        if head != width // heads:
-            raise ValueError(f"{path} has head_dim {head} in {CONFIG}; GGUF's phi3 has {width // heads}")
-        plain = ("default", "longrope")
+        if head != model.width // model.heads:
+            raise ValueError(f"{path} has head_dim {head} in {CONFIG}; GGUF's phi3 has {model.width // model.heads}")
+        known = ("default", "longrope")
         rotated = int(head * _number(path, config | rope, "partial_rotary_factor", 1.0))
         key = "original_max_position_embeddings"
         if (original := rope.get(key)) is not None or config.get(key) is not None:
-            found["rope.scaling.original_context_length"] = whole(key, original)
+            found["rope.scaling.original_context_length"] = model.whole(key, original)
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{path} rotates a part of each head in {CONFIG}; GGUF's {name} rotates all of it")
     found["rope.dimension_count"] = rotated
     found["rope.freq_base"] = _number(path, config | rope, "rope_theta", 10000.0)
-    rotation = rope.get("rope_type", rope.get("type", "default"))
-    if rotation not in plain:
-        raise ValueError(f"{path} has the rope_type {rotation!r} in {CONFIG}; lowbit writes {', '.join(plain)} for {name}")
-    if rotation == "linear":
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in known:
+        raise ValueError(f"{path} has the rope_type {kind!r} in {CONFIG}; lowbit writes {', '.join(known)} for {name}")
+    if kind == "linear":
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(path, rope, "factor")}
-    if rotation == "longrope" and rope.get("attention_factor") is not None:
+    if kind == "longrope" and rope.get("attention_factor") is not None:
         found["rope.scaling.attn_factor"] = _number(path, rope, "attention_factor")
-    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
+    return found
 
 
 def rotation_factors(path: Path, config: dict[str, Any], rotated: int) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..groups import per_input
 from ..quantize import LinearConfig, quantize_tensor
 
 
@@ -181,13 +182,12 @@ def dequantise(stored: ops.Unpacked) -> Tensor:
 
 def _weights(rows: Rows, bits: int, group_size: int | None, levels: tuple[int, ...] | None) -> Tensor:
     k = rows.codes.shape[1]
-    scales = rows.scales.float().repeat_interleave(group_size or k, 1)[:, :k]
+    scales = per_input(rows.scales.float(), group_size, k)
     if levels is not None:
         return scales * torch.tensor(levels, dtype=torch.float32)[rows.codes.long()]
     codes = rows.codes.float()
     if rows.mins is not None:  # one rounding, as in the kernels: float64 holds the product
-        mins = rows.mins.repeat_interleave(group_size or k, 1)[:, :k]
-        return (scales.double() * codes + mins).float()
+        return (scales.double() * codes + per_input(rows.mins, group_size, k)).float()
     return scales * (2 * codes - 1 if bits == 1 else codes - 2 ** (bits - 1))
 
 

@@ -1,9 +1,10 @@
 """compressed-tensors' "pack-quantized".
 
 ``weight_packed`` int32 [n, ceil(k * bits / 32)]: the codes of a row, with 2**(bits - 1) added, follow each other, also
-across words; in older files no code is in two words, which the number of words shows. ``weight_scale`` [n, groups]; ``weight_zero_point``, where there is one, int32 [ceil(n * bits / 32),
-groups] packed likewise by columns; ``weight_shape`` [2]; ``weight_g_idx`` [k], the
-group of each input, or -1 everywhere. A weight is ``scale * (code - zero)``, both signed.
+across words; in older files no code is in two words, which the number of words shows. ``weight_scale`` [n, groups];
+``weight_zero_point``, where there is one, int32 [ceil(n * bits / 32), groups] packed likewise by columns;
+``weight_shape`` [2]; ``weight_g_idx`` [k], the group of each input, or -1 everywhere. A weight is
+``scale * (code - zero)``, both signed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from ..files.safetensors import Stored
 from .bits import from_stream, from_words, words_of
-from .codes import Float, Matrix, Rows, Weights, order_of
+from .codes import Float, Matrix, Rows, Weights
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
@@ -83,16 +84,11 @@ def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
     size = -(-k // groups)
     if groups > 1 and k % groups:
         raise ValueError(f"{layer} in {scales.path} has {groups} groups for {k} inputs; expected groups of one size")
-    order = None
-    if stock.has(f"{layer}.weight_g_idx"):
-        of_inputs = load(stock.take(f"{layer}.weight_g_idx", "I32", "I64", shape=(k,))).long()
-        try:
-            order = None if (of_inputs == -1).all() else order_of(of_inputs, size)
-        except ValueError as error:
-            raise ValueError(f"{layer}.weight_g_idx in {stock.path}: {error}") from error
+    order = stock.order(f"{layer}.weight_g_idx", k, size, none=-1)
     zeros = None
     if stock.has(f"{layer}.weight_zero_point"):
-        zeros = stock.take(f"{layer}.weight_zero_point", "I32", shape=(words_of(scales.shape[0], bits, whole=whole), groups))
+        words = words_of(scales.shape[0], bits, whole=whole)
+        zeros = stock.take(f"{layer}.weight_zero_point", "I32", shape=(words, groups))
         if not (_zeros(zeros, bits, whole, scales.shape[0]) != 1 << (bits - 1)).any():
             zeros = None
     # At 1 bit the codes are -1 and 0, where the packed format's symmetric ones are -1 and 1.
@@ -100,7 +96,8 @@ def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
     read = functools.partial(_read, codes, scales, zeros, bits, whole, k, affine, order)
     total = codes.bytes + scales.bytes + (0 if zeros is None else zeros.bytes)
     source = f"compressed-tensors, {bits} bits"
-    return Matrix(f"{layer}.weight", source, (n, k), bits, None if groups == 1 else size, affine, read, total, order=order)
+    group = None if groups == 1 else size
+    return Matrix(f"{layer}.weight", source, (n, k), bits, group, affine, read, total, order=order)
 
 
 def _zeros(zeros: Stored, bits: int, whole: bool, rows: int) -> torch.Tensor:

@@ -103,7 +103,8 @@ def _joined(
         if interleaved:
             first, last = begin // 2, -(-end // 2)
             found = [part(start + first, start + last) for part in parts]
-            return _put_together(found, lambda each: torch.stack(each, 1).flatten(0, 1)[begin - 2 * first :][: end - begin])
+            own = slice(begin - 2 * first, end - 2 * first)
+            return _put_together(found, lambda each: torch.stack(each, 1).flatten(0, 1)[own])
         spans = [(max(begin, at) - at, min(end, at + n) - at) for at in (0, n)]
         found = [part(start + a, start + b) for part, (a, b) in zip(parts, spans, strict=True) if a < b]
         return _put_together(found, torch.cat)

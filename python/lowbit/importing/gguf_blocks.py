@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..levels import TABLES
 from .codes import Rows
 
 Decoded = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
-NL4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
-FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of E2M1
+NL4, FP4 = TABLES["iq4_nl"], TABLES["mxfp4"]
 _CRUMBS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts
 
 

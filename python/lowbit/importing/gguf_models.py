@@ -129,7 +129,9 @@ def _rope(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0)
     kind = metadata.text("rope.scaling.type", None)
     factor = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 0.0)) or 1.0
     if factor < 0:
-        raise ValueError(f"{metadata.path} stretches positions by the factor {factor:g}; expected one above 0, or 0 for none")
+        raise ValueError(
+            f"{metadata.path} stretches positions by the factor {factor:g}; expected one above 0, or 0 for none"
+        )
     length = metadata.whole("rope.scaling.original_context_length", None)
     if kind == "yarn":
         metadata.expect("rope.scaling.attn_factor", 1.0)

@@ -16,7 +16,7 @@ import torch
 
 from ..files.safetensors import Stored
 from .bits import from_planes, from_stream, words_of
-from .codes import Float, Matrix, Rows, Weights, order_of
+from .codes import Float, Matrix, Rows, Weights
 from .stock import Stock, load
 
 _WIDTHS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "gptq_p": (2, 3, 4, 5, 6, 7, 8)}
@@ -53,9 +53,8 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
     stored_zeros = unpack(load(zeros), bits, n).to(torch.int32) + offset
     if offset and (stored_zeros == 1 << bits).any():
         raise ValueError(
-            f"{layer} in {zeros.path} has a zero point that the format's first version cannot tell from 0 and "
-            f"{1 << bits}: "
-            "write it in the second (checkpoint_format gptq_v2)"
+            f"{layer} in {zeros.path} has a zero point that the format's first version has for both 0 and {1 << bits}; "
+            "expected the second version (checkpoint_format gptq_v2)"
         )
     affine = bool((stored_zeros != 1 << (bits - 1)).any())
     read = functools.partial(_read, stock, codes, scales, zeros, unpack, bits, k, offset, affine, order)
@@ -75,14 +74,7 @@ def _groups(stock: Stock, layer: str, k: int, groups: int) -> tuple[int | None, 
         raise ValueError(
             f"{layer} in {stock.path} has {groups} groups for {k} inputs; expected {-(-k // size)}, of {size} inputs"
         )
-    order = None
-    if stock.has(f"{layer}.g_idx"):
-        of_inputs = load(stock.take(f"{layer}.g_idx", "I32", "I64", shape=(k,))).long()
-        try:
-            order = order_of(of_inputs, size)
-        except ValueError as error:
-            raise ValueError(f"{layer}.g_idx in {stock.path}: {error}") from error
-    return (None if groups == 1 else size), order
+    return (None if groups == 1 else size), stock.order(f"{layer}.g_idx", k, size)
 
 
 def _read(

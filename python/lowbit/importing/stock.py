@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..files.safetensors import DTYPES, Stored, read_bytes, read_rows
 from ..files.untrusted import printable
-from .codes import Float
+from .codes import Float, order_of
 
 _DTYPES = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
 
@@ -61,6 +61,25 @@ class Stock:
                 f"{' or '.join(dtypes)}{wanted}"
             )
         return stored
+
+    def order(self, name: str, k: int, size: int, none: int | None = None) -> Tensor | None:
+        """:func:`.codes.order_of` for a tensor [k] of the group of each input, which need not be there.
+
+        Args:
+            none: what all inputs have that are in no order of their own.
+
+        Raises:
+            ValueError: it has another dtype or shape, or a group another number of inputs than ``size``.
+        """
+        if not self.has(name):
+            return None
+        groups = load(self.take(name, "I32", "I64", shape=(k,))).long()
+        if none is not None and bool((groups == none).all()):
+            return None
+        try:
+            return order_of(groups, size)
+        except ValueError as error:
+            raise ValueError(f"{name} in {self.path}: {error}") from error
 
     def load_kept(self, stored: Stored) -> Tensor:
         """All of a tensor, kept until the next one: what is stored by columns is read once for all its rows."""

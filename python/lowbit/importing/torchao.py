@@ -69,8 +69,8 @@ def _layer(stock: Stock, layer: str, described: dict[str, str]) -> Matrix:
     dtype, block, activations = _described(stock, layer, described)
     if not isinstance(dtype, str) or dtype not in _WIDTHS or activations not in _ACTIVATIONS:
         raise ValueError(
-            f"{layer} in {stock.path} has codes of {dtype!r:.200} and activations {activations!r:.200}; expected int1 to int8, and "
-            "float activations or int8_asym_per_token"
+            f"{layer} in {stock.path} has codes of {dtype!r:.200} and activations {activations!r:.200}; expected int1 to "
+            "int8, and float activations or int8_asym_per_token"
         )
     bits = _WIDTHS[dtype]
     codes = stock.take(f"{layer}.{_LEAF}", "I8", shape=(None, None))

@@ -139,69 +139,100 @@ def _meta_model(config: dict[str, Any], tensors: int):
         return meta_model(Path(directory), tensors)
 
 
-def _plan(source: Source, model) -> list[_Output]:
-    """What becomes of each tensor; every one is held against the model."""
-    from ..hf.names import check_complete, given_by, names_in_model
-    from ..layers import Experts, is_transposed, kind_of, named_layers
+class _Plan:
+    """What becomes of each tensor of a source; every one is held against the model."""
 
-    by_name: dict[str, Matrix | Stacked | Weights | Float] = {}
-    for tensor in source.tensors:
-        if tensor.name in by_name:
-            raise ValueError(f"{source.path} has two tensors that become {tensor.name}; expected one")
-        by_name[tensor.name] = tensor
-    names, state = names_in_model(model, by_name), model.state_dict()
-    modules = dict(named_layers(model))
-    biases, floats, outputs = {}, {}, []
-    for key, (name, targets) in names.items():
-        tensor = by_name[key]
-        stacked = isinstance(tensor, Stacked)
-        if stacked and not (targets is None and isinstance(modules.get(name), Experts)):
-            raise ValueError(
-                f"{key} in {source.path} holds the matrices of experts, but {type(model).__name__} has no such parameter"
-            )
-        layer = name.removesuffix(".weight")
-        expected = modules[name].weight.shape if stacked else state[name].shape if name in state else tensor.shape
-        if targets is None and is_transposed(modules.get(layer)) and not isinstance(tensor, Float):
-            expected = modules[layer].weight.shape  # a quantised matrix is [out, in] in every format
+    def __init__(self, source: Source, model):
+        from ..hf.names import names_in_model
+        from ..layers import named_layers
+
+        self.source, self.model = source, model
+        self.tensors: dict[str, Matrix | Stacked | Weights | Float] = {}
+        for tensor in source.tensors:
+            if tensor.name in self.tensors:
+                raise ValueError(f"{source.path} has two tensors that become {tensor.name}; expected one")
+            self.tensors[tensor.name] = tensor
+        # As names_in_model() has them: by its name in the files, what a tensor is called in the model.
+        self.names = names_in_model(model, self.tensors)
+        self.state, self.modules = model.state_dict(), dict(named_layers(model))
+
+    def outputs(self) -> list[_Output]:
+        """In the order of the source.
+
+        Raises:
+            ValueError: a tensor is missing, has another shape, or is quantised where the model has no matrix.
+        """
+        from ..hf.names import check_complete, given_by
+        from ..layers import kind_of
+
+        biases: set[str] = set()
+        floats: dict[str, Float] = {}
+        outputs = []
+        for key, (name, targets) in self.names.items():
+            tensor, layer = self.tensors[key], name.removesuffix(".weight")
+            self._check_shape(key, name, targets)
+            if isinstance(tensor, Float):
+                floats[key] = tensor
+                continue
+            if targets is None and name not in self.state:
+                raise ValueError(
+                    f"{key} in {self.source.path} is quantised ({tensor.source}), but {type(self.model).__name__} has no "
+                    "such tensor"
+                )
+            if targets is not None or kind_of(self.modules.get(layer)) is None:
+                floats[key] = as_floats(tensor)
+                continue
+            stacked, bias = isinstance(tensor, Stacked), self._bias_of(key, layer)
+            biases |= {bias.name} if bias is not None else set()
+            packed = f"{key}.packed_weight" if stacked else key.removesuffix("weight") + "packed_weight"
+            outputs.append(_Output(tensor, packed, bias, layer))
+        self._warn_of_extra()
+        check_complete(self.model, given_by(self.names), self.source.path)
+        _warn(self.source, floats)
+        outputs += [_Output(tensor, key) for key, tensor in floats.items() if key not in biases]
+        outputs += [order for output in outputs if (order := output.order()) is not None]
+        order = {tensor.name: place for place, tensor in enumerate(self.source.tensors)}
+        return sorted(outputs, key=lambda output: order[output.tensor.name])
+
+    def _check_shape(self, key: str, name: str, targets: Any) -> None:
+        from ..layers import Experts, is_transposed
+
+        tensor, layer = self.tensors[key], self.modules.get(name.removesuffix(".weight"))
+        expected = self.state[name].shape if name in self.state else tensor.shape
+        if isinstance(tensor, Stacked):
+            experts = self.modules.get(name)
+            if targets is not None or not isinstance(experts, Experts):
+                raise ValueError(
+                    f"{key} in {self.source.path} holds the matrices of experts, but {type(self.model).__name__} has no "
+                    "such parameter"
+                )
+            expected = experts.weight.shape
+        elif is_transposed(layer) and not isinstance(tensor, Float):
+            expected = layer.weight.shape  # a quantised matrix is [out, in] in every format
         if targets is None and tuple(expected) != tuple(tensor.shape):
             raise ValueError(
-                f"{key} in {source.path} has shape {list(tensor.shape)}; expected {list(expected)}, as its "
+                f"{key} in {self.source.path} has shape {list(tensor.shape)}; expected {list(expected)}, as its "
                 "configuration says"
             )
-        if isinstance(tensor, Float):
-            floats[key] = tensor
-            continue
-        kind = kind_of(modules.get(layer))
-        if targets is None and name not in state:
-            raise ValueError(
-                f"{key} in {source.path} is quantised ({tensor.source}), but {type(model).__name__} has no such tensor"
+
+    def _bias_of(self, key: str, layer: str) -> Float | None:
+        """What is packed with the weight `key`; None: the layer has no bias."""
+        if getattr(self.modules[layer], "bias", None) is None:
+            return None
+        called = f"{layer}_bias" if isinstance(self.tensors[key], Stacked) else f"{layer}.bias"
+        found = [self.tensors[other] for other, (given, _) in self.names.items() if given == called]
+        if len(found) != 1 or not isinstance(found[0], Float):
+            raise ValueError(f"{self.source.path} has no {called}; expected the bias of {key}")
+        return found[0]
+
+    def _warn_of_extra(self) -> None:
+        extra = [key for key, (name, targets) in self.names.items() if targets is None and name not in self.state]
+        if extra:
+            warnings.warn(
+                f"{len(extra)} tensors of {self.source.path} are not in {type(self.model).__name__}, {min(extra)} for "
+                "example: they are copied as they are",
+                stacklevel=5,
             )
-        if targets is not None or kind is None:
-            floats[key] = as_floats(tensor)
-            continue
-        bias = None
-        if getattr(modules[layer], "bias", None) is not None:
-            called = f"{layer}_bias" if stacked else f"{layer}.bias"
-            found = [other for other, (given, _) in names.items() if given == called]
-            if len(found) != 1 or not isinstance(by_name[found[0]], Float):
-                raise ValueError(f"{source.path} has no {called}; expected the bias of {key}")
-            bias = by_name[found[0]]
-            biases[found[0]] = bias
-        packed = f"{key}.packed_weight" if stacked else key.removesuffix("weight") + "packed_weight"
-        outputs.append(_Output(tensor, packed, bias, layer))
-    extra = [key for key, (name, targets) in names.items() if targets is None and name not in state]
-    if extra:
-        warnings.warn(
-            f"{len(extra)} tensors of {source.path} are not in {type(model).__name__}, {min(extra)} for example: they "
-            "are copied as they are",
-            stacklevel=4,
-        )
-    check_complete(model, given_by(names), source.path)
-    _warn(source, floats)
-    outputs += [_Output(tensor, key) for key, tensor in floats.items() if key not in biases]
-    outputs += [order for output in outputs if (order := output.order()) is not None]
-    order = {tensor.name: place for place, tensor in enumerate(source.tensors)}
-    return sorted(outputs, key=lambda output: order[output.tensor.name])
 
 
 def _warn(source: Source, floats: Mapping[str, Float]) -> None:
@@ -239,7 +270,7 @@ def write_checkpoint(
     begin = time.perf_counter()
     resolve_new_directory(target)  # refused before the model is built
     model = _meta_model(source.config, len(source.tensors))
-    outputs = _plan(source, model)
+    outputs = _Plan(source, model).outputs()
     description = dict(source.config)
     packed = {output.layer: (output.name, output.info()) for output in outputs if output.packed}
     if packed:

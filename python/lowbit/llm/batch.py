@@ -83,19 +83,10 @@ def generate_batch(
         raise ValueError(f"a {type(decoder).__name__} takes one text at a time; expected a Decoder, not compiled")
     decoder.check()
     check_texts(decoder)
-    given = [token_ids(f"prompt {number}", prompt) for number, prompt in enumerate(prompts)]
-    if not given:
-        raise ValueError("there are no prompts; expected at least one")
-    counts = _each("max_new_tokens", max_new_tokens, len(given), 0)
+    given, counts = _checked_prompts(decoder, prompts, max_new_tokens)
     seeds = _each("seed", seed, len(given), 1)
     for each in seeds:
         check_seed(each)
-    for number, (prompt, count) in enumerate(zip(given, counts, strict=True)):
-        name = f"prompt {number}"
-        check_lengths(name, prompt, count, decoder.max_length)
-        bad = next((token for token in prompt if not 0 <= token < decoder.vocabulary), None)
-        if bad is not None:
-            raise ValueError(f"{name} has a token {bad}; expected 0 to {decoder.vocabulary - 1}")
     for name, value in (("at_once", at_once), ("rows", rows)):
         if value < 1:
             raise ValueError(f"{name} is {value}; expected 1 or more")
@@ -155,6 +146,27 @@ def generate_batch(
                 results[text.number] = writer.result
                 if on_end is not None:
                     on_end(text.number, writer.result)
+
+
+def _checked_prompts(
+    decoder: Decoder, prompts: Iterable[Iterable[int]], max_new_tokens: int | Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    """The tokens of each prompt, and how many may follow.
+
+    Raises:
+        ValueError: no prompts, or one that is empty, leaves no room, or has a token that is not in the vocabulary.
+    """
+    given = [token_ids(f"prompt {number}", prompt) for number, prompt in enumerate(prompts)]
+    if not given:
+        raise ValueError("there are no prompts; expected at least one")
+    counts = _each("max_new_tokens", max_new_tokens, len(given), 0)
+    for number, (prompt, count) in enumerate(zip(given, counts, strict=True)):
+        name = f"prompt {number}"
+        check_lengths(name, prompt, count, decoder.max_length)
+        bad = next((token for token in prompt if not 0 <= token < decoder.vocabulary), None)
+        if bad is not None:
+            raise ValueError(f"{name} has a token {bad}; expected 0 to {decoder.vocabulary - 1}")
+    return given, counts
 
 
 def _plan(running: Iterable[_Running], rows: int) -> list[tuple[_Running, tuple]]:
