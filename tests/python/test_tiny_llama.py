@@ -1,5 +1,6 @@
 """examples/tiny_llama: the model that comes with the repository, its text, and the training in small."""
 
+import functools
 import math
 import platform
 import re
@@ -27,6 +28,15 @@ BOUND = 60.0  # perplexity; README.md has what it is, and one who guesses among 
 def _offline():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _documentation_read_once():
+    # All of Python's sources, which take seconds to parse.
+    read = functools.cache(lambda everything=corpus.raw_documents: list(everything()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "raw_documents", read)
         yield
 
 
