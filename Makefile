@@ -74,9 +74,11 @@ TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-x86-without-avx test
 ifeq ($(shell uname -m),x86_64)
 X86_MORE := $(X86_RUNS:%=emulated/%)
 endif
-# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest.
-test-more: build-arm-runner
-	LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) $(MAKE) --no-print-directory $(TEST_MORE)
+# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest. What several parts
+# need is built before (-o: and not again): make begins a part that has to wait for something after all that need not.
+BUILT := build-test-host build-test-arm arm-python-results
+test-more: build-arm-runner $(BUILT)
+	LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) $(MAKE) --no-print-directory $(BUILT:%=-o %) $(TEST_MORE)
 
 # What compiles C++ comes first: .ci/run does that while pip installs the rest.
 $(VENV)/cmake: requirements.txt
@@ -151,17 +153,18 @@ QEMU_CPU=$(call cpu_of,$(1)) LOWBIT_REQUIRE_ISA=$(call isas_of,$(1)) $(CTEST) --
 
 endef
 
+# The kernels for NEON on the CPU that has nothing more: those of linear layers and attention take longest, and run there only.
+NEON_LONG := ^kernels[.]neon[.](linear|attention)$$
+NEON_CPU := $(word 2,$(ARM_CPUS))
 test-arm: build-test-arm
-	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-LE soak)
+	$(call test-arm-cpu,$(NEON_CPU),-R '$(NEON_LONG)')
+	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-LE soak -E '$(NEON_LONG)')
 	QEMU_PAGESIZE=65536 QEMU_CPU=cortex-a76 $(CTEST) --test-dir build/test-arm \
 	  -R '^(format|fuzz[.]packed|kernels[.]neon[.](quantize|embedding))$$'  # pages of 64 KiB, around every buffer
 
-# Only what another CPU can change. The kernels for NEON run on the first of these CPUs, which has nothing more; on the others
-# those that are quick: that they are found and chosen.
-NEON_AGAIN := -E '^kernels[.]neon[.](linear|attention)$$'
+# Only what another CPU can change: that the kernels that it has are found and chosen. `make test-arm` has the long ones for NEON.
 test-arm-cpus: build-test-arm
-	$(call test-arm-cpu,$(word 2,$(ARM_CPUS)),-L cpu)
-	$(foreach cpu,$(wordlist 3,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-L cpu $(NEON_AGAIN)))
+	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-L cpu -E '$(NEON_LONG)'))
 
 MACOS := $(abspath build/macos-packages)
 
@@ -435,7 +438,7 @@ test-vllm: $(VENV)/installed
 # What takes too long for every change: operators and rows that all CPUs share on every emulated CPU, and random inputs by
 # the thousand, others in every run.
 soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed
-	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-L soak)
+	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-L 'soak|cpu')
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),))
 	$(MAKE) --no-print-directory -j $(JOBS) --output-sync X86_OPERATORS='*' $(X86_RUNS:%=emulated/%)
 	build/test-host/tests/cpp/call_soak 10000000

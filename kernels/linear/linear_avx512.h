@@ -82,19 +82,31 @@ struct Chains {
   return _mm512_set1_epi32(word);
 }
 
+// Integer sums. Not __m512i, whose lanes GCC takes to be 64 bits wide: a sum that a loop carries as that and adds to as
+// 32-bit lanes is copied to another register and back in every turn (GCC 12).
+using Int16 = int32_t __attribute__((vector_size(64)));
+
+[[gnu::always_inline]] inline Int16 add_products(Int16 sums, __m512i codes, __m512i a4) {
+  return reinterpret_cast<Int16>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), codes, a4));
+}
+
+[[gnu::always_inline]] inline Int16 broadcast(int32_t value) {
+  return reinterpret_cast<Int16>(_mm512_set1_epi32(value));
+}
+
 template <int Bits, int Rows, bool Down, int Panels>
 struct Sums {
   static constexpr Chains<Bits, Rows * Panels, Down> kChains{};
-  __m512i chain[Rows][kChains.count];
+  Int16 chain[Rows][kChains.count];
 
   // Starts a group: the first chain carries -2^(bits-1) times the group's activation sum, or with `Started` what is given.
   template <bool Affine, bool Started>
   [[gnu::always_inline]] void start(const int32_t* group_sum, int64_t stride) {
     for (int i = 0; i < Rows; ++i) {
-      for (int c = 0; c < kChains.count; ++c) chain[i][c] = _mm512_setzero_si512();
+      for (int c = 0; c < kChains.count; ++c) chain[i][c] = Int16{};
       if constexpr (!Affine && level_factor(Bits) == 1) {
         static_assert(kChains.shift[0] == 0);
-        chain[i][0] = _mm512_set1_epi32((Started ? 1 : -level_offset(Bits)) * group_sum[i * stride]);
+        chain[i][0] = broadcast((Started ? 1 : -level_offset(Bits)) * group_sum[i * stride]);
       }
     }
   }
@@ -103,19 +115,18 @@ struct Sums {
   [[gnu::always_inline]] void add(const __m512i (&line)[8], const int8_t* a, int64_t stride) {
     for (int j = FirstLine; j < FirstLine + Lines; ++j) {
       for (int i = 0; i < Rows; ++i) {
-        __m512i& sum = chain[i][kChains.of_line[j]];
-        sum = _mm512_dpbusd_epi32(sum, line[j], broadcast4(a + i * stride + 4 * j));
+        Int16& sum = chain[i][kChains.of_line[j]];
+        sum = add_products(sum, line[j], broadcast4(a + i * stride + 4 * j));
       }
     }
   }
 
   template <bool Affine>
   [[gnu::always_inline]] __m512 join(int i, int32_t group_sum) const {
-    __m512i total = chain[i][0];
+    __m512i total = reinterpret_cast<__m512i>(chain[i][0]);
     for (int c = 1; c < kChains.count; ++c) {
-      const int shift = kChains.shift[c];
-      const __m512i sum = shift == 0 ? chain[i][c] : _mm512_srai_epi32(chain[i][c], static_cast<unsigned>(shift));
-      total = _mm512_add_epi32(total, sum);
+      const __m512i sum = reinterpret_cast<__m512i>(chain[i][c]);
+      total = _mm512_add_epi32(total, _mm512_srai_epi32(sum, static_cast<unsigned>(kChains.shift[c])));
     }
     if constexpr (!Affine && level_factor(Bits) == 2) {
       total = _mm512_sub_epi32(_mm512_slli_epi32(total, 1), _mm512_set1_epi32(group_sum));
@@ -165,39 +176,61 @@ struct Outputs {
   }
 };
 
-// What the integer sums of tiles of many rows start at, -2^(bits-1) times the group sums: multiplied once for all panels of a
-// call, so that a tile broadcasts it from memory. In the call's scratch, which has room for some rows at a time.
-template <int Bits>
+// What the integer sums of tiles of several rows start at, -2^(bits-1) times the group sums; affine: the group sums
+// in float32, which are multiplied by mins. Made once for all panels of a call, so that a tile broadcasts it from
+// memory. A tile has a group's starts beside each other: a pointer for each row has no register. In the call's
+// scratch, which has room for some tiles at a time.
+// Rows of 4096 inputs are a page apart, so 8 of them fill a set of the first-level cache (8 ways of a page). In
+// groups of 32 the starts move through the sets as fast as the activations; half a page away they do not take their
+// place.
+template <int Bits, bool Affine>
 class Starts {
  public:
   explicit Starts(const LinearArgs& args)
-      : args_(args), groups_(args.layout.groups), most_rows_(kLinearScratchBytes / 4 / groups_),
-        starts_(static_cast<int32_t*>(args.scratch)) {}
+      : args_(args), groups_(args.layout.groups), most_rows_((kLinearScratchBytes - kPage) / 4 / groups_) {
+    const uintptr_t wanted = reinterpret_cast<uintptr_t>(args.a) + kPage / 2;
+    const uintptr_t gap = (wanted - reinterpret_cast<uintptr_t>(args.scratch)) % kPage / 4;
+    starts_ = static_cast<int32_t*>(args.scratch) + gap;
+  }
 
   bool have_room_for(int64_t rows) const { return rows <= most_rows_; }
 
+  // Of a tile of so many rows, for each group. The tiles of a panel are asked for one after the other.
   const int32_t* of(int64_t row, int64_t rows) {
-    if (row < begin_ || row + rows > end_) {
-      begin_ = row;
-      end_ = args_.m - row < most_rows_ ? args_.m : row + most_rows_;
-      const int32_t* const sums = args_.group_sums + begin_ * groups_;
-      for (int64_t i = 0; i < (end_ - begin_) * groups_; ++i) starts_[i] = -level_offset(Bits) * sums[i];
+    if (row < begin_ || row >= end_) {
+      if (row != end_ || row + rows - begin_ > most_rows_) begin_ = row;
+      end_ = row + rows;
+      const int32_t* const sums = args_.group_sums + row * groups_;
+      int32_t* to = starts_ + (row - begin_) * groups_;
+      for (int64_t group = 0; group < groups_; ++group) {
+        for (int64_t i = 0; i < rows; ++i) *to++ = start(sums[i * groups_ + group]);
+      }
     }
     return starts_ + (row - begin_) * groups_;
   }
 
  private:
+  static constexpr int64_t kPage = 4096;
+
+  static int32_t start(int32_t sum) {
+    if constexpr (!Affine) return -level_offset(Bits) * sum;
+    const float value = static_cast<float>(sum);
+    int32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+  }
+
   const LinearArgs& args_;
   int64_t groups_, most_rows_;
   int32_t* starts_;
   int64_t begin_ = 0, end_ = 0;  // of the rows that are there
 };
 
-// The sums of `Rows` rows of activations over one panel, for walk(); over one of `Panels` in step. `Started`: group_sums are
-// what the integer sums start at.
+// The sums of `Rows` rows of activations over one panel, for walk(); over one of `Panels` in step. `Started`:
+// group_sums are from Starts.
 template <int Bits, bool Affine, bool Halves, int Rows, int Panels = 1, bool Started = false>
 struct Tile {
-  static_assert(!Started || (!Affine && level_factor(Bits) == 1));
+  static_assert(!Started || Affine || level_factor(Bits) == 1);
   static constexpr bool kDown = kShiftedDown<Rows, Halves>;
   static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   static constexpr int64_t kRunBlocks = 0;
@@ -217,7 +250,13 @@ struct Tile {
     for (__m512& each : acc) each = _mm512_setzero_ps();
   }
 
-  [[gnu::always_inline]] void start(int64_t group) { sums.template start<Affine, Started>(group_sums + group, groups); }
+  [[gnu::always_inline]] void start(int64_t group) {
+    if constexpr (Started) {
+      sums.template start<Affine, true>(group_sums + group * Rows, 1);
+    } else {
+      sums.template start<Affine, false>(group_sums + group, groups);
+    }
+  }
   [[gnu::always_inline]] void begin_block(const uint8_t* at) { unpack_block<Bits, kDown>(at, levels, line); }
 
   template <int First, int Lines>
@@ -228,11 +267,13 @@ struct Tile {
   [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
     const __m512 scale = load_scales(scales);
     for (int i = 0; i < Rows; ++i) {
-      const int32_t group_sum = group_sums[i * groups + group];
+      const int32_t group_sum = Started ? group_sums[group * Rows + i] : group_sums[i * groups + group];
       acc[i] = _mm512_fmadd_ps(scale, sums.template join<Affine>(i, group_sum), acc[i]);
       if constexpr (Affine) {
         const __m512 min = load_scales(scales + 2 * kPanelRows);
-        acc[i] = _mm512_fmadd_ps(min, _mm512_set1_ps(static_cast<float>(group_sum)), acc[i]);
+        const __m512 a_sum = Started ? _mm512_castsi512_ps(_mm512_set1_epi32(group_sum))
+                                     : _mm512_set1_ps(static_cast<float>(group_sum));
+        acc[i] = _mm512_fmadd_ps(min, a_sum, acc[i]);
       }
     }
   }
@@ -280,8 +321,8 @@ void run_in_step(const LinearArgs& args) {
 
 template <int Bits, bool Affine, bool Halves, int MostRows>
 void run_panels(const LinearArgs& args) {
-  constexpr bool kStarted = MostRows > 1 && !Affine && level_factor(Bits) == 1;
-  Starts<Bits> starts(args);
+  constexpr bool kStarted = MostRows > 1 && (Affine || level_factor(Bits) == 1);
+  Starts<Bits, Affine> starts(args);
   // More groups than any model has. Not run_panels<Bits, Affine, Halves, 1>: then GCC 12 compiles one row's own kernel to a
   // fifth more instructions (docs/x86_cost.json).
   if (kStarted && !starts.have_room_for(MostRows)) {

@@ -14,38 +14,38 @@ namespace {
 // take about as long: without this, one waits for the other. A call's only tile prefetches its own panel a bit ahead.
 // Of several tiles the first finds its panel prefetched by those of the panel before, each of which took a share. Two have
 // much to fetch each, half a panel, which would drive the activations out of the first-level cache.
+// What is to be fetched before a block need not begin at a line of the cache: so no tile fetches more than its share.
 class Prefetch {
  public:
   Prefetch(const Layout& layout, const uint8_t* panel, bool is_last, int64_t number, int64_t tiles) {
-    const int64_t bytes = layout.panel_bytes / tiles, block_bytes = bytes / layout.blocks;
-    own_ = tiles == 1;
-    lines_ = own_ ? block_bytes / kLineBytes : (block_bytes + kLineBytes - 1) / kLineBytes;
+    const int64_t bytes = layout.panel_bytes / tiles;
+    const bool own = tiles == 1;
+    step_ = bytes / layout.blocks + 1;
     second_level_ = tiles == 2;
-    next_ = panel + layout.panel_bytes + number * bytes;
-    end_ = is_last ? panel + layout.panel_bytes : own_ ? next_ + kOwnAhead : next_ + bytes;
+    next_ = own ? panel + kOwnAhead : panel + layout.panel_bytes + number * bytes;
+    end_ = is_last ? panel + layout.panel_bytes : next_ + bytes;
   }
 
-  // Before each block; `at`: the block.
-  [[gnu::always_inline]] void operator()(const uint8_t* at) {
-    const uint8_t* const from = own_ ? at + kOwnAhead : next_;
-    if (from >= end_) return;
-    const char* const line = reinterpret_cast<const char*>(from);
-    for (int64_t i = 0; i < lines_; ++i) {
+  // Before each block.
+  [[gnu::always_inline]] void operator()() {
+    if (next_ >= end_) return;
+    const uint8_t* const behind = next_ + step_;
+    for (const uint8_t* line = next_; line < behind; line += kLineBytes) {
       if (second_level_) {
-        _mm_prefetch(line + i * kLineBytes, _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
       } else {
-        _mm_prefetch(line + i * kLineBytes, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0);
       }
     }
-    next_ += lines_ * kLineBytes;
+    next_ = behind;
   }
 
  private:
   static constexpr int64_t kOwnAhead = 4 << 10;
 
   const uint8_t *next_, *end_;
-  int64_t lines_;
-  bool own_, second_level_;
+  int64_t step_;
+  bool second_level_;
 };
 
 // What a kernel hands in to walk() for one tile:
@@ -55,7 +55,7 @@ class Prefetch {
 //   begin_block(at)            the packed lines of a block, for the calls of add() that follow
 //   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
 //   finish(group, scales)      the group's float part
-// and ahead(at), called before each block.
+// and ahead(), called before each block.
 //
 // With `Halves` groups may begin and end in the middle of a block. Without, group_inputs() is a multiple of 32.
 template <bool Halves, class Tile, class Ahead>
@@ -71,7 +71,7 @@ template <bool Halves, class Tile, class Ahead>
       left -= count;
       const auto add_blocks = [&](int64_t blocks) __attribute__((always_inline)) {
         for (; blocks > 0; --blocks, at += Tile::kBlockBytes, a += kBlockInputs) {
-          ahead(at);
+          ahead();
           tile.begin_block(at);
           tile.template add<0, kBlockLines>(a);
         }
@@ -104,7 +104,7 @@ template <bool Halves, class Tile, class Ahead>
       if (++group < groups) tile.start(group);
     };
     for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
-      ahead(at);
+      ahead();
       tile.begin_block(at);
       scales = at + Tile::kBlockBytes;
       tile.template add<0, kHalfLines>(a);
@@ -121,7 +121,7 @@ template <bool Halves, class Tile, class Ahead>
 // Without prefetch.
 template <bool Halves, class Tile>
 [[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile) {
-  walk<Halves>(layout, at, a, tile, [](const uint8_t*) __attribute__((always_inline)) {});
+  walk<Halves>(layout, at, a, tile, []() __attribute__((always_inline)) {});
 }
 
 // Tile `number` of `tiles` over one of a call's panels. `Ahead`: with prefetch.

@@ -20,23 +20,25 @@ class ComputedTensor(Tensor):
     _is_hf_initialized = True  # transformers asks: what has not been loaded it initialises, as Mamba's dt_proj
 
     @staticmethod
-    def __new__(cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made._compute = compute
+    def __new__(
+        cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **layout
+    ):
+        # `other.data = made` takes over an address without asking this class, and there is none. But torch refuses to do it
+        # with a tensor of the meta device, which this one is inside; the device that it says it is on is asked for below.
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="meta", dispatch_device=True, **layout)
+        made._compute, made._device = compute, torch.device(device)
         return made
 
     @classmethod
     def _view(cls, result: Tensor) -> ComputedTensor:
         """A view of the values: to be read only, as who writes to it means the weight."""
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, result.shape, strides=result.stride(), storage_offset=result.storage_offset(), dtype=result.dtype,
-            device=result.device,
-        )  # fmt: skip
-        made._compute = lambda: result
-        return made
+        layout = {"strides": result.stride(), "storage_offset": result.storage_offset()}
+        return cls(lambda: result, result.shape, result.dtype, result.device, **layout)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return args[0]._device
         kwargs = kwargs or {}
         for at, argument in enumerate(func._schema.arguments):
             given = args[at] if at < len(args) else kwargs.get(argument.name)
@@ -44,7 +46,7 @@ class ComputedTensor(Tensor):
                 if any(isinstance(each, cls) for each in (given if isinstance(given, list | tuple) else [given])):
                     raise RuntimeError(_FIXED)
         if func is torch.ops.aten.detach.default:  # through which weights are often set
-            return cls(args[0]._compute, args[0].shape, args[0].dtype, args[0].device)
+            return cls(args[0]._compute, args[0].shape, args[0].dtype, args[0]._device)
         computed = tree_map_only(cls, lambda tensor: tensor._compute(), (args, kwargs))
         result = func(*computed[0], **computed[1])
         # Views; what is written to was a tensor of others.
@@ -55,11 +57,15 @@ class ComputedTensor(Tensor):
         return result
 
     @property
+    def device(self) -> torch.device:  # what __torch_dispatch__ says, sooner
+        return self._device
+
+    @property
     def data(self) -> Tensor:
         # With memory: who takes it for the data of another tensor reads there, past this class.
         values = self._compute()
         made = torch.Tensor._make_subclass(type(self), values)
-        made._compute = lambda: values
+        made._compute, made._device = lambda: values, values.device
         return made
 
     @data.setter

@@ -1,11 +1,15 @@
 """The program ``lowbit``: its command line; where the package cannot be imported, one line that says why."""
 
 import json
+import signal
 import sys
 
 
 def main() -> None:
     """Runs the command that ``sys.argv`` names, and exits."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Ctrl-C while libraries are imported ends the program, without a traceback; a command has its own way.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from lowbit.cli import main as run
     except (ImportError, OSError) as error:  # OSError: torch's own libraries do not load

@@ -1,4 +1,5 @@
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -68,20 +69,53 @@ def runners(executorch, tmp_path_factory) -> Callable[[str, str], Runner]:
     return find
 
 
+def _environment(isa: str | None) -> dict[str, str]:
+    """That of a new Python, which finds the modules of this directory."""
+    environment = {name: value for name, value in os.environ.items() if name != "LOWBIT_ISA"}
+    if isa is not None:
+        environment["LOWBIT_ISA"] = isa
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment
+
+
 @pytest.fixture
 def run_python():
     """Runs a script in a new Python and returns the finished process; `isa` sets LOWBIT_ISA, None unsets it."""
 
     def run(script: str, *arguments: str, isa: str | None = None) -> subprocess.CompletedProcess:
-        environment = {name: value for name, value in os.environ.items() if name != "LOWBIT_ISA"}
-        if isa is not None:
-            environment["LOWBIT_ISA"] = isa
-        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return subprocess.run(
             [sys.executable, "-c", script, *map(str, arguments)],
-            capture_output=True, text=True, timeout=1200, env=environment,
+            capture_output=True, text=True, timeout=1200, env=_environment(isa),
         )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def _forking(tmp_path_factory):
+    """A process of forking.py, and a directory for what its scripts print."""
+    environment = _environment(None) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # else torch imports lowbit
+    command = [sys.executable, Path(__file__).with_name("forking.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        yield process, tmp_path_factory.mktemp("forked")
+        process.stdin.close()
+
+
+@pytest.fixture
+def fork_python(_forking):
+    """As run_python, forked from a Python that has imported torch, which takes more than a second, but not lowbit: where it is
+    not about importing torch, and lowbit with it."""
+    process, directory = _forking
+
+    def run(script: str, *arguments: str, isa: str | None = None) -> subprocess.CompletedProcess:
+        files = [directory / "out", directory / "err"]
+        order = {"script": script, "argv": ["-c", *map(str, arguments)], "environment": _environment(isa)}
+        order |= {"directory": os.getcwd(), "files": list(map(str, files))}
+        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.flush()
+        code = int(process.stdout.readline())
+        return subprocess.CompletedProcess(script, code, *(file.read_text() for file in files))
 
     return run
 

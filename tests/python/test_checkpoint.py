@@ -271,11 +271,20 @@ def test_names_of_several_parts_stay_in_float32(tmp_path, monkeypatch):
 def test_a_matrix_that_the_model_lacks(source, tmp_path):
     name = "model.layers.7.mlp.up_proj.weight"
     change_tensors(source / "model.safetensors", lambda tensors: tensors.update({name: torch.ones(168, 64)}))
-    with pytest.warns(UserWarning, match=f"1 matrices of the files .* are not in LlamaForCausalLM, {name} for example"):
+    with pytest.warns(UserWarning, match=f"1 matrix of the files .*, {name} for example, is not in LlamaForCausalLM"):
         summary = quantize_checkpoint(source, tmp_path / "packed", CONFIG)
     assert summary.left[name] == "not in LlamaForCausalLM"
     with pytest.warns(UserWarning, match=f"LlamaForCausalLM has no place for, as .*: {name}; they are left out"):
         load_model(source)  # for generate, eval and export
+
+
+def test_integers_are_no_matrices_that_stay_float(source, tmp_path, recwarn):
+    """Old files of BERT have the positions of tokens, which the model computes."""
+    ids = torch.arange(128)[None]
+    change_tensors(source / "model.safetensors", lambda tensors: tensors.update({"model.position_ids": ids}))
+    summary = quantize_checkpoint(source, tmp_path / "packed", LowBitConfig())
+    assert (summary.left, summary.left_bytes, list(recwarn)) == ({}, 0, [])
+    assert torch.equal(tensors_of(tmp_path / "packed")["model.position_ids"], ids)
 
 
 def test_subdirectories_and_weights_of_others(source, tmp_path):

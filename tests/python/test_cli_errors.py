@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import signal
 import subprocess
 
 import pytest
 import transformers
+import typer.testing
 
 import lowbit
 from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, error, invoke
+from lowbit.cli.app import app
 
 
 READING = {
@@ -147,7 +150,6 @@ def test_errors_of_inputs(packed, tmp_path):
     assert "max_length is 40; expected a positive multiple of 16" in error(
         invoke("generate", model, "--prompt", "x", "--max-length", 40)
     )
-    assert "group_size is 33" in error(invoke("generate", FLOAT, "--prompt", "x", "--bits", 4, "--group-size", 33))
     assert "stride is 512" in error(invoke("eval", model, "--text", TINY / "heldout.txt", "--stride", 512))
     without = broken(tmp_path, tokenizer__json=None, tokenizer_config__json=None)
     assert f"{without} has no tokenizer.json" in error(invoke("generate", without, "--prompt", "x"))
@@ -172,6 +174,32 @@ def test_broken_pipe():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+def test_ctrl_c_while_libraries_are_imported_is_quiet(run_python):
+    script = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, *others):
+        if name == "lowbit.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+from lowbit_autoload.command import main
+main()
+"""
+    found = run_python(script, "info")
+    assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_signals_are_as_before_when_a_command_is_done(tmp_path):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        before = signal.getsignal(number)
+        for arguments in (["info"], ["inspect", str(tmp_path)]):
+            typer.testing.CliRunner().invoke(app, arguments)
+            assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize("arguments", ["info", "info --json"])
@@ -200,6 +228,10 @@ def test_usage_errors():
         (("generate", FLOAT, "--prompt", "a", "--prompt-file", "b"), "--prompt"),
         (("generate", FLOAT, "--prompt", "a", "--bits", 9), "--bits"),
         (("generate", FLOAT, "--prompt", "a", "--bits", 4, "--group-size", "many"), "--group-size"),
+        (("generate", FLOAT, "--prompt", "a", "--bits", 4, "--group-size", 33), "'33' is no group size; expected a positive"),
+        (("quantize", FLOAT, "target", "--override", "*=4,7"), "value for --override: '7' is no group size"),
+        (("quantize", FLOAT, "target", "--target-bits", 3, "--target-size", "1GB", "--calibrate", FLOAT), "--target-bits"),
+        (("generate", FLOAT, "--prompt", "a", "--threads", 100_000), "--threads"),
         (("eval", FLOAT, "--text", TINY / "heldout.txt", "--bits", "8,x"), "--bits"),
         (("quantize", FLOAT, "target", "--override", "lm_head"), "--override"),
         (("quantize", FLOAT, "target", "--override", "lm_head=x"), "--override"),
@@ -216,6 +248,25 @@ def test_usage_errors():
         result = invoke(*arguments)
         assert (result.exit_code, result.stdout) == (2, ""), arguments
         assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, found",
+    [
+        (("quantize", FLOAT, "target", "--bits", "4,"), "'4,'"),
+        (("quantize", FLOAT, "target", "--bits=-1"), "'-1'"),
+        (("quantize", FLOAT, "target", "--bits", 3, "--bits", ""), "''"),
+        (("quantize", FLOAT, "target", "--mapping", "Affine"), "'Affine'"),
+        (("generate", FLOAT, "--prompt", "a", "--threads", 0), "'0'"),
+        (("tune", FLOAT, "--seconds", "-0"), "'-0'"),
+        (("bench", FLOAT, "--mode", "fast"), "'fast'"),
+    ],
+)
+def test_usage_errors_say_what_was_found(arguments, found):
+    result = invoke(*arguments)
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert (result.exit_code, said.count(found)) == (2, 1), said
+    assert f": {found}" in said  # after the option's name
 
 
 def test_errors_of_paths_and_overrides_name_what_is_wrong(packed, tmp_path):
@@ -242,6 +293,7 @@ def test_options_that_would_not_count_are_refused(packed, tmp_path):
         (("eval", FLOAT, "--text", text, "--group-size", 64), "--group-size", "without --bits"),
         (("quantize", FLOAT, tmp_path / "new", "--method", "gptq"), "--method", "without --calibrate"),
         (("quantize", FLOAT, tmp_path / "new", "--window", 64), "--window", "without --calibrate"),
+        (("quantize", FLOAT, tmp_path / "new", "--target-bits", 3), "--target-bits", "without --calibrate"),
         (("report", FLOAT, page, "--text", text, "--calibrate-tokens", 999), "--calibrate-tokens", "without --calibrate"),
         (("report", FLOAT, page, "--text", text, "--methods", "gptq"), "--methods", "without --calibrate"),
         (("tune", packed[0], "--group-size", 64), "--group-size", "which is packed already"),
@@ -288,9 +340,9 @@ def test_debug_shows_where_an_error_comes_from(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["typer", "rich", "transformers", "safetensors"])
-def test_missing_packages(package, packed, run_python):
+def test_missing_packages(package, packed, fork_python):
     script = "import sys; sys.modules[sys.argv.pop(1)] = None; from lowbit.cli import main; main()"
-    result = run_python(script, package, "generate", packed[0], "--prompt", "x")
+    result = fork_python(script, package, "generate", packed[0], "--prompt", "x")
     assert (result.returncode, result.stdout) == (1, "")
     message = result.stderr.splitlines()[-1]
     assert message.startswith("lowbit: error: ") and package in message and "pip install 'lowbit[llm]'" in message

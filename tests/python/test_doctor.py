@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -83,17 +84,23 @@ def test_the_page(monkeypatch):
 
 
 def test_a_process_that_ends_or_hangs_is_a_finding(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # asks anew
     late = surfaces.try_surface("eager", seconds=0.01)
     assert (late.state, late.found) == ("broken", "it was not done after 0.01 seconds")
     assert late.remedy == f"the whole error: {os.path.basename(sys.executable)} -m lowbit.doctor.surfaces 'eager'"
     for line, expected in (
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "its process ended by SIGILL"),
         ("import os; os.write(2, b'no libc: Error 7\\n'); os._exit(3)", "no libc: Error 7"),
+        ("import os, tempfile; os.write(2, tempfile.mkdtemp(prefix='left').encode()); os._exit(3)", f"{temporary}/"),
     ):
         for name, value in hidden(tmp_path, line).items():
             monkeypatch.setenv(name, value)
         ended = surfaces.try_surface("eager")
-        assert (ended.state, ended.found) == ("broken", expected)
+        assert ended.state == "broken" and ended.found.startswith(expected), ended.found
+        assert list(temporary.iterdir()) == []
 
 
 def test_what_cannot_be_imported_is_one_line():

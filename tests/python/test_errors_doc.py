@@ -10,7 +10,7 @@ TEXT = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(r"^### (.*)\n(.*)\n", TEXT, re.M)
 # Of what is no message.
 SYMPTOMS = {
-    "The process ends where a tensor takes a packed weight as its data",
+    "`incompatible tensor type` where a tensor takes a packed weight as its data",
     "A packed Swin v2 does not load: StopIteration",
     "Rows of NaN",
     "peft says that a packed layer is not supported",

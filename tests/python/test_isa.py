@@ -44,65 +44,30 @@ print(json.dumps([lowbit.isa(), lowbit.kernels()]))
 IMPORT = "import lowbit"
 FAMILIES = {"x86": ["avx2", "avxvnni", "avx512vnni", "amx"], "arm": ["neon", "neondot", "i8mm", "sme2"]}
 
-# A process that has imported torch, which takes a second and more, and not lowbit, forks one process for each cap.
-CAPPED = """
-import json, os, sys, traceback
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else torch imports lowbit
-import torch
-script, directory, *names = sys.argv[1:]
-for number, name in enumerate(names):
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            for stream, kind in ((1, "out"), (2, "err")):
-                os.dup2(os.open(f"{directory}/{number}.{kind}", os.O_CREAT | os.O_WRONLY), stream)
-            if name:
-                os.environ["LOWBIT_ISA"] = name
-            sys.argv = ["-c", f"{directory}/{number}.pt"]
-            exec(script, {"__name__": "__main__"})
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(json.dumps([status, *(open(f"{directory}/{number}.{kind}").read() for kind in ("out", "err"))]))
-"""
 
-
-def capped(run_python, directory, script: str, *names: str) -> list[list]:
-    """Of the script in one process for each cap, "" being none: exit code, stdout and stderr. Its argument is a name for a
-    file: NUMBER.pt in `directory`."""
-    process = run_python(CAPPED, script, directory, *names)
-    assert process.returncode == 0, process.stderr
-    return [json.loads(line) for line in process.stdout.splitlines()]
-
-
-def test_a_wrong_name_is_refused_and_the_right_ones_are_told(run_python, tmp_path):
-    wrong = ("nonsense", "Portable", "x" * 200)
-    for name, (status, _, said) in zip(wrong, capped(run_python, tmp_path, IMPORT, *wrong), strict=True):
-        assert status != 0
-        last = said.strip().splitlines()[-1]
+def test_a_wrong_name_is_refused_and_the_right_ones_are_told(fork_python):
+    for name in ("nonsense", "Portable", "x" * 200):
+        process = fork_python(IMPORT, isa=name)
+        assert process.returncode != 0
+        last = process.stderr.strip().splitlines()[-1]
         assert re.fullmatch(rf"ImportError: LOWBIT_ISA is '{name[:32]}'; expected one of: portable(, \w+)*", last), last
 
 
-def names_of_this_processor(run_python) -> list[str]:
+def names_of_this_processor(fork_python) -> list[str]:
     """All names that LOWBIT_ISA takes here, weakest first, also of instruction sets that this CPU lacks."""
-    return run_python(IMPORT, isa="?").stderr.strip().rsplit("expected one of: ", 1)[1].split(", ")
+    return fork_python(IMPORT, isa="?").stderr.strip().rsplit("expected one of: ", 1)[1].split(", ")
 
 
-def test_names_of_another_processor_are_refused(run_python, tmp_path):
-    here = names_of_this_processor(run_python)
+def test_names_of_another_processor_are_refused(fork_python):
+    here = names_of_this_processor(fork_python)
     assert here[0] == "portable" and set(lowbit.isa()["cpu"]) <= set(here)
     family = [name for name, isas in FAMILIES.items() if here[1:] == isas]
     assert len(family) == 1
     others = [name for other in set(FAMILIES) - set(family) for name in FAMILIES[other]]
-    for name, (status, _, said) in zip(others, capped(run_python, tmp_path, IMPORT, *others), strict=True):
-        assert status != 0
-        assert f"ImportError: LOWBIT_ISA is '{name}'; expected one of: portable, " in said
+    for name in others:
+        process = fork_python(IMPORT, isa=name)
+        assert process.returncode != 0
+        assert f"ImportError: LOWBIT_ISA is '{name}'; expected one of: portable, " in process.stderr
 
 
 def test_the_cap_is_read_once(run_python):
@@ -111,21 +76,21 @@ def test_the_cap_is_read_once(run_python):
     assert run_python(script.replace("portable", "later"), isa="portable").stdout == "portable\n"
 
 
-def test_no_cap(run_python):
+def test_no_cap(fork_python):
     script = "import lowbit; print(lowbit.isa()); print(lowbit.kernels())"
-    without, empty = run_python(script), run_python(script, isa="")
+    without, empty = fork_python(script), fork_python(script, isa="")
     assert without.returncode == 0 and without.stdout == empty.stdout
     assert "'cap': None" in without.stdout
 
 
-def test_every_cap_takes_effect_and_gives_the_same_bits(run_python, tmp_path):
-    names = names_of_this_processor(run_python)
+def test_every_cap_takes_effect_and_gives_the_same_bits(fork_python, tmp_path):
+    names = names_of_this_processor(fork_python)
     described, results = {}, {}
-    runs = capped(run_python, tmp_path, SCRIPT, "", *names)
-    for number, (name, (status, printed, said)) in enumerate(zip((None, *names), runs, strict=True)):
-        assert status == 0, said
-        described[name] = json.loads(printed)
-        results[name] = torch.load(tmp_path / f"{number}.pt", weights_only=True)
+    for name in (None, *names):
+        process = fork_python(SCRIPT, tmp_path / "results.pt", isa=name)
+        assert process.returncode == 0, process.stderr
+        described[name] = json.loads(process.stdout)
+        results[name] = torch.load(tmp_path / "results.pt", weights_only=True)
 
     cpu = described[None][0]["cpu"]
     assert described[None][0] == {"cpu": cpu, "cap": None, "active": cpu}
@@ -180,7 +145,7 @@ def test_the_table_of_kernels():
         assert portable == set(widths)
 
 
-def test_streams_are_pinned_and_change_no_bit(run_python, monkeypatch):
+def test_streams_are_pinned_and_change_no_bit(fork_python, monkeypatch):
     before = lowbit.streams()
     assert before in ("one", "several")
     packed = reference.random_packed(150, 256, 4, 32, "affine", bias=True)
@@ -200,8 +165,8 @@ def test_streams_are_pinned_and_change_no_bit(run_python, monkeypatch):
         lowbit.streams(before)
 
     monkeypatch.setenv("LOWBIT_STREAMS", "several" if before == "one" else "one")
-    assert run_python("import lowbit; print(lowbit.streams())").stdout.strip() not in ("", before)
+    assert fork_python("import lowbit; print(lowbit.streams())").stdout.strip() not in ("", before)
     monkeypatch.setenv("LOWBIT_STREAMS", "two")
-    process = run_python(IMPORT)
+    process = fork_python(IMPORT)
     assert process.returncode != 0
     assert process.stderr.strip().endswith("ImportError: LOWBIT_STREAMS is 'two'; expected one or several")

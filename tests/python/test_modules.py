@@ -193,6 +193,10 @@ def test_the_values_of_a_weight_go_wherever_tensors_go():
             ask()
     # A tensor whose data it becomes reads at an address, without asking: this ended the process.
     other = nn.Linear(32, 9)
+    for value in (weight, weight.detach(), weight[2:], weight.T):
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            other.weight.data = value
+    assert weight.device == weight.T.device == (weight + 0).device == torch.device("cpu") and weight.is_cpu
     other.weight.data = weight.data
     assert torch.equal(other.weight, expected)
     with torch.no_grad():

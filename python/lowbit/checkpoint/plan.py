@@ -305,7 +305,8 @@ def _left(model, outputs: Iterable[Output], names: Mapping, unselected: Mapping[
     """Which matrices stay float, and why."""
     state, left = model.state_dict(), {}
     for output in outputs:
-        if output.config is not None or len(output.source.shape) < 2:
+        # Integers are no weights: BERT's old files have their positions as [1, 512].
+        if output.config is not None or len(output.source.shape) < 2 or output.source.dtype not in DTYPES:
             continue
         name, targets = names[output.source.name]
         if targets is None and name in state:
@@ -385,8 +386,8 @@ def _plan(
     if extra:
         bytes_ = sum(output.source.bytes for output in outputs if output.name in extra)
         warnings.warn(
-            f"{len(extra)} matrices of the files ({size(bytes_)}) are not in {type(model).__name__}, {min(extra)} for "
-            "example: they are copied as they are",
+            f"{len(extra)} {'matrix' if len(extra) == 1 else 'matrices'} of the files ({size(bytes_)}), {min(extra)} for example, "
+            f"{'is' if len(extra) == 1 else 'are'} not in {type(model).__name__}, and copied as they are",
             stacklevel=3,
         )
     return outputs, left

@@ -7,10 +7,11 @@ A command is a function in a file of its own. What needs transformers is importe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated
 
 import typer
+import typer.core
 
 import lowbit
 
@@ -64,8 +65,32 @@ def _common(
         raise typer.Exit
 
 
+class _Command(typer.core.TyperCommand):
+    """A command whose errors of options say what was found: of typer's own some say only what was expected."""
+
+    def parse_args(self, ctx, args):
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            found, message = _value_of(getattr(error.param, "opts", ()), given), error.message.removeprefix("Value error, ")
+            shown = found is None or repr(found) in message or (found and message.startswith(found))
+            error.message = message if shown else f"{found!r}; {message[:1].lower()}{message[1:]}"
+            raise
+
+
+def _value_of(names: Collection[str], given: Sequence[str]) -> str | None:
+    """The last value that an option of these names was given."""
+    found = None
+    for word, following in zip(given, [*given[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name in names:
+            found = value if equals else following
+    return found
+
+
 def _register(name: str, command: Callable) -> None:
-    @app.command(name)
+    @app.command(name, cls=_Command)
     @functools.wraps(command)
     def run(**arguments) -> None:
         quieten()

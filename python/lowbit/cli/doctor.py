@@ -58,6 +58,7 @@ def _facts(facts: dict[str, Any]) -> Any:
     shown = table("", "")
     shown.show_header = False
     shown.columns[1].justify = "left"
+    shown.columns[1].no_wrap = False
     isa, bandwidth = facts["isa"], facts["read_bandwidth"]
     packages = [f"{name} {version or '-'}" for name, version in facts["packages"].items()]
     pages: dict[str | None, str] = {"madvise": "given on request: weights that quantize_ makes use them", "always": "given to everybody"}

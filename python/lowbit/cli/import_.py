@@ -25,7 +25,9 @@ def import_(
             metavar="SOURCE", help="A .gguf file, or the directory of a quantised checkpoint.", show_default=False
         ),
     ],
-    target: Annotated[Path, typer.Argument(help="Directory to write; empty, or not there yet.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or not there yet.", show_default=False)
+    ],
     i2s_order: Annotated[
         str | None,
         typer.Option(help="Of a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False),

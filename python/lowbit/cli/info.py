@@ -43,6 +43,7 @@ def info(as_json: Json = False) -> None:
     facts = table("", "")
     facts.show_header = False
     facts.columns[1].justify = "left"
+    facts.columns[1].no_wrap = False
     executorch = document["executorch"] or "not installed"
     built = f"operators for {_C.executorch_version}" if _C.executorch_version else "lowbit was built without it"
     for name, value in (

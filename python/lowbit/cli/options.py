@@ -90,15 +90,16 @@ def said_how(group_size: str, mapping: str, embedding_bits: int | None) -> dict[
     return {"group_size": group_size != "32", **others}
 
 
-def parse_group_size(text: str) -> int | None:
+def parse_group_size(text: str, option: str = "--group-size") -> int | None:
     if text.lower() == "none":
         return None
     try:
-        return int(text)
+        size = int(text)
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is no group size; expected a multiple of 16, or none", param_hint="--group-size"
-        ) from None
+        size = 0
+    if size <= 0 or size % 16:
+        raise typer.BadParameter(f"{text!r} is no group size; expected a positive multiple of 16, or none", param_hint=option)
+    return size
 
 
 def make_config(

@@ -187,8 +187,9 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
     Users can put right what we refuse (ValueError, OSError, ImportError), a machine that is too small, and a model
     whose files make another library fail. Everything else is a bug.
     """
-    for number in _ENDINGS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, and a shell's background jobs, ignore some
+    before = {number: signal.getsignal(number) for number in _ENDINGS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup, and a shell's background jobs, ignore some
             signal.signal(number, _end)
     if sys.stderr is None:  # closed by a shell's 2>&-
         sys.stderr = open(os.devnull, "w")
@@ -219,6 +220,10 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
                 )
         print(f"lowbit: error: {message}", file=sys.stderr)
         raise typer.Exit(1) from None
+    finally:
+        for number, handler in before.items():  # Python takes down its modules yet: no place for an exception
+            if signal.getsignal(number) == _end:
+                signal.signal(number, handler)
 
 
 def describe(error: BaseException) -> str:

@@ -27,8 +27,12 @@ _UNITS = {"writing": "bytes"}
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(help="Directory of a float checkpoint.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="Directory to write; empty, or not there yet.", show_default=False)],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="Directory of a float checkpoint.", show_default=False)
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or not there yet.", show_default=False)
+    ],
     bits: Bits = 4,
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
@@ -91,18 +95,17 @@ def quantize(
     output = Output(as_json)
     if calibrate is None:
         given = {"method": method != "auto", "calibrate_tokens": calibrate_tokens != 32768, "window": window != 512}
+        given |= {"target_size": target_size is not None, "target_bits": target_bits is not None}
         refuse_unused("without --calibrate", **given)
     overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
     config = make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
     if calibrate is None:
-        if target_size is not None or target_bits is not None:
-            raise ValueError("--target-size and --target-bits measure layers on a text; name one with --calibrate")
         with output.progress(f"quantising {source}", "bytes") as advance:
             summary = lowbit.quantize_checkpoint(source, target, config, progress=advance)
         calibration = None
     else:
         if target_size is not None and target_bits is not None:
-            raise ValueError("--target-size and --target-bits are both given; expected one of them")
+            raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
         summary, calibration = _calibrate(
             output, source, target, config, read_text(calibrate), method, calibrate_tokens, window,
             None if target_size is None else _bytes(target_size), target_bits,
@@ -213,7 +216,7 @@ def _override(text: str) -> tuple[str, dict | None]:
         )
     changes: dict = {"bits": int(bits)}
     if rest:
-        changes["group_size"] = parse_group_size(rest[0])
+        changes["group_size"] = parse_group_size(rest[0], "--override")
     if len(rest) == 2:
         changes["mapping"] = rest[1]
     return pattern, changes

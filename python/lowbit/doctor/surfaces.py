@@ -229,7 +229,8 @@ def try_surface(name: str, seconds: float = _SECONDS) -> Surface:
         result = Path(directory) / "result.json"
         # -P: a file in the current directory must not take the place of a library.
         command = [sys.executable, "-P", "-W", "ignore", "-m", "lowbit.doctor.surfaces", name, str(result)]
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(directory) / "cache")}
+        # What it leaves behind when it is killed goes with the directory.
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(directory) / "cache"), "TMPDIR": directory}
         with open(Path(directory) / "said", "w+", errors="replace") as said:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
