@@ -105,25 +105,25 @@ template <int Bits, int J, bool Double = false>
     constexpr BitRun kRun = placement(Bits, J).run[0];
     return field<kRun.line_bit, Bits>(packed_line<kRun.line>(low, high));
   } else if constexpr (Bits == 3 && J == 6) {
-    return shift_right<5>(svsri_n_u8(packed_line<0>(low, high), packed_line<1>(low, high), 2));
+    return shift_right<5>(insert_below<2>(packed_line<0>(low, high), packed_line<1>(low, high)));
   } else if constexpr (Bits == 3) {
-    return shift_right<5>(svsri_n_u8(packed_line<2>(low, high), shift_left<1>(packed_line<1>(low, high)), 2));
+    return shift_right<5>(insert_below<2>(packed_line<2>(low, high), shift_left<1>(packed_line<1>(low, high))));
   } else if constexpr (Bits == 5 && J == 4) {
-    return svsli_n_u8(packed_line<4>(low, high), shift_right<5>(packed_line<0>(low, high)), 2);
+    return insert_above<2>(packed_line<4>(low, high), shift_right<5>(packed_line<0>(low, high)));
   } else if constexpr (Bits == 5 && J > 4) {
     const svuint8_t rest = shift_left<2 * (7 - J)>(packed_line<4>(low, high));
-    return shift_right<3>(svsri_n_u8(packed_line<J - 4>(low, high), rest, 3));
+    return shift_right<3>(insert_below<3>(packed_line<J - 4>(low, high), rest));
   } else if constexpr (Bits == 6 && J % 4 == 3) {
     constexpr int kFirst = 3 * (J / 4);
-    const svuint8_t rest = svsri_n_u8(packed_line<kFirst + 1>(low, high), packed_line<kFirst + 2>(low, high), 2);
-    return shift_right<2>(svsri_n_u8(packed_line<kFirst>(low, high), rest, 2));
+    const svuint8_t rest = insert_below<2>(packed_line<kFirst + 1>(low, high), packed_line<kFirst + 2>(low, high));
+    return shift_right<2>(insert_below<2>(packed_line<kFirst>(low, high), rest));
   } else if constexpr (Bits == 7 && J == 7) {
-    svuint8_t top = svsri_n_u8(packed_line<0>(low, high), packed_line<1>(low, high), 1);
-    top = svsri_n_u8(top, packed_line<2>(low, high), 2);
-    top = svsri_n_u8(top, packed_line<3>(low, high), 3);
-    top = svsri_n_u8(top, packed_line<4>(low, high), 4);
-    top = svsri_n_u8(top, packed_line<5>(low, high), 5);
-    return shift_right<1>(svsri_n_u8(top, packed_line<6>(low, high), 6));
+    svuint8_t top = insert_below<1>(packed_line<0>(low, high), packed_line<1>(low, high));
+    top = insert_below<2>(top, packed_line<2>(low, high));
+    top = insert_below<3>(top, packed_line<3>(low, high));
+    top = insert_below<4>(top, packed_line<4>(low, high));
+    top = insert_below<5>(top, packed_line<5>(low, high));
+    return shift_right<1>(insert_below<6>(top, packed_line<6>(low, high)));
   } else if constexpr (Bits == 8) {
     return packed_line<J>(low, high);
   } else {

@@ -126,7 +126,7 @@ struct Place {
 template <int Bits, bool Affine, int Tiles, int Used>
 [[gnu::always_inline]] inline void begin_group(const Place& place) LOWBIT_STREAMING {
   constexpr int kOffset = kFactor<Bits> * offset<Bits, Affine>();
-  svzero_mask_za(Used == 2 ? 0x33 : 0x11);
+  svzero_mask_za(Used == 2 ? 0x33 : 0x11);  // bits t and t + 4: tile t
   if constexpr (kOffset != 0) {
     const svint16_t sums = load_parts(place.parts);
     add_offset<kOffset, 0>(sums);
@@ -230,7 +230,8 @@ template <int Bits, bool Affine, int Tiles, int Panels, bool Halves>
     }
   } else {
     bool begins = piece.begins, second = false;  // second: a block's first half is done
-    int64_t left = piece.first_left, skip = 0;
+    int64_t left = piece.first_left;
+    int64_t skip = 0;  // bytes of the scales behind this block, of the group that its first half ended
     for (;;) {
       if (begins) begin_group<Bits, Affine, Tiles, kUsed>(place);
       int64_t count = left < rest ? left : rest;
