@@ -233,6 +233,7 @@ def test_usage_errors():
         (("quantize", FLOAT, "target", "--target-bits", 3, "--target-size", "1GB", "--calibrate", FLOAT), "--target-bits"),
         (("generate", FLOAT, "--prompt", "a", "--threads", 100_000), "--threads"),
         (("eval", FLOAT, "--text", TINY / "heldout.txt", "--bits", "8,x"), "--bits"),
+        (("eval", FLOAT, "--text", TINY / "heldout.txt", "--bits", "4,9"), "expected numbers from 1 to 8"),
         (("quantize", FLOAT, "target", "--override", "lm_head"), "--override"),
         (("quantize", FLOAT, "target", "--override", "lm_head=x"), "--override"),
         (("export", FLOAT, "--to", "onnx", "--output", "m"), "--to"),
@@ -272,8 +273,13 @@ def test_usage_errors_say_what_was_found(arguments, found):
 def test_errors_of_paths_and_overrides_name_what_is_wrong(packed, tmp_path):
     draft = ("generate", packed[0], "--prompt", "a", "--draft", tmp_path / "none")
     assert f"{tmp_path / 'none'} is not a directory; expected one with tokenizer.json" in error(invoke(*draft))
+    (tmp_path / "model.bin").write_bytes(b"GGUF")
+    assert "expected one whose name ends in .safetensors" in error(invoke("inspect", tmp_path / "model.bin"))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert "expected one whose name ends in .safetensors" in error(invoke("inspect", tmp_path / "model.gguf"))
+    says = f"{tmp_path / 'model.gguf'} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it"
+    readers = {**READING, "report": lambda model, out: ("report", model, out, "--text", TINY / "heldout.txt")}
+    for command in ("quantize", "eval", "export", "inspect", "tune", "report"):
+        assert error(invoke(*readers[command](tmp_path / "model.gguf", tmp_path))) == says, command
     levels = ("quantize", FLOAT, tmp_path / "new", "--bits", 3, "--mapping", "levels", "--override", "lm_head=8")
     assert "overrides has 'lm_head': bits is 8; expected 2, 3 or 4 with a table of levels" in error(invoke(*levels))
 

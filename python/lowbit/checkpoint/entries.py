@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import ops
+from ..files.config_json import refuse_gguf
 from ..files.safetensors import Stored, files_of, packed_info, read_files
 
 
@@ -59,6 +60,7 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
         ValueError: another kind of file; or a file is damaged, or disagrees with the index.
     """
     path = Path(path)
+    refuse_gguf(path)
     if path.is_file() and path.suffix != ".safetensors":
         raise ValueError(f"{path} is a file; expected one whose name ends in .safetensors, or a checkpoint's directory")
     files, weight_map = ([path], None) if path.is_file() else files_of(path)

@@ -73,7 +73,8 @@ class _Command(typer.core.TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            found, message = _value_of(getattr(error.param, "opts", ()), given), error.message.removeprefix("Value error, ")
+            found = _value_of(getattr(error.param, "opts", ()), given)
+            message = error.message.removeprefix("Value error, ")
             shown = found is None or repr(found) in message or (found and message.startswith(found))
             error.message = message if shown else f"{found!r}; {message[:1].lower()}{message[1:]}"
             raise

@@ -12,7 +12,18 @@ import typer
 import lowbit
 
 from .models import load, read_text, set_threads
-from .options import Cache, EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, make_config, refuse_without_bits
+from .options import (
+    Cache,
+    EmbeddingBits,
+    GroupSize,
+    Json,
+    Mapping,
+    Model,
+    Threads,
+    make_config,
+    parse_widths,
+    refuse_without_bits,
+)
 from .output import Output, size, table
 
 
@@ -40,10 +51,7 @@ def evaluate(
 
     output = Output(as_json)
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
-    try:
-        widths = [int(part) for part in bits.split(",")] if bits else []
-    except ValueError:
-        raise typer.BadParameter(f"{bits!r}; expected numbers from 1 to 8, as in 8,4,2", param_hint="--bits") from None
+    widths = [] if bits is None else parse_widths(bits)
     configs = [None, *(make_config(width, group_size, mapping, embedding_bits) for width in widths)]
     set_threads(threads)
     content = read_text(text)

@@ -102,6 +102,17 @@ def parse_group_size(text: str, option: str = "--group-size") -> int | None:
     return size
 
 
+def parse_widths(text: str) -> list[int]:
+    """Widths with commas between, each once, in their order."""
+    try:
+        widths = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        widths = [0]
+    if not all(1 <= width <= 8 for width in widths):
+        raise typer.BadParameter(f"{text!r}; expected numbers from 1 to 8, as in 8,4,2", param_hint="--bits")
+    return widths
+
+
 def make_config(
     bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others
 ) -> LowBitConfig:

@@ -10,7 +10,17 @@ from typing import Annotated
 import typer
 
 from .models import read_text, set_threads
-from .options import EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, parse_group_size, refuse_unused
+from .options import (
+    EmbeddingBits,
+    GroupSize,
+    Json,
+    Mapping,
+    Model,
+    Threads,
+    parse_group_size,
+    parse_widths,
+    refuse_unused,
+)
 from .output import Output, table
 
 
@@ -68,6 +78,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """A page of plots: quality against bytes for every width and method, beside other formats."""
+    from lowbit.files.config_json import refuse_gguf
     from lowbit.files.replace import replacing
     from lowbit.report.page import render  # it says when matplotlib is missing, before the work
     from lowbit.report.measure import Options, collect
@@ -81,12 +92,7 @@ def report(
             target_methods=target_methods not in ("auto", "none"),
             target_bits=target_bits not in ("1.5,2,2.5,3,3.5,4.5,6.5,8.5", "none"),
         )
-    try:
-        widths = sorted({int(part) for part in bits.split(",")}, reverse=True)
-    except ValueError:
-        widths = []
-    if not widths or not all(1 <= width <= 8 for width in widths):
-        raise typer.BadParameter(f"{bits!r}; expected numbers from 1 to 8, as in 8,4,2", param_hint="--bits")
+    widths = sorted(parse_widths(bits), reverse=True)
     try:
         targets = sorted({float(part) for part in target_bits.split(",")} if target_bits != "none" else (), reverse=True)
     except ValueError:
@@ -104,6 +110,7 @@ def report(
         raise ValueError(f"{page} does not end in .html; expected the name of the page, or a directory that is there")
     if not page.parent.is_dir():
         raise NotADirectoryError(f"{page.parent} is not a directory; make it first")
+    refuse_gguf(model)
     if not model.is_dir():
         raise NotADirectoryError(f"{model} is not a directory; expected a float checkpoint")
     calibration = None if calibrate is None else read_text(calibrate)

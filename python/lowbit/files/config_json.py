@@ -11,6 +11,14 @@ from .untrusted import read_json
 CONFIG = "config.json"
 
 
+def refuse_gguf(path: Path) -> None:
+    """Raises NotADirectoryError for a GGUF file, where a checkpoint's directory is expected."""
+    if path.suffix == ".gguf" and path.is_file():
+        raise NotADirectoryError(
+            f"{path} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it"
+        )
+
+
 def read_config(directory: str | os.PathLike) -> dict[str, Any]:
     """What config.json of a checkpoint says.
 
@@ -20,6 +28,7 @@ def read_config(directory: str | os.PathLike) -> dict[str, Any]:
     """
     directory = Path(directory)
     if not directory.is_dir():
+        refuse_gguf(directory)
         found = "is a file" if directory.exists() else "does not exist"
         raise NotADirectoryError(
             f"{directory} {found}; expected a directory with config.json and model.safetensors. "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, ops
+from .config_json import refuse_gguf
 from .replace import check_utf8, sync
 from .untrusted import check_regular, read_json
 
@@ -96,6 +97,7 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         ValueError: an index that is not one.
     """
     if not directory.is_dir():
+        refuse_gguf(directory)
         raise NotADirectoryError(f"{directory} is not a directory; expected one with config.json and {WEIGHTS}")
     if (directory / WEIGHTS).exists():
         return [directory / WEIGHTS], None
