@@ -315,12 +315,14 @@ TEST_P(LinearRow, ManyGroups) {
   if (kernel.bits != 4) return;
   for (const Case& c : {Case{.name = "groups_for_15_rows", .m = 20, .n = 1, .k = 28800, .group_size = 16},
                         Case{.name = "groups_for_7_rows", .m = 8, .n = 1, .k = 58000, .group_size = 16}}) {
-    const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, Mapping::symmetric, false);
-    Random random(kernel.bits);
-    Input in(c, layout, packed(random_weights(layout, random)), true, random);
-    set_current_case((std::string(kernel.name) + " " + c.name).c_str());
-    EXPECT_TRUE(test::same_bits(run(kernel, c, in.args, DType::f32), run_contract(in, true), DType::f32));
-    if (HasFailure()) return;
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+      const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, mapping, false);
+      Random random(kernel.bits);
+      Input in(c, layout, packed(random_weights(layout, random)), true, random);
+      set_current_case((std::string(kernel.name) + " " + c.name).c_str());
+      EXPECT_TRUE(test::same_bits(run(kernel, c, in.args, DType::f32), run_contract(in, true), DType::f32));
+      if (HasFailure()) return;
+    }
   }
 }
 
