@@ -65,7 +65,10 @@ class Table:
 
     def nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The places of the nearest levels, and the levels."""
-        places = torch.bucketize(x.contiguous(), self.between)
+        above = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+        for border in self.between:  # at most 15: torch.bucketize takes twice as long
+            above += x <= border
+        places = len(self.between) - above.int()
         return places, self.levels[places]
 
 
