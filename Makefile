@@ -49,12 +49,11 @@ ARM_PYTHON_PACKAGES := $(ARM_PYTHON_USR)/lib/python3/dist-packages
 # Threads of torch that wait would spin, and take the CPU from the other processes: as many again run at the same time.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
-.PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize test-python test-python-more \
-  test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai test-versions coverage soak fuzz fuzz-import test-llama-cpp \
-  test-import-libraries \
-  arm-python-lowbit wheel-aarch64 wheels wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build \
-  bench bench-doc bench-llm bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost \
-  train-tiny-llama clean
+.PHONY: demo docs models typecheck test test-all test-more test-x86 test-emulated-x86 test-arm test-arm-cpus test-sanitize \
+  test-python test-python-more test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai \
+  test-versions coverage soak fuzz fuzz-import test-llama-cpp test-import-libraries arm-python-lowbit wheel-aarch64 wheels \
+  wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build bench bench-doc bench-llm \
+  bench-llm-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
@@ -74,8 +73,8 @@ TEST_MORE = test-python-more test-sanitize $(X86_MORE) test-x86-without-avx test
 ifeq ($(shell uname -m),x86_64)
 X86_MORE := $(X86_RUNS:%=emulated/%)
 endif
-# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest. What several parts
-# need is built before (-o: and not again): make begins a part that has to wait for something after all that need not.
+# The runners for Arm are tested with the files that those of this machine are: exporting these takes longest. What several
+# parts need is built before (-o: and not again): make begins a part that has to wait for something after all that need not.
 BUILT := build-test-host build-test-arm arm-python-results
 test-more: build-arm-runner $(BUILT)
 	LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) $(MAKE) --no-print-directory $(BUILT:%=-o %) $(TEST_MORE)
@@ -162,7 +161,8 @@ test-arm: build-test-arm
 	QEMU_PAGESIZE=65536 QEMU_CPU=cortex-a76 $(CTEST) --test-dir build/test-arm \
 	  -R '^(format|fuzz[.]packed|kernels[.]neon[.](quantize|embedding))$$'  # pages of 64 KiB, around every buffer
 
-# Only what another CPU can change: that the kernels that it has are found and chosen. `make test-arm` has the long ones for NEON.
+# Only what another CPU can change: that the kernels that it has are found and chosen. `make test-arm` has the long ones for
+# NEON.
 test-arm-cpus: build-test-arm
 	$(foreach cpu,$(wordlist 2,99,$(ARM_CPUS)),$(call test-arm-cpu,$(cpu),-L cpu -E '$(NEON_LONG)'))
 
@@ -260,7 +260,8 @@ wheel-macos: $(VENV)/requirements $(MACOS)/libc++.tbd
 test-macos-build: $(VENV)/requirements $(MACOS)/libc++.tbd
 	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --quick --output build/macos-wheel
 
-# The static libraries for iOS, with the operators for ExecuTorch. Zig's linker makes no programs for it: every symbol is looked up.
+# The static libraries for iOS, with the operators for ExecuTorch. Zig's linker makes no programs for it: every symbol is
+# looked up.
 test-ios-build: $(VENV)/requirements $(MACOS)/libc++.tbd
 	$(ZIG_CMAKE) -B build/ios -DLOWBIT_ZIG_TARGET=aarch64-ios.14.0 -DLOWBIT_STATIC=ON \
 	  -DLOWBIT_BUILD_EXECUTORCH=ON -DLOWBIT_EXECUTORCH_DIR=$(MACOS)/executorch
@@ -338,8 +339,8 @@ test-sanitize: $(VENV)/requirements
 	$(BIN)/cmake --build build/test-sanitize -j $(JOBS)
 	ASAN_OPTIONS=allocator_may_return_null=1 $(CTEST) --test-dir build/test-sanitize -E 'operators\.(avx|portable\.chunks)'
 
-# Operators as Python calls them, under the same sanitizers: hostile bytes and arguments among the tests. Kernels for vectors are
-# left to the C++ tests. Without -S the editable install would find its own libraries.
+# Operators as Python calls them, under the same sanitizers: hostile bytes and arguments among the tests. Kernels for vectors
+# are left to the C++ tests. Without -S the editable install would find its own libraries.
 SANITIZED := $(abspath build/sanitize-python)
 .PHONY: test-sanitize-python
 test-sanitize-python: $(VENV)/installed
@@ -352,7 +353,8 @@ test-sanitize-python: $(VENV)/installed
 	cp -r python/lowbit $(SANITIZED)/site && cp $(SANITIZED)/*.so $(SANITIZED)/site/lowbit
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	  PYTHONPATH=$(SANITIZED)/site:$$($(BIN)/python -c 'import sys; print(":".join(path for path in sys.path if "site-packages" in path))') \
+	  PYTHONPATH=$(SANITIZED)/site:$$($(BIN)/python -c \
+	    'import sys; print(":".join(path for path in sys.path if "site-packages" in path))') \
 	  $(BIN)/python -S -m pytest -q -p no:cacheprovider -k 'not compile' $(SANITIZED_TESTS:%=tests/python/test_%.py)
 SANITIZED_TESTS := hostile_bytes errors slices linears experts pack embedding quantize
 
@@ -365,8 +367,8 @@ test-tsan: $(VENV)/cmake
 	LOWBIT_ISA=portable build/test-host/tests/cpp/race_tests 10000
 	build/test-host/tests/cpp/race_tests 10000
 
-# Reads of memory that nothing has written: kernels and operators compiled by Clang for its MemorySanitizer, eight minutes of CPU
-# time. Names of tests are made by the C++ library, which is not compiled for it: hence intercept_strlen.
+# Reads of memory that nothing has written: kernels and operators compiled by Clang for its MemorySanitizer, eight minutes of
+# CPU time. Names of tests are made by the C++ library, which is not compiled for it: hence intercept_strlen.
 MSAN_TESTS := format_tests kernel_tests operator_tests packed_fuzz unwritten_tests
 .PHONY: test-msan
 test-msan: export MSAN_OPTIONS := intercept_strlen=0:allocator_may_return_null=1
@@ -406,9 +408,10 @@ typecheck: $(VENV)/requirements
 
 # Files that take longest come first, so that no core waits for one of them at the end; of itself xdist begins with those of
 # most tests.
-PYTHON_LONG := test_executorch test_llm test_experts_models test_cli_quantize test_cli_machine test_checkpoint_targets test_export \
-  test_isa test_tensor_parallel test_cli_generate test_concurrency test_bench test_cli_errors test_import test_autoload \
-  test_guesses test_file_faults test_crashes test_calibrate test_cli_fuzz test_builds test_attention_surfaces test_parity
+PYTHON_LONG := test_executorch test_llm test_experts_models test_cli_quantize test_cli_machine test_checkpoint_targets \
+  test_export test_isa test_tensor_parallel test_cli_generate test_concurrency test_bench test_cli_errors test_import \
+  test_autoload test_guesses test_file_faults test_crashes test_calibrate test_cli_fuzz test_builds test_attention_surfaces \
+  test_parity
 PYTHON_REST = $(filter-out $(PYTHON_LONG) $(PYTHON_MORE),$(basename $(notdir $(wildcard tests/python/test_*.py))))
 test-python: $(VENV)/installed
 	scripts/need.sh test
@@ -446,7 +449,8 @@ soak: build-test-arm build/x86-emulator build-test-host $(VENV)/installed
 	$(BIN)/cmake -S examples/vendor_kernel -B build/call-soak \
 	  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import lowbit; print(lowbit.cmake_prefix_path)')
 	$(BIN)/cmake --build build/call-soak
-	LOWBIT_CRASH_CHANGES=10 LOWBIT_ALL_FAULTS=1 $(BIN)/python -m pytest tests/python/test_crashes.py tests/python/test_file_faults.py
+	LOWBIT_CRASH_CHANGES=10 LOWBIT_ALL_FAULTS=1 $(BIN)/python -m pytest \
+	  tests/python/test_crashes.py tests/python/test_file_faults.py
 	$(BIN)/python tests/python/call_soak.py 1000000 build/call-soak/acme_kernels.so build/call-soak
 	HF_HUB_OFFLINE=1 LOWBIT_HYPOTHESIS=soak $(PYTEST) tests/python -m hypothesis
 
@@ -467,8 +471,8 @@ fuzz: $(VENV)/requirements
 	$(BIN)/cmake --build build/fuzz -j $(JOBS) --target packed_fuzz
 	nice build/fuzz/tests/cpp/packed_fuzz $(FUZZ) $(SEED)
 
-# The same checks with inputs that libFuzzer looks for, those that reach new code, on one core for SECONDS; build/fuzz-inputs keeps them.
-# `make packed-fuzz-inputs` then makes the file that every run of the C++ tests repeats.
+# The same checks with inputs that libFuzzer looks for, those that reach new code, on one core for SECONDS; build/fuzz-inputs
+# keeps them. `make packed-fuzz-inputs` then makes the file that every run of the C++ tests repeats.
 SECONDS ?= 3600
 FUZZ_INPUTS := tests/cpp/packed_fuzz_inputs.bin
 .PHONY: build-fuzz-guided fuzz-guided packed-fuzz-inputs
@@ -494,14 +498,15 @@ packed-fuzz-inputs: build-fuzz-guided
 fuzz-pte: $(VENV)/installed
 	LOWBIT_FUZZ=$(FUZZ) LOWBIT_FUZZ_SEED=$(SEED) nice $(BIN)/python -m pytest -rP tests/python/test_pte_fuzz.py
 
-# Mutation testing: a place of the sources is changed, and some test must fail. MUTANTS='--sample 100 kernels/pack.cpp' for others
-# than a few of every file.
+# Mutation testing: a place of the sources is changed, and some test must fail. MUTANTS='--sample 100 kernels/pack.cpp' for
+# others than a few of every file.
 .PHONY: mutants
 mutants: build-test-host $(VENV)/installed
 	nice $(BIN)/python scripts/mutants.py $(MUTANTS)
 
 # clang-tidy with Clang's static analyser: .clang-tidy says what is on, and why the rest is not. TIDY='ops/splice.cpp' for some
-# files; all take nine minutes of CPU time. GCC's own options, which Clang does not know, are taken out: it analyses the same without.
+# files; all take nine minutes of CPU time. GCC's own options, which Clang does not know, are taken out: it analyses the same
+# without.
 .PHONY: tidy
 TIDY ?= $(wildcard kernels/*.cpp) $(filter $(foreach isa,$(TIDY_ISAS),%/$(isa).cpp),$(wildcard kernels/*/*.cpp)) \
   $(filter-out %/executorch_ops.cpp %/torch_ops.cpp %/module.cpp,$(wildcard ops/*.cpp))

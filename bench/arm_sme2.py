@@ -81,9 +81,9 @@ PUBLISHED = [
     "The packages at hand export its kernels for one scale per channel only, and counts of them did not agree with each",
     "other, so there are none here. Measured by its authors on an Apple M4 Pro (two matrix units) in llama.cpp, Llama 3.2 1B,",
     "a prompt of 512 tokens, whole model: Q4_0 (groups of 32) 295 tokens/s on one thread with a unit, 547 on two, and on eight",
-    "557, or 1048 where the others take NEON (ggml-org/llama.cpp, pull request 20070); Q8_0 504 on one thread, with a scale per",
-    "channel (16993). lowbit takes both kinds of units for one call, too (`LOWBIT_SME_THREADS`), with the same bits; how fast",
-    "that is on an M4 nobody has measured: `bench/arm_sme2_model.py` has a model of one layer.", "",
+    "557, or 1048 where the others take NEON (ggml-org/llama.cpp, pull request 20070); Q8_0 504 on one thread, with a scale",
+    "per channel (16993). lowbit takes both kinds of units for one call, too (`LOWBIT_SME_THREADS`), with the same bits; how",
+    "fast that is on an M4 nobody has measured: `bench/arm_sme2_model.py` has a model of one layer.", "",
 ]
 
 

@@ -2,9 +2,9 @@
 
     python bench/caches.py [--lengths 512 2048 8192 32768] [--heads 32] [--kv-heads 8] [--width 64] [--rounds 21]
 
-It prints, for each number of positions, bytes of the caches and the CPU time of a call over that with float32 caches: medians of the
-ratios of turns. Activations are float32. Each turn reads other layers' caches, up to 256 MB of them, so that they come from
-memory as they do in a model.
+It prints, for each number of positions, bytes of the caches and the CPU time of a call over that with float32 caches: medians
+of the ratios of turns. Activations are float32. Each turn reads other layers' caches, up to 256 MB of them, so that they come
+from memory as they do in a model.
 """
 
 import argparse

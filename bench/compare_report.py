@@ -31,7 +31,8 @@ registers, the best of many short passes.
   onnxruntime and ggml have their own. All get the same number of threads; nothing is pinned; waiting and spinning are
   as each library has them by default.
 * lowbit's weights are symmetric. g128: groups of 128. Means over shapes are geometric. A ratio above 1 says that lowbit
-  is faster; float contenders are compared with {counterpart}, others with the same width in groups of 32 or 128.
+  is faster; float contenders are compared with {counterpart}, torch's int8, which has one scale per row, with lowbit's
+  8 bits per row, others with the same width in groups of 32 or 128.
 * lowbit's weights lie in huge pages where the system gives them, as `quantize_` and `use_huge_pages` leave them.
 * Share of the read bandwidth: packed bytes (codes, scales, sums) / time / the bandwidth measured just before with as
   many threads; the median of the rounds. The two are measured apart, so a share can be a little above 100 %.
@@ -52,11 +53,13 @@ def limit(spec: dict) -> float:
 
 
 def counterpart(spec: dict) -> str | None:
-    """lowbit's contender of the same width, and of groups of 32 or 128, whichever is nearer."""
+    """lowbit's contender of the same width: of groups of 32 or 128, whichever is nearer, or with a scale per row as well."""
     if spec["library"] == "lowbit":
         return None
     if spec["bits"] >= 16:
         return FLOAT_COUNTERPART
+    if spec["group_size"] is None and spec["bits"] == 8:
+        return "lowbit 8 bits per row"
     group_size = 128 if spec["group_size"] is None or spec["group_size"] >= 128 else 32
     return f"lowbit {spec['bits']} bit{'s' * (spec['bits'] > 1)} g{group_size}"
 
@@ -167,7 +170,7 @@ def width_tables(results: dict, times: Times) -> list[str]:
                     "lowbit g32",
                     "fastest peer of the width",
                     "its speed",
-                    "lowbit / it",
+                    "lowbit in such groups / it",
                     "lowbit g128 / bfloat16",
                     "lowbit g128 / float32",
                 ],

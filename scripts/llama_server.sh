@@ -6,7 +6,10 @@ set -eu
 bin=$1
 target=$(dirname "$bin")/ggml
 work=build/bench-peers
-[ -f "$work/ggml/CMakeCache.txt" ] || { echo "$0: $work has no build of llama.cpp; expected one: make bench-peers" >&2; exit 1; }
+if [ ! -f "$work/ggml/CMakeCache.txt" ]; then
+  echo "$0: $work has no build of llama.cpp; expected one: make bench-peers" >&2
+  exit 1
+fi
 # Without its web page, which would be downloaded, and without HTTPS.
 "$bin/cmake" -DLLAMA_BUILD_COMMON=ON -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_APP=OFF \
   -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF "$work/ggml" >"$work/configure-server.log"

@@ -99,8 +99,12 @@ PYTHON: dict[str, list[str]] = {
         "test_export_gguf",
     ],
     "python/lowbit/files/replace.py": ["test_replace", "test_checkpoint_targets", "test_export_gguf"],
-    "python/lowbit/files/safetensors.py": ["test_safetensors_files", "test_checkpoint_sources", "test_checkpoint", "test_importing_directory"],
-    "python/lowbit/files/untrusted.py": ["test_untrusted", "test_checkpoint_sources", "test_importing_directory", "test_cli_errors"],
+    "python/lowbit/files/safetensors.py": [
+        "test_safetensors_files", "test_checkpoint_sources", "test_checkpoint", "test_importing_directory",
+    ],
+    "python/lowbit/files/untrusted.py": [
+        "test_untrusted", "test_checkpoint_sources", "test_importing_directory", "test_cli_errors",
+    ],
     "python/lowbit/checkpoint/entries.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/plan.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/quantizing.py": ["test_checkpoint", "test_checkpoint_targets", "test_checkpoint_sources"],
@@ -118,14 +122,16 @@ PYTHON: dict[str, list[str]] = {
 
 SWAPS = {
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "+", "/": "*", "%": "/",
-    "<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "|", "&&": "||", "||": "&&", "+=": "-=", "-=": "+=", "*=": "+=", "|=": "&=",
-    "&=": "|=",
+    "<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "|", "&&": "||", "||": "&&", "+=": "-=", "-=": "+=", "*=": "+=",
+    "|=": "&=", "&=": "|=",
 }  # fmt: skip
 OPERATOR = re.compile(r"(?<=\s)(" + "|".join(sorted(map(re.escape, SWAPS), key=len, reverse=True)) + r")(?=\s)")
 NUMBER = re.compile(r"(?<![\w.'])(0x[0-9a-fA-F]+|\d+)(?=[uUlL]*(?![\w.']))")
 SHIFT = re.compile(r"\+\+|--")
 # A call or an assignment that fills a line; no declaration, which has a type before the name.
-STATEMENT = re.compile(r"^[ \t]+((?!return\b|delete\b|throw\b)[\w:.\[\]]+(?:->[\w.\[\]]+)*(?:\(.*\)| [-+*|&^/]?= .*);)[ \t]*$", re.M)
+STATEMENT = re.compile(
+    r"^[ \t]+((?!return\b|delete\b|throw\b)[\w:.\[\]]+(?:->[\w.\[\]]+)*(?:\(.*\)| [-+*|&^/]?= .*);)[ \t]*$", re.M
+)
 SKIPPED = re.compile(r"^\s*(#|static_assert|template|using|namespace)")
 
 

@@ -48,7 +48,7 @@ def rounded(rows: np.ndarray, bits: int, group_size: int | None) -> tuple[np.nda
     return codes.astype(np.int8).reshape(rows.shape), scales[:, :, 0]
 
 
-def lowbit_contender(bits: int, group_size: int, dtype: torch.dtype) -> Contender:
+def lowbit_contender(bits: int, group_size: int | None, dtype: torch.dtype) -> Contender:
     def make(problem: Problem, copies, threads) -> Runner:
         config = lowbit.LinearConfig(bits=bits, group_size=group_size)
         few = lowbit.unpack(lowbit.quantize_tensor(torch.from_numpy(problem.rows), config))
@@ -63,7 +63,7 @@ def lowbit_contender(bits: int, group_size: int, dtype: torch.dtype) -> Contende
         x = torch.from_numpy(problem.x).to(dtype)
         return TorchRunner(lambda x, weight: linear(x, weight, n), weights, packed.numel(), x)
 
-    name = f"lowbit {bits} bit{'s' * (bits > 1)} g{group_size}"
+    name = f"lowbit {bits} bit{'s' * (bits > 1)} {f'g{group_size}' if group_size else 'per row'}"
     if dtype == torch.bfloat16:
         name += " bf16"
     return Contender(Spec(name, "lowbit", bits, group_size, f"{str(dtype)[6:]}, quantised to int8 per row"), make)
@@ -148,7 +148,8 @@ def kleidi_contender(group_size: int) -> Contender:
 
 def contenders() -> tuple[list[Contender], list[Absent], dict[str, str]]:
     found = [lowbit_contender(bits, group_size, torch.float32) for group_size in (128, 32) for bits in range(8, 0, -1)]
-    found += [lowbit_contender(4, 128, torch.bfloat16), float_contender(torch.float32), float_contender(torch.bfloat16)]
+    found += [lowbit_contender(8, None, torch.float32), lowbit_contender(4, 128, torch.bfloat16)]
+    found += [float_contender(torch.float32), float_contender(torch.bfloat16)]
     absent: list[Absent] = []
     versions = {"lowbit": lowbit.__version__, "torch": torch.__version__}
 

@@ -123,7 +123,8 @@ def _language_model(path: Path) -> str:
         for row in rows
         if "bit" in row["weights"] and float(row["perplexity"]) < 200
     ]  # fmt: skip
-    figure, axes = _figure("a language model of 3.3 M parameters, rounded to nearest", "size, MB", "perplexity (lower is better)")
+    title = "a language model of 3.3 M parameters, rounded to nearest"
+    figure, axes = _figure(title, "size, MB", "perplexity (lower is better)")
     _marked(axes, points)
     return _svg(figure)
 

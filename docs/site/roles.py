@@ -39,7 +39,9 @@ class Docstrings(griffe.Extension):
 
     def on_class(self, *, cls: griffe.Class, **kwargs) -> None:
         """The fields of a dataclass, with the comments behind them, where its docstring has no arguments."""
-        if not any("dataclass" in str(each.value) for each in cls.decorators) or cls.docstring is None or "Args:\n" in cls.docstring.value:
+        if cls.docstring is None or "Args:\n" in cls.docstring.value:
+            return
+        if not any("dataclass" in str(each.value) for each in cls.decorators):
             return
         lines = cls.filepath.read_text(encoding="utf-8").splitlines()
         fields = []

@@ -79,7 +79,8 @@ template <int Bits>
 }
 
 // Calls half(first, codes, scale, min) for each 16 inputs of the row that an embedding wants, from input `first` on:
-// they lie in one group. `codes` are 16 bytes, with a table levels + 128; scale and min are those of the group, row scale included.
+// they lie in one group. `codes` are 16 bytes, with a table levels + 128; scale and min are those of the group, row scale
+// included.
 template <int Bits, bool Affine, class Half>
 [[gnu::always_inline]] inline void for_each_half(const EmbeddingArgs& args, Half half) {
   const Layout& layout = args.layout;

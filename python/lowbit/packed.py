@@ -168,10 +168,10 @@ def pack(
 ) -> Tensor:
     """Packs quantised weights into lowbit's format (docs/format.md).
 
-    A weight is ``scale * (code - 2**(bits - 1))`` when symmetric (``+-scale`` at 1 bit), ``scale * code + min`` when affine, and
-    ``scale * levels[code]`` with a table of levels.
-    Scales and mins are stored as float16 with a float32 factor per row: float16 values survive exactly (if a power of two
-    brings the row into float16's range), others are rounded to 11 significant bits.
+    A weight is ``scale * (code - 2**(bits - 1))`` when symmetric (``+-scale`` at 1 bit), ``scale * code + min`` when affine,
+    and ``scale * levels[code]`` with a table of levels. Scales and mins are stored as float16 with a float32 factor
+    per row: float16 values survive exactly (if a power of two brings the row into float16's range), others are rounded to 11
+    significant bits.
 
     Args:
         codes: uint8 [n, k], each below ``2**bits``.

@@ -40,10 +40,10 @@ def prepare_(
     The chosen layers, transformers' ``Conv1D`` among them, compute what packed ones will: weights from the very codes
     and scales that :func:`convert_` stores, activations int8 per row. Only the order of float sums differs. Their
     weights stay float parameters, the same objects, and get gradients straight through the rounding (Bengio et al.,
-    2013) where they are within the range of their group. Scales and mins are parameters too, ``weight_scale`` and ``weight_min``, with the gradients of LSQ
-    (Esser et al., Learned step size quantization, ICLR 2020) and LSQ+ (Bhalgat et al., 2020), one for each group as in
-    EfficientQAT (Chen et al., 2024). They begin as :func:`lowbit.quantize_` chooses them, so that a model that is
-    converted without training has the same bytes.
+    2013) where they are within the range of their group. Scales and mins are parameters too, ``weight_scale`` and
+    ``weight_min``, with the gradients of LSQ (Esser et al., Learned step size quantization, ICLR 2020) and LSQ+ (Bhalgat et
+    al., 2020), one for each group as in EfficientQAT (Chen et al., 2024). They begin as :func:`lowbit.quantize_` chooses
+    them, so that a model that is converted without training has the same bytes.
 
     Any optimiser trains it, on any device; scales want no weight decay. Checkpoints of training are state dicts: what
     ``save_pretrained`` writes before ``convert_`` is a float model with the scales beside it.

@@ -1,7 +1,7 @@
 """How many threads a model should run on.
 
-Decoding is bound by memory: beyond some number of threads it gets no faster, and with cores of different speeds or busy neighbours
-even slower. Which number that is depends on the machine and on the layers, so it is measured.
+Decoding is bound by memory: beyond some number of threads it gets no faster, and with cores of different speeds or busy
+neighbours even slower. Which number that is depends on the machine and on the layers, so it is measured.
 """
 
 from __future__ import annotations

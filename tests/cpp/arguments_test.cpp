@@ -105,8 +105,8 @@ std::vector<Operator> operators() {
                  4, [](const auto& t, const auto& parallel) { return unpack(t[4], t[0], t[1], t[2], t[3], parallel); }});
   all.push_back({"repack", list(Tensor(ElementType::u8, {size}), bytes_tensor(bytes)), 1,
                  [](const auto& t, const auto& parallel) { return repack(t[1], "panel16", t[0], parallel); }});
-  all.push_back({"splice", list(Tensor(ElementType::u8, {layout_of(2 * kOutputs, kInputs, 4, 32, Mapping::affine, true).total_bytes}),
-                                bytes_tensor(bytes), bytes_tensor(bytes)),
+  const int64_t joined = layout_of(2 * kOutputs, kInputs, 4, 32, Mapping::affine, true).total_bytes;
+  all.push_back({"splice", list(Tensor(ElementType::u8, {joined}), bytes_tensor(bytes), bytes_tensor(bytes)),
                  1, [](const auto& t, const auto& parallel) {
                    return splice(&t[1], 2, 0, 0, 2 * kOutputs, t[0], parallel);
                  }});

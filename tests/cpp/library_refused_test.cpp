@@ -151,7 +151,8 @@ TEST(A_Refused, TablesOfRandomFaults) {
          return true;
        },
        "bits; expected 1 to 8"},
-      {[&](Rows& r) { return (r.linear[1].mappings = static_cast<uint8_t>(random.below(2) * 0x80)) != 1; }, "reads the mappings"},
+      {[&](Rows& r) { return (r.linear[1].mappings = static_cast<uint8_t>(random.below(2) * 0x80)) != 1; },
+       "reads the mappings"},
       {[&](Rows& r) { return (r.linear[2].m_least = 0) == 0; }, "has the tile"},
       {[&](Rows& r) { return (r.linear[0].n_step = static_cast<uint8_t>(9 + random.below(7))) > 0; }, "has the tile"},
       {[&](Rows& r) { return (r.linear[1].m_most = 3) == 3; }, "is for at most 3 rows of m"},

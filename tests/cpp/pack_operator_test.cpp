@@ -210,8 +210,9 @@ TEST(SpliceOperator, Refusals) {
                       "matrix 1 has 96 inputs; expected 64, as matrix 0"));
   EXPECT_TRUE(refused(joined(1, first, layout_of(21, 64, 4, 32, Mapping::affine, false)),
                       "matrix 1 has 21 rows; expected 20, as matrix 0"));
-  for (const Layout& other : {layout_of(20, 64, 3, 32, Mapping::affine, false), layout_of(20, 64, 4, 16, Mapping::affine, false),
-                              layout_of(20, 64, 4, 32, Mapping::symmetric, false)}) {
+  for (const Layout& other :
+       {layout_of(20, 64, 3, 32, Mapping::affine, false), layout_of(20, 64, 4, 16, Mapping::affine, false),
+        layout_of(20, 64, 4, 32, Mapping::symmetric, false)}) {
     EXPECT_TRUE(refused(joined(0, first, other), "expected 4, affine and 32, as matrix 0"));
     EXPECT_TRUE(refused(joined(1, first, other), "expected 4, affine and 32, as matrix 0"));
   }

@@ -106,7 +106,8 @@ TEST(Unwritten, EveryLinearKernelIsSeenThrough) {
       args.scratch = scratch;
       row.run(args);
     }, {{"an activation", {a.data(), 40}}, {"a scale of a row", {scales.data(), 1}}, {"a zero point", {zeros.data(), 0}},
-        {"a code", {weights.data(), layout.header_bytes + 5}}, {"a bias", {weights.data(), layout.header_bytes + layout.head_offset + 132}}});
+        {"a code", {weights.data(), layout.header_bytes + 5}},
+        {"a bias", {weights.data(), layout.header_bytes + layout.head_offset + 132}}});
   }
 }
 
@@ -125,9 +126,9 @@ TEST(Unwritten, EveryEmbeddingKernelIsSeenThrough) {
   }
 }
 
-// The operator, by the kernel of this CPU, on ten positions of which the caches have five before the call. All caches but those
-// of 4 bits, whose codes are indices, have places that nothing has written, beside those that the operator reads. The last byte of
-// a float: rounding hides the first from MemorySanitizer.
+// The operator, by the kernel of this CPU, on ten positions of which the caches have five before the call. All caches but
+// those of 4 bits, whose codes are indices, have places that nothing has written, beside those that the operator reads. The
+// last byte of a float: rounding hides the first from MemorySanitizer.
 TEST(Unwritten, TheOperatorOfAttentionIsSeenThrough) {
   constexpr int64_t kWidth = 32, kBefore = 5;
   const std::pair<ElementType, int64_t> caches[] = {

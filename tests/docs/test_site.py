@@ -1,4 +1,4 @@
-"""The documentation site in a real browser, on a desk and on a phone: nothing runs over, nothing is fetched. `make docs` runs it."""
+"""The documentation site in a real browser, on a desk and on a phone: nothing runs over, nothing is fetched (`make docs`)."""
 
 import functools
 import html

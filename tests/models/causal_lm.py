@@ -309,8 +309,8 @@ def document(results: dict[str, dict]) -> str:
         "",
         f"Of {len(results)} model types {len(sorts['right'])} are right, {len(sorts['refused'])} are refused, and "
         f"{len(sorts['not tried'])} were not tried. Of those that are right {len(own)} run by transformers' own attention: "
-        "`lowbit.llm.Decoder` refuses them for the reason given, and `lowbit generate` and `chat` go on with `lowbit.llm.Fallback`; "
-        "`export` and `bench` stay refused.",
+        "`lowbit.llm.Decoder` refuses them for the reason given, and `lowbit generate` and `chat` go on with "
+        "`lowbit.llm.Fallback`; `export` and `bench` stay refused.",
         "",
         f"**Right** means: the logits of a text of {TEXT} tokens, whole, token by token and in three pieces, and {NEW} "
         "tokens that were generated behind it, are those of transformers' own forward over the whole text, in floats and with "
@@ -321,8 +321,8 @@ def document(results: dict[str, dict]) -> str:
         "before. Exported means: `torch.export` of the decoder, for any number of tokens, at 4 bits, and the same logits from "
         "it. What AOTInductor and ExecuTorch make of it was not tried here.",
         "",
-        "**By transformers' own attention** means the same of `Fallback`, and that a text which is cut back comes out as one that "
-        "was never longer. What the caches of each model can do was measured, too.",
+        "**By transformers' own attention** means the same of `Fallback`, and that a text which is cut back comes out as one "
+        "that was never longer. What the caches of each model can do was measured, too.",
         "",
         "**Refused** means: the decoder said this, or both did, and left the model as it was, to the bit.",
         "",

@@ -2,8 +2,8 @@
 
     python wheel.py [--isa NAME] [--no-compiler] [--executorch]
 
-NAME: the best kernels that must be in use here. --no-compiler: .pt2 files are not made. --executorch: it is installed, with what
-it imports, and .pte files are made and run.
+NAME: the best kernels that must be in use here. --no-compiler: .pt2 files are not made. --executorch: it is installed, with
+what it imports, and .pte files are made and run.
 """
 
 import argparse

@@ -469,7 +469,8 @@ def test_widths_of_4_bit_caches():
         cache_width(80, torch.int4)
     q = torch.ones(1, 2, 1, 80)
     caches = (torch.zeros(1, 2, 16, size, dtype=torch.int8) for size in (44, 84))
-    with pytest.raises(ValueError, match=re.escape("[1, 2, 16, 44]; expected [1, 2, 16, 84]: 4 bits are for widths that are m")):
+    message = "[1, 2, 16, 44]; expected [1, 2, 16, 84]: 4 bits are for widths that are m"
+    with pytest.raises(ValueError, match=re.escape(message)):
         lowbit.attention(q, q, q, *caches, at(0))
 
 

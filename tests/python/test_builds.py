@@ -99,7 +99,8 @@ def test_no_build_for_a_big_endian_processor(tmp_path):
     for order, status in (("little", 0), ("big", 1)):
         command = ["aarch64-linux-gnu-g++", "-std=c++20", f"-m{order}-endian", "-fsyntax-only", "-I", tmp_path]
         done = subprocess.run([*command, ROOT / "kernels" / "header.cpp"], capture_output=True, text=True)
-        assert done.returncode == status and ("the packed format is little endian" in done.stderr) == (order == "big"), done.stderr
+        assert done.returncode == status, done.stderr
+        assert ("the packed format is little endian" in done.stderr) == (order == "big"), done.stderr
 
 
 def steps() -> list[str]:
@@ -121,7 +122,7 @@ def test_a_workflow_runs_every_test():
 
 
 def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):
-    """Every command of CONTRIBUTING.md and of the workflows, as make would run it with nothing built: the system's tools first."""
+    """Every command of CONTRIBUTING.md and the workflows, as make would run it with nothing built: the system's tools first."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():

@@ -143,7 +143,8 @@ def test_tables_of_an_encoder_make_up_for_their_errors(levels):
     wanted, found = hidden(model, test), []
     for bits, method in ((3, "importance"), (3, "gptq"), (1, "importance"), (1, "gptq")):
         changed = copy.deepcopy(model)
-        config = {"*": None, "*.2.output.dense": LinearConfig(8), table: EmbeddingConfig(bits, levels=bits > 1 and levels or None)}
+        embedding = EmbeddingConfig(bits, levels=bits > 1 and levels or None)
+        config = {"*": None, "*.2.output.dense": LinearConfig(8), table: embedding}
         result = calibrate(changed, data, config, method)
         assert set(result.methods) == {"encoder.layer.2.output.dense"}
         found.append((float((hidden(changed, test) - wanted).square().sum()), changed.get_submodule(table).packed_weight))

@@ -205,7 +205,8 @@ def test_prompts_that_are_none(packed, tmp_path):
     assert "has no prompts; expected one a line" in refused(" \n\n")
     assert "line 2 of" in (found := refused('"a"\n{', name="p.jsonl")) and "is not JSON" in found
     for line in ("3", "{}", '{"prompt": 4}', "null", "[" * 100000):
-        assert re.search("line 1 of .* (has no text; expected a string, or an object|is not JSON)", refused(line, name="p.jsonl"))
+        found = refused(line, name="p.jsonl")
+        assert re.search("line 1 of .* (has no text; expected a string, or an object|is not JSON)", found)
     long = refused("a\n" + "one two " * 40, "--max-length", 32)
     assert re.search("prompt 1 has [0-9]+ tokens; expected fewer than the decoder's max_length of 32", long), long
     for more in (("--compile",), ("--guesses", 2), ("--draft", packed[0])):

@@ -200,8 +200,11 @@ def test_quantize_says_what_stays_float(tmp_path):
     experts = [entry for entry in floats if len(entry.shape) == 3]
     share = 100 * sum(entry.bytes for entry in experts) / total
     assert len(experts) == 8
-    assert re.search(rf"^8 matrices \(.*\) stay float, {share:.1f} % of the bytes: [^:]*JetMoeParallelExperts", result.stdout, re.M)
-    assert re.search(r"^model\.layers\.0\.self_attention\.kv_proj\.weight stays float, [\d.]+ % of the bytes: ", result.stdout, re.M)
+    for line in (
+        rf"^8 matrices \(.*\) stay float, {share:.1f} % of the bytes: [^:]*JetMoeParallelExperts",
+        r"^model\.layers\.0\.self_attention\.kv_proj\.weight stays float, [\d.]+ % of the bytes: ",
+    ):
+        assert re.search(line, result.stdout, re.M)
     warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: MOST OF THIS MODEL")]
     left = sum(entry.bytes for entry in floats)
     assert warnings == [

@@ -313,7 +313,9 @@ def test_what_experts_lose_is_what_the_model_loses_with_them_rounded(source):
     batches = [{"input_ids": ids} for ids in texts()]
     seen = []
     holder = model.get_submodule(experts_of(kind))
-    hook = holder.register_forward_pre_hook(lambda _, args, kwargs: seen.append((*args, *kwargs.values())[:2]), with_kwargs=True)
+    hook = holder.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((*args, *kwargs.values())[:2]), with_kwargs=True
+    )
     wanted = [model(**batch).logits.log_softmax(-1) for batch in batches]
     hook.remove()
     own = layer_at(model, name)

@@ -361,7 +361,8 @@ def test_the_command_and_inspect(tmp_path):
         for key in ("steps", "error"):
             changed = [entry | {key: odd} for entry in report["tensors"]]
             file.write_text(json.dumps(report | {"tensors": changed}))
-            assert f"{file} is not a report of an import: an entry has the distance" in error(invoke("inspect", tmp_path / "out"))
+            said = error(invoke("inspect", tmp_path / "out"))
+            assert f"{file} is not a report of an import: an entry has the distance" in said
     file.write_text(json.dumps(report))
     assert "expected a directory that is empty" in error(invoke("import", tmp_path / "m.gguf", tmp_path / "out"))
 

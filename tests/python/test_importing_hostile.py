@@ -112,7 +112,8 @@ def test_damaged_headers(tmp_path, what):
 
 def test_the_least_alignment(tmp_path):
     """A tensor that begins where the header ends."""
-    (tmp_path / "m.gguf").write_bytes(listing(tensor("t", (3,), 24, 5), metadata=key("general.alignment", 1), keys=1, alignment=1))
+    alignment = key("general.alignment", 1)
+    (tmp_path / "m.gguf").write_bytes(listing(tensor("t", (3,), 24, 5), metadata=alignment, keys=1, alignment=1))
     assert read_gguf(tmp_path / "m.gguf").tensors["t"].bytes == 3
 
 

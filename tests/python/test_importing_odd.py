@@ -128,8 +128,9 @@ def with_value(document, at: tuple, value):
 def settings_of_others():
     """Of each format every setting and every number of its states, as values of other kinds and sizes."""
     more = {
-        "gptq": ["dynamic", "checkpoint_format"], "awq": ["version", "w_bit", "q_group_size"], "hqq": [], "bitnet": ["linear_class"],
-        "compressed-tensors": ["kv_cache_scheme"], "bitsandbytes": ["load_in_8bit"], "torchao": ["quant_type"],
+        "gptq": ["dynamic", "checkpoint_format"], "awq": ["version", "w_bit", "q_group_size"], "hqq": [],
+        "bitnet": ["linear_class"], "compressed-tensors": ["kv_cache_scheme"], "bitsandbytes": ["load_in_8bit"],
+        "torchao": ["quant_type"],
     }  # fmt: skip
     for name, (settings, tensors, metadata) in layers_of_others().items():
         config = {"quantization_config": settings}
@@ -211,8 +212,9 @@ ODD_KEYS = [True, "", "\x1b[2J", 0, -1, 1, 33, 2**31 - 1, 1.5, math.nan, ["a"], 
 def test_keys_of_other_kinds_and_sizes(tmp_path):
     """Every key of a small llama's file; and those of other architectures, of which not all tensors are there."""
     keys = [
-        *METADATA, "llama.rope.freq_base", "llama.rope.scaling.type", "llama.expert_count", "llama.attention.key_length", "split.count",
-        "split.no", "split.tensors.count", "tokenizer.ggml.pre", "tokenizer.ggml.scores", "tokenizer.chat_template",
+        *METADATA, "llama.rope.freq_base", "llama.rope.scaling.type", "llama.expert_count", "llama.attention.key_length",
+        "split.count", "split.no", "split.tensors.count", "tokenizer.ggml.pre", "tokenizer.ggml.scores",
+        "tokenizer.chat_template",
     ]  # fmt: skip
     cases = [METADATA | {key: odd} for key in keys for odd in ODD_KEYS]
     for architecture in ARCHITECTURES:

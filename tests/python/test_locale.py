@@ -23,7 +23,8 @@ from command_line import invoke
 source, file, out = map(Path, sys.argv[1:])
 lowbit.quantize_checkpoint(source, out / "packed", lowbit.LowBitConfig(bits=3))
 lowbit.import_checkpoint(file, out / "imported")
-said = invoke("generate", out / "packed", "--prompt", "Return the NUMBER of items IN", "--max-new-tokens", "8", "--temperature", "0.5")
+prompt = ("--prompt", "Return the NUMBER of items IN")
+said = invoke("generate", out / "packed", *prompt, "--max-new-tokens", "8", "--temperature", "0.5")
 refused = invoke("generate", out / "packed", "--prompt", "a", "--top-p", "1.5")
 names = sorted(path for path in out.rglob("*") if path.is_file())
 hashes = {os.fsencode(path.relative_to(out)).hex(): hashlib.sha256(path.read_bytes()).hexdigest() for path in names}
@@ -49,7 +50,8 @@ def test_any_locale_does_the_same(tmp_path, run_python, monkeypatch, turkish):
     shutil.copytree(FLOAT, source)
     (source / "größe.md").write_text("İıß €", encoding="utf-8")
     (source / "chat_template.jinja").write_text("{{ messages[0].content }} — ş", encoding="utf-8")
-    file.write_bytes(file_bytes(METADATA | {"tokenizer.ggml.tokens": ["<s>", "ı", "İ", "ıİ"], "tokenizer.ggml.merges": ["ı İ"]}, tensors()))
+    words = {"tokenizer.ggml.tokens": ["<s>", "ı", "İ", "ıİ"], "tokenizer.ggml.merges": ["ı İ"]}
+    file.write_bytes(file_bytes(METADATA | words, tensors()))
     found = []
     for name, environment in (("usual", {}), ("ascii", ASCII), ("turkish", turkish)):
         (tmp_path / name).mkdir()

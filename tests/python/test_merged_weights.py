@@ -1,4 +1,4 @@
-"""Weights that transformers cuts, or joins, while it loads: q, k and v in one tensor of the files, gate and up, a bias for all."""
+"""Weights that transformers cuts, or joins, while it loads: q, k and v in one tensor of the files, gate and up, biases."""
 
 import warnings
 

@@ -2,8 +2,9 @@
 
 Half of the mutants have other arguments: values of another kind, hostile numbers, tensors of other sizes, types and places,
 lists of wrong lengths, altered packed weights. The others are files with bytes that were changed anywhere. Each is run in a
-process of its own. What ends it while ExecuTorch reads the file, or by a check of ExecuTorch's around the call, is ExecuTorch's to
-mend (SECURITY.md), and counted; nothing else may end it while the program runs, which is a single call of an operator.
+process of its own. What ends it while ExecuTorch reads the file, or by a check of ExecuTorch's around the call, is
+ExecuTorch's to mend (SECURITY.md), and counted; nothing else may end it while the program runs, which is a single call of an
+operator.
 
 `make fuzz-pte` tries more of them; LOWBIT_FUZZ is how many, LOWBIT_FUZZ_SEED the first seed.
 """
@@ -92,7 +93,8 @@ def damage_call(program, choose: random.Random) -> None:
             arguments[at] = choose.randrange(len(plan.values))
         elif kind == "new":
             made = choose.choice([
-                schema.Null(), schema.Int(choose.choice(INT64)), schema.Bool(True), schema.Double(choose.choice((0.0, -1e308, float("nan")))),
+                schema.Null(), schema.Int(choose.choice(INT64)), schema.Bool(True),
+                schema.Double(choose.choice((0.0, -1e308, float("nan")))),
                 schema.String("x"), schema.BoolList([True]), schema.DoubleList([1.0]),
                 schema.IntList([choose.randrange(len(plan.values)) for _ in range(choose.randrange(5))]),
                 schema.TensorList([choose.choice(tensors) for _ in range(choose.choice((0, 1, 2, 3, 17, 40)))]),
@@ -127,7 +129,8 @@ def damage_call(program, choose: random.Random) -> None:
             if numbers:
                 plan.values[choose.choice(numbers)] = schema.EValue(schema.Int(choose.choice(INT64)))
         elif kind == "list" and isinstance(value, schema.IntList | schema.TensorList):
-            value.items = value.items[: choose.randrange(len(value.items) + 1)] + value.items[:1] * choose.choice((0, 1, 15, 16))
+            kept = value.items[: choose.randrange(len(value.items) + 1)]
+            value.items = kept + value.items[:1] * choose.choice((0, 1, 15, 16))
         elif kind == "fewer":
             del arguments[choose.randrange(len(arguments)) :]
 

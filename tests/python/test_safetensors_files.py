@@ -16,7 +16,8 @@ NAME = "a.packed_weight"
 @pytest.fixture
 def file(tmp_path):
     packed = lowbit.quantize_tensor(torch.randn(20, 64, generator=torch.Generator().manual_seed(0)), lowbit.LinearConfig(4))
-    tensors = {NAME: packed, "experts": torch.stack([packed]), "empty": packed[:0], "none": packed[None, :0], "half": packed[None, :32].clone()}
+    tensors = {NAME: packed, "experts": torch.stack([packed])}
+    tensors |= {"empty": packed[:0], "none": packed[None, :0], "half": packed[None, :32].clone()}
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
@@ -47,7 +48,8 @@ def test_the_same_bytes(tmp_path, monkeypatch):
     first = torch.arange(25, dtype=torch.float32)
     last = first.clone()
     last[24] = 0
-    save_file({"a": first, "b": first.clone(), "last": last, "other": first.view(5, 5).clone(), "int": first.int()}, tmp_path / "f")
+    other = first.view(5, 5).clone()
+    save_file({"a": first, "b": first.clone(), "last": last, "other": other, "int": first.int()}, tmp_path / "f")
     tensors = read_file(tmp_path / "f")
     assert {name for name in tensors if same_bytes(tensors["a"], tensors[name])} == {"a", "b"}
 

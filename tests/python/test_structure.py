@@ -1,6 +1,7 @@
 """Which module of the package needs which: no circles, and transformers' internals in one folder only."""
 
 import ast
+import re
 from pathlib import Path
 
 import lowbit
@@ -78,3 +79,20 @@ def test_transformers_is_met_in_one_folder():
             continue
         assert not used - {"transformers"}, f"{name} imports {used}: what is in submodules belongs to lowbit.hf"
         assert not used or name in USERS_OF_TRANSFORMERS, f"{name} imports transformers"
+
+
+def test_no_line_is_too_long():
+    """CONTRIBUTING.md's limit, for every file of code; an #include may have to be longer."""
+    repository = Path(__file__).parents[2]
+    limit = int(re.search(r"A line has at most (\d+) columns", (repository / "CONTRIBUTING.md").read_text("utf-8"))[1])
+    names = "Makefile CMakeLists.txt *.py *.pyi *.cpp *.h *.c *.sh *.cmake".split()
+    folders = [repository / name for name in "adapters bench cmake docs examples kernels ops python scripts tests".split()]
+    files = [path for name in names for path in (*repository.glob(name), *(p for f in folders for p in f.rglob(name)))]
+    assert len(files) > 400
+    long = [
+        f"{path.relative_to(repository)}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line) > limit and not line.startswith("#include")
+    ]
+    assert long == []

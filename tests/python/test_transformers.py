@@ -185,8 +185,8 @@ def test_a_new_head_on_a_packed_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "ModernBert", "OPT", "SeamlessM4T"])
 def test_other_architectures(tmp_path, name):
-    """Experts that transformers fuses, scaled embeddings, three ways of tying, a tied head that the model initialises by name, two tables that stay float
-    and share a packed one's weight, layers that stay in float32."""
+    """Experts that transformers fuses, scaled embeddings, three ways of tying, a tied head that the model initialises by name,
+    two tables that stay float and share a packed one's weight, layers that stay in float32."""
     import transformers
 
     small = {

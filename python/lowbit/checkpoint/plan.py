@@ -247,7 +247,7 @@ class _Chosen:
         return True
 
     def cut(self, key: str, stored: Stored, targets: tuple[str, ...]) -> list[Output]:
-        """What a tensor becomes of which transformers makes others by whole rows: what is packed of it, and the rest as floats."""
+        """What a tensor becomes of which transformers makes others by whole rows: what is packed of it, and floats."""
 
         def is_packed(name: str) -> bool:
             layer, _, leaf = name.rpartition(".")
@@ -385,9 +385,10 @@ def _plan(
     extra = {name for name, why in left.items() if why == _EXTRA.format(type(model).__name__)}
     if extra:
         bytes_ = sum(output.source.bytes for output in outputs if output.name in extra)
+        one = len(extra) == 1
         warnings.warn(
-            f"{len(extra)} {'matrix' if len(extra) == 1 else 'matrices'} of the files ({size(bytes_)}), {min(extra)} for example, "
-            f"{'is' if len(extra) == 1 else 'are'} not in {type(model).__name__}, and copied as they are",
+            f"{len(extra)} {'matrix' if one else 'matrices'} of the files ({size(bytes_)}), {min(extra)} for example, "
+            f"{'is' if one else 'are'} not in {type(model).__name__}, and copied as they are",
             stacklevel=3,
         )
     return outputs, left

@@ -61,8 +61,12 @@ def _facts(facts: dict[str, Any]) -> Any:
     shown.columns[1].no_wrap = False
     isa, bandwidth = facts["isa"], facts["read_bandwidth"]
     packages = [f"{name} {version or '-'}" for name, version in facts["packages"].items()]
-    pages: dict[str | None, str] = {"madvise": "given on request: weights that quantize_ makes use them", "always": "given to everybody"}
-    pages |= {"never": "switched off", None: "this system has none to ask for"}
+    pages: dict[str | None, str] = {
+        "madvise": "given on request: weights that quantize_ makes use them",
+        "always": "given to everybody",
+        "never": "switched off",
+        None: "this system has none to ask for",
+    }
     built = facts["built_with_executorch"]
     for name, value in (
         ("lowbit", f"{facts['lowbit']}, Python {facts['python']}"),

@@ -62,8 +62,8 @@ def quantize(
         str,
         typer.Option(
             "--method",
-            help="With --calibrate: gptq, importance, auto, the better of the two, or, slower and below 3 bits better, tuned and "
-            "distilled.",
+            help="With --calibrate: gptq, importance, auto, the better of the two, or, slower and below 3 bits better, "
+            "tuned and distilled.",
         ),
     ] = "auto",
     calibrate_tokens: Annotated[

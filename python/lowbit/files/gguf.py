@@ -52,8 +52,8 @@ TYPES = {
     23: TensorType("IQ4_XS", 256, 136), 24: TensorType("I8", 1, 1), 25: TensorType("I16", 1, 2),
     26: TensorType("I32", 1, 4), 27: TensorType("I64", 1, 8), 28: TensorType("F64", 1, 8),
     29: TensorType("IQ1_M", 256, 56), 30: TensorType("BF16", 1, 2), 34: TensorType("TQ1_0", 256, 54),
-    35: TensorType("TQ2_0", 256, 66), 36: TensorType("I2_S", 64, 16, tail=32), 39: TensorType("MXFP4", 32, 17), 40: TensorType("NVFP4", 64, 36),
-    41: TensorType("Q1_0", 128, 18), 42: TensorType("Q2_0", 64, 18),
+    35: TensorType("TQ2_0", 256, 66), 36: TensorType("I2_S", 64, 16, tail=32), 39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36), 41: TensorType("Q1_0", 128, 18), 42: TensorType("Q2_0", 64, 18),
 }  # fmt: skip
 
 # Of bitnet.cpp, as I2_S is. TL1 is cut into tiles whose sizes are not in the file.

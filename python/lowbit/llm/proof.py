@@ -1,8 +1,8 @@
 """Shows that a decoder computes what its model does, or says why it does not.
 
-A model may keep more of a text than keys and values (recurrent layers, short convolutions), or have attention
-that is not transformers' own kind. Behind a decoder such a model forgets, and nothing would say so: it goes on writing, and what
-it writes looks like text. So a few tokens go through the model as it came, and through the decoder whole and in pieces.
+A model may keep more of a text than keys and values (recurrent layers, short convolutions), or have attention that is not
+transformers' own kind. Behind a decoder such a model forgets, and nothing would say so: it goes on writing, and what it
+writes looks like text. So a few tokens go through the model as it came, and through the decoder whole and in pieces.
 """
 
 from __future__ import annotations

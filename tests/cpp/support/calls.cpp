@@ -171,7 +171,8 @@ void add_packing(List& list) {
   list.add("unpack", kRows * kInputs + 2 * kRows * kGroups * 4 + kRows * 4 + kSlack,
            [=](const Parallel& parallel, Outputs& out) {
              const TensorView to = out.take(ElementType::u8, {kRows, kInputs});
-             const TensorView s = out.take(ElementType::f32, {kRows, kGroups}), m = out.take(ElementType::f32, {kRows, kGroups});
+             const TensorView s = out.take(ElementType::f32, {kRows, kGroups});
+             const TensorView m = out.take(ElementType::f32, {kRows, kGroups});
              return unpack(matrix.bytes->view, to, s, m, out.take(ElementType::f32, {kRows}), parallel);
            });
   list.add("repack", bytes, [=](const Parallel& parallel, Outputs& out) {
@@ -196,7 +197,8 @@ void add_packing(List& list) {
              [=](const Parallel& parallel, Outputs& out) {
                (void)weight;
                const TensorView to = out.take(ElementType::u8, {rows, kInputs});
-               const TensorView s = out.take(ElementType::f32, {rows, kGroups}), m = out.take(ElementType::f32, {rows, kGroups});
+               const TensorView s = out.take(ElementType::f32, {rows, kGroups});
+               const TensorView m = out.take(ElementType::f32, {rows, kGroups});
                return quantize(view, 4, 64, true, search, to, s, m, parallel);
              });
   }
