@@ -82,18 +82,18 @@ struct Weights {
 
 void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_size) {
   const Weights weights(kernel.bits, mapping, group_size);
-  const int64_t groups = weights.layout.groups;
+  const Layout& layout = weights.layout;
   Random random;
   std::vector<int8_t> a(static_cast<size_t>(kMostRows * kInputs));
-  std::vector<int32_t> group_sums(static_cast<size_t>(kMostRows * groups));
-  for (size_t i = 0; i < a.size(); ++i) {
-    a[i] = static_cast<int8_t>(random.below(256) - 128);
-    group_sums[i / static_cast<size_t>(group_size)] += a[i];
-  }
-  const std::vector<float> scales(kMostRows, 0.01f), zeros(kMostRows, 3.0f);
+  for (int8_t& value : a) value = static_cast<int8_t>(random.below(255) - 127);
+  // No kernel's cost depends on these values.
+  const std::vector<int32_t> sums(static_cast<size_t>(kMostRows * layout.segments), 5);
+  const std::vector<float> scales(static_cast<size_t>(kMostRows * layout.segments), 0x1.4p-7f);
+  const std::vector<float> group_sums(static_cast<size_t>(kMostRows * layout.groups), 0.05f);
   std::vector<float> out(static_cast<size_t>(kMostRows * kOutputs));
   LinearArgs args{weights.packed.data() + weights.layout.header_bytes, weights.layout, 0, weights.layout.panels, a.data(),
-                  group_sums.data(), scales.data(), zeros.data(), 0, out.data(), DType::f32, kOutputs};
+                  scales.data(), sums.data(), mapping == Mapping::affine ? group_sums.data() : nullptr, 0, out.data(),
+                  DType::f32, kOutputs};
   alignas(64) static char scratch[kLinearScratchBytes];
   args.scratch = scratch;
   const auto is_chosen = [&](int64_t m) {
@@ -125,9 +125,10 @@ void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_siz
     store_from_f32(x.data(), dtype, i, static_cast<float>(random.below(2001) - 1000) / 256.0f);
   }
   std::vector<int8_t> a(static_cast<size_t>(kInputs));
-  std::vector<int32_t> group_sums(static_cast<size_t>(kInputs / group_size));
-  float scale, zero;
-  const QuantizeArgs args{x.data(), dtype, kInputs, kInputs, group_size, a.data(), group_sums.data(), &scale, &zero};
+  constexpr size_t kMostSegments = kInputs / kHalfInputs;
+  std::vector<int32_t> sums(kMostSegments);
+  std::vector<float> scales(kMostSegments);
+  const QuantizeArgs args{x.data(), dtype, kInputs, kInputs, group_size, a.data(), scales.data(), sums.data(), nullptr};
   count(kernel.name, std::string(name_of(dtype)) + " g" + std::to_string(group_size), kInputs,
         [&] { kernel.run(args); });
 }

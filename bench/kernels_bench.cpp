@@ -100,16 +100,17 @@ const Weights& weights_of(int bits, Mapping mapping, int64_t group_size = kGroup
 void linear(benchmark::State& state, const LinearKernel* kernel, int64_t m, Mapping mapping, int64_t group_size) {
   const Weights& w = weights_of(kernel->bits, mapping, group_size);
   const auto a = allocate<int8_t>(m * w.layout.blocks * kBlockInputs);
-  const auto group_sums = allocate<int32_t>(m * w.layout.groups);
-  const auto scales = allocate<float>(m), zeros = allocate<float>(m), out = allocate<float>(m * w.layout.n);
+  const auto scales = allocate<float>(m * w.layout.segments), group_sums = allocate<float>(m * w.layout.groups);
+  const auto sums = allocate<int32_t>(m * w.layout.segments);
+  const auto out = allocate<float>(m * w.layout.n);
   LinearArgs args{};
   args.panels = w.packed.get() + w.layout.header_bytes;
   args.layout = w.layout;
   args.panel_end = w.layout.panels;
   args.a = a.get();
-  args.group_sums = group_sums.get();
   args.scales = scales.get();
-  args.zeros = zeros.get();
+  args.sums = sums.get();
+  if (mapping == Mapping::affine) args.group_sums = group_sums.get();
   args.m = m;
   args.out = out.get();
   args.out_dtype = DType::f32;
@@ -139,21 +140,21 @@ void embedding(benchmark::State& state, const EmbeddingKernel* kernel) {
 }
 
 void quantize(benchmark::State& state, const QuantizeKernel* kernel, DType dtype) {
-  const int64_t k = shape.k / kBlockInputs * kBlockInputs, groups = k / kGroupSize;
+  const int64_t k = shape.k / kBlockInputs * kBlockInputs, segments = k / kHalfInputs;  // as many, or fewer
   const auto x = allocate<uint8_t>(k * size_of(dtype));
   for (int64_t i = 0; i < k; ++i) store_from_f32(x.get(), dtype, i, static_cast<float>(i % 201 - 100) * 0.01f);
   const auto a = allocate<int8_t>(k);
-  const auto group_sums = allocate<int32_t>(groups);
-  float scale, zero;
+  const auto sums = allocate<int32_t>(segments);
+  const auto scales = allocate<float>(segments);
   const QuantizeArgs args{.x = x.get(),
                           .x_dtype = dtype,
                           .k = k,
                           .k_padded = k,
                           .group_inputs = kGroupSize,
                           .a = a.get(),
-                          .group_sums = group_sums.get(),
-                          .scale = &scale,
-                          .zero = &zero};
+                          .scales = scales.get(),
+                          .sums = sums.get(),
+                          .group_sums = nullptr};
   for (auto unused : state) {
     kernel->run(args);
     benchmark::ClobberMemory();

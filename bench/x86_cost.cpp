@@ -108,9 +108,9 @@ void count_linear(const LinearKernel& kernel, Mapping mapping, int64_t group_siz
   args.layout = layout;
   args.panel_end = layout.panels;
   args.a = allocate<int8_t>(m * inputs);
-  args.group_sums = allocate<int32_t>(m * layout.groups);
-  args.scales = allocate<float>(m);
-  args.zeros = allocate<float>(m);
+  args.scales = allocate<float>(m * layout.segments);
+  args.sums = allocate<int32_t>(m * layout.segments);
+  if (mapping == Mapping::affine) args.group_sums = allocate<float>(m * layout.groups);
   args.m = m;
   args.out = allocate<float>(m * kOutputs);
   args.out_dtype = DType::f32;
@@ -126,9 +126,9 @@ void count_quantize(const QuantizeKernel& kernel, DType dtype, int64_t group_siz
   constexpr int64_t kInputs = 1024;
   float* const x = allocate<float>(kInputs);  // the first half of it as 16-bit values
   for (int64_t i = 0; i < kInputs; ++i) store_from_f32(x, dtype, i, static_cast<float>(i * 37 % 201 - 100) / 16.0f);
-  float scale, zero;
+  constexpr int64_t kMostSegments = kInputs / kHalfInputs;
   const QuantizeArgs args{x, dtype, kInputs, kInputs, group_size, allocate<int8_t>(kInputs),
-                          allocate<int32_t>(kInputs / group_size), &scale, &zero};
+                          allocate<float>(kMostSegments), allocate<int32_t>(kMostSegments), nullptr};
   const std::string task = std::string(dtype == DType::f32 ? "f32" : "bf16") + " g" + std::to_string(group_size);
   count(kernel.name, task, kInputs, kernel.run, args);
 }

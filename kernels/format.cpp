@@ -47,15 +47,10 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
   if (k < 1 || k > kMaxDimension) {
     return Status::error("the number of inputs is %" PRId64 "; expected 1 to %" PRId64, k, kMaxDimension);
   }
-  if (group_size < 0 || group_size % kHalfInputs != 0 || group_size > kMaxGroupInputs) {
+  if (group_size < 0 || group_size % kHalfInputs != 0 || group_size > kMaxDimension) {
     return Status::error("group size is %" PRId64 "; expected a multiple of %d up to %" PRId64
                          ", or 0 for one group per row",
-                         group_size, kHalfInputs, kMaxGroupInputs);
-  }
-  if (group_size == 0 && k > kMaxGroupInputs) {
-    return Status::error("one group per row spans %" PRId64 " inputs; expected at most %" PRId64
-                         ": choose a group size",
-                         k, kMaxGroupInputs);
+                         group_size, kHalfInputs, kMaxDimension);
   }
   if (mapping > Mapping::levels) {
     return Status::error("mapping is %d; expected symmetric (0), affine (1) or levels (2)", static_cast<int>(mapping));
@@ -84,6 +79,8 @@ Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping m
   l.group_size = group_size;
   l.blocks = (k + kBlockInputs - 1) / kBlockInputs;
   l.groups = group_size == 0 ? 1 : (k + group_size - 1) / group_size;
+  const int64_t before_last = (l.groups - 1) * l.group_inputs();  // inputs of all groups but the last
+  l.segments = (l.groups - 1) * l.group_segments() + Layout::segments_of(k - before_last);
   l.panels = (n + kPanelRows - 1) / kPanelRows;
   l.group_bytes = kPanelRows * (mapping == Mapping::affine ? 4 : 2);
   l.block_bytes = int64_t{bits} * kLineBytes;

@@ -12,8 +12,8 @@
 // A weight is  row_scale * scale * level(code)           (symmetric; codec.h has level())
 //          or  row_scale * (scale * code + min)          (affine)
 //          or  row_scale * scale * levels[code]          (levels: the header has the table).
-// The row sum is the sum of a row's weights divided by its row scale; a kernel subtracts the activations' zero point
-// with it. Rows and inputs beyond n and k are padding: their scales and heads are zero, their codes anything.
+// The row sum is the sum of a row's weights divided by its row scale. Kernels do not read it: it served activations with a
+// zero point, which lowbit had before its first release. Rows and inputs beyond n and k are padding: their scales and heads are zero, their codes anything.
 #pragma once
 
 #include <cstddef>
@@ -52,8 +52,8 @@ inline constexpr int kFormatVersion = 1, kLevelsVersion = 2;
 inline constexpr int64_t kHeaderBytes = 64, kLevelsHeaderBytes = 128;
 inline constexpr int64_t kHeadBytes = 3 * kPanelRows * 4;
 inline constexpr int64_t kMaxDimension = int64_t{1} << 31;
-// The largest group whose integer sum fits int32 for every width: 65536 * 128 * 255 < 2^31.
-inline constexpr int64_t kMaxGroupInputs = 65536;
+// The most inputs that share a scale of the activations: ukernel.h.
+inline constexpr int64_t kSegmentInputs = 64;
 
 // A packed weight matrix: what its header says, and the sizes that follow from it.
 struct Layout {
@@ -65,6 +65,7 @@ struct Layout {
   int64_t group_size;  // inputs per group, a multiple of 16; 0: one group per row (per channel)
 
   int64_t groups;        // per row
+  int64_t segments;      // per row: ukernel.h
   int64_t blocks;        // of 32 inputs, per row
   int64_t panels;        // of 16 rows
   int64_t block_bytes;   // codes of one block of a panel
@@ -77,6 +78,9 @@ struct Layout {
   int8_t levels[kMostLevels];  // Mapping::levels: 2^bits of -127 to 127; zeros behind them, and without
 
   int64_t group_inputs() const { return group_size == 0 ? blocks * kBlockInputs : group_size; }
+  int64_t group_segments() const { return segments_of(group_inputs()); }  // of a group that is not cut short by k
+
+  static constexpr int64_t segments_of(int64_t inputs) { return (inputs + kSegmentInputs - 1) / kSegmentInputs; }
 
   // Offsets in a panel. A group ends in the block that holds its last input; a short last group ends in the last block.
   int64_t block_offset(int64_t block) const {

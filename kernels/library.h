@@ -20,7 +20,7 @@
 namespace lowbit {
 
 // Changes with every structure that a library and its host share.
-inline constexpr uint32_t kKernelAbi = 3;
+inline constexpr uint32_t kKernelAbi = 4;
 
 // A vendor's layout of the bytes behind the 64-byte header, which stays lowbit's. `bytes` is asked on each call, for
 // sizes that come from outside: it takes any n and k up to kMaxDimension.

@@ -16,18 +16,13 @@ namespace {
 
 // Best first: the first row that fits the task and the ISA is chosen.
 #if defined(__aarch64__)
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {
-#if !defined(LOWBIT_WITHOUT_SME2)  // no compiler for it: cmake/isa.cmake
-    &kLinearSme2,
-#endif
-    &kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
+constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
+constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
 #elif defined(__x86_64__)
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAmx, &kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2,
-                                                  &kLinearPortable};
+constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
+constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
                                                         &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};

@@ -3,15 +3,20 @@
 //
 // Arithmetic (every kernel returns the same bits; the order of float operations is part of the contract):
 //
-//   activation row   range [lo, hi] = [min(0, min x), max(0, max x)],  s = hi/255 - lo/255,  inv = 1/s,
-//                    z = rint(-lo * inv) - 128 (at most 127),  a = clamp(rint(fma(x, inv, z)), -128, 127);
-//                    s < 2^-126: s = 0, z = 0, a = 0;  a value that is not finite: s = NaN, z = 0, a = 0
-//   integer part     I[g] = sum of a * level(code) over group g (symmetric: codec.h; levels: the table's) or of
-//                    a * code (affine), exact in int32;
-//                    A[g] = sum of a over group g
-//   linear           acc = 0;  for g in order: acc = fma(scale[g], float(I[g]), acc),
-//                                   and affine: acc = fma(min[g], float(A[g]), acc)
-//                    y = fma(s * row_scale, fma(-z, row_sum, acc), bias)
+//   segments         each group of inputs is cut, from its first input on, into segments of kSegmentInputs (64) inputs; the
+//                    last one of a group may be shorter. Groups of up to 64 inputs are one segment each
+//   activation row   of each segment: m = max |x|,  t = m * float(1/127), the two lowest bits of its mantissa cleared,
+//                    inv = 1/t,  a = rint(x * inv), from -127 to 127;
+//                    t < 2^-126: t = 0, a = 0;  m is NaN or t >= 2^104: t = NaN (0x7fc00000), a = 0
+//   integer part     I[s] = sum of a * level(code) over segment s (symmetric: codec.h; levels: the table's) or of
+//                    a * code (affine), below 2^22;  A[s] = sum of a over segment s
+//   linear           acc = 0;  for each group g in order, with the segments s of g in order:
+//                      P = t[s] * float(I[s]) for the first s, then P = fma(t[s], float(I[s]), P)
+//                      acc = fma(scale[g], P, acc)
+//                      affine: acc = fma(min[g], S[g], acc), where S is to A what P is to I
+//                    y = fma(row_scale, acc, bias)
+//                    With t of 22 significant bits, fma(t, c + I, -c * t) is t * float(I) for c = 1.5 * 2^23: kernels whose
+//                    integer sums start at the bits of c need no conversion of the first product.
 //   embedding        symmetric, levels: (row_scale * scale) * level;
 //                    affine: fma(row_scale * scale, code, row_scale * min)
 //   attention        one row q over the positions that it sees; 16 lanes, position j is lane j % 16:
@@ -56,7 +61,7 @@
 
 namespace lowbit {
 
-// One row of activations to int8, with the sums of its groups. Only x may be unaligned.
+// One row of activations to int8, with a scale and a sum for each segment. Only x may be unaligned.
 struct QuantizeArgs {
   const void* x;         // k values of x_dtype
   DType x_dtype;
@@ -64,9 +69,9 @@ struct QuantizeArgs {
   int64_t k_padded;      // a multiple of 32, less than k + 32
   int64_t group_inputs;  // a multiple of 16; the last group may be short
   int8_t* a;             // out: k_padded values, zero from k on
-  int32_t* group_sums;   // out: one per group, ceil(k / group_inputs)
-  float* scale;          // out: one
-  float* zero;           // out: one, an integer in [-128, 127]
+  float* scales;         // out: t, one per segment
+  int32_t* sums;         // out: A, one per segment
+  float* group_sums;     // out: S, one per group, ceil(k / group_inputs); null: not wanted
 };
 
 // Memory for a linear row's own use during a call. The operator owns it: threads may have little stack (musl's have 128
@@ -79,14 +84,14 @@ struct LinearArgs {
   Layout layout;
   int64_t panel_begin, panel_end;
   const int8_t* a;           // m rows of layout.blocks * 32 values
-  const int32_t* group_sums; // m rows of layout.groups values
-  const float* scales;       // m
-  const float* zeros;        // m
+  const float* scales;       // m rows of layout.segments values
+  const int32_t* sums;       // m rows of layout.segments values
+  const float* group_sums;   // m rows of layout.groups values; null unless layout.mapping is affine
   int64_t m;                 // at least 1
   void* out;                 // row 0, column 0 of the whole output, in out_dtype
   DType out_dtype;
   int64_t out_stride;        // elements from one row of the output to the next, at least layout.n
-  // What the row's own prepare() wrote, 64-byte aligned; then a, group_sums, scales and zeros are null.
+  // What the row's own prepare() wrote, 64-byte aligned; then a, scales, sums and group_sums are null.
   const void* activations = nullptr;
   void* scratch = nullptr;   // kLinearScratchBytes, 64-byte aligned, of undefined content; of this call alone
 };

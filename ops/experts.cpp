@@ -89,9 +89,10 @@ struct Memory {
   ExpertRows* parts;
   int64_t* results;     // by place: the result that belongs there
   int64_t* places;      // by result of the chunk, the other way round
-  int8_t* a;            // from here on by place: quantised rows, as kernels read them
-  int32_t* group_sums;
-  float *scales, *zeros;
+  int8_t* a;            // from here on by place: quantized rows, as kernels read them
+  float* scales;
+  int32_t* sums;
+  float* group_sums;     // for affine experts, which may lie beside others
   char* workers;
 
   void place(Pieces& pieces, int64_t experts, int64_t all, int64_t chunk, const Layout& layout, int64_t worker_bytes) {
@@ -102,9 +103,9 @@ struct Memory {
     results = pieces.take<int64_t>(chunk);
     places = pieces.take<int64_t>(chunk);
     a = pieces.take<int8_t>(chunk * layout.blocks * kBlockInputs);
-    group_sums = pieces.take<int32_t>(chunk * layout.groups);
-    scales = pieces.take<float>(chunk);
-    zeros = pieces.take<float>(chunk);
+    scales = pieces.take<float>(chunk * layout.segments);
+    sums = pieces.take<int32_t>(chunk * layout.segments);
+    group_sums = pieces.take<float>(chunk * layout.groups);
     workers = pieces.take<char>(worker_bytes);
   }
 };
@@ -128,15 +129,13 @@ class Call {
     const int64_t* const places = memory_.places + row * each_ - first;
     const int64_t place = places[0];
     quantize_.run({source, dtype_of(x_.type), layout_.k, row_values_, layout_.group_inputs(),
-                   memory_.a + place * row_values_, memory_.group_sums + place * layout_.groups,
-                   memory_.scales + place, memory_.zeros + place});
+                   memory_.a + place * row_values_, memory_.scales + place * layout_.segments,
+                   memory_.sums + place * layout_.segments, memory_.group_sums + place * layout_.groups});
     for (int64_t i = 1; i < each_; ++i) {
-      const int64_t to = places[i];
-      std::memcpy(memory_.a + to * row_values_, memory_.a + place * row_values_, static_cast<size_t>(row_values_));
-      std::memcpy(memory_.group_sums + to * layout_.groups, memory_.group_sums + place * layout_.groups,
-                  static_cast<size_t>(layout_.groups) * sizeof(int32_t));
-      memory_.scales[to] = memory_.scales[place];
-      memory_.zeros[to] = memory_.zeros[place];
+      copy_row(memory_.a, place, places[i], row_values_);
+      copy_row(memory_.scales, place, places[i], layout_.segments);
+      copy_row(memory_.sums, place, places[i], layout_.segments);
+      copy_row(memory_.group_sums, place, places[i], layout_.groups);
     }
   }
 
@@ -152,9 +151,9 @@ class Call {
     args.panels = expert_bytes(packed_, part.expert) + whole.header_bytes + begin * whole.panel_bytes;
     args.panel_end = end - begin;
     args.a = memory_.a + part.first * row_values_;
-    args.group_sums = memory_.group_sums + part.first * layout_.groups;
-    args.scales = memory_.scales + part.first;
-    args.zeros = memory_.zeros + part.first;
+    args.scales = memory_.scales + part.first * whole.segments;
+    args.sums = memory_.sums + part.first * whole.segments;
+    if (whole.mapping == Mapping::affine) args.group_sums = memory_.group_sums + part.first * whole.groups;
     args.m = part.rows;
     args.out_dtype = dtype_of(x_.type);
     args.scratch = worker;
@@ -172,6 +171,12 @@ class Call {
   }
 
  private:
+  // Row `from` of rows of `count` values becomes row `to` too.
+  template <class T>
+  static void copy_row(T* rows, int64_t from, int64_t to, int64_t count) {
+    std::memcpy(rows + to * count, rows + from * count, static_cast<size_t>(count) * sizeof(T));
+  }
+
   const TensorView &x_, &packed_;
   char* out_;
   const Layout& layout_;
@@ -289,7 +294,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   const int64_t count = packed.shape.size[0], each = experts.shape.size[experts.shape.ndim - 1];
   const int64_t rows = results / each;
   const int64_t row_values = layout.blocks * kBlockInputs;
-  const int64_t row_bytes = each * (row_values + 4 * layout.groups + 24);
+  const int64_t row_bytes = each * (row_values + 8 * layout.segments + 4 * layout.groups + 16);
   const int64_t rows_at_once = rows * row_bytes <= kScratchBytes ? rows : at_least_1(kScratchBytes / row_bytes);
   const int64_t chunk = rows_at_once * each;
   const int64_t most = at_least_1(kBandBytes / row_values / kBandRows) * kBandRows;  // rows of a part
@@ -306,7 +311,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   memory.place(size, count, results, chunk, layout, threads.threads * worker_bytes);
   const Scratch scratch(size.bytes());
   if (scratch.data() == nullptr) {
-    return Status::no_memory("no memory for %" PRId64 " bytes of quantised activations", size.bytes());
+    return Status::no_memory("no memory for %" PRId64 " bytes of quantized activations", size.bytes());
   }
   Pieces pieces(scratch.data());
   memory.place(pieces, count, results, chunk, layout, threads.threads * worker_bytes);

@@ -32,7 +32,13 @@ struct Matrix {
   const LinearKernel* beside;  // for threads that have no matrix unit: sme_threads.h
   int64_t first_panel;  // among the panels of all matrices of the call
   char* out;            // row 0, this matrix's first column
-  int sums;             // which of the group sums it reads: one kind for each group size
+  int kind;             // which quantized rows it reads: one kind for each group size
+};
+
+// What quantized rows depend on, and how much of them there is.
+struct RowKind {
+  int64_t group_inputs, groups, segments;
+  bool group_sums;  // some matrix reads them
 };
 
 // The matrices of a call. All of them have k inputs.
@@ -40,33 +46,35 @@ struct Matrices {
   Matrix of[kMostMatrices];
   int count = 0;
   int64_t k, blocks, panels = 0, outputs = 0;
-  int64_t group_inputs[kMostMatrices], groups[kMostMatrices];
-  int kinds_of_sums = 0;
+  RowKind kinds[kMostMatrices];
+  int kind_count = 0;
 
   void add(const Layout& layout, const uint8_t* bytes) {
     k = layout.k;
     blocks = layout.blocks;
     int kind = 0;
-    while (kind < kinds_of_sums && group_inputs[kind] != layout.group_inputs()) ++kind;
-    group_inputs[kind] = layout.group_inputs();
-    groups[kind] = layout.groups;
-    if (kind == kinds_of_sums) ++kinds_of_sums;
+    while (kind < kind_count && kinds[kind].group_inputs != layout.group_inputs()) ++kind;
+    if (kind == kind_count) kinds[kind_count++] = {layout.group_inputs(), layout.groups, layout.segments, false};
+    kinds[kind].group_sums |= layout.mapping == Mapping::affine;
     of[count++] = {layout, bytes + layout.header_bytes, nullptr, nullptr, panels, nullptr, kind};
     panels += layout.panels;
     outputs += layout.n;
   }
 };
 
-// Some rows of x as the kernels read them: int8 values, and the sums of their groups for every group size of the
-// matrices.
+// Some rows of x as the kernels read them, for every group size of the matrices.
 class QuantizedRows {
  public:
   QuantizedRows(const TensorView& x, const Matrices& matrices, const QuantizeKernel& kernel)
       : x_(x), matrices_(matrices), kernel_(kernel), gather_(x.stride[x.shape.ndim - 1] != 1 && matrices.k > 1) {}
 
   int64_t bytes(int64_t rows) const {
-    int64_t sum = aligned(rows * matrices_.blocks * kBlockInputs) + 2 * aligned(rows * 4);
-    for (int i = 0; i < matrices_.kinds_of_sums; ++i) sum += aligned(rows * matrices_.groups[i] * 4);
+    int64_t sum = 0;
+    for (int i = 0; i < matrices_.kind_count; ++i) {
+      const RowKind& kind = matrices_.kinds[i];
+      sum += aligned(rows * matrices_.blocks * kBlockInputs) + 2 * aligned(rows * kind.segments * 4);
+      if (kind.group_sums) sum += aligned(rows * kind.groups * 4);
+    }
     return sum;
   }
   // Of a row that has to be gathered, for each worker.
@@ -79,15 +87,17 @@ class QuantizedRows {
       memory += aligned(bytes);
       return taken;
     };
-    a_ = reinterpret_cast<int8_t*>(take(rows * matrices_.blocks * kBlockInputs));
-    for (int i = 0; i < matrices_.kinds_of_sums; ++i) {
-      group_sums_[i] = reinterpret_cast<int32_t*>(take(rows * matrices_.groups[i] * 4));
+    for (int i = 0; i < matrices_.kind_count; ++i) {
+      const RowKind& kind = matrices_.kinds[i];
+      Rows& to = rows_[i];
+      to.a = reinterpret_cast<int8_t*>(take(rows * matrices_.blocks * kBlockInputs));
+      to.scales = reinterpret_cast<float*>(take(rows * kind.segments * 4));
+      to.sums = reinterpret_cast<int32_t*>(take(rows * kind.segments * 4));
+      if (kind.group_sums) to.group_sums = reinterpret_cast<float*>(take(rows * kind.groups * 4));
     }
-    scales_ = reinterpret_cast<float*>(take(rows * 4));
-    zeros_ = reinterpret_cast<float*>(take(rows * 4));
   }
 
-  // Row `row` of x becomes row `index`. A second group size quantises once more: the values come out the same.
+  // Row `row` of x becomes row `index`.
   void quantize(int64_t row, int64_t index, char* gathered) const {
     const int last = x_.shape.ndim - 1;
     const int64_t item = element_bytes(x_.type);
@@ -101,32 +111,41 @@ class QuantizedRows {
     args.x_dtype = dtype_of(x_.type);
     args.k = matrices_.k;
     args.k_padded = matrices_.blocks * kBlockInputs;
-    args.a = a_ + index * args.k_padded;
-    args.scale = scales_ + index;
-    args.zero = zeros_ + index;
-    for (int i = 0; i < matrices_.kinds_of_sums; ++i) {
-      args.group_inputs = matrices_.group_inputs[i];
-      args.group_sums = group_sums_[i] + index * matrices_.groups[i];
+    for (int i = 0; i < matrices_.kind_count; ++i) {
+      const RowKind& kind = matrices_.kinds[i];
+      const Rows& to = rows_[i];
+      args.group_inputs = kind.group_inputs;
+      args.a = to.a + index * args.k_padded;
+      args.scales = to.scales + index * kind.segments;
+      args.sums = to.sums + index * kind.segments;
+      args.group_sums = kind.group_sums ? to.group_sums + index * kind.groups : nullptr;
       kernel_.run(args);
     }
   }
 
   // As the kernel of a matrix takes them, from row `first` on.
   void give(LinearArgs& args, const Matrix& matrix, int64_t first) const {
-    args.a = a_ + first * matrices_.blocks * kBlockInputs;
-    args.group_sums = group_sums_[matrix.sums] + first * matrix.layout.groups;
-    args.scales = scales_ + first;
-    args.zeros = zeros_ + first;
+    const Rows& from = rows_[matrix.kind];
+    const Layout& layout = matrix.layout;
+    args.a = from.a + first * layout.blocks * kBlockInputs;
+    args.scales = from.scales + first * layout.segments;
+    args.sums = from.sums + first * layout.segments;
+    args.group_sums = layout.mapping == Mapping::affine ? from.group_sums + first * layout.groups : nullptr;
   }
 
  private:
+  struct Rows {
+    int8_t* a = nullptr;
+    float* scales = nullptr;
+    int32_t* sums = nullptr;
+    float* group_sums = nullptr;
+  };
+
   const TensorView& x_;
   const Matrices& matrices_;
   const QuantizeKernel& kernel_;
   const bool gather_;
-  int8_t* a_ = nullptr;
-  int32_t* group_sums_[kMostMatrices];
-  float *scales_ = nullptr, *zeros_ = nullptr;
+  Rows rows_[kMostMatrices];
 };
 
 // Panels [begin, end) of all matrices, for the rows of `args`: whose m, scratch, out_dtype and out_stride are set.
@@ -235,7 +254,7 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
   const int64_t bytes = bands_bytes + quantized_bytes + threads * worker_bytes;
   const Scratch scratch(bytes);
   if (scratch.data() == nullptr) {
-    return Status::no_memory("no memory for %" PRId64 " bytes of quantised activations", bytes);
+    return Status::no_memory("no memory for %" PRId64 " bytes of quantized activations", bytes);
   }
   char* const band_memory = scratch.data();
   char* const rows_memory = band_memory + bands_bytes;

@@ -1,7 +1,7 @@
 // A vendor's kernel: 4-bit linear layers on panel16 weights, in C++ that any compiler vectorises for any CPU.
 //
-// Its idea: codes stay unsigned and whole (sum of a * code), and the 8 of "code - 8" is taken off once per group,
-// with the sum of the group's activations that the caller has anyway.
+// Its idea: codes stay unsigned and whole (sum of a * code), and the 8 of "code - 8" is taken off once per segment of
+// inputs, with the sum of the segment's activations that the caller has anyway.
 
 #include <lowbit/kernels/library.h>
 
@@ -14,6 +14,8 @@ namespace {
 using namespace lowbit;
 
 std::atomic<uint64_t> calls{0};
+
+constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
 
 // Adds the products of 16 inputs: 4 lines of 16 rows x 4 inputs, all in the low or all in the high half of their bytes.
 template <int Shift>
@@ -30,35 +32,41 @@ void times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, int6
   const Layout& layout = args.layout;
   const bool affine = layout.mapping == Mapping::affine;
   const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
-  const int32_t* group_sums = args.group_sums + row * layout.groups;
+  const float* scale = args.scales + row * layout.segments;
+  const int32_t* a_sum = args.sums + row * layout.segments;
   const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
   const int64_t group_halves = layout.group_inputs() / kHalfInputs;
 
   float acc[kPanelRows] = {};
   for (int64_t group = 0, half = 0; group < layout.groups; ++group) {
-    const int64_t end = half + group_halves < halves ? half + group_halves : halves;
-    int32_t sums[kPanelRows] = {};
-    for (; half < end; ++half) {
-      const uint8_t* block = panel + layout.block_offset(half / 2);
-      const int8_t* inputs = a + half * kHalfInputs;
-      half % 2 == 0 ? add_half<0>(block, inputs, sums) : add_half<4>(block, inputs, sums);
-    }
+    const int64_t group_end = half + group_halves < halves ? half + group_halves : halves;
     // The order and the rounding of these steps are the contract (ukernel.h): all kernels return the same bits.
-    const uint8_t* scales = panel + layout.scales_offset(group);
-    for (int r = 0; r < kPanelRows; ++r) {
-      const int32_t sum = affine ? sums[r] : sums[r] - 8 * group_sums[group];
-      acc[r] = std::fma(load_as_f32(scales, DType::f16, r), static_cast<float>(sum), acc[r]);
-      if (affine) {
-        const float min = load_as_f32(scales, DType::f16, kPanelRows + r);
-        acc[r] = std::fma(min, static_cast<float>(group_sums[group]), acc[r]);
+    float products[kPanelRows];
+    for (bool first = true; half < group_end; first = false, ++scale, ++a_sum) {
+      const int64_t end = half + kSegmentHalves < group_end ? half + kSegmentHalves : group_end;
+      int32_t sums[kPanelRows] = {};
+      for (; half < end; ++half) {
+        const uint8_t* block = panel + layout.block_offset(half / 2);
+        const int8_t* inputs = a + half * kHalfInputs;
+        half % 2 == 0 ? add_half<0>(block, inputs, sums) : add_half<4>(block, inputs, sums);
+      }
+      for (int r = 0; r < kPanelRows; ++r) {
+        const float sum = static_cast<float>(affine ? sums[r] : sums[r] - 8 * *a_sum);
+        products[r] = first ? *scale * sum : std::fma(*scale, sum, products[r]);
       }
     }
+    const uint8_t* scales = panel + layout.scales_offset(group);
+    for (int r = 0; r < kPanelRows; ++r) {
+      acc[r] = std::fma(load_as_f32(scales, DType::f16, r), products[r], acc[r]);
+      if (!affine) continue;
+      const float group_sum = args.group_sums[row * layout.groups + group];
+      acc[r] = std::fma(load_as_f32(scales, DType::f16, kPanelRows + r), group_sum, acc[r]);
+    }
   }
-  float head[3 * kPanelRows];  // row scales, row sums, biases
+  float head[3 * kPanelRows];  // row scales, sums of rows (not read), biases
   std::memcpy(head, panel + layout.head_offset, sizeof head);
   for (int64_t r = 0; r < columns; ++r) {
-    const float corrected = std::fma(-args.zeros[row], head[kPanelRows + r], acc[r]);
-    const float y = std::fma(args.scales[row] * head[r], corrected, head[2 * kPanelRows + r]);
+    const float y = std::fma(head[r], acc[r], head[2 * kPanelRows + r]);
     store_from_f32(args.out, args.out_dtype, row * args.out_stride + first_column + r, y);
   }
 }

@@ -1,5 +1,5 @@
 // quantize_portable: one activation row to int8 in plain C++; the definition that the vector kernels are compared with.
-// Formula and edge cases: ukernel.h. Group sums are at most 65536 * 128 = 2^23 in size, so int32 is ample.
+// Formula and edge cases: ukernel.h.
 
 #include <cmath>
 
@@ -8,42 +8,47 @@
 namespace lowbit {
 namespace {
 
+// t of a segment whose largest magnitude has these bits: as integers, those of NaN are the largest.
+float scale_of(uint32_t most) {
+  const float scale = float_from_bits(bits_of_float(float_from_bits(most) * (1.0f / 127.0f)) & ~3u);
+  if (!(scale < 0x1p104f)) return float_from_bits(0x7fc00000u);
+  return scale < 0x1p-126f ? 0.0f : scale;  // the inverse of a smaller one would overflow
+}
+
+// Values [begin, end) of x, a segment, with its scale; returns their sum.
+int32_t quantize_segment(const QuantizeArgs& args, int64_t begin, int64_t end, float* scale) {
+  uint32_t most = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const uint32_t magnitude = bits_of_float(load_as_f32(args.x, args.x_dtype, i)) & 0x7fffffffu;
+    most = magnitude > most ? magnitude : most;
+  }
+  *scale = scale_of(most);
+  const bool is_zero = !(*scale > 0.0f);
+  const float inverse = is_zero ? 0.0f : 1.0f / *scale;
+  int32_t sum = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const float x = is_zero ? 0.0f : load_as_f32(args.x, args.x_dtype, i);
+    args.a[i] = static_cast<int8_t>(std::nearbyint(x * inverse));
+    sum += args.a[i];
+  }
+  return sum;
+}
+
 void run(const QuantizeArgs& args) {
-  float lo = 0.0f, hi = 0.0f;
-  bool finite = true;
-  for (int64_t i = 0; i < args.k; ++i) {
-    const float x = load_as_f32(args.x, args.x_dtype, i);
-    finite &= std::isfinite(x);
-    lo = x < lo ? x : lo;
-    hi = x > hi ? x : hi;
-  }
-
-  float scale = hi / 255.0f - lo / 255.0f;
-  float inverse = 0.0f, zero = 0.0f;
-  if (!finite) {
-    scale = float_from_bits(0x7fc00000u);
-  } else if (scale < 0x1p-126f) {
-    scale = 0.0f;  // its inverse would overflow; such a row is zero to within 2^-118
-  } else {
-    inverse = 1.0f / scale;
-    zero = std::fmin(std::nearbyint(-lo * inverse) - 128.0f, 127.0f);
-  }
-  std::memcpy(args.scale, &scale, sizeof scale);
-  std::memcpy(args.zero, &zero, sizeof zero);
-
-  const bool is_zero = inverse == 0.0f;
-  int64_t i = 0;
+  int64_t i = 0, segment = 0;
   for (int64_t group = 0; i < args.k; ++group) {
-    const int64_t end = i + args.group_inputs < args.k ? i + args.group_inputs : args.k;
-    int32_t sum = 0;
-    for (; i < end; ++i) {
-      const float x = is_zero ? 0.0f : load_as_f32(args.x, args.x_dtype, i);
-      const float rounded = std::nearbyint(std::fma(x, inverse, zero));
-      const float clamped = rounded < -128.0f ? -128.0f : rounded > 127.0f ? 127.0f : rounded;
-      args.a[i] = static_cast<int8_t>(clamped);
-      sum += args.a[i];
+    const int64_t group_end = i + args.group_inputs < args.k ? i + args.group_inputs : args.k;
+    float group_sum = 0.0f;
+    for (bool first = true; i < group_end; first = false, ++segment) {
+      const int64_t end = i + kSegmentInputs < group_end ? i + kSegmentInputs : group_end;
+      float scale;
+      const int32_t sum = quantize_segment(args, i, end, &scale);
+      args.scales[segment] = scale;
+      args.sums[segment] = sum;
+      group_sum = first ? scale * static_cast<float>(sum) : std::fma(scale, static_cast<float>(sum), group_sum);
+      i = end;
     }
-    std::memcpy(args.group_sums + group, &sum, sizeof sum);
+    if (args.group_sums != nullptr) args.group_sums[group] = group_sum;
   }
   for (; i < args.k_padded; ++i) args.a[i] = 0;
 }

@@ -2,8 +2,8 @@
 // definition that the vector kernels are compared with. Formula: ukernel.h; layout: format.h.
 //
 // Levels of a table are bytes level + 128, so that they go the way of 8-bit codes.
-// Works half a block (16 inputs) at a time, because that is the granularity of group sizes. The integer sums are kept
-// modulo 2^32: partial sums may wrap, the sum of a group never exceeds 65536 * 128 * 255 < 2^31.
+// Works half a block (16 inputs) at a time, because that is the granularity of group sizes. A segment's integer sums are at
+// most 64 * 127 * 255 < 2^21 in size.
 
 #include <cmath>
 #include <utility>
@@ -17,7 +17,7 @@ namespace {
 // Adds the products of one unpacked line: 16 rows x 4 inputs.
 template <int Bits, int J>
 [[gnu::always_inline]] inline void add_line(const uint8_t* block, const int8_t* levels, const int8_t* a,
-                                            uint32_t (&sums)[kPanelRows]) {
+                                            int32_t (&sums)[kPanelRows]) {
   uint8_t codes[kLineBytes];
   for (int p = 0; p < kLineBytes; ++p) codes[p] = read_code<code_bits(Bits), J>(block + p);
   if constexpr (is_by_table(Bits)) {
@@ -26,12 +26,12 @@ template <int Bits, int J>
   for (int r = 0; r < kPanelRows; ++r) {
     int32_t sum = 0;
     for (int i = 0; i < 4; ++i) sum += int32_t{codes[4 * r + i]} * a[4 * (J % 4) + i];
-    sums[r] += static_cast<uint32_t>(sum);
+    sums[r] += sum;
   }
 }
 
 template <int Bits, int First>
-void add_half(const uint8_t* block, const int8_t* levels, const int8_t* a, uint32_t (&sums)[kPanelRows]) {
+void add_half(const uint8_t* block, const int8_t* levels, const int8_t* a, int32_t (&sums)[kPanelRows]) {
   [&]<int... I>(std::integer_sequence<int, I...>) {
     (add_line<Bits, First + I>(block, levels, a, sums), ...);
   }(std::make_integer_sequence<int, 4>());
@@ -42,29 +42,39 @@ void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row, 
   const Layout& layout = args.layout;
   const bool affine = layout.mapping == Mapping::affine;
   const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
-  const int32_t* group_sums = args.group_sums + row * layout.groups;
+  const float* scale = args.scales + row * layout.segments;
+  const int32_t* a_sum = args.sums + row * layout.segments;
   const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
   const int64_t group_halves = layout.group_inputs() / kHalfInputs;
+  constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
 
   int64_t half = 0;
   for (int64_t group = 0; group < layout.groups; ++group) {
-    const int32_t group_sum = group_sums[group];
-    const int64_t end = half + group_halves < halves ? half + group_halves : halves;
-    uint32_t sums[kPanelRows] = {};
-    for (; half < end; ++half) {
-      const uint8_t* block = panel + layout.block_offset(half / 2);
-      if (half % 2 == 0) {
-        add_half<Bits, 0>(block, layout.levels, a + half * kHalfInputs, sums);
-      } else {
-        add_half<Bits, 4>(block, layout.levels, a + half * kHalfInputs, sums);
+    const int64_t group_end = half + group_halves < halves ? half + group_halves : halves;
+    float products[kPanelRows];
+    for (bool first = true; half < group_end; first = false, ++scale, ++a_sum) {
+      const int64_t end = half + kSegmentHalves < group_end ? half + kSegmentHalves : group_end;
+      int32_t sums[kPanelRows] = {};
+      for (; half < end; ++half) {
+        const uint8_t* block = panel + layout.block_offset(half / 2);
+        if (half % 2 == 0) {
+          add_half<Bits, 0>(block, layout.levels, a + half * kHalfInputs, sums);
+        } else {
+          add_half<Bits, 4>(block, layout.levels, a + half * kHalfInputs, sums);
+        }
+      }
+      for (int r = 0; r < kPanelRows; ++r) {
+        const int32_t sum = affine ? sums[r] : level_factor(Bits) * sums[r] - level_offset(Bits) * *a_sum;
+        const float value = static_cast<float>(sum);
+        products[r] = first ? *scale * value : std::fma(*scale, value, products[r]);
       }
     }
     const uint8_t* scales = panel + layout.scales_offset(group);
     for (int r = 0; r < kPanelRows; ++r) {
-      uint32_t sum = sums[r];
-      if (!affine) sum = level_factor(Bits) * sum - level_offset(Bits) * static_cast<uint32_t>(group_sum);
-      acc[r] = std::fma(load_as_f32(scales, DType::f16, r), static_cast<float>(static_cast<int32_t>(sum)), acc[r]);
-      if (affine) acc[r] = std::fma(load_as_f32(scales, DType::f16, kPanelRows + r), static_cast<float>(group_sum), acc[r]);
+      acc[r] = std::fma(load_as_f32(scales, DType::f16, r), products[r], acc[r]);
+      if (!affine) continue;
+      const float group_sum = args.group_sums[row * layout.groups + group];
+      acc[r] = std::fma(load_as_f32(scales, DType::f16, kPanelRows + r), group_sum, acc[r]);
     }
   }
 }
@@ -81,10 +91,8 @@ void run_panels(const LinearArgs& args) {
       row_times_panel<Bits>(args, panel, row, acc);
       for (int64_t r = 0; r < columns; ++r) {
         const float row_scale = load_as_f32(head, DType::f32, r);
-        const float row_sum = load_as_f32(head, DType::f32, kPanelRows + r);
         const float bias = load_as_f32(head, DType::f32, 2 * kPanelRows + r);
-        const float corrected = std::fma(-args.zeros[row], row_sum, acc[r]);
-        const float y = std::fma(args.scales[row] * row_scale, corrected, bias);
+        const float y = std::fma(row_scale, acc[r], bias);
         store_from_f32(args.out, args.out_dtype, row * args.out_stride + p * kPanelRows + r, y);
       }
     }

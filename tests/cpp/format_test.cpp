@@ -250,12 +250,11 @@ TEST(Format, LayoutParametersAreChecked) {
   EXPECT_TRUE(make(1, 1, 1, 0));
   EXPECT_TRUE(make(kMaxDimension, kMaxDimension, 8, 16));
   EXPECT_GT(layout.total_bytes, int64_t{1} << 62);
-  EXPECT_TRUE(make(1, kMaxGroupInputs, 8, 0));
-  EXPECT_TRUE(make(1, kMaxDimension, 8, kMaxGroupInputs));
+  EXPECT_TRUE(make(1, kMaxDimension, 8, 0));
+  EXPECT_TRUE(make(1, kMaxDimension, 8, kMaxDimension));
   EXPECT_FALSE(make(kMaxDimension + 1, 1, 8, 16));
   EXPECT_FALSE(make(1, kMaxDimension + 1, 8, 16));
-  EXPECT_FALSE(make(1, kMaxGroupInputs + 1, 8, 0));
-  EXPECT_FALSE(make(1, 1, 8, kMaxGroupInputs + 16));
+  EXPECT_FALSE(make(1, 1, 8, kMaxDimension + 16));
   EXPECT_FALSE(make(1, 1, 8, -16));
   EXPECT_FALSE(make(1, 1, 8, 24));
   EXPECT_FALSE(make(1, 1, 0, 16));

@@ -19,7 +19,7 @@ namespace {
 
 // Of the activations. With other than random ones every code is the highest, or zero.
 enum class Values { random, lowest, highest, lowest_by_zero };
-enum class RowScale { ordinary, huge, tiny, subnormal, zero, not_a_number };
+enum class ActivationScale { ordinary, huge, tiny, subnormal, zero, not_a_number };
 
 struct Case {
   const char* name;
@@ -29,7 +29,7 @@ struct Case {
   int64_t misaligned = 0;  // packed bytes end this far from the wall
   Wall wall = Wall::after;
   Values values = Values::random;
-  RowScale scale = RowScale::ordinary;
+  ActivationScale scale = ActivationScale::ordinary;
   bool padding_is_garbage = false;
 };
 
@@ -93,7 +93,6 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "lowest_activations_16", .m = m, .n = 16, .k = 80, .group_size = 16, .values = Values::lowest},
       {.name = "highest_activations_64", .m = m, .n = 16, .k = 160, .group_size = 64, .values = Values::highest},
       {.name = "lowest_by_zero", .m = m, .n = 16, .k = 256, .group_size = 128, .values = Values::lowest_by_zero},
-      // Group sums about 2^22, the bound of an exact conversion by subtraction: below it at 4 blocks, beyond at more.
       {.name = "lowest_activations_8_rows", .m = 8, .n = 16, .k = 256, .group_size = 128, .values = Values::lowest},
       {.name = "lowest_160", .m = 8, .n = 16, .k = 320, .group_size = 160, .values = Values::lowest},
       {.name = "highest_256", .m = 9, .n = 16, .k = 512, .group_size = 256, .values = Values::highest},
@@ -101,11 +100,11 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "lowest_per_channel", .m = 9, .n = 16, .k = 4128, .group_size = 0, .values = Values::lowest},
       {.name = "highest_32", .m = m, .n = 16, .k = 64, .group_size = 32, .values = Values::highest},
       {.name = "lowest_by_zero_32", .m = m, .n = 16, .k = 64, .group_size = 32, .values = Values::lowest_by_zero},
-      {.name = "huge_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::huge},
-      {.name = "tiny_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::tiny},
-      {.name = "subnormal_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::subnormal},
-      {.name = "zero_row_scale", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::zero},
-      {.name = "nan_row_scale", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = RowScale::not_a_number},
+      {.name = "huge_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::huge},
+      {.name = "tiny_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::tiny},
+      {.name = "subnormal_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::subnormal},
+      {.name = "zero_scales", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::zero},
+      {.name = "nan_scales", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::not_a_number},
       {.name = "garbage_padding", .m = 4, .n = 21, .k = 53, .group_size = 32, .padding_is_garbage = true},
       {.name = "garbage_padding_16", .m = 1, .n = 5, .k = 21, .group_size = 16, .padding_is_garbage = true},
   };
@@ -142,33 +141,37 @@ std::vector<Case> cases_for(const LinearKernel& row) {
 // Everything that one call reads.
 struct Input {
   Decoded weights;  // only for who compares with the contract: reading them bit by bit takes long
-  Guarded packed, a, group_sums, scales, zeros;
+  Guarded packed, a, scales, sums, group_sums;
   LinearArgs args{};
 
   Input(const Case& c, const Layout& layout, const std::vector<uint8_t>& bytes, bool decoded, Random& random)
       : packed(layout.total_bytes, c.wall, c.misaligned),
         a(c.m * layout.blocks * 32, c.wall),
-        group_sums(c.m * layout.groups * 4, c.wall),
-        scales(c.m * 4, c.wall),
-        zeros(c.m * 4, c.wall) {
+        scales(c.m * layout.segments * 4, c.wall),
+        sums(c.m * layout.segments * 4, c.wall),
+        group_sums(layout.mapping == Mapping::affine ? c.m * layout.groups * 4 : 4, c.wall) {
     std::memcpy(packed.data(), bytes.data(), bytes.size());
     if (c.padding_is_garbage) scramble_padding(packed.data(), layout, random);
     if (decoded) weights = decode(packed.data(), layout);
-    const int64_t group_inputs = layout.group_inputs();
+    const std::vector<Segment> segments = segments_of(layout.k, layout.group_inputs());
+    EXPECT_EQ(layout.segments, static_cast<int64_t>(segments.size()));
     std::memset(a.data(), 0, static_cast<size_t>(a.size()));
     for (int64_t row = 0; row < c.m; ++row) {
       int8_t* values = a.as<int8_t>() + row * layout.blocks * 32;
       for (int64_t i = 0; i < layout.k; ++i) {
-        values[i] = static_cast<int8_t>(c.values == Values::random    ? random.between(int64_t{-128}, 127)
+        values[i] = static_cast<int8_t>(c.values == Values::random    ? random.between(int64_t{-127}, 127)
                                         : c.values == Values::highest ? 127
-                                                                      : -128);
+                                                                      : -127);
       }
-      for (int64_t g = 0; g < layout.groups; ++g) {
-        const int64_t end = std::min((g + 1) * group_inputs, layout.k);
-        group_sums.as<int32_t>()[row * layout.groups + g] = std::accumulate(values + g * group_inputs, values + end, 0);
+      float* const row_scales = scales.as<float>() + row * layout.segments;
+      int32_t* const row_sums = sums.as<int32_t>() + row * layout.segments;
+      for (size_t s = 0; s < segments.size(); ++s) {
+        row_scales[s] = segment_scale(c.scale, random);
+        row_sums[s] = std::accumulate(values + segments[s].begin, values + segments[s].end, 0);
       }
-      scales.as<float>()[row] = row_scale(c.scale, random);
-      zeros.as<float>()[row] = static_cast<float>(random.between(int64_t{-128}, 127));
+      if (layout.mapping != Mapping::affine) continue;
+      const std::vector<float> of_groups = contract_group_sums(segments, row_scales, row_sums);
+      std::memcpy(group_sums.as<float>() + row * layout.groups, of_groups.data(), of_groups.size() * sizeof(float));
     }
     for (Guarded* buffer : all()) buffer->freeze();
 
@@ -177,23 +180,28 @@ struct Input {
     args.panel_begin = c.panel_begin;
     args.panel_end = c.panel_end < 0 ? layout.panels : c.panel_end;
     args.a = a.as<int8_t>();
-    args.group_sums = group_sums.as<int32_t>();
     args.scales = scales.as<float>();
-    args.zeros = zeros.as<float>();
+    args.sums = sums.as<int32_t>();
+    args.group_sums = layout.mapping == Mapping::affine ? group_sums.as<float>() : nullptr;
     args.m = c.m;
     args.out_stride = layout.n + c.extra_stride;
   }
 
-  std::vector<Guarded*> all() { return {&packed, &a, &group_sums, &scales, &zeros}; }
+  std::vector<Guarded*> all() { return {&packed, &a, &scales, &sums, &group_sums}; }
 
-  static float row_scale(RowScale kind, Random& random) {
+  // As the quantizer makes them: the two lowest bits of the mantissa are zero.
+  static float segment_scale(ActivationScale kind, Random& random) {
+    return float_from_bits(bits_of_float(any_scale(kind, random)) & ~3u);
+  }
+
+  static float any_scale(ActivationScale kind, Random& random) {
     switch (kind) {
-      case RowScale::ordinary: return random.between(0x1p-8f, 0x1p-4f);
-      case RowScale::huge: return random.between(1e3f, 1e6f);     // float16 outputs overflow
-      case RowScale::tiny: return random.between(1e-10f, 1e-8f);  // float16 outputs are subnormal or zero
-      case RowScale::subnormal: return random.between(0x1p-126f, 0x1p-124f);
-      case RowScale::zero: return 0.0f;
-      case RowScale::not_a_number: break;
+      case ActivationScale::ordinary: return random.between(0x1p-8f, 0x1p-4f);
+      case ActivationScale::huge: return random.between(1e3f, 1e6f);     // float16 outputs overflow
+      case ActivationScale::tiny: return random.between(1e-10f, 1e-8f);  // float16 outputs are subnormal or zero
+      case ActivationScale::subnormal: return random.between(0x1p-126f, 0x1p-124f);
+      case ActivationScale::zero: return 0.0f;
+      case ActivationScale::not_a_number: break;
     }
     return float_from_bits(0x7fc00000u);
   }
@@ -220,10 +228,11 @@ std::vector<uint8_t> run_contract(const Input& in, bool check_bound) {
   for (int64_t i = 0; i < args.m; ++i) {
     const int8_t* a = args.a + i * args.layout.blocks * 32;
     for (int64_t row = args.panel_begin * 16; row < end; ++row) {
-      const float y = contract_linear(in.weights, row, a, args.scales[i], args.zeros[i]);
+      const float* const scales = args.scales + i * args.layout.segments;
+      const float y = contract_linear(in.weights, row, a, scales);
       store_from_f32(out.data(), DType::f32, i * args.out_stride + row, y);
       if (!check_bound) continue;
-      const Bounded exact = exact_linear(in.weights, row, a, args.scales[i], args.zeros[i]);
+      const Bounded exact = exact_linear(in.weights, row, a, scales);
       EXPECT_LE(std::fabs(y - exact.value), exact.bound) << "output [" << i << ", " << row << "]";
     }
   }
@@ -255,7 +264,7 @@ class LinearRow : public testing::TestWithParam<RowRef> {
         const int code = c.values == Values::lowest_by_zero ? 0 : (1 << kernel.bits) - 1;
         if (c.values != Values::random) std::fill(weights.codes.begin(), weights.codes.end(), code);
         Input in(c, layout, packed(weights), kernel.isa == kPortable, random);
-        const bool is_number = c.scale != RowScale::not_a_number;
+        const bool is_number = c.scale != ActivationScale::not_a_number;
         // Once for all output types: in an emulator it is this that takes the time.
         const std::vector<uint8_t> reference = kernel.isa == kPortable ? run_contract(in, is_number)
                                                                        : run(portable, c, in.args, DType::f32);
@@ -284,13 +293,13 @@ TEST_P(LinearRow, SameBits) {
   note_exercised(kernel.name);
 }
 
-// The integer sums of the largest group are within 1 % of 2^31 at 8 bits.
+// A group of a thousand segments, whose integer sums are the largest there are.
 TEST_P(LinearRow, LargestGroup) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const LinearKernel& kernel = linear_kernel(GetParam().index);
   for (const Values values : {Values::lowest, Values::highest}) {
     const Case c{
-        .name = "largest_group", .m = kernel.m_least, .n = 2, .k = kMaxGroupInputs, .group_size = 0, .values = values};
+        .name = "largest_group", .m = kernel.m_least, .n = 2, .k = 65536, .group_size = 0, .values = values};
     for (const Mapping mapping : mappings_in(kernel.mappings)) {
       const Layout layout = layout_of(c.n, c.k, kernel.bits, c.group_size, mapping, false);
       Random random(kernel.bits);

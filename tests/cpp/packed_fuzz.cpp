@@ -120,7 +120,9 @@ bool fits(const Kernel& row, const Layout& layout) {
 void run_linear_rows(const uint8_t* packed, const Layout& layout, const TensorView& x, DType dtype, int64_t m,
                      const std::vector<uint8_t>& expected, Counts* counts) {
   const int64_t width = layout.blocks * kBlockInputs;
-  const Buffer a(m * width), sums(m * layout.groups * 4), scales(m * 4), zeros(m * 4);
+  const bool affine = layout.mapping == Mapping::affine;
+  const Buffer a(m * width), scales(m * layout.segments * 4), sums(m * layout.segments * 4);
+  const Buffer group_sums(affine ? m * layout.groups * 4 : 4);
   for (int64_t row = 0; row < m; ++row) {
     choose_quantize(kPortable)
         .run({.x = static_cast<const uint8_t*>(x.data) + row * layout.k * size_of(dtype),
@@ -129,9 +131,9 @@ void run_linear_rows(const uint8_t* packed, const Layout& layout, const TensorVi
               .k_padded = width,
               .group_inputs = layout.group_inputs(),
               .a = reinterpret_cast<int8_t*>(a.data()) + row * width,
-              .group_sums = reinterpret_cast<int32_t*>(sums.data()) + row * layout.groups,
-              .scale = reinterpret_cast<float*>(scales.data()) + row,
-              .zero = reinterpret_cast<float*>(zeros.data()) + row});
+              .scales = reinterpret_cast<float*>(scales.data()) + row * layout.segments,
+              .sums = reinterpret_cast<int32_t*>(sums.data()) + row * layout.segments,
+              .group_sums = affine ? reinterpret_cast<float*>(group_sums.data()) + row * layout.groups : nullptr});
   }
   alignas(64) static uint8_t scratch[kLinearScratchBytes];
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
@@ -144,9 +146,9 @@ void run_linear_rows(const uint8_t* packed, const Layout& layout, const TensorVi
                 .panel_begin = 0,
                 .panel_end = layout.panels,
                 .a = reinterpret_cast<const int8_t*>(a.data()),
-                .group_sums = reinterpret_cast<const int32_t*>(sums.data()),
                 .scales = reinterpret_cast<const float*>(scales.data()),
-                .zeros = reinterpret_cast<const float*>(zeros.data()),
+                .sums = reinterpret_cast<const int32_t*>(sums.data()),
+                .group_sums = affine ? reinterpret_cast<const float*>(group_sums.data()) : nullptr,
                 .m = m,
                 .out = out.data(),
                 .out_dtype = dtype,

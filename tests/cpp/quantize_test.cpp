@@ -42,10 +42,12 @@ constexpr Pattern kPatterns[] = {
     {"negative_outlier", [](int64_t i, int64_t k, Random& r) { return i == k - 1 ? -3e4f : r.normal(); }},
     {"extremes_1e38", [](int64_t i, int64_t, Random& r) { return (i % 2 ? 1e38f : -1e38f) * r.unit(); }},
     {"largest_floats", [](int64_t i, int64_t, Random&) { return i % 2 ? FLT_MAX : -FLT_MAX; }},
-    {"just_quantisable", [](int64_t i, int64_t, Random& r) { return i ? 0x1p-118f * r.normal() : 0x1.8p-118f; }},
+    {"just_quantizable", [](int64_t i, int64_t, Random& r) { return i % 16 ? 0x1p-119f * r.normal() : 0x1.8p-119f; }},
+    {"just_below_the_limit", [](int64_t i, int64_t, Random& r) { return i % 16 ? 0x1p110f * r.unit() : -0x1.fbp110f; }},
+    {"just_beyond_the_limit", [](int64_t i, int64_t, Random& r) { return i % 16 ? 0x1p110f * r.unit() : -0x1.fdp110f; }},
     {"smallest_range",
-     [](int64_t i, int64_t, Random& r) { return i ? 0x1p-119f * r.unit() : 0x1.fep-119f; }},  // 255 * 2^-126
-    {"range_just_too_small", [](int64_t i, int64_t, Random& r) { return i ? 0x1p-119f * r.unit() : 0x1.fcp-119f; }},
+     [](int64_t i, int64_t, Random& r) { return i % 16 ? 0x1p-120f * r.unit() : 0x1.fc0004p-120f; }},  // 127 * 2^-126
+    {"range_just_too_small", [](int64_t i, int64_t, Random& r) { return i % 16 ? 0x1p-120f * r.unit() : 0x1.fap-120f; }},
     {"range_too_small", [](int64_t, int64_t, Random& r) { return 0x1p-122f * r.normal(); }},
     {"subnormal", [](int64_t, int64_t, Random& r) { return 0x1p-140f * r.normal(); }},
     {"half_subnormal", [](int64_t, int64_t, Random& r) { return 0x1p-22f * r.normal(); }},
@@ -57,22 +59,24 @@ constexpr Pattern kPatterns[] = {
 
 constexpr int64_t kLengths[] = {1,  2,  3,  7,  8,  15, 16,  17,  31,  32,  33,
                                 47, 48, 49, 63, 64, 65, 100, 127, 130, 257, 1000};
-constexpr int64_t kGroups[] = {16, 32, 48, 128, 0};
+constexpr int64_t kGroups[] = {16, 32, 48, 64, 80, 128, 0};
 
 struct Result {
-  std::vector<uint8_t> a, group_sums, scale, zero;
+  std::vector<uint8_t> a, scales, sums, group_sums;
   bool operator==(const Result&) const = default;
 };
 
 Result run(const QuantizeKernel& kernel, const std::vector<uint8_t>& x_bytes, DType dtype, int64_t k, int64_t group,
-           Wall wall, int64_t misaligned) {
+           Wall wall, int64_t misaligned, bool with_group_sums = true) {
   const int64_t padded = (k + 31) / 32 * 32;
   const int64_t group_inputs = group == 0 ? padded : group;
   Guarded x(static_cast<int64_t>(x_bytes.size()), wall, misaligned);
   std::memcpy(x.data(), x_bytes.data(), x_bytes.size());
   x.freeze();
-  Guarded a(padded, wall), group_sums((k + group_inputs - 1) / group_inputs * 4, wall), scale(4), zero(4);
-  std::vector<Guarded*> outputs = {&a, &group_sums, &scale, &zero};
+  const int64_t segment_bytes = static_cast<int64_t>(segments_of(k, group_inputs).size()) * 4;
+  const int64_t group_bytes = (k + group_inputs - 1) / group_inputs * 4;
+  Guarded a(padded, wall), scales(segment_bytes, wall), sums(segment_bytes, wall), group_sums(group_bytes, wall);
+  std::vector<Guarded*> outputs = {&a, &scales, &sums, &group_sums};
   for (Guarded* out : outputs) std::memset(out->data(), 0x5c, static_cast<size_t>(out->size()));
   kernel.run({.x = x.data(),
               .x_dtype = dtype,
@@ -80,49 +84,48 @@ Result run(const QuantizeKernel& kernel, const std::vector<uint8_t>& x_bytes, DT
               .k_padded = padded,
               .group_inputs = group_inputs,
               .a = a.as<int8_t>(),
-              .group_sums = group_sums.as<int32_t>(),
-              .scale = scale.as<float>(),
-              .zero = zero.as<float>()});
+              .scales = scales.as<float>(),
+              .sums = sums.as<int32_t>(),
+              .group_sums = with_group_sums ? group_sums.as<float>() : nullptr});
   EXPECT_TRUE(x.intact()) << "wrote to x";
   for (const Guarded* out : outputs) EXPECT_TRUE(out->intact()) << "wrote outside of an output";
-  return {a.bytes(), group_sums.bytes(), scale.bytes(), zero.bytes()};
+  return {a.bytes(), scales.bytes(), sums.bytes(), group_sums.bytes()};
 }
 
+int64_t inputs_of(int64_t group, size_t k) { return group == 0 ? static_cast<int64_t>((k + 31) / 32 * 32) : group; }
+
 Result contract(const std::vector<float>& x, int64_t group) {
-  const QuantizedRow q = contract_quantize(x);
-  const size_t padded = (x.size() + 31) / 32 * 32;
-  const size_t group_inputs = group == 0 ? padded : static_cast<size_t>(group);
-  std::vector<int32_t> sums((x.size() + group_inputs - 1) / group_inputs);
-  for (size_t i = 0; i < x.size(); ++i) sums[i / group_inputs] += q.a[i];
+  const int64_t group_inputs = inputs_of(group, x.size());
+  const QuantizedRow q = contract_quantize(x, group_inputs);
+  const std::vector<Segment> segments = segments_of(static_cast<int64_t>(x.size()), group_inputs);
   Result result;
-  result.a.assign(padded, 0);
+  result.a.assign((x.size() + 31) / 32 * 32, 0);
   std::memcpy(result.a.data(), q.a.data(), q.a.size());
-  const auto raw = [](const void* data, size_t size) {
-    const uint8_t* bytes = static_cast<const uint8_t*>(data);
-    return std::vector<uint8_t>(bytes, bytes + size);
+  const auto raw = [](const auto& values) {
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(values.data());
+    return std::vector<uint8_t>(bytes, bytes + values.size() * sizeof values[0]);
   };
-  result.group_sums = raw(sums.data(), sums.size() * 4);
-  result.scale = raw(&q.scale, 4);
-  result.zero = raw(&q.zero, 4);
+  result.scales = raw(q.scales);
+  result.sums = raw(q.sums);
+  result.group_sums = raw(contract_group_sums(segments, q.scales.data(), q.sums.data()));
   return result;
 }
 
-// |x - s (a - z)| <= s (0.5 + e). Before rounding a is x/s + z: at most 0.5 from the rounded one, and by the choice
-// of z within [-128.5, 127.5], so that clamping costs no more. The rest is rounding, u = 2^-24 relative each of at most
-// 256: s itself (its two quotients and their difference, 3 u, moves the upper end), 1/s, -lo * inv, the fma: e <= 6 *
-// 256 u < 2^-13. (A quotient that is subnormal is off by 2^-150, no more than u s.)
-void check_against_real_numbers(const std::vector<float>& x, const Result& result) {
-  float scale, zero;
-  std::memcpy(&scale, result.scale.data(), 4);
-  std::memcpy(&zero, result.zero.data(), 4);
-  EXPECT_EQ(zero, std::rint(zero));
-  EXPECT_GE(zero, -128.0f);
-  EXPECT_LE(zero, 127.0f);
-  for (size_t i = 0; i < x.size(); ++i) {
-    const double restored = double{scale} * (static_cast<int8_t>(result.a[i]) - double{zero});
-    // A row whose range is below 255 * 2^-126 becomes zero.
-    const double bound = scale == 0.0f ? 0x1p-118 : scale * (0.5 + 0x1p-13);
-    EXPECT_LE(std::fabs(x[i] - restored), bound) << "x[" << i << "] = " << x[i];
+// |x - t a| <= t (0.5 + e): x * inv is off by the rounding of 1/t and of the product, u = 2^-24 relative each of at most
+// 127 (1 + 2^-21), so e <= 127 * 2 u (1 + 2^-20) < 2^-15; rounding to an integer makes 0.5 of it. That integer is at most
+// 127, since 127 (1 + 2^-21) is.
+void check_against_real_numbers(const std::vector<float>& x, int64_t group, const Result& result) {
+  size_t s = 0;
+  for (const Segment& segment : segments_of(static_cast<int64_t>(x.size()), inputs_of(group, x.size()))) {
+    float scale;
+    std::memcpy(&scale, result.scales.data() + 4 * s++, 4);
+    for (int64_t i = segment.begin; i < segment.end; ++i) {
+      const double value = x[static_cast<size_t>(i)];
+      const double restored = double{scale} * static_cast<int8_t>(result.a[static_cast<size_t>(i)]);
+      // A segment whose scale would be below 2^-126 becomes zero.
+      const double bound = scale == 0.0f ? 0x1p-119 : scale * (0.5 + 0x1p-15);
+      EXPECT_LE(std::fabs(value - restored), bound) << "x[" << i << "] = " << value;
+    }
   }
 }
 
@@ -135,7 +138,7 @@ class QuantizeRow : public testing::TestWithParam<RowRef> {
     const std::vector<uint8_t> bytes = to_bytes(x, dtype);
     x = from_bytes(bytes, dtype);
     bool finite = true;
-    for (const float value : x) finite = finite && std::isfinite(value);
+    for (const float value : x) finite = finite && std::fabs(value) < 0x1.fcp110f;  // 127 * 2^104: beyond, all is NaN
     for (const int64_t group : kGroups) {
       for (const auto& [wall, misaligned] : {std::pair{Wall::after, 0}, {Wall::after, 1}, {Wall::before, 0}}) {
         const std::string what = std::string(kernel.name) + " " + pattern.name + " " + name_of(dtype) +
@@ -147,10 +150,10 @@ class QuantizeRow : public testing::TestWithParam<RowRef> {
         const Result expected =
             is_portable ? contract(x, group) : run(choose_quantize(kPortable), bytes, dtype, k, group, Wall::after, 0);
         EXPECT_EQ(result.a, expected.a) << "values";
+        EXPECT_EQ(result.scales, expected.scales) << "scales";
+        EXPECT_EQ(result.sums, expected.sums) << "sums";
         EXPECT_EQ(result.group_sums, expected.group_sums) << "group sums";
-        EXPECT_EQ(result.scale, expected.scale) << "scale";
-        EXPECT_EQ(result.zero, expected.zero) << "zero point";
-        if (is_portable && finite) check_against_real_numbers(x, result);
+        if (is_portable && finite) check_against_real_numbers(x, group, result);
         if (HasFailure()) return false;
       }
     }
@@ -171,7 +174,7 @@ TEST_P(QuantizeRow, SameBits) {
   }
 }
 
-// Many random ranges, where the zero point and the ends of the range round in every possible way.
+// Many random ranges, where scales and values round in every possible way.
 TEST_P(QuantizeRow, RandomRanges) {
   LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
   const QuantizeKernel& kernel = quantize_kernel(GetParam().index);
@@ -184,8 +187,25 @@ TEST_P(QuantizeRow, RandomRanges) {
     const int64_t k = static_cast<int64_t>(x.size());
     const Result result = run(kernel, to_bytes(x, DType::f32), DType::f32, k, 16, Wall::after, 0);
     EXPECT_TRUE(result == contract(x, 16)) << "repeat " << repeat;
-    check_against_real_numbers(x, result);
+    check_against_real_numbers(x, 16, result);
     if (HasFailure()) return;
+  }
+}
+
+// Group sums that are not wanted are not written, and change nothing else.
+TEST_P(QuantizeRow, WithoutGroupSums) {
+  LOWBIT_SKIP_UNLESS_SUPPORTED(GetParam());
+  const QuantizeKernel& kernel = quantize_kernel(GetParam().index);
+  Random random(9);
+  for (const int64_t k : kLengths) {
+    std::vector<float> x;
+    for (int64_t i = 0; i < k; ++i) x.push_back(random.normal());
+    for (const int64_t group : kGroups) {
+      const Result result = run(kernel, to_bytes(x, DType::f32), DType::f32, k, group, Wall::after, 0, false);
+      Result expected = contract(x, group);
+      expected.group_sums.assign(expected.group_sums.size(), 0x5c);
+      EXPECT_TRUE(result == expected) << "k=" << k << " group=" << group;
+    }
   }
 }
 

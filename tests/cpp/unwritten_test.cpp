@@ -85,8 +85,8 @@ TEST(Unwritten, EveryLinearKernelIsSeenThrough) {
     const Layout layout = layout_of(kOutputs, kInputs, row.bits, 32, Mapping::symmetric, true);
     std::vector<uint8_t> weights = packed(random_weights(layout, random));
     std::vector<int8_t> a(static_cast<size_t>(m * layout.blocks * kBlockInputs), 3);
-    std::vector<int32_t> sums(static_cast<size_t>(m * layout.groups), 96);
-    std::vector<float> scales(static_cast<size_t>(m), 0.5f), zeros(static_cast<size_t>(m), 7.0f);
+    std::vector<int32_t> sums(static_cast<size_t>(m * layout.segments), 96);
+    std::vector<float> scales(static_cast<size_t>(m * layout.segments), 0.5f);
     alignas(64) static uint8_t scratch[kLinearScratchBytes];
     std::vector<uint8_t> out(static_cast<size_t>(m * kOutputs * 4));
     check(row.name, out, [&] {
@@ -96,16 +96,15 @@ TEST(Unwritten, EveryLinearKernelIsSeenThrough) {
       args.layout = layout;
       args.panel_end = layout.panels;
       args.a = a.data();
-      args.group_sums = sums.data();
       args.scales = scales.data();
-      args.zeros = zeros.data();
+      args.sums = sums.data();
       args.m = m;
       args.out = out.data();
       args.out_dtype = DType::f32;
       args.out_stride = kOutputs;
       args.scratch = scratch;
       row.run(args);
-    }, {{"an activation", {a.data(), 40}}, {"a scale of a row", {scales.data(), 1}}, {"a zero point", {zeros.data(), 0}},
+    }, {{"an activation", {a.data(), 40}}, {"a scale of a segment", {scales.data(), 1}},
         {"a code", {weights.data(), layout.header_bytes + 5}},
         {"a bias", {weights.data(), layout.header_bytes + layout.head_offset + 132}}});
   }

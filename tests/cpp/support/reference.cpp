@@ -11,20 +11,19 @@ namespace {
 constexpr double kUnit = 0x1p-24;       // half the distance from 1 to the next float32
 constexpr double kSmallest = 0x1p-149;  // the smallest positive float32
 
-struct GroupSums {
+struct SegmentSums {
   int64_t products;  // of a * level
   int64_t values;    // of a
 };
 
-GroupSums group_sums(const Decoded& w, int64_t row, int64_t group, const int8_t* a) {
-  const int64_t begin = group * w.group_inputs, end = std::min(begin + w.group_inputs, w.k);
+SegmentSums segment_sums(const Decoded& w, int64_t row, const Segment& segment, const int8_t* a) {
   const int16_t* integers = w.integers.data() + row * w.k;
-  int32_t products = 0, values = 0;  // a group has at most 65536 inputs, and 65536 * 128 * 255 < 2^31
-  for (int64_t i = begin; i < end; ++i) {
-    products += a[i] * integers[i];
-    values += a[i];
+  SegmentSums sums{};
+  for (int64_t i = segment.begin; i < segment.end; ++i) {
+    sums.products += a[i] * integers[i];
+    sums.values += a[i];
   }
-  return {products, values};
+  return sums;
 }
 
 float contract_exp2(float x) {
@@ -39,49 +38,74 @@ float contract_exp2(float x) {
 
 }  // namespace
 
-float contract_linear(const Decoded& w, int64_t row, const int8_t* a, float scale, float zero) {
-  float acc = 0.0f;
-  for (int64_t g = 0; g < w.groups; ++g) {
-    const GroupSums sums = group_sums(w, row, g, a);
-    const size_t at = static_cast<size_t>(row * w.groups + g);
-    acc = std::fma(static_cast<float>(w.scales[at]), static_cast<float>(sums.products), acc);
-    if (w.affine) acc = std::fma(static_cast<float>(w.mins[at]), static_cast<float>(sums.values), acc);
+std::vector<Segment> segments_of(int64_t k, int64_t group_inputs) {
+  std::vector<Segment> segments;
+  for (int64_t begin = 0; begin < k;) {
+    const int64_t group = begin / group_inputs;
+    const int64_t end = std::min({begin + 64, (group + 1) * group_inputs, k});
+    segments.push_back({begin, end, group});
+    begin = end;
   }
-  const size_t r = static_cast<size_t>(row);
-  const float corrected = std::fma(-zero, w.row_sum[r], acc);
-  return std::fma(scale * w.row_scale[r], corrected, w.bias[r]);
+  return segments;
 }
 
-// The bound. Let u = 2^-24. A term p = scale * float(I) is off by a factor 1 + d, |d| <= u, because float(I) is
-// rounded; the sum of T terms by T fmas multiplies each term by at most T more such factors. The stored row sum R is
-// the exact one rounded (one factor), the zero point's fma adds one to everything, and the product s * row_scale one.
-// So before the last fma the error is at most |s row_scale| * P * ((1 + u)^(T + 3) - 1) with P = sum |p| + |z R|, and
-// with n = T + 3 and n u < 0.01 that is below |s row_scale| P * 1.01 n u. The last fma rounds once: u |y| more, and u
-// times the error, which the 1.01 covers. Where s * row_scale underflows its error is half of 2^-149 instead (times P),
-// and so is that of a result that underflows. The float64 sums here and in the packer are off by less than T * 2^-52 P
-// (below u P, hence the n + 1), and those of the row sum by k * 2^-51 times the sum of the row's magnitudes.
-Bounded exact_linear(const Decoded& w, int64_t row, const int8_t* a, float scale, float zero) {
-  double sum = 0.0, magnitude = 0.0, row_sum = 0.0, row_magnitude = 0.0;
-  for (int64_t g = 0; g < w.groups; ++g) {
-    const GroupSums sums = group_sums(w, row, g, a);
-    const size_t at = static_cast<size_t>(row * w.groups + g);
-    const double product = w.scales[at] * static_cast<double>(sums.products);
-    const double shift = w.affine ? w.mins[at] * static_cast<double>(sums.values) : 0.0;
+std::vector<float> contract_group_sums(const std::vector<Segment>& segments, const float* scales, const int32_t* sums) {
+  std::vector<float> groups;
+  for (size_t s = 0; s < segments.size(); ++s) {
+    const float sum = static_cast<float>(sums[s]);
+    if (segments[s].group == static_cast<int64_t>(groups.size())) {
+      groups.push_back(scales[s] * sum);
+    } else {
+      groups.back() = std::fma(scales[s], sum, groups.back());
+    }
+  }
+  return groups;
+}
+
+float contract_linear(const Decoded& w, int64_t row, const int8_t* a, const float* scales) {
+  const std::vector<Segment> segments = segments_of(w.k, w.group_inputs);
+  std::vector<int32_t> products, values;
+  for (const Segment& segment : segments) {
+    const SegmentSums sums = segment_sums(w, row, segment, a);
+    products.push_back(static_cast<int32_t>(sums.products));
+    values.push_back(static_cast<int32_t>(sums.values));
+  }
+  const std::vector<float> p = contract_group_sums(segments, scales, products.data());
+  const std::vector<float> s = contract_group_sums(segments, scales, values.data());
+  float acc = 0.0f;
+  for (size_t g = 0; g < p.size(); ++g) {
+    const size_t at = static_cast<size_t>(row * w.groups) + g;
+    acc = std::fma(static_cast<float>(w.scales[at]), p[g], acc);
+    if (w.affine) acc = std::fma(static_cast<float>(w.mins[at]), s[g], acc);
+  }
+  return std::fma(w.row_scale[static_cast<size_t>(row)], acc, w.bias[static_cast<size_t>(row)]);
+}
+
+// The bound. Let u = 2^-24; float(I) and float(A) are exact. A term scale * t * I takes part in a product and up to L - 1
+// fmas within its group, L the segments of a group, and then in up to T fmas, T the terms of all groups: each multiplies it
+// by a factor 1 + d, |d| <= u. So before the last fma the error is at most |row_scale| * P * ((1 + u)^(T + L) - 1) with P
+// the sum of the magnitudes of the terms, and with n = T + L and n u < 0.01 that is below |row_scale| P * 1.01 n u. The last
+// fma rounds once: u |y| more, and u times the error, which the 1.01 covers. A step that underflows is off by half of 2^-149
+// more: within a group times the scale, which is below 2^16. The float64 sums here are off by less than T L 2^-52 P, below
+// u P, hence the n + 1.
+Bounded exact_linear(const Decoded& w, int64_t row, const int8_t* a, const float* scales) {
+  const std::vector<Segment> segments = segments_of(w.k, w.group_inputs);
+  double sum = 0.0, magnitude = 0.0;
+  for (size_t s = 0; s < segments.size(); ++s) {
+    const SegmentSums sums = segment_sums(w, row, segments[s], a);
+    const size_t at = static_cast<size_t>(row * w.groups + segments[s].group);
+    const double product = w.scales[at] * scales[s] * static_cast<double>(sums.products);
+    const double shift = w.affine ? w.mins[at] * scales[s] * static_cast<double>(sums.values) : 0.0;
     sum += product + shift;
     magnitude += std::fabs(product) + std::fabs(shift);
-    const double mins =
-        w.affine ? w.mins[at] * static_cast<double>(std::min(w.group_inputs, w.k - g * w.group_inputs)) : 0.0;
-    row_sum += w.scales[at] * w.sums[at] + mins;
-    row_magnitude += std::fabs(w.scales[at]) * w.magnitudes[at] + std::fabs(mins);
   }
-  const size_t r = static_cast<size_t>(row);
-  const double factor = double{scale} * w.row_scale[r];
-  const double value = factor * (sum - double{zero} * row_sum) + w.bias[r];
-  const double p = magnitude + std::fabs(zero * row_sum);
-  const double n = static_cast<double>((w.affine ? 2 : 1) * w.groups + 3 + 1);
-  const double row_noise = std::fabs(zero) * row_magnitude * static_cast<double>(w.k) * 0x1p-51;
-  const double bound =
-      std::fabs(factor) * (p * 1.01 * n * kUnit + row_noise) + std::fabs(value) * kUnit + (p + 1) * kSmallest;
+  const double row_scale = w.row_scale[static_cast<size_t>(row)];
+  const double value = row_scale * sum + w.bias[static_cast<size_t>(row)];
+  const double terms = static_cast<double>((w.affine ? 2 : 1) * w.groups);
+  const double n = terms + static_cast<double>(Layout::segments_of(w.group_inputs)) + 1;
+  const double underflows = static_cast<double>(2 * segments.size()) * 0x1p16 + terms;
+  const double bound = std::fabs(row_scale) * (magnitude * 1.01 * n * kUnit + underflows * kSmallest) +
+                       std::fabs(value) * kUnit + kSmallest;
   return {value, bound};
 }
 
@@ -104,27 +128,33 @@ Bounded exact_embedding(const Decoded& w, int64_t row, int64_t input) {
   return {product + min, 2.01 * kUnit * magnitude + (std::fabs(w.level(row, input)) + 2) * kSmallest};
 }
 
-QuantizedRow contract_quantize(const std::vector<float>& x) {
-  float lo = 0.0f, hi = 0.0f;
-  bool finite = true;
-  for (const float value : x) {
-    finite = finite && std::isfinite(value);
-    lo = std::fmin(lo, value);
-    hi = std::fmax(hi, value);
-  }
-  QuantizedRow q{std::vector<int8_t>(x.size(), 0), 0.0f, 0.0f};
-  if (!finite) {
-    q.scale = float_from_bits(0x7fc00000u);
-    return q;
-  }
-  const float scale = hi / 255.0f - lo / 255.0f;
-  if (scale < 0x1p-126f) return q;
-  q.scale = scale;
-  const float inverse = 1.0f / scale;
-  q.zero = std::fmin(std::rint(-lo * inverse) - 128.0f, 127.0f);
-  for (size_t i = 0; i < x.size(); ++i) {
-    const float level = std::rint(std::fma(x[i], inverse, q.zero));
-    q.a[i] = static_cast<int8_t>(std::fmax(-128.0f, std::fmin(127.0f, level)));
+QuantizedRow contract_quantize(const std::vector<float>& x, int64_t group_inputs) {
+  QuantizedRow q{std::vector<int8_t>(x.size(), 0), {}, {}};
+  for (const Segment& segment : segments_of(static_cast<int64_t>(x.size()), group_inputs)) {
+    float most = 0.0f;
+    bool finite = true;
+    for (int64_t i = segment.begin; i < segment.end; ++i) {
+      most = std::fmax(most, std::fabs(x[static_cast<size_t>(i)]));
+      finite = finite && std::isfinite(x[static_cast<size_t>(i)]);
+    }
+    float scale = most * (1.0f / 127.0f);
+    uint32_t bits = bits_of_float(scale);
+    bits -= bits % 4;
+    scale = float_from_bits(bits);
+    int32_t sum = 0;
+    if (!finite || scale >= 0x1p104f) {
+      scale = float_from_bits(0x7fc00000u);
+    } else if (scale < 0x1p-126f) {
+      scale = 0.0f;
+    } else {
+      for (int64_t i = segment.begin; i < segment.end; ++i) {
+        const float product = x[static_cast<size_t>(i)] * (1.0f / scale);
+        q.a[static_cast<size_t>(i)] = static_cast<int8_t>(std::rint(product));
+        sum += q.a[static_cast<size_t>(i)];
+      }
+    }
+    q.scales.push_back(scale);
+    q.sums.push_back(sum);
   }
   return q;
 }

@@ -16,20 +16,30 @@ struct Bounded {
   double value, bound;  // |float32 result - value| <= bound
 };
 
-// y of one activation row (k values, zero point and scale) and one weight row. The group sums of the activations
-// are computed from the values.
-float contract_linear(const Decoded& w, int64_t row, const int8_t* a, float scale, float zero);
-Bounded exact_linear(const Decoded& w, int64_t row, const int8_t* a, float scale, float zero);
+// Begins and ends of the segments of k inputs in groups of so many, and the group that each is of.
+struct Segment {
+  int64_t begin, end, group;
+};
+std::vector<Segment> segments_of(int64_t k, int64_t group_inputs);
+
+// What the contract makes of the scales and sums of a row's segments: S of each group.
+std::vector<float> contract_group_sums(const std::vector<Segment>& segments, const float* scales, const int32_t* sums);
+
+// y of one activation row (k values, and a scale for each segment) and one weight row. The sums of the activations are
+// computed from the values.
+float contract_linear(const Decoded& w, int64_t row, const int8_t* a, const float* scales);
+Bounded exact_linear(const Decoded& w, int64_t row, const int8_t* a, const float* scales);
 
 float contract_embedding(const Decoded& w, int64_t row, int64_t input);
 Bounded exact_embedding(const Decoded& w, int64_t row, int64_t input);
 
-// One quantised row of activations.
+// One quantized row of activations.
 struct QuantizedRow {
-  std::vector<int8_t> a;  // k
-  float scale, zero;
+  std::vector<int8_t> a;      // k
+  std::vector<float> scales;  // of each segment
+  std::vector<int32_t> sums;  // of each segment
 };
-QuantizedRow contract_quantize(const std::vector<float>& x);
+QuantizedRow contract_quantize(const std::vector<float>& x, int64_t group_inputs);
 
 // What one row of attention sees.
 struct Sight {

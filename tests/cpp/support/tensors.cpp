@@ -11,8 +11,8 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
   std::vector<uint8_t> row(static_cast<size_t>(layout.k * size_of(dtype)));
   std::vector<uint8_t> out(static_cast<size_t>(rows * layout.n * size_of(dtype)));
   std::vector<int8_t> a(static_cast<size_t>(layout.blocks * 32));
-  std::vector<int32_t> group_sums(static_cast<size_t>(layout.groups));
-  float scale, zero;
+  std::vector<int32_t> sums(static_cast<size_t>(layout.segments));
+  std::vector<float> scales(static_cast<size_t>(layout.segments)), group_sums(static_cast<size_t>(layout.groups));
   const QuantizeKernel& quantize = choose_quantize(kPortable);
   const LinearKernel& kernel = choose_linear(layout, 1, kPortable);
   void* const scratch = linear_scratch();
@@ -23,22 +23,22 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
       std::memcpy(row.data() + j * size_of(dtype), element(x, i * layout.k + j), static_cast<size_t>(size_of(dtype)));
     }
     quantize.run({.x = row.data(),
-                                    .x_dtype = dtype,
-                                    .k = layout.k,
-                                    .k_padded = layout.blocks * 32,
-                                    .group_inputs = layout.group_inputs(),
-                                    .a = a.data(),
-                                    .group_sums = group_sums.data(),
-                                    .scale = &scale,
-                                    .zero = &zero});
+                  .x_dtype = dtype,
+                  .k = layout.k,
+                  .k_padded = layout.blocks * 32,
+                  .group_inputs = layout.group_inputs(),
+                  .a = a.data(),
+                  .scales = scales.data(),
+                  .sums = sums.data(),
+                  .group_sums = group_sums.data()});
     kernel.run({.panels = packed + layout.header_bytes,
                 .layout = layout,
                 .panel_begin = 0,
                 .panel_end = layout.panels,
                 .a = a.data(),
+                .scales = scales.data(),
+                .sums = sums.data(),
                 .group_sums = group_sums.data(),
-                .scales = &scale,
-                .zeros = &zero,
                 .m = 1,
                 .out = out.data() + i * layout.n * size_of(dtype),
                 .out_dtype = dtype,
