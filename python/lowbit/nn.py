@@ -186,7 +186,7 @@ def _check_order(order: Tensor, inputs: int) -> None:
 
 
 class Linear(Packed):
-    """A linear layer with 1- to 8-bit weights: int8 activations per row, quantised on the fly.
+    """A linear layer with 1- to 8-bit weights: int8 activations, quantized on the fly.
 
     Input [..., in_features] float32, bfloat16 or float16; output [..., out_features] of the same dtype.
     The weight is fixed; the input's gradient is that of a float layer with the dequantised weight.

@@ -89,7 +89,7 @@ def _differentiated(x: Tensor) -> bool:
 
 
 def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
-    """``x @ weight.T + bias`` with a packed weight; the activations are quantised to int8 per row on the fly.
+    """``x @ weight.T + bias`` with a packed weight; the activations are quantized to int8 on the fly.
 
     Args:
         x: [..., in_features] float32, bfloat16 or float16, any strides.

@@ -17,6 +17,8 @@ _SMALLEST_STEP = 2.0**-120
 _SMALLEST_FACTOR = 2.0**-126
 _LARGEST_SCALE = 2.0**15
 
+SEGMENT_INPUTS = 64  # kSegmentInputs of kernels/format.h
+
 
 def stored(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Scales and mins as :func:`lowbit.pack` stores them: float16 behind one float32 factor per row.
@@ -99,35 +101,42 @@ def _levels(codes: Tensor, config: Config) -> Tensor:
     return 2 * codes - 1 if config.bits == 1 else codes - 2 ** (config.bits - 1)
 
 
-def rounded_rows(x: Tensor) -> Tensor:
-    """Activations [..., k] of any float dtype as the operators round them, to int8 per row: float32 [..., k].
+def fake_quantize_activations(x: Tensor, group_size: int | None) -> Tensor:
+    """Activations as the packed linear layers round them: to int8, with a scale per segment of at most 64 inputs.
 
-    The gradient passes straight through. A row with a NaN or an infinity is NaN.
+    Args:
+        x: [..., k] of any float dtype.
+        group_size: of the weights that they meet; each group is cut into segments from its first input on. None: one group.
+
+    Returns:
+        float32 [..., k]. The gradient passes unchanged (a straight-through estimator: Bengio et al., 2013). A segment with a
+        NaN, an infinity or a magnitude of 127 * 2**104 or more is NaN.
     """
-    return _RoundedRows.apply(x)
+    return _FakeQuantizedActivations.apply(x, group_size)
 
 
-class _RoundedRows(torch.autograd.Function):
+class _FakeQuantizedActivations(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, group_size):
         ctx.dtype = x.dtype
-        x = x.float()
-        low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
-        step = high / 255 - low / 255
-        finite = torch.isfinite(low) & torch.isfinite(high)
-        usable = finite & (step >= 2.0**-126)
-        inverse = torch.where(usable, 1.0 / step, 0.0)
-        zero = torch.where(usable, ((-low * inverse).round() - 128).clamp(max=127), 0.0)
-        # The kernels' fma: the product is exact in float64.
-        values = torch.addcmul(zero.double(), x.double(), inverse.double()).float().round_().clamp_(-128, 127)
-        step = torch.where(usable, step, torch.where(finite, 0.0, torch.nan))
-        return values.sub_(zero).mul_(step)
+        k = x.shape[-1]
+        group = min(group_size or k, k + -k % SEGMENT_INPUTS)
+        segment = min(group, SEGMENT_INPUTS)
+        groups = functional.pad(x.float(), (0, -k % group)).unflatten(-1, (-1, group))
+        segments = functional.pad(groups, (0, -group % segment)).unflatten(-1, (-1, segment))
+        # The two lowest bits of the mantissa are cleared: kernels/ukernel.h says why.
+        scales = ((segments.abs().amax(-1, keepdim=True) * (1 / 127)).view(torch.int32) & ~3).view(torch.float32)
+        usable = (scales >= 2.0**-126) & (scales < 2.0**104)
+        inverse = torch.where(usable, 1.0 / scales, 0.0)
+        scales = torch.where(usable, scales, torch.where(scales < 2.0**-126, 0.0, torch.nan))
+        values = (segments * inverse).round_().mul_(scales)
+        return values.flatten(-2)[..., :group].flatten(-2)[..., :k]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return grad.to(ctx.dtype)
+        return grad.to(ctx.dtype), None
 
 
 def _format(config: Config) -> tuple[int, int, int]:
@@ -241,7 +250,8 @@ class LinearLayer(Layer):
         _refuse_export()
         with torch.autocast(x.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
-            return functional.linear(rounded_rows(x), self.fake_quantised(), bias).to(x.dtype)
+            rounded = fake_quantize_activations(x, self._config.group_size)
+            return functional.linear(rounded, self.fake_quantised(), bias).to(x.dtype)
 
 
 class Linear(LinearLayer, torch.nn.Linear):

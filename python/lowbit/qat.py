@@ -17,7 +17,7 @@ import torch
 
 from .layers import Prepared, as_linear, check_layers, layer_at, leave_fused_paths, names_by_weight, replace_layers
 from .nn import Packed
-from .prepared import KINDS, Embedding, Layer, Linear, rounded_rows, stored
+from .prepared import KINDS, Embedding, Layer, Linear, fake_quantize_activations, stored
 from .quantize import EmbeddingConfig, LinearConfig
 from .quantize_model import choose_layers, described_to_transformers, know_transformers
 
@@ -38,7 +38,7 @@ def prepare_(
     """Prepares a model for training with quantised weights and activations, in place.
 
     The chosen layers, transformers' ``Conv1D`` among them, compute what packed ones will: weights from the very codes
-    and scales that :func:`convert_` stores, activations int8 per row. Only the order of float sums differs. Their
+    and scales that :func:`convert_` stores, activations int8 per segment. Only the order of float sums differs. Their
     weights stay float parameters, the same objects, and get gradients straight through the rounding (Bengio et al.,
     2013) where they are within the range of their group. Scales and mins are parameters too, ``weight_scale`` and
     ``weight_min``, with the gradients of LSQ (Esser et al., Learned step size quantization, ICLR 2020) and LSQ+ (Bhalgat et
@@ -117,4 +117,4 @@ def convert_(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-__all__ = ["Embedding", "Linear", "convert_", "prepare_", "rounded_rows", "stored"]
+__all__ = ["Embedding", "Linear", "convert_", "fake_quantize_activations", "prepare_", "stored"]

@@ -228,7 +228,6 @@ TEST(Format, HostileHeadersAreRefused) {
   EXPECT_TRUE(refused({.group_size = 8}, "group size is 8; expected a multiple of 16"));
   EXPECT_TRUE(refused({.group_size = 33}, "group size is 33"));
   EXPECT_TRUE(refused({.group_size = 0xfffffff0u}, "group size is 4294967280"));
-  EXPECT_TRUE(refused({.k = 65537, .group_size = 0}, "spans 65537 inputs"));
   EXPECT_TRUE(refused({.total_bytes = 0}, "its header says 0"));
   EXPECT_TRUE(refused({.total_bytes = -64}, "its header says -64"));
   EXPECT_TRUE(refused({.total_bytes = 4096}, "its header says 4096"));

@@ -25,8 +25,8 @@ struct Fault {
 TEST(A_Refused, BrokenLibraries) {
   const Fault faults[] = {
       {"no_function", "has no function 'lowbit_kernels'"},
-      {"null_library", "has no kernels for version 3"},
-      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 3"},
+      {"null_library", "has no kernels for version 4"},
+      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 4"},
       {"other_size", "its structure LinearKernel has 56 bytes; expected 64"},
       {"no_vendor", "the vendor has no name"},
       {"bad_preference", "its preference is 9; expected 0 or 1"},
@@ -213,8 +213,8 @@ TEST(A_Refused, TablesOfRandomFaults) {
 }
 
 // The structures that libraries are compiled with. A change here needs another kKernelAbi.
-TEST(A_Refused, TheInterfaceIsVersion3) {
-  EXPECT_EQ(kKernelAbi, 3u);
+TEST(A_Refused, TheInterfaceIsVersion4) {
+  EXPECT_EQ(kKernelAbi, 4u);
   const AbiSizes sizes = KernelLibrary{}.sizes;
   EXPECT_EQ(offsetof(KernelLibrary, abi), 0u);
   EXPECT_EQ(offsetof(KernelLibrary, sizes), 4u);
@@ -224,9 +224,9 @@ TEST(A_Refused, TheInterfaceIsVersion3) {
   EXPECT_EQ(sizes.linear_row, 64u);
   EXPECT_EQ(sizes.embedding_row, 40u);
   EXPECT_EQ(sizes.quantize_args, 72u);
-  EXPECT_EQ(sizes.prepare_args, 176u);
-  EXPECT_EQ(sizes.linear_args, 232u);
-  EXPECT_EQ(sizes.embedding_args, 160u);
+  EXPECT_EQ(sizes.prepare_args, 184u);
+  EXPECT_EQ(sizes.linear_args, 240u);
+  EXPECT_EQ(sizes.embedding_args, 168u);
   EXPECT_EQ(sizes.pack_args, 32u);
   EXPECT_EQ(sizes.unpack_args, 32u);
 }

@@ -36,20 +36,38 @@ def fma32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.where(inexact & even, neighbour, total).float()
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [m, k] -> int8 values as int64 [m, k], scales and zeros float32 [m]."""
+def segments_of(k: int, group: int) -> list[tuple[int, slice]]:
+    """The segments of k inputs in groups: the group of each, and its inputs."""
+    segments, begin = [], 0
+    while begin < k:
+        end = min(begin + 64, (begin // group + 1) * group, k)
+        segments.append((begin // group, slice(begin, end)))
+        begin = end
+    return segments
+
+
+def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [m, k] -> int8 values as int64 [m, k], scales of the segments float32 [m, segments]."""
     x = x.float()
-    zero_column = torch.zeros(x.shape[0], 1)
-    lo = torch.cat([x, zero_column], 1).amin(1)
-    hi = torch.cat([x, zero_column], 1).amax(1)
-    scale = hi / 255.0 - lo / 255.0
-    finite = torch.isfinite(x).all(1)
-    usable = finite & (scale >= 2.0**-126)
-    inverse = torch.where(usable, 1.0 / scale, 0.0)
-    zero = torch.where(usable, torch.clamp((-lo * inverse).round() - 128.0, max=127.0), 0.0)
-    values = fma32(torch.where(usable[:, None], x, 0.0), inverse[:, None], zero[:, None]).round().clamp(-128, 127)
-    scale = torch.where(usable, scale, torch.where(finite, 0.0, torch.nan))
-    return values.long(), scale, zero
+    values: Tensor = torch.zeros(x.shape, dtype=torch.int64)
+    scales: list[Tensor] = []
+    for _, inputs in segments_of(x.shape[1], group):
+        part = x[:, inputs]
+        scale = part.abs().amax(1) * torch.tensor(1 / 127)
+        scale = (scale.view(torch.int32) - scale.view(torch.int32) % 4).view(torch.float32)
+        finite = torch.isfinite(part).all(1) & (scale < 2.0**104)
+        usable = finite & (scale >= 2.0**-126)
+        inverse = torch.where(usable, 1.0 / scale, 0.0)
+        values[:, inputs] = (torch.where(usable[:, None], part, 0.0) * inverse[:, None]).round().long()
+        scales.append(torch.where(usable, scale, torch.where(finite, 0.0, torch.nan)))
+    return values, torch.stack(scales, 1)
+
+
+def dequantized_rows(x: Tensor, group: int) -> Tensor:
+    """What the kernels make of x [m, k], float32 [m, k]."""
+    values, scales = quantize_rows(x, group)
+    sizes = [inputs.stop - inputs.start for _, inputs in segments_of(x.shape[1], group)]
+    return values.float() * scales.repeat_interleave(torch.tensor(sizes), 1)
 
 
 @dataclass
@@ -113,17 +131,24 @@ def take_apart(packed: Tensor) -> Parts:
 def linear(x: Tensor, packed: Tensor) -> Tensor:
     parts = take_apart(packed)
     n, k, group = parts.info.out_features, parts.info.in_features, parts.group
-    a, scale, zero = quantize_rows(x.reshape(-1, k))
+    a, scales = quantize_rows(x.reshape(-1, k), group)
     acc = torch.zeros(a.shape[0], n)
+    segments = segments_of(k, group)
     for g in range(parts.info.groups):
-        part = slice(g * group, (g + 1) * group)
-        # Sums below 2^53: float64 holds them exactly in any order.
-        products = (a[:, part].double() @ parts.levels[:, part].double().T).float()
+        products = sums = None
+        for s, (of_group, inputs) in enumerate(segments):
+            if of_group != g:
+                continue
+            # Sums below 2^53: float64 holds them exactly in any order.
+            product = (a[:, inputs].double() @ parts.levels[:, inputs].double().T).float()
+            sum = a[:, inputs].sum(1, keepdim=True).float()
+            scale = scales[:, s, None]
+            products = scale * product if products is None else fma32(scale, product, products)
+            sums = scale * sum if sums is None else fma32(scale, sum, sums)
         acc = fma32(parts.scales[:, g], products, acc)
         if parts.mins is not None:
-            acc = fma32(parts.mins[:, g], a[:, part].sum(1, keepdim=True).float(), acc)
-    corrected = fma32(-zero[:, None], parts.row_sum, acc)
-    y = fma32(scale[:, None] * parts.row_scale, corrected, parts.bias)
+            acc = fma32(parts.mins[:, g], sums, acc)
+    y = fma32(parts.row_scale, acc, parts.bias)
     return y.to(x.dtype).reshape(*x.shape[:-1], n)
 
 
@@ -294,12 +319,8 @@ def attention(
 
 
 def close_to_packed(found: torch.Tensor, layer: lowbit.nn.Linear, x: torch.Tensor) -> None:
-    """Both are sums of the same products, in float32: within (k + 8) roundings of the sum of their magnitudes.
-
-    The packed layer adds the zero point's share at the end, so that belongs to the magnitudes too.
-    """
+    """Both are sums of the same products, in float32: within (k + 8) roundings of the sum of their magnitudes."""
     parts = take_apart(layer.packed_weight)
-    values, scale, zero = (part.double() for part in quantize_rows(x))
-    magnitudes = scale[:, None] * ((values.abs() + zero.abs()[:, None]) @ parts.weight().abs().T) + parts.bias.abs()
+    magnitudes = dequantized_rows(x, parts.group).abs().double() @ parts.weight().abs().T + parts.bias.abs()
     bound = (x.shape[1] + 8) * 2.0**-24 * magnitudes
     assert ((found.double() - layer(x).double()).abs() <= bound).all()

@@ -103,7 +103,7 @@ def test_the_seal_is_the_librarys():
         ("k", -(2**63), "the number of inputs is"),
         ("k", 2**31, "expected .* for 20 x 2147483648 weights"),
         ("group_size", 8, "group size is 8; expected a multiple of 16"),
-        ("group_size", 2**32 - 16, "group size is 4294967280; expected a multiple of 16 up to 65536"),
+        ("group_size", 2**32 - 16, "group size is 4294967280; expected a multiple of 16 up to 2147483648"),
         ("total_bytes", 0, "has 1728 bytes, its header says 0; expected 1728"),
         ("total_bytes", -(2**63), "its header says -9223372036854775808"),
         ("total_bytes", 2**63 - 1, "its header says 9223372036854775807"),

@@ -46,17 +46,17 @@ def test_large_enough_for_all_threads_and_tiles(bits, mapping):
 
 @both_mappings
 def test_more_rows_than_one_chunk_of_scratch_memory(mapping):
-    # 4 MiB of quantised activations at a time: some 1000 rows of 4096 inputs.
+    # 8 MiB of quantized activations at a time: some 1800 rows of 4096 inputs.
     packed = random_packed(3, 4096, 4, 128, mapping)
-    x = random_rows(1100, 4096)
+    x = random_rows(2100, 4096)
     torch.set_num_threads(2)
     assert_same_bits(lowbit.linear(x, packed, 3), reference.linear(x, packed))
 
 
 @every_weight
 def test_largest_sums_of_a_group(bits):
-    # 65536 inputs in one group, all products at their largest: 65536 * 128 * 255 is just below 2^31.
-    k = 65536
+    # Groups of any length, all products at their largest: 64 * 127 * 255 per segment.
+    k = 65600
     codes = torch.full((2, k), 2**bits - 1, dtype=torch.uint8)
     x = torch.full((1, k), -1.0)
     symmetric = lowbit.pack(codes, torch.ones(2, 1), bits=bits, group_size=None)
@@ -123,17 +123,17 @@ def test_as_good_as_int8_activations_can_be(bits, mapping, dtype):
         weight = parts.weight()
         exact = x.double() @ weight.T + parts.bias.double()
 
-        # Half a step, and what float32 adds to it: fma(x, inverse, zero) is at most 256 and rounded to 2^-17; the
-        # inverse, the step and hi/255 - lo/255 are each off by at most 2^-22 of 255 steps.
-        step = (torch.clamp(x.double().amax(1), min=0) - torch.clamp(x.double().amin(1), max=0)) / 255
-        per_input = step * (0.5 + 2**-17 + 3 * 255 * 2**-22)
+        # Half a step, and what float32 adds to it: x * inverse is at most 127.001 and rounded, and so is the inverse.
+        step = reference.quantize_rows(x, parts.group)[1].double().amax(1)
+        per_input = step * (0.5 + 2**-15)
         quantisation = per_input[:, None] * weight.abs().sum(1)
-        # Each of the at most 2 groups + 4 roundings is of a value no larger than all products together with a in
-        # [-128, 127] and the zero point in the same range: 256 steps times the sum of the terms of the weights.
+        # Each of the at most 2 groups + segments + 1 roundings is of a value no larger than all products together with a in
+        # [-127, 127]: 128 steps times the sum of the terms of the weights.
         scale = parts.per_input(parts.scales).double().abs() * parts.levels.abs()
         terms = scale if parts.mins is None else scale + parts.per_input(parts.mins).double().abs()
-        largest = 256 * step[:, None] * (terms.sum(1) * parts.row_scale.abs()) + parts.bias.double().abs()
-        roundings = (2 * parts.info.groups + 4) * 2**-24 * largest
+        largest = 128 * step[:, None] * (terms.sum(1) * parts.row_scale.abs()) + parts.bias.double().abs()
+        segments = len(reference.segments_of(k, parts.group))
+        roundings = (2 * parts.info.groups + segments + 1) * 2**-24 * largest
         # The output's own rounding.
         output = torch.finfo(dtype).eps / 2 * (exact.abs() + quantisation) + torch.finfo(dtype).smallest_normal
 

@@ -37,8 +37,13 @@ def test_fma32_is_not_the_doubly_rounded_sum():
 
 
 def test_quantized_row():
-    a, scale, zero = reference.quantize_rows(torch.tensor([[-1.0, 0.0, 1.0, 254.0]]))
-    assert (scale.item(), zero.item(), a.tolist()) == (1.0, -127.0, [[-128, -127, -126, 127]])
+    x = torch.zeros(1, 100)
+    x[0, :4], x[0, 96:] = torch.tensor([-1.5, 0.0, 2.5, 128.0]), -64.0
+    a, scales = reference.quantize_rows(x, 96)
+    below = 2.0**-21  # the two lowest of 24 bits are cleared
+    assert (1 - below) * 128 / 127 < scales[0, 0].item() <= 128 / 127
+    assert (a[0, :4].tolist(), a[0, 96:].tolist()) == ([-1, 0, 2, 127], [-127] * 4)
+    assert scales.shape == (1, 3) and scales[0, 1] == 0 and scales[0, 2] == scales[0, 0] / 2
 
 
 def test_weights_by_hand():

@@ -116,8 +116,8 @@ def test_the_example_runs_minilm(fork_python, acme):
 # What was found and what was expected, in a part of the message. The libraries: tests/vendor/faults.cpp.
 FAULTS = {
     "no_function": "is no kernel library: it has no function 'lowbit_kernels'",
-    "null_library": "has no kernels for version 3 of lowbit's kernel interface",
-    "other_abi": "its kernel interface is version 7; this build of lowbit has version 3",
+    "null_library": "has no kernels for version 4 of lowbit's kernel interface",
+    "other_abi": "its kernel interface is version 7; this build of lowbit has version 4",
     "other_size": "its structure LinearKernel has 56 bytes; expected 64: build it with the headers of this version",
     "no_vendor": "the vendor has no name",
     "bad_preference": "its preference is 9; expected 0 or 1",
