@@ -75,6 +75,7 @@ template <bool Halves, class Tile, class Ahead>
         tile.start(segment);
         int64_t blocks = count < kSegmentBlocks ? count : kSegmentBlocks;
         count -= blocks;
+#pragma GCC unroll 1
         for (; blocks > 0; --blocks, at += Tile::kBlockBytes, a += kBlockInputs) {
           ahead();
           tile.begin_block(at);
