@@ -2,6 +2,7 @@
 // linear_a8w<b>_1x{32,64}_avx512vnni: one row through 2 or 4 panels in step, for CPUs that want several streams.
 
 #include "../bits/widths.h"
+#include "dispatch.h"
 #include "linear_avx512.h"
 
 namespace lowbit {
@@ -10,29 +11,15 @@ namespace {
 constexpr int kInStepRow = 0;
 
 // One row in step, or tiles of rows.
-template <int Bits, bool Affine, bool Halves, int MostRows>
-void run_as(const LinearArgs& args) {
-  if constexpr (MostRows == kInStepRow) {
-    run_in_step<Bits, Affine, Halves>(args);
-  } else {
-    run_panels<Bits, Affine, Halves, MostRows>(args);
-  }
-}
-
 template <int Bits, int MostRows>
 void run(const LinearArgs& args) {
-  const bool affine = args.layout.mapping == Mapping::affine;
-  const bool halves = args.layout.group_inputs() % kBlockInputs != 0;
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) {
-      return halves ? run_as<by_table(Bits), false, true, MostRows>(args)
-                    : run_as<by_table(Bits), false, false, MostRows>(args);
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
+    if constexpr (MostRows == kInStepRow) {
+      run_in_step<bits(), affine(), halves()>(args);
+    } else {
+      run_panels<bits(), affine(), halves(), MostRows>(args);
     }
-  }
-  if (halves) {
-    return affine ? run_as<Bits, true, true, MostRows>(args) : run_as<Bits, false, true, MostRows>(args);
-  }
-  affine ? run_as<Bits, true, false, MostRows>(args) : run_as<Bits, false, false, MostRows>(args);
+  });
 }
 
 #define ROW(bits, m, most_rows) \

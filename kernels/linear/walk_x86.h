@@ -4,6 +4,7 @@
 #include <xmmintrin.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../ukernel.h"
 
@@ -48,62 +49,79 @@ class Prefetch {
   bool second_level_;
 };
 
-// What a kernel hands in to walk() for one tile:
+// What a kernel gives walk() for one tile:
 //   kBlockBytes, kGroupBytes   of the panel
-//   kRunBlocks                 whole blocks that may be added between begin_run() and end_run(); 0: there are no runs
-//   start(group)               clears the integer sums
+//   start(segment)             clears the integer sums
 //   begin_block(at)            the packed lines of a block, for the calls of add() that follow
 //   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
-//   finish(group, scales)      the group's float part
-// and ahead(), called before each block.
+//   end_segment<First>(segment)  P = t * I, First: of the group's first segment, or P = fma(t, I, P)
+//   finish(group, scales)      the group's float part: acc = fma(scale, P, acc), affine also mins and group sums
+// and ahead(), called before each block. Segments and groups come in order.
 //
 // With `Halves` groups may begin and end in the middle of a block. Without, group_inputs() is a multiple of 32.
 template <bool Halves, class Tile, class Ahead>
 [[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
                                         Ahead ahead) {
   const int64_t groups = layout.groups;
+  int64_t segment = 0;
   if constexpr (!Halves) {
+    constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
     int64_t left = layout.blocks;
     for (int64_t group = 0; group < groups; ++group) {
-      tile.start(group);
       int64_t count = left < group_blocks ? left : group_blocks;
       left -= count;
-      const auto add_blocks = [&](int64_t blocks) __attribute__((always_inline)) {
+      const auto add_segment = [&](auto first) __attribute__((always_inline)) {
+        tile.start(segment);
+        int64_t blocks = count < kSegmentBlocks ? count : kSegmentBlocks;
+        count -= blocks;
+#pragma GCC unroll 1
         for (; blocks > 0; --blocks, at += Tile::kBlockBytes, a += kBlockInputs) {
           ahead();
           tile.begin_block(at);
           tile.template add<0, kBlockLines>(a);
         }
+        tile.template end_segment<first()>(segment++);
       };
-      if constexpr (Tile::kRunBlocks == 0) {
-        add_blocks(count);
-      } else {
-        while (count > 0) {
-          const int64_t run = count < Tile::kRunBlocks ? count : Tile::kRunBlocks;
-          count -= run;
-          tile.begin_run();
-          add_blocks(run);
-          tile.end_run();
-        }
-      }
+      add_segment(std::true_type());
+      while (count > 0) add_segment(std::false_type());
       tile.finish(group, at);
       at += Tile::kGroupBytes;
     }
   } else {
     constexpr int kHalfLines = kBlockLines / 2;
+    constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
     const int64_t group_halves = layout.group_size / kHalfInputs;
-    int64_t left = group_halves, group = 0;
-    tile.start(group);
+    int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;  // left: of k, the group and the segment
+    int64_t in_group = 0, in_segment = 0, group = 0;
+    bool is_first = true;
     const uint8_t* scales;
-    const auto end_of_half = [&]() __attribute__((always_inline)) {
-      if (--left > 0) return;
-      tile.finish(group, scales);
-      scales += Tile::kGroupBytes;
-      left = group_halves;
-      if (++group < groups) tile.start(group);
+    const auto begin_segment = [&]() __attribute__((always_inline)) {
+      if (in_group == 0) {
+        in_group = halves < group_halves ? halves : group_halves;
+        is_first = true;
+      }
+      in_segment = in_group < kSegmentHalves ? in_group : kSegmentHalves;
+      halves -= in_segment;
+      in_group -= in_segment;
+      tile.start(segment);
     };
-    for (int64_t b = 0; b < layout.blocks; ++b, at = scales, a += kBlockInputs) {
+    const auto end_of_half = [&]() __attribute__((always_inline)) {
+      if (--in_segment > 0) return;
+      if (is_first) {
+        tile.template end_segment<true>(segment++);
+      } else {
+        tile.template end_segment<false>(segment++);
+      }
+      is_first = false;
+      if (in_group == 0) {
+        tile.finish(group++, scales);
+        scales += Tile::kGroupBytes;
+      }
+      if (halves > 0) begin_segment();
+    };
+    begin_segment();
+    while (true) {
       ahead();
       tile.begin_block(at);
       scales = at + Tile::kBlockBytes;
@@ -112,9 +130,10 @@ template <bool Halves, class Tile, class Ahead>
       if (group == groups) break;  // k ends in the first half of the last block
       tile.template add<kHalfLines, kHalfLines>(a);
       end_of_half();
+      if (group == groups) break;
+      at = scales;
+      a += kBlockInputs;
     }
-    // A matrix has blocks. NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage)
-    if (group < groups) tile.finish(group, scales);
   }
 }
 
@@ -142,15 +161,13 @@ template <bool Halves, bool Ahead, class Tile>
 template <class Tile, int Panels, int64_t Ahead>
 struct InStep {
   static constexpr int64_t kBlockBytes = Tile::kBlockBytes, kGroupBytes = Tile::kGroupBytes;
-  static constexpr int64_t kRunBlocks = 0;
-  static_assert(Tile::kRunBlocks == 0);
 
   Tile panel[Panels];
   int64_t panel_bytes;
   const uint8_t* block;  // of the first panel
 
-  [[gnu::always_inline]] void start(int64_t group) {
-    for (Tile& tile : panel) tile.start(group);
+  [[gnu::always_inline]] void start(int64_t segment) {
+    for (Tile& tile : panel) tile.start(segment);
   }
 
   [[gnu::always_inline]] void begin_block(const uint8_t* at) {
@@ -166,6 +183,11 @@ struct InStep {
       panel[p].begin_block(block + p * panel_bytes);
       panel[p].template add<First, Lines>(a);
     }
+  }
+
+  template <bool First>
+  [[gnu::always_inline]] void end_segment(int64_t segment) {
+    for (Tile& tile : panel) tile.template end_segment<First>(segment);
   }
 
   [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
