@@ -29,38 +29,52 @@ constexpr int kSegmentLines = kSegmentInputs / 4;
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct Sums {
   static constexpr int kBits = Bits, kRows = Rows;
-  static constexpr int kFactor = Affine ? 1 : level_factor(Bits);
   static constexpr bool kAffine = Affine, kHalves = Halves;
   static constexpr bool kNibbles = Bits == 8 || is_by_table(Bits);
-  static constexpr int kMaxCode = (1 << (kNibbles ? 4 : Bits)) - 1;
+  static constexpr int kMaxCode = Bits == 1 ? 2 : (1 << (kNibbles ? 4 : Bits)) - 1;
   static constexpr int kLines = 32767 / (2 * 127 * kMaxCode);  // that int16 holds
-  static constexpr bool kStartsLate = kLines >= kSegmentLines;
   static constexpr int kMostLines = Halves ? kBlockLines / 2 : kBlockLines;
-  static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // without kStartsLate
+  static constexpr bool kWholeSegments = kLines >= kSegmentLines;
+  static constexpr bool kWholeBlocks = !kWholeSegments && !kNibbles && !Halves && kLines >= kBlockLines;
+  static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // without kWholeSegments
+  static constexpr bool kStartsLate = kWholeSegments || kWholeBlocks;
   static_assert(kMaxCode <= 127 && kMostLines % kRun == 0);
 
   Levels<Bits> levels;
   Short16 pairs[Rows][2];  // int16 sums of a run
-  Int8* sum;               // of the runs before; without kStartsLate
+  Int8* sum;               // of the runs before
+  bool has_sum;            // kWholeBlocks
 
   [[gnu::always_inline]] void begin(const Layout& layout, Int8* totals) {
     levels.load(layout.levels);
     sum = totals;
-    if constexpr (Rows > 2) forget(sum);
+    if constexpr (Rows > 2 && kRun == kMostLines) forget(sum);
   }
 
   [[gnu::always_inline]] void start(int i, __m256i first) {
     for (int h = 0; h < 2; ++h) {
-      if constexpr (kStartsLate) {
-        pairs[i][h] = Short16{};
-      } else {
-        sum[2 * i + h] = reinterpret_cast<Int8>(first);
-      }
+      if constexpr (kWholeSegments) pairs[i][h] = Short16{};
+      if constexpr (!kStartsLate) sum[2 * i + h] = reinterpret_cast<Int8>(first);
     }
+    has_sum = false;
   }
 
-  [[gnu::always_inline]] __m256i total(int i, int h) const {
-    return reinterpret_cast<__m256i>(kStartsLate ? widened(i, h, kFactor) : sum[2 * i + h]);
+  [[gnu::always_inline]] void next_block() {
+    if constexpr (!kWholeBlocks) return;
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) sum[2 * i + h] = widened(i, h, 1);
+    }
+    has_sum = true;
+  }
+
+  [[gnu::always_inline]] void end(__m256i (&totals)[Rows][2]) const {
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) totals[i][h] = reinterpret_cast<__m256i>(kStartsLate ? widened(i, h, 1) : sum[2 * i + h]);
+    }
+    if (!kWholeBlocks || !has_sum) return;
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) totals[i][h] = _mm256_add_epi32(totals[i][h], reinterpret_cast<__m256i>(sum[2 * i + h]));
+    }
   }
 
   template <int First, int Lines>
@@ -80,9 +94,9 @@ struct Sums {
 
   template <int J, bool Upper>
   [[gnu::always_inline]] __m256i line(const uint8_t* packed) const {
-    const __m256i codes = unpack_line<code_bits(Bits), J>(packed);
     // The nibbles of the table do not change, so that they are taken before the loops.
-    if constexpr (is_by_table(Bits)) return _mm256_shuffle_epi8(nibble<Upper>(levels.bytes), codes);
+    if constexpr (is_by_table(Bits)) return read_line<Bits, Affine, J>(packed, {nibble<Upper>(levels.bytes)});
+    const __m256i codes = read_line<Bits, Affine, J>(packed, levels);
     return kNibbles ? nibble<Upper>(codes) : codes;
   }
 
@@ -93,8 +107,9 @@ struct Sums {
       const __m256i a4 = broadcast4(a[i] + 4 * J);
       for (int h = 0; h < 2; ++h) {
         const Short16 products = reinterpret_cast<Short16>(_mm256_maddubs_epi16(codes[h], a4));
-        const bool first = !kStartsLate && J % kRun == 0;
+        const bool first = !kWholeSegments && J % kRun == 0;
         pairs[i][h] = first ? products : pairs[i][h] + products;
+        if constexpr (kRun > 1) settle(pairs[i][h]);
       }
     }
     if constexpr (!kStartsLate && J % kRun == kRun - 1) {

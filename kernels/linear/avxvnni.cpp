@@ -17,8 +17,7 @@ constexpr int split_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct Sums {
   static constexpr int kBits = Bits, kRows = Rows, kSplit = split_for(Rows);
-  static constexpr int kFactor = Affine ? 1 : level_factor(Bits);
-  static constexpr bool kAffine = Affine, kHalves = Halves, kStartsLate = kFactor == 2;
+  static constexpr bool kAffine = Affine, kHalves = Halves, kStartsLate = false;
   Levels<Bits> levels;
   Int8 sum[Rows][2][kSplit];  // of the two halves of a line
 
@@ -30,10 +29,16 @@ struct Sums {
     }
   }
 
-  [[gnu::always_inline]] __m256i total(int i, int h) const {
-    Int8 all = sum[i][h][0];
-    for (int s = 1; s < kSplit; ++s) all += sum[i][h][s];
-    return reinterpret_cast<__m256i>(kFactor == 2 ? all + all : all);
+  [[gnu::always_inline]] void next_block() {}
+
+  [[gnu::always_inline]] void end(__m256i (&totals)[Rows][2]) const {
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) {
+        Int8 all = sum[i][h][0];
+        for (int s = 1; s < kSplit; ++s) all += sum[i][h][s];
+        totals[i][h] = reinterpret_cast<__m256i>(all);
+      }
+    }
   }
 
   template <int First, int Lines>
@@ -46,8 +51,8 @@ struct Sums {
  private:
   template <int J>
   [[gnu::always_inline]] void add_line(const uint8_t* block, const int8_t* const (&a)[Rows]) {
-    const __m256i codes[2] = {read_line<Bits, J>(block, levels),
-                              read_line<Bits, J>(block + kLineBytes / 2, levels)};
+    const __m256i codes[2] = {read_line<Bits, Affine, J>(block, levels),
+                              read_line<Bits, Affine, J>(block + kLineBytes / 2, levels)};
     for (int i = 0; i < Rows; ++i) {
       const __m256i a4 = broadcast4(a[i] + 4 * J);
       for (int h = 0; h < 2; ++h) {

@@ -5,7 +5,8 @@
 //   kStartsLate             whether a segment's sums begin at zero, and the codes' offset is subtracted at its end
 //   start(row, first)       begins a segment at `first`
 //   add<First, Lines>(...)  adds the products of some lines of a block
-//   total(row, half)        in int32
+//   next_block()            between two blocks of a segment, without kHalves
+//   end(totals)             ends a segment: its sums, of rows and halves of a line, in int32
 //
 // A segment's products with its scale are added to those of its group, which are zero where a group begins: so a group of
 // one segment and the last segment of a long one are the same code. They and the sums of 4 rows lie on the stack, which
@@ -40,6 +41,12 @@ using Int8 = int32_t __attribute__((vector_size(32)));
 template <class T>
 [[gnu::always_inline]] inline void forget(T*& pointer) {
   __asm__("" : "+r"(pointer));
+}
+
+// The compiler takes a sum as it is: it would collect what is added to it in registers that it does not have.
+template <class Vector>
+[[gnu::always_inline]] inline void settle(Vector& sum) {
+  __asm__("" : "+x"(sum));
 }
 
 // The sums of some rows of activations over one panel, for walk().
@@ -87,7 +94,7 @@ struct Tile {
     return _mm256_slli_epi32(broadcast4(a_sums + i * segments), kOffsetBits);
   }
 
-  [[gnu::always_inline]] void start(int64_t) {
+  [[gnu::always_inline]] void start() {
     forget(a_scales);
     forget(a_sums);
     for (int i = 0; i < kRows; ++i) {
@@ -109,39 +116,43 @@ struct Tile {
     sums.template add<First, Lines>(block, rows);
   }
 
-  // The products of a row's group up to and with this segment.
-  [[gnu::always_inline]] Float16 add_segment(int i) const {
-    const __m256 a_scale = _mm256_broadcast_ss(a_scales + i * segments);
-    Float16 sum;
-    for (int h = 0; h < 2; ++h) {
-      __m256i total = sums.total(i, h);
-      if constexpr (!Affine && Sums::kStartsLate) total = _mm256_sub_epi32(total, offset(i));
-      sum.half[h] = _mm256_fmadd_ps(a_scale, _mm256_cvtepi32_ps(total), products[i].half[h]);
-    }
-    return sum;
-  }
+  [[gnu::always_inline]] void next_block() { sums.next_block(); }
 
-  // The end of a segment that its group goes on behind.
-  [[gnu::always_inline]] void end_segment(int64_t) {
-    for (int i = 0; i < kRows; ++i) products[i] = add_segment(i);
+  // The products of each row's group up to and with this segment.
+  [[gnu::always_inline]] void end(Float16 (&sum)[kRows]) {
+    __m256i totals[kRows][2];
+    sums.end(totals);
+    for (int i = 0; i < kRows; ++i) {
+      const __m256 a_scale = _mm256_broadcast_ss(a_scales + i * segments);
+      for (int h = 0; h < 2; ++h) {
+        if constexpr (!Affine && Sums::kStartsLate) totals[i][h] = _mm256_sub_epi32(totals[i][h], offset(i));
+        sum[i].half[h] = _mm256_fmadd_ps(a_scale, _mm256_cvtepi32_ps(totals[i][h]), products[i].half[h]);
+      }
+    }
     ++a_scales;
     ++a_sums;
   }
 
+  // The end of a segment that its group goes on behind.
+  [[gnu::always_inline]] void end_segment() {
+    Float16 sum[kRows];
+    end(sum);
+    for (int i = 0; i < kRows; ++i) products[i] = sum[i];
+  }
+
   // The end of a group's last segment.
-  [[gnu::always_inline]] void finish(int64_t, int64_t, const uint8_t* scales) {
+  [[gnu::always_inline]] void finish(const uint8_t* scales) {
     const Float16 scale = load16<DType::f16>(scales);
+    Float16 sum[kRows];
+    end(sum);
     for (int i = 0; i < kRows; ++i) {
-      const Float16 product = add_segment(i);
-      for (int h = 0; h < 2; ++h) acc[i].half[h] = _mm256_fmadd_ps(scale.half[h], product.half[h], acc[i].half[h]);
+      for (int h = 0; h < 2; ++h) acc[i].half[h] = _mm256_fmadd_ps(scale.half[h], sum[i].half[h], acc[i].half[h]);
       if constexpr (Affine) {
         const Float16 min = load16<DType::f16>(scales + 2 * kPanelRows);
         const __m256 a_sum = _mm256_broadcast_ss(group_sums + i * groups);
         for (int h = 0; h < 2; ++h) acc[i].half[h] = _mm256_fmadd_ps(min.half[h], a_sum, acc[i].half[h]);
       }
     }
-    ++a_scales;
-    ++a_sums;
     if constexpr (Affine) ++group_sums;
   }
 };
@@ -152,26 +163,30 @@ template <bool Halves, class Tile, class Ahead>
   if constexpr (!Halves) {
     constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
-    int64_t blocks = layout.blocks, segment = 0;
+    int64_t blocks = layout.blocks;
     for (int64_t group = 0; group < layout.groups; ++group) {
       int64_t left = blocks < group_blocks ? blocks : group_blocks;
       const bool is_long = left > kSegmentBlocks;
       blocks -= left;
-      for (;; ++segment) {
-        tile.start(segment);
+      while (true) {
+        tile.start();
         int64_t count = left < kSegmentBlocks ? left : kSegmentBlocks;
         left -= count;
-        do {
+        while (true) {
           ahead();
           tile.begin_block(at);
           tile.template add<0, kBlockLines>(a);
           at += Tile::kBlockBytes;
           a += kBlockInputs;
-        } while (--count > 0);
+          forget(at);
+          forget(a);
+          if (--count == 0) break;
+          tile.next_block();
+        }
         if (left == 0) break;
-        tile.end_segment(segment);
+        tile.end_segment();
       }
-      tile.finish(segment++, group, at);
+      tile.finish(at);
       if (is_long) tile.clear_products();
       at += Tile::kGroupBytes;
     }
@@ -179,20 +194,20 @@ template <bool Halves, class Tile, class Ahead>
     constexpr int64_t kHalfLines = kBlockLines / 2, kSegmentHalves = kSegmentInputs / kHalfInputs;
     const int64_t group_halves = layout.group_inputs() / kHalfInputs;
     int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
-    int64_t group = 0, segment = 0, group_left = 0, segment_left = 0;
+    int64_t group_left = 0, segment_left = 0;
     const auto start = [&]() __attribute__((always_inline)) {
       if (group_left == 0) group_left = halves < group_halves ? halves : group_halves;
       segment_left = group_left < kSegmentHalves ? group_left : kSegmentHalves;
-      tile.start(segment);
+      tile.start();
     };
     const auto end_half = [&](const uint8_t*& scales) __attribute__((always_inline)) {
       --halves;
       --group_left;
       if (--segment_left > 0) return;
       if (group_left > 0) {
-        tile.end_segment(segment++);
+        tile.end_segment();
       } else {
-        tile.finish(segment++, group++, scales);
+        tile.finish(scales);
         tile.clear_products();
         scales += Tile::kGroupBytes;
       }
