@@ -30,14 +30,15 @@ template <int Count>
   return v;
 }
 
-// The codes of unpacked line J, from their bit run `Run` on. `packed`: byte 0 or byte 32 of the packed lines.
-template <int Bits, int J, int Run = 0>
+// The codes of unpacked line J, or twice the codes, from their bit run `Run` on. `packed`: byte 0 or 32 of the packed lines.
+template <int Bits, int J, bool Doubled = false, int Run = 0>
 [[gnu::always_inline]] inline __m256i unpack_line(const uint8_t* packed) {
   constexpr CodePlacement where = placement(Bits, J);
   constexpr BitRun run = where.run[Run];
-  __m256i v = shift_right<run.line_bit - run.code_bit>(load32(packed + run.line * kLineBytes));
-  if constexpr (run.length < 8) v = _mm256_and_si256(v, byte_mask(((1 << run.length) - 1) << run.code_bit));
-  if constexpr (Run + 1 < where.count) v = _mm256_or_si256(v, unpack_line<Bits, J, Run + 1>(packed));
+  constexpr int kBit = run.code_bit + (Doubled ? 1 : 0);
+  __m256i v = shift_right<run.line_bit - kBit>(load32(packed + run.line * kLineBytes));
+  if constexpr (run.length < 8) v = _mm256_and_si256(v, byte_mask(((1 << run.length) - 1) << kBit));
+  if constexpr (Run + 1 < where.count) v = _mm256_or_si256(v, unpack_line<Bits, J, Doubled, Run + 1>(packed));
   if constexpr (Run == 0 && stored_flip(Bits) != 0) v = _mm256_xor_si256(v, byte_mask(stored_flip(Bits)));
   return v;
 }
@@ -59,10 +60,11 @@ struct Levels<Bits> {
   }
 };
 
-// The codes, or the levels + 128, of unpacked line J.
-template <int Bits, int J>
+// What is multiplied: the codes, or the levels + 128, of unpacked line J. A symmetric weight of 1 bit is 2 * code - 1: its
+// codes come doubled.
+template <int Bits, bool Affine, int J>
 [[gnu::always_inline]] inline __m256i read_line(const uint8_t* packed, const Levels<Bits>& levels) {
-  const __m256i codes = unpack_line<code_bits(Bits), J>(packed);
+  const __m256i codes = unpack_line<code_bits(Bits), J, !Affine && level_factor(Bits) == 2>(packed);
   if constexpr (is_by_table(Bits)) return _mm256_shuffle_epi8(levels.bytes, codes);
   return codes;
 }

@@ -5,16 +5,16 @@
 //   vpaddw     several of these
 //   vpmaddwd   with ones: 16 rows x 1 sum, in int32
 //
-// vpmaddubsw saturates, so codes must be at most 127 (2 * 127 * -128 = -32512), and vpaddw wraps: lines are added while
-// 2 * 128 * (2^b - 1) * lines <= 32768. 8-bit codes go as two nibbles, the upper one with 16 in place of the ones; so
-// do levels + 128, each nibble from a table of its own.
+// vpmaddubsw saturates, so codes must be at most 127 (2 * 127 * 127 = 32258), and vpaddw wraps: lines are added while
+// 2 * 127 * (2^b - 1) * lines < 32768. 8-bit codes go as two nibbles, the upper one with 16 in place of the ones; so
+// do levels + 128, each nibble from a table of its own. A segment has up to 16 lines: those of 1 to 3 bits are added to
+// the end of it.
 //   bits           1    2    3    4    5    6    7    8
-//   lines        128   42   18    8    4    2    1    8
-//   blocks        16    5    2    1                   1
+//   lines        129   43   18    8    4    2    1    8
 //
 // 4 rows of activations: 8 sums in int16 stay in registers, with a line of weights (2) and what unpacking needs; a line
-// is unpacked once for all rows and never stored. The int32 totals and the float accumulators are touched once per run
-// or group, and may lie on the stack. 5 or 6 rows would leave no registers for products and masks.
+// is unpacked once for all rows and never stored. The int32 totals and the float accumulators are touched once per
+// run or segment, and may lie on the stack. 5 or 6 rows would leave no registers for products and masks.
 
 #include "../bits/widths.h"
 #include "linear_avx2.h"
@@ -22,35 +22,66 @@
 namespace lowbit {
 namespace {
 
-template <int Bits, int Rows, bool Halves>
-struct Sums : Totals<Bits, Rows, 1> {
-  static constexpr bool kHalves = Halves;
+using Short16 = int16_t __attribute__((vector_size(32)));
+
+constexpr int kSegmentLines = kSegmentInputs / 4;
+
+template <int Bits, bool Affine, bool Halves, int Rows>
+struct Sums {
+  static constexpr int kBits = Bits, kRows = Rows;
+  static constexpr bool kAffine = Affine, kHalves = Halves;
   static constexpr bool kNibbles = Bits == 8 || is_by_table(Bits);
-  static constexpr int kMaxCode = (1 << (kNibbles ? 4 : Bits)) - 1;
-  static constexpr int kLines = 32768 / (2 * 128 * kMaxCode);  // that int16 holds
-  static constexpr bool kLongRuns = !Halves && kLines >= 2 * kBlockLines;
-  static constexpr int kRunBlocks = kLongRuns ? kLines / kBlockLines : 0;
+  static constexpr int kMaxCode = Bits == 1 ? 2 : (1 << (kNibbles ? 4 : Bits)) - 1;
+  static constexpr int kLines = 32767 / (2 * 127 * kMaxCode);  // that int16 holds
   static constexpr int kMostLines = Halves ? kBlockLines / 2 : kBlockLines;
-  static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // of a short run
+  static constexpr bool kWholeSegments = kLines >= kSegmentLines;
+  static constexpr bool kWholeBlocks = !kWholeSegments && !kNibbles && !Halves && kLines >= kBlockLines;
+  static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // without kWholeSegments
+  static constexpr bool kStartsLate = kWholeSegments || kWholeBlocks;
   static_assert(kMaxCode <= 127 && kMostLines % kRun == 0);
-  static_assert(2 * 128 * kMaxCode * (kLongRuns ? kRunBlocks * kBlockLines : kRun) <= 32768);
 
-  __m256i pairs[Rows][2];  // int16 sums of a run
+  Levels<Bits> levels;
+  Short16 pairs[Rows][2];  // int16 sums of a run
+  Int8* sum;               // of the runs before
+  bool has_sum;            // kWholeBlocks
 
-  [[gnu::always_inline]] void begin_run() {
-    if constexpr (!kLongRuns) return;
-    for (auto& row : pairs) row[0] = row[1] = _mm256_setzero_si256();
+  [[gnu::always_inline]] void begin(const Layout& layout, Int8* totals) {
+    levels.load(layout.levels);
+    sum = totals;
+    if constexpr (Rows > 2 && kRun == kMostLines) forget(sum);
   }
 
-  [[gnu::always_inline]] void end_run() {
-    if constexpr (kLongRuns) widen(1);
+  [[gnu::always_inline]] void start(int i, __m256i first) {
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (kWholeSegments) pairs[i][h] = Short16{};
+      if constexpr (!kStartsLate) sum[2 * i + h] = reinterpret_cast<Int8>(first);
+    }
+    has_sum = false;
+  }
+
+  [[gnu::always_inline]] void next_block() {
+    if constexpr (!kWholeBlocks) return;
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) sum[2 * i + h] = widened(i, h, 1);
+    }
+    has_sum = true;
+  }
+
+  [[gnu::always_inline]] void end(__m256i (&totals)[Rows][2]) const {
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) totals[i][h] = reinterpret_cast<__m256i>(kStartsLate ? widened(i, h, 1) : sum[2 * i + h]);
+    }
+    if (!kWholeBlocks || !has_sum) return;
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) totals[i][h] = _mm256_add_epi32(totals[i][h], reinterpret_cast<__m256i>(sum[2 * i + h]));
+    }
   }
 
   template <int First, int Lines>
-  [[gnu::always_inline]] void add(const uint8_t* block, const int8_t* a, int64_t stride) {
+  [[gnu::always_inline]] void add(const uint8_t* block, const int8_t* const (&a)[Rows]) {
     [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
-      (add_line<First + I, false>(block, a, stride), ...);
-      if constexpr (kNibbles) (add_line<First + I, true>(block, a, stride), ...);
+      (add_line<First + I, false>(block, a), ...);
+      if constexpr (kNibbles) (add_line<First + I, true>(block, a), ...);
     }(std::make_integer_sequence<int, Lines>());
   }
 
@@ -63,33 +94,33 @@ struct Sums : Totals<Bits, Rows, 1> {
 
   template <int J, bool Upper>
   [[gnu::always_inline]] __m256i line(const uint8_t* packed) const {
-    const __m256i codes = unpack_line<code_bits(Bits), J>(packed);
     // The nibbles of the table do not change, so that they are taken before the loops.
-    if constexpr (is_by_table(Bits)) return _mm256_shuffle_epi8(nibble<Upper>(this->levels.bytes), codes);
+    if constexpr (is_by_table(Bits)) return read_line<Bits, Affine, J>(packed, {nibble<Upper>(levels.bytes)});
+    const __m256i codes = read_line<Bits, Affine, J>(packed, levels);
     return kNibbles ? nibble<Upper>(codes) : codes;
   }
 
   template <int J, bool Upper>
-  [[gnu::always_inline]] void add_line(const uint8_t* block, const int8_t* a, int64_t stride) {
+  [[gnu::always_inline]] void add_line(const uint8_t* block, const int8_t* const (&a)[Rows]) {
     const __m256i codes[2] = {line<J, Upper>(block), line<J, Upper>(block + kLineBytes / 2)};
     for (int i = 0; i < Rows; ++i) {
-      const __m256i a4 = broadcast4(a + i * stride + 4 * J);
+      const __m256i a4 = broadcast4(a[i] + 4 * J);
       for (int h = 0; h < 2; ++h) {
-        const __m256i products = _mm256_maddubs_epi16(codes[h], a4);
-        const bool first = !kLongRuns && J % kRun == 0;
-        pairs[i][h] = first ? products : _mm256_add_epi16(pairs[i][h], products);
+        const Short16 products = reinterpret_cast<Short16>(_mm256_maddubs_epi16(codes[h], a4));
+        const bool first = !kWholeSegments && J % kRun == 0;
+        pairs[i][h] = first ? products : pairs[i][h] + products;
+        if constexpr (kRun > 1) settle(pairs[i][h]);
       }
     }
-    if constexpr (!kLongRuns && J % kRun == kRun - 1) widen(Upper ? 16 : 1);
+    if constexpr (!kStartsLate && J % kRun == kRun - 1) {
+      for (int i = 0; i < Rows; ++i) {
+        for (int h = 0; h < 2; ++h) sum[2 * i + h] += widened(i, h, Upper ? 16 : 1);
+      }
+    }
   }
 
-  [[gnu::always_inline]] void widen(int16_t factor) {
-    for (int i = 0; i < Rows; ++i) {
-      for (int h = 0; h < 2; ++h) {
-        __m256i& total = this->total[i][h][0];
-        total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs[i][h], _mm256_set1_epi16(factor)));
-      }
-    }
+  [[gnu::always_inline]] Int8 widened(int i, int h, int16_t factor) const {
+    return reinterpret_cast<Int8>(_mm256_madd_epi16(reinterpret_cast<__m256i>(pairs[i][h]), _mm256_set1_epi16(factor)));
   }
 };
 

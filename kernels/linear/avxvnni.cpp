@@ -14,31 +14,50 @@ namespace {
 
 constexpr int split_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
-template <int Bits, int Rows, bool Halves>
-struct Sums : Totals<Bits, Rows, split_for(Rows)> {
-  static constexpr bool kHalves = Halves;
-  static constexpr int kRunBlocks = 0;
+template <int Bits, bool Affine, bool Halves, int Rows>
+struct Sums {
+  static constexpr int kBits = Bits, kRows = Rows, kSplit = split_for(Rows);
+  static constexpr bool kAffine = Affine, kHalves = Halves, kStartsLate = false;
+  Levels<Bits> levels;
+  Int8 sum[Rows][2][kSplit];  // of the two halves of a line
 
-  [[gnu::always_inline]] void begin_run() {}
-  [[gnu::always_inline]] void end_run() {}
+  [[gnu::always_inline]] void begin(const Layout& layout, Int8*) { levels.load(layout.levels); }
+
+  [[gnu::always_inline]] void start(int i, __m256i first) {
+    for (auto& half : sum[i]) {
+      for (int s = 0; s < kSplit; ++s) half[s] = s == 0 ? reinterpret_cast<Int8>(first) : Int8{};
+    }
+  }
+
+  [[gnu::always_inline]] void next_block() {}
+
+  [[gnu::always_inline]] void end(__m256i (&totals)[Rows][2]) const {
+    for (int i = 0; i < Rows; ++i) {
+      for (int h = 0; h < 2; ++h) {
+        Int8 all = sum[i][h][0];
+        for (int s = 1; s < kSplit; ++s) all += sum[i][h][s];
+        totals[i][h] = reinterpret_cast<__m256i>(all);
+      }
+    }
+  }
 
   template <int First, int Lines>
-  [[gnu::always_inline]] void add(const uint8_t* block, const int8_t* a, int64_t stride) {
+  [[gnu::always_inline]] void add(const uint8_t* block, const int8_t* const (&a)[Rows]) {
     [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
-      (add_line<First + I>(block, a, stride), ...);
+      (add_line<First + I>(block, a), ...);
     }(std::make_integer_sequence<int, Lines>());
   }
 
  private:
   template <int J>
-  [[gnu::always_inline]] void add_line(const uint8_t* block, const int8_t* a, int64_t stride) {
-    const __m256i codes[2] = {read_line<Bits, J>(block, this->levels),
-                              read_line<Bits, J>(block + kLineBytes / 2, this->levels)};
+  [[gnu::always_inline]] void add_line(const uint8_t* block, const int8_t* const (&a)[Rows]) {
+    const __m256i codes[2] = {read_line<Bits, Affine, J>(block, levels),
+                              read_line<Bits, Affine, J>(block + kLineBytes / 2, levels)};
     for (int i = 0; i < Rows; ++i) {
-      const __m256i a4 = broadcast4(a + i * stride + 4 * J);
+      const __m256i a4 = broadcast4(a[i] + 4 * J);
       for (int h = 0; h < 2; ++h) {
-        __m256i& total = this->total[i][h][J % split_for(Rows)];
-        total = _mm256_dpbusd_avx_epi32(total, codes[h], a4);
+        Int8& to = sum[i][h][J % kSplit];
+        to = reinterpret_cast<Int8>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(to), codes[h], a4));
       }
     }
   }

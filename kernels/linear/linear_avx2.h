@@ -1,10 +1,16 @@
 // The 256-bit linear kernels apart from their integer dot products: panels, groups and the float part (ukernel.h).
 //
 // 16 output rows are the int32 lanes of two registers, one for each half of a line. A kernel hands in its sums:
-//   kBits, kRows, kHalves   width; rows of activations at once; whether groups may end in the middle of a block
-//   kRunBlocks              blocks that may be added between begin_run() and end_run(); 0: there are no runs
-//   add<First, Lines>(...)  the products of some lines of a block
-//   total                   in int32, in kSplit registers that are added up once per group
+//   kBits, kAffine, kHalves, kRows   width, mapping; whether groups may end in the middle of a block; rows at once
+//   kStartsLate             whether a segment's sums begin at zero, and the codes' offset is subtracted at its end
+//   start(row, first)       begins a segment at `first`
+//   add<First, Lines>(...)  adds the products of some lines of a block
+//   next_block()            between two blocks of a segment, without kHalves
+//   end(totals)             ends a segment: its sums, of rows and halves of a line, in int32
+//
+// A segment's products with its scale are added to those of its group, which are zero where a group begins: so a group of
+// one segment and the last segment of a long one are the same code. They and the sums of 4 rows lie on the stack, which
+// costs no instruction but the stores: the others read them as operands.
 #pragma once
 
 #include <immintrin.h>
@@ -14,6 +20,7 @@
 #include "../bits/simd_avx2.h"
 #include "../bits/unpack_avx2.h"
 #include "../ukernel.h"
+#include "dispatch.h"
 #include "tiles_of_rows.h"
 #include "walk_x86.h"
 
@@ -26,137 +33,245 @@ namespace {
   return _mm256_set1_epi32(word);
 }
 
-// The int32 part of the sums. Exact: a group's sum is below 2^31 (kMaxGroupInputs); on the way it may wrap.
-template <int Bits, int Rows, int Split>
-struct Totals {
-  static constexpr int kBits = Bits, kRows = Rows;
-  static constexpr int kOffsetBits = is_by_table(Bits) ? 7 : Bits - 1;
-  __m256i total[Rows][2][Split];  // of the two halves of a line
-  Levels<Bits> levels;
+// Integer sums. Not __m256i, whose lanes GCC takes to be 64 bits wide: a sum that a loop carries as that and adds to as
+// 32-bit lanes is copied to another register and back in every turn (GCC 12).
+using Int8 = int32_t __attribute__((vector_size(32)));
 
-  // Starts a group, with -2^(bits-1) times its activation sum when symmetric.
-  template <bool Affine>
-  [[gnu::always_inline]] void start(const int32_t* group_sum, int64_t stride) {
-    for (int i = 0; i < Rows; ++i) {
-      __m256i first = _mm256_setzero_si256();
-      if constexpr (!Affine && level_factor(Bits) == 1) {
-        first = _mm256_sub_epi32(first, _mm256_slli_epi32(broadcast4(group_sum + i * stride), kOffsetBits));
-      }
-      for (int h = 0; h < 2; ++h) {
-        total[i][h][0] = first;
-        for (int s = 1; s < Split; ++s) total[i][h][s] = _mm256_setzero_si256();
-      }
-    }
-  }
+// The compiler forgets what it knows of a pointer: what is there stays in memory, and addresses are made anew.
+template <class T>
+[[gnu::always_inline]] inline void forget(T*& pointer) {
+  __asm__("" : "+r"(pointer));
+}
 
-  template <bool Affine>
-  [[gnu::always_inline]] __m256 join(int i, int h, int32_t group_sum) const {
-    __m256i sum = total[i][h][0];
-    for (int s = 1; s < Split; ++s) sum = _mm256_add_epi32(sum, total[i][h][s]);
-    if constexpr (!Affine && level_factor(Bits) == 2) {
-      sum = _mm256_sub_epi32(_mm256_add_epi32(sum, sum), _mm256_set1_epi32(group_sum));
-    }
-    return _mm256_cvtepi32_ps(sum);
-  }
-};
+// The compiler takes a sum as it is: it would collect what is added to it in registers that it does not have.
+template <class Vector>
+[[gnu::always_inline]] inline void settle(Vector& sum) {
+  __asm__("" : "+x"(sum));
+}
 
 // The sums of some rows of activations over one panel, for walk().
-template <class Sums, bool Affine>
+template <class Sums>
 struct Tile {
-  static constexpr int kRows = Sums::kRows;
-  static constexpr int64_t kBlockBytes = code_bits(Sums::kBits) * kLineBytes;
+  static constexpr int kRows = Sums::kRows, kBits = Sums::kBits;
+  static constexpr bool Affine = Sums::kAffine;
+  static constexpr int64_t kBlockBytes = code_bits(kBits) * kLineBytes;
   static constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  static constexpr int64_t kRunBlocks = Sums::kRunBlocks;
+  // level_offset() is 2 to this power.
+  static constexpr int kOffsetBits = kBits == 1 ? 0 : is_by_table(kBits) ? 7 : kBits - 1;
 
-  const int32_t* group_sums;
-  int64_t groups, stride;  // from a row to the next: of group_sums, of the activations
+  const float* a_scales;  // of the segment, first row
+  const int32_t* a_sums;
+  const float* group_sums;
+  int64_t segments, groups, stride;  // from a row to the next: of a_scales and a_sums, of group_sums, of the activations
   const uint8_t* block;
-  Float16 acc[kRows];
+  Float16 *acc, *products;
   Sums sums;
 
-  [[gnu::always_inline]] void begin_run() { sums.begin_run(); }
-  [[gnu::always_inline]] void end_run() { sums.end_run(); }
-  [[gnu::always_inline]] void start(int64_t group) { sums.template start<Affine>(group_sums + group, groups); }
+  [[gnu::always_inline]] void begin(const LinearArgs& args, int64_t row, Float16* floats, Int8* totals) {
+    segments = args.layout.segments;
+    groups = args.layout.groups;
+    stride = args.layout.blocks * kBlockInputs;
+    a_scales = args.scales + row * segments;
+    a_sums = args.sums + row * segments;
+    if constexpr (Affine) group_sums = args.group_sums + row * groups;
+    sums.begin(args.layout, totals);
+    acc = floats;
+    products = floats + kRows;
+    for (int i = 0; i < kRows; ++i) acc[i].half[0] = acc[i].half[1] = _mm256_setzero_ps();
+    clear_products();
+    if constexpr (kRows > 2) {
+      forget(acc);
+      forget(products);
+    }
+  }
+
+  [[gnu::always_inline]] void clear_products() {
+    for (int i = 0; i < kRows; ++i) products[i].half[0] = products[i].half[1] = _mm256_setzero_ps();
+  }
+
+  // What the offset of symmetric codes has added to a segment's sums.
+  [[gnu::always_inline]] __m256i offset(int i) const {
+    return _mm256_slli_epi32(broadcast4(a_sums + i * segments), kOffsetBits);
+  }
+
+  [[gnu::always_inline]] void start() {
+    forget(a_scales);
+    forget(a_sums);
+    for (int i = 0; i < kRows; ++i) {
+      __m256i first = _mm256_setzero_si256();
+      if constexpr (!Affine && !Sums::kStartsLate) first = _mm256_sub_epi32(first, offset(i));
+      sums.start(i, first);
+    }
+  }
+
   [[gnu::always_inline]] void begin_block(const uint8_t* at) { block = at; }
 
   template <int First, int Lines>
   [[gnu::always_inline]] void add(const int8_t* a) {
-    sums.template add<First, Lines>(block, a, stride);
+    const int8_t* rows[kRows];
+    for (int i = 0; i < kRows; ++i) {
+      rows[i] = i == 0 ? a : rows[i - 1] + stride;
+      if constexpr (kRows > 1) forget(rows[i]);
+    }
+    sums.template add<First, Lines>(block, rows);
   }
 
-  [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
-    const Float16 scale = load16<DType::f16>(scales);
+  [[gnu::always_inline]] void next_block() { sums.next_block(); }
+
+  // The products of each row's group up to and with this segment.
+  [[gnu::always_inline]] void end(Float16 (&sum)[kRows]) {
+    __m256i totals[kRows][2];
+    sums.end(totals);
     for (int i = 0; i < kRows; ++i) {
-      const int32_t group_sum = group_sums[i * groups + group];
+      const __m256 a_scale = _mm256_broadcast_ss(a_scales + i * segments);
       for (int h = 0; h < 2; ++h) {
-        acc[i].half[h] = _mm256_fmadd_ps(scale.half[h], sums.template join<Affine>(i, h, group_sum), acc[i].half[h]);
+        if constexpr (!Affine && Sums::kStartsLate) totals[i][h] = _mm256_sub_epi32(totals[i][h], offset(i));
+        sum[i].half[h] = _mm256_fmadd_ps(a_scale, _mm256_cvtepi32_ps(totals[i][h]), products[i].half[h]);
       }
+    }
+    ++a_scales;
+    ++a_sums;
+  }
+
+  // The end of a segment that its group goes on behind.
+  [[gnu::always_inline]] void end_segment() {
+    Float16 sum[kRows];
+    end(sum);
+    for (int i = 0; i < kRows; ++i) products[i] = sum[i];
+  }
+
+  // The end of a group's last segment.
+  [[gnu::always_inline]] void finish(const uint8_t* scales) {
+    const Float16 scale = load16<DType::f16>(scales);
+    Float16 sum[kRows];
+    end(sum);
+    for (int i = 0; i < kRows; ++i) {
+      for (int h = 0; h < 2; ++h) acc[i].half[h] = _mm256_fmadd_ps(scale.half[h], sum[i].half[h], acc[i].half[h]);
       if constexpr (Affine) {
         const Float16 min = load16<DType::f16>(scales + 2 * kPanelRows);
-        const __m256 a_sum = _mm256_set1_ps(static_cast<float>(group_sum));
+        const __m256 a_sum = _mm256_broadcast_ss(group_sums + i * groups);
         for (int h = 0; h < 2; ++h) acc[i].half[h] = _mm256_fmadd_ps(min.half[h], a_sum, acc[i].half[h]);
       }
     }
+    if constexpr (Affine) ++group_sums;
   }
 };
 
+template <bool Halves, class Tile, class Ahead>
+[[gnu::always_inline]] inline void walk_segments(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
+                                                 Ahead ahead) {
+  if constexpr (!Halves) {
+    constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
+    const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
+    int64_t blocks = layout.blocks;
+    for (int64_t group = 0; group < layout.groups; ++group) {
+      int64_t left = blocks < group_blocks ? blocks : group_blocks;
+      const bool is_long = left > kSegmentBlocks;
+      blocks -= left;
+      while (true) {
+        tile.start();
+        int64_t count = left < kSegmentBlocks ? left : kSegmentBlocks;
+        left -= count;
+        while (true) {
+          ahead();
+          tile.begin_block(at);
+          tile.template add<0, kBlockLines>(a);
+          at += Tile::kBlockBytes;
+          a += kBlockInputs;
+          forget(at);
+          forget(a);
+          if (--count == 0) break;
+          tile.next_block();
+        }
+        if (left == 0) break;
+        tile.end_segment();
+      }
+      tile.finish(at);
+      if (is_long) tile.clear_products();
+      at += Tile::kGroupBytes;
+    }
+  } else {
+    constexpr int64_t kHalfLines = kBlockLines / 2, kSegmentHalves = kSegmentInputs / kHalfInputs;
+    const int64_t group_halves = layout.group_inputs() / kHalfInputs;
+    int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
+    int64_t group_left = 0, segment_left = 0;
+    const auto start = [&]() __attribute__((always_inline)) {
+      if (group_left == 0) group_left = halves < group_halves ? halves : group_halves;
+      segment_left = group_left < kSegmentHalves ? group_left : kSegmentHalves;
+      tile.start();
+    };
+    const auto end_half = [&](const uint8_t*& scales) __attribute__((always_inline)) {
+      --halves;
+      --group_left;
+      if (--segment_left > 0) return;
+      if (group_left > 0) {
+        tile.end_segment();
+      } else {
+        tile.finish(scales);
+        tile.clear_products();
+        scales += Tile::kGroupBytes;
+      }
+      if (halves > 0) start();
+    };
+    start();
+    for (; halves > 0; a += kBlockInputs) {
+      ahead();
+      tile.begin_block(at);
+      at += Tile::kBlockBytes;
+      tile.template add<0, kHalfLines>(a);
+      end_half(at);
+      if (halves == 0) break;
+      tile.template add<kHalfLines, kHalfLines>(a);
+      end_half(at);
+    }
+  }
+}
+
 // Some rows of activations times one panel.
-template <class Sums, bool Affine>
+template <class Sums>
 [[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number,
                                         int64_t tiles) {
-  constexpr int Rows = Sums::kRows;
   const Layout& layout = args.layout;
-  Tile<Sums, Affine> tile;
-  tile.groups = layout.groups;
-  tile.stride = layout.blocks * kBlockInputs;
-  tile.group_sums = args.group_sums + row * tile.groups;
-  tile.sums.levels.load(layout.levels);
-  for (int i = 0; i < Rows; ++i) tile.acc[i].half[0] = tile.acc[i].half[1] = _mm256_setzero_ps();
+  Float16 floats[2 * Sums::kRows];
+  Int8 totals[2 * Sums::kRows];
+  Tile<Sums> tile;
+  tile.begin(args, row, floats, totals);
   // Measured on Zen 4: two rows of 1 or 2 bits are read faster without.
-  constexpr bool kAhead = Rows > 2 || (Rows == 2 && code_bits(Sums::kBits) > 2);
-  walk_panel<Sums::kHalves, kAhead>(args, panel, args.a + row * tile.stride, tile, number, tiles);
+  constexpr bool kAhead = Sums::kRows > 2 || (Sums::kRows == 2 && code_bits(Sums::kBits) > 2);
+  const uint8_t* const at = args.panels + panel * layout.panel_bytes;
+  const int8_t* const a = args.a + row * tile.stride;
+  if constexpr (kAhead) {
+    walk_segments<Sums::kHalves>(layout, at, a, tile, Prefetch(layout, at, panel + 1 == args.panel_end, number, tiles));
+  } else {
+    walk_segments<Sums::kHalves>(layout, at, a, tile, []() __attribute__((always_inline)) {});
+  }
 
-  const uint8_t* head = args.panels + panel * layout.panel_bytes + layout.head_offset;
+  const uint8_t* head = at + layout.head_offset;
   const int64_t column = panel * kPanelRows;
   const Float16 row_scale = load16<DType::f32>(head);
-  const Float16 row_sum = load16<DType::f32>(head + 4 * kPanelRows);
   const Float16 bias = load16<DType::f32>(head + 8 * kPanelRows);
-  for (int i = 0; i < Rows; ++i) {
-    const __m256 zero = _mm256_set1_ps(args.zeros[row + i]), a_scale = _mm256_set1_ps(args.scales[row + i]);
+  for (int i = 0; i < Sums::kRows; ++i) {
     Float16 y;
-    for (int h = 0; h < 2; ++h) {
-      const __m256 corrected = _mm256_fnmadd_ps(zero, row_sum.half[h], tile.acc[i].half[h]);
-      y.half[h] = _mm256_fmadd_ps(_mm256_mul_ps(a_scale, row_scale.half[h]), corrected, bias.half[h]);
-    }
+    for (int h = 0; h < 2; ++h) y.half[h] = _mm256_fmadd_ps(row_scale.half[h], tile.acc[i].half[h], bias.half[h]);
     store_first(args.out, args.out_dtype, (row + i) * args.out_stride + column, y, layout.n - column);
   }
 }
 
-template <template <int Bits, int Rows, bool Halves> class Sums, int Bits, bool Affine, bool Halves, int MostRows>
+template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits, bool Affine, bool Halves, int MostRows>
 void run_panels(const LinearArgs& args) {
   for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
     for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
                                         __attribute__((always_inline)) {
-      tile<Sums<Bits, rows(), Halves>, Affine>(args, panel, row, number, tiles);
+      tile<Sums<Bits, Affine, Halves, rows()>>(args, panel, row, number, tiles);
     });
   }
 }
 
-template <template <int Bits, int Rows, bool Halves> class Sums, int Bits, int MostRows>
+template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits, int MostRows>
 void run(const LinearArgs& args) {
-  const bool affine = args.layout.mapping == Mapping::affine;
-  const bool halves = args.layout.group_inputs() % kBlockInputs != 0;
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) {
-      return halves ? run_panels<Sums, by_table(Bits), false, true, MostRows>(args)
-                    : run_panels<Sums, by_table(Bits), false, false, MostRows>(args);
-    }
-  }
-  if (halves) {
-    return affine ? run_panels<Sums, Bits, true, true, MostRows>(args)
-                  : run_panels<Sums, Bits, false, true, MostRows>(args);
-  }
-  affine ? run_panels<Sums, Bits, true, false, MostRows>(args) : run_panels<Sums, Bits, false, false, MostRows>(args);
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) __attribute__((always_inline)) {
+    run_panels<Sums, bits(), affine(), halves(), MostRows>(args);
+  });
 }
 
 }  // namespace
