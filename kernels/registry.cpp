@@ -22,7 +22,8 @@ constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbed
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx2, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2, &kLinearPortable};
+constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAmx, &kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2,
+                                                  &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
                                                         &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};

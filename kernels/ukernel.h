@@ -76,7 +76,7 @@ struct QuantizeArgs {
 
 // Memory for a linear row's own use during a call. The operator owns it: threads may have little stack (musl's have 128
 // KiB), and a row allocates nothing.
-inline constexpr int64_t kLinearScratchBytes = 112 << 10;
+inline constexpr int64_t kLinearScratchBytes = 160 << 10;
 
 // Some rows of activations times some panels of a packed matrix.
 struct LinearArgs {

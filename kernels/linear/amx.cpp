@@ -1,13 +1,14 @@
 // linear_a8w<b>_8x16_amx: int8 activations times b-bit weights, up to 16 rows of m by 16 outputs in one tile register.
 //
 //   A  16 rows of m x 64 inputs         B  16 lines of 64 bytes: 64 inputs x 16 outputs       C  16 x 16 int32 sums
-//   tdpbssd C, A, B                     16384 products; 32 or 16 inputs where a group begins or ends there
+//   tdpbssd C, A, B                     16384 products; 32 or 16 inputs where a segment begins or ends there
 //
 //   up to 64 rows of m x up to 8 panels, their float sums in the call's scratch memory:
-//     for each piece of k, 512 inputs (a group may have begun before it and may end behind it):
-//       the rows' activations are copied, tile by tile      once for all panels: rows of m may all lie in one cache set
+//     for each piece of k, 512 inputs (a segment and its group may have begun before it and may end behind it):
+//       the rows' activations are copied, tile by tile, and what belongs to their segments
+//                                                           once for all panels: rows of m may all lie in one cache set
 //       for each panel: codes are unpacked to bytes         once for all rows
-//                       tiles: exact int32 sums, by way of memory to float sums in registers, one fma per group
+//                       tiles: exact int32 sums of a segment, by way of memory to float sums in registers
 //   then the panels' heads
 //
 // The unpacked bytes are the levels (symmetric, signed) or the codes (affine, unsigned), so a sum needs no start value
@@ -20,6 +21,7 @@
 #include <cstring>
 
 #include "../bits/widths.h"
+#include "dispatch.h"
 #include "linear_avx512.h"
 
 namespace lowbit {
@@ -33,6 +35,7 @@ constexpr int kChunkPanels = 8;
 constexpr int kPieceHalves = 32;
 constexpr int kStepHalves = 4;  // of a whole tile of activations
 constexpr int kStepInputs = kStepHalves * kHalfInputs;
+constexpr int kSegmentHalves = kSegmentInputs / kHalfInputs;
 constexpr int kHalfBytes = kBlockLines / 2 * kLineBytes;
 constexpr int64_t kTileBytes = kTileRows * 64;
 
@@ -81,8 +84,11 @@ struct Scratch {
   alignas(64) float scales[kPieceHalves][kPanelRows];             // of each group that ends in the piece
   alignas(64) float mins[kPieceHalves][kPanelRows];
   alignas(64) float acc[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];
-  alignas(64) int32_t parts[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];  // of the group at the piece's edge
+  alignas(64) float products[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];  // of the segments of a group, so far
+  alignas(64) int32_t parts[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];   // of the segment at the piece's edge
   alignas(64) int32_t sums[kTileRows][kPanelRows];
+  float segment_scales[kPieceHalves][kChunkRows];  // of each segment that ends in the piece
+  float group_sums[kPieceHalves][kChunkRows];      // affine: of each group that ends in the piece
 };
 static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
@@ -90,10 +96,10 @@ static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 struct Piece {
   int64_t first, halves;
   bool last;                   // the end of k is the end of its last group
-  int64_t first_group;
-  int64_t first_left;          // half blocks of the first group from the piece's beginning on
   int64_t group_halves;
-  bool begins;                 // the first group begins with the piece
+  int64_t first_group;
+  int64_t into_group;          // half blocks of the first group that lie before the piece
+  int64_t first_segment;
 };
 
 // Rows of m, and how they are cut into tiles.
@@ -107,11 +113,9 @@ struct Rows {
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline void block_to_bytes(const uint8_t* block, const Levels<Bits>& levels, uint8_t* lines) {
   __m512i line[8];
-  unpack_block<Bits, true>(block, levels, line);
+  unpack_block<Bits, Affine, true>(block, levels, line);
   for (int j = 0; j < 8; ++j) {
-    __m512i byte = line[j];
-    if constexpr (!Affine && level_factor(Bits) == 2) byte = _mm512_add_epi8(byte, byte);
-    if constexpr (!Affine) byte = _mm512_sub_epi8(byte, byte_mask(level_offset(Bits)));
+    const __m512i byte = Affine ? line[j] : _mm512_sub_epi8(line[j], byte_mask(level_offset(Bits)));
     _mm512_store_si512(lines + j * kLineBytes, byte);
   }
 }
@@ -123,7 +127,7 @@ const uint8_t* unpack(const uint8_t* at, const Layout& layout, const Piece& piec
   Levels<Bits> levels;
   levels.load(layout);
   uint8_t* lines = scratch.lines;
-  int64_t left = piece.first_left;
+  int64_t left = piece.group_halves - piece.into_group;
   int group = 0;
   for (int64_t half = 0; half < piece.halves;) {
     block_to_bytes<Bits, Affine>(at, levels, lines);
@@ -158,24 +162,61 @@ void copy_activations(const LinearArgs& args, const Piece& piece, const Rows& ro
   }
 }
 
+// Scales of the segments, and sums of the groups, that may end in a piece: of each a value for every row.
+template <bool Affine>
+void copy_scales(const LinearArgs& args, const Piece& piece, const Rows& rows, Scratch& scratch) {
+  const Layout& layout = args.layout;
+  const auto copy = [&](const float* from, int64_t count, int64_t first, float(*to)[kChunkRows]) {
+    const int64_t here = count - first < kPieceHalves ? count - first : kPieceHalves;
+    for (int64_t i = 0; i < rows.count; ++i) {
+      for (int64_t at = 0; at < here; ++at) to[at][i] = from[(rows.first + i) * count + first + at];
+    }
+  };
+  copy(args.scales, layout.segments, piece.first_segment, scratch.segment_scales);
+  if constexpr (Affine) copy(args.group_sums, layout.groups, piece.first_group, scratch.group_sums);
+}
+
+// The float part of a segment: from scratch.sums to `products`, or where it is the last of its group to `total`.
+template <bool Affine, bool First, bool Last, int Vectors>
+[[gnu::always_inline]] inline void end_segment(const Scratch& scratch, const float* segment_scales, int group,
+                                               const float* group_sums, float (*products)[kPanelRows],
+                                               __m512 (&total)[Vectors]) {
+  const __m512 scale = _mm512_load_ps(scratch.scales[group]);
+  for (int i = 0; i < Vectors; ++i) {
+    const __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(scratch.sums[i]));
+    const __m512 t = _mm512_set1_ps(segment_scales[i]);
+    const __m512 product = First ? _mm512_mul_ps(t, sum) : _mm512_fmadd_ps(t, sum, _mm512_load_ps(products[i]));
+    if constexpr (!Last) {
+      _mm512_store_ps(products[i], product);
+      continue;
+    }
+    total[i] = _mm512_fmadd_ps(scale, product, total[i]);
+    if constexpr (Affine) {
+      total[i] = _mm512_fmadd_ps(_mm512_load_ps(scratch.mins[group]), _mm512_set1_ps(group_sums[i]), total[i]);
+    }
+  }
+}
+
 // Tile `number` of the rows times one panel, for a piece. `Vectors` is the number of a tile's rows or a bit more.
 template <bool Affine, int Vectors>
-void multiply_tile(const LinearArgs& args, const Piece& piece, const Rows& rows, int64_t number, int panel,
-                   Scratch& scratch) {
-  const int64_t groups = args.layout.groups;
+void multiply_tile(const Piece& piece, const Rows& rows, int64_t number, int panel, Scratch& scratch) {
   const int64_t steps = (piece.halves + kStepHalves - 1) / kStepHalves;
-  const int64_t first = number * rows.tile_rows, last = rows.count - 1 - first;
   float(*const acc)[kPanelRows] = scratch.acc[panel][number];
+  float(*const products)[kPanelRows] = scratch.products[panel][number];
   int32_t(*const parts)[kPanelRows] = scratch.parts[panel][number];
   __m512 total[Vectors];
   for (int i = 0; i < Vectors; ++i) total[i] = _mm512_load_ps(acc[i]);
 
   const int8_t* const tiles = scratch.a + number * steps * kTileBytes;
-  int64_t half = 0, left = piece.first_left;
-  for (int group = 0; half < piece.halves; ++group, left = piece.group_halves) {
+  const int64_t first_row = number * rows.tile_rows;
+  int64_t half = 0, into = piece.into_group;
+  int group = 0;
+  for (int segment = 0; half < piece.halves; ++segment) {
+    const int64_t group_left = piece.group_halves - into, segment_left = kSegmentHalves - into % kSegmentHalves;
+    const int64_t left = segment_left < group_left ? segment_left : group_left;
     const bool ends = left <= piece.halves - half || piece.last;
     const int64_t end = left < piece.halves - half ? half + left : piece.halves;
-    if (group > 0 || piece.begins) {
+    if (into % kSegmentHalves == 0) {
       zero_tile<kC>();
     } else {
       load_tile<kC>(parts, 64);
@@ -206,15 +247,18 @@ void multiply_tile(const LinearArgs& args, const Piece& piece, const Rows& rows,
       break;
     }
     store_tile<kC>(scratch.sums);
-    const __m512 scale = _mm512_load_ps(scratch.scales[group]);
-    const int32_t* group_sums = args.group_sums + (rows.first + first) * groups + piece.first_group + group;
-    for (int i = 0; i < Vectors; ++i) {
-      total[i] = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(_mm512_load_si512(scratch.sums[i])), total[i]);
-      if constexpr (Affine) {
-        const int32_t group_sum = group_sums[(i < last ? i : last) * groups];
-        total[i] = _mm512_fmadd_ps(_mm512_load_ps(scratch.mins[group]), _mm512_set1_ps(static_cast<float>(group_sum)),
-                                   total[i]);
-      }
+    const float* const t = scratch.segment_scales[segment] + first_row;
+    const float* const group_sums = scratch.group_sums[group] + first_row;
+    const bool is_first = into < kSegmentHalves, is_last = left == group_left || (piece.last && half == piece.halves);
+    if (is_last) {
+      is_first ? end_segment<Affine, true, true>(scratch, t, group, group_sums, products, total)
+               : end_segment<Affine, false, true>(scratch, t, group, group_sums, products, total);
+      into = 0;
+      ++group;
+    } else {
+      is_first ? end_segment<Affine, true, false>(scratch, t, group, group_sums, products, total)
+               : end_segment<Affine, false, false>(scratch, t, group, group_sums, products, total);
+      into += left;
     }
   }
   for (int i = 0; i < Vectors; ++i) _mm512_store_ps(acc[i], total[i]);
@@ -234,20 +278,21 @@ void chunk(const LinearArgs& args, const Rows& rows, int64_t first_panel, int pa
     piece.first = first;
     piece.halves = halves - first < kPieceHalves ? halves - first : kPieceHalves;
     piece.last = first + piece.halves == halves;
-    piece.first_group = first / group_halves;
-    piece.first_left = group_halves - first % group_halves;
     piece.group_halves = group_halves;
-    piece.begins = first % group_halves == 0;
+    piece.first_group = first / group_halves;
+    piece.into_group = first % group_halves;
+    piece.first_segment = piece.first_group * layout.group_segments() + piece.into_group / kSegmentHalves;
 
     copy_activations(args, piece, rows, scratch);
+    copy_scales<Affine>(args, piece, rows, scratch);
     for (int p = 0; p < panels; ++p) {
       at[p] = unpack<Bits, Affine>(at[p], layout, piece, scratch);
       for (int64_t number = 0; number < rows.tiles(); ++number) {
         switch ((rows.tile_rows + 3) / 4) {
-          case 1: multiply_tile<Affine, 4>(args, piece, rows, number, p, scratch); break;
-          case 2: multiply_tile<Affine, 8>(args, piece, rows, number, p, scratch); break;
-          case 3: multiply_tile<Affine, 12>(args, piece, rows, number, p, scratch); break;
-          default: multiply_tile<Affine, 16>(args, piece, rows, number, p, scratch);
+          case 1: multiply_tile<Affine, 4>(piece, rows, number, p, scratch); break;
+          case 2: multiply_tile<Affine, 8>(piece, rows, number, p, scratch); break;
+          case 3: multiply_tile<Affine, 12>(piece, rows, number, p, scratch); break;
+          default: multiply_tile<Affine, 16>(piece, rows, number, p, scratch);
         }
       }
     }
@@ -285,6 +330,8 @@ void run_chunks(const LinearArgs& args) {
   Scratch& scratch = *static_cast<Scratch*>(args.scratch);
   std::memset(scratch.a, 0, sizeof scratch.a);  // what a tile lacks in rows is read, too
   std::memset(scratch.sums, 0, sizeof scratch.sums);
+  std::memset(scratch.segment_scales, 0, sizeof scratch.segment_scales);
+  std::memset(scratch.group_sums, 0, sizeof scratch.group_sums);
   for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += kChunkPanels) {
     const int64_t panels = args.panel_end - panel < kChunkPanels ? args.panel_end - panel : kChunkPanels;
     for (int64_t row = 0; row < args.m; row += chunk_rows) {
@@ -297,10 +344,7 @@ void run_chunks(const LinearArgs& args) {
 
 template <int Bits>
 void run(const LinearArgs& args) {
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) return run_chunks<by_table(Bits), false>(args);
-  }
-  args.layout.mapping == Mapping::affine ? run_chunks<Bits, true>(args) : run_chunks<Bits, false>(args);
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto) { run_chunks<bits(), affine()>(args); });
 }
 
 // From 8 rows on, an estimate: below that AVX-512 VNNI should need no more time for the products than the

@@ -37,7 +37,7 @@
 // would save 6 of the 22 instructions, at half the rate: the model says up to 20 % more cycles. Convert and fma cannot
 // go: the order of float operations is the contract.
 //
-// Of the scratch (112 KiB) a tile, a panel and a piece use 18 KB at a time (groups of 16: 24), which stay in a
+// Of the scratch a tile, a panel and a piece use 18 KB at a time (groups of 16: 24), which stay in a
 // first-level cache: weights 8, activations 4, starts 2 to 4, scales 1 to 2. A group that is longer than a piece keeps
 // its int32 sums there.
 #pragma once
