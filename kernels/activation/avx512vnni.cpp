@@ -1,8 +1,11 @@
-// quantize_avx512vnni: one activation row to int8 and its group sums, 64 values at a time. Formula: ukernel.h.
-// Two passes: range and finiteness; then fma, round, saturate. Group sums by vpdpbusd against ones: each 128 bits of it
-// are about 16 values. What is left of 64, and groups that do not fit them, go 16 values at a time.
+// quantize_avx512vnni: one activation row to int8, with a scale and a sum for each segment. Formula: ukernel.h.
+//
+// 64 values at a time, in one pass: they stay in registers between their maximum and their rounding. That is one segment of
+// 64, two of 32 or four of 16. Other segments go alone, masked: the zeros behind them change neither a maximum nor a sum.
 
 #include <immintrin.h>
+
+#include <cmath>
 
 #include "../bits/simd_avx512.h"
 #include "../ukernel.h"
@@ -10,150 +13,134 @@
 namespace lowbit {
 namespace {
 
-[[gnu::always_inline]] inline int32_t sum_lanes(__m128i v) {
-  v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4e));
-  v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0xb1));
-  return _mm_cvtsi128_si32(v);
+// In every 128 bits, two maxima of two values of `a` each beside two of `b`, in turns.
+[[gnu::always_inline]] inline __m512i max_of_pairs(__m512i a, __m512i b) {
+  return _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }
 
-struct Range {
-  float lowest, highest;
-  bool finite;
-};
+// The maxima of 64 magnitudes: lane s is segment s of `Inputs` inputs, again and again.
+template <int64_t Inputs>
+[[gnu::always_inline]] inline __m128i maxima(const __m512i (&m)[4]) {
+  __m512i most;
+  if constexpr (Inputs == 16) {
+    most = max_of_pairs(max_of_pairs(m[0], m[2]), max_of_pairs(m[1], m[3]));
+  } else {
+    const __m512i low = _mm512_max_epi32(m[0], m[1]), high = _mm512_max_epi32(m[2], m[3]);
+    most = Inputs == 32 ? max_of_pairs(low, high) : _mm512_max_epi32(low, high);
+  }
+  most = _mm512_max_epi32(most, _mm512_shuffle_i32x4(most, most, 0x4e));
+  most = _mm512_max_epi32(most, _mm512_shuffle_i32x4(most, most, 0xb1));
+  __m128i lanes = _mm512_castsi512_si128(most);
+  if constexpr (Inputs >= 32) lanes = _mm_max_epi32(lanes, _mm_shuffle_epi32(lanes, 0x4e));
+  if constexpr (Inputs == 64) lanes = _mm_max_epi32(lanes, _mm_shuffle_epi32(lanes, 0xb1));
+  return lanes;
+}
 
-// Four minima and four maxima that do not wait for one another. NaN is looked for; infinities show in the range.
-template <DType T>
-[[gnu::always_inline]] inline Range range_of(const void* x, int64_t k) {
-  __m512 lo[4], hi[4];
-  for (int j = 0; j < 4; ++j) lo[j] = hi[j] = _mm512_setzero_ps();
-  unsigned nan = 0;
-  int64_t i = 0;
-  for (; i + 64 <= k; i += 64) {
-    __m512 v[4];
+// The sums of 64 values of int8: lane s is segment s.
+template <int64_t Inputs>
+[[gnu::always_inline]] inline __m128i sums_of(__m512i codes) {
+  __m512i v = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), codes);
+  v = _mm512_add_epi32(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));
+  v = _mm512_add_epi32(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));  // of 16 values, in each dword of their 128 bits
+  if constexpr (Inputs == 16) return _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, v));
+  v = _mm512_add_epi32(v, _mm512_shuffle_i32x4(v, v, 0xb1));
+  if constexpr (Inputs == 32) return _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x0101, v));
+  return _mm_add_epi32(_mm512_castsi512_si128(v), _mm512_extracti32x4_epi32(v, 2));
+}
+
+// `count` values from `at` on, 64 or less, in segments of `Inputs`; less than 64 are one segment. Writes their codes, and
+// zeros up to the next multiple of 16.
+template <DType T, int64_t Inputs>
+[[gnu::always_inline]] inline void quantize64(const void* x, int64_t at, int64_t count, int8_t* a, float* scales,
+                                              int32_t* sums) {
+  __m512 values[4];
+  __m512i m[4];
+  for (int j = 0; j < 4; ++j) {
+    const int64_t left = count - 16 * j;
+    values[j] = left > 0 ? load16<T>(x, at + 16 * j, first_lanes(left)) : _mm512_setzero_ps();
+    // As integers, the bits of NaN are the largest.
+    m[j] = _mm512_and_si512(_mm512_castps_si512(values[j]), _mm512_set1_epi32(0x7fffffff));
+  }
+  const __m128 most = _mm_castsi128_ps(maxima<Inputs>(m));
+  const __m128i scale = _mm_and_si128(_mm_castps_si128(_mm_mul_ps(most, _mm_set1_ps(1.0f / 127.0f))), _mm_set1_epi32(~3));
+  const __mmask8 too_large = _mm_cmpgt_epi32_mask(scale, _mm_set1_epi32(0x737fffff));  // at least 2^104, or NaN
+  const __mmask8 zero = _mm_cmplt_epi32_mask(scale, _mm_set1_epi32(0x00800000)) | too_large;  // below 2^-126
+  __m128i t = scale;
+  __m128 inverse = _mm_div_ps(_mm_set1_ps(1.0f), _mm_castsi128_ps(scale));
+  constexpr int64_t kSegments = 64 / Inputs;
+  if (zero != 0) [[unlikely]] {
+    t = _mm_mask_mov_epi32(_mm_maskz_mov_epi32(~zero, scale), too_large, _mm_set1_epi32(0x7fc00000));
+    inverse = _mm_maskz_mov_ps(~zero, inverse);
     for (int j = 0; j < 4; ++j) {
-      v[j] = load16<T>(x, i + 16 * j, 0xffff);
-      lo[j] = _mm512_min_ps(v[j], lo[j]);
-      hi[j] = _mm512_max_ps(v[j], hi[j]);
+      if ((zero >> (16 * j / Inputs)) & 1) values[j] = _mm512_setzero_ps();
     }
-    nan |= _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q) | _mm512_cmp_ps_mask(v[2], v[3], _CMP_UNORD_Q);
   }
-  for (; i < k; i += 16) {
-    const __m512 v = load16<T>(x, i, first_lanes(k - i));
-    lo[0] = _mm512_min_ps(v, lo[0]);
-    hi[0] = _mm512_max_ps(v, hi[0]);
-    nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  }
-  const float lowest = _mm512_reduce_min_ps(_mm512_min_ps(_mm512_min_ps(lo[0], lo[1]), _mm512_min_ps(lo[2], lo[3])));
-  const float highest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(hi[0], hi[1]), _mm512_max_ps(hi[2], hi[3])));
-  const float infinity = float_from_bits(0x7f800000u);
-  return {lowest, highest, nan == 0 && lowest > -infinity && highest < infinity};
-}
-
-// 64 values; the packing instructions work on 128 bits at a time, so their dwords are put in order behind them.
-template <DType T>
-[[gnu::always_inline]] inline __m512i to_int8(const void* x, int64_t at, __m512 inverse, __m512 zero) {
+  const __m512 inverses = _mm512_broadcast_f32x4(inverse);
   __m512i v[4];
   for (int j = 0; j < 4; ++j) {
-    v[j] = _mm512_cvtps_epi32(_mm512_fmadd_ps(load16<T>(x, at + 16 * j, 0xffff), inverse, zero));
+    __m512 factor;
+    switch (16 * j / Inputs) {
+      case 0: factor = _mm512_permute_ps(inverses, 0x00); break;
+      case 1: factor = _mm512_permute_ps(inverses, 0x55); break;
+      case 2: factor = _mm512_permute_ps(inverses, 0xaa); break;
+      default: factor = _mm512_permute_ps(inverses, 0xff);
+    }
+    v[j] = _mm512_cvtps_epi32(_mm512_mul_ps(values[j], factor));
   }
-  const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+  // The packing instructions work on 128 bits at a time: behind them, dwords are put in order.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_permutexvar_epi32(order, bytes);
+  const __m512i codes = _mm512_permutexvar_epi32(
+      order, _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3])));
+  _mm512_mask_storeu_epi8(a, ~__mmask64{0} >> (64 - (count + 15) / 16 * 16), codes);
+  _mm_mask_storeu_epi32(scales, (1 << kSegments) - 1, t);
+  _mm_mask_storeu_epi32(sums, (1 << kSegments) - 1, sums_of<Inputs>(codes));
 }
 
-// In each dword the sum of its 128 bits.
-[[gnu::always_inline]] inline __m512i sums_of_16(__m512i v) {
-  v = _mm512_add_epi32(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));
-  return _mm512_add_epi32(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));
-}
-
-// All whole 64 values of a row whose groups are of 16 or 32, or multiples of 64; returns how many values. `sums` is what
-// the group has that goes on behind them.
-template <DType T>
-[[gnu::always_inline]] inline int64_t quantize_by_64(const QuantizeArgs& args, __m512 inverse, __m512 zero,
-                                                     int32_t*& group_sum, __m128i& sums) {
-  const int64_t whole = args.k / 64 * 64, group_inputs = args.group_inputs;
-  const __m512i ones = _mm512_set1_epi8(1);
-  const void* const x = args.x;
-  int8_t* const out = args.a;
-  if (group_inputs == 16 || group_inputs == 32) {
-    for (int64_t i = 0; i < whole; i += 64) {
-      const __m512i a = to_int8<T>(x, i, inverse, zero);
-      _mm512_storeu_si512(out + i, a);
-      __m512i v = sums_of_16(_mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, a));
-      if (group_inputs == 16) {
-        const __m512i found = _mm512_maskz_compress_epi32(0x1111, v);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(group_sum), _mm512_castsi512_si128(found));
-        group_sum += 4;
-      } else {
-        v = _mm512_add_epi32(v, _mm512_shuffle_i32x4(v, v, 0xb1));
-        const __m512i found = _mm512_maskz_compress_epi32(0x0101, v);
-        _mm_storel_epi64(reinterpret_cast<__m128i*>(group_sum), _mm512_castsi512_si128(found));
-        group_sum += 2;
-      }
-    }
-    return whole;
-  }
-  if (group_inputs % 64 != 0) return 0;
+// All whole 64 values, cut into segments of `Inputs`; returns how many values.
+template <DType T, int64_t Inputs>
+int64_t quantize_whole(const QuantizeArgs& args) {
   int64_t i = 0;
-  __m512i acc = _mm512_setzero_si512();
-  for (int64_t left = group_inputs; i < whole; i += 64) {
-    const __m512i a = to_int8<T>(x, i, inverse, zero);
-    _mm512_storeu_si512(out + i, a);
-    acc = _mm512_dpbusd_epi32(acc, ones, a);
-    if ((left -= 64) == 0) {
-      *group_sum++ = _mm512_reduce_add_epi32(acc);
-      acc = _mm512_setzero_si512();
-      left = group_inputs;
-    }
+  for (; i + 64 <= args.k; i += 64) {
+    quantize64<T, Inputs>(args.x, i, 64, args.a + i, args.scales + i / Inputs, args.sums + i / Inputs);
   }
-  const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(acc), _mm512_extracti64x4_epi64(acc, 1));
-  sums = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  return whole;
+  return i;
+}
+
+// S of each group.
+void add_segments(const QuantizeArgs& args) {
+  const float* t = args.scales;
+  const int32_t* sum = args.sums;
+  float* group_sum = args.group_sums;
+  for (int64_t begin = 0; begin < args.k; begin += args.group_inputs) {
+    const int64_t inputs = args.k - begin < args.group_inputs ? args.k - begin : args.group_inputs;
+    const float* const end = t + Layout::segments_of(inputs);
+    float total = *t++ * static_cast<float>(*sum++);
+    while (t < end) total = std::fma(*t++, static_cast<float>(*sum++), total);
+    *group_sum++ = total;
+  }
 }
 
 template <DType T>
 void quantize(const QuantizeArgs& args) {
-  const Range range = range_of<T>(args.x, args.k);
-  const float lowest = range.lowest, highest = range.highest;
-  float scale = highest / 255.0f - lowest / 255.0f;
-  if (!range.finite || scale < 0x1p-126f) {
-    scale = range.finite ? 0.0f : float_from_bits(0x7fc00000u);
-    *args.scale = scale;
-    *args.zero = 0.0f;
-    std::memset(args.a, 0, static_cast<size_t>(args.k_padded));
-    const int64_t groups = (args.k + args.group_inputs - 1) / args.group_inputs;
-    std::memset(args.group_sums, 0, static_cast<size_t>(groups) * sizeof(int32_t));
-    return;
+  const int64_t group_inputs = args.group_inputs;
+  int64_t i = 0, segment = 0;
+  if (group_inputs % 64 == 0) {
+    i = quantize_whole<T, 64>(args);
+    segment = i / 64;
+  } else if (group_inputs == 32 || group_inputs == 16) {
+    i = group_inputs == 32 ? quantize_whole<T, 32>(args) : quantize_whole<T, 16>(args);
+    segment = i / group_inputs;
   }
-  const float inverse = 1.0f / scale;
-  const __m128 rounded = _mm_roundscale_ss(_mm_setzero_ps(), _mm_set_ss(-lowest * inverse), 0);
-  const float unlimited = _mm_cvtss_f32(rounded) - 128.0f;
-  const float zero = unlimited < 127.0f ? unlimited : 127.0f;
-  *args.scale = scale;
-  *args.zero = zero;
-
-  const __m512 inverses = _mm512_set1_ps(inverse), zeros = _mm512_set1_ps(zero);
-  __m128i sums = _mm_setzero_si128();
-  int32_t* group_sum = args.group_sums;
-  int64_t i = quantize_by_64<T>(args, inverses, zeros, group_sum, sums);
-  int64_t group_end = (i / args.group_inputs + 1) * args.group_inputs;
-  for (; i < args.k; i += 16) {
-    const __mmask16 mask = first_lanes(args.k - i);
-    const __m512 x = load16<T>(args.x, i, mask);
-    const __m512i rounded16 = _mm512_cvtps_epi32(_mm512_fmadd_ps(x, inverses, zeros));
-    const __m128i a = _mm_maskz_mov_epi8(mask, _mm512_cvtsepi32_epi8(rounded16));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(args.a + i), a);
-    sums = _mm_dpbusd_epi32(sums, _mm_set1_epi8(1), a);
-    if (i + 16 == group_end) {
-      *group_sum++ = sum_lanes(sums);
-      sums = _mm_setzero_si128();
-      group_end += args.group_inputs;
-    }
+  for (; i < args.k; ++segment) {
+    const int64_t group_left = group_inputs - i % group_inputs;
+    int64_t inputs = args.k - i < group_left ? args.k - i : group_left;
+    if (inputs > kSegmentInputs) inputs = kSegmentInputs;
+    quantize64<T, 64>(args.x, i, inputs, args.a + i, args.scales + segment, args.sums + segment);
+    i += inputs;
   }
-  if (group_end - args.group_inputs < args.k) *group_sum = sum_lanes(sums);
   const int64_t written = (args.k + 15) / 16 * 16;
   std::memset(args.a + written, 0, static_cast<size_t>(args.k_padded - written));
+  if (args.group_sums != nullptr) add_segments(args);
 }
 
 void run(const QuantizeArgs& args) {
