@@ -12,26 +12,30 @@ constexpr int kChunkTiles = 2;
 constexpr int kChunkPanels = 8;
 constexpr int kPieceHalves = 128;  // times 16 rows; of twice as many rows half
 
-// Some half blocks of k.
+constexpr int kStartRow = -32768;  // gemm_sme2.h
+
+// Some half blocks of k: whole segments. Groups of one segment are whole, too.
 struct Piece {
   int64_t first, halves;
-  bool last;            // the end of k is the end of its last group
-  int64_t first_group, groups;
-  int64_t first_left;   // half blocks of the first group from the piece's beginning on
-  int64_t group_halves;
-  bool begins;          // the first group begins with the piece
-  bool open;            // the last group does not end with it
+  bool last;  // it ends where k does, and so does its last group
+  int64_t first_segment, segments;
+  int64_t first_group, groups;  // that it has a part of
+  int64_t first_left;           // half blocks of the first group from the piece's beginning on
+  bool begins;                  // the first group begins with the piece
+  bool open;                    // the last group does not end with it
 };
 
 struct Scratch {
-  // Of each tile of 16 rows, kTilePiece apart: vectors of 16 rows x 4 inputs. Whole tiles of 16 are transposed.
+  // Of each tile of 16 rows, a_stride apart: vectors of 16 rows x 4 inputs. Whole tiles of 16 are transposed.
   alignas(64) int8_t a[(kPieceHalves * kHalfLines + 2 * 16) * kVectorBytes];
-  // Of each group and 16 rows of m: its sum, as float32 where weights are affine, and in two int16.
-  alignas(64) int32_t sums[(kPieceHalves + 2 * 18) * kTileRows];
-  alignas(64) int32_t parts[(kPieceHalves + 2 * 18) * kTileRows];
-  // Of each panel and tile: float sums, and the integer sums of the group at the piece's edge. In ZA's order.
+  // Of each segment and 16 rows of m: the scale t; the sum A as an int16, and kStartRow as another.
+  alignas(64) float scales[(kPieceHalves + 2 * 16) * kTileRows];
+  alignas(64) int32_t starts[(kPieceHalves + 2 * 16) * kTileRows];
+  // Of each group and 16 rows of m, affine: the sum S, in the order of rows that float sums have.
+  alignas(64) float sums[(kPieceHalves + 2 * 16) * kTileRows];
+  // Of each panel and tile, in ZA's order: float sums, and the P of the group at the piece's edge.
   alignas(64) float acc[kChunkPanels][kChunkTiles][kTileSums];
-  alignas(64) int32_t open[kChunkPanels][kChunkTiles][kTileSums];
+  alignas(64) float open[kChunkPanels][kChunkTiles][kTileSums];
 };
 static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
@@ -47,8 +51,33 @@ struct Chunk {
   int64_t piece_halves = kPieceHalves / tiles;
   // From one tile's part of Scratch to the next.
   int64_t a_stride = (piece_halves * kHalfLines + 16) * kVectorBytes;
-  int64_t sums_stride = (piece_halves + 18) * kTileRows;
+  int64_t segment_stride = (piece_halves + 16) * kTileRows;
 };
+
+[[gnu::always_inline]] inline Piece next_piece(const Chunk& chunk, int64_t first) __arm_streaming_compatible {
+  const int64_t halves = chunk.halves, group_halves = chunk.group_halves;
+  const bool one_segment = group_halves <= kSegmentHalves;
+  const auto segment_at = [&](int64_t half) {
+    return half / group_halves * chunk.args.layout.group_segments() +
+           (half % group_halves + kSegmentHalves - 1) / kSegmentHalves;
+  };
+  int64_t end = first + chunk.piece_halves;
+  if (end >= halves) end = halves;
+  else end -= one_segment ? end % group_halves : end % group_halves % kSegmentHalves;
+
+  Piece piece;
+  piece.first = first;
+  piece.halves = end - first;
+  piece.last = end == halves;
+  piece.first_segment = segment_at(first);
+  piece.segments = segment_at(end) - piece.first_segment;
+  piece.first_group = first / group_halves;
+  piece.groups = (end - 1) / group_halves - piece.first_group + 1;
+  piece.first_left = group_halves - first % group_halves;
+  piece.begins = first % group_halves == 0;
+  piece.open = !piece.last && end % group_halves != 0;
+  return piece;
+}
 
 // 16 rows, `stride` words apart, to the rows of tile 0. Compilers work each address out anew.
 [[gnu::always_inline]] inline void load_tile_rows(const uint32_t* row, int64_t stride,
@@ -100,10 +129,23 @@ struct Chunk {
   }
 }
 
-// A sum as two int16: its lowest 8 bits, and what is above them.
-[[gnu::always_inline]] inline svint32_t two_parts(svint32_t sum) __arm_streaming {
+// Order of rows and of outputs that a multiply-add of four vectors makes of the columns of a tile, and back: they are a
+// 4 x 4 matrix, transposed.
+[[gnu::always_inline]] inline svuint32_t swapped_lanes() __arm_streaming {
   const svbool_t all = svptrue_b32();
-  return svsli_n_s32(svand_n_s32_x(all, sum, 0xff), svasr_n_s32_x(all, sum, 8), 16);
+  const svuint32_t lane = svindex_u32(0, 1);
+  return svorr_u32_x(all, svlsr_n_u32_x(all, lane, 2), svand_n_u32_x(all, svlsl_n_u32_x(all, lane, 2), 15));
+}
+
+// `count` vectors, four at a time, each by use(vector): whole tiles of 16 are there.
+template <class Element, class Use>
+[[gnu::always_inline]] inline void replace_all(Element* at, int64_t count, Use use) __arm_streaming {
+  const svcount_t all = svptrue_c32();
+#pragma clang loop unroll(disable)
+  for (int64_t i = 0; i < count; i += 4, at += 4 * kTileRows) {
+    const auto four = svld1_x4(all, at);
+    svst1(all, at, svcreate4(use(svget4(four, 0)), use(svget4(four, 1)), use(svget4(four, 2)), use(svget4(four, 3))));
+  }
 }
 
 template <int Bits, bool Affine>
@@ -114,24 +156,25 @@ template <int Bits, bool Affine>
   for (int64_t tile = 0; tile < chunk.tiles; ++tile) {
     const int64_t row = chunk.first_row + tile * kTileRows;
     const int64_t left = chunk.rows - tile * kTileRows, rows = left < kTileRows ? left : kTileRows;
+    const int64_t segment = row * layout.segments + piece.first_segment, to = tile * chunk.segment_stride;
     transpose(args.a + row * stride + piece.first * kHalfInputs, stride / 4, rows, piece.halves * kHalfLines,
               chunk.scratch.a + tile * chunk.a_stride);
-    if constexpr (Affine || offset<Bits, Affine>() != 0) {
-      int32_t* const sums = chunk.scratch.sums + tile * chunk.sums_stride;
-      int32_t* const parts = chunk.scratch.parts + tile * chunk.sums_stride;
+    transpose(args.scales + segment, layout.segments, rows, piece.segments, chunk.scratch.scales + to);
+    if constexpr (offset<Bits, Affine>() != 0) {
+      int32_t* const starts = chunk.scratch.starts + to;
+      transpose(args.sums + segment, layout.segments, rows, piece.segments, starts);
+      const svint32_t start = svdup_n_s32(kStartRow);
+      replace_all(starts, piece.segments, [&](svint32_t sum) __attribute__((always_inline)) __arm_streaming {
+        return svsli_n_s32(sum, start, 16);
+      });
+    }
+    if constexpr (Affine) {
+      float* const sums = chunk.scratch.sums + to;
       transpose(args.group_sums + row * layout.groups + piece.first_group, layout.groups, rows, piece.groups, sums);
-      // Four groups at a time: whole tiles of 16 are there.
-      const svcount_t all = svptrue_c32();
-      for (int64_t group = 0; group < piece.groups; group += 4) {
-        const svint32x4_t four = svld1_vnum_s32_x4(all, sums, group);
-        if constexpr (offset<Bits, Affine>() != 0) {
-          svst1_vnum_s32_x4(all, parts, group, svcreate4_s32(two_parts(svget4(four, 0)), two_parts(svget4(four, 1)),
-                                                             two_parts(svget4(four, 2)), two_parts(svget4(four, 3))));
-        }
-        if constexpr (Affine) {
-          svst1_vnum_f32_x4(all, reinterpret_cast<float*>(sums), group, svcvt_f32_s32_x4(four));
-        }
-      }
+      const svuint32_t lanes = swapped_lanes();
+      replace_all(sums, piece.groups, [&](svfloat32_t sum) __attribute__((always_inline)) __arm_streaming {
+        return svtbl_f32(sum, lanes);
+      });
     }
   }
 }
