@@ -70,6 +70,10 @@ template <int Bits, bool Affine, int Tiles, int Panels, Halves Wanted>
   }
 }
 
+using Whole = std::integral_constant<Halves, kWholeBlock>;
+using FirstHalf = std::integral_constant<Halves, kFirstHalf>;
+using SecondHalf = std::integral_constant<Halves, kSecondHalf>;
+
 // Where a piece is read. `at`: in the first panel; the second one is `stride` bytes behind it.
 struct Place {
   const uint8_t* at;
@@ -80,11 +84,17 @@ struct Place {
   int64_t stride, a_stride, segment_stride;
 };
 
-// Lanes that make 16-bit scales those of outputs in swapped order, one in the lower half of each word; behind them mins.
+// Lanes that make 16-bit scales those of outputs in swapped order, one in the lower half of each word. Hidden, because
+// Clang would work them out for each group.
 template <int First>
-[[gnu::always_inline]] inline svfloat32_t swapped_scales(svuint16_t scales) __arm_streaming {
-  const svuint32_t lanes = svorr_n_u32_x(svptrue_b32(), swapped_lanes(), 0xffff0000u | First);
-  return svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u16(svtbl_u16(scales, svreinterpret_u16_u32(lanes))));
+[[gnu::always_inline]] inline svuint16_t scale_lanes() __arm_streaming {
+  svuint32_t lanes = svorr_n_u32_x(svptrue_b32(), swapped_lanes(), 0xffff0000u | First);
+  __asm__ volatile("" : "+w"(lanes));
+  return svreinterpret_u16_u32(lanes);
+}
+
+[[gnu::always_inline]] inline svfloat32_t swapped_scales(svuint16_t scales, svuint16_t lanes) __arm_streaming {
+  return svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u16(svtbl_u16(scales, lanes)));
 }
 
 template <bool Affine>
@@ -130,7 +140,8 @@ template <bool Affine, int T>
 
 // Ends a segment, and with it its group if that has no other.
 template <int Bits, bool Affine, int Tiles, int Panels, bool OneSegment, bool First>
-[[gnu::always_inline]] inline void end_segment(const Indices& indices, Place& place, const uint8_t* scales) LOWBIT_STREAMING {
+[[gnu::always_inline]] inline void end_segment(const Indices& indices, Place& place, const uint8_t* scales,
+                                               svuint16_t lanes, svuint16_t min_lanes) LOWBIT_STREAMING {
   const svbool_t all = svptrue_b32();
   const svfloat32_t c = svdup_n_f32(1.5f * static_cast<float>(1 << start_exponent<Bits, OneSegment>()));
   const svfloat32_t t0 = svld1_f32(all, place.scales);
@@ -138,12 +149,12 @@ template <int Bits, bool Affine, int Tiles, int Panels, bool OneSegment, bool Fi
   if constexpr (Tiles == 2) t1 = svld1_f32(all, place.scales + place.segment_stride);
   if constexpr (OneSegment) {
     svuint16_t group = load_group<Affine>(scales);
-    finish_group<0>(indices, c, t0, swapped_scales<0>(group));
-    add_mins<Affine, 2>(place.sums, swapped_scales<kPanelRows>(group));
+    finish_group<0>(indices, c, t0, swapped_scales(group, lanes));
+    add_mins<Affine, 2>(place.sums, swapped_scales(group, min_lanes));
     if constexpr (Tiles * Panels == 2) {
       if constexpr (Panels == 2) group = load_group<Affine>(scales + place.stride);
-      finish_group<1>(indices, c, t1, swapped_scales<0>(group));
-      add_mins<Affine, 3>(place.sums + (Tiles - 1) * place.segment_stride, swapped_scales<kPanelRows>(group));
+      finish_group<1>(indices, c, t1, swapped_scales(group, lanes));
+      add_mins<Affine, 3>(place.sums + (Tiles - 1) * place.segment_stride, swapped_scales(group, min_lanes));
     }
     if constexpr (Affine) place.sums += kTileRows;
   } else {
@@ -157,16 +168,16 @@ template <int Bits, bool Affine, int Tiles, int Panels, bool OneSegment, bool Fi
 // Ends a group of several segments. Its P fill the tiles of float sums, which are in memory meanwhile.
 template <int Bits, bool Affine, int Tiles, int Panels>
 [[gnu::always_inline]] inline void end_group(const Indices& indices, Place& place, const uint8_t* scales, float* acc0,
-                                             float* acc1) LOWBIT_STREAMING {
+                                             float* acc1, svuint16_t lanes, svuint16_t min_lanes) LOWBIT_STREAMING {
   const auto end_tile = [&](auto tile, const uint8_t* scales, const float* sums, float* acc)
       __attribute__((always_inline)) LOWBIT_STREAMING {
     constexpr int kTile = decltype(tile)::value;
     const svuint16_t group = load_group<Affine>(scales);
-    svfloat32_t scale = swapped_scales<0>(group);
+    svfloat32_t scale = swapped_scales(group, lanes);
     if constexpr (kInPlace<Bits>) scale = svmul_n_f32_x(svptrue_b32(), scale, 1.0f / kFactor<Bits>);
     load_tile<kTile>(indices, acc);
     add_products<kTile>(indices, scale);
-    add_mins<Affine, kTile>(sums, swapped_scales<kPanelRows>(group));
+    add_mins<Affine, kTile>(sums, swapped_scales(group, min_lanes));
     store_tile<kTile>(indices, acc);
   };
   end_tile(std::integral_constant<int, 0>(), scales, place.sums, acc0);
@@ -177,13 +188,6 @@ template <int Bits, bool Affine, int Tiles, int Panels>
   if constexpr (Affine) place.sums += kTileRows;
 }
 
-// Some blocks, or a half of one.
-template <int Bits, bool Affine, int Tiles, int Panels, Halves Wanted>
-[[gnu::always_inline]] inline void add(Place& place, svuint8_t table) LOWBIT_STREAMING {
-  add_block<Bits, Affine, Tiles, Panels, Wanted>(place.at, place.stride, table, place.a, place.a_stride);
-  place.a += (Wanted == kWholeBlock ? kBlockLines : kHalfLines) * kVectorBytes;
-}
-
 // A piece of k: one or two tiles of rows times one panel, or one tile times two. `begin`: where it is in the first
 // panel. Returns its bytes.
 template <int Bits, bool Affine, bool Halves, bool OneSegment, int Tiles, int Panels>
@@ -192,6 +196,7 @@ template <int Bits, bool Affine, bool Halves, bool OneSegment, int Tiles, int Pa
   constexpr int kUsed = Tiles * Panels;
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   const svuint8_t table = load_table(chunk.args.layout);
+  const svuint16_t lanes = scale_lanes<0>(), min_lanes = Affine ? scale_lanes<kPanelRows>() : lanes;
   const Indices indices;
   Scratch& scratch = chunk.scratch;
   Place place{begin, scratch.a, scratch.scales, scratch.starts, scratch.sums, chunk.args.layout.panel_bytes,
@@ -215,59 +220,83 @@ template <int Bits, bool Affine, bool Halves, bool OneSegment, int Tiles, int Pa
   bool second = Halves && piece.first % 2 != 0;  // a block's first half is done
   // Bytes of the scales behind this block, of the group that its first half ended.
   int64_t skip = second && piece.begins ? kGroupBytes : 0;
-  // Half blocks, at most a segment.
-  const auto add_halves = [&](int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
-    if (Halves && second) {
-      add<Bits, Affine, Tiles, Panels, kSecondHalf>(place, table);
-      place.at += kBlockBytes + skip;
-      skip = 0;
-      --count;
-      second = false;
-    }
-#pragma clang loop unroll(disable)
-    for (; count > 1; count -= 2) {
-      add<Bits, Affine, Tiles, Panels, kWholeBlock>(place, table);
-      place.at += kBlockBytes;
-    }
-    if (Halves && count != 0) {
-      add<Bits, Affine, Tiles, Panels, kFirstHalf>(place, table);
-      second = true;
-    }
+  const auto add = [&](auto wanted) __attribute__((always_inline)) LOWBIT_STREAMING {
+    constexpr auto kWanted = decltype(wanted)::value;
+    add_block<Bits, Affine, Tiles, Panels, kWanted>(place.at, place.stride, table, place.a, place.a_stride);
+    place.a += (kWanted == kWholeBlock ? kBlockLines : kHalfLines) * kVectorBytes;
+    if (kWanted != kFirstHalf) place.at += kBlockBytes;
   };
+  // The scales of a group that ends here; and what is behind them.
+  const auto scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+    return second ? place.at + kBlockBytes : place.at;
+  };
+  // A segment of `count` half blocks.
   const auto segment = [&](auto first, int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
     constexpr bool kFirst = decltype(first)::value;
     begin_segment<Bits, Affine, Tiles, kUsed, OneSegment, kFirst>(place);
-    add_halves(count);
-    end_segment<Bits, Affine, Tiles, Panels, OneSegment, kFirst>(indices, place, second ? place.at + kBlockBytes : place.at);
-    rest -= count;
+    if constexpr (!Halves) {
+      if (count > 2) add(Whole());
+      add(Whole());
+    } else {
+      if (second) {
+        add(SecondHalf());
+        place.at += skip;
+        skip = 0;
+        --count;
+        second = false;
+      }
+#pragma clang loop unroll(disable)
+      for (; count > 1; count -= 2) add(Whole());
+      if (count != 0) {
+        add(FirstHalf());
+        second = true;
+      }
+    }
+    end_segment<Bits, Affine, Tiles, Panels, OneSegment, kFirst>(indices, place, scales(), lanes, min_lanes);
   };
   const auto pass_scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
     if (second) skip = kGroupBytes;
     else place.at += kGroupBytes;
   };
   const int64_t group_halves = chunk.group_halves;
-  if constexpr (OneSegment) {
-    while (rest != 0) {
-      segment(std::true_type(), group_halves < rest ? group_halves : rest);
-      pass_scales();
-    }
-  } else {
+  if constexpr (!OneSegment) {
     int64_t left = piece.first_left;
     bool begins = piece.begins;
     while (rest != 0) {
-      const auto count = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
-        const int64_t most = left < rest ? left : rest;
-        const int64_t count = most < kSegmentHalves ? most : kSegmentHalves;
-        left -= count;
+      int64_t here = left < rest ? left : rest;
+      rest -= here;
+      const auto next = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+        const int64_t count = here < kSegmentHalves ? here : kSegmentHalves;
+        here -= count;
         return count;
       };
-      if (begins) segment(std::true_type(), count());
-      while (left != 0 && rest != 0) segment(std::false_type(), count());
+      if (begins) segment(std::true_type(), next());
+      while (here != 0) segment(std::false_type(), next());
       if (rest == 0 && piece.open) break;
-      end_group<Bits, Affine, Tiles, Panels>(indices, place, second ? place.at + kBlockBytes : place.at, acc0, acc1);
+      end_group<Bits, Affine, Tiles, Panels>(indices, place, scales(), acc0, acc1, lanes, min_lanes);
       pass_scales();
       begins = true;
       left = group_halves;
+    }
+  } else if (Halves && group_halves == 1) {
+    const auto group = [&](auto half) __attribute__((always_inline)) LOWBIT_STREAMING {
+      constexpr bool kSecond = decltype(half)::value == kSecondHalf;
+      begin_segment<Bits, Affine, Tiles, kUsed, true, true>(place);
+      add(half);
+      end_segment<Bits, Affine, Tiles, Panels, true, true>(
+          indices, place, place.at + (kSecond ? kGroupBytes : kBlockBytes), lanes, min_lanes);
+    };
+    for (;;) {
+      group(FirstHalf());
+      if (--rest == 0) break;
+      group(SecondHalf());
+      place.at += 2 * kGroupBytes;
+      if (--rest == 0) break;
+    }
+  } else {
+    for (; rest > 0; rest -= group_halves) {
+      segment(std::true_type(), group_halves < rest ? group_halves : rest);
+      pass_scales();
     }
   }
   if (piece.last) {
