@@ -73,15 +73,27 @@ template <int Bits, bool Affine, int Tiles, int Panels, Halves Wanted>
 using Whole = std::integral_constant<Halves, kWholeBlock>;
 using FirstHalf = std::integral_constant<Halves, kFirstHalf>;
 using SecondHalf = std::integral_constant<Halves, kSecondHalf>;
+using Tile0 = std::integral_constant<int, 0>;
+using Tile1 = std::integral_constant<int, 1>;
 
-// Where a piece is read. `at`: in the first panel; the second one is `stride` bytes behind it.
+// Where a piece is read. `at`: in the first panel; the second one is `stride` bytes behind it. `segment`, `group`: elements
+// of Scratch's vectors, from the first ones of the first tile on.
 struct Place {
-  const uint8_t* at;
-  const int8_t* a;
-  const float* scales;
-  const int32_t* starts;
-  const float* sums;
+  const Scratch& scratch;
   int64_t stride, a_stride, segment_stride;
+  const uint8_t* at;
+  const int8_t* a = scratch.a;
+  int64_t segment = 0, group = 0;
+
+  [[gnu::always_inline]] svfloat32_t scales(int64_t tile, int64_t back = 0) const __arm_streaming {
+    return svld1_f32(svptrue_b32(), scratch.scales + tile * segment_stride + segment - back * kTileRows);
+  }
+  [[gnu::always_inline]] svint16_t starts(int64_t tile) const __arm_streaming {
+    return svreinterpret_s16_s32(svld1_s32(svptrue_b32(), scratch.starts + tile * segment_stride + segment));
+  }
+  [[gnu::always_inline]] svfloat32_t sums(int64_t tile) const __arm_streaming {
+    return svld1_f32(svptrue_b32(), scratch.sums + tile * segment_stride + group);
+  }
 };
 
 // Lanes that make 16-bit scales those of outputs in swapped order, one in the lower half of each word. Hidden, because
@@ -105,210 +117,235 @@ template <bool Affine>
 // The c of the contract. In groups of one segment sums that are 16 times as large begin at the bits of a c a sixteenth
 // as large, so that they count sixteenths; longer groups have scales a sixteenth as large, because later segments are
 // converted.
-template <int Bits, bool OneSegment>
+template <int Bits, Segments Of>
 constexpr int start_exponent() {
-  return kInPlace<Bits> && OneSegment ? 19 : 23;
+  return kInPlace<Bits> && Of == Segments::one ? 19 : 23;
+}
+
+template <int Bits, Segments Of>
+[[gnu::always_inline]] inline svfloat32_t start_value() __arm_streaming {
+  return svdup_n_f32(1.5f * static_cast<float>(1 << start_exponent<Bits, Of>()));
 }
 
 // Integer sums of `Used` tiles begin: at the bits of -c in a group's first segment, else at 0, and what products lack.
 // One product of two pairs of int16 is both, because no A is larger than 64 * 127.
-template <int Bits, bool Affine, int Tiles, int Used, bool OneSegment, bool First>
+template <int Bits, bool Affine, Segments Of, int Tiles, int Used, bool First>
 [[gnu::always_inline]] inline void begin_segment(const Place& place) LOWBIT_STREAMING {
   svzero_mask_za(Used == 2 ? 0x33 : 0x11);  // bits t and t + 4: tile t
   constexpr int kOffset = kFactor<Bits> * offset<Bits, Affine>();
   if constexpr (First || kOffset != 0) {
-    constexpr uint32_t kStart = uint32_t{127 + start_exponent<Bits, OneSegment>()} << 23 | 0x400000;
+    constexpr uint32_t kStart = uint32_t{127 + start_exponent<Bits, Of>()} << 23 | 0x400000;
     constexpr uint32_t kColumn = First ? (0x80000000 - kStart) / -kStartRow : 0;
     const svint16_t column = svreinterpret_s16_u32(svdup_n_u32(kColumn << 16 | (kOffset & 0xffff)));
     const svbool_t all = svptrue_b16();
-    const auto rows = [&](int64_t tile) __attribute__((always_inline)) __arm_streaming {
-      if constexpr (kOffset == 0) return svreinterpret_s16_u32(svdup_n_u32(uint32_t{kStartRow & 0xffff} << 16));
-      else return svld1_s16(all, reinterpret_cast<const int16_t*>(place.starts + tile * place.segment_stride));
-    };
-    const svint16_t row0 = rows(0);
+    svint16_t row0, row1;
+    if constexpr (kOffset == 0) row0 = row1 = svreinterpret_s16_u32(svdup_n_u32(uint32_t{kStartRow & 0xffff} << 16));
+    else row0 = row1 = place.starts(0);
+    if constexpr (kOffset != 0 && Tiles == 2) row1 = place.starts(1);
     svmopa_za32_s16_m(0, all, all, row0, column);
-    if constexpr (Used == 2) svmopa_za32_s16_m(1, all, all, Tiles == 2 ? rows(1) : row0, column);
+    if constexpr (Used == 2) svmopa_za32_s16_m(1, all, all, row1, column);
   }
 }
 
-// The float sums of tile T += min times S.
-template <bool Affine, int T>
-[[gnu::always_inline]] inline void add_mins(const float* sums, svfloat32_t min) LOWBIT_STREAMING {
+// Ends a group: calls finish(number of a tile, scale) for each, and adds the mins' part to the float sums of that tile, which
+// are tile kAcc and the next one.
+template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, class Finish>
+[[gnu::always_inline]] inline void end_group(Place& place, const uint8_t* scales, svuint16_t lanes, svuint16_t min_lanes,
+                                             Finish finish) LOWBIT_STREAMING {
+  constexpr int kAcc = Of == Segments::many ? 0 : 2;
   const svbool_t all = svptrue_b32();
-  if constexpr (Affine) svmopa_za32_f32_m(T, all, all, svld1_f32(all, sums), min);
-}
-
-// Ends a segment, and with it its group if that has no other.
-template <int Bits, bool Affine, int Tiles, int Panels, bool OneSegment, bool First>
-[[gnu::always_inline]] inline void end_segment(const Indices& indices, Place& place, const uint8_t* scales,
-                                               svuint16_t lanes, svuint16_t min_lanes) LOWBIT_STREAMING {
-  const svbool_t all = svptrue_b32();
-  const svfloat32_t c = svdup_n_f32(1.5f * static_cast<float>(1 << start_exponent<Bits, OneSegment>()));
-  const svfloat32_t t0 = svld1_f32(all, place.scales);
-  svfloat32_t t1 = t0;
-  if constexpr (Tiles == 2) t1 = svld1_f32(all, place.scales + place.segment_stride);
-  if constexpr (OneSegment) {
-    svuint16_t group = load_group<Affine>(scales);
-    finish_group<0>(indices, c, t0, swapped_scales(group, lanes));
-    add_mins<Affine, 2>(place.sums, swapped_scales(group, min_lanes));
-    if constexpr (Tiles * Panels == 2) {
-      if constexpr (Panels == 2) group = load_group<Affine>(scales + place.stride);
-      finish_group<1>(indices, c, t1, swapped_scales(group, lanes));
-      add_mins<Affine, 3>(place.sums + (Tiles - 1) * place.segment_stride, swapped_scales(group, min_lanes));
-    }
-    if constexpr (Affine) place.sums += kTileRows;
-  } else {
-    finish_segment<0, First>(indices, c, t0);
-    if constexpr (Tiles * Panels == 2) finish_segment<1, First>(indices, c, t1);
+  svuint16_t group0 = load_group<Affine>(scales), group1 = group0;
+  if constexpr (Panels == 2) group1 = load_group<Affine>(scales + place.stride);
+  svfloat32_t scale0 = swapped_scales(group0, lanes), scale1 = swapped_scales(group1, lanes);
+  if constexpr (kInPlace<Bits> && Of != Segments::one) {
+    scale0 = svmul_n_f32_x(all, scale0, 1.0f / kFactor<Bits>);
+    scale1 = svmul_n_f32_x(all, scale1, 1.0f / kFactor<Bits>);
   }
-  place.scales += kTileRows;
-  if constexpr (offset<Bits, Affine>() != 0) place.starts += kTileRows;
-}
-
-// Ends a group of several segments. Its P fill the tiles of float sums, which are in memory meanwhile.
-template <int Bits, bool Affine, int Tiles, int Panels>
-[[gnu::always_inline]] inline void end_group(const Indices& indices, Place& place, const uint8_t* scales, float* acc0,
-                                             float* acc1, svuint16_t lanes, svuint16_t min_lanes) LOWBIT_STREAMING {
-  const auto end_tile = [&](auto tile, const uint8_t* scales, const float* sums, float* acc)
-      __attribute__((always_inline)) LOWBIT_STREAMING {
-    constexpr int kTile = decltype(tile)::value;
-    const svuint16_t group = load_group<Affine>(scales);
-    svfloat32_t scale = swapped_scales(group, lanes);
-    if constexpr (kInPlace<Bits>) scale = svmul_n_f32_x(svptrue_b32(), scale, 1.0f / kFactor<Bits>);
-    load_tile<kTile>(indices, acc);
-    add_products<kTile>(indices, scale);
-    add_mins<Affine, kTile>(sums, swapped_scales(group, min_lanes));
-    store_tile<kTile>(indices, acc);
-  };
-  end_tile(std::integral_constant<int, 0>(), scales, place.sums, acc0);
+  finish(std::integral_constant<int, 0>(), scale0);
+  if constexpr (Affine) svmopa_za32_f32_m(kAcc, all, all, place.sums(0), swapped_scales(group0, min_lanes));
   if constexpr (Tiles * Panels == 2) {
-    end_tile(std::integral_constant<int, 1>(), scales + (Panels - 1) * place.stride,
-             place.sums + (Tiles - 1) * place.segment_stride, acc1);
+    finish(std::integral_constant<int, 1>(), scale1);
+    if constexpr (Affine) {
+      svmopa_za32_f32_m(kAcc + 1, all, all, place.sums(Tiles - 1), swapped_scales(group1, min_lanes));
+    }
   }
-  if constexpr (Affine) place.sums += kTileRows;
+  if constexpr (Affine) place.group += kTileRows;
 }
 
 // A piece of k: one or two tiles of rows times one panel, or one tile times two. `begin`: where it is in the first
 // panel. Returns its bytes.
-template <int Bits, bool Affine, bool Halves, bool OneSegment, int Tiles, int Panels>
+template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels>
 [[gnu::always_inline]] inline int64_t multiply_piece(const Chunk& chunk, const Piece& piece, int64_t panel,
                                                      const uint8_t* begin) LOWBIT_STREAMING {
   constexpr int kUsed = Tiles * Panels;
+  constexpr bool kMany = Of == Segments::many;
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   const svuint8_t table = load_table(chunk.args.layout);
   const svuint16_t lanes = scale_lanes<0>(), min_lanes = Affine ? scale_lanes<kPanelRows>() : lanes;
+  const svfloat32_t c = start_value<Bits, Of>();
   const Indices indices;
   Scratch& scratch = chunk.scratch;
-  Place place{begin, scratch.a, scratch.scales, scratch.starts, scratch.sums, chunk.args.layout.panel_bytes,
-              chunk.a_stride, chunk.segment_stride};
+  Place place{scratch, chunk.args.layout.panel_bytes, chunk.a_stride, chunk.segment_stride, begin};
   float *const acc0 = scratch.acc[panel][0], *const acc1 = scratch.acc[panel + Panels - 1][Tiles - 1];
-  // What stays in tiles 2 and 3.
-  float* const kept0 = OneSegment ? acc0 : scratch.open[panel][0];
-  float* const kept1 = OneSegment ? acc1 : scratch.open[panel + Panels - 1][Tiles - 1];
+  float *const open0 = scratch.open[panel][0], *const open1 = scratch.open[panel + Panels - 1][Tiles - 1];
+  // What stays in tiles 2 and 3 is float sums, or P.
+  float *const kept0 = kMany ? open0 : acc0, *const kept1 = kMany ? open1 : acc1;
   if (piece.first == 0) {
     svzero_za();
-    if constexpr (!OneSegment) {
+    if constexpr (kMany) {
       store_tile<0>(indices, acc0);
       if constexpr (kUsed == 2) store_tile<1>(indices, acc1);
     }
-  } else if (OneSegment || !piece.begins) {
+  } else if (!kMany || !piece.begins) {
     load_tile<2>(indices, kept0);
     if constexpr (kUsed == 2) load_tile<3>(indices, kept1);
   }
 
-  int64_t rest = piece.halves;
   bool second = Halves && piece.first % 2 != 0;  // a block's first half is done
   // Bytes of the scales behind this block, of the group that its first half ended.
   int64_t skip = second && piece.begins ? kGroupBytes : 0;
+  // The scales of a group that ends here; and what is behind them.
+  const auto scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+    return second ? place.at + kBlockBytes : place.at;
+  };
+  const auto pass_scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+    if (second) skip = kGroupBytes;
+    else place.at += kGroupBytes;
+  };
   const auto add = [&](auto wanted) __attribute__((always_inline)) LOWBIT_STREAMING {
     constexpr auto kWanted = decltype(wanted)::value;
     add_block<Bits, Affine, Tiles, Panels, kWanted>(place.at, place.stride, table, place.a, place.a_stride);
     place.a += (kWanted == kWholeBlock ? kBlockLines : kHalfLines) * kVectorBytes;
     if (kWanted != kFirstHalf) place.at += kBlockBytes;
   };
-  // The scales of a group that ends here; and what is behind them.
-  const auto scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
-    return second ? place.at + kBlockBytes : place.at;
+  // The integer sums of a segment.
+  const auto begin_sums = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
+    begin_segment<Bits, Affine, Of, Tiles, kUsed, decltype(first)::value>(place);
   };
-  // A segment of `count` half blocks.
-  const auto segment = [&](auto first, int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
-    constexpr bool kFirst = decltype(first)::value;
-    begin_segment<Bits, Affine, Tiles, kUsed, OneSegment, kFirst>(place);
+  const auto sum_segment = [&](auto first, int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
+    begin_sums(first);
     if constexpr (!Halves) {
       if (count > 2) add(Whole());
-      add(Whole());
-    } else {
-      if (second) {
-        add(SecondHalf());
-        place.at += skip;
-        skip = 0;
-        --count;
-        second = false;
-      }
-#pragma clang loop unroll(disable)
-      for (; count > 1; count -= 2) add(Whole());
-      if (count != 0) {
-        add(FirstHalf());
-        second = true;
-      }
+      return add(Whole());
     }
-    end_segment<Bits, Affine, Tiles, Panels, OneSegment, kFirst>(indices, place, scales(), lanes, min_lanes);
+    if (second) {
+      add(SecondHalf());
+      place.at += skip;
+      skip = 0;
+      --count;
+      second = false;
+    }
+#pragma clang loop unroll(disable)
+    for (; count > 1; count -= 2) add(Whole());
+    if (count != 0) {
+      add(FirstHalf());
+      second = true;
+    }
   };
-  const auto pass_scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
-    if (second) skip = kGroupBytes;
-    else place.at += kGroupBytes;
+  // t of the rows of a tile, of this segment or one `back`.
+  const auto t = [&](auto tile, int64_t back = 0) __attribute__((always_inline)) LOWBIT_STREAMING {
+    return place.scales(Tiles == 2 ? decltype(tile)::value : 0, back);
   };
+  const auto end = [&](const uint8_t* at, auto finish) __attribute__((always_inline)) LOWBIT_STREAMING {
+    end_group<Bits, Affine, Of, Tiles, Panels>(place, at, lanes, min_lanes, finish);
+  };
+  const auto end_one = [&](const uint8_t* at) __attribute__((always_inline)) LOWBIT_STREAMING {
+    const svfloat32_t t0 = t(Tile0()), t1 = Tiles == 2 ? t(Tile1()) : t0;
+    end(at, [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+      constexpr int kTile = decltype(tile)::value;
+      finish_group<kTile>(indices, c, kTile == 0 ? t0 : t1, scale);
+    });
+    place.segment += kTileRows;
+  };
+
   const int64_t group_halves = chunk.group_halves;
-  if constexpr (!OneSegment) {
+  int64_t rest = piece.halves;
+  if constexpr (Of == Segments::one && !Halves) {
+    const auto groups = [&](auto blocks, int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
+#pragma clang loop unroll(disable)
+      for (; count != 0; --count) {
+        begin_sums(std::true_type());
+        if constexpr (decltype(blocks)::value == 2) add(Whole());
+        add(Whole());
+        end_one(place.at);
+        place.at += kGroupBytes;
+      }
+    };
+    const int64_t of_two = group_halves == kSegmentHalves ? rest / kSegmentHalves : 0;
+    groups(std::integral_constant<int, 2>(), of_two);
+    groups(std::integral_constant<int, 1>(), (rest - of_two * kSegmentHalves) / 2);
+  } else if (Of == Segments::one && group_halves == 1) {
+    const auto group = [&](auto half, int64_t behind) __attribute__((always_inline)) LOWBIT_STREAMING {
+      begin_sums(std::true_type());
+      add(half);
+      end_one(place.at + behind);
+    };
+    for (;;) {
+      group(FirstHalf(), kBlockBytes);
+      if (--rest == 0) break;
+      group(SecondHalf(), kGroupBytes);
+      place.at += 2 * kGroupBytes;
+      if (--rest == 0) break;
+    }
+  } else if constexpr (!kMany) {
+    for (; rest > 0; rest -= group_halves) {
+      const int64_t here = group_halves < rest ? group_halves : rest;
+      if (here <= kSegmentHalves) {
+        sum_segment(std::true_type(), here);
+        end_one(scales());
+      } else if constexpr (Of == Segments::two) {
+        sum_segment(std::true_type(), kSegmentHalves);
+        keep_sums<0>(indices, open0);
+        if constexpr (kUsed == 2) keep_sums<1>(indices, open1);
+        place.segment += kTileRows;
+        sum_segment(std::false_type(), here - kSegmentHalves);
+        end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+          constexpr int kTile = decltype(tile)::value;
+          finish_two<kTile>(indices, kTile == 0 ? open0 : open1, c, t(tile, 1), t(tile), scale);
+        });
+        place.segment += kTileRows;
+      }
+      pass_scales();
+    }
+  } else {
     int64_t left = piece.first_left;
     bool begins = piece.begins;
     while (rest != 0) {
       int64_t here = left < rest ? left : rest;
       rest -= here;
-      const auto next = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+      const auto segment = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
         const int64_t count = here < kSegmentHalves ? here : kSegmentHalves;
         here -= count;
-        return count;
+        sum_segment(first, count);
+        finish_segment<0, decltype(first)::value>(indices, c, t(Tile0()));
+        if constexpr (kUsed == 2) finish_segment<1, decltype(first)::value>(indices, c, t(Tile1()));
+        place.segment += kTileRows;
       };
-      if (begins) segment(std::true_type(), next());
-      while (here != 0) segment(std::false_type(), next());
+      if (begins) segment(std::true_type());
+      while (here != 0) segment(std::false_type());
       if (rest == 0 && piece.open) break;
-      end_group<Bits, Affine, Tiles, Panels>(indices, place, scales(), acc0, acc1, lanes, min_lanes);
+      end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+        constexpr int kTile = decltype(tile)::value;
+        load_tile<kTile>(indices, kTile == 0 ? acc0 : acc1);
+        add_products<kTile>(indices, scale);
+      });
+      store_tile<0>(indices, acc0);
+      if constexpr (kUsed == 2) store_tile<1>(indices, acc1);
       pass_scales();
       begins = true;
       left = group_halves;
     }
-  } else if (Halves && group_halves == 1) {
-    const auto group = [&](auto half) __attribute__((always_inline)) LOWBIT_STREAMING {
-      constexpr bool kSecond = decltype(half)::value == kSecondHalf;
-      begin_segment<Bits, Affine, Tiles, kUsed, true, true>(place);
-      add(half);
-      end_segment<Bits, Affine, Tiles, Panels, true, true>(
-          indices, place, place.at + (kSecond ? kGroupBytes : kBlockBytes), lanes, min_lanes);
-    };
-    for (;;) {
-      group(FirstHalf());
-      if (--rest == 0) break;
-      group(SecondHalf());
-      place.at += 2 * kGroupBytes;
-      if (--rest == 0) break;
-    }
-  } else {
-    for (; rest > 0; rest -= group_halves) {
-      segment(std::true_type(), group_halves < rest ? group_halves : rest);
-      pass_scales();
-    }
   }
   if (piece.last) {
-    store_outputs<Tiles, Panels, OneSegment ? 2 : 0>(chunk, panel);
-  } else if (OneSegment || piece.open) {
+    store_outputs<Tiles, Panels, kMany ? 0 : 2>(chunk, panel);
+  } else if (!kMany || piece.open) {
     store_tile<2>(indices, kept0);
     if constexpr (kUsed == 2) store_tile<3>(indices, kept1);
   }
   return place.at - begin;
 }
 
-template <int Bits, bool Affine, bool Halves, bool OneSegment>
+template <int Bits, bool Affine, bool Halves, Segments Of>
 void multiply_chunk(const Chunk& chunk) LOWBIT_STREAMING {
   const int64_t panel_bytes = chunk.args.layout.panel_bytes;
   const uint8_t* at = chunk.args.panels + chunk.first_panel * panel_bytes;  // of the first panel
@@ -319,10 +356,10 @@ void multiply_chunk(const Chunk& chunk) LOWBIT_STREAMING {
     int64_t panel = 0, moved = 0;
     for (const int64_t step = chunk.tiles == 2 ? 1 : 2; panel + step <= chunk.panels;
          panel += step, next += step * panel_bytes) {
-      moved = step == 1 ? multiply_piece<Bits, Affine, Halves, OneSegment, 2, 1>(chunk, piece, panel, next)
-                        : multiply_piece<Bits, Affine, Halves, OneSegment, 1, 2>(chunk, piece, panel, next);
+      moved = step == 1 ? multiply_piece<Bits, Affine, Halves, Of, 2, 1>(chunk, piece, panel, next)
+                        : multiply_piece<Bits, Affine, Halves, Of, 1, 2>(chunk, piece, panel, next);
     }
-    if (panel < chunk.panels) moved = multiply_piece<Bits, Affine, Halves, OneSegment, 1, 1>(chunk, piece, panel, next);
+    if (panel < chunk.panels) moved = multiply_piece<Bits, Affine, Halves, Of, 1, 1>(chunk, piece, panel, next);
     at += moved;
     first += piece.halves;
   }

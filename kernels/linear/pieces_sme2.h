@@ -14,7 +14,10 @@ constexpr int kPieceHalves = 128;  // times 16 rows; of twice as many rows half
 
 constexpr int kStartRow = -32768;  // gemm_sme2.h
 
-// Some half blocks of k: whole segments. Groups of one segment are whole, too.
+// That a group has. Each way of keeping P from one segment to the next is the cheapest for so many: sme2.cpp.
+enum class Segments { one, two, many };
+
+// Some half blocks of k: whole segments, and whole groups unless they have many.
 struct Piece {
   int64_t first, halves;
   bool last;  // it ends where k does, and so does its last group
@@ -33,7 +36,8 @@ struct Scratch {
   alignas(64) int32_t starts[(kPieceHalves + 2 * 16) * kTileRows];
   // Of each group and 16 rows of m, affine: the sum S, in the order of rows that float sums have.
   alignas(64) float sums[(kPieceHalves + 2 * 16) * kTileRows];
-  // Of each panel and tile, in ZA's order: float sums, and the P of the group at the piece's edge.
+  // Of each panel and tile: float sums, in ZA's order; the P of a group at the piece's edge, likewise, or of two segments
+  // the integer sums of the first one.
   alignas(64) float acc[kChunkPanels][kChunkTiles][kTileSums];
   alignas(64) float open[kChunkPanels][kChunkTiles][kTileSums];
 };
@@ -56,14 +60,13 @@ struct Chunk {
 
 [[gnu::always_inline]] inline Piece next_piece(const Chunk& chunk, int64_t first) __arm_streaming_compatible {
   const int64_t halves = chunk.halves, group_halves = chunk.group_halves;
-  const bool one_segment = group_halves <= kSegmentHalves;
   const auto segment_at = [&](int64_t half) {
     return half / group_halves * chunk.args.layout.group_segments() +
            (half % group_halves + kSegmentHalves - 1) / kSegmentHalves;
   };
   int64_t end = first + chunk.piece_halves;
   if (end >= halves) end = halves;
-  else end -= one_segment ? end % group_halves : end % group_halves % kSegmentHalves;
+  else end -= group_halves <= 2 * kSegmentHalves ? end % group_halves : end % group_halves % kSegmentHalves;
 
   Piece piece;
   piece.first = first;

@@ -52,8 +52,10 @@ void run_many(const LinearArgs& args, int64_t first_row, int64_t rows) {
   for (int64_t p = args.panel_begin; p < args.panel_end; p += kChunkPanels) {
     const int64_t panels = args.panel_end - p < kChunkPanels ? args.panel_end - p : kChunkPanels;
     const Chunk chunk{args, first_row, rows, p, panels, *static_cast<Scratch*>(args.scratch)};
-    run_streaming(chunk.group_halves <= kSegmentHalves ? address(&multiply_chunk<Bits, Affine, Halves, true>)
-                                                       : address(&multiply_chunk<Bits, Affine, Halves, false>),
+    const int64_t segments = args.layout.group_segments();
+    run_streaming(segments == 1   ? address(&multiply_chunk<Bits, Affine, Halves, Segments::one>)
+                  : segments == 2 ? address(&multiply_chunk<Bits, Affine, Halves, Segments::two>)
+                                  : address(&multiply_chunk<Bits, Affine, Halves, Segments::many>),
                   &chunk);
   }
 }

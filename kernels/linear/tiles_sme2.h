@@ -46,6 +46,16 @@ struct Indices {
   "mov {z20.d-z23.d}, za.d[%w[row0], %[" above "], vgx4]\n\t"                                                       \
   "mov {z24.d-z27.d}, za.d[%w[row8], %[" tile "], vgx4]\n\t"                                                        \
   "mov {z28.d-z31.d}, za.d[%w[row8], %[" above "], vgx4]\n\t"
+#define LOWBIT_CONVERT                                                                                               \
+  "scvtf {z16.s-z19.s}, {z16.s-z19.s}\n\t"                                                                           \
+  "scvtf {z20.s-z23.s}, {z20.s-z23.s}\n\t"                                                                           \
+  "scvtf {z24.s-z27.s}, {z24.s-z27.s}\n\t"                                                                           \
+  "scvtf {z28.s-z31.s}, {z28.s-z31.s}\n\t"
+#define LOWBIT_STORE_16                                                                                              \
+  "st1w {z16.s-z19.s}, %[all], [%[at]]\n\t"                                                                          \
+  "st1w {z20.s-z23.s}, %[all], [%[at], #4, mul vl]\n\t"                                                              \
+  "st1w {z24.s-z27.s}, %[all], [%[at], #8, mul vl]\n\t"                                                              \
+  "st1w {z28.s-z31.s}, %[all], [%[at], #12, mul vl]\n\t"
 // Tile `tile` becomes the products P of a first segment, whose integer sums z16 to z31 are and began at the bits of -c:
 // 0 - c * t, and to that (-c - I) * -t.
 #define LOWBIT_FIRST_PRODUCT(tile, above)                                                                           \
@@ -66,6 +76,40 @@ template <int T>
       : LOWBIT_ALL_16, "za", "memory");
 }
 
+// The end of the first of two segments: the integer sums of tile T to memory; and of the second one, whose t is `t1`.
+template <int T>
+[[gnu::always_inline]] inline void keep_sums(const Indices& indices, float* at) LOWBIT_STREAMING {
+  __asm__ volatile(
+      LOWBIT_READ_COLUMNS("sum") LOWBIT_STORE_16
+      :
+      : LOWBIT_INDICES(indices), [sum] "i"(T), [all] "Uph"(svptrue_c32()), [at] "r"(at)
+      : LOWBIT_ALL_16, "memory");
+}
+
+template <int T>
+[[gnu::always_inline]] inline void finish_two(const Indices& indices, const float* first, svfloat32_t start, svfloat32_t t0,
+                                              svfloat32_t t1, svfloat32_t scale) LOWBIT_STREAMING {
+  __asm__ volatile(
+      LOWBIT_READ_COLUMNS("sum")
+      "zero {za%[sum].s}\n\t"
+      "fmops za%[sum].s, %[all]/m, %[all]/m, %[start].s, %[t0].s\n\t"
+      "ld1w {z4.s-z7.s}, %[four]/z, [%[at]]\n\t"
+      "fmls za.s[%w[row0], %[sum], vgx4], {z4.s-z7.s}, %[t0].s\n\t"
+      "ld1w {z4.s-z7.s}, %[four]/z, [%[at], #4, mul vl]\n\t"
+      "fmls za.s[%w[row0], %[sum4], vgx4], {z4.s-z7.s}, %[t0].s\n\t"
+      "ld1w {z4.s-z7.s}, %[four]/z, [%[at], #8, mul vl]\n\t"
+      "fmls za.s[%w[row8], %[sum], vgx4], {z4.s-z7.s}, %[t0].s\n\t"
+      "ld1w {z4.s-z7.s}, %[four]/z, [%[at], #12, mul vl]\n\t"
+      "fmls za.s[%w[row8], %[sum4], vgx4], {z4.s-z7.s}, %[t0].s\n\t"
+      LOWBIT_CONVERT LOWBIT_MULTIPLY("fmla", "sum", "sum4", "t1")
+      LOWBIT_READ_COLUMNS("sum") LOWBIT_MULTIPLY("fmla", "acc", "acc4", "scale")
+      :
+      : LOWBIT_INDICES(indices), [sum] "i"(T), [sum4] "i"(4 + T), [acc] "i"(2 + T), [acc4] "i"(6 + T),
+        [all] "Upl"(svptrue_b32()), [four] "Uph"(svptrue_c32()), [at] "r"(first), [start] "w"(start), [t0] "x"(t0),
+        [t1] "x"(t1), [scale] "x"(scale)
+      : LOWBIT_ALL_16, "z4", "z5", "z6", "z7", "za", "memory");
+}
+
 // The end of a segment of a longer group: the integer sums of tile T to the P of tile 2 + T.
 template <int T, bool First>
 [[gnu::always_inline]] inline void finish_segment(const Indices& indices, svfloat32_t start, svfloat32_t t) LOWBIT_STREAMING {
@@ -78,12 +122,7 @@ template <int T, bool First>
         : LOWBIT_ALL_16, "za", "memory");
   } else {
     __asm__ volatile(
-        LOWBIT_READ_COLUMNS("sum")
-        "scvtf {z16.s-z19.s}, {z16.s-z19.s}\n\t"
-        "scvtf {z20.s-z23.s}, {z20.s-z23.s}\n\t"
-        "scvtf {z24.s-z27.s}, {z24.s-z27.s}\n\t"
-        "scvtf {z28.s-z31.s}, {z28.s-z31.s}\n\t"
-        LOWBIT_MULTIPLY("fmla", "product", "product4", "t")
+        LOWBIT_READ_COLUMNS("sum") LOWBIT_CONVERT LOWBIT_MULTIPLY("fmla", "product", "product4", "t")
         :
         : LOWBIT_INDICES(indices), [sum] "i"(T), [product] "i"(2 + T), [product4] "i"(6 + T), [t] "x"(t)
         : LOWBIT_ALL_16, "za", "memory");
@@ -107,11 +146,7 @@ template <int T>
 template <int T>
 [[gnu::always_inline]] inline void store_tile(const Indices& indices, float* at) LOWBIT_STREAMING {
   __asm__ volatile(
-      LOWBIT_READ_ROWS("tile", "tile4")
-      "st1w {z16.s-z19.s}, %[all], [%[at]]\n\t"
-      "st1w {z20.s-z23.s}, %[all], [%[at], #4, mul vl]\n\t"
-      "st1w {z24.s-z27.s}, %[all], [%[at], #8, mul vl]\n\t"
-      "st1w {z28.s-z31.s}, %[all], [%[at], #12, mul vl]\n\t"
+      LOWBIT_READ_ROWS("tile", "tile4") LOWBIT_STORE_16
       :
       : LOWBIT_INDICES(indices), [tile] "i"(T), [tile4] "i"(4 + T), [all] "Uph"(svptrue_c32()), [at] "r"(at)
       : LOWBIT_ALL_16, "memory");
@@ -195,6 +230,8 @@ template <int Tiles, int Panels, int First>
 }
 
 #undef LOWBIT_FIRST_PRODUCT
+#undef LOWBIT_STORE_16
+#undef LOWBIT_CONVERT
 #undef LOWBIT_READ_ROWS
 #undef LOWBIT_WRITE_ROWS
 #undef LOWBIT_MULTIPLY
