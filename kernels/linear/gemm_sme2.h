@@ -48,21 +48,19 @@ template <int Bits, bool Affine, int Tiles, int Panel, Halves Wanted>
   }
 }
 
-// A block, or a half of it, of every panel: the second one is `stride` bytes behind the first. `a`: of its (first)
-// half.
+// A block, or a half of it, of every panel: the second one is `stride` bytes behind the first. `a`: of the block.
 template <int Bits, bool Affine, int Tiles, int Panels, Halves Wanted>
-[[gnu::always_inline]] inline void add_block(const uint8_t* at, int64_t stride, svuint8_t table, const int8_t* a,
-                                             int64_t a_stride) LOWBIT_STREAMING {
+[[gnu::always_inline]] inline void add_block(const uint8_t* at, int64_t stride, svuint8_t table,
+                                             const int8_t* a) LOWBIT_STREAMING {
   const svcount_t all = svptrue_c8();
   svint8x4_t first0 = svundef4_s8(), first1 = first0, second0 = first0, second1 = first0;
   if constexpr ((Wanted & kFirstHalf) != 0) {
     first0 = svld1_vnum_s8_x4(all, a, 0);
-    if constexpr (Tiles == 2) first1 = svld1_vnum_s8_x4(all, a + a_stride, 0);
+    if constexpr (Tiles == 2) first1 = svld1_vnum_s8_x4(all, a, kBlockLines);
   }
   if constexpr ((Wanted & kSecondHalf) != 0) {
-    constexpr int kAt = Wanted == kWholeBlock ? kHalfLines : 0;
-    second0 = svld1_vnum_s8_x4(all, a, kAt);
-    if constexpr (Tiles == 2) second1 = svld1_vnum_s8_x4(all, a + a_stride, kAt);
+    second0 = svld1_vnum_s8_x4(all, a, kHalfLines);
+    if constexpr (Tiles == 2) second1 = svld1_vnum_s8_x4(all, a, kBlockLines + kHalfLines);
   }
   add_panel<Bits, Affine, Tiles, 0, Wanted>(at, table, first0, first1, second0, second1);
   if constexpr (Panels == 2) {
@@ -76,24 +74,12 @@ using SecondHalf = std::integral_constant<Halves, kSecondHalf>;
 using Tile0 = std::integral_constant<int, 0>;
 using Tile1 = std::integral_constant<int, 1>;
 
-// Where a piece is read. `at`: in the first panel; the second one is `stride` bytes behind it. `segment`, `group`: elements
-// of Scratch's vectors, from the first ones of the first tile on.
+// Where a piece is read. `at`: in the first panel; the second one is `stride` bytes behind it.
 struct Place {
-  const Scratch& scratch;
-  int64_t stride, a_stride, segment_stride;
+  int64_t stride;
   const uint8_t* at;
-  const int8_t* a = scratch.a;
-  int64_t segment = 0, group = 0;
-
-  [[gnu::always_inline]] svfloat32_t scales(int64_t tile, int64_t back = 0) const __arm_streaming {
-    return svld1_f32(svptrue_b32(), scratch.scales + tile * segment_stride + segment - back * kTileRows);
-  }
-  [[gnu::always_inline]] svint16_t starts(int64_t tile) const __arm_streaming {
-    return svreinterpret_s16_s32(svld1_s32(svptrue_b32(), scratch.starts + tile * segment_stride + segment));
-  }
-  [[gnu::always_inline]] svfloat32_t sums(int64_t tile) const __arm_streaming {
-    return svld1_f32(svptrue_b32(), scratch.sums + tile * segment_stride + group);
-  }
+  const int8_t* a;
+  const float *segment, *sums;
 };
 
 // Lanes that make 16-bit scales those of outputs in swapped order, one in the lower half of each word. Hidden, because
@@ -127,11 +113,15 @@ template <int Bits, Segments Of>
   return svdup_n_f32(1.5f * static_cast<float>(1 << start_exponent<Bits, Of>()));
 }
 
-// Integer sums of `Used` tiles begin: at the bits of -c in a group's first segment, else at 0, and what products lack.
+[[gnu::always_inline]] inline svint16_t load_start(const float* segment, int64_t vector) __arm_streaming {
+  return svreinterpret_s16_f32(svld1_vnum_f32(svptrue_b32(), segment, vector));
+}
+
+// Integer sums begin: at the bits of -c in a group's first segment, else at 0, and what products lack.
 // One product of two pairs of int16 is both, because no A is larger than 64 * 127.
-template <int Bits, bool Affine, Segments Of, int Tiles, int Used, bool First>
+template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, bool First>
 [[gnu::always_inline]] inline void begin_segment(const Place& place) LOWBIT_STREAMING {
-  svzero_mask_za(Used == 2 ? 0x33 : 0x11);  // bits t and t + 4: tile t
+  svzero_mask_za(Tiles * Panels == 2 ? 0x33 : 0x11);  // bits t and t + 4: tile t
   constexpr int kOffset = kFactor<Bits> * offset<Bits, Affine>();
   if constexpr (First || kOffset != 0) {
     constexpr uint32_t kStart = uint32_t{127 + start_exponent<Bits, Of>()} << 23 | 0x400000;
@@ -140,10 +130,10 @@ template <int Bits, bool Affine, Segments Of, int Tiles, int Used, bool First>
     const svbool_t all = svptrue_b16();
     svint16_t row0, row1;
     if constexpr (kOffset == 0) row0 = row1 = svreinterpret_s16_u32(svdup_n_u32(uint32_t{kStartRow & 0xffff} << 16));
-    else row0 = row1 = place.starts(0);
-    if constexpr (kOffset != 0 && Tiles == 2) row1 = place.starts(1);
+    else row0 = row1 = load_start(place.segment, Tiles);
+    if constexpr (kOffset != 0 && Tiles == 2) row1 = load_start(place.segment, Tiles + 1);
     svmopa_za32_s16_m(0, all, all, row0, column);
-    if constexpr (Used == 2) svmopa_za32_s16_m(1, all, all, row1, column);
+    if constexpr (Tiles * Panels == 2) svmopa_za32_s16_m(1, all, all, row1, column);
   }
 }
 
@@ -162,14 +152,14 @@ template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, class Finis
     scale1 = svmul_n_f32_x(all, scale1, 1.0f / kFactor<Bits>);
   }
   finish(std::integral_constant<int, 0>(), scale0);
-  if constexpr (Affine) svmopa_za32_f32_m(kAcc, all, all, place.sums(0), swapped_scales(group0, min_lanes));
+  if constexpr (Affine) svmopa_za32_f32_m(kAcc, all, all, svld1_f32(all, place.sums), swapped_scales(group0, min_lanes));
   if constexpr (Tiles * Panels == 2) {
     finish(std::integral_constant<int, 1>(), scale1);
     if constexpr (Affine) {
-      svmopa_za32_f32_m(kAcc + 1, all, all, place.sums(Tiles - 1), swapped_scales(group1, min_lanes));
+      svmopa_za32_f32_m(kAcc + 1, all, all, svld1_vnum_f32(all, place.sums, Tiles - 1), swapped_scales(group1, min_lanes));
     }
   }
-  if constexpr (Affine) place.group += kTileRows;
+  if constexpr (Affine) place.sums += Tiles * kTileRows;
 }
 
 // A piece of k: one or two tiles of rows times one panel, or one tile times two. `begin`: where it is in the first
@@ -185,7 +175,7 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
   const svfloat32_t c = start_value<Bits, Of>();
   const Indices indices;
   Scratch& scratch = chunk.scratch;
-  Place place{scratch, chunk.args.layout.panel_bytes, chunk.a_stride, chunk.segment_stride, begin};
+  Place place{chunk.args.layout.panel_bytes, begin, scratch.a, scratch.segments, scratch.sums};
   float *const acc0 = scratch.acc[panel][0], *const acc1 = scratch.acc[panel + Panels - 1][Tiles - 1];
   float *const open0 = scratch.open[panel][0], *const open1 = scratch.open[panel + Panels - 1][Tiles - 1];
   // What stays in tiles 2 and 3 is float sums, or P.
@@ -214,13 +204,14 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
   };
   const auto add = [&](auto wanted) __attribute__((always_inline)) LOWBIT_STREAMING {
     constexpr auto kWanted = decltype(wanted)::value;
-    add_block<Bits, Affine, Tiles, Panels, kWanted>(place.at, place.stride, table, place.a, place.a_stride);
-    place.a += (kWanted == kWholeBlock ? kBlockLines : kHalfLines) * kVectorBytes;
-    if (kWanted != kFirstHalf) place.at += kBlockBytes;
+    add_block<Bits, Affine, Tiles, Panels, kWanted>(place.at, place.stride, table, place.a);
+    if (kWanted == kFirstHalf) return;
+    place.a += Tiles * kBlockLines * kVectorBytes;
+    place.at += kBlockBytes;
   };
   // The integer sums of a segment.
   const auto begin_sums = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
-    begin_segment<Bits, Affine, Of, Tiles, kUsed, decltype(first)::value>(place);
+    begin_segment<Bits, Affine, Of, Tiles, Panels, decltype(first)::value>(place);
   };
   const auto sum_segment = [&](auto first, int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
     begin_sums(first);
@@ -242,9 +233,11 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
       second = true;
     }
   };
+  constexpr int64_t kSegmentVectors = (offset<Bits, Affine>() != 0 ? 2 : 1) * Tiles;
   // t of the rows of a tile, of this segment or one `back`.
   const auto t = [&](auto tile, int64_t back = 0) __attribute__((always_inline)) LOWBIT_STREAMING {
-    return place.scales(Tiles == 2 ? decltype(tile)::value : 0, back);
+    const int64_t vector = Tiles == 2 ? decltype(tile)::value : 0;
+    return svld1_vnum_f32(svptrue_b32(), place.segment, vector - back * kSegmentVectors);
   };
   const auto end = [&](const uint8_t* at, auto finish) __attribute__((always_inline)) LOWBIT_STREAMING {
     end_group<Bits, Affine, Of, Tiles, Panels>(place, at, lanes, min_lanes, finish);
@@ -255,7 +248,7 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
       constexpr int kTile = decltype(tile)::value;
       finish_group<kTile>(indices, c, kTile == 0 ? t0 : t1, scale);
     });
-    place.segment += kTileRows;
+    place.segment += kSegmentVectors * kTileRows;
   };
 
   const int64_t group_halves = chunk.group_halves;
@@ -288,25 +281,29 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
       if (--rest == 0) break;
     }
   } else if constexpr (!kMany) {
-    for (; rest > 0; rest -= group_halves) {
-      const int64_t here = group_halves < rest ? group_halves : rest;
-      if (here <= kSegmentHalves) {
+    const auto group = [&](int64_t here) __attribute__((always_inline)) LOWBIT_STREAMING {
+      if (Of == Segments::one || here <= kSegmentHalves) {
         sum_segment(std::true_type(), here);
         end_one(scales());
-      } else if constexpr (Of == Segments::two) {
+      } else {
         sum_segment(std::true_type(), kSegmentHalves);
         keep_sums<0>(indices, open0);
         if constexpr (kUsed == 2) keep_sums<1>(indices, open1);
-        place.segment += kTileRows;
+        place.segment += kSegmentVectors * kTileRows;
         sum_segment(std::false_type(), here - kSegmentHalves);
         end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
           constexpr int kTile = decltype(tile)::value;
           finish_two<kTile>(indices, kTile == 0 ? open0 : open1, c, t(tile, 1), t(tile), scale);
         });
-        place.segment += kTileRows;
+        place.segment += kSegmentVectors * kTileRows;
       }
       pass_scales();
+    };
+    for (; rest >= group_halves; rest -= group_halves) {
+      if (Of == Segments::two && group_halves <= kSegmentHalves) __builtin_unreachable();
+      group(group_halves);
     }
+    if (rest != 0) group(rest);
   } else {
     int64_t left = piece.first_left;
     bool begins = piece.begins;
@@ -319,7 +316,7 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
         sum_segment(first, count);
         finish_segment<0, decltype(first)::value>(indices, c, t(Tile0()));
         if constexpr (kUsed == 2) finish_segment<1, decltype(first)::value>(indices, c, t(Tile1()));
-        place.segment += kTileRows;
+        place.segment += kSegmentVectors * kTileRows;
       };
       if (begins) segment(std::true_type());
       while (here != 0) segment(std::false_type());
