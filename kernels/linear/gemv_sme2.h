@@ -240,8 +240,8 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
 }
 
 // Integer sums are groups of vectors 0 to 3, a row of m each, float sums 4 to 7. The P of a group's first segment are 8 to
-// 11, which become zero when integer sums do; if there are other segments, they are 12 to 15 from there on.
-template <int Bits, bool Affine, int Rows, bool Halves>
+// 11, which become zero when integer sums do; if groups have several, they are 12 to 15 from there on.
+template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
 [[gnu::always_inline]] inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   const LinearArgs& args = few.args;
@@ -264,14 +264,15 @@ template <int Bits, bool Affine, int Rows, bool Halves>
     if constexpr (Affine) group_sums[row] = args.group_sums + there * layout.groups;
   }
 
+  const uint32_t vector0 = hidden(0), vector8 = hidden(8);
   svzero_za();
   int64_t rest = few.halves, left = few.group_halves, at = 0, skip = 0, input = 0;
   int64_t segment = 0, group = 0;
-  uint32_t products = hidden(8);
+  bool begins = true;   // the group's first segment
   bool second = false;  // a block's first half is done
   for (; rest != 0; ++segment) {
     int64_t count = left < rest ? left : rest;
-    if (count > kSegmentHalves) count = kSegmentHalves;
+    if (!OneSegment && count > kSegmentHalves) count = kSegmentHalves;
     rest -= count;
     left -= count;
     svzero_mask_za((1 << Rows) - 1);  // 64-bit tiles: the vectors 0 to 3, 8 to 11 and so on
@@ -298,39 +299,43 @@ template <int Bits, bool Affine, int Rows, bool Halves>
       scales_at += kBlockBytes;  // behind the whole block
       second = true;
     }
-    const uint32_t vector0 = hidden(0);
+    const auto add_products = [&](uint32_t products) __attribute__((always_inline)) LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
-    for (uint32_t row = 0; row < Rows; ++row) {
-      svint32x4_t total = svread_za32_s32_vg1x4(vector0 + row);
-      if constexpr (kInPlace<Bits>) total = svrshl_single_s32_x4(total, svdup_n_s32(-4));
-      if constexpr (offset<Bits, Affine>() != 0) {
-        const svint32_t sum = svdup_n_s32(sums[row][segment]);
-        total = svadd_single_s32_x4(total, svmul_n_s32_x(all, sum, offset<Bits, Affine>()));
+      for (uint32_t row = 0; row < Rows; ++row) {
+        svint32x4_t total = svread_za32_s32_vg1x4(vector0 + row);
+        if constexpr (kInPlace<Bits>) total = svrshl_single_s32_x4(total, svdup_n_s32(-4));
+        if constexpr (offset<Bits, Affine>() != 0) {
+          const svint32_t sum = svdup_n_s32(sums[row][segment]);
+          total = svadd_single_s32_x4(total, svmul_n_s32_x(all, sum, offset<Bits, Affine>()));
+        }
+        svmla_single_za32_f32_vg1x4(products + row, svcvt_f32_s32_x4(total), svdup_n_f32(scales[row][segment]));
       }
-      svmla_single_za32_f32_vg1x4(products + row, svcvt_f32_s32_x4(total), svdup_n_f32(scales[row][segment]));
-    }
-    if (left != 0 && rest != 0) {
-      if (products == 8) {
-        products = hidden(12);
+    };
+    if (OneSegment || begins) {
+      add_products(vector8);
+      if (!OneSegment) {
 #pragma clang loop unroll(full)
         for (uint32_t row = 0; row < Rows; ++row) {
-          svwrite_za32_f32_vg1x4(vector0 + 12 + row, svread_za32_f32_vg1x4(vector0 + 8 + row));
+          svwrite_za32_f32_vg1x4(vector8 + 4 + row, svread_za32_f32_vg1x4(vector8 + row));
         }
       }
-      continue;
+    } else {
+      add_products(vector8 + 4);
     }
+    begins = false;
+    if (!OneSegment && left != 0 && rest != 0) continue;
     const svfloat32x4_t scale = load_four_scales(panel, scales_at);
     svfloat32x4_t min = svundef4_f32();
     if constexpr (Affine) min = load_four_mins(panel, scales_at);
 #pragma clang loop unroll(full)
     for (uint32_t row = 0; row < Rows; ++row) {
-      svmla_za32_f32_vg1x4(vector0 + 4 + row, svread_za32_f32_vg1x4(products + row), scale);
+      svmla_za32_f32_vg1x4(vector0 + 4 + row, svread_za32_f32_vg1x4(vector8 + (OneSegment ? 0 : 4) + row), scale);
       if constexpr (Affine) svmla_single_za32_f32_vg1x4(vector0 + 4 + row, min, svdup_n_f32(group_sums[row][group]));
     }
     if (second) skip = kGroupBytes;
     else at += kGroupBytes;
     left = few.group_halves;
-    products = hidden(8);
+    begins = true;
     ++group;
   }
   store_outputs(few, first);
@@ -338,7 +343,10 @@ template <int Bits, bool Affine, int Rows, bool Halves>
 
 template <int Bits, bool Affine, int Rows, bool Halves>
 void dot_panels(const Few& few) LOWBIT_STREAMING {
-  for (int64_t first = 0; first < few.panels; first += kFewPanels) dot_four<Bits, Affine, Rows, Halves>(few, first);
+  for (int64_t first = 0; first < few.panels; first += kFewPanels) {
+    few.group_halves <= kSegmentHalves ? dot_four<Bits, Affine, Rows, Halves, true>(few, first)
+                                       : dot_four<Bits, Affine, Rows, Halves, false>(few, first);
+  }
 }
 
 }  // namespace
