@@ -209,12 +209,11 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
     place.a += Tiles * kBlockLines * kVectorBytes;
     place.at += kBlockBytes;
   };
-  // The integer sums of a segment.
+  // The integer sums of a segment, a group's first one or another.
   const auto begin_sums = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
     begin_segment<Bits, Affine, Of, Tiles, Panels, decltype(first)::value>(place);
   };
-  const auto sum_segment = [&](auto first, int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
-    begin_sums(first);
+  const auto add_segment = [&](int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
     if constexpr (!Halves) {
       if (count > 2) add(Whole());
       return add(Whole());
@@ -280,46 +279,53 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
       place.at += 2 * kGroupBytes;
       if (--rest == 0) break;
     }
-  } else if constexpr (!kMany) {
-    const auto group = [&](int64_t here) __attribute__((always_inline)) LOWBIT_STREAMING {
-      if (Of == Segments::one || here <= kSegmentHalves) {
-        sum_segment(std::true_type(), here);
-        end_one(scales());
-      } else {
-        sum_segment(std::true_type(), kSegmentHalves);
-        keep_sums<0>(indices, open0);
-        if constexpr (kUsed == 2) keep_sums<1>(indices, open1);
-        place.segment += kSegmentVectors * kTileRows;
-        sum_segment(std::false_type(), here - kSegmentHalves);
-        end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
-          constexpr int kTile = decltype(tile)::value;
-          finish_two<kTile>(indices, kTile == 0 ? open0 : open1, c, t(tile, 1), t(tile), scale);
-        });
-        place.segment += kSegmentVectors * kTileRows;
-      }
+  } else if constexpr (Of == Segments::one) {
+    for (; rest > 0; rest -= group_halves) {
+      begin_sums(std::true_type());
+      add_segment(group_halves < rest ? group_halves : rest);
+      end_one(scales());
       pass_scales();
-    };
-    for (; rest >= group_halves; rest -= group_halves) {
-      if (Of == Segments::two && group_halves <= kSegmentHalves) __builtin_unreachable();
-      group(group_halves);
     }
-    if (rest != 0) group(rest);
+  } else if constexpr (Of == Segments::two) {
+    for (; rest > kSegmentHalves; rest -= group_halves) {
+      begin_sums(std::true_type());
+      add_segment(kSegmentHalves);
+      keep_sums<0>(indices, open0);
+      if constexpr (kUsed == 2) keep_sums<1>(indices, open1);
+      place.segment += kSegmentVectors * kTileRows;
+      begin_sums(std::false_type());
+      add_segment((group_halves < rest ? group_halves : rest) - kSegmentHalves);
+      end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+        constexpr int kTile = decltype(tile)::value;
+        finish_two<kTile>(indices, kTile == 0 ? open0 : open1, c, t(tile, 1), t(tile), scale);
+      });
+      place.segment += kSegmentVectors * kTileRows;
+      pass_scales();
+    }
+    if (rest > 0) {  // a short last group
+      begin_sums(std::true_type());
+      add_segment(rest);
+      end_one(scales());
+      pass_scales();
+    }
   } else {
     int64_t left = piece.first_left;
     bool begins = piece.begins;
     while (rest != 0) {
       int64_t here = left < rest ? left : rest;
       rest -= here;
-      const auto segment = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
-        const int64_t count = here < kSegmentHalves ? here : kSegmentHalves;
-        here -= count;
-        sum_segment(first, count);
+      const auto finish = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
         finish_segment<0, decltype(first)::value>(indices, c, t(Tile0()));
         if constexpr (kUsed == 2) finish_segment<1, decltype(first)::value>(indices, c, t(Tile1()));
-        place.segment += kSegmentVectors * kTileRows;
       };
-      if (begins) segment(std::true_type());
-      while (here != 0) segment(std::false_type());
+      while (here > 0) {
+        begins ? begin_sums(std::true_type()) : begin_sums(std::false_type());
+        add_segment(here < kSegmentHalves ? here : kSegmentHalves);
+        begins ? finish(std::true_type()) : finish(std::false_type());
+        begins = false;
+        place.segment += kSegmentVectors * kTileRows;
+        here -= kSegmentHalves;
+      }
       if (rest == 0 && piece.open) break;
       end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
         constexpr int kTile = decltype(tile)::value;

@@ -264,7 +264,6 @@ template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
     if constexpr (Affine) group_sums[row] = args.group_sums + there * layout.groups;
   }
 
-  const uint32_t vector0 = hidden(0), vector8 = hidden(8);
   svzero_za();
   int64_t rest = few.halves, left = few.group_halves, at = 0, skip = 0, input = 0;
   int64_t segment = 0, group = 0;
@@ -284,21 +283,25 @@ template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
       --count;
       second = false;
     }
-    if (!Halves || count > 1) {
-      int64_t blocks = count >> 1;
+    const auto add_block = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+      dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
+      at += kBlockBytes;
+      input += kBlockInputs;
+    };
+    if constexpr (!Halves) {
+      if (count > 2) add_block();
+      add_block();
+    } else {
 #pragma clang loop unroll(disable)
-      do {
-        dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
-        at += kBlockBytes;
-        input += kBlockInputs;
-      } while (--blocks != 0);
+      for (; count > 1; count -= 2) add_block();
     }
     int64_t scales_at = at;
-    if (Halves && count % 2 != 0) {
+    if (Halves && count != 0) {
       dot_block<Bits, Affine, Rows, kFirstHalf>(panel, at, table, a, input);
       scales_at += kBlockBytes;  // behind the whole block
       second = true;
     }
+    const uint32_t vector0 = hidden(0), vector8 = hidden(8);
     const auto add_products = [&](uint32_t products) __attribute__((always_inline)) LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
       for (uint32_t row = 0; row < Rows; ++row) {
@@ -343,9 +346,10 @@ template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
 
 template <int Bits, bool Affine, int Rows, bool Halves>
 void dot_panels(const Few& few) LOWBIT_STREAMING {
+  const bool one_segment = Rows == 1 && few.group_halves <= kSegmentHalves;
   for (int64_t first = 0; first < few.panels; first += kFewPanels) {
-    few.group_halves <= kSegmentHalves ? dot_four<Bits, Affine, Rows, Halves, true>(few, first)
-                                       : dot_four<Bits, Affine, Rows, Halves, false>(few, first);
+    one_segment ? dot_four<Bits, Affine, Rows, Halves, Rows == 1>(few, first)
+                : dot_four<Bits, Affine, Rows, Halves, false>(few, first);
   }
 }
 

@@ -53,9 +53,9 @@ void run_many(const LinearArgs& args, int64_t first_row, int64_t rows) {
     const int64_t panels = args.panel_end - p < kChunkPanels ? args.panel_end - p : kChunkPanels;
     const Chunk chunk{args, first_row, rows, p, panels, *static_cast<Scratch*>(args.scratch)};
     const int64_t segments = args.layout.group_segments();
-    run_streaming(segments == 1   ? address(&multiply_chunk<Bits, Affine, Halves, Segments::one>)
-                  : segments == 2 ? address(&multiply_chunk<Bits, Affine, Halves, Segments::two>)
-                                  : address(&multiply_chunk<Bits, Affine, Halves, Segments::many>),
+    run_streaming(segments == 1              ? address(&multiply_chunk<Bits, Affine, Halves, Segments::one>)
+                  : segments == 2 && !Halves ? address(&multiply_chunk<Bits, Affine, false, Segments::two>)
+                                             : address(&multiply_chunk<Bits, Affine, Halves, Segments::many>),
                   &chunk);
   }
 }
