@@ -48,21 +48,19 @@ template <int Bits, bool Affine, int Tiles, int Panel, Halves Wanted>
   }
 }
 
-// A block, or a half of it, of every panel: the second one is `stride` bytes behind the first. `a`: of its (first)
-// half.
+// A block, or a half of it, of every panel: the second one is `stride` bytes behind the first. `a`: of the block.
 template <int Bits, bool Affine, int Tiles, int Panels, Halves Wanted>
-[[gnu::always_inline]] inline void add_block(const uint8_t* at, int64_t stride, svuint8_t table, const int8_t* a,
-                                             int64_t a_stride) LOWBIT_STREAMING {
+[[gnu::always_inline]] inline void add_block(const uint8_t* at, int64_t stride, svuint8_t table,
+                                             const int8_t* a) LOWBIT_STREAMING {
   const svcount_t all = svptrue_c8();
   svint8x4_t first0 = svundef4_s8(), first1 = first0, second0 = first0, second1 = first0;
   if constexpr ((Wanted & kFirstHalf) != 0) {
     first0 = svld1_vnum_s8_x4(all, a, 0);
-    if constexpr (Tiles == 2) first1 = svld1_vnum_s8_x4(all, a + a_stride, 0);
+    if constexpr (Tiles == 2) first1 = svld1_vnum_s8_x4(all, a, kBlockLines);
   }
   if constexpr ((Wanted & kSecondHalf) != 0) {
-    constexpr int kAt = Wanted == kWholeBlock ? kHalfLines : 0;
-    second0 = svld1_vnum_s8_x4(all, a, kAt);
-    if constexpr (Tiles == 2) second1 = svld1_vnum_s8_x4(all, a + a_stride, kAt);
+    second0 = svld1_vnum_s8_x4(all, a, kHalfLines);
+    if constexpr (Tiles == 2) second1 = svld1_vnum_s8_x4(all, a, kBlockLines + kHalfLines);
   }
   add_panel<Bits, Affine, Tiles, 0, Wanted>(at, table, first0, first1, second0, second1);
   if constexpr (Panels == 2) {
@@ -70,234 +68,303 @@ template <int Bits, bool Affine, int Tiles, int Panels, Halves Wanted>
   }
 }
 
-[[gnu::always_inline]] inline svint16_t load_parts(const int32_t* parts) __arm_streaming {
-  return svld1_s16(svptrue_b16(), reinterpret_cast<const int16_t*>(parts));
-}
-
-// Integer sums of tile T += Offset * the group's sums of activations, each in two int16.
-template <int Offset, int T>
-[[gnu::always_inline]] inline void add_offset(svint16_t sums) LOWBIT_STREAMING {
-  static_assert(Offset >= -128 && Offset <= 128);  // 256 times as much is an int16, if it is negative
-  // -|offset| and 256 times that, in every lane.
-  constexpr uint32_t kNegative = static_cast<uint32_t>(Offset < 0 ? Offset : -Offset);
-  const svint16_t factors = svreinterpret_s16_u32(svdup_n_u32((kNegative & 0xffff) | kNegative << 24));
-  const svbool_t all = svptrue_b16();
-  if constexpr (Offset < 0) svmopa_za32_s16_m(T, all, all, sums, factors);
-  else svmops_za32_s16_m(T, all, all, sums, factors);
-}
-
-// A finished group of tile T to the float sums of tile 2 + T. In registers by name: compilers find none for both of
-// ZA's indices, which can be four only, and keep them in memory.
-template <bool Affine, int T>
-[[gnu::always_inline]] inline void finish(svfloat32_t scale, svfloat32_t min, const int32_t* sum, uint32_t vector0,
-                                          uint32_t vector8) LOWBIT_STREAMING {
-  __asm__ volatile(
-      "mov {z16.d-z19.d}, za.d[%w0, %3, vgx4]\n\t"
-      "mov {z20.d-z23.d}, za.d[%w0, %4, vgx4]\n\t"
-      "mov {z24.d-z27.d}, za.d[%w1, %3, vgx4]\n\t"
-      "mov {z28.d-z31.d}, za.d[%w1, %4, vgx4]\n\t"
-      "scvtf {z16.s-z19.s}, {z16.s-z19.s}\n\t"
-      "scvtf {z20.s-z23.s}, {z20.s-z23.s}\n\t"
-      "scvtf {z24.s-z27.s}, {z24.s-z27.s}\n\t"
-      "scvtf {z28.s-z31.s}, {z28.s-z31.s}\n\t"
-      "fmla za.s[%w0, %5, vgx4], {z16.s-z19.s}, %2.s\n\t"
-      "fmla za.s[%w0, %6, vgx4], {z20.s-z23.s}, %2.s\n\t"
-      "fmla za.s[%w1, %5, vgx4], {z24.s-z27.s}, %2.s\n\t"
-      "fmla za.s[%w1, %6, vgx4], {z28.s-z31.s}, %2.s"
-      :
-      : "Uci"(vector0), "Uci"(vector8), "x"(scale), "i"(T), "i"(4 + T), "i"(2 + T), "i"(6 + T)
-      : "z16", "z17", "z18", "z19", "z20", "z21", "z22", "z23", "z24", "z25", "z26", "z27", "z28", "z29", "z30", "z31",
-        "za", "memory");
-  if constexpr (Affine) {
-    const svbool_t all = svptrue_b32();
-    svmopa_za32_f32_m(2 + T, all, all, svld1_f32(all, reinterpret_cast<const float*>(sum)), min);
-  }
-}
+using Whole = std::integral_constant<Halves, kWholeBlock>;
+using FirstHalf = std::integral_constant<Halves, kFirstHalf>;
+using SecondHalf = std::integral_constant<Halves, kSecondHalf>;
+using Tile0 = std::integral_constant<int, 0>;
+using Tile1 = std::integral_constant<int, 1>;
 
 // Where a piece is read. `at`: in the first panel; the second one is `stride` bytes behind it.
 struct Place {
+  int64_t stride;
   const uint8_t* at;
   const int8_t* a;
-  const int32_t *sums, *parts;
-  int64_t stride, a_stride, sums_stride;
+  const float *segment, *sums;
 };
 
-// Begins a group: integer sums of `Used` tiles.
-template <int Bits, bool Affine, int Tiles, int Used>
-[[gnu::always_inline]] inline void begin_group(const Place& place) LOWBIT_STREAMING {
+// Lanes that make 16-bit scales those of outputs in swapped order, one in the lower half of each word. Hidden, because
+// Clang would work them out for each group.
+template <int First>
+[[gnu::always_inline]] inline svuint16_t scale_lanes() __arm_streaming {
+  svuint32_t lanes = svorr_n_u32_x(svptrue_b32(), swapped_lanes(), 0xffff0000u | First);
+  __asm__ volatile("" : "+w"(lanes));
+  return svreinterpret_u16_u32(lanes);
+}
+
+[[gnu::always_inline]] inline svfloat32_t swapped_scales(svuint16_t scales, svuint16_t lanes) __arm_streaming {
+  return svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u16(svtbl_u16(scales, lanes)));
+}
+
+template <bool Affine>
+[[gnu::always_inline]] inline svuint16_t load_group(const uint8_t* at) __arm_streaming {
+  return svld1_u16(Affine ? svptrue_b16() : svptrue_pat_b16(SV_VL16), reinterpret_cast<const uint16_t*>(at));
+}
+
+// The c of the contract. In groups of one segment sums that are 16 times as large begin at the bits of a c a sixteenth
+// as large, so that they count sixteenths; longer groups have scales a sixteenth as large, because later segments are
+// converted.
+template <int Bits, Segments Of>
+constexpr int start_exponent() {
+  return kInPlace<Bits> && Of == Segments::one ? 19 : 23;
+}
+
+template <int Bits, Segments Of>
+[[gnu::always_inline]] inline svfloat32_t start_value() __arm_streaming {
+  return svdup_n_f32(1.5f * static_cast<float>(1 << start_exponent<Bits, Of>()));
+}
+
+[[gnu::always_inline]] inline svint16_t load_start(const float* segment, int64_t vector) __arm_streaming {
+  return svreinterpret_s16_f32(svld1_vnum_f32(svptrue_b32(), segment, vector));
+}
+
+// Integer sums begin: at the bits of -c in a group's first segment, else at 0, and what products lack.
+// One product of two pairs of int16 is both, because no A is larger than 64 * 127.
+template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, bool First>
+[[gnu::always_inline]] inline void begin_segment(const Place& place) LOWBIT_STREAMING {
+  svzero_mask_za(Tiles * Panels == 2 ? 0x33 : 0x11);  // bits t and t + 4: tile t
   constexpr int kOffset = kFactor<Bits> * offset<Bits, Affine>();
-  svzero_mask_za(Used == 2 ? 0x33 : 0x11);  // bits t and t + 4: tile t
-  if constexpr (kOffset != 0) {
-    const svint16_t sums = load_parts(place.parts);
-    add_offset<kOffset, 0>(sums);
-    if constexpr (Tiles == 2) add_offset<kOffset, 1>(load_parts(place.parts + place.sums_stride));
-    else if constexpr (Used == 2) add_offset<kOffset, 1>(sums);
+  if constexpr (First || kOffset != 0) {
+    constexpr uint32_t kStart = uint32_t{127 + start_exponent<Bits, Of>()} << 23 | 0x400000;
+    constexpr uint32_t kColumn = First ? (0x80000000 - kStart) / -kStartRow : 0;
+    const svint16_t column = svreinterpret_s16_u32(svdup_n_u32(kColumn << 16 | (kOffset & 0xffff)));
+    const svbool_t all = svptrue_b16();
+    svint16_t row0, row1;
+    if constexpr (kOffset == 0) row0 = row1 = svreinterpret_s16_u32(svdup_n_u32(uint32_t{kStartRow & 0xffff} << 16));
+    else row0 = row1 = load_start(place.segment, Tiles);
+    if constexpr (kOffset != 0 && Tiles == 2) row1 = load_start(place.segment, Tiles + 1);
+    svmopa_za32_s16_m(0, all, all, row0, column);
+    if constexpr (Tiles * Panels == 2) svmopa_za32_s16_m(1, all, all, row1, column);
   }
 }
 
-// Some blocks of a group.
-template <int Bits, bool Affine, int Tiles, int Panels>
-[[gnu::always_inline]] inline void add_blocks(Place& place, int64_t blocks, svuint8_t table) LOWBIT_STREAMING {
-#pragma clang loop unroll(disable)
-  do {
-    add_block<Bits, Affine, Tiles, Panels, kWholeBlock>(place.at, place.stride, table, place.a, place.a_stride);
-    place.a += kBlockLines * kVectorBytes;
-    place.at += code_bits(Bits) * kLineBytes;
-  } while (--blocks != 0);
-}
-
-// The same where it need not be fast: of a group that a piece cuts.
-template <int Bits, bool Affine, int Tiles, int Panels>
-[[gnu::noinline]] void add_cut_blocks(Place& place, int64_t blocks, svuint8_t table) LOWBIT_STREAMING {
-  add_blocks<Bits, Affine, Tiles, Panels>(place, blocks, table);
-}
-
-// Ends a group, whose scales are at `scales`.
-template <int Bits, bool Affine, int Tiles, int Panels>
-[[gnu::always_inline]] inline void end_group(Place& place, const uint8_t* scales, uint32_t vector0,
-                                             uint32_t vector8) LOWBIT_STREAMING {
-  svfloat32_t scale = load_factored_scales<Bits>(scales), min = svundef_f32();
-  if constexpr (Affine) min = load_scales(scales, 1);
-  finish<Affine, 0>(scale, min, place.sums, vector0, vector8);
-  if constexpr (Panels == 2) {
-    scale = load_factored_scales<Bits>(scales + place.stride);
-    if constexpr (Affine) min = load_scales(scales + place.stride, 1);
+// Ends a group: calls finish(number of a tile, scale) for each, and adds the mins' part to the float sums of that tile, which
+// are tile kAcc and the next one.
+template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, class Finish>
+[[gnu::always_inline]] inline void end_group(Place& place, const uint8_t* scales, svuint16_t lanes, svuint16_t min_lanes,
+                                             Finish finish) LOWBIT_STREAMING {
+  constexpr int kAcc = Of == Segments::many ? 0 : 2;
+  const svbool_t all = svptrue_b32();
+  svuint16_t group0 = load_group<Affine>(scales), group1 = group0;
+  if constexpr (Panels == 2) group1 = load_group<Affine>(scales + place.stride);
+  svfloat32_t scale0 = swapped_scales(group0, lanes), scale1 = swapped_scales(group1, lanes);
+  if constexpr (kInPlace<Bits> && Of != Segments::one) {
+    scale0 = svmul_n_f32_x(all, scale0, 1.0f / kFactor<Bits>);
+    scale1 = svmul_n_f32_x(all, scale1, 1.0f / kFactor<Bits>);
   }
+  finish(std::integral_constant<int, 0>(), scale0);
+  if constexpr (Affine) svmopa_za32_f32_m(kAcc, all, all, svld1_f32(all, place.sums), swapped_scales(group0, min_lanes));
   if constexpr (Tiles * Panels == 2) {
-    finish<Affine, 1>(scale, min, place.sums + (Tiles == 2 ? place.sums_stride : 0), vector0, vector8);
+    finish(std::integral_constant<int, 1>(), scale1);
+    if constexpr (Affine) {
+      svmopa_za32_f32_m(kAcc + 1, all, all, svld1_vnum_f32(all, place.sums, Tiles - 1), swapped_scales(group1, min_lanes));
+    }
   }
-  if constexpr (Affine) place.sums += kTileRows;
-  if constexpr (offset<Bits, Affine>() != 0) place.parts += kTileRows;
+  if constexpr (Affine) place.sums += Tiles * kTileRows;
 }
 
 // A piece of k: one or two tiles of rows times one panel, or one tile times two. `begin`: where it is in the first
 // panel. Returns its bytes.
-template <int Bits, bool Affine, int Tiles, int Panels, bool Halves>
+template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels>
 [[gnu::always_inline]] inline int64_t multiply_piece(const Chunk& chunk, const Piece& piece, int64_t panel,
                                                      const uint8_t* begin) LOWBIT_STREAMING {
-  constexpr int kUsed = Tiles * Panels, kPanel1 = Panels - 1, kTile1 = Tiles - 1;
+  constexpr int kUsed = Tiles * Panels;
+  constexpr bool kMany = Of == Segments::many;
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   const svuint8_t table = load_table(chunk.args.layout);
-  const uint32_t vector0 = hidden(0), vector8 = hidden(8);
-  Place place{begin, chunk.scratch.a, chunk.scratch.sums, chunk.scratch.parts, chunk.args.layout.panel_bytes,
-              chunk.a_stride, chunk.sums_stride};
-
-  svzero_za();
-  if (piece.first > 0) {
-    load_tile<0>(chunk, !piece.begins, panel, 0);
-    if constexpr (kUsed == 2) load_tile<1>(chunk, !piece.begins, panel + kPanel1, kTile1);
+  const svuint16_t lanes = scale_lanes<0>(), min_lanes = Affine ? scale_lanes<kPanelRows>() : lanes;
+  const svfloat32_t c = start_value<Bits, Of>();
+  const Indices indices;
+  Scratch& scratch = chunk.scratch;
+  Place place{chunk.args.layout.panel_bytes, begin, scratch.a, scratch.segments, scratch.sums};
+  float *const acc0 = scratch.acc[panel][0], *const acc1 = scratch.acc[panel + Panels - 1][Tiles - 1];
+  float *const open0 = scratch.open[panel][0], *const open1 = scratch.open[panel + Panels - 1][Tiles - 1];
+  // What stays in tiles 2 and 3 is float sums, or P.
+  float *const kept0 = kMany ? open0 : acc0, *const kept1 = kMany ? open1 : acc1;
+  if (piece.first == 0) {
+    svzero_za();
+    if constexpr (kMany) {
+      store_tile<0>(indices, acc0);
+      if constexpr (kUsed == 2) store_tile<1>(indices, acc1);
+    }
+  } else if (!kMany || !piece.begins) {
+    load_tile<2>(indices, kept0);
+    if constexpr (kUsed == 2) load_tile<3>(indices, kept1);
   }
 
+  bool second = Halves && piece.first % 2 != 0;  // a block's first half is done
+  // Bytes of the scales behind this block, of the group that its first half ended.
+  int64_t skip = second && piece.begins ? kGroupBytes : 0;
+  // The scales of a group that ends here; and what is behind them.
+  const auto scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+    return second ? place.at + kBlockBytes : place.at;
+  };
+  const auto pass_scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+    if (second) skip = kGroupBytes;
+    else place.at += kGroupBytes;
+  };
+  const auto add = [&](auto wanted) __attribute__((always_inline)) LOWBIT_STREAMING {
+    constexpr auto kWanted = decltype(wanted)::value;
+    add_block<Bits, Affine, Tiles, Panels, kWanted>(place.at, place.stride, table, place.a);
+    if (kWanted == kFirstHalf) return;
+    place.a += Tiles * kBlockLines * kVectorBytes;
+    place.at += kBlockBytes;
+  };
+  // The integer sums of a segment, a group's first one or another.
+  const auto begin_sums = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
+    begin_segment<Bits, Affine, Of, Tiles, Panels, decltype(first)::value>(place);
+  };
+  const auto add_segment = [&](int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
+    if constexpr (!Halves) {
+      if (count > 2) add(Whole());
+      return add(Whole());
+    }
+    if (second) {
+      add(SecondHalf());
+      place.at += skip;
+      skip = 0;
+      --count;
+      second = false;
+    }
+#pragma clang loop unroll(disable)
+    for (; count > 1; count -= 2) add(Whole());
+    if (count != 0) {
+      add(FirstHalf());
+      second = true;
+    }
+  };
+  constexpr int64_t kSegmentVectors = (offset<Bits, Affine>() != 0 ? 2 : 1) * Tiles;
+  // t of the rows of a tile, of this segment or one `back`.
+  const auto t = [&](auto tile, int64_t back = 0) __attribute__((always_inline)) LOWBIT_STREAMING {
+    const int64_t vector = Tiles == 2 ? decltype(tile)::value : 0;
+    return svld1_vnum_f32(svptrue_b32(), place.segment, vector - back * kSegmentVectors);
+  };
+  const auto end = [&](const uint8_t* at, auto finish) __attribute__((always_inline)) LOWBIT_STREAMING {
+    end_group<Bits, Affine, Of, Tiles, Panels>(place, at, lanes, min_lanes, finish);
+  };
+  const auto end_one = [&](const uint8_t* at) __attribute__((always_inline)) LOWBIT_STREAMING {
+    const svfloat32_t t0 = t(Tile0()), t1 = Tiles == 2 ? t(Tile1()) : t0;
+    end(at, [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+      constexpr int kTile = decltype(tile)::value;
+      finish_group<kTile>(indices, c, kTile == 0 ? t0 : t1, scale);
+    });
+    place.segment += kSegmentVectors * kTileRows;
+  };
+
+  const int64_t group_halves = chunk.group_halves;
   int64_t rest = piece.halves;
-  if constexpr (!Halves) {
-    const auto end = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
-      end_group<Bits, Affine, Tiles, Panels>(place, place.at, vector0, vector8);
-      place.at += kGroupBytes;
+  if constexpr (Of == Segments::one && !Halves) {
+    const auto groups = [&](auto blocks, int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
+#pragma clang loop unroll(disable)
+      for (; count != 0; --count) {
+        begin_sums(std::true_type());
+        if constexpr (decltype(blocks)::value == 2) add(Whole());
+        add(Whole());
+        end_one(place.at);
+        place.at += kGroupBytes;
+      }
     };
-    if (!piece.begins) {
-      const int64_t count = piece.first_left < rest ? piece.first_left : rest;
-      add_cut_blocks<Bits, Affine, Tiles, Panels>(place, count >> 1, table);
-      rest -= count;
-      if (rest != 0 || !piece.open) end();
-    }
-    const int64_t blocks = piece.group_halves >> 1, groups = rest / piece.group_halves;
-    rest -= groups * piece.group_halves;
-    for (int64_t left = groups; left != 0; --left) {
-      begin_group<Bits, Affine, Tiles, kUsed>(place);
-      add_blocks<Bits, Affine, Tiles, Panels>(place, blocks, table);
-      end();
-    }
-    if (rest != 0) {
-      begin_group<Bits, Affine, Tiles, kUsed>(place);
-      add_cut_blocks<Bits, Affine, Tiles, Panels>(place, rest >> 1, table);
-      if (!piece.open) end();
-    }
-  } else if (piece.group_halves == 1) {
-    const auto add_group = [&](auto half, const uint8_t* scales) __attribute__((always_inline)) LOWBIT_STREAMING {
-      begin_group<Bits, Affine, Tiles, kUsed>(place);
-      add_block<Bits, Affine, Tiles, Panels, decltype(half)::value>(place.at, place.stride, table, place.a,
-                                                                    place.a_stride);
-      place.a += kHalfLines * kVectorBytes;
-      end_group<Bits, Affine, Tiles, Panels>(place, scales, vector0, vector8);
+    const int64_t of_two = group_halves == kSegmentHalves ? rest / kSegmentHalves : 0;
+    groups(std::integral_constant<int, 2>(), of_two);
+    groups(std::integral_constant<int, 1>(), (rest - of_two * kSegmentHalves) / 2);
+  } else if (Of == Segments::one && group_halves == 1) {
+    const auto group = [&](auto half, int64_t behind) __attribute__((always_inline)) LOWBIT_STREAMING {
+      begin_sums(std::true_type());
+      add(half);
+      end_one(place.at + behind);
     };
     for (;;) {
-      const uint8_t* scales = place.at + kBlockBytes;
-      add_group(std::integral_constant<::lowbit::Halves, kFirstHalf>(), scales);
+      group(FirstHalf(), kBlockBytes);
       if (--rest == 0) break;
-      add_group(std::integral_constant<::lowbit::Halves, kSecondHalf>(), scales + kGroupBytes);
-      place.at = scales + 2 * kGroupBytes;
+      group(SecondHalf(), kGroupBytes);
+      place.at += 2 * kGroupBytes;
       if (--rest == 0) break;
+    }
+  } else if constexpr (Of == Segments::one) {
+    for (; rest > 0; rest -= group_halves) {
+      begin_sums(std::true_type());
+      add_segment(group_halves < rest ? group_halves : rest);
+      end_one(scales());
+      pass_scales();
+    }
+  } else if constexpr (Of == Segments::two) {
+    for (; rest > kSegmentHalves; rest -= group_halves) {
+      begin_sums(std::true_type());
+      add_segment(kSegmentHalves);
+      keep_sums<0>(indices, open0);
+      if constexpr (kUsed == 2) keep_sums<1>(indices, open1);
+      place.segment += kSegmentVectors * kTileRows;
+      begin_sums(std::false_type());
+      add_segment((group_halves < rest ? group_halves : rest) - kSegmentHalves);
+      end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+        constexpr int kTile = decltype(tile)::value;
+        finish_two<kTile>(indices, kTile == 0 ? open0 : open1, c, t(tile, 1), t(tile), scale);
+      });
+      place.segment += kSegmentVectors * kTileRows;
+      pass_scales();
+    }
+    if (rest > 0) {  // a short last group
+      begin_sums(std::true_type());
+      add_segment(rest);
+      end_one(scales());
+      pass_scales();
     }
   } else {
-    bool begins = piece.begins, second = false;  // second: a block's first half is done
     int64_t left = piece.first_left;
-    int64_t skip = 0;  // bytes of the scales behind this block, of the group that its first half ended
-    for (;;) {
-      if (begins) begin_group<Bits, Affine, Tiles, kUsed>(place);
-      int64_t count = left < rest ? left : rest;
-      rest -= count;
-      const auto add_half = [&](auto half) __attribute__((always_inline)) LOWBIT_STREAMING {
-        add_block<Bits, Affine, Tiles, Panels, decltype(half)::value>(place.at, place.stride, table, place.a,
-                                                                      place.a_stride);
-        place.a += kHalfLines * kVectorBytes;
+    bool begins = piece.begins;
+    while (rest != 0) {
+      int64_t here = left < rest ? left : rest;
+      rest -= here;
+      const auto finish = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
+        finish_segment<0, decltype(first)::value>(indices, c, t(Tile0()));
+        if constexpr (kUsed == 2) finish_segment<1, decltype(first)::value>(indices, c, t(Tile1()));
       };
-      if (second) {
-        add_half(std::integral_constant<::lowbit::Halves, kSecondHalf>());
-        place.at += kBlockBytes + skip;
-        --count;
-        second = false;
-      }
-      if (count > 1) add_blocks<Bits, Affine, Tiles, Panels>(place, count >> 1, table);
-      const uint8_t* scales = place.at;
-      if (count % 2 != 0) {
-        add_half(std::integral_constant<::lowbit::Halves, kFirstHalf>());
-        scales += kBlockBytes;  // behind the whole block
-        skip = kGroupBytes;
-        second = true;
+      while (here > 0) {
+        begins ? begin_sums(std::true_type()) : begin_sums(std::false_type());
+        add_segment(here < kSegmentHalves ? here : kSegmentHalves);
+        begins ? finish(std::true_type()) : finish(std::false_type());
+        begins = false;
+        place.segment += kSegmentVectors * kTileRows;
+        here -= kSegmentHalves;
       }
       if (rest == 0 && piece.open) break;
-      if (!second) place.at += kGroupBytes;
-      end_group<Bits, Affine, Tiles, Panels>(place, scales, vector0, vector8);
-      if (rest == 0) break;
+      end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+        constexpr int kTile = decltype(tile)::value;
+        load_tile<kTile>(indices, kTile == 0 ? acc0 : acc1);
+        add_products<kTile>(indices, scale);
+      });
+      store_tile<0>(indices, acc0);
+      if constexpr (kUsed == 2) store_tile<1>(indices, acc1);
+      pass_scales();
       begins = true;
-      left = piece.group_halves;
+      left = group_halves;
     }
   }
   if (piece.last) {
-    store_outputs<Tiles, Panels>(chunk, panel);
-  } else {
-    store_tile<0>(chunk, piece.open, panel, 0);
-    if constexpr (kUsed == 2) store_tile<1>(chunk, piece.open, panel + kPanel1, kTile1);
+    store_outputs<Tiles, Panels, kMany ? 0 : 2>(chunk, panel);
+  } else if (!kMany || piece.open) {
+    store_tile<2>(indices, kept0);
+    if constexpr (kUsed == 2) store_tile<3>(indices, kept1);
   }
   return place.at - begin;
 }
 
-template <int Bits, bool Affine, bool Halves>
+template <int Bits, bool Affine, bool Halves, Segments Of>
 void multiply_chunk(const Chunk& chunk) LOWBIT_STREAMING {
-  const Layout& layout = chunk.args.layout;
-  const int64_t halves = chunk.halves, group_halves = chunk.group_halves;
-  const uint8_t* at = chunk.args.panels + chunk.first_panel * layout.panel_bytes;  // of the first panel
-  for (int64_t first = 0; first < halves; first += chunk.piece_halves) {
-    Piece piece;
-    piece.first = first;
-    piece.halves = halves - first < chunk.piece_halves ? halves - first : chunk.piece_halves;
-    piece.last = first + piece.halves == halves;
-    piece.first_group = first / group_halves;
-    piece.groups = (first + piece.halves - 1) / group_halves - piece.first_group + 1;
-    piece.first_left = group_halves - first % group_halves;
-    piece.group_halves = group_halves;
-    piece.begins = first % group_halves == 0;
-    piece.open = !piece.last && (first + piece.halves) % group_halves != 0;
+  const int64_t panel_bytes = chunk.args.layout.panel_bytes;
+  const uint8_t* at = chunk.args.panels + chunk.first_panel * panel_bytes;  // of the first panel
+  for (int64_t first = 0; first < chunk.halves;) {
+    const Piece piece = next_piece(chunk, first);
     transpose_piece<Bits, Affine>(chunk, piece);
     const uint8_t* next = at;
     int64_t panel = 0, moved = 0;
     for (const int64_t step = chunk.tiles == 2 ? 1 : 2; panel + step <= chunk.panels;
-         panel += step, next += step * layout.panel_bytes) {
-      moved = step == 1 ? multiply_piece<Bits, Affine, 2, 1, Halves>(chunk, piece, panel, next)
-                        : multiply_piece<Bits, Affine, 1, 2, Halves>(chunk, piece, panel, next);
+         panel += step, next += step * panel_bytes) {
+      moved = step == 1 ? multiply_piece<Bits, Affine, Halves, Of, 2, 1>(chunk, piece, panel, next)
+                        : multiply_piece<Bits, Affine, Halves, Of, 1, 2>(chunk, piece, panel, next);
     }
-    if (panel < chunk.panels) moved = multiply_piece<Bits, Affine, 1, 1, Halves>(chunk, piece, panel, next);
+    if (panel < chunk.panels) moved = multiply_piece<Bits, Affine, Halves, Of, 1, 1>(chunk, piece, panel, next);
     at += moved;
+    first += piece.halves;
   }
 }
 

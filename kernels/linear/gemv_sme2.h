@@ -213,10 +213,9 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
                        load_scales(panel[3] + at, 1));
 }
 
-template <int Bits>
 [[gnu::always_inline]] inline svfloat32x4_t load_four_scales(const uint8_t* const* panel, int64_t at) __arm_streaming {
-  return svcreate4_f32(load_factored_scales<Bits>(panel[0] + at), load_factored_scales<Bits>(panel[1] + at),
-                       load_factored_scales<Bits>(panel[2] + at), load_factored_scales<Bits>(panel[3] + at));
+  return svcreate4_f32(load_scales(panel[0] + at, 0), load_scales(panel[1] + at, 0), load_scales(panel[2] + at, 0),
+                       load_scales(panel[3] + at, 0));
 }
 
 [[gnu::always_inline]] inline void store_outputs(const Few& few, int64_t panel, int64_t row,
@@ -225,11 +224,8 @@ template <int Bits>
   const LinearArgs& args = few.args;
   const Head head(args, few.first_panel + panel);
   const svbool_t all = svptrue_b32();
-  const int64_t there = few.first_row + row;
-  const svfloat32_t scale = svmul_f32_x(all, svld1_f32(all, head.row_scale), svdup_n_f32(args.scales[there]));
-  const svfloat32_t corrected = svmls_f32_x(all, sum, svld1_f32(all, head.row_sum), svdup_n_f32(args.zeros[there]));
-  store_row(head.out + there * args.out_stride * bytes_of(args.out_dtype), args.out_dtype, head.columns(),
-            svmad_f32_x(all, scale, corrected, svld1_f32(all, head.bias)));
+  store_row(head.out + (few.first_row + row) * args.out_stride * bytes_of(args.out_dtype), args.out_dtype, head.columns(),
+            svmad_f32_x(all, sum, svld1_f32(all, head.row_scale), svld1_f32(all, head.bias)));
 }
 
 // The float sums of four panels.
@@ -243,11 +239,11 @@ template <int Bits>
   }
 }
 
-// Integer sums are groups of vectors 0 to 3, a row of m each, float sums 4 to 7.
-template <int Bits, bool Affine, int Rows, bool Halves>
+// Integer sums are groups of vectors 0 to 3, a row of m each, float sums 4 to 7. The P of a group's first segment are 8 to
+// 11, which become zero when integer sums do; if groups have several, they are 12 to 15 from there on.
+template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
 [[gnu::always_inline]] inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  constexpr int kOffset = kFactor<Bits> * offset<Bits, Affine>();
   const LinearArgs& args = few.args;
   const Layout& layout = args.layout;
   const svuint8_t table = load_table(layout);
@@ -258,68 +254,103 @@ template <int Bits, bool Affine, int Rows, bool Halves>
     panel[p] = args.panels + (few.first_panel + there) * layout.panel_bytes;
   }
   const int8_t* a[Rows];
+  const float *scales[Rows], *group_sums[Rows];
   const int32_t* sums[Rows];
   for (int64_t row = 0; row < Rows; ++row) {
     const int64_t there = few.first_row + (row < few.rows ? row : few.rows - 1);
     a[row] = args.a + there * layout.blocks * kBlockInputs;
-    sums[row] = args.group_sums + there * layout.groups;
+    scales[row] = args.scales + there * layout.segments;
+    sums[row] = args.sums + there * layout.segments;
+    if constexpr (Affine) group_sums[row] = args.group_sums + there * layout.groups;
   }
 
   svzero_za();
-  int64_t rest = few.halves, at = 0, skip = 0, input = 0;
+  int64_t rest = few.halves, left = few.group_halves, at = 0, skip = 0, input = 0;
+  int64_t segment = 0, group = 0;
+  bool begins = true;   // the group's first segment
   bool second = false;  // a block's first half is done
-  for (int64_t group = 0; rest != 0; ++group) {
-    int64_t count = few.group_halves < rest ? few.group_halves : rest;
+  for (; rest != 0; ++segment) {
+    int64_t count = left < rest ? left : rest;
+    if (!OneSegment && count > kSegmentHalves) count = kSegmentHalves;
     rest -= count;
+    left -= count;
     svzero_mask_za((1 << Rows) - 1);  // 64-bit tiles: the vectors 0 to 3, 8 to 11 and so on
     if (Halves && second) {
       dot_block<Bits, Affine, Rows, kSecondHalf>(panel, at, table, a, input);
       at += kBlockBytes + skip;
+      skip = 0;
       input += kBlockInputs;
       --count;
       second = false;
     }
-    if (!Halves || count > 1) {
-      int64_t blocks = count >> 1;
-#pragma clang loop unroll(disable)
-      do {
-        dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
-        at += kBlockBytes;
-        input += kBlockInputs;
-      } while (--blocks != 0);
-    }
-    int64_t scales = at;
-    if (Halves && count % 2 != 0) {
-      dot_block<Bits, Affine, Rows, kFirstHalf>(panel, at, table, a, input);
-      scales += kBlockBytes;  // behind the whole block
-      skip = kGroupBytes;
-      second = true;
+    const auto add_block = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+      dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
+      at += kBlockBytes;
+      input += kBlockInputs;
+    };
+    if constexpr (!Halves) {
+      if (count > 2) add_block();
+      add_block();
     } else {
-      at += kGroupBytes;
+#pragma clang loop unroll(disable)
+      for (; count > 1; count -= 2) add_block();
     }
-    const svfloat32x4_t scale = load_four_scales<Bits>(panel, scales);
+    int64_t scales_at = at;
+    if (Halves && count != 0) {
+      dot_block<Bits, Affine, Rows, kFirstHalf>(panel, at, table, a, input);
+      scales_at += kBlockBytes;  // behind the whole block
+      second = true;
+    }
+    const uint32_t vector0 = hidden(0), vector8 = hidden(8);
+    const auto add_products = [&](uint32_t products) __attribute__((always_inline)) LOWBIT_STREAMING {
+#pragma clang loop unroll(full)
+      for (uint32_t row = 0; row < Rows; ++row) {
+        svint32x4_t total = svread_za32_s32_vg1x4(vector0 + row);
+        if constexpr (kInPlace<Bits>) total = svrshl_single_s32_x4(total, svdup_n_s32(-4));
+        if constexpr (offset<Bits, Affine>() != 0) {
+          const svint32_t sum = svdup_n_s32(sums[row][segment]);
+          total = svadd_single_s32_x4(total, svmul_n_s32_x(all, sum, offset<Bits, Affine>()));
+        }
+        svmla_single_za32_f32_vg1x4(products + row, svcvt_f32_s32_x4(total), svdup_n_f32(scales[row][segment]));
+      }
+    };
+    if (OneSegment || begins) {
+      add_products(vector8);
+      if (!OneSegment) {
+#pragma clang loop unroll(full)
+        for (uint32_t row = 0; row < Rows; ++row) {
+          svwrite_za32_f32_vg1x4(vector8 + 4 + row, svread_za32_f32_vg1x4(vector8 + row));
+        }
+      }
+    } else {
+      add_products(vector8 + 4);
+    }
+    begins = false;
+    if (!OneSegment && left != 0 && rest != 0) continue;
+    const svfloat32x4_t scale = load_four_scales(panel, scales_at);
     svfloat32x4_t min = svundef4_f32();
-    if constexpr (Affine) min = load_four_mins(panel, scales);
-    const uint32_t vector0 = hidden(0);
+    if constexpr (Affine) min = load_four_mins(panel, scales_at);
 #pragma clang loop unroll(full)
     for (uint32_t row = 0; row < Rows; ++row) {
-      svint32x4_t total = svread_za32_s32_vg1x4(vector0 + row);
-      if constexpr (kOffset != 0) {
-        const svint32_t sum = svdup_n_s32(sums[row][group]);
-        total = svadd_single_s32_x4(total, svmul_n_s32_x(all, sum, kOffset));
-      }
-      svmla_za32_f32_vg1x4(vector0 + 4 + row, svcvt_f32_s32_x4(total), scale);
-      if constexpr (Affine) {
-        svmla_single_za32_f32_vg1x4(vector0 + 4 + row, min, svcvt_f32_s32_x(all, svdup_n_s32(sums[row][group])));
-      }
+      svmla_za32_f32_vg1x4(vector0 + 4 + row, svread_za32_f32_vg1x4(vector8 + (OneSegment ? 0 : 4) + row), scale);
+      if constexpr (Affine) svmla_single_za32_f32_vg1x4(vector0 + 4 + row, min, svdup_n_f32(group_sums[row][group]));
     }
+    if (second) skip = kGroupBytes;
+    else at += kGroupBytes;
+    left = few.group_halves;
+    begins = true;
+    ++group;
   }
   store_outputs(few, first);
 }
 
 template <int Bits, bool Affine, int Rows, bool Halves>
 void dot_panels(const Few& few) LOWBIT_STREAMING {
-  for (int64_t first = 0; first < few.panels; first += kFewPanels) dot_four<Bits, Affine, Rows, Halves>(few, first);
+  const bool one_segment = Rows == 1 && few.group_halves <= kSegmentHalves;
+  for (int64_t first = 0; first < few.panels; first += kFewPanels) {
+    one_segment ? dot_four<Bits, Affine, Rows, Halves, Rows == 1>(few, first)
+                : dot_four<Bits, Affine, Rows, Halves, false>(few, first);
+  }
 }
 
 }  // namespace

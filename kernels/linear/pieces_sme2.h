@@ -12,26 +12,37 @@ constexpr int kChunkTiles = 2;
 constexpr int kChunkPanels = 8;
 constexpr int kPieceHalves = 128;  // times 16 rows; of twice as many rows half
 
-// Some half blocks of k.
+constexpr int kStartRow = -32768;  // gemm_sme2.h
+
+// That a group has. Each way of keeping P from one segment to the next is the cheapest for so many: sme2.cpp.
+enum class Segments { one, two, many };
+
+// Some half blocks of k: whole segments, and whole groups unless they have many.
 struct Piece {
   int64_t first, halves;
-  bool last;            // the end of k is the end of its last group
-  int64_t first_group, groups;
-  int64_t first_left;   // half blocks of the first group from the piece's beginning on
-  int64_t group_halves;
-  bool begins;          // the first group begins with the piece
-  bool open;            // the last group does not end with it
+  bool last;  // it ends where k does, and so does its last group
+  int64_t first_segment, segments;
+  int64_t first_group, groups;  // that it has a part of
+  int64_t first_left;           // half blocks of the first group from the piece's beginning on
+  bool begins;                  // the first group begins with the piece
+  bool open;                    // the last group does not end with it
 };
 
+// Tiles of 16 rows of m lie beside each other: `tiles` of them.
 struct Scratch {
-  // Of each tile of 16 rows, kTilePiece apart: vectors of 16 rows x 4 inputs. Whole tiles of 16 are transposed.
+  // Of each block and tile: vectors of 16 rows x 4 inputs. Whole tiles of 16 are transposed.
   alignas(64) int8_t a[(kPieceHalves * kHalfLines + 2 * 16) * kVectorBytes];
-  // Of each group and 16 rows of m: its sum, as float32 where weights are affine, and in two int16.
-  alignas(64) int32_t sums[(kPieceHalves + 2 * 18) * kTileRows];
-  alignas(64) int32_t parts[(kPieceHalves + 2 * 18) * kTileRows];
-  // Of each panel and tile: float sums, and the integer sums of the group at the piece's edge. In ZA's order.
+  // Of each segment: the scales t of each tile's rows; and where products need them the sums A of each tile's rows, as one
+  // int16, with kStartRow as another.
+  alignas(64) float segments[(kPieceHalves + 4 * kChunkTiles) * 2 * kTileRows];
+  // Of each group and tile, affine: the sum S, in the order of rows that float sums have.
+  alignas(64) float sums[(kPieceHalves + 4 * kChunkTiles) * kTileRows];
+  // Transposed, and on the way to those.
+  alignas(64) float columns[(kPieceHalves + 16) * kTileRows];
+  // Of each panel and tile: float sums, in ZA's order; the P of a group at the piece's edge, likewise, or of two segments
+  // the integer sums of the first one.
   alignas(64) float acc[kChunkPanels][kChunkTiles][kTileSums];
-  alignas(64) int32_t open[kChunkPanels][kChunkTiles][kTileSums];
+  alignas(64) float open[kChunkPanels][kChunkTiles][kTileSums];
 };
 static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
@@ -45,29 +56,51 @@ struct Chunk {
   int64_t halves = half_blocks(args.layout), group_halves = args.layout.group_inputs() / kHalfInputs;
   int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   int64_t piece_halves = kPieceHalves / tiles;
-  // From one tile's part of Scratch to the next.
-  int64_t a_stride = (piece_halves * kHalfLines + 16) * kVectorBytes;
-  int64_t sums_stride = (piece_halves + 18) * kTileRows;
 };
 
+[[gnu::always_inline]] inline Piece next_piece(const Chunk& chunk, int64_t first) __arm_streaming_compatible {
+  const int64_t halves = chunk.halves, group_halves = chunk.group_halves;
+  const auto segment_at = [&](int64_t half) {
+    return half / group_halves * chunk.args.layout.group_segments() +
+           (half % group_halves + kSegmentHalves - 1) / kSegmentHalves;
+  };
+  int64_t end = first + chunk.piece_halves;
+  if (end >= halves) end = halves;
+  else end -= group_halves <= 2 * kSegmentHalves ? end % group_halves : end % group_halves % kSegmentHalves;
+
+  Piece piece;
+  piece.first = first;
+  piece.halves = end - first;
+  piece.last = end == halves;
+  piece.first_segment = segment_at(first);
+  piece.segments = segment_at(end) - piece.first_segment;
+  piece.first_group = first / group_halves;
+  piece.groups = (end - 1) / group_halves - piece.first_group + 1;
+  piece.first_left = group_halves - first % group_halves;
+  piece.begins = first % group_halves == 0;
+  piece.open = !piece.last && end % group_halves != 0;
+  return piece;
+}
+
 // 16 rows, `stride` words apart, to the rows of tile 0. Compilers work each address out anew.
-[[gnu::always_inline]] inline void load_tile_rows(const uint32_t* row, int64_t stride,
+[[gnu::always_inline]] inline void load_tile_rows(const uint32_t* const (&rows)[4], int64_t word, int64_t stride,
                                                   svbool_t columns) LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
-  for (uint32_t i = 0; i < kTileRows; i += 4, row += 4 * stride) {
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t* row = rows[i] + word;
     __asm__ volatile(
         "ld1w {za0h.s[%w0, 0]}, %1/z, [%2]\n\t"
         "ld1w {za0h.s[%w0, 1]}, %1/z, [%2, %3, lsl #2]\n\t"
         "ld1w {za0h.s[%w0, 2]}, %1/z, [%2, %4, lsl #2]\n\t"
         "ld1w {za0h.s[%w0, 3]}, %1/z, [%2, %5, lsl #2]"
         :
-        : "Ucj"(i), "Upl"(columns), "r"(row), "r"(stride), "r"(2 * stride), "r"(3 * stride)
+        : "Ucj"(4 * i), "Upl"(columns), "r"(row), "r"(stride), "r"(2 * stride), "r"(3 * stride)
         : "za", "memory");
   }
 }
 
-// The columns of tile 0 to memory.
-[[gnu::always_inline]] inline void store_tile_columns(uint32_t* out) LOWBIT_STREAMING {
+// The columns of tile 0 to memory, half of them each.
+[[gnu::always_inline]] inline void store_tile_columns(uint32_t* first, uint32_t* second) LOWBIT_STREAMING {
   __asm__ volatile(
       "mov {z0.s-z3.s}, za0v.s[%w0, 0:3]\n\t"
       "mov {z4.s-z7.s}, za0v.s[%w1, 0:3]\n\t"
@@ -75,63 +108,86 @@ struct Chunk {
       "st1w {z4.s-z7.s}, %4, [%5, #4, mul vl]\n\t"
       "mov {z0.s-z3.s}, za0v.s[%w2, 0:3]\n\t"
       "mov {z4.s-z7.s}, za0v.s[%w3, 0:3]\n\t"
-      "st1w {z0.s-z3.s}, %4, [%5, #8, mul vl]\n\t"
-      "st1w {z4.s-z7.s}, %4, [%5, #12, mul vl]"
+      "st1w {z0.s-z3.s}, %4, [%6]\n\t"
+      "st1w {z4.s-z7.s}, %4, [%6, #4, mul vl]"
       :
-      : "Ucj"(0), "Ucj"(4), "Ucj"(8), "Ucj"(12), "Uph"(svptrue_c32()), "r"(out)
+      : "Ucj"(0), "Ucj"(4), "Ucj"(8), "Ucj"(12), "Uph"(svptrue_c32()), "r"(first), "r"(second)
       : "z0", "z1", "z2", "z3", "z4", "z5", "z6", "z7", "memory");
 }
 
 // `words` columns of up to 16 rows, `stride` words apart, to vectors of 16 rows; zeros for rows that are not there.
-// Whole tiles of 16 columns are written.
-[[gnu::noinline]] void transpose(const void* from, int64_t stride, int64_t rows, int64_t words,
-                                 void* to) LOWBIT_STREAMING {
+// Whole tiles of 16 columns are written, eight columns `step` vectors behind the eight before.
+[[gnu::noinline]] void transpose(const void* from, int64_t stride, int64_t rows, int64_t words, void* to,
+                                 int64_t step) LOWBIT_STREAMING {
   svzero_mask_za(0x11);
   auto* out = static_cast<uint32_t*>(to);
-  for (int64_t word = 0; word < words; word += kTileRows, out += kTileSums) {
+  const uint32_t* const row = static_cast<const uint32_t*>(from);
+  const uint32_t* const fours[4] = {row, row + 4 * stride, row + 8 * stride, row + 12 * stride};
+  for (int64_t word = 0; word < words; word += kTileRows, out += 2 * step * kTileRows) {
     const svbool_t columns = svwhilelt_b32(word, words);
-    const uint32_t* row = static_cast<const uint32_t*>(from) + word;
     if (rows == kTileRows) {
-      load_tile_rows(row, stride, columns);
+      load_tile_rows(fours, word, stride, columns);
     } else {
-      for (uint32_t i = 0; i < rows; ++i, row += stride) svld1_hor_za32(0, i, columns, row);
+      for (uint32_t i = 0; i < rows; ++i) svld1_hor_za32(0, i, columns, row + i * stride + word);
     }
-    store_tile_columns(out);
+    store_tile_columns(out, out + step * kTileRows);
   }
 }
 
-// A sum as two int16: its lowest 8 bits, and what is above them.
-[[gnu::always_inline]] inline svint32_t two_parts(svint32_t sum) __arm_streaming {
+// Order of rows and of outputs that a multiply-add of four vectors makes of the columns of a tile, and back: they are a
+// 4 x 4 matrix, transposed.
+[[gnu::always_inline]] inline svuint32_t swapped_lanes() __arm_streaming {
   const svbool_t all = svptrue_b32();
-  return svsli_n_s32(svand_n_s32_x(all, sum, 0xff), svasr_n_s32_x(all, sum, 8), 16);
+  const svuint32_t lane = svindex_u32(0, 1);
+  return svorr_u32_x(all, svlsr_n_u32_x(all, lane, 2), svand_n_u32_x(all, svlsl_n_u32_x(all, lane, 2), 15));
+}
+
+// `columns` columns of some rows to use(vector of 16 rows), `step` vectors apart; four at a time, so up to three more.
+template <class Use>
+[[gnu::always_inline]] inline void spread(const void* from, int64_t stride, int64_t rows, int64_t columns, Scratch& scratch,
+                                          float* to, int64_t step, Use use) LOWBIT_STREAMING {
+  transpose(from, stride, rows, columns, scratch.columns, 8);
+  const float* at = scratch.columns;
+#pragma clang loop unroll(disable)
+  for (int64_t i = 0; i < columns; i += 4, at += 4 * kTileRows) {
+    const svfloat32x4_t four = svld1_f32_x4(svptrue_c32(), at);
+    const svbool_t all = svptrue_b32();
+    svst1_f32(all, to, use(svget4(four, 0))), to += step * kTileRows;
+    svst1_f32(all, to, use(svget4(four, 1))), to += step * kTileRows;
+    svst1_f32(all, to, use(svget4(four, 2))), to += step * kTileRows;
+    svst1_f32(all, to, use(svget4(four, 3))), to += step * kTileRows;
+  }
 }
 
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline void transpose_piece(const Chunk& chunk, const Piece& piece) LOWBIT_STREAMING {
   const LinearArgs& args = chunk.args;
   const Layout& layout = args.layout;
-  const int64_t stride = layout.blocks * kBlockInputs;
-  for (int64_t tile = 0; tile < chunk.tiles; ++tile) {
+  Scratch& scratch = chunk.scratch;
+  constexpr bool kStarts = offset<Bits, Affine>() != 0;
+  const int64_t stride = layout.blocks * kBlockInputs, tiles = chunk.tiles, step = (kStarts ? 2 : 1) * tiles;
+  const int64_t odd = piece.first % 2;  // whole blocks
+  for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t row = chunk.first_row + tile * kTileRows;
     const int64_t left = chunk.rows - tile * kTileRows, rows = left < kTileRows ? left : kTileRows;
-    transpose(args.a + row * stride + piece.first * kHalfInputs, stride / 4, rows, piece.halves * kHalfLines,
-              chunk.scratch.a + tile * chunk.a_stride);
-    if constexpr (Affine || offset<Bits, Affine>() != 0) {
-      int32_t* const sums = chunk.scratch.sums + tile * chunk.sums_stride;
-      int32_t* const parts = chunk.scratch.parts + tile * chunk.sums_stride;
-      transpose(args.group_sums + row * layout.groups + piece.first_group, layout.groups, rows, piece.groups, sums);
-      // Four groups at a time: whole tiles of 16 are there.
-      const svcount_t all = svptrue_c32();
-      for (int64_t group = 0; group < piece.groups; group += 4) {
-        const svint32x4_t four = svld1_vnum_s32_x4(all, sums, group);
-        if constexpr (offset<Bits, Affine>() != 0) {
-          svst1_vnum_s32_x4(all, parts, group, svcreate4_s32(two_parts(svget4(four, 0)), two_parts(svget4(four, 1)),
-                                                             two_parts(svget4(four, 2)), two_parts(svget4(four, 3))));
-        }
-        if constexpr (Affine) {
-          svst1_vnum_f32_x4(all, reinterpret_cast<float*>(sums), group, svcvt_f32_s32_x4(four));
-        }
-      }
+    const int64_t segment = row * layout.segments + piece.first_segment;
+    transpose(args.a + row * stride + (piece.first - odd) * kHalfInputs, stride / 4, rows,
+              (piece.halves + odd) * kHalfLines, scratch.a + tile * kBlockLines * kVectorBytes, tiles * kBlockLines);
+    float* const to = scratch.segments + tile * kTileRows;
+    spread(args.scales + segment, layout.segments, rows, piece.segments, scratch, to, step,
+           [](svfloat32_t t) __attribute__((always_inline)) __arm_streaming { return t; });
+    if constexpr (kStarts) {
+      const svint32_t start = svdup_n_s32(kStartRow);
+      spread(args.sums + segment, layout.segments, rows, piece.segments, scratch, to + tiles * kTileRows, step,
+             [&](svfloat32_t sum) __attribute__((always_inline)) __arm_streaming {
+               return svreinterpret_f32_s32(svsli_n_s32(svreinterpret_s32_f32(sum), start, 16));
+             });
+    }
+    if constexpr (Affine) {
+      const svuint32_t lanes = swapped_lanes();
+      spread(args.group_sums + row * layout.groups + piece.first_group, layout.groups, rows, piece.groups, scratch,
+             scratch.sums + tile * kTileRows, tiles,
+             [&](svfloat32_t sum) __attribute__((always_inline)) __arm_streaming { return svtbl_f32(sum, lanes); });
     }
   }
 }

@@ -23,15 +23,13 @@
 // gemm_sme2.h has many rows (pieces_sme2.h: their activations, tiles_sme2.h: their sums and outputs), gemv_sme2.h few,
 // streaming_sme2.h what both need.
 
-#include <type_traits>
-
 #include "../bits/widths.h"
+#include "../registry.h"
+#include "dispatch.h"
 #include "gemm_sme2.h"
 #include "gemv_sme2.h"
 
 namespace lowbit {
-
-extern const Table<LinearKernel> kLinearI8mm, kLinearNeonDot;
 
 namespace {
 
@@ -40,58 +38,51 @@ const void* address(Function* streaming) {
   return reinterpret_cast<const void*>(streaming);
 }
 
-template <int Bits, bool Affine>
+template <int Bits, bool Affine, bool Halves>
 void run_few(const LinearArgs& args, int64_t first_row, int64_t rows) {
   const Few few{args, first_row, rows, args.panel_begin, args.panel_end - args.panel_begin};
-  const auto function = [rows](auto halves) {
-    constexpr bool kHalves = decltype(halves)::value;
-    return rows == 1   ? address(&dot_panels<Bits, Affine, 1, kHalves>)
-           : rows == 2 ? address(&dot_panels<Bits, Affine, 2, kHalves>)
-                       : address(&dot_panels<Bits, Affine, kFewRows, kHalves>);
-  };
-  run_streaming(few.group_halves % 2 != 0 ? function(std::true_type()) : function(std::false_type()), &few);
+  run_streaming(rows == 1   ? address(&dot_panels<Bits, Affine, 1, Halves>)
+                : rows == 2 ? address(&dot_panels<Bits, Affine, 2, Halves>)
+                            : address(&dot_panels<Bits, Affine, kFewRows, Halves>),
+                &few);
 }
 
-template <int Bits, bool Affine>
+template <int Bits, bool Affine, bool Halves>
 void run_many(const LinearArgs& args, int64_t first_row, int64_t rows) {
   for (int64_t p = args.panel_begin; p < args.panel_end; p += kChunkPanels) {
     const int64_t panels = args.panel_end - p < kChunkPanels ? args.panel_end - p : kChunkPanels;
     const Chunk chunk{args, first_row, rows, p, panels, *static_cast<Scratch*>(args.scratch)};
-    run_streaming(chunk.group_halves % 2 != 0 ? address(&multiply_chunk<Bits, Affine, true>)
-                                              : address(&multiply_chunk<Bits, Affine, false>),
+    const int64_t segments = args.layout.group_segments();
+    run_streaming(segments == 1              ? address(&multiply_chunk<Bits, Affine, Halves, Segments::one>)
+                  : segments == 2 && !Halves ? address(&multiply_chunk<Bits, Affine, false, Segments::two>)
+                                             : address(&multiply_chunk<Bits, Affine, Halves, Segments::many>),
                   &chunk);
   }
 }
 
-template <int Bits, bool Affine>
-void run_rows(const LinearArgs& args) {
-  constexpr int64_t kMost = kChunkTiles * kTileRows;
-  for (int64_t row = 0; row < args.m; row += kMost) {
-    const int64_t rows = args.m - row < kMost ? args.m - row : kMost;
-    rows <= kFewRows ? run_few<Bits, Affine>(args, row, rows) : run_many<Bits, Affine>(args, row, rows);
-  }
-}
-
-// What any other CPU of the family runs.
+// A P that is 16 times as large would be infinite where the contract's is not.
 template <int Bits>
-void run_without_unit(const LinearArgs& args) {
-  const Table<LinearKernel>* const kTables[] = {&kLinearI8mm, &kLinearNeonDot};
-  for (const Table<LinearKernel>* table : kTables) {
-    for (const LinearKernel& row : *table) {
-      if (row.bits == Bits && row.m_least <= args.m && args.layout.group_inputs() % row.group_step == 0) {
-        return row.run(args);
-      }
-    }
+bool is_too_large(const LinearArgs& args) {
+  constexpr int64_t kAlways = 8;  // segments: 8 * 2^104 * 16 * (64 * 127 * 15) < 2^128
+  if (!kInPlace<Bits> || args.layout.group_segments() <= kAlways || args.m <= kFewRows) return false;
+  for (int64_t i = 0; i < args.m * args.layout.segments; ++i) {
+    if (args.scales[i] >= 0x1p80f) return true;
   }
+  return false;
 }
 
 template <int Bits>
 void run(const LinearArgs& args) {
-  if (!has_unit()) return run_without_unit<Bits>(args);
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) return run_rows<by_table(Bits), false>(args);
-  }
-  args.layout.mapping == Mapping::affine ? run_rows<Bits, true>(args) : run_rows<Bits, false>(args);
+  // What a CPU without the unit runs.
+  if (!has_unit() || is_too_large<Bits>(args)) return choose_linear(args.layout, args.m, active_isa() & ~kSme2).run(args);
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
+    constexpr int64_t kMost = kChunkTiles * kTileRows;
+    for (int64_t row = 0; row < args.m; row += kMost) {
+      const int64_t rows = args.m - row < kMost ? args.m - row : kMost;
+      rows <= kFewRows ? run_few<bits(), affine(), halves()>(args, row, rows)
+                       : run_many<bits(), affine(), halves()>(args, row, rows);
+    }
+  });
 }
 
 // From 5 rows on, by instructions: the products for 16 rows take fewer than those for 4 and for the rest.

@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t kVectorBytes = 64;
 // Along k everything is counted in half blocks of 16 inputs, 4 lines.
 constexpr int kHalfLines = kBlockLines / 2;
+constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
 enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 
 // Calls body(argument) in streaming mode with ZA on. Both start with all registers zero.
@@ -90,32 +91,24 @@ template <int Bits>
 }
 
 // Codes of 4 bits stay in the upper half of their bytes, where one shift moves four lower halves at once: sums are 16
-// times as large, scales a sixteenth. Both are exact: scales are float16 in memory.
+// times as large.
 template <int Bits>
 constexpr bool kInPlace = Bits == 4;
 template <int Bits>
 constexpr int kFactor = kInPlace<Bits> ? 16 : 1;
 
-// The scales of a group, for its sums.
-template <int Bits>
-[[gnu::always_inline]] inline svfloat32_t load_factored_scales(const uint8_t* at) __arm_streaming {
-  const svfloat32_t scale = load_scales(at, 0);
-  return kFactor<Bits> == 1 ? scale : svmul_n_f32_x(svptrue_b32(), scale, 1.0f / kFactor<Bits>);
-}
-
 constexpr int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // A panel's head, and where row 0 of its outputs begins.
 struct Head {
-  const float *row_scale, *row_sum, *bias;
+  const float *row_scale, *bias;
   char* out;
   int64_t n;
 
   [[gnu::always_inline]] Head(const LinearArgs& args, int64_t panel) __arm_streaming_compatible
       : row_scale(reinterpret_cast<const float*>(args.panels + panel * args.layout.panel_bytes +
                                                  args.layout.head_offset)),
-        row_sum(row_scale + kPanelRows),
-        bias(row_sum + kPanelRows),
+        bias(row_scale + 2 * kPanelRows),
         out(static_cast<char*>(args.out) + panel * kPanelRows * bytes_of(args.out_dtype)),
         n(args.layout.n - panel * kPanelRows) {}
 
@@ -123,7 +116,7 @@ struct Head {
   [[gnu::always_inline]] Head next(int64_t panel_bytes, DType dtype) const __arm_streaming_compatible {
     const size_t floats = static_cast<size_t>(panel_bytes) / sizeof(float);
     Head head = *this;
-    head.row_scale += floats, head.row_sum += floats, head.bias += floats;
+    head.row_scale += floats, head.bias += floats;
     head.out += kPanelRows * bytes_of(dtype);
     head.n -= kPanelRows;
     return head;

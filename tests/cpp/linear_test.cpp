@@ -19,7 +19,7 @@ namespace {
 
 // Of the activations. With other than random ones every code is the highest, or zero.
 enum class Values { random, lowest, highest, lowest_by_zero };
-enum class ActivationScale { ordinary, huge, tiny, subnormal, zero, not_a_number };
+enum class ActivationScale { ordinary, huge, largest, tiny, subnormal, zero, not_a_number };
 
 struct Case {
   const char* name;
@@ -103,6 +103,9 @@ std::vector<Case> cases_for(const LinearKernel& row) {
       {.name = "huge_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::huge},
       {.name = "tiny_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::tiny},
       {.name = "subnormal_outputs", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::subnormal},
+      {.name = "largest_scales", .m = 9, .n = 16, .k = 2064, .group_size = 0, .values = Values::highest,
+       .scale = ActivationScale::largest},
+      {.name = "subnormal_long_groups", .m = 9, .n = 16, .k = 640, .group_size = 320, .scale = ActivationScale::subnormal},
       {.name = "zero_scales", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::zero},
       {.name = "nan_scales", .m = 4, .n = 16, .k = 64, .group_size = 32, .scale = ActivationScale::not_a_number},
       {.name = "garbage_padding", .m = 4, .n = 21, .k = 53, .group_size = 32, .padding_is_garbage = true},
@@ -198,6 +201,7 @@ struct Input {
     switch (kind) {
       case ActivationScale::ordinary: return random.between(0x1p-8f, 0x1p-4f);
       case ActivationScale::huge: return random.between(1e3f, 1e6f);     // float16 outputs overflow
+      case ActivationScale::largest: return random.between(0x1p103f, 0x1.fp103f);
       case ActivationScale::tiny: return random.between(1e-10f, 1e-8f);  // float16 outputs are subnormal or zero
       case ActivationScale::subnormal: return random.between(0x1p-126f, 0x1p-124f);
       case ActivationScale::zero: return 0.0f;
