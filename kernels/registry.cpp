@@ -16,7 +16,7 @@ namespace {
 
 // Best first: the first row that fits the task and the ISA is chosen.
 #if defined(__aarch64__)
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
+constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
