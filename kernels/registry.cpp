@@ -17,7 +17,8 @@ namespace {
 // Best first: the first row that fits the task and the ISA is chosen.
 #if defined(__aarch64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
+constexpr const Table<LinearKernel>* kLinear[] = {
+    &kLinearNeonDot, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
 #elif defined(__x86_64__)
