@@ -116,7 +116,7 @@ class DotRow {
   // Moves on.
   [[gnu::always_inline]] static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
     int32x4_t first[kQuarters];
-    Four<16>::load_each(at, first);
+    Four<28>::load_each(at, first);
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { start_at(sums[q], first[q]); });
   }
 
@@ -124,7 +124,7 @@ class DotRow {
   template <int Half>
   [[gnu::always_inline]] static void start_two(Sums (&sums)[2], const int32_t* at) {
     int32x4_t first[2];
-    Four<Half == 0 ? 16 : 24>::load_two_each(at, first);
+    Four<Half == 0 ? 28 : 20>::load_two_each(at, first);
     unroll<2>([&](auto q) __attribute__((always_inline)) { start_at(sums[q], first[q]); });
   }
 
@@ -132,7 +132,7 @@ class DotRow {
   [[gnu::always_inline]] static void pin(Sums (&sums)[kQuarters]) {
     int32x4_t first[kQuarters];
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { first[q] = sums[q].chain[0]; });
-    Four<16>::pin<kQuarters>(first);
+    Four<28>::pin<kQuarters>(first);
     unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { sums[q].chain[0] = first[q]; });
   }
 

@@ -153,7 +153,7 @@ class PanelRow {
     if constexpr (First) {
       const float32x4_t t = next_dup<float32x4_t>(at_);
       float32x4_t shift[kQuarters];
-      Four<20>::load_each(at_, shift);
+      Four<24>::load_each(at_, shift);
       unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
         product_[q] = vfmaq_f32(shift[q], multiply_.shifted(sums[q], parity), t);
       });
@@ -205,14 +205,16 @@ class PanelRow {
       add_block(sums);
       end<first()>(sums);
       settle(product_);
+      __asm__ volatile("" : "+r"(block_), "+r"(a_));  // or GCC keeps counts of its own
     };
-    if (blocks >= 2) {
+    int64_t segments = blocks / 2;
+    if (segments > 0) {
       two(std::true_type());
-      for (blocks -= 2; blocks >= 2; blocks -= 2) two(std::false_type());
+      while (--segments > 0) two(std::false_type());
     } else {
       unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { product_[q] = vdupq_n_f32(0.0f); });
     }
-    if (blocks != 0) {
+    if (blocks % 2 != 0) {
       typename Row::Sums sums[kQuarters];
       begin(sums);
       add_block(sums);
@@ -244,7 +246,7 @@ class PanelRow {
         if constexpr (Row::kHalvesSum) parity = vld1q_dup_s32(sums_ + g);
         const float32x4_t t = vld1q_dup_f32(&segment.t);
         float32x4_t shift[2];
-        Four<20>::load_two_each(segment.shift, shift);
+        Four<24>::load_two_each(segment.shift, shift);
         unroll<2>([&](auto q) __attribute__((always_inline)) {
           float32x4_t& y = acc[2 * pair + q];
           y = add_scaled<Row::kNegative>(y, scale[q], vfmaq_f32(shift[q], multiply_.shifted(sums[g][q], parity), t));
