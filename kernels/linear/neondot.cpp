@@ -22,6 +22,7 @@
 #include <arm_neon.h>
 
 #include "row_neon.h"
+#include "tile_neondot.h"
 
 namespace lowbit {
 namespace {
@@ -174,12 +175,10 @@ void run(const LinearArgs& args) {
   run_rows<DotRow, Bits>(args);
 }
 
-#if 0
 template <int Bits>
 void run_many(const LinearArgs& args) {
   run_gemm<DotTile, Bits>(args);
 }
-#endif
 
 // The first m for which unpacking to memory takes fewer instructions at every group size: fields that need next to no
 // resolving where they lie (1 and 8 bits) leave it less to win.
@@ -187,10 +186,8 @@ void run_many(const LinearArgs& args) {
   with_levels<LinearKernel>(     \
       {"linear_a8w" #bits "_" #m "x16_neondot", kNeonDot, Format::panel16, bits, m, 16, run<bits>})
 constexpr LinearKernel kRows[] = {
-#if 0
     ROW(1, 3, run_many), ROW(2, 2, run_many), ROW(3, 2, run_many), ROW(4, 2, run_many),
     ROW(5, 2, run_many), ROW(6, 2, run_many), ROW(7, 2, run_many), ROW(8, 3, run_many),
-#endif
     ROW(1, 1, run),      ROW(2, 1, run),      ROW(3, 1, run),      ROW(4, 1, run),
     ROW(5, 1, run),      ROW(6, 1, run),      ROW(7, 1, run),      ROW(8, 1, run),
 };

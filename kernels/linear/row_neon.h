@@ -49,9 +49,9 @@ class Segments {
 
   explicit Segments(const LinearArgs& args) : args_(args), all_(args.m * args.layout.segments) {}
 
-  // Segment `index` of them; `count`: how many lie there from it on.
-  [[gnu::always_inline]] const uint8_t* from(int64_t index, int64_t& count) {
-    if (index < begin_ || index >= end_) fill(index);
+  // Segment `index`, behind which at least `least` of them lie, itself included; `count`: how many.
+  [[gnu::always_inline]] const uint8_t* from(int64_t index, int64_t least, int64_t& count) {
+    if (index < begin_ || end_ - index < least) fill(index);
     count = end_ - index;
     return static_cast<const uint8_t*>(args_.scratch) + (index - begin_) * static_cast<int64_t>(sizeof(Segment));
   }
@@ -95,12 +95,15 @@ class PanelRow {
 
   [[gnu::always_inline]] void run() {
     if constexpr (Kind == Groups::halves) return run_halves();
-    const int64_t group_segments = layout_.group_segments(), row_end = segment_ + layout_.segments;
+    // Two groups share a block, or one has one.
+    const int64_t turn = Kind == Groups::half_block ? 2 : layout_.group_segments();
+    const int64_t row_end = segment_ + layout_.segments;
     for (int64_t left = layout_.groups; left > 0;) {
-      int64_t segments;
-      at_ = segments_.from(segment_, segments);
-      int64_t groups = segments >= row_end - segment_ ? left : segments / group_segments;
-      segment_ += groups * group_segments;
+      int64_t segments, groups = left;
+      const int64_t rest = row_end - segment_;
+      at_ = segments_.from(segment_, turn < rest ? turn : rest, segments);
+      if (segments < rest) groups = segments / turn * (Kind == Groups::half_block ? 2 : 1);
+      segment_ += groups * layout_.group_segments();
       left -= groups;
       if constexpr (Kind == Groups::one_block) {
         // Two in a turn, which saves half of the loop's own instructions.
@@ -278,7 +281,7 @@ class PanelRow {
         const int64_t end_of_segment = half + kSegmentHalves < group_end ? half + kSegmentHalves : group_end;
         typename Row::Sums sums[kQuarters];
         int64_t segments;
-        at_ = segments_.from(segment_++, segments);
+        at_ = segments_.from(segment_++, 1, segments);
         begin(sums);
         for (; half < end_of_segment; ++half, a_ += kHalfInputs) {
           if (half % 2 != 0) {
