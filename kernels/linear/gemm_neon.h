@@ -150,16 +150,8 @@ struct Gemm {
         a += registers_of(height) * piece.blocks * kBlockInputs;
         stream += piece.groups * piece.template group_bytes<Tile, Affine>(height, step);
       }
-      // A last group may be short, and begin within a block: run_long() can do that.
-      const bool is_short = piece.begins && piece.ends && !piece.odd;
-      if (step == Step::half) {
-        band.run = is_short && piece.group_steps == 1 ? run_tiles<Tile, Step::half, height, Affine, 1>
-                                                      : run_tiles<Tile, Step::half, height, Affine, 0>;
-      } else {
-        band.run = is_short && piece.group_steps == 1   ? run_tiles<Tile, Step::block, height, Affine, 1>
-                   : is_short && piece.group_steps == 2 ? run_tiles<Tile, Step::block, height, Affine, 2>
-                                                        : run_tiles<Tile, Step::block, height, Affine, 0>;
-      }
+      band.run = step == Step::half ? tiles_for<Tile, Step::half, height, Affine>(piece)
+                                    : tiles_for<Tile, Step::block, height, Affine>(piece);
     });
   }
 

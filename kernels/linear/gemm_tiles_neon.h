@@ -13,6 +13,8 @@
 //   kScales   only the last one of a group, affine: S of each row
 #pragma once
 
+#include <type_traits>
+
 #include "panel_neon.h"
 #include "registers_neon.h"
 
@@ -175,9 +177,9 @@ template <class Tile, int Rows>
 }
 
 // The next t of a tile's rows, or S.
-template <class Tile, int Rows>
+template <class Tile, int Rows, int First = 0>
 [[gnu::always_inline]] inline void next_row_scales(const uint8_t*& at, float32x4_t (&to)[4]) {
-  next<Tile::scales_of(Rows), 0>(at, to);
+  next<Tile::scales_of(Rows), First>(at, to);
 }
 
 // P behind the first segment of a group: the sums of that.
@@ -241,7 +243,7 @@ template <class Tile, Step Each, int Rows, bool Affine, int Pass, int Steps>
       add_scaled(y[q], scale, product);
       settle(y[q]);
       if constexpr (Affine) {
-        next_row_scales<Tile, Rows>(from, t);
+        next_row_scales<Tile, Rows, 4>(from, t);
         add_mins<Tile>(y[q], min, t);
         settle(y[q]);
       }
@@ -259,10 +261,80 @@ template <class Tile, Step Each, int Rows, bool Affine, int Pass, int Steps>
   unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(acc(q), y[q]); });
 }
 
-// Groups of several segments, a part of one, or one that is cut short.
-template <class Tile, Step Each, int Rows, bool Affine, int Pass>
+// Adds a segment of so many steps to P of its group.
+template <class Tile, Step Each, int Rows, int Pass, bool First, class Steps>
+[[gnu::always_inline]] inline void add_segment(const uint8_t*& a, const uint8_t* (&weights)[2], const uint8_t*& stream,
+                                               Steps steps, float32x4_t (&product)[Pass][Rows]) {
+  int32x4_t sums[Pass][Rows];
+  const uint8_t* from;
+  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+    from = stream;
+    next_starts<Tile, Rows, 16 + 16 / Pass * q>(from, sums[q]);
+  });
+  const auto add = [&]() __attribute__((always_inline)) {
+    add_step<Tile, Each>(a, weights, sums);
+    if constexpr (Pass == 1) pin_sums<Tile, Rows, 16>(sums[0]);
+  };
+  if constexpr (std::is_same_v<Steps, int64_t>) {
+    do {
+      add();
+    } while (--steps != 0);
+  } else {
+    unroll<Steps{}>([&](auto) __attribute__((always_inline)) { add(); });
+  }
+  const uint8_t* const row_scales = from;
+  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+    float32x4_t t[4];
+    from = row_scales;
+    next_row_scales<Tile, Rows>(from, t);
+    if constexpr (First) {
+      first_product<Tile, Rows, Pass == 1 ? 24 : 4>(from, sums[q], t, product[q]);
+    } else {
+      unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+        const float32x4_t value = vsubq_f32(vreinterpretq_f32_s32(sums[q][i]), vdupq_n_f32(kShift));
+        product[q][i] = Tile::template add_by_row<i>(product[q][i], value, t);
+      });
+    }
+    if constexpr (Pass == 1) {
+      pin_sums<Tile, Rows, 24>(product[q]);
+    } else {
+      in_order(product[q]);
+    }
+  });
+  stream = from;
+}
+
+// Adds P of a group to the float sums, which lie at `old` and are left at `acc`.
+template <class Tile, int Rows, bool Affine, int Pass>
+[[gnu::always_inline]] inline void end_group(const float* old, float* acc, const uint8_t*& scales, const uint8_t*& stream,
+                                             const float32x4_t (&product)[Pass][Rows]) {
+  float32x4_t group_sums[4];
+  if constexpr (Affine) next_row_scales<Tile, Rows, 8>(stream, group_sums);
+  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+    float32x4_t scale[Tile::kScales], min[Tile::kScales];
+    next_scales<Tile, Affine, Pass, q>(scales, scale, min);
+    const auto* from = reinterpret_cast<const uint8_t*>(old + kQuarterFloats * q);
+    unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
+      constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
+      float32x4_t y[kRows], value[kRows];
+      next_rows<kRows, 4>(from, y);
+      unroll<kRows>([&](auto i) __attribute__((always_inline)) { value[i] = product[q][kFirst + i]; });
+      add_scaled(y, scale, value);
+      if constexpr (Affine) {
+        unroll<kRows>([&](auto i) __attribute__((always_inline)) {
+          y[i] = Tile::template add_by_row<kFirst + i>(y[i], min[i % Tile::kScales], group_sums);
+        });
+      }
+      store_rows<kQuarterFloats * 4 * q + 64 * four>(acc, y);
+    });
+  });
+}
+
+// Groups of several segments. `Whole`: of whole ones, no part of a group; else also a group that is cut short.
+template <class Tile, Step Each, int Rows, bool Affine, int Pass, bool Whole>
 [[gnu::always_inline]] inline void run_long(const TileArgs& args, int quarter) {
-  static constexpr float kZeros[kQuarterFloats] = {};
+  static constexpr float kZeros[Pass * kQuarterFloats] = {};
+  constexpr int64_t kSteps = segment_steps(Each);
   const uint8_t* a = args.a;
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
@@ -275,102 +347,64 @@ template <class Tile, Step Each, int Rows, bool Affine, int Pass>
   const uint8_t* stream = args.stream;
   float* acc = args.acc + kQuarterFloats * quarter;
   float* products = args.products + kQuarterFloats * quarter;
+  const float* old = args.single ? kZeros : acc;
+  const int64_t more_segments = args.group_steps / kSteps - 1;
   int64_t groups = args.groups;
   do {
     float32x4_t product[Pass][Rows];
-    const auto segment = [&](auto first, int64_t steps) __attribute__((always_inline)) {
-      int32x4_t sums[Pass][Rows];
-      const uint8_t* from;
-      unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-        from = stream;
-        next_starts<Tile, Rows, 16 + 16 / Pass * q>(from, sums[q]);
-      });
-      if constexpr (Each == Step::block) {
-        add_step<Tile, Each>(a, weights, sums);
-        if (steps == 2) add_step<Tile, Each>(a, weights, sums);
-      } else {
-        do {
-          add_step<Tile, Each>(a, weights, sums);
-        } while (--steps != 0);
-      }
-      const uint8_t* const row_scales = from;
-      unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-        float32x4_t t[4];
-        if constexpr (Pass == 1) pin_sums<Tile, Rows, 16>(sums[q]);
-        from = row_scales;
-        next_row_scales<Tile, Rows>(from, t);
-        if constexpr (first) {
-          first_product<Tile, Rows, Pass == 1 ? 24 : 4>(from, sums[q], t, product[q]);
-        } else {
-          unroll<Rows>([&](auto i) __attribute__((always_inline)) {
-            const float32x4_t value = vsubq_f32(vreinterpretq_f32_s32(sums[q][i]), vdupq_n_f32(kShift));
-            product[q][i] = Tile::template add_by_row<i>(product[q][i], value, t);
-          });
-        }
-        if constexpr (Pass == 1) {
-          pin_sums<Tile, Rows, 24>(product[q]);
-        } else {
-          in_order(product[q]);
-        }
-      });
-      stream = from;
+    // Steps are a constant in all segments but the last one.
+    const auto add = [&](auto first, auto steps) __attribute__((always_inline)) {
+      add_segment<Tile, Each, Rows, Pass, first>(a, weights, stream, steps, product);
     };
-    constexpr int64_t kSteps = segment_steps(Each);
-    int64_t steps = args.group_steps;
-    if (args.begins) {
-      if (steps >= kSteps) {
-        segment(Index<1>{}, Index<kSteps>{});
+    const auto full = [&](auto first) __attribute__((always_inline)) {
+      if constexpr (Each == Step::block) {
+        add(first, Index<kSteps>{});
       } else {
-        segment(Index<1>{}, steps);
+        add(first, int64_t{kSteps});
       }
-      steps -= kSteps;
+    };
+    if constexpr (Whole) {
+      full(Index<1>{});
+      int64_t more = more_segments;
+      do {
+        full(Index<0>{});
+      } while (--more != 0);
     } else {
-      unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(products + kQuarterFloats * q, product[q]); });
-    }
-    for (; steps >= kSteps; steps -= kSteps) segment(Index<0>{}, Index<kSteps>{});
-    if (steps > 0) segment(Index<0>{}, steps);
-    if (!args.ends) {
-      unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(products + kQuarterFloats * q, product[q]); });
-      return;
-    }
-    float32x4_t group_sums[4];
-    if constexpr (Affine) next_row_scales<Tile, Rows>(stream, group_sums);
-    const uint8_t* old;
-    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-      float32x4_t scale[Tile::kScales], min[Tile::kScales];
-      next_scales<Tile, Affine, Pass, q>(scales, scale, min);
-      if constexpr (q == 0 || Rows != kTileRows) {
-        old = reinterpret_cast<const uint8_t*>(args.single ? kZeros : acc + kQuarterFloats * q);
-      }
-      unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
-        constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
-        float32x4_t y[kRows], value[kRows];
-        next_rows<kRows, 4>(old, y);
-        unroll<kRows>([&](auto i) __attribute__((always_inline)) { value[i] = product[q][kFirst + i]; });
-        add_scaled(y, scale, value);
-        if constexpr (Affine) {
-          unroll<kRows>([&](auto i) __attribute__((always_inline)) {
-            y[i] = Tile::template add_by_row<kFirst + i>(y[i], min[i % Tile::kScales], group_sums);
-          });
+      int64_t steps = args.group_steps;
+      if (args.begins) {
+        if (steps >= kSteps) {
+          full(Index<1>{});
+        } else {
+          add(Index<1>{}, steps);
         }
-        store_rows<kQuarterFloats * 4 * q + 64 * four>(acc, y);
-      });
-    });
+        steps -= kSteps;
+      } else {
+        unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(products + kQuarterFloats * q, product[q]); });
+      }
+      for (; steps >= kSteps; steps -= kSteps) full(Index<0>{});
+      if (steps > 0) add(Index<0>{}, steps);
+      if (!args.ends) {
+        unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(products + kQuarterFloats * q, product[q]); });
+        return;
+      }
+    }
+    end_group<Tile, Rows, Affine>(old, acc, scales, stream, product);
   } while (--groups != 0);
 }
 
-// `Steps`: of groups of one segment; 0: of any other group.
-template <class Tile, Step Each, int Rows, bool Affine, int Steps>
+enum class Groups { one_step, two_steps, whole_segments, any };
+
+template <class Tile, Step Each, int Rows, bool Affine, Groups Kind>
 void run_tiles(const TileArgs& all) {
   TileArgs args = all;
   constexpr int kPass = Tile::template kPass<Rows>;
   const int64_t stream_bytes = args.groups * args.template group_bytes<Tile, Affine>(Rows, Each);
   for (; args.tiles > 0; --args.tiles) {
     for (int quarter = 0; quarter < kQuarters; quarter += kPass) {
-      if constexpr (Steps != 0) {
-        run_short<Tile, Each, Rows, Affine, kPass, Steps>(args, quarter);
+      if constexpr (Kind == Groups::one_step || Kind == Groups::two_steps) {
+        run_short<Tile, Each, Rows, Affine, kPass, Kind == Groups::one_step ? 1 : 2>(args, quarter);
       } else {
-        run_long<Tile, Each, Rows, Affine, kPass>(args, quarter);
+        run_long<Tile, Each, Rows, Affine, kPass, Kind == Groups::whole_segments>(args, quarter);
       }
     }
     args.a += args.blocks * registers_of(Rows) * kBlockInputs;
@@ -378,6 +412,19 @@ void run_tiles(const TileArgs& all) {
     args.acc += kTileFloats;
     args.products += kTileFloats;
   }
+}
+
+// Which of them a piece needs. Those for pieces that begin within a block can do everything; halves of blocks have but one
+// other, to save code.
+template <class Tile, Step Each, int Rows, bool Affine>
+auto tiles_for(const TileArgs& piece) {
+  const int64_t steps = piece.begins && piece.ends && !piece.odd ? piece.group_steps : 0;
+  if (steps == 1) return run_tiles<Tile, Each, Rows, Affine, Groups::one_step>;
+  if constexpr (Each == Step::block) {
+    if (steps == 2) return run_tiles<Tile, Each, Rows, Affine, Groups::two_steps>;
+    if (steps > 0 && steps % kSegmentBlocks == 0) return run_tiles<Tile, Each, Rows, Affine, Groups::whole_segments>;
+  }
+  return run_tiles<Tile, Each, Rows, Affine, Groups::any>;
 }
 
 }  // namespace

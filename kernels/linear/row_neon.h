@@ -20,7 +20,7 @@ namespace {
 enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 
 // How groups lie in blocks.
-enum class Groups { half_block, one_block, blocks, halves };
+enum class GroupKind { half_block, one_block, blocks, halves };
 
 // acc + scale * P for one quarter; `product` is P, or -P.
 template <bool Negative>
@@ -76,7 +76,7 @@ class Segments {
   }
 };
 
-template <class Row, Groups Kind>
+template <class Row, GroupKind Kind>
 class PanelRow {
  public:
   float32x4_t acc[kQuarters];
@@ -94,25 +94,25 @@ class PanelRow {
   }
 
   [[gnu::always_inline]] void run() {
-    if constexpr (Kind == Groups::halves) return run_halves();
+    if constexpr (Kind == GroupKind::halves) return run_halves();
     // Two groups share a block, or one has one.
-    const int64_t turn = Kind == Groups::half_block ? 2 : layout_.group_segments();
+    const int64_t turn = Kind == GroupKind::half_block ? 2 : layout_.group_segments();
     const int64_t row_end = segment_ + layout_.segments;
     for (int64_t left = layout_.groups; left > 0;) {
       int64_t segments, groups = left;
       const int64_t rest = row_end - segment_;
       at_ = segments_.from(segment_, turn < rest ? turn : rest, segments);
-      if (segments < rest) groups = segments / turn * (Kind == Groups::half_block ? 2 : 1);
+      if (segments < rest) groups = segments / turn * (Kind == GroupKind::half_block ? 2 : 1);
       segment_ += groups * layout_.group_segments();
       left -= groups;
-      if constexpr (Kind == Groups::one_block) {
+      if constexpr (Kind == GroupKind::one_block) {
         // Two in a turn, which saves half of the loop's own instructions.
         for (; groups >= 2; groups -= 2) {
           next_block();
           next_block();
         }
         if (groups != 0) next_block();
-      } else if constexpr (Kind == Groups::half_block) {
+      } else if constexpr (Kind == GroupKind::half_block) {
         for (; groups >= 2; groups -= 2) next_two_groups();
         if (groups != 0) {
           typename Row::Sums sums[kQuarters];
@@ -302,7 +302,7 @@ class PanelRow {
   }
 };
 
-template <class Row, Groups Kind>
+template <class Row, GroupKind Kind>
 [[gnu::noinline]] void run_panels(const LinearArgs& args) {
   Segments<Row> segments(args);
   for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
@@ -322,12 +322,12 @@ void run_rows(const LinearArgs& args) {
     using Each = Row<bits(), affine()>;
     const int64_t group_inputs = args.layout.group_inputs();
     if constexpr (halves()) {
-      return group_inputs == kHalfInputs ? run_panels<Each, Groups::half_block>(args) : run_panels<Each, Groups::halves>(args);
+      return group_inputs == kHalfInputs ? run_panels<Each, GroupKind::half_block>(args) : run_panels<Each, GroupKind::halves>(args);
     }
-    if (group_inputs == kBlockInputs) return run_panels<Each, Groups::one_block>(args);
+    if (group_inputs == kBlockInputs) return run_panels<Each, GroupKind::one_block>(args);
     // Groups of more segments than fit in the scratch go the way that asks for each segment.
-    args.layout.group_segments() <= Segments<Each>::kMost ? run_panels<Each, Groups::blocks>(args)
-                                                          : run_panels<Each, Groups::halves>(args);
+    args.layout.group_segments() <= Segments<Each>::kMost ? run_panels<Each, GroupKind::blocks>(args)
+                                                          : run_panels<Each, GroupKind::halves>(args);
   });
 }
 
