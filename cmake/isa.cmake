@@ -114,7 +114,7 @@ function(lowbit_kernel_sources out)
     file(GLOB files CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/kernels/*/${name}.cpp")
     # Not yet on scales of segments.
     list(FILTER files EXCLUDE REGEX
-      "/(linear/(neon|sme2|avx2|avxvnni|avx512vnni|amx)|activation/(avx2|avx512vnni))[.]cpp$")
+      "/(linear/(sme2|avx2|avxvnni|avx512vnni|amx)|activation/(avx2|avx512vnni))[.]cpp$")
     if(files AND flags)
       set_source_files_properties(${files} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES COMPILE_FLAGS "${flags}")
       if(LOWBIT_SANITIZE)

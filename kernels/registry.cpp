@@ -18,7 +18,7 @@ namespace {
 #if defined(__aarch64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {
-    &kLinearI8mm, &kLinearNeonDot, &kLinearPortable};
+    &kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
 #elif defined(__x86_64__)

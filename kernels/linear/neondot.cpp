@@ -115,6 +115,7 @@ class DotRow {
   }
 
   // Moves on.
+  template <bool Loop>
   [[gnu::always_inline]] static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
     int32x4_t first[kQuarters];
     Four<28>::load_each(at, first);

@@ -5,7 +5,9 @@
 //   start_of()                 c's bits, and what A adds to the integer sums of a segment; with A in every lane
 //   Inputs, load<Halves>()     the activations of a block, or of the wanted half of it
 //   Sums                       the integer sums of a segment for four output rows, a quarter of a panel
-//   start()                    their start, from where it lies four times in memory
+//   start(), start_two()       before the first product of a segment: takes the start, which lies four times in memory, and
+//                              moves on; for half a block, for two quarters
+//   pin()                      keeps sums in the registers where start() began them
 //   add<Halves>(), add_two()   the products of a block, or of half of it; of two quarters, with sums of their own for each half
 //   shifted()                  c + I, or c - I with kNegative
 #pragma once
@@ -146,7 +148,10 @@ class PanelRow {
   const float* group_sums_;
   float32x4_t product_[kQuarters];  // P, of the group
 
-  [[gnu::always_inline]] void begin(typename Row::Sums (&sums)[kQuarters]) { multiply_.start(sums, at_); }
+  template <bool Loop = false>
+  [[gnu::always_inline]] void begin(typename Row::Sums (&sums)[kQuarters]) {
+    multiply_.template start<Loop>(sums, at_);
+  }
 
   template <bool First>
   [[gnu::always_inline]] void end(typename Row::Sums (&sums)[kQuarters]) {
@@ -282,7 +287,7 @@ class PanelRow {
         typename Row::Sums sums[kQuarters];
         int64_t segments;
         at_ = segments_.from(segment_++, 1, segments);
-        begin(sums);
+        begin<true>(sums);
         for (; half < end_of_segment; ++half, a_ += kHalfInputs) {
           if (half % 2 != 0) {
             multiply_.template add<kSecondHalf>(sums, block_, multiply_.template load<kSecondHalf>(a_));
