@@ -1,17 +1,16 @@
-// quantize_neon: one activation row to int8 and its group sums, 16 values at a time. Formula and edge cases: ukernel.h.
+// quantize_neon: one activation row to int8, a segment (up to 64 values, all in registers) at a time. Formula and edge cases:
+// ukernel.h.
 //
-//   pass 1   the range, by integer maxima of the values as they lie in memory; a NaN becomes an end of it, so that
-//            the range itself tells whether the row is finite
-//   pass 2   a = sat8(fcvtns(fma(x, inv, z))): rounded to nearest, ties to even, in four registers of four values
+//   t     from the largest magnitude, as an integer: the bits of a NaN are larger than those of every number
+//   a     fcvtns(x * inv): rounded to nearest, ties to even. Where t is 0 or NaN, inv is 0, and so is a: fcvtns(NaN) is 0
+//   A     saddlp adds neighbors in int16, sadalp adds the next 16 values: at most 64 * 127 in all
 //
-// A rounded value lies in [-129, 128], give or take a rounding error, so the step from 32 to 16 bits needs no
-// saturation (uzp1 takes the low halves of two registers at once); the step from 16 to 8 bits does (sqxtn). Group sums:
-// saddlp adds neighbours in int16, sadalp adds pairs of those to four int32 lanes, at most 65536 * 128 = 2^23 in size.
-//
-// 16 values because that is the granularity of group sizes and one store of bytes. The last, partial 16 go through a
-// buffer, so that nothing is read beyond the row.
+// A rounded value fits in 8 bits, so narrowing needs no saturation: uzp1 takes the low halves of two registers at once.
+// A segment has whole steps of 16 values, but for the last one of the row, which is copied to a buffer with zeros behind it.
 
 #include <arm_neon.h>
+
+#include <type_traits>
 
 #include "../ukernel.h"
 
@@ -19,169 +18,169 @@ namespace lowbit {
 namespace {
 
 constexpr int kStep = 16;
+constexpr uint32_t kLeast = 0x00800000, kTooLarge = 0x73800000;  // the bits of 2^-126 and of 2^104
 
+// 16 values as they lie in memory.
+template <DType T>
 struct Values {
-  float32x4_t q0, q1, q2, q3;
+  uint8x16_t part[size_of(T)];
 };
 
 template <DType T>
-[[gnu::always_inline]] inline Values load16(const void* base, int64_t index) {
-  const auto* at = static_cast<const uint8_t*>(base) + size_of(T) * index;
-  if constexpr (T == DType::f32) {
-    return {vreinterpretq_f32_u8(vld1q_u8(at)), vreinterpretq_f32_u8(vld1q_u8(at + 16)),
-            vreinterpretq_f32_u8(vld1q_u8(at + 32)), vreinterpretq_f32_u8(vld1q_u8(at + 48))};
-  } else if constexpr (T == DType::f16) {
-    const float16x8_t h0 = vreinterpretq_f16_u8(vld1q_u8(at)), h1 = vreinterpretq_f16_u8(vld1q_u8(at + 16));
-    return {vcvt_f32_f16(vget_low_f16(h0)), vcvt_high_f32_f16(h0),
-            vcvt_f32_f16(vget_low_f16(h1)), vcvt_high_f32_f16(h1)};
-  } else {
-    const uint16x8_t h0 = vreinterpretq_u16_u8(vld1q_u8(at)), h1 = vreinterpretq_u16_u8(vld1q_u8(at + 16));
-    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h0), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(h0, 16)),
-            vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h1), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(h1, 16))};
-  }
+[[gnu::always_inline]] inline Values<T> load16(const uint8_t* at) {
+  Values<T> x;
+#pragma GCC unroll 4
+  for (int i = 0; i < size_of(T); ++i) x.part[i] = vld1q_u8(at + 16 * i);
+  return x;
 }
 
-// The first `count` < 16 of 16 values; the others are zero.
+// The largest magnitude, as integers: several in different lanes.
 template <DType T>
-[[gnu::always_inline]] inline Values load_first(const void* base, int64_t index, int64_t count) {
-  uint32_t buffer[kStep] = {};
-  std::memcpy(buffer, static_cast<const char*>(base) + size_of(T) * index, static_cast<size_t>(size_of(T) * count));
-  return load16<T>(buffer, 0);
-}
+struct Most {
+  uint8x16_t bits;
 
-// The least and the greatest value and 0, by integers: as unsigned ones, negative values are above all others, in the
-// reverse order; as signed ones, the others are, in order. NaN is beyond infinity on both sides.
-template <DType T>
-struct Range {
-  uint8x16_t lo[2] = {}, hi[2] = {};
-
-  template <int I>
-  [[gnu::always_inline]] void add(uint8x16_t x) {
-    if constexpr (T == DType::f32) {
-      const uint32x4_t u = vmaxq_u32(vreinterpretq_u32_u8(lo[I]), vreinterpretq_u32_u8(x));
-      const int32x4_t s = vmaxq_s32(vreinterpretq_s32_u8(hi[I]), vreinterpretq_s32_u8(x));
-      lo[I] = vreinterpretq_u8_u32(u), hi[I] = vreinterpretq_u8_s32(s);
-    } else {
-      const uint16x8_t u = vmaxq_u16(vreinterpretq_u16_u8(lo[I]), vreinterpretq_u16_u8(x));
-      const int16x8_t s = vmaxq_s16(vreinterpretq_s16_u8(hi[I]), vreinterpretq_s16_u8(x));
-      lo[I] = vreinterpretq_u8_u16(u), hi[I] = vreinterpretq_u8_s16(s);
-    }
+  [[gnu::always_inline]] static uint8x16_t magnitude(uint8x16_t x) {
+    if constexpr (T == DType::f32) return vreinterpretq_u8_f32(vabsq_f32(vreinterpretq_f32_u8(x)));
+    return vreinterpretq_u8_u16(vandq_u16(vreinterpretq_u16_u8(x), vdupq_n_u16(0x7fff)));
   }
 
-  // Or GCC computes in other registers and copies.
-  [[gnu::always_inline]] void settle() {
-    __asm__("" : "+w"(lo[0]), "+w"(lo[1]), "+w"(hi[0]), "+w"(hi[1]));
+  [[gnu::always_inline]] static uint8x16_t larger(uint8x16_t x, uint8x16_t y) {
+    if constexpr (T == DType::f32) {
+      return vreinterpretq_u8_u32(vmaxq_u32(vreinterpretq_u32_u8(x), vreinterpretq_u32_u8(y)));
+    }
+    return vreinterpretq_u8_u16(vmaxq_u16(vreinterpretq_u16_u8(x), vreinterpretq_u16_u8(y)));
   }
 
-  [[gnu::always_inline]] void reduce(float& least, float& greatest) {
-    add<0>(lo[1]);  // neither changes the other's result
-    add<0>(hi[1]);
-    if constexpr (T == DType::f32) {
-      const uint32_t u = vmaxvq_u32(vreinterpretq_u32_u8(lo[0]));
-      least = u >> 31 != 0 ? float_from_bits(u) : 0.0f;
-      greatest = float_from_bits(static_cast<uint32_t>(vmaxvq_s32(vreinterpretq_s32_u8(hi[0]))));
-    } else {
-      const uint16_t u = vmaxvq_u16(vreinterpretq_u16_u8(lo[0]));
-      const int16_t s = vmaxvq_s16(vreinterpretq_s16_u8(hi[0]));
-      least = u >> 15 != 0 ? load_as_f32(&u, T, 0) : 0.0f;
-      greatest = load_as_f32(&s, T, 0);
-    }
+  [[gnu::always_inline]] explicit Most(const Values<T>& x) : bits(magnitude(x.part[0])) {
+#pragma GCC unroll 4
+    for (int i = 1; i < size_of(T); ++i) bits = larger(bits, magnitude(x.part[i]));
+  }
+
+  [[gnu::always_inline]] void add(const Most& other) { bits = larger(bits, other.bits); }
+
+  [[gnu::always_inline]] float value() const {
+    if constexpr (T == DType::f32) return float_from_bits(vmaxvq_u32(vreinterpretq_u32_u8(bits)));
+    const uint16x4_t most = vdup_n_u16(vmaxvq_u16(vreinterpretq_u16_u8(bits)));
+    if constexpr (T == DType::f16) return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(most)), 0);
+    return vgetq_lane_f32(vreinterpretq_f32_u32(vshll_n_u16(most, 16)), 0);
   }
 };
 
-[[gnu::always_inline]] inline int16x8_t to_int16(float32x4_t x0, float32x4_t x1, float32x4_t inverse,
-                                                 float32x4_t zero) {
-  const int32x4_t low = vcvtnq_s32_f32(vfmaq_f32(zero, x0, inverse));
-  const int32x4_t high = vcvtnq_s32_f32(vfmaq_f32(zero, x1, inverse));
+// Half of the values of a part, or all four.
+template <DType T, int Which>
+[[gnu::always_inline]] inline float32x4_t to_f32(const Values<T>& x) {
+  if constexpr (T == DType::f32) return vreinterpretq_f32_u8(x.part[Which]);
+  const uint16x8_t half = vreinterpretq_u16_u8(x.part[Which / 2]);
+  if constexpr (T == DType::bf16) {
+    return vreinterpretq_f32_u32(Which % 2 == 0 ? vshll_n_u16(vget_low_u16(half), 16) : vshll_high_n_u16(half, 16));
+  }
+  const float16x8_t f16 = vreinterpretq_f16_u16(half);
+  return Which % 2 == 0 ? vcvt_f32_f16(vget_low_f16(f16)) : vcvt_high_f32_f16(f16);
+}
+
+template <DType T, int Which>
+[[gnu::always_inline]] inline int16x8_t to_int16(const Values<T>& x, float inverse) {
+  const int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(to_f32<T, Which>(x), inverse));
+  const int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(to_f32<T, Which + 1>(x), inverse));
   return vuzp1q_s16(vreinterpretq_s16_s32(low), vreinterpretq_s16_s32(high));
 }
 
-[[gnu::always_inline]] inline int8x16_t to_int8(const Values& x, float32x4_t inverse, float32x4_t zero) {
-  return vqmovn_high_s16(vqmovn_s16(to_int16(x.q0, x.q1, inverse, zero)), to_int16(x.q2, x.q3, inverse, zero));
-}
-
-[[gnu::always_inline]] inline int32x4_t add_all(int32x4_t sums, int8x16_t a) {
-  return vpadalq_s16(sums, vpaddlq_s8(a));
-}
-
-// 0xff in the first `count` bytes.
-[[gnu::always_inline]] inline int8x16_t first_bytes(int64_t count) {
-  static constexpr int8_t kIndex[kStep] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return vreinterpretq_s8_u8(vcltq_s8(vld1q_s8(kIndex), vdupq_n_s8(static_cast<int8_t>(count))));
-}
-
 template <DType T>
-[[gnu::always_inline]] inline Range<T> find_range(const void* x, int64_t k) {
-  Range<T> range;
-  const auto* at = static_cast<const uint8_t*>(x);
-  int64_t bytes = k * size_of(T);
-  for (; bytes >= 128; bytes -= 128, at += 128) {
-    for (int i = 0; i < 128; i += 32) {
-      range.template add<0>(vld1q_u8(at + i));
-      range.template add<1>(vld1q_u8(at + i + 16));
-    }
-    range.settle();
-  }
-  for (; bytes >= 16; bytes -= 16, at += 16) range.template add<0>(vld1q_u8(at));
-  if (bytes > 0) {
-    uint8_t buffer[16] = {};
-    std::memcpy(buffer, at, static_cast<size_t>(bytes));
-    range.template add<0>(vld1q_u8(buffer));
-  }
-  return range;
+[[gnu::always_inline]] inline int8x16_t to_int8(const Values<T>& x, float inverse) {
+  return vuzp1q_s8(vreinterpretq_s8_s16(to_int16<T, 0>(x, inverse)), vreinterpretq_s8_s16(to_int16<T, 2>(x, inverse)));
 }
+
+// The next values to read, and where to write. Copies of what QuantizeArgs has: the compiler must take every store of int8
+// values for one that may change it.
+template <DType T>
+struct Row {
+  const uint8_t* x;
+  int8_t* out;
+  float* scale;
+  int32_t* sum;
+
+  // The next segment, of so many steps of values from `from` on; returns t * A, or fma(t, A, *before).
+  template <int Steps>
+  [[gnu::always_inline]] float next(const uint8_t* from, const float* before) {
+    Values<T> values[Steps];
+    values[0] = load16<T>(from);
+    Most<T> most(values[0]);
+#pragma GCC unroll 4
+    for (int i = 1; i < Steps; ++i) {
+      values[i] = load16<T>(from + kStep * size_of(T) * i);
+      most.add(Most<T>(values[i]));
+    }
+    const uint32_t bits = bits_of_float(most.value() * (1.0f / 127.0f)) & ~3u;
+    float t = float_from_bits(bits), inverse = 1.0f / t;
+    if (bits - kLeast >= kTooLarge - kLeast) [[unlikely]] {
+      t = bits < kLeast ? 0.0f : float_from_bits(0x7fc00000u);
+      inverse = 0.0f;
+    }
+    int16x8_t sums = vdupq_n_s16(0);
+#pragma GCC unroll 4
+    for (int i = 0; i < Steps; ++i) {
+      const int8x16_t a = to_int8(values[i], inverse);
+      vst1q_s8(out + kStep * i, a);
+      sums = i == 0 ? vpaddlq_s8(a) : vpadalq_s8(sums, a);
+    }
+    x += kStep * size_of(T) * Steps;
+    out += kStep * Steps;
+    *scale++ = t;
+    const int32_t total = vaddvq_s16(sums);
+    *sum++ = total;
+    const float value = static_cast<float>(total);
+    return before == nullptr ? t * value : __builtin_fmaf(t, value, *before);
+  }
+
+  // The same for `inputs` values, of which there are no more.
+  float next_short(int64_t inputs, const float* before) {
+    uint8_t buffer[kSegmentInputs * size_of(T)] = {};
+    const uint8_t* from = x;
+    if (inputs % kStep != 0) {
+      std::memcpy(buffer, from, static_cast<size_t>(inputs * size_of(T)));
+      from = buffer;
+    }
+    switch ((inputs + kStep - 1) / kStep) {
+      case 1: return next<1>(from, before);
+      case 2: return next<2>(from, before);
+      case 3: return next<3>(from, before);
+      default: return next<4>(from, before);
+    }
+  }
+};
 
 template <DType T>
 void quantize(const QuantizeArgs& args) {
-  // Copies: the compiler must take every store of int8 values for one that may change `args`.
-  const void* const x = args.x;
-  int8_t* const out = args.a;
-  int32_t* group_sum = args.group_sums;
-  const int64_t k = args.k, group_inputs = args.group_inputs, k_padded = args.k_padded;
-
-  float lo, hi;
-  find_range<T>(x, k).reduce(lo, hi);
-  float scale = hi / 255.0f - lo / 255.0f;
-  const bool finite = lo >= -0x1.fffffep127f && hi <= 0x1.fffffep127f;  // false for NaN
-  if (!finite || scale < 0x1p-126f) {
-    *args.scale = finite ? 0.0f : float_from_bits(0x7fc00000u);
-    *args.zero = 0.0f;
-    std::memset(out, 0, static_cast<size_t>(k_padded));
-    std::memset(group_sum, 0, static_cast<size_t>((k + group_inputs - 1) / group_inputs) * sizeof(int32_t));
-    return;
-  }
-  const float inverse = 1.0f / scale;
-  const float unlimited = vrndns_f32(-lo * inverse) - 128.0f;
-  const float zero = unlimited < 127.0f ? unlimited : 127.0f;
-  *args.scale = scale;
-  *args.zero = zero;
-
-  const float32x4_t inverses = vdupq_n_f32(inverse), zeros = vdupq_n_f32(zero);
-  const auto step = [&](int64_t at, int32x4_t sums) __attribute__((always_inline)) {
-    const int8x16_t a = to_int8(load16<T>(x, at), inverses, zeros);
-    vst1q_s8(out + at, a);
-    return add_all(sums, a);
+  Row<T> row{static_cast<const uint8_t*>(args.x), args.a, args.scales, args.sums};
+  float* group_sum = args.group_sums;
+  const int64_t group_inputs = args.group_inputs;
+  int64_t left = args.k;
+  const auto end_group = [&](float sum) __attribute__((always_inline)) {
+    if (group_sum != nullptr) *group_sum++ = sum;
   };
-  const int64_t whole = k / kStep * kStep;
-  int64_t i = 0;
-  while (i < k) {
-    const int64_t group_end = i + group_inputs;
-    const int64_t end = group_end < whole ? group_end : whole;
-    int32x4_t sums = vdupq_n_s32(0);
-    for (; i + 2 * kStep <= end; i += 2 * kStep) sums = step(i + kStep, step(i, sums));
-    if (i < end) {
-      sums = step(i, sums);
-      i += kStep;
-    }
-    if (i == whole && i < group_end && i < k) {  // the partial 16 belong to this group
-      const int8x16_t a = vandq_s8(to_int8(load_first<T>(x, i, k - i), inverses, zeros), first_bytes(k - i));
-      vst1q_s8(out + i, a);
-      sums = add_all(sums, a);
-      i += kStep;
-    }
-    *group_sum++ = vaddvq_s32(sums);
+  // Whole groups of one segment.
+  const auto groups_of = [&](auto steps) __attribute__((always_inline)) {
+    for (; left >= group_inputs; left -= group_inputs) end_group(row.template next<steps()>(row.x, nullptr));
+  };
+  switch (group_inputs) {
+    case 16: groups_of(std::integral_constant<int, 1>()); break;
+    case 32: groups_of(std::integral_constant<int, 2>()); break;
+    case 48: groups_of(std::integral_constant<int, 3>()); break;
+    case 64: groups_of(std::integral_constant<int, 4>()); break;
+    default: break;
   }
-  if (i < k_padded) vst1q_s8(out + i, vdupq_n_s8(0));
+  while (left > 0) {
+    int64_t in_group = left < group_inputs ? left : group_inputs;
+    left -= in_group;
+    float sum;
+    const float* before = nullptr;
+    for (; in_group >= kSegmentInputs; in_group -= kSegmentInputs, before = &sum) {
+      sum = row.template next<kSegmentInputs / kStep>(row.x, before);
+    }
+    if (in_group > 0) sum = row.next_short(in_group, before);
+    end_group(sum);
+  }
+  if (row.out < args.a + args.k_padded) vst1q_s8(row.out, vdupq_n_s8(0));
 }
 
 void run(const QuantizeArgs& args) {

@@ -42,6 +42,7 @@
 // its int32 sums there.
 #pragma once
 
+#include "dispatch.h"
 #include "gemm_operands_neon.h"
 
 namespace lowbit {
@@ -51,8 +52,7 @@ namespace {
 struct Width {
   // For Step::block and Step::half.
   void (*unpack[2])(const uint8_t* block, const TileArgs& piece, Scratch& scratch, const int8_t* levels);
-  int32_t factor;  // of a group's activation sum in its integer part
-  int32_t most;    // the greatest code or magnitude of a level
+  int32_t factor;  // of A in I
 };
 
 [[gnu::always_inline]] inline void load_bias(const LinearArgs& args, int64_t panel, Heads& heads) {
@@ -101,8 +101,8 @@ struct Gemm {
 
   // Adjacent tiles of the same number of rows.
   struct Band {
-    int64_t first, at, starts;  // its first row, and that row's place in registers of activations and of starts
-    int64_t tile;               // its first tile
+    int64_t first, at;  // its first row, and that row's place in registers of activations
+    int64_t tile;       // its first tile
     int64_t tiles, height;
     void (*run)(const TileArgs&);
     TileArgs piece;
@@ -116,15 +116,14 @@ struct Gemm {
       rest += kTileRows;
     }
     const int64_t half = rest > kTileRows ? padded((rest + 1) / 2) : rest;
-    int64_t first = 0, at = 0, starts = 0, tile = 0;
+    int64_t first = 0, at = 0, tile = 0;
     int count = 0;
     const auto add = [&](int64_t tiles, int64_t height) {
       if (tiles == 0 || height == 0) return;
-      bands[count++] = {first, at, starts, tile, tiles, height, nullptr, {}};
+      bands[count++] = {first, at, tile, tiles, height, nullptr, {}};
       first += tiles * height;
       tile += tiles;
       at += tiles * registers_of(static_cast<int>(height));
-      starts += tiles * (height == kTileRows ? kStarts<Tile, kTileRows> : registers_of(static_cast<int>(height)));
     };
     add(full, kTileRows);
     add(1, half);
@@ -132,31 +131,27 @@ struct Gemm {
     return count;
   }
 
+  // How much of the stream a band's tiles read for a group.
+  int64_t group_bytes(const Band& band, const TileArgs& piece) const {
+    return band.tiles * piece.template group_bytes<Tile, Affine>(static_cast<int>(band.height), step);
+  }
+
   // Copies the rows of a band, and prepares its tiles.
-  void start(Band& band, int64_t row, int64_t rows, int64_t block, int64_t group, const TileArgs& piece) {
-    constexpr int kRegisters = Affine ? 2 : 1;  // of a start and the float sum
+  void start(Band& band, int64_t row, int64_t rows, int64_t block, int64_t segment, int64_t group, const TileArgs& piece) {
     uint8_t* a = scratch.a + band.at * piece.blocks * kBlockInputs;
-    uint8_t* starts = reinterpret_cast<uint8_t*>(scratch.starts) + 16 * kRegisters * band.starts * piece.groups;
     band.piece = piece;
     band.piece.tiles = band.tiles;
-    band.piece.starts = reinterpret_cast<const int32_t*>(starts);
     with_rows(band.height, [&](auto height) __attribute__((always_inline)) {
       band.piece.a = a + (piece.odd ? registers_of(height) * kHalfInputs : 0);
+      uint8_t* stream = scratch.stream + (piece.stream - scratch.stream);
       for (int64_t tile = 0; tile < band.tiles; ++tile) {
-        copy_tile<Tile, height, Affine>(args, piece, row + band.first + tile * height, row + rows - 1, block, group,
-                                        width.factor, a, starts);
+        copy_tile<Tile, height, Affine>(args, piece, step, row + band.first + tile * height, row + rows - 1, block, segment,
+                                        group, width.factor, a, stream);
         a += registers_of(height) * piece.blocks * kBlockInputs;
-        starts += 16 * kRegisters * kStarts<Tile, height> * piece.groups;
+        stream += piece.groups * piece.template group_bytes<Tile, Affine>(height, step);
       }
-      // A last group may be short, and begin within a block: run_long() can do that.
-      const bool is_short = piece.group_steps == 1 && piece.begins && piece.ends && piece.shifted && !piece.odd;
-      if (step == Step::half) {
-        band.run = is_short ? run_tiles<Tile, Step::half, height, Affine, true>
-                            : run_tiles<Tile, Step::half, height, Affine, false>;
-      } else {
-        band.run = is_short ? run_tiles<Tile, Step::block, height, Affine, true>
-                            : run_tiles<Tile, Step::block, height, Affine, false>;
-      }
+      band.run = step == Step::half ? tiles_for<Tile, Step::half, height, Affine>(piece)
+                                    : tiles_for<Tile, Step::block, height, Affine>(piece);
     });
   }
 
@@ -175,32 +170,41 @@ struct Gemm {
     TileArgs piece{};
     piece.weights = scratch.weights;
     piece.scales = scratch.scales;
-    piece.shifted = layout.group_inputs() * 128 * width.most < kShiftedBelow;
+    piece.single = layout.groups == 1;
+    float* const products = piece.single ? scratch.acc : scratch.acc + panels * panel_floats;
     for (int64_t first = 0; first < steps; first += piece.groups * piece.group_steps) {
       const int64_t group = first / group_steps, block = halves ? first / 2 : first;
       const int64_t in_group = first - group * group_steps;
+      const int64_t segment = group * layout.group_segments() + in_group / segment_steps(step);
       const int64_t left = steps - first;
       const int64_t group_left = group_steps - in_group < left ? group_steps - in_group : left;
       piece.odd = halves && first % 2 != 0;
       const int64_t most = halves ? 2 * kPieceBlocks - piece.odd : kPieceBlocks;
       piece.begins = in_group == 0;
       piece.ends = group_left <= most;
-      piece.group_steps = piece.ends ? group_left : most;
+      piece.group_steps = piece.ends ? group_left : most / segment_steps(step) * segment_steps(step);
       piece.groups = 1;
       if (group_left == group_steps && piece.ends) {  // as many whole groups as fit
+        int64_t bytes = 0;
+        for (int b = 0; b < count; ++b) bytes += group_bytes(bands[b], piece);
         piece.groups = (left < most ? left : most) / group_steps;
-        if (piece.groups > Tile::kPieceGroups) piece.groups = Tile::kPieceGroups;
+        if (piece.groups * bytes > kStreamBytes) piece.groups = kStreamBytes / bytes / 2 * 2;  // no half of a block left
       }
       piece.blocks = piece.groups * piece.group_steps;
       if (halves) piece.blocks = (piece.odd + piece.blocks + 1) / 2;
       const auto unpack = width.unpack[halves];
-      for (int b = 0; b < count; ++b) start(bands[b], row, rows, block, group, piece);
+      piece.stream = scratch.stream;
+      for (int b = 0; b < count; ++b) {
+        start(bands[b], row, rows, block, segment, group, piece);
+        piece.stream += piece.groups * group_bytes(bands[b], piece);
+      }
       const uint8_t* packed = args.panels + panel * layout.panel_bytes + layout.block_offset(block);
       for (int64_t p = 0; p < panels; ++p, packed += layout.panel_bytes) {
         unpack(packed, piece, scratch, layout.levels);
         for (int b = 0; b < count; ++b) {
-          bands[b].piece.acc = scratch.acc + p * panel_floats + bands[b].tile * kTileFloats;
-          bands[b].piece.parts = scratch.parts() + p * panel_floats + bands[b].tile * kTileFloats;
+          const int64_t at = p * panel_floats + bands[b].tile * kTileFloats;
+          bands[b].piece.acc = scratch.acc + at;
+          bands[b].piece.products = products + at;
           bands[b].run(bands[b].piece);
         }
       }
@@ -245,8 +249,11 @@ struct Gemm {
     // Chunks of about as many whole tiles: none of a row or two that pays for all of the unpacking.
     const int64_t tiles = (args.m + kTileRows - 1) / kTileRows;
     const int64_t chunks = (args.m + kChunkRows - 1) / kChunkRows;
-    for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += kChunkPanels) {
-      const int64_t panels = args.panel_end - panel < kChunkPanels ? args.panel_end - panel : kChunkPanels;
+    // Groups that are longer than a piece keep their products in the other half of the float sums.
+    const bool keeps_products = args.layout.groups > 1 && args.layout.group_inputs() > kPieceBlocks * kBlockInputs;
+    const int64_t most = keeps_products ? kChunkPanels / 2 : kChunkPanels;
+    for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += most) {
+      const int64_t panels = args.panel_end - panel < most ? args.panel_end - panel : most;
       for (int64_t c = 0; c < chunks; ++c) {
         const int64_t row = c * tiles / chunks * kTileRows, end = (c + 1) * tiles / chunks * kTileRows;
         chunk(panel, panels, row, (end < args.m ? end : args.m) - row);
@@ -261,23 +268,15 @@ template <class Tile, bool Affine>
   gemm.run();
 }
 
-template <class Tile, int Bits, bool Affine>
-constexpr Width width_of(int32_t factor, int32_t most) {
-  return {{unpack<Tile, Step::block, Bits, Affine>, unpack<Tile, Step::half, Bits, Affine>}, factor, most};
-}
-
 template <class Tile, int Bits>
 void run_gemm(const LinearArgs& args) {
-  constexpr int32_t kFactor = Bits == 1 ? 0 : stored_flip(Bits), kMost = Bits == 1 ? 1 : 1 << (Bits - 1);
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) {
-      return run_gemm<Tile, false>(args, width_of<Tile, by_table(Bits), false>(0, 127));
-    }
-  }
-  if (args.layout.mapping == Mapping::affine) {
-    return run_gemm<Tile, true>(args, width_of<Tile, Bits, true>(kFactor, (1 << Bits) - 1));
-  }
-  run_gemm<Tile, false>(args, width_of<Tile, Bits, false>(Bits == 1 ? 0 : kFactor - level_offset(Bits), kMost));
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto) {
+    constexpr int kWidth = bits;
+    constexpr bool kHasLevels = kWidth == 1 || is_by_table(kWidth);  // the bytes are levels
+    constexpr int32_t kFactor = kHasLevels ? 0 : stored_flip(kWidth) - (affine ? 0 : level_offset(kWidth));
+    run_gemm<Tile, affine()>(args, Width{{unpack<Tile, Step::block, kWidth, affine()>,
+                                          unpack<Tile, Step::half, kWidth, affine()>}, kFactor});
+  });
 }
 
 }  // namespace

@@ -9,20 +9,14 @@ namespace {
 
 constexpr int kChunkRows = 64;
 constexpr int kChunkPanels = 8;
-// Of starts (and float sums) of a piece, in registers. 64 rows: 2 for each row and group of up to 16; where 8 rows have
-// 4 starts, for up to 32 groups. 62 rows are the most for those: seven tiles with 4, and 6 rows with 8.
-constexpr int kMostStarts = 36 * 2 * 32;
+constexpr int64_t kStreamBytes = 36 << 10;  // of all tiles, for a piece
 
 struct Scratch {
   alignas(64) uint8_t weights[2 * kHalvesBytes];
   alignas(64) uint8_t a[kChunkRows * kPieceBlocks * kBlockInputs];
-  alignas(64) int32_t starts[kMostStarts * 4];
+  alignas(64) uint8_t stream[kStreamBytes];
   alignas(64) float scales[2 * kPieceBlocks * kPanelRows * 2];
   alignas(64) float acc[kChunkPanels * kChunkRows * kPanelRows];
-
-  // The int32 sums of a group that is longer than a piece: behind its starts, where those of other groups would lie.
-  int32_t* parts() { return starts + kChunkRows * 8; }
-  static_assert(kChunkRows * (8 + kChunkPanels * kPanelRows) <= kMostStarts * 4);
 };
 
 static_assert(sizeof(Scratch) <= kLinearScratchBytes);
@@ -55,49 +49,68 @@ struct BytePairs {
   }
 };
 
-// Copies the activations and the group sums of a tile. `last`: its last row; rows behind it are copies of that, whose
-// results nobody reads.
+// Copies the activations of a tile, and what TileArgs::stream has. `first`: the tile's first row; `last`: its last one, of
+// which the rows behind it are copies, whose results nobody reads. From `block` on, `segment` and `group` of a row.
 template <class Tile, int Rows, bool Affine>
-[[gnu::noinline]] void copy_tile(const LinearArgs& args, const TileArgs& tile, int64_t first, int64_t last,
-                                 int64_t block, int64_t group, int32_t factor, uint8_t* to, uint8_t* starts) {
+[[gnu::noinline]] void copy_tile(const LinearArgs& args, const TileArgs& tile, Step step, int64_t first, int64_t last,
+                                 int64_t block, int64_t segment, int64_t group, int32_t factor, uint8_t* to,
+                                 uint8_t* stream) {
   const int8_t* from[Rows];
-  const int32_t* sums[Rows];
+  const uint8_t *sums[Rows], *scales[Rows], *group_sums[Rows];
   unroll<Rows>([&](auto i) __attribute__((always_inline)) {
     const int64_t row = first + i < last ? first + i : last;
     from[i] = args.a + (row * args.layout.blocks + block) * kBlockInputs;
-    sums[i] = args.group_sums + row * args.layout.groups + group;
+    sums[i] = reinterpret_cast<const uint8_t*>(args.sums + row * args.layout.segments + segment);
+    scales[i] = reinterpret_cast<const uint8_t*>(args.scales + row * args.layout.segments + segment);
+    if constexpr (Affine) {
+      group_sums[i] = reinterpret_cast<const uint8_t*>(args.group_sums + row * args.layout.groups + group);
+    }
   });
-  constexpr int kRegisters = registers_of(Rows);
-  for (int64_t blocks = tile.blocks; blocks != 0; --blocks, to += kRegisters * kBlockInputs) {
+  for (int64_t blocks = tile.blocks; blocks != 0; --blocks, to += registers_of(Rows) * kBlockInputs) {
     Tile::template copy_block<Rows>(to, from);
   }
-  const int32x4_t factors = vdupq_n_s32(tile.begins ? factor : 0);
-  const int32x4_t shift = vdupq_n_s32(tile.begins && tile.shifted ? kShiftBits : 0);
-  for (int64_t groups = tile.groups; groups != 0; --groups) {
-    if constexpr (kStartsOnce<Tile, Rows>) {
-      int32x4_t start[4];
-      float32x4_t sum[4];
-      unroll<4>([&](auto p) __attribute__((always_inline)) {
-        int32x4_t sum0 = next_dup(sums[2 * p]), sum1 = next_dup(sums[2 * p + 1]);
-        Tile::arrange(sum0, sum1);
-        start[p] = vmlaq_s32(shift, sum0, factors);
-        if constexpr (Affine) sum[p] = vcvtq_f32_s32(sum0);
-      });
-      Four<16>::store(starts, start[0], start[1], start[2], start[3]);
-      if constexpr (Affine) Four<20>::store(starts, sum[0], sum[1], sum[2], sum[3]);
+  // A value of each row in all lanes, and pairs of rows as Tile wants them.
+  const auto next_values = [](const uint8_t* (&at)[Rows], auto (&values)[Rows]) __attribute__((always_inline)) {
+    using Vector = std::remove_reference_t<decltype(values[0])>;
+    unroll<Rows>([&](auto i) __attribute__((always_inline)) { values[i] = next_dup<Vector>(at[i]); });
+    unroll<Rows / 2>([&](auto p) __attribute__((always_inline)) { Tile::arrange(values[2 * p], values[2 * p + 1]); });
+  };
+  const auto store_starts = [&](const auto (&values)[Rows]) __attribute__((always_inline)) {
+    if constexpr (starts_once<Tile>(Rows)) {
+      Four<16>::store(stream, values[0], values[2], values[4], values[6]);
     } else {
-      unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
-        constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
-        int32x4_t sum0 = next_dup(sums[kRow]), sum1 = sum0;
-        if constexpr (kNext != kRow) sum1 = next_dup(sums[kNext]);
-        Tile::arrange(sum0, sum1);
-        constexpr bool kPair = kNext != kRow;
-        store_pair<16 * kRow, kPair>(starts, vmlaq_s32(shift, sum0, factors), vmlaq_s32(shift, sum1, factors));
-        if constexpr (Affine) {
-          store_pair<16 * (kRegisters + kRow), kPair>(starts, vcvtq_f32_s32(sum0), vcvtq_f32_s32(sum1));
-        }
-      });
-      starts += kRegisters * (Affine ? 32 : 16);
+      store_rows(stream, values);
+      stream += 16 * registers_of(Rows);
+    }
+  };
+  const auto store_scales = [&](const float32x4_t (&values)[Rows]) __attribute__((always_inline)) {
+    float32x4_t each[Tile::scales_of(Rows)];
+    Tile::join(values, each);
+    store_rows(stream, each);
+    stream += 16 * Tile::scales_of(Rows);
+  };
+  const int32x4_t factors = vdupq_n_s32(factor), shift = vdupq_n_s32(kShiftBits);
+  for (int64_t groups = tile.groups; groups != 0; --groups) {
+    bool begins = tile.begins;
+    for (int64_t segments = tile.segments(step); segments != 0; --segments) {
+      int32x4_t start[Rows];
+      float32x4_t t[Rows];
+      next_values(sums, start);
+      unroll<Rows>([&](auto i) __attribute__((always_inline)) { start[i] = vmlaq_s32(shift, start[i], factors); });
+      store_starts(start);
+      next_values(scales, t);
+      store_scales(t);
+      if (begins) {
+        unroll<Rows>([&](auto i) __attribute__((always_inline)) { t[i] = vmulq_n_f32(t[i], -kShift); });
+        store_starts(t);
+        begins = false;
+      }
+    }
+    if constexpr (Affine) {
+      float32x4_t sum[Rows];
+      if (!tile.ends) return;
+      next_values(group_sums, sum);
+      store_scales(sum);
     }
   }
 }
@@ -146,7 +159,7 @@ template <class Tile, Step Each, int Bits, bool Affine>
     int64_t blocks = group_steps == 1 ? groups : piece.blocks;
     int64_t left = piece.odd + group_steps;  // from this block to the end of the group
     // The scales of the group that ends where this piece begins.
-    int64_t passed = piece.odd ? kGroupBytes : 0;
+    int64_t passed = piece.odd && piece.begins ? kGroupBytes : 0;
     for (; blocks != 0; --blocks) {
       unpack_block();
       block += passed;

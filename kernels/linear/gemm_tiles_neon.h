@@ -1,17 +1,19 @@
 // The tiles of gemm_neon.h: up to 8 rows of m times some quarters of a panel (4 outputs each), through a piece of k.
 //
-//   groups of one block or half a block
-//                         8 rows x 1 quarter: 8 int32 sums, 8 float sums that stay in registers for the whole piece
-//   longer ones           8 rows x 2 quarters: 16 int32 sums; the float sums are in memory, updated once per group
+//   groups of one segment   8 rows x 1 quarter: 8 int32 sums, 8 float sums that stay in registers for the whole piece
+//   longer ones             8 rows x 1 quarter: 8 int32 sums, 8 sums of products (P); the float sums are in memory, updated
+//                           once per group
 //
-// Both have 8 registers of activations (16 inputs of every row) and 4 of weights. Longer ones load activations half as
-// often, and have sums enough for a core with four pipes of three cycles (smmla on Neoverse V1); but every group costs
-// them a load and a store of every float sum, which does not pay for one block. Fewer rows take more quarters at once.
+// Both have 8 registers of activations (16 inputs of every row) and 4 of weights. Fewer rows take more quarters at once.
 //
-// Conversion: where all sums of groups are below 2^22, they start at the bits of the float kShift. They end as those of
-// kShift + sum, and a subtraction, which is exact, gives float(sum), as scvtf does; but cores from Neoverse N1 to V2
-// subtract four times as fast as they convert.
+// What a tile needs for each segment lies in a stream, in the order in which it is read, in registers of 16 bytes:
+//   kStarts   the starts of the integer sums, which begin at the bits of c (ukernel.h)
+//   kScales   t of each row
+//   kStarts   only the first segment of a group: -c * t, so that P is one fma; those of the others subtract c, which is exact
+//   kScales   only the last one of a group, affine: S of each row
 #pragma once
+
+#include <type_traits>
 
 #include "panel_neon.h"
 #include "registers_neon.h"
@@ -21,12 +23,10 @@ namespace {
 
 constexpr int kTileRows = 8;
 constexpr int kPieceBlocks = 16;
+constexpr int kSegmentBlocks = kSegmentInputs / kBlockInputs;
 constexpr int kHalfQuarterBytes = 64;  // of an unpacked block: 4 lines
 constexpr int kHalfBytes = kQuarters * kHalfQuarterBytes;
 constexpr int kHalvesBytes = kPieceBlocks * kHalfBytes;  // from the first halves of the blocks to the second ones
-constexpr float kShift = 0x1.8p23f;
-constexpr int32_t kShiftBits = 0x4b400000;
-constexpr int64_t kShiftedBelow = 1 << 22;
 constexpr int kQuarterFloats = 4 * kTileRows;  // of a tile's sums
 constexpr int kTileFloats = kQuarters * kQuarterFloats;
 
@@ -38,20 +38,41 @@ constexpr int registers_of(int rows) { return rows == 3 ? 4 : rows == 6 || rows 
 // multiple of 16 inputs.
 enum class Step { block, half };
 
+constexpr int64_t segment_steps(Step step) { return step == Step::block ? kSegmentBlocks : 2 * kSegmentBlocks; }
+
+// Where a tile keeps the sums of two rows that start alike, 8 rows have each start once in memory: half the stores, and
+// half the bytes to read. Fewer rows would need more instructions for that.
+template <class Tile>
+constexpr bool starts_once(int rows) { return Tile::kRowStep == 2 && rows == kTileRows; }
+
+// How many registers the starts of a segment take in memory.
+template <class Tile>
+constexpr int starts_of(int rows) { return starts_once<Tile>(rows) ? rows / 2 : registers_of(rows); }
+
 // What tiles read and write: some rows of m, one panel, one piece of k.
 struct TileArgs {
   int64_t tiles;           // of the same number of rows, adjacent
   int64_t blocks;          // in memory
   const uint8_t* weights;  // first halves of the blocks, each 4 quarters; then the second ones: Tile::store_pairs()
   const uint8_t* a;        // of each block and half of it: registers_of(rows), as Tile::copy_block() leaves them
-  const int32_t* starts;   // of each group: kStarts<Tile, rows> registers; affine: then as many with float(A)
+  const uint8_t* stream;   // of the first tile
   const float* scales;     // of each group and quarter: 4 scales; affine: then 4 mins
   float* acc;              // the float sums: of each quarter: 8 registers, the first ones used, in the order of Tile
-  int32_t* parts;          // the int32 sums of a group that is longer than a piece; as acc
+  float* products;         // P of a group that is longer than a piece; as acc, and the same where there is one group
   int64_t groups, group_steps;
-  bool begins, ends;       // whether the piece begins and ends its groups
-  bool shifted;            // whether sums start at kShiftBits
+  bool begins, ends;       // whether the piece begins and ends its groups; if not, it has a part of one, of whole segments
+  bool single;             // whether there is one group: its products, not the float sums, are in memory between pieces
   bool odd;                // whether the first half of the first block belongs to the piece before
+
+  // Of a group, or the part of it.
+  int64_t segments(Step step) const { return (group_steps + segment_steps(step) - 1) / segment_steps(step); }
+
+  // How much of the stream a tile reads for a group.
+  template <class Tile, bool Affine>
+  int64_t group_bytes(int rows, Step step) const {
+    const int starts = starts_of<Tile>(rows), scales = Tile::scales_of(rows);
+    return 16 * (segments(step) * (starts + scales) + (begins ? starts : 0) + (Affine && ends ? scales : 0));
+  }
 };
 
 // The next registers_of(Rows) registers, of which the first ones are used.
@@ -80,20 +101,11 @@ template <int At = 0, int Rows, class Vector>
   });
 }
 
-// Where a tile keeps the sums of two rows that start alike, 8 rows have each start once in memory: half the stores, and
-// half the bytes to read. Fewer rows would need more instructions for that.
-template <class Tile, int Rows>
-constexpr bool kStartsOnce = Tile::kRowStep == 2 && Rows == kTileRows;
-
-// How many registers the starts of a group take in memory.
-template <class Tile, int Rows>
-constexpr int kStarts = kStartsOnce<Tile, Rows> ? Rows / 2 : registers_of(Rows);
-
-// The next starts of a group.
-template <class Tile, int Rows, int First>
-[[gnu::always_inline]] inline void next_starts(const uint8_t*& at, int32x4_t (&to)[Rows]) {
-  if constexpr (kStartsOnce<Tile, Rows>) {
-    int32x4_t even[4], odd[4];
+// The next starts of a segment, or the next -c * t.
+template <class Tile, int Rows, int First, class Vector>
+[[gnu::always_inline]] inline void next_starts(const uint8_t*& at, Vector (&to)[Rows]) {
+  if constexpr (starts_once<Tile>(Rows)) {
+    Vector even[4], odd[4];
     Four<First>::template load<0>(at, even);
     Four<First + 4>::load(at, odd);
     unroll<4>([&](auto p) __attribute__((always_inline)) { to[2 * p] = even[p], to[2 * p + 1] = odd[p]; });
@@ -102,23 +114,11 @@ template <class Tile, int Rows, int First>
   }
 }
 
-// The activation sums of a group as floats.
-template <class Tile, int Rows, int First>
-[[gnu::always_inline]] inline void next_float_sums(const uint8_t*& at, float32x4_t (&to)[Rows]) {
-  if constexpr (kStartsOnce<Tile, Rows>) {
-    float32x4_t each[4];
-    Four<First>::load(at, each);
-    unroll<Rows>([&](auto i) __attribute__((always_inline)) { to[i] = each[i / 2]; });
-  } else {
-    next_rows<Rows, First>(at, to);
-  }
-}
-
 // pin() for `Count` of the sums that next_starts() began.
-template <class Tile, int Count, int First, int Rows>
-[[gnu::always_inline]] inline void pin_sums(int32x4_t (&sums)[Rows]) {
-  if constexpr (kStartsOnce<Tile, Rows> && Count == Rows) {
-    int32x4_t even[4], odd[4];
+template <class Tile, int Count, int First, int Rows, class Vector>
+[[gnu::always_inline]] inline void pin_sums(Vector (&sums)[Rows]) {
+  if constexpr (starts_once<Tile>(Rows) && Count == Rows) {
+    Vector even[4], odd[4];
     unroll<4>([&](auto p) __attribute__((always_inline)) { even[p] = sums[2 * p], odd[p] = sums[2 * p + 1]; });
     pin<4, First>(even);
     pin<4, First + 4>(odd);
@@ -159,18 +159,36 @@ template <class Tile, Step Each, int Rows, int Pass>
   }
 }
 
-template <int Rows>
-[[gnu::always_inline]] inline void to_float(const int32x4_t (&sums)[Rows], float32x4_t (&values)[Rows]) {
-  unroll<Rows>([&](auto i) __attribute__((always_inline)) {
-    values[i] = vsubq_f32(vreinterpretq_f32_s32(sums[i]), vdupq_n_f32(kShift));
-  });
-}
-
 template <int Count, int Rows>
 [[gnu::always_inline]] inline void add_scaled(float32x4_t (&y)[Rows], const float32x4_t (&scales)[Count],
                                               const float32x4_t (&values)[Rows]) {
   unroll<Rows>([&](auto i) __attribute__((always_inline)) {
     y[i] = vfmaq_f32(y[i], scales[i % Count], values[i]);
+  });
+}
+
+// Adds an affine group's mins times S.
+template <class Tile, int Rows>
+[[gnu::always_inline]] inline void add_mins(float32x4_t (&y)[Rows], const float32x4_t (&mins)[Tile::kScales],
+                                            const float32x4_t* group_sums) {
+  unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+    y[i] = Tile::template add_by_row<i>(y[i], mins[i % Tile::kScales], group_sums);
+  });
+}
+
+// The next t of a tile's rows, or S.
+template <class Tile, int Rows, int First = 0>
+[[gnu::always_inline]] inline void next_row_scales(const uint8_t*& at, float32x4_t (&to)[4]) {
+  next<Tile::scales_of(Rows), First>(at, to);
+}
+
+// P behind the first segment of a group: the sums of that.
+template <class Tile, int Rows, int First>
+[[gnu::always_inline]] inline void first_product(const uint8_t*& at, const int32x4_t (&sums)[Rows], const float32x4_t* t,
+                                                 float32x4_t (&product)[Rows]) {
+  next_starts<Tile, Rows, First>(at, product);
+  unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+    product[i] = Tile::template add_by_row<i>(product[i], vreinterpretq_f32_s32(sums[i]), t);
   });
 }
 
@@ -186,14 +204,14 @@ template <class Tile, bool Affine, int Pass, int Q>
   }
 }
 
-// Groups of one step.
-template <class Tile, Step Each, int Rows, bool Affine, int Pass>
+// Groups of one segment, of so many steps.
+template <class Tile, Step Each, int Rows, bool Affine, int Pass, int Steps>
 [[gnu::always_inline]] inline void run_short(const TileArgs& args, int quarter) {
   const uint8_t* a = args.a;
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
   const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
-  const uint8_t* starts = reinterpret_cast<const uint8_t*>(args.starts);
+  const uint8_t* stream = args.stream;
   float32x4_t y[Pass][Rows];
   const auto acc = [&](int q) __attribute__((always_inline)) {
     return args.acc + kQuarterFloats * (quarter + q);
@@ -210,47 +228,113 @@ template <class Tile, Step Each, int Rows, bool Affine, int Pass>
     int32x4_t sums[Pass][Rows];
     const uint8_t* from;
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-      from = starts;
+      from = stream;
       next_starts<Tile, Rows, 16 + 4 * q>(from, sums[q]);
     });
-    starts = from;
-    add_step<Tile, Each>(a, weights, sums);
+    unroll<Steps>([&](auto) __attribute__((always_inline)) { add_step<Tile, Each>(a, weights, sums); });
+    const uint8_t* const row_scales = from;
     unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-      float32x4_t values[Rows], scale[Tile::kScales], min[Tile::kScales];
+      float32x4_t product[Rows], t[4], scale[Tile::kScales], min[Tile::kScales];
       pin_sums<Tile, (Pass == 1 || Rows < 4 ? Rows : 4), 16 + 4 * q>(sums[q]);
+      from = row_scales;
+      next_row_scales<Tile, Rows>(from, t);
+      first_product<Tile, Rows, 4>(from, sums[q], t, product);
       next_scales<Tile, Affine, Pass, q>(scales, scale, min);
-      to_float(sums[q], values);
-      add_scaled(y[q], scale, values);
+      add_scaled(y[q], scale, product);
       settle(y[q]);
       if constexpr (Affine) {
-        from = starts;
-        next_float_sums<Tile, Rows, 16>(from, values);
-        add_scaled(y[q], min, values);
+        next_row_scales<Tile, Rows, 4>(from, t);
+        add_mins<Tile>(y[q], min, t);
         settle(y[q]);
       }
     });
-    starts = from;
+    stream = from;
   };
   // Two blocks in a turn, which saves half of the loop's own instructions.
-  if constexpr (Each == Step::block) {
-    for (int64_t pairs = args.groups / 2; pairs != 0; --pairs) {
-      next_group();
-      next_group();
-    }
-    if (args.groups % 2 != 0) next_group();
-  } else {
-    for (int64_t fours = args.groups / 4; fours != 0; --fours) {
-      unroll<4>([&](auto) __attribute__((always_inline)) { next_group(); });
-    }
-    for (int64_t rest = args.groups % 4; rest != 0; --rest) next_group();
+  constexpr int kTurn = (Each == Step::block ? 2 : 4) / Steps;
+  for (int64_t turns = args.groups / kTurn; turns != 0; --turns) {
+    unroll<kTurn>([&](auto) __attribute__((always_inline)) { next_group(); });
+  }
+  if constexpr (kTurn > 1) {
+    for (int64_t rest = args.groups % kTurn; rest != 0; --rest) next_group();
   }
   unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(acc(q), y[q]); });
 }
 
-// Groups of several steps, or a part of one.
-template <class Tile, Step Each, int Rows, bool Affine, int Pass>
+// Adds a segment of so many steps to P of its group.
+template <class Tile, Step Each, int Rows, int Pass, bool First, class Steps>
+[[gnu::always_inline]] inline void add_segment(const uint8_t*& a, const uint8_t* (&weights)[2], const uint8_t*& stream,
+                                               Steps steps, float32x4_t (&product)[Pass][Rows]) {
+  int32x4_t sums[Pass][Rows];
+  const uint8_t* from;
+  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+    from = stream;
+    next_starts<Tile, Rows, 16 + 16 / Pass * q>(from, sums[q]);
+  });
+  const auto add = [&]() __attribute__((always_inline)) {
+    add_step<Tile, Each>(a, weights, sums);
+    if constexpr (Pass == 1) pin_sums<Tile, Rows, 16>(sums[0]);
+  };
+  if constexpr (std::is_same_v<Steps, int64_t>) {
+    do {
+      add();
+    } while (--steps != 0);
+  } else {
+    unroll<Steps{}>([&](auto) __attribute__((always_inline)) { add(); });
+  }
+  const uint8_t* const row_scales = from;
+  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+    float32x4_t t[4];
+    from = row_scales;
+    next_row_scales<Tile, Rows>(from, t);
+    if constexpr (First) {
+      first_product<Tile, Rows, Pass == 1 ? 24 : 4>(from, sums[q], t, product[q]);
+    } else {
+      unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+        const float32x4_t value = vsubq_f32(vreinterpretq_f32_s32(sums[q][i]), vdupq_n_f32(kShift));
+        product[q][i] = Tile::template add_by_row<i>(product[q][i], value, t);
+      });
+    }
+    if constexpr (Pass == 1) {
+      pin_sums<Tile, Rows, 24>(product[q]);
+    } else {
+      in_order(product[q]);
+    }
+  });
+  stream = from;
+}
+
+// Adds P of a group to the float sums, which lie at `old` and are left at `acc`.
+template <class Tile, int Rows, bool Affine, int Pass>
+[[gnu::always_inline]] inline void end_group(const float* old, float* acc, const uint8_t*& scales, const uint8_t*& stream,
+                                             const float32x4_t (&product)[Pass][Rows]) {
+  float32x4_t group_sums[4];
+  if constexpr (Affine) next_row_scales<Tile, Rows, 8>(stream, group_sums);
+  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+    float32x4_t scale[Tile::kScales], min[Tile::kScales];
+    next_scales<Tile, Affine, Pass, q>(scales, scale, min);
+    const auto* from = reinterpret_cast<const uint8_t*>(old + kQuarterFloats * q);
+    unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
+      constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
+      float32x4_t y[kRows], value[kRows];
+      next_rows<kRows, 4>(from, y);
+      unroll<kRows>([&](auto i) __attribute__((always_inline)) { value[i] = product[q][kFirst + i]; });
+      add_scaled(y, scale, value);
+      if constexpr (Affine) {
+        unroll<kRows>([&](auto i) __attribute__((always_inline)) {
+          y[i] = Tile::template add_by_row<kFirst + i>(y[i], min[i % Tile::kScales], group_sums);
+        });
+      }
+      store_rows<kQuarterFloats * 4 * q + 64 * four>(acc, y);
+    });
+  });
+}
+
+// Groups of several segments. `Whole`: of whole ones, no part of a group; else also a group that is cut short.
+template <class Tile, Step Each, int Rows, bool Affine, int Pass, bool Whole>
 [[gnu::always_inline]] inline void run_long(const TileArgs& args, int quarter) {
-  constexpr int kRegisters = kStarts<Tile, Rows>;
+  static constexpr float kZeros[Pass * kQuarterFloats] = {};
+  constexpr int64_t kSteps = segment_steps(Each);
   const uint8_t* a = args.a;
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
@@ -260,86 +344,87 @@ template <class Tile, Step Each, int Rows, bool Affine, int Pass>
     weights[1] = next;
   }
   const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
-  const uint8_t* starts = reinterpret_cast<const uint8_t*>(args.starts);
+  const uint8_t* stream = args.stream;
   float* acc = args.acc + kQuarterFloats * quarter;
+  float* products = args.products + kQuarterFloats * quarter;
+  const float* old = args.single ? kZeros : acc;
+  const int64_t more_segments = args.group_steps / kSteps - 1;
   int64_t groups = args.groups;
   do {
-    int32x4_t sums[Pass][Rows];
-    const uint8_t* from;
-    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-      from = starts;
-      next_starts<Tile, Rows, 16 + 16 / Pass * q>(from, sums[q]);
-    });
-    starts = from;
-    int64_t steps = args.group_steps;
-    do {
-      add_step<Tile, Each>(a, weights, sums);
-    } while (--steps != 0);
-    if (!args.begins || !args.ends) {
-      unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-        int32_t* parts = args.parts + kQuarterFloats * (quarter + q);
-        if (!args.begins) {
-          unroll<Rows>([&](auto i) __attribute__((always_inline)) {
-            sums[q][i] = vaddq_s32(sums[q][i], vld1q_s32(parts + 4 * i));
-          });
-        }
-        if (!args.ends) store_rows(parts, sums[q]);
-      });
-      if (!args.ends) return;
-    }
-    float32x4_t values[Pass][Rows];
-    if (args.shifted) {
-      unroll<Pass>([&](auto q) __attribute__((always_inline)) { to_float(sums[q], values[q]); });
+    float32x4_t product[Pass][Rows];
+    // Steps are a constant in all segments but the last one.
+    const auto add = [&](auto first, auto steps) __attribute__((always_inline)) {
+      add_segment<Tile, Each, Rows, Pass, first>(a, weights, stream, steps, product);
+    };
+    const auto full = [&](auto first) __attribute__((always_inline)) {
+      if constexpr (Each == Step::block) {
+        add(first, Index<kSteps>{});
+      } else {
+        add(first, int64_t{kSteps});
+      }
+    };
+    if constexpr (Whole) {
+      full(Index<1>{});
+      int64_t more = more_segments;
+      do {
+        full(Index<0>{});
+      } while (--more != 0);
     } else {
-      unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-        unroll<Rows>([&](auto i) __attribute__((always_inline)) { values[q][i] = vcvtq_f32_s32(sums[q][i]); });
-      });
-    }
-    const uint8_t* old;
-    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
-      float32x4_t scale[Tile::kScales], min[Tile::kScales];
-      next_scales<Tile, Affine, Pass, q>(scales, scale, min);
-      if constexpr (q == 0 || Rows != kTileRows) old = reinterpret_cast<uint8_t*>(acc + kQuarterFloats * q);
-      unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
-        constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
-        float32x4_t y[kRows], value[kRows];
-        next_rows<kRows, 4>(old, y);
-        unroll<kRows>([&](auto i) __attribute__((always_inline)) { value[i] = values[q][kFirst + i]; });
-        add_scaled(y, scale, value);
-        if constexpr (Affine) {
-          if constexpr (kStartsOnce<Tile, Rows>) {
-            float32x4_t each[2];
-            load_rows(starts + 32 * four, each);
-            unroll<4>([&](auto i) __attribute__((always_inline)) { value[i] = each[i / 2]; });
-          } else {
-            load_rows(starts + 64 * four, value);
-          }
-          add_scaled(y, min, value);
+      int64_t steps = args.group_steps;
+      if (args.begins) {
+        if (steps >= kSteps) {
+          full(Index<1>{});
+        } else {
+          add(Index<1>{}, steps);
         }
-        store_rows<kQuarterFloats * 4 * q + 64 * four>(acc, y);
-      });
-    });
-    if constexpr (Affine) starts += 16 * kRegisters;
+        steps -= kSteps;
+      } else {
+        unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(products + kQuarterFloats * q, product[q]); });
+      }
+      for (; steps >= kSteps; steps -= kSteps) full(Index<0>{});
+      if (steps > 0) add(Index<0>{}, steps);
+      if (!args.ends) {
+        unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(products + kQuarterFloats * q, product[q]); });
+        return;
+      }
+    }
+    end_group<Tile, Rows, Affine>(old, acc, scales, stream, product);
   } while (--groups != 0);
 }
 
-template <class Tile, Step Each, int Rows, bool Affine, bool Short>
+enum class Groups { one_step, two_steps, whole_segments, any };
+
+template <class Tile, Step Each, int Rows, bool Affine, Groups Kind>
 void run_tiles(const TileArgs& all) {
   TileArgs args = all;
-  constexpr int kPass = Short ? Tile::template kPass<Rows> : Rows <= 4 ? 4 : 2;
+  constexpr int kPass = Tile::template kPass<Rows>;
+  const int64_t stream_bytes = args.groups * args.template group_bytes<Tile, Affine>(Rows, Each);
   for (; args.tiles > 0; --args.tiles) {
     for (int quarter = 0; quarter < kQuarters; quarter += kPass) {
-      if constexpr (Short) {
-        run_short<Tile, Each, Rows, Affine, kPass>(args, quarter);
+      if constexpr (Kind == Groups::one_step || Kind == Groups::two_steps) {
+        run_short<Tile, Each, Rows, Affine, kPass, Kind == Groups::one_step ? 1 : 2>(args, quarter);
       } else {
-        run_long<Tile, Each, Rows, Affine, kPass>(args, quarter);
+        run_long<Tile, Each, Rows, Affine, kPass, Kind == Groups::whole_segments>(args, quarter);
       }
     }
     args.a += args.blocks * registers_of(Rows) * kBlockInputs;
-    args.starts += args.groups * kStarts<Tile, Rows> * (Affine ? 8 : 4);
+    args.stream += stream_bytes;
     args.acc += kTileFloats;
-    args.parts += kTileFloats;
+    args.products += kTileFloats;
   }
+}
+
+// Which of them a piece needs. Those for pieces that begin within a block can do everything; halves of blocks have but one
+// other, to save code.
+template <class Tile, Step Each, int Rows, bool Affine>
+auto tiles_for(const TileArgs& piece) {
+  const int64_t steps = piece.begins && piece.ends && !piece.odd ? piece.group_steps : 0;
+  if (steps == 1) return run_tiles<Tile, Each, Rows, Affine, Groups::one_step>;
+  if constexpr (Each == Step::block) {
+    if (steps == 2) return run_tiles<Tile, Each, Rows, Affine, Groups::two_steps>;
+    if (steps > 0 && steps % kSegmentBlocks == 0) return run_tiles<Tile, Each, Rows, Affine, Groups::whole_segments>;
+  }
+  return run_tiles<Tile, Each, Rows, Affine, Groups::any>;
 }
 
 }  // namespace

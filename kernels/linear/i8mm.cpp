@@ -50,7 +50,6 @@ LOWBIT_TWO(30, 31);
 
 struct MatrixTile {
   static constexpr int kRowStep = 2;
-  static constexpr int kPieceGroups = 32;
   template <int Rows>
   static constexpr int kPass = Rows <= 2 ? 4 : Rows <= 4 ? 2 : 1;
 
@@ -107,9 +106,25 @@ struct MatrixTile {
     });
   }
 
-  // The group sums of two rows, each in all lanes, to the order of their sums.
-  [[gnu::always_inline]] static void arrange(int32x4_t& sum0, int32x4_t& sum1) {
-    sum0 = sum1 = vcombine_s32(vget_low_s32(sum0), vget_low_s32(sum1));
+  // A value of each of two rows, in all lanes, to the order of their sums.
+  template <class Vector>
+  [[gnu::always_inline]] static void arrange(Vector& value0, Vector& value1) {
+    const auto halves0 = reinterpret_cast<float64x2_t>(value0), halves1 = reinterpret_cast<float64x2_t>(value1);
+    value0 = value1 = reinterpret_cast<Vector>(vzip1q_f64(halves0, halves1));
+  }
+
+  // How many registers hold a value of each row.
+  static constexpr int scales_of(int rows) { return rows / 2; }
+
+  template <int Rows>
+  [[gnu::always_inline]] static void join(const float32x4_t (&values)[Rows], float32x4_t (&to)[scales_of(Rows)]) {
+    unroll<Rows / 2>([&](auto p) __attribute__((always_inline)) { to[p] = values[2 * p]; });
+  }
+
+  // y + x * the values of the pair of rows that sums I has.
+  template <int I>
+  [[gnu::always_inline]] static float32x4_t add_by_row(float32x4_t y, float32x4_t x, const float32x4_t* values) {
+    return vfmaq_f32(y, x, values[I / 2]);
   }
 
   // Two rows of float sums.

@@ -47,7 +47,7 @@ struct QuarterPair {
   const uint8_t* at;
   const Tables<Bits>& tables;
   const int8x16_t (&a)[8];
-  Sums<is_wide(Bits)>* const (&sums)[Groups];
+  Sums<is_wide(Bits)>* const (&sums)[Groups][2];
   Products (&products)[Groups][2][3];  // by Unpack<Bits>::shift: none, the lower one, the higher one
 
   [[gnu::always_inline]] Pair load(int i) const {
@@ -68,8 +68,8 @@ struct QuarterPair {
       to[1][kChain].add(vreinterpretq_s8_u8(line.q1), a[J]);
       if constexpr (most_lines(Bits) < 8) {
         if (to[0][0].lines == most_lines(Bits)) {
-          sums[kGroup][0].take(to[0][0]);
-          sums[kGroup][1].take(to[1][0]);
+          sums[kGroup][0]->take(to[0][0]);
+          sums[kGroup][1]->take(to[1][0]);
         }
       }
     }
@@ -78,7 +78,7 @@ struct QuarterPair {
 
 // `sums`: of each group, for two quarters.
 template <int Bits, Halves Wanted, int Groups>
-[[gnu::always_inline]] inline void add_pair(Sums<is_wide(Bits)>* const (&sums)[Groups], const uint8_t* at,
+[[gnu::always_inline]] inline void add_pair(Sums<is_wide(Bits)>* const (&sums)[Groups][2], const uint8_t* at,
                                             const Tables<Bits>& tables, const int8x16_t (&a)[8]) {
   Products products[Groups][2][3];
   Unpack<Bits>::lines(QuarterPair<Bits, Wanted, Groups>{at, tables, a, sums, products});
@@ -87,8 +87,8 @@ template <int Bits, Halves Wanted, int Groups>
       Products(&of)[3] = products[g][q];
       of[0].template join<Bits == 2 ? 2 : 3>(of[1]);
       of[0].template join<4>(of[2]);
-      if (of[0].lines != 0) sums[g][q].take(of[0]);
-      sums[g][q].settle();
+      if (of[0].lines != 0) sums[g][q]->take(of[0]);
+      sums[g][q]->settle();
     });
   });
 }
@@ -100,177 +100,85 @@ template <Halves Wanted>
   unroll<8>([&](auto j) __attribute__((always_inline)) { a[j] = broadcast(j < 4 ? a0 : a1, j % 4); });
 }
 
-template <int Bits, Halves Wanted>
-[[gnu::always_inline]] inline void add_block(Sums<is_wide(Bits)> (&sums)[kQuarters], const uint8_t* block,
-                                             const Tables<Bits>& tables, const int8_t* from) {
-  int8x16_t a[8];
-  load_broadcasts<Wanted>(from, a);
-  add_pair<Bits, Wanted, 1>({sums}, block, tables, a);
-  add_pair<Bits, Wanted, 1>({sums + 2}, block + 32, tables, a);
-}
-
-// What the sum of the products lacks, per activation sum of the group: the codes' zero, and at 8 bits that the bytes
-// are codes - 128.
+// What row_neon.h asks for.
 template <int Bits, bool Affine>
-constexpr int kStart = stored_flip(Bits) - (Affine ? 0 : level_offset(Bits));
+class NeonRow {
+ public:
+  static constexpr int kBits = Bits;
+  static constexpr bool kAffine = Affine, kNegative = Bits == 1, kHalvesSum = false;
+  struct Inputs {
+    int8x16_t a[8];
+  };
+  struct Sums {
+    lowbit::Sums<is_wide(Bits)> products;
+    int32x4_t start;
+  };
 
-// At 1 bit minus the integer part: the sum of the activations, minus twice those with a set bit.
-template <int Bits, bool Affine>
-[[gnu::always_inline]] inline int32x4_t start_value(int32_t group_sum) {
-  return vdupq_n_s32(Bits == 1 ? group_sum : kStart<Bits, Affine> * group_sum);
-}
+  [[gnu::always_inline]] explicit NeonRow(const Layout& layout) : tables_(layout.levels) {}
 
-// Adds one quarter of a finished group to the float sums.
-template <int Bits, bool Affine>
-[[gnu::always_inline]] inline float32x4_t finish(float32x4_t acc, const Sums<is_wide(Bits)>& sums, float32x4_t scale,
-                                                 int32x4_t start) {
-  int32x4_t total = sums.total();
-  if constexpr (Bits == 1 && !Affine) total = vaddq_s32(total, total);
-  if constexpr (kStart<Bits, Affine> != 0) total = vaddq_s32(total, start);
-  return add_scaled<Bits == 1>(acc, scale, total);
-}
+  // What the sum of the products lacks: the codes' zero, and at 8 bits that the bytes are codes - 128. At 1 bit shifted() has
+  // minus I: A, minus twice those with a set bit.
+  [[gnu::always_inline]] static int32x4_t start_of(int32x4_t sum) {
+    constexpr int kFactor = Bits == 1 ? !Affine : stored_flip(Bits) - (Affine ? 0 : level_offset(Bits));
+    return vmlaq_s32(vdupq_n_s32(kShiftBits), sum, vdupq_n_s32(kFactor));
+  }
 
-template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void finish_group(float32x4_t (&acc)[kQuarters],
-                                                const Sums<is_wide(Bits)> (&sums)[kQuarters], const uint8_t* scales,
-                                                int32_t group_sum) {
-  const Scales scale = load_scales(scales);
-  const int32x4_t start = start_value<Bits, Affine>(group_sum);
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-    acc[q] = finish<Bits, Affine>(acc[q], sums[q], scale.q[q], start);
-  });
-  if constexpr (Affine) add_mins(acc, scales + 2 * kPanelRows, vdupq_n_f32(static_cast<float>(group_sum)));
-}
+  template <Halves Wanted>
+  [[gnu::always_inline]] static Inputs load(const int8_t* a) {
+    Inputs inputs;
+    load_broadcasts<Wanted>(a, inputs.a);
+    return inputs;
+  }
 
-// A block of two groups: it is read once, two quarters at a time.
-template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void add_two_groups(float32x4_t (&acc)[kQuarters], const uint8_t* block,
-                                                  const Tables<Bits>& tables, const int8_t* from,
-                                                  const int32_t* group_sums) {
-  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  int8x16_t a[8];
-  load_broadcasts<kWholeBlock>(from, a);
-  unroll<2>([&](auto pair) __attribute__((always_inline)) {
-    Sums<is_wide(Bits)> sums[2][2];
-    add_pair<Bits, kWholeBlock, 2>({sums[0], sums[1]}, block + 32 * pair, tables, a);
-    unroll<2>([&](auto g) __attribute__((always_inline)) {
-      const uint8_t* scales = block + code_bits(Bits) * kLineBytes + g * kGroupBytes + 16 * pair;
-      float32x4_t scale[2], min[2];
-      load_two_scales(scales, scale);
-      if constexpr (Affine) load_two_scales(scales + 2 * kPanelRows, min);
-      const int32x4_t start = start_value<Bits, Affine>(group_sums[g]);
-      unroll<2>([&](auto q) __attribute__((always_inline)) {
-        float32x4_t& y = acc[2 * pair + q];
-        y = finish<Bits, Affine>(y, sums[g][q], scale[q], start);
-        if constexpr (Affine) y = vfmaq_n_f32(y, min[q], static_cast<float>(group_sums[g]));
-      });
+  // `Loop`: whether a loop adds the products, which makes the first ones like all others.
+  template <bool Loop>
+  [[gnu::always_inline]] static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
+    const int32x4_t first = vld1q_s32(reinterpret_cast<const int32_t*>(at));
+    at += sizeof first;
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+      sums[q].start = first;
+      if (Loop) sums[q].products.empty = false;
     });
-  });
-}
+  }
 
-enum class Groups { half_block, one_block, blocks, halves };
+  template <int Half>
+  [[gnu::always_inline]] static void start_two(Sums (&sums)[2], const int32_t* at) {
+    sums[0].start = sums[1].start = vld1q_s32(at);
+  }
 
-template <int Bits, bool Affine, Groups Kind>
-[[gnu::always_inline]] inline void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row,
-                                                   float32x4_t (&acc)[kQuarters]) {
-  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes;
-  const Layout& layout = args.layout;
-  const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
-  const int32_t* group_sums = args.group_sums + row * layout.groups;
-  const int64_t group_halves = layout.group_inputs() / kHalfInputs;
-  const int64_t halves = Kind == Groups::halves ? (layout.k + kHalfInputs - 1) / kHalfInputs : 2 * layout.blocks;
-  const Tables<Bits> tables(layout.levels);
-  const uint8_t* block = panel;
-  const uint8_t* scales = block + kBlockBytes;  // of the next group to end in this block, when groups end in halves
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vdupq_n_f32(0.0f); });
+  [[gnu::always_inline]] static void pin(Sums (&)[kQuarters]) {}
 
-  if constexpr (Kind == Groups::half_block) {
-    for (int64_t pairs = layout.groups / 2; pairs > 0; --pairs) {
-      add_two_groups<Bits, Affine>(acc, block, tables, a, group_sums);
-      block += kBlockBytes + 2 * kGroupBytes;
-      a += kBlockInputs;
-      group_sums += 2;
-    }
-    if (layout.groups % 2 != 0) {
-      Sums<is_wide(Bits)> sums[kQuarters];
-      add_block<Bits, kFirstHalf>(sums, block, tables, a);
-      finish_group<Bits, Affine>(acc, sums, block + kBlockBytes, *group_sums);
-    }
-    return;
+  template <Halves Wanted>
+  [[gnu::always_inline]] void add(Sums (&sums)[kQuarters], const uint8_t* block, const Inputs& inputs) const {
+    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+      add_pair<Bits, Wanted, 1>({{&sums[2 * pair].products, &sums[2 * pair + 1].products}}, block + 32 * pair, tables_,
+                                inputs.a);
+    });
   }
-  int64_t half = 0;
-  for (int64_t group = 0; group < layout.groups; ++group) {
-    Sums<is_wide(Bits)> sums[kQuarters];
-    if constexpr (Kind == Groups::one_block) {
-      add_block<Bits, kWholeBlock>(sums, block, tables, a);
-      block += kBlockBytes;
-      a += kBlockInputs;
-    } else {
-      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { sums[q].empty = false; });
-      const int64_t end = half + group_halves < halves ? half + group_halves : halves;
-      if constexpr (Kind == Groups::blocks) {
-        for (; half < end; half += 2, block += kBlockBytes, a += kBlockInputs) {
-          add_block<Bits, kWholeBlock>(sums, block, tables, a);
-        }
-      } else {
-        // A block is read twice, once for each half: the unused half of the unpacking is dead code.
-        for (; half < end; ++half, a += kHalfInputs) {
-          if (half % 2 != 0) {
-            add_block<Bits, kSecondHalf>(sums, block, tables, a);
-          } else {
-            if (half != 0) {
-              block = scales;
-              scales += kBlockBytes;
-            }
-            add_block<Bits, kFirstHalf>(sums, block, tables, a);
-          }
-        }
-      }
-    }
-    finish_group<Bits, Affine>(acc, sums, Kind == Groups::halves ? scales : block, group_sums[group]);
-    (Kind == Groups::halves ? scales : block) += kGroupBytes;
-  }
-}
 
-template <int Bits, bool Affine, Groups Kind>
-[[gnu::noinline]] void run_rows(const LinearArgs& args) {
-  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
-    for (int64_t row = 0; row < args.m; ++row) {
-      float32x4_t acc[kQuarters];
-      row_times_panel<Bits, Affine, Kind>(args, args.panels + p * args.layout.panel_bytes, row, acc);
-      store_outputs(args, p, row, acc);
-    }
+  template <int First>
+  [[gnu::always_inline]] void add_two(Sums (&sums)[2][2], const uint8_t* block, const Inputs& inputs) const {
+    add_pair<Bits, kWholeBlock, 2>({{&sums[0][0].products, &sums[0][1].products},
+                                    {&sums[1][0].products, &sums[1][1].products}}, block + 16 * First, tables_, inputs.a);
   }
-}
 
-template <int Bits, bool Affine, bool Tiles>
-void run_groups(const LinearArgs& args) {
-  const int64_t group_inputs = args.layout.group_inputs();
-  if (group_inputs == kBlockInputs) {
-    return Tiles ? run_tiles<Bits, Affine, 8, true>(args) : run_rows<Bits, Affine, Groups::one_block>(args);
+  [[gnu::always_inline]] static float32x4_t shifted(const Sums& sums, int32x4_t) {
+    int32x4_t total = sums.products.total();
+    if constexpr (Bits == 1 && !Affine) total = vaddq_s32(total, total);
+    return vreinterpretq_f32_s32(vaddq_s32(total, sums.start));
   }
-  if (group_inputs % kBlockInputs == 0) {
-    return Tiles ? run_tiles<Bits, Affine, 8, false>(args) : run_rows<Bits, Affine, Groups::blocks>(args);
-  }
-  if (group_inputs == kHalfInputs) {
-    if constexpr (!Tiles) {
-      return run_rows<Bits, Affine, Groups::half_block>(args);
-    } else if constexpr (kWideTiles<Bits>) {
-      return run_tiles<Bits, Affine, 4, true>(args);
-    } else {
-      return run_half_block_tiles<Bits, Affine>(args);
-    }
-  }
-  Tiles ? run_tiles<Bits, Affine, 4, false>(args) : run_rows<Bits, Affine, Groups::halves>(args);
-}
+
+ private:
+  const Tables<Bits> tables_;
+};
 
 template <int Bits, bool Tiles>
 void run(const LinearArgs& args) {
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) return run_groups<by_table(Bits), false, Tiles>(args);
+  if constexpr (Tiles) {
+    run_tiles<Bits>(args);
+  } else {
+    run_rows<NeonRow, Bits>(args);
   }
-  args.layout.mapping == Mapping::affine ? run_groups<Bits, true, Tiles>(args) : run_groups<Bits, false, Tiles>(args);
 }
 
 // Tiles from the row on from which they take fewer instructions, with groups of 32 (docs/arm_cost.md).

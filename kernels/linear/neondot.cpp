@@ -21,9 +21,7 @@
 
 #include <arm_neon.h>
 
-#include "../bits/unpack_neon.h"
-#include "../ukernel.h"
-#include "panel_neon.h"
+#include "row_neon.h"
 #include "tile_neondot.h"
 
 namespace lowbit {
@@ -56,36 +54,6 @@ template <int Bits>
 struct Sums {
   int32x4_t chain[kChains<Bits>.count];
 };
-
-// What a group's activation sum counts at the start of its sums. Hidden from the compiler, which would take a shift and
-// a negation for the one multiplication.
-template <int Bits, bool Affine>
-[[gnu::always_inline]] inline int32x4_t start_factor() {
-  constexpr int kCodeOffset = stored_flip(Bits);  // the bytes are the codes minus this
-  int32x4_t factor = vdupq_n_s32(Affine ? kCodeOffset : kCodeOffset - level_offset(Bits));
-  __asm__("" : "+w"(factor));
-  return factor;
-}
-
-// `group_sum` holds the sum of the group's activations in every lane.
-template <int Bits, bool Affine>
-[[gnu::always_inline]] inline int32x4_t start_value(int32x4_t group_sum, int32x4_t factor) {
-  if constexpr (stored_flip(Bits) == (Affine ? 0 : level_offset(Bits))) return vdupq_n_s32(0);
-  if constexpr (Bits == 1) return vshrq_n_s32(group_sum, 1);
-  return vmulq_s32(group_sum, factor);
-}
-
-template <int Bits, int Count>
-[[gnu::always_inline]] inline void start(Sums<Bits> (&sums)[Count], int32x4_t value) {
-  unroll<Count>([&](auto q) __attribute__((always_inline)) {
-    sums[q].chain[0] = value;
-    unroll<kChains<Bits>.count - 1>([&](auto c) __attribute__((always_inline)) {
-      sums[q].chain[c + 1] = vdupq_n_s32(0);
-    });
-  });
-}
-
-enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 
 // Quarters First and First + 1 of a block, for Unpack::lines(). Lines of a half that is not wanted are dead code.
 template <int Bits, int First, Halves Wanted>
@@ -120,192 +88,92 @@ struct QuarterPair {
   }
 };
 
-template <Halves Wanted, int Bits>
-[[gnu::always_inline]] inline void add_block(Sums<Bits> (&sums)[kQuarters], const uint8_t* block,
-                                             const Tables<Bits>& tables, int8x16_t a0, int8x16_t a1) {
-  Unpack<Bits>::lines(QuarterPair<Bits, 0, Wanted>{block, tables, sums[0], sums[1], sums[0], sums[1], a0, a1});
-  Unpack<Bits>::lines(QuarterPair<Bits, 2, Wanted>{block, tables, sums[2], sums[3], sums[2], sums[3], a0, a1});
-}
-
-// Adds one quarter of a finished group to the float sums. `parity` is the register that sli shifts into at 1 bit: its
-// lowest bit is that of the group's activation sum, before and after.
+// What row_neon.h asks for.
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline float32x4_t finish(float32x4_t acc, const Sums<Bits>& sums, float32x4_t scale,
-                                                 int32x4_t& parity) {
-  constexpr int kShift1 = kChains<Bits>.shift[1], kShift2 = kChains<Bits>.shift[2];
-  int32x4_t total = sums.chain[0];
-  if constexpr (kChains<Bits>.count > 1) total = vsraq_n_s32(total, sums.chain[1], kShift1);
-  if constexpr (kChains<Bits>.count > 2) total = vsraq_n_s32(total, sums.chain[2], kShift2);
-  if constexpr (Bits != 1) return vfmaq_f32(acc, scale, vcvtq_f32_s32(total));
-  if constexpr (Affine) return vfmsq_f32(acc, scale, vcvtq_f32_s32(total));
-  parity = vsliq_n_s32(parity, total, 1);
-  return vfmsq_f32(acc, scale, vcvtq_f32_s32(parity));
-}
+class DotRow {
+ public:
+  static constexpr int kBits = Bits;
+  static constexpr bool kAffine = Affine, kNegative = Bits == 1;
+  static constexpr bool kHalvesSum = Bits == 1 && !Affine;
+  using Sums = lowbit::Sums<Bits>;
+  struct Inputs {
+    int8x16_t half[2];
+  };
 
-template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void finish_group(float32x4_t (&acc)[kQuarters], const Sums<Bits> (&sums)[kQuarters],
-                                                const uint8_t* scales, int32x4_t group_sum) {
-  const Scales scale = load_scales(scales);
-  int32x4_t parity = group_sum;
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-    acc[q] = finish<Bits, Affine>(acc[q], sums[q], scale.q[q], parity);
-  });
-  if constexpr (Affine) add_mins(acc, scales + 2 * kPanelRows, vcvtq_f32_s32(group_sum));
-}
+  [[gnu::always_inline]] explicit DotRow(const Layout& layout) : tables_(layout.levels) {}
 
-// A block of two groups: it is read once, two quarters at a time.
-template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void add_two_groups(float32x4_t (&acc)[kQuarters], const uint8_t* block,
-                                                  const Tables<Bits>& tables, int8x16_t a0, int8x16_t a1,
-                                                  const int32_t* group_sums, int32x4_t factor) {
-  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  int32x4_t group_sum[2], parity[2];
-  unroll<2>([&](auto g) __attribute__((always_inline)) {
-    group_sum[g] = vld1q_dup_s32(group_sums + g);
-    parity[g] = group_sum[g];
-  });
-  unroll<2>([&](auto pair) __attribute__((always_inline)) {
-    Sums<Bits> sums[2][2];
-    unroll<2>([&](auto g) __attribute__((always_inline)) {
-      start(sums[g], start_value<Bits, Affine>(group_sum[g], factor));
-    });
-    Unpack<Bits>::lines(
-        QuarterPair<Bits, 2 * pair, kWholeBlock>{block, tables, sums[0][0], sums[0][1], sums[1][0], sums[1][1], a0,
-                                                 a1});
-    unroll<2>([&](auto g) __attribute__((always_inline)) {
-      const uint8_t* scales = block + code_bits(Bits) * kLineBytes + g * kGroupBytes + 16 * pair;
-      float32x4_t scale[2], min[2];
-      load_two_scales(scales, scale);
-      if constexpr (Affine) load_two_scales(scales + 2 * kPanelRows, min);
-      unroll<2>([&](auto q) __attribute__((always_inline)) {
-        float32x4_t& y = acc[2 * pair + q];
-        y = finish<Bits, Affine>(y, sums[g][q], scale[q], parity[g]);
-        if constexpr (Affine) y = vfmaq_f32(y, min[q], vcvtq_f32_s32(group_sum[g]));
-      });
-    });
-    // One pair after the other: interleaved, they need too many registers.
-    __asm__ volatile("" : "+w"(acc[2 * pair]), "+w"(acc[2 * pair + 1]));
-  });
-}
-
-enum class Groups { half_block, one_block, blocks, halves };
-
-template <int Bits, bool Affine, Groups Kind>
-[[gnu::always_inline]] inline void row_times_panel(const LinearArgs& args, const uint8_t* panel, int64_t row,
-                                                   float32x4_t (&acc)[kQuarters]) {
-  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes;
-  const Layout& layout = args.layout;
-  const int64_t groups = layout.groups;
-  const int8_t* a = args.a + row * layout.blocks * kBlockInputs;
-  const int32_t* group_sums = args.group_sums + row * groups;
-  const uint8_t* block = panel;
-  const int32x4_t factor = start_factor<Bits, Affine>();
-  const Tables<Bits> tables(layout.levels);
-  Sums<Bits> sums[kQuarters];
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vdupq_n_f32(0.0f); });
-
-  if constexpr (Kind == Groups::one_block) {
-    const auto next_group = [&]() __attribute__((always_inline)) {
-      const int32x4_t group_sum = vld1q_dup_s32(group_sums++);
-      start(sums, start_value<Bits, Affine>(group_sum, factor));
-      add_block<kWholeBlock>(sums, block, tables, vld1q_s8(a), vld1q_s8(a + 16));
-      finish_group<Bits, Affine>(acc, sums, block + kBlockBytes, group_sum);
-      block += kBlockBytes + kGroupBytes;
-      a += kBlockInputs;
-      // One group after the other: interleaved, they need too many registers.
-      __asm__ volatile("" : "+w"(acc[0]), "+w"(acc[1]), "+w"(acc[2]), "+w"(acc[3]));
-      __asm__ volatile("" : "+r"(block), "+r"(a), "+r"(group_sums));
-    };
-    // Two in a turn, which saves half of the loop's own instructions.
-    for (int64_t pairs = groups / 2; pairs > 0; --pairs) {
-      next_group();
-      next_group();
-    }
-    if (groups % 2 != 0) next_group();
-  } else if constexpr (Kind == Groups::half_block) {
-    for (int64_t pairs = groups / 2; pairs > 0; --pairs) {
-      add_two_groups<Bits, Affine>(acc, block, tables, vld1q_s8(a), vld1q_s8(a + 16), group_sums, factor);
-      block += kBlockBytes + 2 * kGroupBytes;
-      a += kBlockInputs;
-      group_sums += 2;
-    }
-    if (groups % 2 != 0) {
-      const int32x4_t group_sum = vld1q_dup_s32(group_sums);
-      start(sums, start_value<Bits, Affine>(group_sum, factor));
-      add_block<kFirstHalf>(sums, block, tables, vld1q_s8(a), vld1q_s8(a));
-      finish_group<Bits, Affine>(acc, sums, block + kBlockBytes, group_sum);
-    }
-  } else if constexpr (Kind == Groups::blocks) {
-    const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
-    int64_t left = layout.blocks;
-    for (int64_t group = 0; group < groups; ++group) {
-      const int32x4_t group_sum = vld1q_dup_s32(group_sums + group);
-      start(sums, start_value<Bits, Affine>(group_sum, factor));
-      const int64_t count = left < group_blocks ? left : group_blocks;
-      left -= count;
-      for (const uint8_t* end = block + count * kBlockBytes; block != end; block += kBlockBytes, a += kBlockInputs) {
-        add_block<kWholeBlock>(sums, block, tables, vld1q_s8(a), vld1q_s8(a + 16));
-      }
-      finish_group<Bits, Affine>(acc, sums, block, group_sum);
-      block += kGroupBytes;
-    }
-  } else {
-    // A block is read twice, once for each half: the unused half of the unpacking is dead code.
-    const int64_t group_halves = layout.group_inputs() / kHalfInputs;
-    const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
-    const uint8_t* scales = block + kBlockBytes;  // of the next group to end in this block
-    int64_t half = 0;
-    for (int64_t group = 0; group < groups; ++group) {
-      const int32x4_t group_sum = vld1q_dup_s32(group_sums + group);
-      start(sums, start_value<Bits, Affine>(group_sum, factor));
-      const int64_t end = half + group_halves < halves ? half + group_halves : halves;
-      for (; half < end; ++half, a += kHalfInputs) {
-        if (half % 2 != 0) {
-          add_block<kSecondHalf>(sums, block, tables, vld1q_s8(a), vld1q_s8(a));
-        } else {
-          if (half != 0) {
-            block = scales;
-            scales += kBlockBytes;
-          }
-          add_block<kFirstHalf>(sums, block, tables, vld1q_s8(a), vld1q_s8(a));
-        }
-      }
-      finish_group<Bits, Affine>(acc, sums, scales, group_sum);
-      scales += kGroupBytes;
-    }
+  // At 1 bit half of it: shifted() doubles it.
+  [[gnu::always_inline]] static int32x4_t start_of(int32x4_t sum) {
+    if constexpr (kHalvesSum) return vaddq_s32(vdupq_n_s32(kShiftBits / 2), vshrq_n_s32(sum, 1));
+    constexpr int kFactor = Bits == 1 ? 0 : stored_flip(Bits) - (Affine ? 0 : level_offset(Bits));
+    return vmlaq_s32(vdupq_n_s32(kShiftBits), sum, vdupq_n_s32(kFactor));
   }
-}
 
-template <int Bits, bool Affine, Groups Kind>
-[[gnu::noinline]] void run_panels(const LinearArgs& args) {
-  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
-    const uint8_t* panel = args.panels + p * args.layout.panel_bytes;
-    for (int64_t row = 0; row < args.m; ++row) {
-      float32x4_t y[kQuarters];
-      row_times_panel<Bits, Affine, Kind>(args, panel, row, y);
-      with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
-        store_outputs<dtype()>(args, p, row, load_heads(args, p), y);
-      });
-    }
+  template <Halves Wanted>
+  [[gnu::always_inline]] static Inputs load(const int8_t* a) {
+    return {{vld1q_s8(a), vld1q_s8(Wanted == kWholeBlock ? a + kHalfInputs : a)}};
   }
-}
 
-template <int Bits, bool Affine>
-void run_groups(const LinearArgs& args) {
-  const int64_t group_inputs = args.layout.group_inputs();
-  if (group_inputs == kBlockInputs) return run_panels<Bits, Affine, Groups::one_block>(args);
-  if (group_inputs % kBlockInputs == 0) return run_panels<Bits, Affine, Groups::blocks>(args);
-  if (group_inputs == kHalfInputs) return run_panels<Bits, Affine, Groups::half_block>(args);
-  run_panels<Bits, Affine, Groups::halves>(args);
-}
+  // Moves on.
+  template <bool Loop>
+  [[gnu::always_inline]] static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
+    int32x4_t first[kQuarters];
+    Four<28>::load_each(at, first);
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { start_at(sums[q], first[q]); });
+  }
+
+  // Of half a block, for two quarters.
+  template <int Half>
+  [[gnu::always_inline]] static void start_two(Sums (&sums)[2], const int32_t* at) {
+    int32x4_t first[2];
+    Four<Half == 0 ? 28 : 20>::load_two_each(at, first);
+    unroll<2>([&](auto q) __attribute__((always_inline)) { start_at(sums[q], first[q]); });
+  }
+
+  // Keeps the sums where start() began them.
+  [[gnu::always_inline]] static void pin(Sums (&sums)[kQuarters]) {
+    int32x4_t first[kQuarters];
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { first[q] = sums[q].chain[0]; });
+    Four<28>::pin<kQuarters>(first);
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { sums[q].chain[0] = first[q]; });
+  }
+
+  template <Halves Wanted>
+  [[gnu::always_inline]] void add(Sums (&sums)[kQuarters], const uint8_t* block, const Inputs& a) const {
+    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+      Sums &sums0 = sums[2 * pair], &sums1 = sums[2 * pair + 1];
+      Unpack<Bits>::lines(QuarterPair<Bits, 2 * pair, Wanted>{block, tables_, sums0, sums1, sums0, sums1, a.half[0], a.half[1]});
+    });
+  }
+
+  template <int First>
+  [[gnu::always_inline]] void add_two(Sums (&sums)[2][2], const uint8_t* block, const Inputs& a) const {
+    Unpack<Bits>::lines(QuarterPair<Bits, First, kWholeBlock>{block, tables_, sums[0][0], sums[0][1], sums[1][0], sums[1][1],
+                                                              a.half[0], a.half[1]});
+  }
+
+  // `sum` has A, of which sli takes the lowest bit at 1 bit. It leaves the rest to be overwritten.
+  [[gnu::always_inline]] static float32x4_t shifted(const Sums& sums, int32x4_t& sum) {
+    constexpr int kShift1 = kChains<Bits>.shift[1], kShift2 = kChains<Bits>.shift[2];
+    int32x4_t total = sums.chain[0];
+    if constexpr (kChains<Bits>.count > 1) total = vsraq_n_s32(total, sums.chain[1], kShift1);
+    if constexpr (kChains<Bits>.count > 2) total = vsraq_n_s32(total, sums.chain[2], kShift2);
+    if constexpr (kHalvesSum) total = sum = vsliq_n_s32(sum, total, 1);
+    return vreinterpretq_f32_s32(total);
+  }
+
+ private:
+  const Tables<Bits> tables_;
+
+  [[gnu::always_inline]] static void start_at(Sums& sums, int32x4_t first) {
+    sums.chain[0] = first;
+    unroll<kChains<Bits>.count - 1>([&](auto c) __attribute__((always_inline)) { sums.chain[c + 1] = vdupq_n_s32(0); });
+  }
+};
 
 template <int Bits>
 void run(const LinearArgs& args) {
-  if constexpr (can_have_levels(Bits)) {
-    if (args.layout.mapping == Mapping::levels) return run_groups<by_table(Bits), false>(args);
-  }
-  args.layout.mapping == Mapping::affine ? run_groups<Bits, true>(args) : run_groups<Bits, false>(args);
+  run_rows<DotRow, Bits>(args);
 }
 
 template <int Bits>

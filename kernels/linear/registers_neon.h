@@ -36,6 +36,22 @@ struct Four;
       }                                                                                                \
       to[0] = v0, to[1] = v1, to[2] = v2, to[3] = v3;                                                  \
     }                                                                                                  \
+    /* Four values of 32 bits, each in all lanes of its register. */                                   \
+    template <class Vector>                                                                            \
+    [[gnu::always_inline]] static void load_each(const uint8_t*& at, Vector* to) {                     \
+      register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
+      register Vector v2 __asm__("v" #third), v3 __asm__("v" #fourth);                                 \
+      __asm__ volatile("ld4r {%0.4s, %1.4s, %2.4s, %3.4s}, [%4], #16"                                  \
+                       : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3), "+r"(at) : : "memory");               \
+      to[0] = v0, to[1] = v1, to[2] = v2, to[3] = v3;                                                  \
+    }                                                                                                  \
+    /* Two of them. */                                                                                 \
+    template <class Vector>                                                                            \
+    [[gnu::always_inline]] static void load_two_each(const void* at, Vector* to) {                     \
+      register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
+      __asm__ volatile("ld2r {%0.4s, %1.4s}, [%2]" : "=w"(v0), "=w"(v1) : "r"(at) : "memory");         \
+      to[0] = v0, to[1] = v1;                                                                          \
+    }                                                                                                  \
     template <int Count, class Vector>                                                                 \
     [[gnu::always_inline]] static void pin(Vector* v) {                                                \
       if constexpr (Count > 0) {                                                                       \
@@ -130,10 +146,15 @@ template <int At, bool Both = true, class Vector>
   }
 }
 
-// One value in all lanes.
-[[gnu::always_inline]] inline int32x4_t next_dup(const int32_t*& at) {
-  int32x4_t v;
-  __asm__ volatile("ld1r {%0.4s}, [%1], #4" : "=w"(v), "+r"(at) : : "memory");
+// One value of 32 bits in all lanes. `Bytes`: how far the pointer moves.
+template <class Vector, int64_t Bytes = 4>
+[[gnu::always_inline]] inline Vector next_dup(const uint8_t*& at) {
+  Vector v;
+  if constexpr (Bytes == 4) {
+    __asm__ volatile("ld1r {%0.4s}, [%1], #4" : "=w"(v), "+r"(at) : : "memory");
+  } else {
+    __asm__ volatile("ld1r {%0.4s}, [%1], %2" : "=w"(v), "+r"(at) : "r"(Bytes) : "memory");
+  }
   return v;
 }
 

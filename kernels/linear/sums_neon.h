@@ -1,12 +1,10 @@
 // What the linear kernels for plain NEON share: integer sums of products (neon.cpp explains them).
 #pragma once
 
-#include "panel_neon.h"
+#include "row_neon.h"
 
 namespace lowbit {
 namespace {
-
-enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
 
 [[gnu::always_inline]] inline int8x16_t broadcast(int8x16_t a, int lane) {
   switch (lane) {
@@ -74,21 +72,6 @@ struct Sums {
 
   [[gnu::always_inline]] int32x4_t total() const { return Wide ? vpaddq_s32(part[0], part[1]) : part[0]; }
 };
-
-// acc + scale * the integer part of a group, for one quarter; `sum` is that, or its negative.
-template <bool Negative>
-[[gnu::always_inline]] inline float32x4_t add_scaled(float32x4_t acc, float32x4_t scale, int32x4_t sum) {
-  return Negative ? vfmsq_f32(acc, scale, vcvtq_f32_s32(sum)) : vfmaq_f32(acc, scale, vcvtq_f32_s32(sum));
-}
-
-// From the finished sums of the groups to the outputs of panel `p` in row `row`.
-[[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t p, int64_t row,
-                                                 float32x4_t (&acc)[kQuarters]) {
-  const Heads heads = load_heads(args, p);
-  with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
-    store_outputs<decltype(dtype)::value>(args, p, row, heads, acc);
-  });
-}
 
 }  // namespace
 }  // namespace lowbit

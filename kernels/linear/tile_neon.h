@@ -1,7 +1,8 @@
 // linear_a8w<b>_<m>x16_neon: many rows of activations. neon.cpp has the arithmetic and its bounds.
 //
 // Per panel and tile of up to 32 rows: a piece of a group, up to 8 blocks, is unpacked to 4 KiB of scratch, and every
-// two rows run through it: 16 registers for the broadcasts of 8 lines, 8 for the sums, 4 for the products.
+// two rows run through it: 16 registers for the broadcasts of 8 lines, 8 for the sums, 4 for the products. Between the
+// segments of a group, P of every row lies in the scratch.
 #pragma once
 
 #include "registers_neon.h"
@@ -12,6 +13,7 @@ namespace {
 
 constexpr int kTileRows = 32;    // of activations, for one unpacking
 constexpr int kPieceBlocks = 8;  // of a group
+constexpr int kPieceSegments = kPieceBlocks * kBlockInputs / kSegmentInputs;
 constexpr int kUnpackedBlock = kBlockInputs * kPanelRows;
 
 template <int Bits, bool Affine>
@@ -24,9 +26,9 @@ constexpr bool kWideTiles = Bits == 8 || is_by_table(Bits);
 // What the rows of a tile share and what they keep between the pieces of a panel.
 struct alignas(64) Scratch {
   int8_t weights[kPieceBlocks * kUnpackedBlock];  // steps of 8 or 4 lines: quarter 0: 16 bytes per line, quarter 1, ...
-  int32_t odd_lines[kPanelRows];                  // 8 bits: the sum of their weights in this piece
+  int32_t odd_lines[kPieceSegments][kPanelRows];  // 8 bits: the sum of their weights in each segment of this piece
   float scale[2][kPanelRows], min[2][kPanelRows];  // of a group, or of the two of a block
-  int32_t sums[kTileRows][kPanelRows];  // of a group, when there is more to come
+  float products[kTileRows][kPanelRows];           // P of a group, or -P, when there is more to come
   float acc[kTileRows][kPanelRows];
 };
 
@@ -68,10 +70,10 @@ struct ToScratch {
 };
 
 template <int Bits, bool Affine, int StepLines, Halves Wanted>
-[[gnu::always_inline]] inline void unpack_step(Scratch& scratch, const Tables<Bits>& tables, const uint8_t* block,
-                                               int8_t* to) {
+[[gnu::always_inline]] inline void unpack_step(int32_t* odd_lines_of_step, const Tables<Bits>& tables,
+                                               const uint8_t* block, int8_t* to) {
   unroll<2>([&](auto pair) __attribute__((always_inline)) {
-    int32_t* sums = scratch.odd_lines + 8 * pair;
+    int32_t* sums = odd_lines_of_step + 8 * pair;
     int32x4_t odd_lines[2] = {vld1q_s32(sums), vld1q_s32(sums + 4)};
     Unpack<Bits>::lines(ToScratch<Bits, Affine, StepLines, Wanted>{block + 32 * pair, tables,
                                                                    to + 32 * StepLines * pair, odd_lines});
@@ -91,12 +93,13 @@ template <int Bits, bool Affine, int StepLines>
   int8_t* to = scratch.weights;
   for (int64_t half = begin; half < end; half += StepLines / 4, to += StepLines * kLineBytes) {
     const uint8_t* block = panel + layout.block_offset(half / 2);
+    int32_t* odd_lines = scratch.odd_lines[(half - begin) * kHalfInputs / kSegmentInputs];
     if constexpr (StepLines == 8) {
-      unpack_step<Bits, Affine, StepLines, kWholeBlock>(scratch, tables, block, to);
+      unpack_step<Bits, Affine, StepLines, kWholeBlock>(odd_lines, tables, block, to);
     } else if (half % 2 == 0) {
-      unpack_step<Bits, Affine, StepLines, kFirstHalf>(scratch, tables, block, to);
+      unpack_step<Bits, Affine, StepLines, kFirstHalf>(odd_lines, tables, block, to);
     } else {
-      unpack_step<Bits, Affine, StepLines, kSecondHalf>(scratch, tables, block, to);
+      unpack_step<Bits, Affine, StepLines, kSecondHalf>(odd_lines, tables, block, to);
     }
   }
 }
@@ -147,61 +150,113 @@ template <int Bits, int StepLines, int Rows>
   });
 }
 
+// What a row reads for the segments and groups from some on.
+struct RowSegments {
+  const float* t;
+  const int32_t* sums;
+  const float* group_sums;
+
+  RowSegments(const LinearArgs& args, int64_t row, int64_t segment, int64_t group)
+      : t(args.scales + row * args.layout.segments + segment),
+        sums(args.sums + row * args.layout.segments + segment),
+        group_sums(args.group_sums == nullptr ? nullptr : args.group_sums + row * args.layout.groups + group) {}
+};
+
+// The integer part of a finished segment for a quarter, or minus it, where weights do not lie with their own sign.
+template <int Bits, bool Affine>
+[[gnu::always_inline]] inline float32x4_t value(int32x4_t total, int32_t sum) {
+  constexpr int kStartFactor = !Affine || Bits == 1 ? 0 : Bits == 8 ? 128 : -kOffset<Bits, Affine>;
+  if constexpr (kStartFactor != 0) total = vaddq_s32(total, vdupq_n_s32(kStartFactor * sum));
+  return vcvtq_f32_s32(total);
+}
+
 // Adds a finished group to the float sums of a quarter.
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void add_group(float32x4_t& y, int32x4_t total, int32_t group_sum, float32x4_t scale,
-                                             float32x4_t min) {
-  constexpr int kStartFactor = !Affine || Bits == 1 ? 0 : Bits == 8 ? 128 : -kOffset<Bits, Affine>;
-  if constexpr (kStartFactor != 0) total = vaddq_s32(total, vdupq_n_s32(kStartFactor * group_sum));
-  y = add_scaled<!kWideTiles<Bits>>(y, scale, total);
-  if constexpr (Affine) y = vfmaq_n_f32(y, min, static_cast<float>(group_sum));
+[[gnu::always_inline]] inline void add_group(float32x4_t& y, float32x4_t product, float32x4_t scale, float32x4_t min,
+                                             const float* group_sum) {
+  y = add_scaled<!kWideTiles<Bits>>(y, scale, product);
+  if constexpr (Affine) y = vfmaq_n_f32(y, min, *group_sum);
 }
 
-// A piece for rows [row, row + Rows) of the tile.
+// A part of a group, of whole segments or to its end.
+struct Piece {
+  int64_t half;      // its first half of a block
+  int64_t steps;
+  int64_t segment, group;
+  bool begins, ends;
+};
+
+// A piece for `Rows` rows of activations from `row` on, which is row `in_tile` of the tile.
 template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
-[[gnu::always_inline]] inline void add_piece(Scratch& scratch, int64_t row, const int8_t* a, int64_t stride,
-                                             int64_t steps, const int32_t* group_sums, int64_t groups, bool first,
-                                             bool last) {
-  Sums<kWideTiles<Bits>> sums[Rows][kQuarters];
+[[gnu::always_inline]] inline void add_piece(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
+                                             const Piece& piece) {
+  constexpr int64_t kSegmentSteps = kSegmentInputs / (4 * StepLines);
+  const int64_t stride = args.layout.blocks * kBlockInputs;
+  const int8_t* a = args.a + row * stride + piece.half * kHalfInputs;
   const int8_t* weights = scratch.weights;
-  if constexpr (OneStep) {
-    add_step<Bits, StepLines>(sums, weights, a, stride);
-  } else {
-    unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { sums[r][q].empty = false; });
-    });
-    for (; steps > 0; --steps, weights += StepLines * kLineBytes, a += StepLines * 4) {
+  bool begins = piece.begins;
+  int64_t steps = piece.steps, segment = 0;
+  do {
+    Sums<kWideTiles<Bits>> sums[Rows][kQuarters];
+    if constexpr (OneStep) {
       add_step<Bits, StepLines>(sums, weights, a, stride);
-    }
-  }
-  unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-    int32_t* kept = scratch.sums[row + r];
-    float* acc = scratch.acc[row + r];
-    const int32_t group_sum = group_sums[r * groups];
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-      int32x4_t total = sums[r][q].total();
-      if constexpr (Bits == 8) total = vsubq_s32(total, vld1q_s32(scratch.odd_lines + 4 * q));
-      if constexpr (!OneStep) {
-        if (!first) total = vaddq_s32(total, vld1q_s32(kept + 4 * q));
-        if (!last) return vst1q_s32(kept + 4 * q, total);
+    } else {
+      unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { sums[r][q].empty = false; });
+      });
+      for (int64_t left = steps < kSegmentSteps ? steps : kSegmentSteps; left > 0; --left) {
+        add_step<Bits, StepLines>(sums, weights, a, stride);
+        weights += StepLines * kLineBytes;
+        a += StepLines * 4;
       }
-      float32x4_t y = vld1q_f32(acc + 4 * q);
-      add_group<Bits, Affine>(y, total, group_sum, vld1q_f32(scratch.scale[0] + 4 * q),
-                              vld1q_f32(scratch.min[0] + 4 * q));
-      vst1q_f32(acc + 4 * q, y);
+    }
+    steps -= kSegmentSteps;
+    const bool ends = piece.ends && steps <= 0;
+    unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+      const RowSegments from(args, row + r, piece.segment + segment, piece.group);
+      const float32x4_t t = vdupq_n_f32(*from.t);
+      float* const products = scratch.products[in_tile + r];
+      float* const acc = scratch.acc[in_tile + r];
+      float32x4_t product[kQuarters];
+      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+        int32x4_t total = sums[r][q].total();
+        if constexpr (Bits == 8) total = vsubq_s32(total, vld1q_s32(scratch.odd_lines[segment] + 4 * q));
+        product[q] = value<Bits, Affine>(total, *from.sums);
+      });
+      if (OneStep || begins) {
+        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { product[q] = vmulq_f32(product[q], t); });
+      } else {
+        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+          product[q] = vfmaq_f32(vld1q_f32(products + 4 * q), product[q], t);
+        });
+      }
+      if (OneStep || ends) {
+        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+          float32x4_t y = vld1q_f32(acc + 4 * q);
+          add_group<Bits, Affine>(y, product[q], vld1q_f32(scratch.scale[0] + 4 * q), vld1q_f32(scratch.min[0] + 4 * q),
+                                  from.group_sums);
+          vst1q_f32(acc + 4 * q, y);
+        });
+      } else {
+        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { vst1q_f32(products + 4 * q, product[q]); });
+      }
     });
-  });
+    begins = false;
+    ++segment;
+  } while (!OneStep && steps > 0);
 }
 
-// The two groups of a block, or the one of the last block, for rows [row, row + Rows) of the tile. The float sums stay
-// in registers in between. Not for 8 bits and levels, whose sums need twice the registers.
+// The two groups of a block, or the one of the last block, for `Rows` rows of activations from `row` on, as above. The float
+// sums stay in registers in between. Not for 8 bits and levels, whose sums need twice the registers.
 template <int Bits, bool Affine, int Rows>
-[[gnu::always_inline]] inline void add_two_groups(Scratch& scratch, int64_t row, const int8_t* a, int64_t stride,
-                                                  const int32_t* group_sums, int64_t groups, bool both) {
+[[gnu::always_inline]] inline void add_two_groups(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
+                                                  int64_t group, bool both) {
+  const int64_t stride = args.layout.blocks * kBlockInputs;
+  const int8_t* a = args.a + row * stride + group * kHalfInputs;
   float32x4_t y[Rows][kQuarters];
   unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-    load_pair<0>(scratch.acc[row + r], y[r][0], y[r][1]);
-    load_pair<32>(scratch.acc[row + r], y[r][2], y[r][3]);
+    load_pair<0>(scratch.acc[in_tile + r], y[r][0], y[r][1]);
+    load_pair<32>(scratch.acc[in_tile + r], y[r][2], y[r][3]);
   });
   unroll<2>([&](auto g) __attribute__((always_inline)) {
     if (g != 0 && !both) return;
@@ -212,17 +267,18 @@ template <int Bits, bool Affine, int Rows>
       load_pair<32 * pair>(scratch.scale[g], scale[0], scale[1]);
       if constexpr (Affine) load_pair<32 * pair>(scratch.min[g], min[0], min[1]);
       unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+        const RowSegments from(args, row + r, group + g, group + g);
         unroll<2>([&](auto i) __attribute__((always_inline)) {
           constexpr int kQuarter = 2 * pair + i;
-          add_group<Bits, Affine>(y[r][kQuarter], sums[r][kQuarter].total(), group_sums[r * groups + g], scale[i],
-                                  min[i]);
+          const float32x4_t product = vmulq_n_f32(value<Bits, Affine>(sums[r][kQuarter].total(), *from.sums), *from.t);
+          add_group<Bits, Affine>(y[r][kQuarter], product, scale[i], min[i], from.group_sums);
         });
       });
     });
   });
   unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-    store_pair<0>(scratch.acc[row + r], y[r][0], y[r][1]);
-    store_pair<32>(scratch.acc[row + r], y[r][2], y[r][3]);
+    store_pair<0>(scratch.acc[in_tile + r], y[r][0], y[r][1]);
+    store_pair<32>(scratch.acc[in_tile + r], y[r][2], y[r][3]);
   });
 }
 
@@ -253,69 +309,78 @@ template <class Add>
   }
 }
 
-// Groups of 16 inputs, two in a block.
-template <int Bits, bool Affine>
-[[gnu::noinline]] void run_half_block_tiles(const LinearArgs& args) {
-  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  const Layout& layout = args.layout;
-  const int64_t stride = layout.blocks * kBlockInputs;
-  const Tables<Bits> tables(layout.levels);
-  Scratch scratch;
+// Calls body(panel, tile, rows) for the tiles of each panel.
+template <class Body>
+[[gnu::always_inline]] inline void for_tiles(const LinearArgs& args, Scratch& scratch, Body body) {
   for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
     for (int64_t tile = 0; tile < args.m; tile += kTileRows) {
       const int64_t rows = args.m - tile < kTileRows ? args.m - tile : kTileRows;
-      const uint8_t* block = args.panels + p * layout.panel_bytes;
       std::memset(scratch.acc, 0, sizeof scratch.acc);
-      for (int64_t group = 0; group < layout.groups; group += 2) {
-        const bool both = group + 1 < layout.groups;
-        unpack_step<Bits, Affine, 4, kWholeBlock>(scratch, tables, block, scratch.weights);
-        block += Bits * kLineBytes;
-        for (int which = 0; which < (both ? 2 : 1); ++which, block += kGroupBytes) {
-          unpack_scales<Affine>(scratch, which, block);
-        }
-        const int8_t* a = args.a + tile * stride + group * kHalfInputs;
-        const int32_t* group_sums = args.group_sums + tile * layout.groups + group;
-        for_rows(rows, [&](auto count, int64_t row) __attribute__((always_inline)) {
-          add_two_groups<Bits, Affine, count>(scratch, row, a + row * stride, stride, group_sums + row * layout.groups,
-                                              layout.groups, both);
-        });
-      }
+      body(args.panels + p * args.layout.panel_bytes, tile, rows);
       finish_tile(args, scratch, p, tile, rows);
     }
   }
 }
 
+// Groups of 16 inputs, two in a block.
+template <int Bits, bool Affine>
+[[gnu::noinline]] void run_half_block_tiles(const LinearArgs& args) {
+  constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  const Tables<Bits> tables(args.layout.levels);
+  Scratch scratch;
+  for_tiles(args, scratch, [&](const uint8_t* block, int64_t tile, int64_t rows) __attribute__((always_inline)) {
+    for (int64_t group = 0; group < args.layout.groups; group += 2) {
+      const bool both = group + 1 < args.layout.groups;
+      unpack_step<Bits, Affine, 4, kWholeBlock>(scratch.odd_lines[0], tables, block, scratch.weights);
+      block += Bits * kLineBytes;
+      for (int which = 0; which < (both ? 2 : 1); ++which, block += kGroupBytes) {
+        unpack_scales<Affine>(scratch, which, block);
+      }
+      for_rows(rows, [&](auto count, int64_t row) __attribute__((always_inline)) {
+        add_two_groups<Bits, Affine, count>(args, scratch, tile + row, row, group, both);
+      });
+    }
+  });
+}
+
 template <int Bits, bool Affine, int StepLines, bool OneStep>
 [[gnu::noinline]] void run_tiles(const LinearArgs& args) {
-  constexpr int kStepHalves = StepLines / 4;
+  constexpr int kStepHalves = StepLines / 4, kPieceHalves = 2 * kPieceBlocks;
+  constexpr int kSegmentHalves = kSegmentInputs / kHalfInputs;
   const Layout& layout = args.layout;
-  const int64_t stride = layout.blocks * kBlockInputs;
   const int64_t group_halves = layout.group_inputs() / kHalfInputs;
   const int64_t halves = StepLines == 4 ? (layout.k + kHalfInputs - 1) / kHalfInputs : 2 * layout.blocks;
   Scratch scratch;
-  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
-    const uint8_t* panel = args.panels + p * layout.panel_bytes;
-    for (int64_t tile = 0; tile < args.m; tile += kTileRows) {
-      const int64_t rows = args.m - tile < kTileRows ? args.m - tile : kTileRows;
-      std::memset(scratch.acc, 0, sizeof scratch.acc);
-      for (int64_t group = 0, half = 0; group < layout.groups; ++group) {
-        const int64_t begin = half, end = half + group_halves < halves ? half + group_halves : halves;
-        unpack_scales<Affine>(scratch, 0, panel + layout.scales_offset(group));
-        for (int64_t next; half < end; half = next) {
-          next = half + 2 * kPieceBlocks < end ? half + 2 * kPieceBlocks : end;
-          unpack_piece<Bits, Affine, StepLines>(scratch, layout, panel, half, next);
-          const int8_t* a = args.a + tile * stride + half * kHalfInputs;
-          const int32_t* group_sums = args.group_sums + tile * layout.groups + group;
-          for_rows(rows, [&](auto count, int64_t row) __attribute__((always_inline)) {
-            add_piece<Bits, Affine, StepLines, OneStep, count>(
-                scratch, row, a + row * stride, stride, (next - half) / kStepHalves, group_sums + row * layout.groups,
-                layout.groups, half == begin, next == end);
-          });
-        }
+  for_tiles(args, scratch, [&](const uint8_t* panel, int64_t tile, int64_t rows) __attribute__((always_inline)) {
+    for (int64_t group = 0, half = 0; group < layout.groups; ++group) {
+      const int64_t begin = half, end = half + group_halves < halves ? half + group_halves : halves;
+      unpack_scales<Affine>(scratch, 0, panel + layout.scales_offset(group));
+      for (int64_t next; half < end; half = next) {
+        next = half + kPieceHalves < end ? half + kPieceHalves : end;
+        unpack_piece<Bits, Affine, StepLines>(scratch, layout, panel, half, next);
+        const Piece piece{half, (next - half) / kStepHalves,
+                          group * layout.group_segments() + (half - begin) / kSegmentHalves, group, half == begin, next == end};
+        for_rows(rows, [&](auto count, int64_t row) __attribute__((always_inline)) {
+          add_piece<Bits, Affine, StepLines, OneStep, count>(args, scratch, tile + row, row, piece);
+        });
       }
-      finish_tile(args, scratch, p, tile, rows);
     }
-  }
+  });
+}
+
+template <int Bits>
+void run_tiles(const LinearArgs& args) {
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
+    constexpr int kWidth = bits;
+    const int64_t group_inputs = args.layout.group_inputs();
+    if constexpr (halves) {
+      if (group_inputs != kHalfInputs) return run_tiles<kWidth, affine(), 4, false>(args);
+      if constexpr (kWideTiles<kWidth>) return run_tiles<kWidth, affine(), 4, true>(args);
+      else return run_half_block_tiles<kWidth, affine()>(args);
+    } else {
+      group_inputs == kBlockInputs ? run_tiles<kWidth, affine(), 8, true>(args) : run_tiles<kWidth, affine(), 8, false>(args);
+    }
+  });
 }
 
 }  // namespace

@@ -12,7 +12,6 @@ namespace {
 
 struct DotTile {
   static constexpr int kRowStep = 1;
-  static constexpr int kPieceGroups = 16;
   template <int Rows>
   static constexpr int kPass = Rows <= 2 ? 4 : Rows <= 5 ? 2 : 1;
 
@@ -56,8 +55,29 @@ struct DotTile {
     }
   }
 
-  // The group sums of two rows, each in all lanes.
-  [[gnu::always_inline]] static void arrange(int32x4_t&, int32x4_t&) {}
+  // A value of each of two rows, in all lanes.
+  template <class Vector>
+  [[gnu::always_inline]] static void arrange(Vector&, Vector&) {}
+
+  // How many registers hold a value of each row.
+  static constexpr int scales_of(int rows) { return (rows + 3) / 4; }
+
+  template <int Rows>
+  [[gnu::always_inline]] static void join(const float32x4_t (&values)[Rows], float32x4_t (&to)[scales_of(Rows)]) {
+    unroll<scales_of(Rows)>([&](auto four) __attribute__((always_inline)) {
+      const auto pair = [&](int row) __attribute__((always_inline)) {
+        const int last = Rows - 1;
+        return vreinterpretq_f64_f32(vzip1q_f32(values[row < last ? row : last], values[row + 1 < last ? row + 1 : last]));
+      };
+      to[four] = vreinterpretq_f32_f64(vzip1q_f64(pair(4 * four), pair(4 * four + 2)));
+    });
+  }
+
+  // y + x * the value of row I.
+  template <int I>
+  [[gnu::always_inline]] static float32x4_t add_by_row(float32x4_t y, float32x4_t x, const float32x4_t* values) {
+    return vfmaq_laneq_f32(y, x, values[I / 4], I % 4);
+  }
 
   // A row of float sums.
   [[gnu::always_inline]] static void rows(const float* acc, float32x4_t (&y)[1][kQuarters]) {

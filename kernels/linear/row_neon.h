@@ -1,0 +1,340 @@
+// One row of m times the panels of a matrix on Arm: the walk over blocks, segments and groups that the kernels for plain NEON
+// (neon.cpp) and for dot products (neondot.cpp) share. Formulas: ukernel.h.
+//
+// A `Row` has the instructions that multiply:
+//   start_of()                 c's bits, and what A adds to the integer sums of a segment; with A in every lane
+//   Inputs, load<Halves>()     the activations of a block, or of the wanted half of it
+//   Sums                       the integer sums of a segment for four output rows, a quarter of a panel
+//   start(), start_two()       before the first product of a segment: takes the start, which lies four times in memory, and
+//                              moves on; for half a block, for two quarters
+//   pin()                      keeps sums in the registers where start() began them
+//   add<Halves>(), add_two()   the products of a block, or of half of it; of two quarters, with sums of their own for each half
+//   shifted()                  c + I, or c - I with kNegative
+#pragma once
+
+#include "dispatch.h"
+#include "panel_neon.h"
+#include "registers_neon.h"
+
+namespace lowbit {
+namespace {
+
+enum Halves { kFirstHalf = 1, kSecondHalf = 2, kWholeBlock = 3 };
+
+// How groups lie in blocks.
+enum class GroupKind { half_block, one_block, blocks, halves };
+
+// acc + scale * P for one quarter; `product` is P, or -P.
+template <bool Negative>
+[[gnu::always_inline]] inline float32x4_t add_scaled(float32x4_t acc, float32x4_t scale, float32x4_t product) {
+  return Negative ? vfmsq_f32(acc, scale, product) : vfmaq_f32(acc, scale, product);
+}
+
+// One group after the other: interleaved, they need too many registers.
+[[gnu::always_inline]] inline void settle(float32x4_t (&v)[kQuarters]) {
+  __asm__ volatile("" : "+w"(v[0]), "+w"(v[1]), "+w"(v[2]), "+w"(v[3]));
+}
+
+// What all panels read of a row's segments, made once for them: each value as often as a panel has quarters, so that one
+// instruction (ld4r) makes four registers of it.
+struct Segment {
+  int32_t start[4];
+  float t;
+  float shift[4];  // -c * t
+};
+
+// A window of the segments of all rows of m: the first ones from where a walk asks that fit in the scratch.
+template <class Row>
+class Segments {
+ public:
+  static constexpr int64_t kMost = kLinearScratchBytes / static_cast<int64_t>(sizeof(Segment)) / 2 * 2;
+
+  explicit Segments(const LinearArgs& args) : args_(args), all_(args.m * args.layout.segments) {}
+
+  // Segment `index`, behind which at least `least` of them lie, itself included; `count`: how many.
+  [[gnu::always_inline]] const uint8_t* from(int64_t index, int64_t least, int64_t& count) {
+    if (index < begin_ || end_ - index < least) fill(index);
+    count = end_ - index;
+    return static_cast<const uint8_t*>(args_.scratch) + (index - begin_) * static_cast<int64_t>(sizeof(Segment));
+  }
+
+ private:
+  const LinearArgs& args_;
+  const int64_t all_;
+  int64_t begin_ = 0, end_ = 0;
+
+  [[gnu::noinline]] void fill(int64_t begin) {
+    begin_ = begin;
+    end_ = all_ - begin < kMost ? all_ : begin + kMost;
+    auto* to = static_cast<Segment*>(args_.scratch);
+    const float* scales = args_.scales + begin_;
+    const int32_t* sums = args_.sums + begin_;
+    for (int64_t left = end_ - begin_; left > 0; --left, ++to) {
+      const float32x4_t t = vld1q_dup_f32(scales++);
+      vst1q_s32(to->start, Row::start_of(vld1q_dup_s32(sums++)));
+      vst1q_lane_f32(&to->t, t, 0);
+      vst1q_f32(to->shift, vmulq_n_f32(t, -kShift));
+    }
+  }
+};
+
+template <class Row, GroupKind Kind>
+class PanelRow {
+ public:
+  float32x4_t acc[kQuarters];
+
+  [[gnu::always_inline]] PanelRow(const LinearArgs& args, Segments<Row>& segments, const uint8_t* panel, int64_t row)
+      : layout_(args.layout),
+        multiply_(args.layout),
+        segments_(segments),
+        block_(panel),
+        a_(args.a + row * layout_.blocks * kBlockInputs),
+        segment_(row * layout_.segments),
+        sums_(args.sums + segment_),
+        group_sums_(Row::kAffine ? args.group_sums + row * layout_.groups : nullptr) {
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vdupq_n_f32(0.0f); });
+  }
+
+  [[gnu::always_inline]] void run() {
+    if constexpr (Kind == GroupKind::halves) return run_halves();
+    // Two groups share a block, or one has one.
+    const int64_t turn = Kind == GroupKind::half_block ? 2 : layout_.group_segments();
+    const int64_t row_end = segment_ + layout_.segments;
+    for (int64_t left = layout_.groups; left > 0;) {
+      int64_t segments, groups = left;
+      const int64_t rest = row_end - segment_;
+      at_ = segments_.from(segment_, turn < rest ? turn : rest, segments);
+      if (segments < rest) groups = segments / turn * (Kind == GroupKind::half_block ? 2 : 1);
+      segment_ += groups * layout_.group_segments();
+      left -= groups;
+      if constexpr (Kind == GroupKind::one_block) {
+        // Two in a turn, which saves half of the loop's own instructions.
+        for (; groups >= 2; groups -= 2) {
+          next_block();
+          next_block();
+        }
+        if (groups != 0) next_block();
+      } else if constexpr (Kind == GroupKind::half_block) {
+        for (; groups >= 2; groups -= 2) next_two_groups();
+        if (groups != 0) {
+          typename Row::Sums sums[kQuarters];
+          begin(sums);
+          multiply_.template add<kFirstHalf>(sums, block_, multiply_.template load<kFirstHalf>(a_));
+          end<true>(sums);
+          end_group(block_ + kBlockBytes);
+        }
+      } else {
+        const int64_t group_blocks = layout_.group_inputs() / kBlockInputs;
+        int64_t blocks = layout_.blocks - done_;
+        done_ += groups * group_blocks;
+        for (; groups > 0; --groups, blocks -= group_blocks) next_blocks(blocks < group_blocks ? blocks : group_blocks);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kGroupBytes = (Row::kAffine ? 4 : 2) * kPanelRows;
+  static constexpr int64_t kBlockBytes = code_bits(Row::kBits) * kLineBytes;
+
+  const Layout& layout_;
+  const Row multiply_;
+  Segments<Row>& segments_;
+  const uint8_t* block_;
+  const int8_t* a_;
+  int64_t segment_;        // the next to ask segments_ for
+  int64_t done_ = 0;       // blocks
+  const uint8_t* at_;      // the next segment
+  const int32_t* sums_;    // its A
+  const float* group_sums_;
+  float32x4_t product_[kQuarters];  // P, of the group
+
+  template <bool Loop = false>
+  [[gnu::always_inline]] void begin(typename Row::Sums (&sums)[kQuarters]) {
+    multiply_.template start<Loop>(sums, at_);
+  }
+
+  template <bool First>
+  [[gnu::always_inline]] void end(typename Row::Sums (&sums)[kQuarters]) {
+    multiply_.pin(sums);
+    int32x4_t parity;
+    if constexpr (Row::kHalvesSum) parity = vld1q_dup_s32(sums_++);
+    if constexpr (First) {
+      const float32x4_t t = next_dup<float32x4_t>(at_);
+      float32x4_t shift[kQuarters];
+      Four<24>::load_each(at_, shift);
+      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+        product_[q] = vfmaq_f32(shift[q], multiply_.shifted(sums[q], parity), t);
+      });
+    } else {
+      const float32x4_t t = next_dup<float32x4_t, 20>(at_);
+      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+        const float32x4_t value = vsubq_f32(multiply_.shifted(sums[q], parity), vdupq_n_f32(kShift));
+        product_[q] = vfmaq_f32(product_[q], value, t);
+      });
+    }
+  }
+
+  [[gnu::always_inline]] void end_group(const uint8_t* scales) {
+    const Scales scale = load_scales(scales);
+    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+      acc[q] = add_scaled<Row::kNegative>(acc[q], scale.q[q], product_[q]);
+    });
+    if constexpr (Row::kAffine) {
+      const Scales min = load_scales(scales + 2 * kPanelRows);
+      const float32x4_t sum = vld1q_dup_f32(group_sums_++);
+      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vfmaq_f32(acc[q], min.q[q], sum); });
+    }
+    settle(acc);
+  }
+
+  [[gnu::always_inline]] void add_block(typename Row::Sums (&sums)[kQuarters]) {
+    multiply_.template add<kWholeBlock>(sums, block_, multiply_.template load<kWholeBlock>(a_));
+    block_ += kBlockBytes;
+    a_ += kBlockInputs;
+  }
+
+  // A group of one block.
+  [[gnu::always_inline]] void next_block() {
+    typename Row::Sums sums[kQuarters];
+    begin(sums);
+    add_block(sums);
+    end<true>(sums);
+    end_group(block_);
+    block_ += kGroupBytes;
+    __asm__ volatile("" : "+r"(block_), "+r"(a_));
+  }
+
+  // A group of so many blocks, in segments of two.
+  [[gnu::always_inline]] void next_blocks(int64_t blocks) {
+    const auto two = [&](auto first) __attribute__((always_inline)) {
+      typename Row::Sums sums[kQuarters];
+      begin(sums);
+      add_block(sums);
+      add_block(sums);
+      end<first()>(sums);
+      settle(product_);
+      __asm__ volatile("" : "+r"(block_), "+r"(a_));  // or GCC keeps counts of its own
+    };
+    int64_t segments = blocks / 2;
+    if (segments > 0) {
+      two(std::true_type());
+      while (--segments > 0) two(std::false_type());
+    } else {
+      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { product_[q] = vdupq_n_f32(0.0f); });
+    }
+    if (blocks % 2 != 0) {
+      typename Row::Sums sums[kQuarters];
+      begin(sums);
+      add_block(sums);
+      end<false>(sums);
+    }
+    end_group(block_);
+    block_ += kGroupBytes;
+  }
+
+  // A block of two groups: it is read once, two quarters at a time.
+  [[gnu::always_inline]] void next_two_groups() {
+    const auto inputs = multiply_.template load<kWholeBlock>(a_);
+    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+      typename Row::Sums sums[2][2];
+      unroll<2>([&](auto g) __attribute__((always_inline)) {
+        multiply_.template start_two<g>(sums[g], reinterpret_cast<const Segment*>(at_)[g].start);
+      });
+      multiply_.template add_two<2 * pair>(sums, block_, inputs);
+      unroll<2>([&](auto g) __attribute__((always_inline)) {
+        const Segment& segment = reinterpret_cast<const Segment*>(at_)[g];
+        const uint8_t* scales = block_ + kBlockBytes + g * kGroupBytes + 16 * pair;
+        float32x4_t scale[2], min[2], group_sum;
+        load_two_scales(scales, scale);
+        if constexpr (Row::kAffine) {
+          load_two_scales(scales + 2 * kPanelRows, min);
+          group_sum = vld1q_dup_f32(group_sums_ + g);
+        }
+        int32x4_t parity;
+        if constexpr (Row::kHalvesSum) parity = vld1q_dup_s32(sums_ + g);
+        const float32x4_t t = vld1q_dup_f32(&segment.t);
+        float32x4_t shift[2];
+        Four<24>::load_two_each(segment.shift, shift);
+        unroll<2>([&](auto q) __attribute__((always_inline)) {
+          float32x4_t& y = acc[2 * pair + q];
+          y = add_scaled<Row::kNegative>(y, scale[q], vfmaq_f32(shift[q], multiply_.shifted(sums[g][q], parity), t));
+          if constexpr (Row::kAffine) y = vfmaq_f32(y, min[q], group_sum);
+        });
+      });
+      // One pair after the other: interleaved, they need too many registers.
+      __asm__ volatile("" : "+w"(acc[2 * pair]), "+w"(acc[2 * pair + 1]));
+    });
+    block_ += kBlockBytes + 2 * kGroupBytes;
+    a_ += kBlockInputs;
+    at_ += 2 * sizeof(Segment);
+    if constexpr (Row::kHalvesSum) sums_ += 2;
+    if constexpr (Row::kAffine) group_sums_ += 2;
+  }
+
+  // Groups that end in the middle of a block, which is read twice then, once for each half: the unused half of the unpacking
+  // is dead code.
+  [[gnu::always_inline]] void run_halves() {
+    constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
+    const int64_t group_halves = layout_.group_inputs() / kHalfInputs;
+    const int64_t halves = (layout_.k + kHalfInputs - 1) / kHalfInputs;
+    const uint8_t* scales = block_ + kBlockBytes;  // of the next group to end in this block
+    int64_t half = 0;
+    for (int64_t group = 0; group < layout_.groups; ++group) {
+      const int64_t group_end = half + group_halves < halves ? half + group_halves : halves;
+      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { product_[q] = vdupq_n_f32(0.0f); });
+      while (half < group_end) {
+        const int64_t end_of_segment = half + kSegmentHalves < group_end ? half + kSegmentHalves : group_end;
+        typename Row::Sums sums[kQuarters];
+        int64_t segments;
+        at_ = segments_.from(segment_++, 1, segments);
+        begin<true>(sums);
+        for (; half < end_of_segment; ++half, a_ += kHalfInputs) {
+          if (half % 2 != 0) {
+            multiply_.template add<kSecondHalf>(sums, block_, multiply_.template load<kSecondHalf>(a_));
+          } else {
+            if (half != 0) {
+              block_ = scales;
+              scales += kBlockBytes;
+            }
+            multiply_.template add<kFirstHalf>(sums, block_, multiply_.template load<kFirstHalf>(a_));
+          }
+        }
+        end<false>(sums);
+      }
+      end_group(scales);
+      scales += kGroupBytes;
+    }
+  }
+};
+
+template <class Row, GroupKind Kind>
+[[gnu::noinline]] void run_panels(const LinearArgs& args) {
+  Segments<Row> segments(args);
+  for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
+    const uint8_t* panel = args.panels + p * args.layout.panel_bytes;
+    for (int64_t row = 0; row < args.m; ++row) {
+      PanelRow<Row, Kind> result(args, segments, panel, row);
+      result.run();
+      store_outputs(args, p, row, result.acc);
+    }
+  }
+}
+
+// Each row of m by itself. `Row<bits, affine>`: as above.
+template <template <int, bool> class Row, int Bits>
+void run_rows(const LinearArgs& args) {
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
+    using Each = Row<bits(), affine()>;
+    const int64_t group_inputs = args.layout.group_inputs();
+    if constexpr (halves()) {
+      return group_inputs == kHalfInputs ? run_panels<Each, GroupKind::half_block>(args) : run_panels<Each, GroupKind::halves>(args);
+    }
+    if (group_inputs == kBlockInputs) return run_panels<Each, GroupKind::one_block>(args);
+    // Groups of more segments than fit in the scratch go the way that asks for each segment.
+    args.layout.group_segments() <= Segments<Each>::kMost ? run_panels<Each, GroupKind::blocks>(args)
+                                                          : run_panels<Each, GroupKind::halves>(args);
+  });
+}
+
+}  // namespace
+}  // namespace lowbit
