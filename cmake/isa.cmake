@@ -112,9 +112,6 @@ function(lowbit_kernel_sources out)
       continue()
     endif()
     file(GLOB files CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/kernels/*/${name}.cpp")
-    # Not yet on scales of segments.
-    list(FILTER files EXCLUDE REGEX
-      "/(linear/(none)|activation/(none))[.]cpp$")
     if(files AND flags)
       set_source_files_properties(${files} DIRECTORY "${PROJECT_SOURCE_DIR}" PROPERTIES COMPILE_FLAGS "${flags}")
       if(LOWBIT_SANITIZE)

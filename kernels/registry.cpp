@@ -16,18 +16,12 @@ namespace {
 
 // Best first: the first row that fits the task and the ISA is chosen.
 #if defined(__aarch64__)
-<<<<<<< HEAD
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
+constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {
 #if !defined(LOWBIT_WITHOUT_SME2)  // no compiler for it: cmake/isa.cmake
     &kLinearSme2,
 #endif
-    &kLinearPortable};
-=======
-constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeNeon, &kQuantizePortable};
-constexpr const Table<LinearKernel>* kLinear[] = {
     &kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
->>>>>>> kneon
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
 #elif defined(__x86_64__)
