@@ -48,6 +48,18 @@ template <int64_t Inputs>
   return _mm_add_epi32(_mm512_castsi512_si128(v), _mm512_extracti32x4_epi32(v, 2));
 }
 
+// The first 64 / Inputs lanes. Not a masked store: GCC 12 makes one of a masked vextracti32x4, which faults for lanes that
+// the mask leaves out.
+template <int64_t Inputs>
+[[gnu::always_inline]] inline void store_segments(void* to, __m128i v) {
+  if constexpr (Inputs == 16) _mm_storeu_si128(static_cast<__m128i*>(to), v);
+  if constexpr (Inputs == 32) _mm_storel_epi64(static_cast<__m128i*>(to), v);
+  if constexpr (Inputs == 64) {
+    const int32_t first = _mm_cvtsi128_si32(v);
+    std::memcpy(to, &first, sizeof first);
+  }
+}
+
 // `count` values from `at` on, 64 or less, in segments of `Inputs`; less than 64 are one segment. Writes their codes, and
 // zeros up to the next multiple of 16.
 template <DType T, int64_t Inputs>
@@ -67,7 +79,6 @@ template <DType T, int64_t Inputs>
   const __mmask8 zero = _mm_cmplt_epi32_mask(scale, _mm_set1_epi32(0x00800000)) | too_large;  // below 2^-126
   __m128i t = scale;
   __m128 inverse = _mm_div_ps(_mm_set1_ps(1.0f), _mm_castsi128_ps(scale));
-  constexpr int64_t kSegments = 64 / Inputs;
   if (zero != 0) [[unlikely]] {
     t = _mm_mask_mov_epi32(_mm_maskz_mov_epi32(~zero, scale), too_large, _mm_set1_epi32(0x7fc00000));
     inverse = _mm_maskz_mov_ps(~zero, inverse);
@@ -92,8 +103,8 @@ template <DType T, int64_t Inputs>
   const __m512i codes = _mm512_permutexvar_epi32(
       order, _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3])));
   _mm512_mask_storeu_epi8(a, ~__mmask64{0} >> (64 - (count + 15) / 16 * 16), codes);
-  _mm_mask_storeu_epi32(scales, (1 << kSegments) - 1, t);
-  _mm_mask_storeu_epi32(sums, (1 << kSegments) - 1, sums_of<Inputs>(codes));
+  store_segments<Inputs>(scales, t);
+  store_segments<Inputs>(sums, sums_of<Inputs>(codes));
 }
 
 // All whole 64 values, cut into segments of `Inputs`; returns how many values.
