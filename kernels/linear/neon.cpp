@@ -141,7 +141,6 @@ class NeonRow {
     });
   }
 
-  template <int Half>
   [[gnu::always_inline]] static void start_two(Sums (&sums)[2], const int32_t* at) {
     sums[0].start = sums[1].start = vld1q_s32(at);
   }

@@ -123,11 +123,9 @@ class DotRow {
   }
 
   // Of half a block, for two quarters.
-  template <int Half>
   [[gnu::always_inline]] static void start_two(Sums (&sums)[2], const int32_t* at) {
-    int32x4_t first[2];
-    Four<Half == 0 ? 28 : 20>::load_two_each(at, first);
-    unroll<2>([&](auto q) __attribute__((always_inline)) { start_at(sums[q], first[q]); });
+    const int32x4_t first = vld1q_s32(at);
+    unroll<2>([&](auto q) __attribute__((always_inline)) { start_at(sums[q], first); });
   }
 
   // Keeps the sums where start() began them.

@@ -45,13 +45,6 @@ struct Four;
                        : "=w"(v0), "=w"(v1), "=w"(v2), "=w"(v3), "+r"(at) : : "memory");               \
       to[0] = v0, to[1] = v1, to[2] = v2, to[3] = v3;                                                  \
     }                                                                                                  \
-    /* Two of them. */                                                                                 \
-    template <class Vector>                                                                            \
-    [[gnu::always_inline]] static void load_two_each(const void* at, Vector* to) {                     \
-      register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
-      __asm__ volatile("ld2r {%0.4s, %1.4s}, [%2]" : "=w"(v0), "=w"(v1) : "r"(at) : "memory");         \
-      to[0] = v0, to[1] = v1;                                                                          \
-    }                                                                                                  \
     template <int Count, class Vector>                                                                 \
     [[gnu::always_inline]] static void pin(Vector* v) {                                                \
       if constexpr (Count > 0) {                                                                       \

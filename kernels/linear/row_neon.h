@@ -238,7 +238,7 @@ class PanelRow {
     unroll<2>([&](auto pair) __attribute__((always_inline)) {
       typename Row::Sums sums[2][2];
       unroll<2>([&](auto g) __attribute__((always_inline)) {
-        multiply_.template start_two<g>(sums[g], reinterpret_cast<const Segment*>(at_)[g].start);
+        multiply_.start_two(sums[g], reinterpret_cast<const Segment*>(at_)[g].start);
       });
       multiply_.template add_two<2 * pair>(sums, block_, inputs);
       unroll<2>([&](auto g) __attribute__((always_inline)) {
@@ -252,12 +252,10 @@ class PanelRow {
         }
         int32x4_t parity;
         if constexpr (Row::kHalvesSum) parity = vld1q_dup_s32(sums_ + g);
-        const float32x4_t t = vld1q_dup_f32(&segment.t);
-        float32x4_t shift[2];
-        Four<24>::load_two_each(segment.shift, shift);
+        const float32x4_t shift = vld1q_f32(segment.shift);
         unroll<2>([&](auto q) __attribute__((always_inline)) {
           float32x4_t& y = acc[2 * pair + q];
-          y = add_scaled<Row::kNegative>(y, scale[q], vfmaq_f32(shift[q], multiply_.shifted(sums[g][q], parity), t));
+          y = add_scaled<Row::kNegative>(y, scale[q], vfmaq_n_f32(shift, multiply_.shifted(sums[g][q], parity), segment.t));
           if constexpr (Row::kAffine) y = vfmaq_f32(y, min[q], group_sum);
         });
       });

@@ -150,18 +150,6 @@ template <int Bits, int StepLines, int Rows>
   });
 }
 
-// What a row reads for the segments and groups from some on.
-struct RowSegments {
-  const float* t;
-  const int32_t* sums;
-  const float* group_sums;
-
-  RowSegments(const LinearArgs& args, int64_t row, int64_t segment, int64_t group)
-      : t(args.scales + row * args.layout.segments + segment),
-        sums(args.sums + row * args.layout.segments + segment),
-        group_sums(args.group_sums == nullptr ? nullptr : args.group_sums + row * args.layout.groups + group) {}
-};
-
 // The integer part of a finished segment for a quarter, or minus it, where weights do not lie with their own sign.
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline float32x4_t value(int32x4_t total, int32_t sum) {
@@ -176,6 +164,17 @@ template <int Bits, bool Affine>
                                              const float* group_sum) {
   y = add_scaled<!kWideTiles<Bits>>(y, scale, product);
   if constexpr (Affine) y = vfmaq_n_f32(y, min, *group_sum);
+}
+
+// A row of a tile.
+[[gnu::always_inline]] inline void load_row(const float* from, float32x4_t (&row)[kQuarters]) {
+  load_pair<0>(from, row[0], row[1]);
+  load_pair<32>(from, row[2], row[3]);
+}
+
+[[gnu::always_inline]] inline void store_row(float* to, const float32x4_t (&row)[kQuarters]) {
+  store_pair<0>(to, row[0], row[1]);
+  store_pair<32>(to, row[2], row[3]);
 }
 
 // A part of a group, of whole segments or to its end.
@@ -198,47 +197,62 @@ template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
   int64_t steps = piece.steps, segment = 0;
   do {
     Sums<kWideTiles<Bits>> sums[Rows][kQuarters];
-    if constexpr (OneStep) {
+    const auto next_step = [&]() __attribute__((always_inline)) {
       add_step<Bits, StepLines>(sums, weights, a, stride);
+      weights += StepLines * kLineBytes;
+      a += StepLines * 4;
+    };
+    if constexpr (OneStep) {
+      next_step();
+    } else if constexpr (StepLines == 8) {
+      if (steps > 1) {
+        next_step();
+        next_step();
+      } else {
+        next_step();
+      }
     } else {
       unroll<Rows>([&](auto r) __attribute__((always_inline)) {
         unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { sums[r][q].empty = false; });
       });
-      for (int64_t left = steps < kSegmentSteps ? steps : kSegmentSteps; left > 0; --left) {
-        add_step<Bits, StepLines>(sums, weights, a, stride);
-        weights += StepLines * kLineBytes;
-        a += StepLines * 4;
-      }
+      for (int64_t left = steps < kSegmentSteps ? steps : kSegmentSteps; left > 0; --left) next_step();
     }
     steps -= kSegmentSteps;
     const bool ends = piece.ends && steps <= 0;
     unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-      const RowSegments from(args, row + r, piece.segment + segment, piece.group);
-      const float32x4_t t = vdupq_n_f32(*from.t);
+      const int64_t at = (row + r) * args.layout.segments + piece.segment + segment;
       float* const products = scratch.products[in_tile + r];
       float* const acc = scratch.acc[in_tile + r];
       float32x4_t product[kQuarters];
       unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
         int32x4_t total = sums[r][q].total();
         if constexpr (Bits == 8) total = vsubq_s32(total, vld1q_s32(scratch.odd_lines[segment] + 4 * q));
-        product[q] = value<Bits, Affine>(total, *from.sums);
+        product[q] = value<Bits, Affine>(total, args.sums[at]);
       });
       if (OneStep || begins) {
-        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { product[q] = vmulq_f32(product[q], t); });
-      } else {
         unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-          product[q] = vfmaq_f32(vld1q_f32(products + 4 * q), product[q], t);
+          product[q] = vmulq_n_f32(product[q], args.scales[at]);
+        });
+      } else {
+        float32x4_t before[kQuarters];
+        load_row(products, before);
+        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+          product[q] = vfmaq_n_f32(before[q], product[q], args.scales[at]);
         });
       }
       if (OneStep || ends) {
+        // Groups of one step have a segment each.
+        const float* group_sum = args.group_sums + (OneStep ? at : (row + r) * args.layout.groups + piece.group);
+        float32x4_t y[kQuarters], scale[kQuarters], min[kQuarters];
+        load_row(acc, y);
+        load_row(scratch.scale[0], scale);
+        if constexpr (Affine) load_row(scratch.min[0], min);
         unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
-          float32x4_t y = vld1q_f32(acc + 4 * q);
-          add_group<Bits, Affine>(y, product[q], vld1q_f32(scratch.scale[0] + 4 * q), vld1q_f32(scratch.min[0] + 4 * q),
-                                  from.group_sums);
-          vst1q_f32(acc + 4 * q, y);
+          add_group<Bits, Affine>(y[q], product[q], scale[q], min[q], group_sum);
         });
+        store_row(acc, y);
       } else {
-        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { vst1q_f32(products + 4 * q, product[q]); });
+        store_row(products, product);
       }
     });
     begins = false;
@@ -254,10 +268,7 @@ template <int Bits, bool Affine, int Rows>
   const int64_t stride = args.layout.blocks * kBlockInputs;
   const int8_t* a = args.a + row * stride + group * kHalfInputs;
   float32x4_t y[Rows][kQuarters];
-  unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-    load_pair<0>(scratch.acc[in_tile + r], y[r][0], y[r][1]);
-    load_pair<32>(scratch.acc[in_tile + r], y[r][2], y[r][3]);
-  });
+  unroll<Rows>([&](auto r) __attribute__((always_inline)) { load_row(scratch.acc[in_tile + r], y[r]); });
   unroll<2>([&](auto g) __attribute__((always_inline)) {
     if (g != 0 && !both) return;
     Sums<false> sums[Rows][kQuarters];
@@ -267,19 +278,17 @@ template <int Bits, bool Affine, int Rows>
       load_pair<32 * pair>(scratch.scale[g], scale[0], scale[1]);
       if constexpr (Affine) load_pair<32 * pair>(scratch.min[g], min[0], min[1]);
       unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-        const RowSegments from(args, row + r, group + g, group + g);
+        const int64_t at = (row + r) * args.layout.segments + group + g;  // a segment and a group
         unroll<2>([&](auto i) __attribute__((always_inline)) {
           constexpr int kQuarter = 2 * pair + i;
-          const float32x4_t product = vmulq_n_f32(value<Bits, Affine>(sums[r][kQuarter].total(), *from.sums), *from.t);
-          add_group<Bits, Affine>(y[r][kQuarter], product, scale[i], min[i], from.group_sums);
+          const float32x4_t product = vmulq_n_f32(value<Bits, Affine>(sums[r][kQuarter].total(), args.sums[at]),
+                                                     args.scales[at]);
+          add_group<Bits, Affine>(y[r][kQuarter], product, scale[i], min[i], args.group_sums + at);
         });
       });
     });
   });
-  unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-    store_pair<0>(scratch.acc[in_tile + r], y[r][0], y[r][1]);
-    store_pair<32>(scratch.acc[in_tile + r], y[r][2], y[r][3]);
-  });
+  unroll<Rows>([&](auto r) __attribute__((always_inline)) { store_row(scratch.acc[in_tile + r], y[r]); });
 }
 
 // The scales of a group, and its mins.
