@@ -79,10 +79,12 @@ struct Tile {
     products = floats + kRows;
     for (int i = 0; i < kRows; ++i) acc[i].half[0] = acc[i].half[1] = _mm256_setzero_ps();
     clear_products();
-    if constexpr (kRows > 2) {
-      forget(acc);
-      forget(products);
-    }
+    if constexpr (kRows > 2) in_memory();
+  }
+
+  [[gnu::always_inline]] void in_memory() {
+    using Sum = Float16[2 * kRows];
+    if constexpr (kRows > 2) __asm__("" : "+m"(*reinterpret_cast<Sum*>(acc)));
   }
 
   [[gnu::always_inline]] void clear_products() {
@@ -138,6 +140,7 @@ struct Tile {
     Float16 sum[kRows];
     end(sum);
     for (int i = 0; i < kRows; ++i) products[i] = sum[i];
+    in_memory();
   }
 
   // The end of a group's last segment.
@@ -154,6 +157,7 @@ struct Tile {
       }
     }
     if constexpr (Affine) ++group_sums;
+    in_memory();
   }
 };
 
