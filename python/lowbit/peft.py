@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from ._imports import why_not
+
 try:
     import peft
     from peft.tuners import lora
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 except ImportError as error:
-    raise ImportError(
-        f"peft is not installed, or not a version for lowbit: {error}. Install it with `pip install peft`."
-    ) from error
+    raise ImportError(why_not("peft", error, "pip install peft")) from error
 
 from lowbit_autoload.imports import into_peft
 

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from typing import Any
 
 import torch
 
-from . import ops
+from . import nn, ops
 from ._sizes import size
 from .layers import (
     KINDS,
@@ -118,9 +119,30 @@ def choose_layers(
     return selected
 
 
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "diffusers saves packed layers, but cannot load them. Save the model with torch.save(model, file) and load it with "
+        "torch.load(file, weights_only=False), or save the float model and quantize it after from_pretrained"
+    )
+
+
+def _refuse_diffusers(model: torch.nn.Module) -> None:
+    library = sys.modules.get("diffusers.models.modeling_utils")
+    for module in model.modules() if library else ():
+        if isinstance(module, library.ModelMixin) and any(isinstance(part, nn.Packed) for part in module.modules()):
+            module.save_pretrained = _refuse_to_save
+
+
 @contextmanager
 def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
-    """Models of transformers, also inside others: what their save_pretrained must know."""
+    """Models of transformers and diffusers, also inside others: what their save_pretrained must know."""
+    with _described_to_transformers(model):
+        yield
+    _refuse_diffusers(model)
+
+
+@contextmanager
+def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
     library = sys.modules.get("transformers.modeling_utils")  # if it is not loaded, nothing is made of it
     if library is None or not any(isinstance(module, library.PreTrainedModel) for module in model.modules()):
         yield

@@ -7,13 +7,12 @@ Importing this module, or using ``lowbit.LowBitConfig``, registers the method "l
 >>> model = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=config)  # doctest: +SKIP
 """
 
+from ._imports import why_not
+
 try:
     from .hf.config import FORMAT_VERSION, METHOD, LowBitConfig
     from .hf.quantizer import LowBitQuantizer
 except ImportError as error:
-    raise ImportError(
-        f"transformers is not installed, or not a version for lowbit: {error}. Install it with "
-        "`pip install 'transformers>=5,<6'`."
-    ) from error
+    raise ImportError(why_not("transformers", error, "pip install 'transformers>=5,<6'")) from error
 
 __all__ = ["FORMAT_VERSION", "METHOD", "LowBitConfig", "LowBitQuantizer"]

@@ -78,8 +78,7 @@ class LowBitQuantizer(HfQuantizer):
         refuse_parts(model)
         state = model.state_dict()
         tied = getattr(model, "all_tied_weights_keys", None) or {}  # these are saved under the other name
-        packed = [name for name in state if name.rpartition(".")[2] == PACKED and state[name].dim() == 1]
-        for name in packed:
+        for name in [name for name in state if name.rpartition(".")[2] == PACKED]:
             if name not in tied:
                 # Empty, but with memory of its own: transformers takes tensors at the same address for one.
                 state[float_name(name, state[name].shape)] = torch.zeros(1, dtype=torch.uint8)[:0]
