@@ -7,7 +7,9 @@ _BETWEEN = {"lowbit", "lowbit_autoload", "torch", "__main__", *sys.stdlib_module
 
 def why_not(package: str, error: ImportError, install: str) -> str:
     """Why `package` cannot be imported and what to do, which is to `install` it unless another package is the cause."""
-    culprit, root, cause = package, error, error
+    culprit = package
+    root: BaseException = error
+    cause: BaseException | None = error
     while cause is not None:
         trace = cause.__traceback__
         while trace is not None:  # the innermost package that was being imported

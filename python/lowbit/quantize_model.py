@@ -128,7 +128,9 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 def _refuse_diffusers(model: torch.nn.Module) -> None:
     library = sys.modules.get("diffusers.models.modeling_utils")
-    for module in model.modules() if library else ():
+    if library is None:  # then the model has none
+        return
+    for module in model.modules():
         if isinstance(module, library.ModelMixin) and any(isinstance(part, nn.Packed) for part in module.modules()):
             module.save_pretrained = _refuse_to_save
 
@@ -195,7 +197,7 @@ def quantize_(
         patterns with configs of the other kind are passed over.
 
     A model of transformers gets a ``quantization_config``: what ``save_pretrained`` then saves, ``from_pretrained`` loads
-    after ``import lowbit.transformers``.
+    wherever lowbit is installed. A model of diffusers is not saved by ``save_pretrained``, as diffusers could not load it.
 
     Warns of patterns that match nothing, and of matrices in layers of other kinds, when they are more than a hundredth of
     the model's bytes.

@@ -1,6 +1,7 @@
 """Hugging Face transformers: ``from_pretrained`` quantises, and loads what is quantised.
 
-Importing this module, or using ``lowbit.LowBitConfig``, registers the method "lowbit" with transformers.
+transformers imports this module when it first meets the method "lowbit" (``lowbit_autoload.imports``). With
+``LOWBIT_AUTOLOAD=0`` importing it, or using ``lowbit.LowBitConfig``, registers the method.
 
 >>> import lowbit, transformers
 >>> config = lowbit.LowBitConfig(bits=4, group_size=32)
