@@ -10,7 +10,6 @@ import torch
 import torch.distributed
 import transformers
 
-import lowbit.transformers  # noqa: F401 - transformers loads packed checkpoints with it
 from lowbit.tensor_parallel import shard_
 
 

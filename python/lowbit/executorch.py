@@ -10,6 +10,7 @@
 import ctypes
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from . import _C
 
@@ -35,12 +36,16 @@ def register() -> None:
     """
     try:
         # First: it brings the runtime's own libraries into the process, which the operator library then uses.
-        runtime = import_module("executorch.runtime")
+        runtime = import_module("executorch.extension.pybindings.portable_lib")
     except ImportError as error:
         raise ImportError(f"executorch is not installed, or does not load: {error}. {_INSTALL}") from error
-    registered = runtime.Runtime.get().operator_registry
+    register_with(runtime)
+
+
+def register_with(runtime: ModuleType) -> None:
+    """As :func:`register`, when the module with ExecuTorch's compiled part is there."""
     # The runtime ends the process when an operator is registered twice.
-    present = _OPERATORS & registered.operator_names
+    present = _OPERATORS.intersection(runtime._get_operator_names())
     if present == _OPERATORS:
         return
     if present:
@@ -61,5 +66,5 @@ def register() -> None:
         raise ImportError(
             f"lowbit's ExecuTorch library does not load: {error}. Build lowbit again with `pip install .`."
         ) from error
-    if not _OPERATORS <= registered.operator_names:
+    if not _OPERATORS.issubset(runtime._get_operator_names()):
         raise ImportError(f"{library} has registered its operators with another ExecuTorch runtime than Python's")

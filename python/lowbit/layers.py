@@ -255,6 +255,23 @@ def warn_of_floats(
     warnings.warn(f"{only}{share}, {'; and '.join(parts)}", stacklevel=stacklevel + 1)
 
 
+def warn_of_training(model: torch.nn.Module) -> None:
+    """Warns, in one line, when most weights of a model about to be trained are packed, and it has no adapters."""
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        return
+    infos = [module.info for module in model.modules() if isinstance(module, nn.Packed)]
+    packed = sum(info.out_features * info.in_features * (info.experts or 1) for info in infos)
+    parameters = list(model.parameters())
+    total = packed + sum(parameter.numel() for parameter in parameters)
+    if packed > total / 2:
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        warnings.warn(
+            f"training changes {100 * trained / total:.2g} % of the weights of this {type(model).__name__}: "
+            f"{100 * packed / total:.0f} % are packed and stay as they are. Train before quantizing, or train adapters (peft).",
+            stacklevel=2,
+        )
+
+
 def leave_fused_paths(model: torch.nn.Module) -> None:
     """Makes torch's encoder layers call their linear layers where these are quantised, or prepared for it."""
     # In evaluation torch's encoder layers hand the float weights of their linear layers to one fused operator. These

@@ -1,21 +1,25 @@
 """LoRA on packed layers, through peft: the packed weights stay as they are, beside each float matrices are trained.
 
->>> import lowbit.peft, peft
->>> config = lowbit.peft.for_packed_layers(peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
->>> model = peft.get_peft_model(model, config)  # doctest: +SKIP
+>>> import peft
+>>> model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from ._imports import why_not
+
 try:
     import peft
     from peft.tuners import lora
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 except ImportError as error:
-    raise ImportError(
-        f"peft is not installed, or not a version for lowbit: {error}. Install it with `pip install peft`."
-    ) from error
+    raise ImportError(why_not("peft", error, "pip install peft")) from error
+
+from lowbit_autoload.imports import into_peft
 
 from . import nn
 
@@ -31,6 +35,7 @@ class LoraLinear(lora.Linear):
         return {(): None}  # the others change the weight, or read it at each call
 
     def update_layer(self, adapter_name: str, *arguments: Any, **options: Any) -> None:
+        _check(options["config"])
         start = options["config"].init_lora_weights
         if start not in (True, False, "gaussian", "orthogonal"):
             raise ValueError(
@@ -56,13 +61,35 @@ class LoraLinear(lora.Linear):
         """Nothing: adapters are never merged."""
 
 
+def _check(config: peft.LoraConfig) -> None:
+    if config.use_dora:
+        raise ValueError("config has use_dora=True; expected False: DoRA reads the float weight at each call")
+    if getattr(config, "use_qalora", False):
+        raise ValueError("config has use_qalora=True; expected False: peft has it for GPTQ's own layers only")
+
+
+def know_packed_layers(config: peft.LoraConfig, model: torch.nn.Module) -> None:
+    """What peft's LoraModel does before it puts adapters on a model: they may be on packed layers, and "all-linear" means
+    these too, all but the output head."""
+    packed = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not packed:
+        return
+    config._register_custom_module({nn.Linear: LoraLinear})
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        find_head = getattr(model, "get_output_embeddings", lambda: None)
+        head = find_head()
+        floats = _maybe_include_all_linear_layers(config, model).target_modules
+        config.target_modules = floats | {name for name in packed if model.get_submodule(name) is not head}
+
+
 def for_packed_layers(config: peft.LoraConfig) -> peft.LoraConfig:
-    """Lets peft put adapters on :class:`lowbit.nn.Linear`.
+    """Checks that a config of peft is one for packed layers.
+
+    peft puts adapters on :class:`lowbit.nn.Linear` by itself; only where ``LOWBIT_AUTOLOAD=0`` or
+    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` does it need ``import lowbit.peft``.
 
     Args:
-        config: a LoraConfig, or one that ``peft.PeftConfig.from_pretrained`` has read: an adapter is loaded with
-            ``PeftModel.from_pretrained(model, path, config=for_packed_layers(PeftConfig.from_pretrained(path)))``.
-            ``target_modules`` are names: peft's "all-linear" means float layers.
+        config: a LoraConfig, or one that ``peft.PeftConfig.from_pretrained`` has read.
 
     Returns:
         The config.
@@ -72,17 +99,10 @@ def for_packed_layers(config: peft.LoraConfig) -> peft.LoraConfig:
     """
     if not isinstance(config, peft.LoraConfig) or isinstance(config, peft.AdaLoraConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a peft.LoraConfig")
-    if config.use_dora:
-        raise ValueError("config has use_dora=True; expected False: DoRA reads the float weight at each call")
-    if getattr(config, "use_qalora", False):
-        raise ValueError("config has use_qalora=True; expected False: peft has it for GPTQ's own layers only")
-    if config.target_modules == "all-linear":
-        raise ValueError(
-            "target_modules is 'all-linear', by which peft means float layers; expected names, such as "
-            "['q_proj', 'v_proj']"
-        )
-    config._register_custom_module({nn.Linear: LoraLinear})
+    _check(config)
     return config
 
+
+into_peft(lora.model)
 
 __all__ = ["LoraLinear", "for_packed_layers"]

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from typing import Any
 
 import torch
 
-from . import ops
+from . import nn, ops
 from ._sizes import size
 from .layers import (
     KINDS,
@@ -118,9 +119,32 @@ def choose_layers(
     return selected
 
 
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "diffusers saves packed layers, but cannot load them. Save the model with torch.save(model, file) and load it with "
+        "torch.load(file, weights_only=False), or save the float model and quantize it after from_pretrained"
+    )
+
+
+def _refuse_diffusers(model: torch.nn.Module) -> None:
+    library = sys.modules.get("diffusers.models.modeling_utils")
+    if library is None:  # then the model has none
+        return
+    for module in model.modules():
+        if isinstance(module, library.ModelMixin) and any(isinstance(part, nn.Packed) for part in module.modules()):
+            module.save_pretrained = _refuse_to_save
+
+
 @contextmanager
 def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
-    """Models of transformers, also inside others: what their save_pretrained must know."""
+    """Models of transformers and diffusers, also inside others: what their save_pretrained must know."""
+    with _described_to_transformers(model):
+        yield
+    _refuse_diffusers(model)
+
+
+@contextmanager
+def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
     library = sys.modules.get("transformers.modeling_utils")  # if it is not loaded, nothing is made of it
     if library is None or not any(isinstance(module, library.PreTrainedModel) for module in model.modules()):
         yield
@@ -173,7 +197,7 @@ def quantize_(
         patterns with configs of the other kind are passed over.
 
     A model of transformers gets a ``quantization_config``: what ``save_pretrained`` then saves, ``from_pretrained`` loads
-    after ``import lowbit.transformers``.
+    wherever lowbit is installed. A model of diffusers is not saved by ``save_pretrained``, as diffusers could not load it.
 
     Warns of patterns that match nothing, and of matrices in layers of other kinds, when they are more than a hundredth of
     the model's bytes.

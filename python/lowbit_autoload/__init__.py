@@ -1,4 +1,5 @@
-"""Registers lowbit's operators while torch is imported, so that files that use them load without naming lowbit.
+"""Registers lowbit's operators while torch is imported, so that files that use them load without naming lowbit, and tells
+other libraries of it (:mod:`lowbit_autoload.imports`).
 
 torch calls :func:`register` (an entry point of the group "torch.backends") at the end of ``import torch``, unless
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``. It is not part of the package ``lowbit`` because that raises where it cannot work,
@@ -8,9 +9,12 @@ and torch makes of any error here a failed ``import torch``.
 import sys
 import warnings
 
+from .imports import watch
+
 
 def register() -> None:
     """Imports lowbit. Where that fails, a warning says why."""
+    watch()
     if "lowbit" in sys.modules:
         return  # it is what imports torch, and registers its operators next
     try:

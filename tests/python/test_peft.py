@@ -95,6 +95,27 @@ def test_adapters_are_saved_and_loaded(tmp_path):
             assert torch.equal(again(checkpoints.TOKENS).logits, without)
 
 
+@pytest.mark.parametrize("targets", [TARGETS, "all-linear"])
+def test_nothing_has_to_be_said_to_peft(tmp_path, targets):
+    model = packed_model("untied")
+    model.extra = torch.nn.Linear(4, 4)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+    kinds = {name: type(layer) for name, layer in model.named_modules() if isinstance(layer, peft.tuners.lora.LoraLayer)}
+    if targets == TARGETS:
+        assert set(kinds.values()) == {lowbit.peft.LoraLinear} and len(kinds) == 4
+    else:  # 7 layers of 2 blocks, one that stays float, not the head
+        assert kinds.pop("extra") is peft.tuners.lora.Linear and len(kinds) == 14
+        assert set(kinds.values()) == {lowbit.peft.LoraLinear} and isinstance(model.lm_head, lowbit.nn.Linear)
+    torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
+    with torch.no_grad():
+        expected = adapted(checkpoints.TOKENS).logits
+    adapted.save_pretrained(tmp_path)
+    fresh = packed_model("untied")
+    fresh.extra = torch.nn.Linear(4, 4)
+    with torch.no_grad():
+        assert torch.equal(peft.PeftModel.from_pretrained(fresh, tmp_path)(checkpoints.TOKENS).logits, expected)
+
+
 def test_merging_is_refused():
     model = peft.get_peft_model(packed_model(), config())
     for merge in (model.merge_and_unload, model.merge_adapter, lambda: model.merge_and_unload(safe_merge=True)):
@@ -111,8 +132,8 @@ def test_what_is_refused():
         config(use_dora=True)
     with pytest.raises(ValueError, match="use_qalora=True; expected False"):
         config(use_qalora=True)
-    with pytest.raises(ValueError, match="'all-linear'"):
-        lowbit.peft.for_packed_layers(peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(ValueError, match="use_dora=True; expected False"):
+        peft.get_peft_model(packed_model(), peft.LoraConfig(target_modules=TARGETS, use_dora=True))
     for start in ("pissa", "olora"):
         with pytest.raises(ValueError, match=f"init_lora_weights is '{start}'; expected True, False"):
             peft.get_peft_model(packed_model(), config(init_lora_weights=start))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import CompileConfig, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, CompileConfig, LlamaForSequenceClassification, Qwen3MoeConfig
 
 import lowbit
 from checkpoints import (
@@ -80,12 +80,19 @@ assert "lowbit.transformers" not in sys.modules
 """
 
 
-def test_without_lowbit_a_checkpoint_does_not_load(tmp_path, run_python):
+def test_without_lowbit_a_checkpoint_does_not_load(tmp_path, run_python, monkeypatch):
     source = save_model(tmp_path / "source", "tied")
     quantize_checkpoint(source, tmp_path / "packed", CONFIG)
     quantize_checkpoint(source, tmp_path / "shards", CONFIG, max_shard_bytes=40_000)
     load(tmp_path / "packed").save_pretrained(tmp_path / "saved")
-    directories = [tmp_path / name for name in ("packed", "shards", "saved")]
+    mixture = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        num_experts=4, moe_intermediate_size=32,
+    )  # fmt: skip
+    experts = AutoModelForCausalLM.from_config(mixture)
+    lowbit.quantize_(experts, {"*.experts.*": lowbit.LinearConfig(4, 32)}).save_pretrained(tmp_path / "experts")
+    directories = [tmp_path / name for name in ("packed", "shards", "saved", "experts")]
+    monkeypatch.setenv("LOWBIT_AUTOLOAD", "0")
     result = run_python(WITHOUT_LOWBIT, *directories)
     assert result.returncode == 0, result.stderr
 

@@ -112,7 +112,7 @@ def quantize_checkpoint(
     """Quantises a checkpoint of transformers, a band of rows at a time: memory stays at some tens of megabytes.
 
     The result has the same bytes as ``from_pretrained(source, quantization_config=config)``, and is loaded by
-    ``from_pretrained(target)`` after ``import lowbit.transformers``.
+    ``from_pretrained(target)`` wherever lowbit is installed.
 
     Args:
         source: a directory with config.json and safetensors files, of any architecture that transformers knows.

@@ -26,6 +26,7 @@ import torch
 import lowbit
 
 from .. import _C
+from .._imports import why_not
 from .._machine import cpp_compiler
 from ..files.untrusted import one_line
 
@@ -166,7 +167,9 @@ def _language_models(directory: Path) -> None:
     try:
         llm = import_module("lowbit.llm")
         config = llm.shape_config("llama-3.2-1b")
-    except (ImportError, AttributeError) as error:
+    except ImportError as error:
+        raise Broken(why_not("transformers", error, _TRANSFORMERS), _TRANSFORMERS) from error
+    except AttributeError as error:
         raise Broken(f"transformers does not load: {error}", _TRANSFORMERS) from error
     config.vocab_size, config.hidden_size, config.intermediate_size, config.num_hidden_layers = 256, 64, 128, 2
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16

@@ -1,4 +1,4 @@
-"""The only place that touches what transformers does not document. ``import lowbit.transformers`` registers it."""
+"""The only place that touches what transformers does not document."""
 
 import transformers
 

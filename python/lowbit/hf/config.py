@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.quantizers import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
@@ -63,7 +62,6 @@ def _pair(entry: Any) -> list:
     )
 
 
-@register_quantization_config(METHOD)
 class LowBitConfig(QuantizationConfigMixin):
     """How to quantise a model of transformers.
 

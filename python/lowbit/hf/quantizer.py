@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers import HfQuantizer, auto
 
 from .. import nn
 from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
@@ -57,7 +57,6 @@ def _shards_beside(directory: Path) -> list[Path]:
         return []
 
 
-@register_quantizer(METHOD)
 class LowBitQuantizer(HfQuantizer):
     """Quantises tensor by tensor while a float checkpoint is loaded, and loads packed ones as they are mapped."""
 
@@ -79,8 +78,7 @@ class LowBitQuantizer(HfQuantizer):
         refuse_parts(model)
         state = model.state_dict()
         tied = getattr(model, "all_tied_weights_keys", None) or {}  # these are saved under the other name
-        packed = [name for name in state if name.rpartition(".")[2] == PACKED and state[name].dim() == 1]
-        for name in packed:
+        for name in [name for name in state if name.rpartition(".")[2] == PACKED]:
             if name not in tied:
                 # Empty, but with memory of its own: transformers takes tensors at the same address for one.
                 state[float_name(name, state[name].shape)] = torch.zeros(1, dtype=torch.uint8)[:0]
@@ -209,6 +207,11 @@ class LowBitQuantizer(HfQuantizer):
         shard_as_asked(model, self._plan, self._where)
         del self._ties, self._shared, self._where, self._selected, self._plan
         return model
+
+
+# Assigned: lowbit_autoload has put into both tables what imports this file, for which register_quantizer has an error.
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = LowBitConfig
+auto.AUTO_QUANTIZER_MAPPING[METHOD] = LowBitQuantizer
 
 
 class _Quantize(ConversionOps):

@@ -1,0 +1,27 @@
+"""Why an import failed: libraries that import lazily say so several exceptions away from the cause."""
+
+import sys
+
+_BETWEEN = {"lowbit", "lowbit_autoload", "torch", "__main__", *sys.stdlib_module_names}
+
+
+def why_not(package: str, error: ImportError, install: str) -> str:
+    """Why `package` cannot be imported and what to do, which is to `install` it unless another package is the cause."""
+    culprit = package
+    root: BaseException = error
+    cause: BaseException | None = error
+    while cause is not None:
+        trace = cause.__traceback__
+        while trace is not None:  # the innermost package that was being imported
+            name = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+            culprit = culprit if name in _BETWEEN else name
+            trace = trace.tb_next
+        root, cause = cause, cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    if isinstance(root, ModuleNotFoundError) and root.name:
+        culprit = root.name.partition(".")[0]
+    if culprit == package:
+        return f"{package} is not installed, or not a version for lowbit: {root}. Install it with `{install}`."
+    return (
+        f"{package} does not load, and the cause is {culprit}: {type(root).__name__}: {root}. Install a {culprit} that fits "
+        "the other packages, or uninstall it."
+    )

@@ -1,0 +1,135 @@
+"""Tells other libraries of lowbit when they are imported, so that a program which uses them need not import lowbit's side.
+
+A finder on ``sys.meta_path`` waits for a few modules and runs a step after each. It imports none of them, and a step imports
+no more of lowbit than ``import torch`` has: what needs more runs when it is used. ``LOWBIT_AUTOLOAD=0`` turns all of it off.
+"""
+
+import functools
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class _Later:
+    """Stands in a table of transformers for a class of lowbit.transformers. That module is imported when the class is
+    used, and puts the class itself into the table."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def _found(self) -> Any:
+        return getattr(import_module("lowbit.transformers"), self._name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._found()(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found(), name)
+
+
+def _into_transformers(_: ModuleType) -> None:
+    """Registers the quantization method. Tables that are not there yet are filled after ``modeling_utils``: where
+    ``transformers.quantizers.auto`` is what imports torch, its own import cannot be watched any more."""
+    auto = sys.modules.get("transformers.quantizers.auto")
+    for table, name in (("AUTO_QUANTIZATION_CONFIG_MAPPING", "LowBitConfig"), ("AUTO_QUANTIZER_MAPPING", "LowBitQuantizer")):
+        # lowbit.transformers may have been imported first. One step, as other threads may be loading models.
+        getattr(auto, table, {}).setdefault("lowbit", _Later(name))
+
+
+def _into_trainer(callbacks: ModuleType) -> None:
+    """Warns when transformers' Trainer begins to train a packed model. Every Trainer has this callback, without a method
+    of this name."""
+    def on_train_begin(self, args, state, control, model=None, **_: Any) -> None:
+        import_module("lowbit.layers").warn_of_training(model)
+
+    if "on_train_begin" not in vars(callbacks.DefaultFlowCallback):
+        callbacks.DefaultFlowCallback.on_train_begin = on_train_begin
+
+
+def into_peft(lora: ModuleType) -> None:
+    """Lets LoRA know packed layers: ``lora`` is ``peft.tuners.lora.model``."""
+    usual = lora.LoraModel._prepare_model
+    if hasattr(usual, "__wrapped__"):
+        return
+
+    @functools.wraps(usual)
+    def _prepare_model(self, peft_config, model):
+        usual(self, peft_config, model)
+        import_module("lowbit.peft").know_packed_layers(peft_config, model)
+
+    lora.LoraModel._prepare_model = _prepare_model
+
+
+def _into_executorch(runtime: ModuleType) -> None:
+    """Registers the operators with ExecuTorch's runtime: ``runtime`` is its compiled part."""
+    try:
+        import_module("lowbit.executorch").register_with(runtime)
+    except ImportError:
+        pass  # lowbit.executorch.register() says why; a program without packed layers does not care
+
+
+_STEPS: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.quantizers.auto": _into_transformers,
+    "transformers.modeling_utils": _into_transformers,
+    "transformers.trainer_callback": _into_trainer,
+    "peft.tuners.lora.model": into_peft,
+    "executorch.extension.pybindings._C": _into_executorch,
+}
+
+
+def _step(module: ModuleType) -> None:
+    name = module.__name__
+    try:
+        _STEPS[name](module)
+    except Exception as error:  # the library works all the same
+        warnings.warn(
+            f"lowbit cannot extend {name}: {type(error).__name__}: {error} (LOWBIT_AUTOLOAD=0 stops the attempt.)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+class _Finder:
+    """Finds nothing itself: it takes what the other finders find, and adds the step."""
+
+    def __init__(self) -> None:
+        self._asking = threading.local()
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        if name not in _STEPS or getattr(self._asking, "others", False):
+            return None
+        self._asking.others = True
+        try:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self._asking.others = False
+        execute = getattr(spec and spec.loader, "exec_module", None)
+        if execute is not None:
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                if module.__name__ in _STEPS:  # a loader may be that of other modules too
+                    _step(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def watch() -> None:
+    """Begins to wait for the libraries; what is imported already is told at once.
+
+    The finder stays when all has been told: taking it out would make a thread that imports something else at that moment
+    pass over one of the other finders. It costs a look into a dictionary for each import.
+    """
+    if os.environ.get("LOWBIT_AUTOLOAD", "1") != "1" or any(isinstance(each, _Finder) for each in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name in _STEPS:
+        if name in sys.modules:
+            _step(sys.modules[name])
