@@ -70,6 +70,9 @@ def test_a_model_beside_a_plain_computation(floats, packed, length, window, stri
     assert math.isclose(found.kld, each.mean(), rel_tol=1e-4)
     assert math.isclose(found.kld_99, each.quantile(0.99), rel_tol=1e-4)
     assert found.top1 == (theirs.argmax(1) == ours.argmax(1)).double().mean().item()
+    of_text = torch.tensor(tokens[1:])[:, None]
+    difference = (theirs - ours).gather(1, of_text)
+    assert math.isclose(found.nats_error, difference.std(correction=0) / len(difference) ** 0.5, rel_tol=1e-4, abs_tol=1e-9)
     for result, model in ((found.model, packed), (found.reference, floats)):
         expected = perplexity(model, tokens, window=window, stride=stride)
         assert (result.tokens, math.isclose(result.nats, expected.nats, rel_tol=1e-6)) == (length - 1, True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._sizes import size
 from ..files.replace import replacing
 from ..files.safetensors import Stored, Writer, read_bytes, read_file, read_metadata, read_rows
-from .perplexity import Perplexity, predictions, windows_of
+from .perplexity import Perplexity, check_causal, predictions, windows_of
 
 _VERSION = "1"
 _KEY = "lowbit_reference"  # in the file's metadata: its version
@@ -31,6 +31,7 @@ class Divergence:
     kld: float  # mean over the predicted tokens of KL(reference || model), in nats
     kld_99: float  # its 99th percentile
     top1: float  # the share of tokens where both have the same most likely next token
+    nats_error: float  # standard error of the mean, over the tokens, of log(p of reference) - log(p of model)
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,13 @@ def compare(
             that holds no logits, or was made from other tokens, another window or another stride.
         OSError: the file cannot be read.
     """
+    if cache is None:  # a decoder checks for itself
+        check_causal(model)
     if isinstance(reference, torch.nn.Module):
+        check_causal(reference)
         expected = _computed(reference, tokens, window, stride)
     else:
-        expected = _stored(Path(reference), tokens, window, stride)
+        expected = stored(Path(reference), tokens, window, stride)
     with closing(expected), closing(predictions(model, tokens, window, stride, cache, progress)) as predicted:
         return judge(predicted, expected)
 
@@ -106,6 +110,7 @@ def save_logits(
         ValueError: what :func:`~lowbit.llm.perplexity.perplexity` refuses, or another suffix.
         OSError: the file cannot be written, or the disk has too little space for it.
     """
+    check_causal(model)
     count, vocabulary = len(tokens) - 1, model.config.get_text_config().vocab_size
     tensors = [
         ("log_probabilities", "F16", (count, vocabulary), 2 * count * vocabulary),
@@ -170,13 +175,14 @@ def judge(predicted: Iterator[tuple[Tensor, Tensor]], expected: Iterator[Expecte
             nats.append(-ours.gather(1, tokens[begin:end, None])[:, 0])
             same += int((ours.argmax(-1) == reference.most_likely[begin:end]).sum())
         of_reference.append(reference.nats)
-    each = torch.cat(divergence).double()
+    each, ours, theirs = (torch.cat(parts).double() for parts in (divergence, nats, of_reference))
     return Divergence(
-        Perplexity(len(each), torch.cat(nats).double().sum().item()),
-        Perplexity(len(each), torch.cat(of_reference).double().sum().item()),
+        Perplexity(len(each), ours.sum().item()),
+        Perplexity(len(each), theirs.sum().item()),
         each.mean().item(),
         each.quantile(0.99).item(),
         same / len(each),
+        (ours - theirs).std(correction=0).item() / len(each) ** 0.5,
     )
 
 
@@ -190,7 +196,8 @@ def _computed(model: torch.nn.Module, tokens: Sequence[int], window: int, stride
             yield Expected(rows, logits.argmax(-1), nats)
 
 
-def _stored(path: Path, tokens: Sequence[int], window: int, stride: int) -> Generator[Expected, None, None]:
+def stored(path: Path, tokens: Sequence[int], window: int, stride: int) -> Generator[Expected, None, None]:
+    """What is in a file of :func:`save_logits`, window by window."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; expected a file of logits, or load the model in it")
     found = read_file(path)

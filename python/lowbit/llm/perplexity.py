@@ -64,11 +64,23 @@ def perplexity(
             logits behind a token change with the tokens that follow: it would be told what it should
             predict; logits of NaN; or, with a cache, whatever a decoder refuses.
     """
+    if cache is None:  # a decoder checks for itself
+        check_causal(model)
     with closing(predictions(model, tokens, window, stride, cache, progress)) as windows:
         nats = sum(
             torch.nn.functional.cross_entropy(logits, expected, reduction="sum").item() for logits, expected in windows
         )
     return Perplexity(len(tokens) - 1, nats)
+
+
+def check_causal(model: torch.nn.Module) -> None:
+    """Raises ValueError for a model whose logits behind a token change with the tokens that follow it."""
+    try:
+        follows = sees_what_follows(model)
+    except Unsupported as error:
+        follows = str(error)
+    if follows is not None:
+        raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
 
 
 def windows_of(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -92,8 +104,8 @@ def predictions(
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yields for each window the logits, float32 [new tokens, vocabulary], and the ids of the new tokens, int64.
 
-    Arguments and errors are those of :func:`perplexity`. Close the generator: with a cache, the model belongs to a decoder
-    until then.
+    Arguments and errors are those of :func:`perplexity`, without the check of :func:`check_causal`. Close the generator: with
+    a cache, the model belongs to a decoder until then.
     """
     config = model.config.get_text_config()
     limit = position_limit(config)
@@ -111,13 +123,6 @@ def predictions(
             f"the text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {config.vocab_size - 1}: "
             "the tokenizer is another model's"
         )
-    if cache is None:
-        try:
-            follows = sees_what_follows(model)
-        except Unsupported as error:
-            follows = str(error)
-        if follows is not None:
-            raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
     decoder = None if cache is None else Decoder(model, -(-window // 16) * 16, cache)
     try:
         for begin, end, done in windows_of(len(ids), window, stride):
