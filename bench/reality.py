@@ -76,7 +76,8 @@ class Judge:
             "kld": found.kld, "kld_99": found.kld_99, "top1": found.top1,
         }  # fmt: skip
         self.rows.append(row)
-        say(f"{name}: perplexity {row['perplexity']:.3f}, KLD {row['kld']:.5f}, top-1 {row['top1']:.3f}")
+        change = f"{row['percent']:+.2f} ± {row['error']:.2f} %"
+        say(f"{name}: perplexity {row['perplexity']:.3f} ({change}), KLD {row['kld']:.5f}, top-1 {row['top1']:.3f}")
 
 
 def judge_table(judge: Judge) -> None:
