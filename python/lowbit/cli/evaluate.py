@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -22,9 +22,13 @@ from .options import (
     Threads,
     make_config,
     parse_widths,
+    refuse_unused,
     refuse_without_bits,
 )
 from .output import Output, size, table
+
+if TYPE_CHECKING:
+    from lowbit.llm.perplexity import Perplexity
 
 
 def evaluate(
@@ -42,14 +46,29 @@ def evaluate(
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
     stride: Annotated[int, typer.Option("--stride", min=1, help="New tokens per window.")] = 256,
     cache: Cache = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            "--reference", help="Compare with this model's directory or file of logits.", show_default=False
+        ),
+    ] = None,
+    save_logits: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-logits", metavar="FILE", help="Write the model's logits here, for --reference.", show_default=False
+        ),
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity of a text, for the checkpoint as it is and at other widths."""
+    """Perplexity of a text, and the divergence from a reference, for the checkpoint as it is and at other widths."""
+    from lowbit.llm.divergence import compare
     from lowbit.llm.loading import is_packed, load_tokenizer
     from lowbit.llm.perplexity import perplexity
 
     output = Output(as_json)
+    if save_logits is not None:
+        refuse_unused("with --save-logits", bits=bits is not None, cache=cache is not None, reference=reference is not None)
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
     widths = [] if bits is None else parse_widths(bits)
     configs = [None, *(make_config(width, group_size, mapping, embedding_bits) for width in widths)]
@@ -61,25 +80,41 @@ def evaluate(
     tokens = tokenizer(content, verbose=False)[
         "input_ids"
     ]  # verbose: a warning that they are more than the model takes
+    against = None if reference is None else _load_reference(output, reference, model, content, tokens)
     results = []
-    shown = table("weights", "size", "perplexity", "bits per byte", "seconds")
+    columns = [] if against is None else ["KLD", "KLD 99 %", "top-1"]
+    shown = table("weights", "size", "perplexity", "bits per byte", *columns, "seconds")
     for config in configs:
         loaded = load(output, model, config)
         name = _name_weights(loaded) if config is None else f"{config.bits} bits"
+        weight_bytes = sum(tensor.nbytes for tensor in _tensors(loaded))
         begin = time.perf_counter()
+        compared = None
         with output.progress(f"{text}, {name}", "tokens") as advance:
-            measured = perplexity(loaded, tokens, window=window, stride=stride, cache=cache, progress=advance)
+            common: dict[str, Any] = {"window": window, "stride": stride, "progress": advance}
+            if save_logits is not None:
+                measured = _save(output, loaded, tokens, save_logits, common)
+            elif against is not None:
+                compared = compare(loaded, tokens, against, cache=cache, **common)
+                measured = compared.model
+            else:
+                measured = perplexity(loaded, tokens, cache=cache, **common)
         row = {
             "weights": name,
             "bits": None if config is None else config.bits,
-            "weight_bytes": sum(tensor.nbytes for tensor in _tensors(loaded)),
+            "weight_bytes": weight_bytes,
             "perplexity": measured.perplexity,
             "bits_per_byte": measured.bits_per_byte(len(content.encode())),
+            "kld": None if compared is None else compared.kld,
+            "kld_99": None if compared is None else compared.kld_99,
+            "top1": None if compared is None else compared.top1,
             "seconds": time.perf_counter() - begin,
         }
         results.append(row)
-        figures = f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.4f}", f"{row['seconds']:.1f}"
-        shown.add_row(name, size(row["weight_bytes"]), *figures)
+        figures = [f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.4f}"]
+        if compared is not None:
+            figures += [f"{compared.kld:.5f}", f"{compared.kld_99:.4f}", f"{compared.top1:.4f}"]
+        shown.add_row(name, size(weight_bytes), *figures, f"{row['seconds']:.1f}")
         del loaded  # before the next one is loaded
     document = {
         "model": str(model),
@@ -89,10 +124,33 @@ def evaluate(
         "window": window,
         "stride": stride,
         "cache": cache,
+        "reference": None if reference is None else str(reference),
+        "reference_perplexity": None if compared is None else compared.reference.perplexity,
+        "saved_logits": None if save_logits is None else str(save_logits),
         "threads": torch.get_num_threads(),
         "results": results,
     }
     output.result(document, shown)
+
+
+def _load_reference(output: Output, reference: Path, model: Path, content: str, tokens: list[int]) -> torch.nn.Module | Path:
+    """A model, in float32, or the file of logits."""
+    from lowbit.llm.loading import load_tokenizer
+
+    if not reference.is_dir():
+        return reference
+    if load_tokenizer(reference)(content, verbose=False)["input_ids"] != tokens:
+        raise ValueError(f"the tokenizers in {reference} and {model} give different tokens; a reference has the same tokenizer")
+    return load(output, reference, None).float()
+
+
+def _save(output: Output, model: torch.nn.Module, tokens: list[int], path: Path, common: dict[str, Any]) -> Perplexity:
+    from lowbit.llm.divergence import logits_bytes, save_logits
+
+    vocabulary = model.config.get_text_config().vocab_size
+    bytes_ = logits_bytes(len(tokens), vocabulary)
+    output.note(f"{path} will have {size(bytes_)}: {len(tokens) - 1} predicted tokens, a vocabulary of {vocabulary}")
+    return save_logits(model.float(), tokens, path, **common)
 
 
 def _name_weights(model: torch.nn.Module) -> str:

@@ -227,12 +227,15 @@ def orders_of(tensors: Mapping[str, Stored]) -> set[str]:
     return found
 
 
-def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, int]:
+def header_of(
+    tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, int]:
     """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them.
 
-    Packed weights get their guards (:func:`float_name`), which have no bytes.
+    Packed weights get their guards (:func:`float_name`), which have no bytes. ``metadata``: what the file says of itself
+    besides its format.
     """
-    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, dtype, shape, size in tensors:
         if name.endswith(PACKED_SUFFIX):
@@ -247,8 +250,13 @@ def header_of(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[byt
 class Writer:
     """A file whose tensors are known by name, dtype, shape and bytes, and are then written in this order."""
 
-    def __init__(self, path: Path, tensors: list[tuple[str, str, tuple[int, ...], int]]):
-        header, size = header_of(tensors)
+    def __init__(
+        self,
+        path: Path,
+        tensors: list[tuple[str, str, tuple[int, ...], int]],
+        metadata: Mapping[str, str] | None = None,
+    ):
+        header, size = header_of(tensors, metadata)
         # Unbuffered: after an error nothing is left that closing would try to write.
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
         self._end = len(header) + size

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from inspect import signature
 
 import torch
+from torch import Tensor
 
 from ..hf.decoding import Unsupported, position_limit
 from .decoder import Decoder
@@ -62,6 +64,49 @@ def perplexity(
             logits behind a token change with the tokens that follow: it would be told what it should
             predict; logits of NaN; or, with a cache, whatever a decoder refuses.
     """
+    if cache is None:  # a decoder checks for itself
+        check_causal(model)
+    with closing(predictions(model, tokens, window, stride, cache, progress)) as windows:
+        nats = sum(
+            torch.nn.functional.cross_entropy(logits, expected, reduction="sum").item() for logits, expected in windows
+        )
+    return Perplexity(len(tokens) - 1, nats)
+
+
+def check_causal(model: torch.nn.Module) -> None:
+    """Raises ValueError for a model whose logits behind a token change with the tokens that follow it."""
+    try:
+        follows = sees_what_follows(model)
+    except Unsupported as error:
+        follows = str(error)
+    if follows is not None:
+        raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
+
+
+def windows_of(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """The strided windows of a text of ``length`` tokens: begin, end, and the first token that the window predicts."""
+    done = 1
+    for begin in range(0, length, stride):
+        end = min(begin + window, length)
+        yield begin, end, done
+        done = end
+        if end == length:
+            break
+
+
+def predictions(
+    model: torch.nn.Module,
+    tokens: Sequence[int],
+    window: int,
+    stride: int,
+    cache: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """Yields for each window the logits, float32 [new tokens, vocabulary], and the ids of the new tokens, int64.
+
+    Arguments and errors are those of :func:`perplexity`, without the check of :func:`check_causal`. Close the generator: with
+    a cache, the model belongs to a decoder until then.
+    """
     config = model.config.get_text_config()
     limit = position_limit(config)
     if window < 2 or (limit is not None and window > limit):
@@ -78,42 +123,23 @@ def perplexity(
             f"the text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {config.vocab_size - 1}: "
             "the tokenizer is another model's"
         )
-    if cache is None:
-        try:
-            follows = sees_what_follows(model)
-        except Unsupported as error:
-            follows = str(error)
-        if follows is not None:
-            raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
     decoder = None if cache is None else Decoder(model, -(-window // 16) * 16, cache)
     try:
-        return _perplexity(model if decoder is None else decoder, ids, window, stride, progress)
+        for begin, end, done in windows_of(len(ids), window, stride):
+            # The logits behind token i predict token i + 1: one more than there are new tokens, and not the last.
+            keep = end - done + 1
+            if decoder is not None:
+                logits = decoder.run(
+                    ids[None, begin:end], torch.arange(end - begin), torch.tensor([0]), decoder.caches(), keep=keep
+                )[0, :-1].float()
+            else:
+                more = {"logits_to_keep": keep} if "logits_to_keep" in signature(model.forward).parameters else {}
+                logits = model(ids[None, begin:end], use_cache=False, **more).logits[0, -keep:-1].float()
+            if logits.isnan().any():
+                raise ValueError(NOT_FINITE)
+            yield logits, ids[done:end]
+            if progress is not None:
+                progress(end - 1, len(ids) - 1)
     finally:
         if decoder is not None:
             decoder.release()
-
-
-def _perplexity(
-    model: torch.nn.Module, ids: torch.Tensor, window: int, stride: int, progress: Callable[[int, int], None] | None
-) -> Perplexity:
-    nats, done = 0.0, 1
-    for begin in range(0, len(ids), stride):
-        end = min(begin + window, len(ids))
-        new = end - done
-        # The logits behind token i predict token i + 1: one more than there are new tokens, and not the last.
-        if isinstance(model, Decoder):
-            logits = model.run(
-                ids[None, begin:end], torch.arange(end - begin), torch.tensor([0]), model.caches(), keep=new + 1
-            )[0, :-1].float()
-        else:
-            more = {"logits_to_keep": new + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-            logits = model(ids[None, begin:end], use_cache=False, **more).logits[0, -new - 1 : -1].float()
-        if logits.isnan().any():
-            raise ValueError(NOT_FINITE)
-        nats += torch.nn.functional.cross_entropy(logits, ids[done:end], reduction="sum").item()
-        done = end
-        if progress is not None:
-            progress(done - 1, len(ids) - 1)
-        if end == len(ids):
-            break
-    return Perplexity(len(ids) - 1, nats)

