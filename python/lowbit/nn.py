@@ -249,7 +249,7 @@ class Linear(Packed):
 
         def compute() -> Tensor:
             zeros = torch.zeros(1, self.info.in_features, dtype=torch.float32, device=self.packed_weight.device)
-            return self.forward(zeros)[0].to(self._dtype)
+            return ops.linear(zeros, self.packed_weight, self.info.out_features)[0].to(self._dtype)
 
         return self._computed(compute, (self.info.out_features,))
 

@@ -17,6 +17,7 @@ from lowbit.calibration import distilling
 from lowbit.calibration import model as calibration
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.journal import Journal
+from reference import random_packed
 
 
 STEPS = 8  # that layers are tuned with: as many as it takes to change them
@@ -158,3 +159,50 @@ def test_two_runs_for_one_target(source, text, tmp_path):
         assert "in use: another run calibrates" in error(
             invoke("quantize", source, tmp_path / "out", "--calibrate", text)
         )
+
+
+def layer(number: int):
+    return [([f"layer {number}"], "gptq", random_packed(20, 64, 4, 32, "symmetric", seed=number))]
+
+
+# torch reports that memory is exhausted as a RuntimeError.
+@pytest.mark.parametrize("error", [RuntimeError("not enough memory"), ValueError("NaN"), KeyboardInterrupt()])
+def test_an_error_leaves_the_finished_layers(error, tmp_path):
+    with pytest.raises(type(error)), Journal(tmp_path / "out", {"source": "a"}) as journal:
+        journal.keep(layer(0))
+        raise error
+    with Journal(tmp_path / "out", {"source": "a"}) as journal:
+        assert list(journal.packed) == ["layer 0"]
+    assert not os.listdir(tmp_path)
+
+
+def test_a_journal_without_layers_is_removed(tmp_path):
+    with pytest.raises(ValueError), Journal(tmp_path / "out", {"source": "a"}):
+        raise ValueError("a target that cannot be met")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_journal_that_cannot_be_read_is_unlocked(tmp_path):
+    (tmp_path / ".out.calibration" / "a directory").mkdir(parents=True)
+    for _ in range(2):  # a lock that stayed would be the second error
+        with pytest.raises(OSError, match="a directory"):
+            Journal(tmp_path / "out", {}).__enter__()
+
+
+def test_a_kill_while_a_journal_is_taken_up_loses_nothing(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt), Journal(tmp_path / "out", {}) as journal:
+        journal.keep(layer(0))
+        raise KeyboardInterrupt
+    with open(tmp_path / ".out.calibration" / "layers.jsonl", "ab") as log:
+        log.write(b'[{"layers": ["lay')  # by a kill in the middle of a line
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    # Whichever way the log is rewritten, the kill comes before the new bytes are there.
+    for owner, name in ((os, "replace"), (os, "fsync")):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, killed)
+            Journal(tmp_path / "out", {}).__enter__()
+    with Journal(tmp_path / "out", {}) as journal:
+        assert list(journal.packed) == ["layer 0"]

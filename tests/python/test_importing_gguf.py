@@ -445,7 +445,7 @@ def test_generate_imports_a_file_once(tmp_path):
     file.write_bytes(file.read_bytes()[:1000])
     assert "m.gguf" in error_after_notes(invoke(*command)) and cache.exists()
     (cache / "lowbit_import.json").unlink()
-    assert "is in the place of the import" in error_after_notes(invoke(*command))
+    assert "exists but is not an import of" in error_after_notes(invoke(*command))
 
 
 def error_after_notes(result) -> str:

@@ -228,3 +228,16 @@ def test_checkpoints(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "again")
     assert_same_bits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")(ids).logits, expected)
     assert model.config.quantization_config.levels == "fit"
+
+
+def test_levels_in_a_tensor_are_saved(tmp_path):
+    from checkpoints import load, save_model
+
+    levels = torch.tensor([-127, -30, 20, 90], dtype=torch.int8)
+    overrides = {"*q_proj": {"levels": -levels}, "*k_proj": {"bits": 3, "levels": "fit"}}
+    config = lowbit.LowBitConfig(bits=2, levels=levels, overrides=overrides)
+    assert config.levels == levels.tolist() and config.overrides[0][1]["levels"] == (-levels).tolist()
+    source = save_model(tmp_path / "source", "untied", False)
+    lowbit.quantize_checkpoint(source, tmp_path / "packed", config)
+    layers = load(tmp_path / "packed").model.layers[0].self_attn
+    assert layers.q_proj.info.levels == tuple((-levels).tolist()) and layers.v_proj.info.levels == tuple(levels.tolist())

@@ -25,7 +25,8 @@ from transformers import (
 
 import lowbit
 from lowbit.files.safetensors import read_file
-from lowbit.tensor_parallel import shard_
+from lowbit.tensor_parallel import Part, shard_
+from reference import random_packed
 
 RANKS = Path(__file__).with_name("tensor_parallel_ranks.py")
 TINY = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
@@ -231,3 +232,12 @@ def test_what_cannot_be_cut_is_refused(found):
 def test_without_processes_it_is_refused():
     with pytest.raises(RuntimeError, match="torch.distributed is not initialised"):
         shard_(torch.nn.Linear(16, 16), plan={"": "colwise"})
+
+
+@pytest.mark.parametrize("how", [{"whole": 40}, {"sums": True}, {"gathers_inputs": True}, {"inputs": slice(0, 64)}])
+def test_a_rank_reads_the_bias_of_its_part_alone(how):
+    """There is no process group here: a collective would be an error."""
+    packed = random_packed(20, 64, 4, 32, "symmetric", bias=True)
+    part, order = Part(packed, torch.float32, group=None, **how), torch.arange(63, -1, -1, dtype=torch.int32)
+    assert torch.equal(part.bias.clone(), lowbit.unpack(packed).bias)
+    assert torch.equal(Part(packed, torch.float32, order, group=None, **how).bias.clone(), lowbit.unpack(packed).bias)

@@ -35,8 +35,8 @@ def digest(parts: Iterable[Path | bytes]) -> str:
 class Journal:
     """The packed layers of an unfinished run, in a hidden directory beside its target.
 
-    As a context manager it holds the directory's lock. What is in it stays when a run is killed, interrupted or finds
-    no room, and is removed when it ends well, or with an error that the next run would meet again.
+    As a context manager it holds the directory's lock. The directory is removed when the run ends well, or when no layer
+    was kept. After any error, Ctrl-C or kill it stays: hours of work may be in it.
 
     Args:
         target: what the run writes.
@@ -53,6 +53,7 @@ class Journal:
         self.identity = {"version": str(_VERSION), **identity}
         self.packed: dict[str, tuple[str, Tensor]] = {}
         self._files = 0
+        self._lock: int | None = None
         self.begun_anew: list[str] = []
 
     def __enter__(self) -> Journal:
@@ -64,26 +65,35 @@ class Journal:
             raise OSError(error.errno, f"{self.path} cannot be written: {error.strerror}") from error
         if self._lock is None:
             raise BlockingIOError(f"{self.path} is in use: another run calibrates for the same target")
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        return self
+
+    def _open(self) -> None:
         found = _read(self.path / _IDENTITY)
         if found == self.identity:
             self._take_up()
-        else:
-            left = any(self.path.iterdir())
-            for entry in list(self.path.iterdir()):
-                entry.unlink()
-            sync_path(self.path)  # no layer comes back, should the power fail, under the identity that is written now
-            if left:
-                self.begun_anew = [key for key in self.identity if not found or found.get(key) != self.identity[key]]
-            self._write(_IDENTITY, self.identity)
-        return self
+            return
+        left = any(self.path.iterdir())
+        for entry in list(self.path.iterdir()):
+            entry.unlink()
+        sync_path(self.path)  # no layer comes back, should the power fail, under the identity that is written now
+        if left:
+            self.begun_anew = [key for key in self.identity if not found or found.get(key) != self.identity[key]]
+        self._write(_IDENTITY, self.identity)
 
     def __exit__(self, kind, error, trace) -> None:
         self.packed = {}
-        # What the machine refuses, or the user ends, can be taken up; other errors would come again.
-        if kind is None or (issubclass(kind, Exception) and not issubclass(kind, OSError | MemoryError)):
+        if kind is None or not self.holds_work():
             shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
+        os.close(self._lock)
+
+    def holds_work(self) -> bool:
+        """Whether a next run finds something of this one."""
+        return self._files > 0 or (self.path / _WIDTHS).exists()
 
     def _take_up(self) -> None:
         """Reads what is there, up to the first line or file that is not whole."""
@@ -106,7 +116,8 @@ class Journal:
             for entry, packed in zip(entries, found, strict=True):
                 for name in entry["layers"]:
                     self.packed[name] = (entry["method"], packed)
-        log.write_bytes(whole)
+        if len(whole) < sum(map(len, lines)):
+            self._replace(_LAYERS, whole)
 
     def _map(self, name: str, experts: int | None) -> Tensor:
         path = self.path / name
@@ -114,9 +125,12 @@ class Journal:
         return packed if experts is None else packed.view(experts, -1)
 
     def _write(self, name: str, content: Any) -> None:
+        self._replace(name, json.dumps(content).encode())
+
+    def _replace(self, name: str, content: bytes) -> None:
         partial = self.path / f"{name}.new"
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(content, file)
+        with open(partial, "wb") as file:
+            file.write(content)
             sync(file)
         os.replace(partial, self.path / name)
         sync_path(self.path)

@@ -116,10 +116,10 @@ def chat(
     if compile_:
         cpp_compiler()
     set_threads(threads)
-    model = imported(output, model)
-    tokenizer = load_tokenizer(model)
-    text = chat_template(tokenizer, model) if text is None else text
-    loaded = load(output, model, config)
+    with imported(output, model) as model:
+        tokenizer = load_tokenizer(model)
+        text = chat_template(tokenizer, model) if text is None else text
+        loaded = load(output, model, config)
     sampling, most, ignored = sampling_of(loaded)
     given: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty

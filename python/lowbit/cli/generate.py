@@ -107,7 +107,6 @@ def generate(
         refuse_unused("without --prompts", at_once=at_once != 16)
     if not temperature:
         refuse_unused("at --temperature 0, which draws nothing", top_k=top_k is not None, top_p=top_p is not None)
-    model = imported(output, model)
     texts = _prompts(prompt, prompt_file, prompts)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if draft is not None and guesses == 0:
@@ -122,10 +121,11 @@ def generate(
     if compile_:
         cpp_compiler()
     set_threads(threads)
-    loaded = load(output, model, config)
-    tokenizer = load_tokenizer(model)
-    if chat:
-        template = chat_template(tokenizer, model)
+    with imported(output, model) as model:
+        loaded = load(output, model, config)
+        tokenizer = load_tokenizer(model)
+        template = chat_template(tokenizer, model) if chat else None
+    if template is not None:
         all_ids = [render(tokenizer, [{"role": "user", "content": text}], template) for text in texts]
     else:
         all_ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -144,7 +144,7 @@ def generate(
     ids = all_ids[0]
     guesser = None
     if draft is not None:
-        guesser = _draft(output, imported(output, draft), tokenizer, model, max_length, cache)
+        guesser = _draft(output, draft, tokenizer, model, max_length, cache)
     stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
         set_stdout_errors("replace")  # the text is for people
@@ -253,14 +253,15 @@ def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int,
     """The decoder of a model that guesses for another one."""
     from lowbit.llm.loading import load_tokenizer
 
-    found, expected = load_tokenizer(draft).get_vocab(), tokenizer.get_vocab()
-    if found != expected:
-        other = min(token for token in found.keys() | expected if found.get(token) != expected.get(token))
-        raise ValueError(
-            f"{draft} has other tokens than {model}, {other!r} for example, and cannot guess them; expected a smaller model of "
-            "the same family"
-        )
-    loaded = load(output, draft, None)
+    with imported(output, draft) as draft:
+        found, expected = load_tokenizer(draft).get_vocab(), tokenizer.get_vocab()
+        if found != expected:
+            other = min(token for token in found.keys() | expected if found.get(token) != expected.get(token))
+            raise ValueError(
+                f"{draft} has other tokens than {model}, {other!r} for example, and cannot guess them; expected a smaller "
+                "model of the same family"
+            )
+        loaded = load(output, draft, None)
     if positions(loaded) < max_length:
         raise ValueError(f"{draft} is made for {positions(loaded)} tokens; expected {max_length} or more, as --max-length")
     return make_decoder(output, loaded, max_length, False, cache)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,20 +66,30 @@ def make_step(
         return step
 
 
-def imported(output: Output, model: Path) -> Path:
-    """A checkpoint as it is; of a GGUF file the import, from the directory beside it, or made there."""
-    from lowbit.importing.cache import cache_of, import_to_cache, is_current
+@contextmanager
+def imported(output: Output, model: Path) -> Iterator[Path]:
+    """A checkpoint as it is; of a GGUF file the import, from the directory beside it, or made there. No other process
+    replaces that in the context, in which the model and its tokenizer are loaded."""
+    from lowbit.importing.cache import cache_of, is_current, loading_from_cache
 
     if model.suffix != ".gguf" or not model.is_file():
-        return model
+        yield model
+        return
     cache = cache_of(model)
-    if is_current(model):
-        output.note(f"{model} was imported before: {cache}")
-        return cache
-    changed = "; the one that is there is of other files" if cache.exists() else ""
-    output.note(f"{model} is imported to {cache}{changed}")
-    with output.progress(f"importing {model}", "bytes") as advance:
-        return import_to_cache(model, advance)
+
+    def waiting() -> None:
+        output.note(f"another process imports {model} or loads {cache}; waiting for it")
+
+    with ExitStack() as stack:
+        if is_current(model):
+            output.note(f"{model} was imported before: {cache}")
+            stack.enter_context(loading_from_cache(model, None, waiting))
+        else:
+            changed = "; the one that is there is of other files" if cache.exists() else ""
+            output.note(f"{model} is imported to {cache}{changed}")
+            with output.progress(f"importing {model}", "bytes") as advance:
+                stack.enter_context(loading_from_cache(model, advance, waiting))
+        yield cache
 
 
 def load_packed(output: Output, model: Path, bits: int | None, group_size: str) -> torch.nn.Module:

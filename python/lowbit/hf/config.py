@@ -62,6 +62,10 @@ def _pair(entry: Any) -> list:
     )
 
 
+def _listed(levels: Any) -> Any:
+    return levels if levels is None or isinstance(levels, str) else [int(level) for level in levels]
+
+
 class LowBitConfig(QuantizationConfigMixin):
     """How to quantise a model of transformers.
 
@@ -91,7 +95,7 @@ class LowBitConfig(QuantizationConfigMixin):
         overrides: Mapping[str, Mapping[str, Any] | None]
         | Iterable[tuple[str, Mapping[str, Any] | None]]
         | None = None,
-        levels: str | Sequence[int] | None = None,
+        levels: str | Sequence[int] | torch.Tensor | None = None,
         **others: Any,
     ):
         # What a config.json has besides; unknown entries could change what its weights mean.
@@ -113,7 +117,7 @@ class LowBitConfig(QuantizationConfigMixin):
         self.group_size = group_size
         self.mapping = mapping
         self.scale = scale
-        self.levels = list(levels) if isinstance(levels, Sequence) and not isinstance(levels, str) else levels
+        self.levels = levels
         self.embedding_bits = embedding_bits
         if embedding_bits is not None and (isinstance(embedding_bits, bool) or not isinstance(embedding_bits, int)):
             raise TypeError(f"embedding_bits is {embedding_bits!r}; expected an int or None")
@@ -125,6 +129,12 @@ class LowBitConfig(QuantizationConfigMixin):
                     self._layer_config(kind, change)
                 except (TypeError, ValueError) as error:
                     raise type(error)(f"overrides has {pattern!r}: {error}") from error
+        # Checked above. Lists, also of a tensor or a tuple: they go into config.json.
+        self.levels = _listed(self.levels)
+        self.overrides = [
+            [pattern, change if not change or "levels" not in change else change | {"levels": _listed(change["levels"])}]
+            for pattern, change in self.overrides
+        ]
 
     def _layer_config(self, kind: type, change: Mapping[str, Any] | None = _NO_CHANGE) -> Any:
         """The config of layers with these overrides; None: they stay float."""

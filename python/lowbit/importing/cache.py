@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from .report import REPORT, VERSION, file_states
 from .write import write_checkpoint
 
 _SUFFIX = ".lowbit"
-
 
 def cache_of(path: str | os.PathLike) -> Path:
     """Where the import of a GGUF file is kept: "model.gguf.lowbit" beside "model.gguf"."""
@@ -33,22 +34,61 @@ def is_current(path: str | os.PathLike) -> bool:
     if not cache.exists():
         return False
     if not (cache / REPORT).exists():
-        raise ValueError(f"{cache} is in the place of the import of {path}, but is none; move it away")
+        raise ValueError(f"{cache} exists but is not an import of {path}; move it away")
     said: dict[str, Any] = read_json(cache / REPORT)
     return said.get("version") == VERSION and said.get("files") == file_states(parts_of(Path(path)))
 
 
-def import_to_cache(path: str | os.PathLike, progress: Callable[[int, int, str], None] | None = None) -> Path:
-    """Imports a GGUF file to its cache, in the place of one that is not current.
+@contextmanager
+def _locked(path: Path, how: int, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Holds the lock of a file or directory, ``how`` being fcntl.LOCK_SH or LOCK_EX; does nothing where the file system has
+    no locks. ``waiting`` is called if another process has the lock."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is not None:
+                waiting()
+            fcntl.flock(descriptor, how)
+        except OSError:
+            pass  # no locks here
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def loading_from_cache(
+    path: str | os.PathLike,
+    progress: Callable[[int, int, str], None] | None = None,
+    waiting: Callable[[], None] | None = None,
+) -> Iterator[Path]:
+    """The cache of a GGUF file, which is imported if there is none or an old one; no process replaces it in the context.
+
+    Of several processes one imports, and the others wait for it.
+
+    Args:
+        progress: as of :func:`lowbit.import_checkpoint`.
+        waiting: called before this process waits for another.
 
     Raises:
         OSError, ValueError: as :func:`is_current` and :func:`lowbit.import_checkpoint`.
     """
     cache = cache_of(path)
-    if is_current(path):
+    with ExitStack() as stack:
+        with _locked(Path(path), fcntl.LOCK_EX, waiting):
+            if not is_current(path):
+                source = open_gguf(path)  # refused before the old one is gone
+                if cache.exists():
+                    with _locked(cache, fcntl.LOCK_EX, waiting):
+                        shutil.rmtree(cache)
+                write_checkpoint(source, cache.absolute(), max_shard_bytes=5_000_000_000, progress=progress)
+            stack.enter_context(_locked(cache, fcntl.LOCK_SH))
+        yield cache
+
+
+def import_to_cache(path: str | os.PathLike, progress: Callable[[int, int, str], None] | None = None) -> Path:
+    """:func:`loading_from_cache`, for an import that is not loaded now."""
+    with loading_from_cache(path, progress) as cache:
         return cache
-    source = open_gguf(path)  # refused before the old one is gone
-    if cache.exists():
-        shutil.rmtree(cache)
-    write_checkpoint(source, cache.absolute(), max_shard_bytes=5_000_000_000, progress=progress)
-    return cache
