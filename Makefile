@@ -192,6 +192,29 @@ QEMU_CPU=$(1) LOWBIT_REQUIRE_ISA=$(2) $(CTEST) --test-dir build/test-arm -R '$(S
 
 endef
 
+# What Clang builds, run: macOS, iOS and Android get its code. `make soak` has Clang 16 as well, the oldest that lowbit supports.
+CLANG := 19
+# On Arm each kernel once, and on each CPU that nothing needs more than it has: QEMU's max has SME unless told otherwise.
+.PHONY: test-arm-clang test-x86-clang
+test-arm-clang: $(VENV)/cmake build/arm-emulator
+	scripts/need.sh test
+	scripts/need.sh clang $(CLANG)
+	$(CONFIGURE) -S . -B build/test-arm-clang-$(CLANG) -DLOWBIT_BUILD_TESTS=ON -DLOWBIT_ARM_CLANG=clang++-$(CLANG) \
+	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cmake/aarch64-linux-gnu.cmake)
+	$(BIN)/cmake --build build/test-arm-clang-$(CLANG) -j $(JOBS) --target kernel_tests isa_cap_tests packed_fuzz
+	run() { QEMU_CPU=$$1 LOWBIT_REQUIRE_ISA=$$2 $(CTEST) --test-dir build/test-arm-clang-$(CLANG) -R "$$3"; }; set -ex; \
+	run cortex-a53 neon '^(isa_cap|fuzz|kernels[.]neon)[.]'; \
+	run cortex-a76 neon '^(isa_cap[.]|fuzz[.]|kernels[.]neon[.](quantize|embedding)$$)'; \
+	run max,sve=off,sme=off neondot,i8mm '^(isa_cap|kernels[.](neondot|i8mm))[.]'; \
+	PATH=$(abspath build/arm-emulator):$$PATH run max,sve=off,sme512=on sme2 '^(isa_cap|kernels[.]sme2)[.]'
+
+test-x86-clang: $(VENV)/cmake
+	scripts/need.sh test
+	scripts/need.sh clang $(CLANG)
+	$(CONFIGURE) -S . -B build/test-x86-clang-$(CLANG) -DLOWBIT_BUILD_TESTS=ON -DCMAKE_CXX_COMPILER=clang++-$(CLANG)
+	$(BIN)/cmake --build build/test-x86-clang-$(CLANG) -j $(JOBS) --target kernel_tests operator_tests isa_cap_tests
+	$(CTEST) --test-dir build/test-x86-clang-$(CLANG) -R '^(isa_cap|operators|kernels)[.]' -E '^kernels[.]example$$'
+
 build/arm-emulator: scripts/arm_emulator.sh | $(VENV)/requirements
 	scripts/need.sh test
 	scripts/arm_emulator.sh $@

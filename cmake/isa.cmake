@@ -40,14 +40,18 @@ set(sme2_probe "${CMAKE_CURRENT_LIST_DIR}/sme2_probe.cpp")
 # Which compiler builds the files for SME2: "" for that of the build, a command with its target, or NOTFOUND.
 function(lowbit_find_sme2_compiler out)
   if(CMAKE_CXX_COMPILER_ID MATCHES "Clang" AND NOT LOWBIT_SME2_COMPILER)
+    set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)  # the probe is no program
     try_compile(LOWBIT_SME2_BUILT_IN SOURCES "${sme2_probe}" COMPILE_DEFINITIONS ${sme2_flags} CXX_STANDARD 20)
     if(LOWBIT_SME2_BUILT_IN)
       set(${out} "" PARENT_SCOPE)
       return()
     endif()
   endif()
-  execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -dumpmachine OUTPUT_VARIABLE target
-    OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  set(target "${CMAKE_CXX_COMPILER_TARGET}")
+  if(NOT target)
+    execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -dumpmachine OUTPUT_VARIABLE target
+      OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  endif()
   set(names clang++)
   foreach(version RANGE 19 29)
     list(PREPEND names clang++-${version})

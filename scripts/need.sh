@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that tools of the Debian/Ubuntu distribution are there, installing them where that is possible.
-#   scripts/need.sh build|test|bench|arm-cost|workflows|tidy|msan
+#   scripts/need.sh build|test|bench|arm-cost|workflows|tidy|msan, or clang VERSION
 # Says which packages are missing, and fails, where it cannot install them.
 set -u
 
@@ -51,6 +51,9 @@ if [ "${1:-build}" = test ] || [ "${1:-build}" = arm-cost ]; then
 fi
 if [ "${1:-build}" = tidy ]; then
   need clang-tidy-19 has clang-tidy-19
+fi
+if [ "${1:-build}" = clang ]; then
+  need "clang-$2" has "clang++-$2"
 fi
 if [ "${1:-build}" = msan ]; then
   need clang-19 has clang++-19
