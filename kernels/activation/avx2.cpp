@@ -120,12 +120,16 @@ template <DType T, int64_t Inputs>
 // All whole 64 values, cut into segments of `Inputs`; returns how many.
 template <DType T, int64_t Inputs>
 int64_t quantize_whole(const QuantizeArgs& args) {
-  const char* const x = static_cast<const char*>(args.x);
-  int64_t i = 0;
-  for (; i + 64 <= args.k; i += 64) {
-    quantize64<T, Inputs>(x + i * size_of(T), args.a + i, args.scales + i / Inputs, args.sums + i / Inputs);
+  const char* x = static_cast<const char*>(args.x);
+  int8_t* a = args.a;
+  float* scales = args.scales;
+  int32_t* sums = args.sums;
+  constexpr int64_t kSegments = 64 / Inputs;
+  const int64_t count = args.k / 64;
+  for (int64_t i = 0; i < count; ++i, x += 64 * size_of(T), a += 64, scales += kSegments, sums += kSegments) {
+    quantize64<T, Inputs>(x, a, scales, sums);
   }
-  return i;
+  return 64 * count;
 }
 
 // S of each group.

@@ -7,14 +7,18 @@
 //
 // vpmaddubsw saturates, so codes must be at most 127 (2 * 127 * 127 = 32258), and vpaddw wraps: lines are added while
 // 2 * 127 * (2^b - 1) * lines < 32768. 8-bit codes go as two nibbles, the upper one with 16 in place of the ones; so
-// do levels + 128, each nibble from a table of its own. A segment has up to 16 lines: those of 1 to 3 bits are added to
-// the end of it.
+// do levels + 128, each nibble from a table of its own. A segment has up to 16 lines.
 //   bits           1    2    3    4    5    6    7    8
-//   lines        129   43   18    8    4    2    1    8
+//   lines         64   43   18    8    4    2    1    8      (1 bit: codes come doubled)
+//
+// At 1 to 3 bits a whole segment is summed in int16, and starts at minus its offset, 2^(b-1) * A, half of it in each of two
+// lanes. With q half the offset's factor, such a lane ends at  sum of own a * (code - q) - q * sum of the other lane's a,
+// which is at most 32 * 127 * (2^b - 1) in size; wrapping on the way does no harm.
+// At 4 bits a whole block is: the first of two goes to memory in int32, and the offset is subtracted at the segment's end.
 //
 // 4 rows of activations: 8 sums in int16 stay in registers, with a line of weights (2) and what unpacking needs; a line
-// is unpacked once for all rows and never stored. The int32 totals and the float accumulators are touched once per
-// run or segment, and may lie on the stack. 5 or 6 rows would leave no registers for products and masks.
+// is unpacked once for all rows and never stored. Sums in int32 and float are touched once per run or segment, and may be in
+// memory. 5 or 6 rows would leave no registers for products and masks.
 
 #include "../bits/widths.h"
 #include "linear_avx2.h"
@@ -22,9 +26,7 @@
 namespace lowbit {
 namespace {
 
-using Short16 = int16_t __attribute__((vector_size(32)));
-
-constexpr int kSegmentLines = kSegmentInputs / 4;
+using Sums16 = uint16_t __attribute__((vector_size(32)));
 
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct Sums {
@@ -34,27 +36,37 @@ struct Sums {
   static constexpr int kMaxCode = Bits == 1 ? 2 : (1 << (kNibbles ? 4 : Bits)) - 1;
   static constexpr int kLines = 32767 / (2 * 127 * kMaxCode);  // that int16 holds
   static constexpr int kMostLines = Halves ? kBlockLines / 2 : kBlockLines;
-  static constexpr bool kWholeSegments = kLines >= kSegmentLines;
+  static constexpr bool kWholeSegments = kLines >= kSegmentInputs / 4;
   static constexpr bool kWholeBlocks = !kWholeSegments && !kNibbles && !Halves && kLines >= kBlockLines;
   static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // without kWholeSegments
-  static constexpr bool kStartsLate = kWholeSegments || kWholeBlocks;
+  static constexpr bool kOffsetLate = kWholeBlocks;
   static_assert(kMaxCode <= 127 && kMostLines % kRun == 0);
 
   Levels<Bits> levels;
-  Short16 pairs[Rows][2];  // int16 sums of a run
-  Int8* sum;               // of the runs before
-  bool has_sum;            // kWholeBlocks
+  Sums16 pairs[Rows][2];  // of a run
+  Sums32* sum;            // of the runs before
+  bool has_sum;           // kWholeBlocks: this is a second block
 
-  [[gnu::always_inline]] void begin(const Layout& layout, Int8* totals) {
+  [[gnu::always_inline]] void begin(const Layout& layout, Sums32* memory) {
     levels.load(layout.levels);
-    sum = totals;
+    sum = memory;
+    // Has the sums in memory: added to once per block, they need no registers.
     if constexpr (Rows > 2 && kRun == kMostLines) forget(sum);
   }
 
-  [[gnu::always_inline]] void start(int i, __m256i first) {
+  [[gnu::always_inline]] void start(int i, const int32_t* a_sum) {
+    __m256i first = _mm256_setzero_si256();
+    if constexpr (!Affine && kWholeSegments) {
+      first = half_offset(a_sum);
+    } else if constexpr (!Affine && !kOffsetLate) {
+      first = _mm256_sub_epi32(first, offset<Bits>(a_sum));
+    }
     for (int h = 0; h < 2; ++h) {
-      if constexpr (kWholeSegments) pairs[i][h] = Short16{};
-      if constexpr (!kStartsLate) sum[2 * i + h] = reinterpret_cast<Int8>(first);
+      if constexpr (kWholeSegments) {
+        pairs[i][h] = reinterpret_cast<Sums16>(first);
+      } else if constexpr (!kOffsetLate) {
+        sum[2 * i + h] = reinterpret_cast<Sums32>(first);
+      }
     }
     has_sum = false;
   }
@@ -67,13 +79,13 @@ struct Sums {
     has_sum = true;
   }
 
-  [[gnu::always_inline]] void end(__m256i (&totals)[Rows][2]) const {
+  [[gnu::always_inline]] void end(Sums32 (&totals)[Rows][2]) const {
     for (int i = 0; i < Rows; ++i) {
-      for (int h = 0; h < 2; ++h) totals[i][h] = reinterpret_cast<__m256i>(kStartsLate ? widened(i, h, 1) : sum[2 * i + h]);
+      for (int h = 0; h < 2; ++h) totals[i][h] = kWholeSegments || kWholeBlocks ? widened(i, h, 1) : sum[2 * i + h];
     }
     if (!kWholeBlocks || !has_sum) return;
     for (int i = 0; i < Rows; ++i) {
-      for (int h = 0; h < 2; ++h) totals[i][h] = _mm256_add_epi32(totals[i][h], reinterpret_cast<__m256i>(sum[2 * i + h]));
+      for (int h = 0; h < 2; ++h) totals[i][h] += sum[2 * i + h];
     }
   }
 
@@ -86,6 +98,13 @@ struct Sums {
   }
 
  private:
+  // Minus the offset, for kWholeSegments: half of it in each of two lanes, at 1 bit all of it in one.
+  [[gnu::always_inline]] static __m256i half_offset(const int32_t* a_sum) {
+    const __m256i sums = _mm256_slli_epi16(_mm256_set1_epi16(static_cast<int16_t>(*a_sum)), Bits > 2 ? Bits - 2 : 0);
+    const __m256i zero = _mm256_setzero_si256(), half = _mm256_sub_epi16(zero, sums);
+    return Bits == 1 ? _mm256_blend_epi16(half, zero, 0xaa) : half;
+  }
+
   template <bool Upper>
   [[gnu::always_inline]] static __m256i nibble(__m256i bytes) {
     if constexpr (Upper) bytes = shift_right<4>(bytes);
@@ -106,21 +125,21 @@ struct Sums {
     for (int i = 0; i < Rows; ++i) {
       const __m256i a4 = broadcast4(a[i] + 4 * J);
       for (int h = 0; h < 2; ++h) {
-        const Short16 products = reinterpret_cast<Short16>(_mm256_maddubs_epi16(codes[h], a4));
+        const Sums16 products = reinterpret_cast<Sums16>(_mm256_maddubs_epi16(codes[h], a4));
         const bool first = !kWholeSegments && J % kRun == 0;
         pairs[i][h] = first ? products : pairs[i][h] + products;
         if constexpr (kRun > 1) settle(pairs[i][h]);
       }
     }
-    if constexpr (!kStartsLate && J % kRun == kRun - 1) {
+    if constexpr (!kWholeSegments && !kWholeBlocks && J % kRun == kRun - 1) {
       for (int i = 0; i < Rows; ++i) {
         for (int h = 0; h < 2; ++h) sum[2 * i + h] += widened(i, h, Upper ? 16 : 1);
       }
     }
   }
 
-  [[gnu::always_inline]] Int8 widened(int i, int h, int16_t factor) const {
-    return reinterpret_cast<Int8>(_mm256_madd_epi16(reinterpret_cast<__m256i>(pairs[i][h]), _mm256_set1_epi16(factor)));
+  [[gnu::always_inline]] Sums32 widened(int i, int h, int16_t factor) const {
+    return reinterpret_cast<Sums32>(_mm256_madd_epi16(reinterpret_cast<__m256i>(pairs[i][h]), _mm256_set1_epi16(factor)));
   }
 };
 

@@ -17,26 +17,27 @@ constexpr int split_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct Sums {
   static constexpr int kBits = Bits, kRows = Rows, kSplit = split_for(Rows);
-  static constexpr bool kAffine = Affine, kHalves = Halves, kStartsLate = false;
+  static constexpr bool kAffine = Affine, kHalves = Halves, kOffsetLate = false;
   Levels<Bits> levels;
-  Int8 sum[Rows][2][kSplit];  // of the two halves of a line
+  Sums32 sum[Rows][2][kSplit];  // of the two halves of a line
 
-  [[gnu::always_inline]] void begin(const Layout& layout, Int8*) { levels.load(layout.levels); }
+  [[gnu::always_inline]] void begin(const Layout& layout, Sums32*) { levels.load(layout.levels); }
 
-  [[gnu::always_inline]] void start(int i, __m256i first) {
+  [[gnu::always_inline]] void start(int i, const int32_t* a_sum) {
+    __m256i first = _mm256_setzero_si256();
+    if constexpr (!Affine) first = _mm256_sub_epi32(first, offset<Bits>(a_sum));
     for (auto& half : sum[i]) {
-      for (int s = 0; s < kSplit; ++s) half[s] = s == 0 ? reinterpret_cast<Int8>(first) : Int8{};
+      for (int s = 0; s < kSplit; ++s) half[s] = s == 0 ? reinterpret_cast<Sums32>(first) : Sums32{};
     }
   }
 
   [[gnu::always_inline]] void next_block() {}
 
-  [[gnu::always_inline]] void end(__m256i (&totals)[Rows][2]) const {
+  [[gnu::always_inline]] void end(Sums32 (&totals)[Rows][2]) const {
     for (int i = 0; i < Rows; ++i) {
       for (int h = 0; h < 2; ++h) {
-        Int8 all = sum[i][h][0];
-        for (int s = 1; s < kSplit; ++s) all += sum[i][h][s];
-        totals[i][h] = reinterpret_cast<__m256i>(all);
+        totals[i][h] = sum[i][h][0];
+        for (int s = 1; s < kSplit; ++s) totals[i][h] += sum[i][h][s];
       }
     }
   }
@@ -56,8 +57,8 @@ struct Sums {
     for (int i = 0; i < Rows; ++i) {
       const __m256i a4 = broadcast4(a[i] + 4 * J);
       for (int h = 0; h < 2; ++h) {
-        Int8& to = sum[i][h][J % kSplit];
-        to = reinterpret_cast<Int8>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(to), codes[h], a4));
+        Sums32& to = sum[i][h][J % kSplit];
+        to = reinterpret_cast<Sums32>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(to), codes[h], a4));
       }
     }
   }

@@ -1,16 +1,17 @@
 // The 256-bit linear kernels apart from their integer dot products: panels, groups and the float part (ukernel.h).
 //
-// 16 output rows are the int32 lanes of two registers, one for each half of a line. A kernel hands in its sums:
-//   kBits, kAffine, kHalves, kRows   width, mapping; whether groups may end in the middle of a block; rows at once
-//   kStartsLate             whether a segment's sums begin at zero, and the codes' offset is subtracted at its end
-//   start(row, first)       begins a segment at `first`
-//   add<First, Lines>(...)  adds the products of some lines of a block
-//   next_block()            between two blocks of a segment, without kHalves
-//   end(totals)             ends a segment: its sums, of rows and halves of a line, in int32
+// 16 output rows are the int32 lanes of two registers, one for each half of a line. A kernel gives its integer sums:
+//   kBits, kAffine, kHalves, kRows   width, mapping, whether groups may end in the middle of a block, rows at once
+//   kOffsetLate                      whether the tile subtracts the offset of symmetric codes at a segment's end
+//   begin(layout, memory)            once; memory for 2 * kRows registers
+//   start(row, a_sum)                begins a segment; a_sum: the row's sum of activations
+//   add<First, Lines>(block, a)      adds the products of some lines of a block; a: the block's activations, for each row
+//   next_block()                     between two blocks of a segment, without kHalves
+//   end(totals)                      the segment's sums, for each row and half of a line
 //
-// A segment's products with its scale are added to those of its group, which are zero where a group begins: so a group of
-// one segment and the last segment of a long one are the same code. They and the sums of 4 rows lie on the stack, which
-// costs no instruction but the stores: the others read them as operands.
+// A segment's t * I is added to what its group has before it, which is zero where a group begins. So a group of one segment
+// and the last segment of a longer one run the same code, and the products need no register. With 4 rows the products and
+// the float sums are in memory: instructions read them as operands, and only the stores are added.
 #pragma once
 
 #include <immintrin.h>
@@ -33,77 +34,75 @@ namespace {
   return _mm256_set1_epi32(word);
 }
 
+// What the offset of symmetric codes adds to a segment's sums, whose sum of activations is at `a_sum`.
+template <int Bits>
+[[gnu::always_inline]] inline __m256i offset(const int32_t* a_sum) {
+  constexpr int kShift = Bits == 1 ? 0 : is_by_table(Bits) ? 7 : Bits - 1;
+  static_assert(1 << kShift == level_offset(Bits));
+  return _mm256_slli_epi32(broadcast4(a_sum), kShift);
+}
+
 // Integer sums. Not __m256i, whose lanes GCC takes to be 64 bits wide: a sum that a loop carries as that and adds to as
 // 32-bit lanes is copied to another register and back in every turn (GCC 12).
-using Int8 = int32_t __attribute__((vector_size(32)));
+using Sums32 = uint32_t __attribute__((vector_size(32)));
 
-// The compiler forgets what it knows of a pointer: what is there stays in memory, and addresses are made anew.
+// Hides from the compiler where a pointer comes from. Otherwise it makes an induction variable of each address in a loop,
+// which takes more registers than there are.
 template <class T>
 [[gnu::always_inline]] inline void forget(T*& pointer) {
   __asm__("" : "+r"(pointer));
 }
 
-// The compiler takes a sum as it is: it would collect what is added to it in registers that it does not have.
+// Has a sum computed at this point. Otherwise the compiler reorders additions, and keeps the addends in registers or memory.
 template <class Vector>
 [[gnu::always_inline]] inline void settle(Vector& sum) {
   __asm__("" : "+x"(sum));
 }
 
-// The sums of some rows of activations over one panel, for walk().
+// The sums of some rows of activations over one panel, for walk_segments().
 template <class Sums>
 struct Tile {
   static constexpr int kRows = Sums::kRows, kBits = Sums::kBits;
-  static constexpr bool Affine = Sums::kAffine;
+  static constexpr bool kAffine = Sums::kAffine;
   static constexpr int64_t kBlockBytes = code_bits(kBits) * kLineBytes;
-  static constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
-  // level_offset() is 2 to this power.
-  static constexpr int kOffsetBits = kBits == 1 ? 0 : is_by_table(kBits) ? 7 : kBits - 1;
+  static constexpr int64_t kGroupBytes = (kAffine ? 4 : 2) * kPanelRows;
 
   const float* a_scales;  // of the segment, first row
   const int32_t* a_sums;
   const float* group_sums;
   int64_t segments, groups, stride;  // from a row to the next: of a_scales and a_sums, of group_sums, of the activations
   const uint8_t* block;
-  Float16 *acc, *products;
+  Float16 (*acc)[kRows], (*products)[kRows];
   Sums sums;
 
-  [[gnu::always_inline]] void begin(const LinearArgs& args, int64_t row, Float16* floats, Int8* totals) {
+  [[gnu::always_inline]] void begin(const LinearArgs& args, int64_t row, Float16 (&floats)[2][kRows], Sums32* memory) {
     segments = args.layout.segments;
     groups = args.layout.groups;
     stride = args.layout.blocks * kBlockInputs;
     a_scales = args.scales + row * segments;
     a_sums = args.sums + row * segments;
-    if constexpr (Affine) group_sums = args.group_sums + row * groups;
-    sums.begin(args.layout, totals);
-    acc = floats;
-    products = floats + kRows;
-    for (int i = 0; i < kRows; ++i) acc[i].half[0] = acc[i].half[1] = _mm256_setzero_ps();
+    if constexpr (kAffine) group_sums = args.group_sums + row * groups;
+    sums.begin(args.layout, memory);
+    acc = &floats[0];
+    products = &floats[1];
+    for (int i = 0; i < kRows; ++i) (*acc)[i].half[0] = (*acc)[i].half[1] = _mm256_setzero_ps();
     clear_products();
-    if constexpr (kRows > 2) in_memory();
+    in_memory();
   }
 
+  // Has the float sums in memory at this point. Otherwise the compiler moves them between registers and memory.
   [[gnu::always_inline]] void in_memory() {
-    using Sum = Float16[2 * kRows];
-    if constexpr (kRows > 2) __asm__("" : "+m"(*reinterpret_cast<Sum*>(acc)));
+    if constexpr (kRows > 2) __asm__("" : "+m"(*acc), "+m"(*products));
   }
 
   [[gnu::always_inline]] void clear_products() {
-    for (int i = 0; i < kRows; ++i) products[i].half[0] = products[i].half[1] = _mm256_setzero_ps();
-  }
-
-  // What the offset of symmetric codes has added to a segment's sums.
-  [[gnu::always_inline]] __m256i offset(int i) const {
-    return _mm256_slli_epi32(broadcast4(a_sums + i * segments), kOffsetBits);
+    for (int i = 0; i < kRows; ++i) (*products)[i].half[0] = (*products)[i].half[1] = _mm256_setzero_ps();
   }
 
   [[gnu::always_inline]] void start() {
     forget(a_scales);
     forget(a_sums);
-    for (int i = 0; i < kRows; ++i) {
-      __m256i first = _mm256_setzero_si256();
-      if constexpr (!Affine && !Sums::kStartsLate) first = _mm256_sub_epi32(first, offset(i));
-      sums.start(i, first);
-    }
+    for (int i = 0; i < kRows; ++i) sums.start(i, a_sums + i * segments);
   }
 
   [[gnu::always_inline]] void begin_block(const uint8_t* at) { block = at; }
@@ -120,47 +119,52 @@ struct Tile {
 
   [[gnu::always_inline]] void next_block() { sums.next_block(); }
 
-  // The products of each row's group up to and with this segment.
+  // Ends a segment. sum: for each row t * I of the group's segments up to this one, added up.
   [[gnu::always_inline]] void end(Float16 (&sum)[kRows]) {
-    __m256i totals[kRows][2];
+    Sums32 totals[kRows][2];
     sums.end(totals);
     for (int i = 0; i < kRows; ++i) {
       const __m256 a_scale = _mm256_broadcast_ss(a_scales + i * segments);
       for (int h = 0; h < 2; ++h) {
-        if constexpr (!Affine && Sums::kStartsLate) totals[i][h] = _mm256_sub_epi32(totals[i][h], offset(i));
-        sum[i].half[h] = _mm256_fmadd_ps(a_scale, _mm256_cvtepi32_ps(totals[i][h]), products[i].half[h]);
+        __m256i total = reinterpret_cast<__m256i>(totals[i][h]);
+        if constexpr (!kAffine && Sums::kOffsetLate) {
+          total = _mm256_sub_epi32(total, offset<kBits>(a_sums + i * segments));
+        }
+        sum[i].half[h] = _mm256_fmadd_ps(a_scale, _mm256_cvtepi32_ps(total), (*products)[i].half[h]);
       }
     }
     ++a_scales;
     ++a_sums;
   }
 
-  // The end of a segment that its group goes on behind.
+  // Ends a segment that is not the last of its group.
   [[gnu::always_inline]] void end_segment() {
     Float16 sum[kRows];
     end(sum);
-    for (int i = 0; i < kRows; ++i) products[i] = sum[i];
+    for (int i = 0; i < kRows; ++i) (*products)[i] = sum[i];
     in_memory();
   }
 
-  // The end of a group's last segment.
+  // Ends a group's last segment, and the group.
   [[gnu::always_inline]] void finish(const uint8_t* scales) {
     const Float16 scale = load16<DType::f16>(scales);
     Float16 sum[kRows];
     end(sum);
     for (int i = 0; i < kRows; ++i) {
-      for (int h = 0; h < 2; ++h) acc[i].half[h] = _mm256_fmadd_ps(scale.half[h], sum[i].half[h], acc[i].half[h]);
-      if constexpr (Affine) {
+      for (int h = 0; h < 2; ++h) (*acc)[i].half[h] = _mm256_fmadd_ps(scale.half[h], sum[i].half[h], (*acc)[i].half[h]);
+      if constexpr (kAffine) {
         const Float16 min = load16<DType::f16>(scales + 2 * kPanelRows);
         const __m256 a_sum = _mm256_broadcast_ss(group_sums + i * groups);
-        for (int h = 0; h < 2; ++h) acc[i].half[h] = _mm256_fmadd_ps(min.half[h], a_sum, acc[i].half[h]);
+        for (int h = 0; h < 2; ++h) (*acc)[i].half[h] = _mm256_fmadd_ps(min.half[h], a_sum, (*acc)[i].half[h]);
       }
     }
-    if constexpr (Affine) ++group_sums;
+    if constexpr (kAffine) ++group_sums;
     in_memory();
   }
 };
 
+// The blocks of a panel in turn, each group from its first to its last input, and ahead() before each block. Not walk() of
+// walk_x86.h, which ends a group apart from its last segment: that would store the products of every segment.
 template <bool Halves, class Tile, class Ahead>
 [[gnu::always_inline]] inline void walk_segments(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
                                                  Ahead ahead) {
@@ -236,10 +240,10 @@ template <class Sums>
 [[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number,
                                         int64_t tiles) {
   const Layout& layout = args.layout;
-  Float16 floats[2 * Sums::kRows];
-  Int8 totals[2 * Sums::kRows];
+  Float16 floats[2][Sums::kRows];
+  Sums32 memory[2 * Sums::kRows];
   Tile<Sums> tile;
-  tile.begin(args, row, floats, totals);
+  tile.begin(args, row, floats, memory);
   // Measured on Zen 4: two rows of 1 or 2 bits are read faster without.
   constexpr bool kAhead = Sums::kRows > 2 || (Sums::kRows == 2 && code_bits(Sums::kBits) > 2);
   const uint8_t* const at = args.panels + panel * layout.panel_bytes;
@@ -256,7 +260,7 @@ template <class Sums>
   const Float16 bias = load16<DType::f32>(head + 8 * kPanelRows);
   for (int i = 0; i < Sums::kRows; ++i) {
     Float16 y;
-    for (int h = 0; h < 2; ++h) y.half[h] = _mm256_fmadd_ps(row_scale.half[h], tile.acc[i].half[h], bias.half[h]);
+    for (int h = 0; h < 2; ++h) y.half[h] = _mm256_fmadd_ps(row_scale.half[h], floats[0][i].half[h], bias.half[h]);
     store_first(args.out, args.out_dtype, (row + i) * args.out_stride + column, y, layout.n - column);
   }
 }
