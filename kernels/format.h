@@ -13,7 +13,8 @@
 //          or  row_scale * (scale * code + min)          (affine)
 //          or  row_scale * scale * levels[code]          (levels: the header has the table).
 // The row sum is the sum of a row's weights divided by its row scale. Kernels do not read it: it served activations with a
-// zero point, which lowbit had before its first release. Rows and inputs beyond n and k are padding: their scales and heads are zero, their codes anything.
+// zero point, which lowbit had before its first release. Rows and inputs beyond n and k are padding: their scales and heads
+// are zero, their codes anything.
 #pragma once
 
 #include <cstddef>

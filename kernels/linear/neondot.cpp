@@ -140,7 +140,8 @@ class DotRow {
   [[gnu::always_inline]] void add(Sums (&sums)[kQuarters], const uint8_t* block, const Inputs& a) const {
     unroll<2>([&](auto pair) __attribute__((always_inline)) {
       Sums &sums0 = sums[2 * pair], &sums1 = sums[2 * pair + 1];
-      Unpack<Bits>::lines(QuarterPair<Bits, 2 * pair, Wanted>{block, tables_, sums0, sums1, sums0, sums1, a.half[0], a.half[1]});
+      Unpack<Bits>::lines(
+          QuarterPair<Bits, 2 * pair, Wanted>{block, tables_, sums0, sums1, sums0, sums1, a.half[0], a.half[1]});
     });
   }
 

@@ -121,8 +121,7 @@ def choose_layers(
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
     raise RuntimeError(
-        "diffusers saves packed layers, but cannot load them. Save the model with torch.save(model, file) and load it with "
-        "torch.load(file, weights_only=False), or save the float model and quantize it after from_pretrained"
+        "diffusers saves packed layers, but cannot load them. Save the float model, and quantize it after from_pretrained"
     )
 
 

@@ -136,8 +136,8 @@ def test_wrong_arguments(source, tmp_path):
     refuse(source, tmp_path / "packed", TypeError, "is a LinearConfig", "LowBitConfig", config=lowbit.LinearConfig())
     nothing = LowBitConfig(overrides={"*": None})
     refuse(source, tmp_path / "packed", ValueError, "config selects no layer of LlamaForCausalLM", config=nothing)
-    too_long = LowBitConfig(group_size=65552)
-    refuse(source, tmp_path / "packed", ValueError, "group size is 65552", config=too_long)
+    too_long = LowBitConfig(group_size=2**31 + 16)
+    refuse(source, tmp_path / "packed", ValueError, "group size is 2147483664", config=too_long)
     for value in (0, 1.5, True, None):
         with pytest.raises(ValueError, match="max_shard_bytes is"):
             quantize_checkpoint(source, tmp_path / "packed", CONFIG, max_shard_bytes=value)
