@@ -15,6 +15,7 @@ from .proof import EXACT, PIECES, TOKENS, Rounding, sample_text, seen
 # Of what the text before does to the logits, as in proof.py. Mamba's caches are wrong by 0.1 behind a second prompt, so what
 # rounds is held to less; caches that round more are not used, which costs time only.
 _ONE_BY_ONE = 0.05
+_ONE_ROUNDING = 0.01  # where an activation is rounded to the other side: 0.002 was seen
 
 
 class Fallback:
@@ -153,8 +154,8 @@ class Fallback:
         # In this order: from here on a text comes behind another one.
         self.one = near("behind a prompt", most, first, *[1] * (count - first)) and near("one by one", most, *[1] * count)
         if self.one:
-            # Beside what rounding does to single tokens.
-            self.many = near("pieces", min(most, max(EXACT, 3 * self.measured["behind a prompt"])), *sizes)
+            # Beside what rounding does to single tokens, which may be nothing.
+            self.many = near("pieces", min(most, max(_ONE_ROUNDING, 3 * self.measured["behind a prompt"])), *sizes)
             self.cuts = self._cuts(tokens, rounding, whole, most)
             return
         # Each token with all of the text: right if what is behind a token does not change its logits.
