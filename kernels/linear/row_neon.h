@@ -325,7 +325,8 @@ void run_rows(const LinearArgs& args) {
     using Each = Row<bits(), affine()>;
     const int64_t group_inputs = args.layout.group_inputs();
     if constexpr (halves()) {
-      return group_inputs == kHalfInputs ? run_panels<Each, GroupKind::half_block>(args) : run_panels<Each, GroupKind::halves>(args);
+      return group_inputs == kHalfInputs ? run_panels<Each, GroupKind::half_block>(args)
+                                         : run_panels<Each, GroupKind::halves>(args);
     }
     if (group_inputs == kBlockInputs) return run_panels<Each, GroupKind::one_block>(args);
     // Groups of more segments than fit in the scratch go the way that asks for each segment.
