@@ -3,30 +3,27 @@
 // gemm_operands_neon.h makes what they read, and this header has what calls them.
 //
 //   up to 64 rows of m x up to 8 panels, their float sums in the operator's scratch:
-//     for each piece of k, at most 512 inputs (whole groups, or a part of a long group), from any half block on:
-//       the rows' activations and group sums are copied in the order in which tiles read them     once for all panels
+//     for each piece of k, at most 512 inputs (whole groups, or whole segments of a long one), from any half block on:
+//       the rows' activations, their scales and the starts of sums are copied in the order in which tiles read them: once for
+//       all panels
 //       for each panel: codes are unpacked to bytes, scales to float32                            once for all rows
-//                       tiles of up to 8 rows: exact int32 sums, then one fma per group
+//                       tiles of up to 8 rows: exact int32 sums, then an fma per segment and one per group
 //   then the panels' heads
 //
 // The unpacked bytes are the codes (8 bits: minus 128, as stored; 1 bit, symmetric, and with a table: the level).
-// A group's integer part is the sum of a * byte + factor * A (A the group's activation sum): sums start at the second
-// term. For many rows a byte is cheaper than fields in place: resolving costs an instruction once, joining sums one for
-// each row.
-// Sums are int32 and may wrap on their way; what leaves a group is below 2^31 (kMaxGroupInputs).
+// A segment's integer part is the sum of a * byte + factor * A: sums start at the second term, plus the bits of c
+// (ukernel.h). For many rows a byte is cheaper than fields in place: resolving costs an instruction once, joining sums one
+// for each row.
 //
 // Everything a tile reads lies in the order in which it is read, and ld1 takes 64 bytes and moves the pointer on.
 // Starts are stored for every lane: four of them are one load then instead of four dup, which would take pipes of
 // the products. The float sums stay in the order of a tile's registers until the heads.
 // Instructions per 128 weights and row (a unit) of a tile of 8 rows, symmetric, GCC 12, from the disassembly, which has
-// no spills (nor has Clang 19's); docs/arm_cost.md has what comes out:
-//   groups of one block   the products (8 sdot or 4 smmla), 6/8 loads of weights and activations
-//                         per group: 2/8 loads of starts, 2 (convert, fma), 1/8 load of scales, 1/8 loop
-//                         2/10 for the float sums and pointers at both ends of a piece
-//   longer ones           the products, 8/16 loads of weights and activations, 2/16 loop per block
-//                         per group (of n blocks): (5 loads of starts, 32 convert and fma, 13 for float sums in memory,
-//                         2 loads of scales, 4 loop) / 16 n
-//                         1.5/10 for the ends of a piece (sdot: 2.7/10)
+// no spills; docs/arm_cost.md has what comes out:
+//   the products (8 sdot or 4 smmla), 6/8 loads of weights and activations
+//   per segment           2/8 loads of starts, 1/8 of t, 1 fma; the first of a group 2/8 loads of -c * t, others 1 (subtract)
+//   per group             1 fma, 1/8 load of scales, 1/8 loop; of several segments 6/8 for the float sums in memory
+//   2/10 for the float sums and pointers at both ends of a piece
 //   once per call         1/10 to 2/10 copying activations and starts, 3/10 to 4/10 heads and driver, at 1024 inputs
 //   unpacking, / m        bits    1     2     3     4     5     6     7     8
 //                         smmla   22.4  18.8  21.4  15.8  22.3  20.8  24.3  9.8   sdot 2 less (st1 of 4 registers for
@@ -34,12 +31,12 @@
 //     of which a block of 4 units has 2 ldp per bit, 4 times 16, 12, 14, 8, 14, 12, 14, 0 to make bytes, 16 st2
 //   groups of 16          a group is half a block. What is per group counts twice, products and loads as above.
 // What does not pay: tiles of 12 rows would save 0.2, but most m are no multiple of 12. Bytes of 1 bit by tables (tbl)
-// would save 6 of the 22 instructions, at half the rate: the model says up to 20 % more cycles. Convert and fma cannot
-// go: the order of float operations is the contract.
+// would save 6 of the 22 instructions, at half the rate: the model says up to 20 % more cycles. The float operations
+// cannot go: their order is the contract.
 //
 // Of the scratch a tile, a panel and a piece use 18 KB at a time (groups of 16: 24), which stay in a
-// first-level cache: weights 8, activations 4, starts 2 to 4, scales 1 to 2. A group that is longer than a piece keeps
-// its int32 sums there.
+// first-level cache: weights 8, activations 4, the stream (gemm_tiles_neon.h) 2 to 5, scales 1 to 2. A group
+// that is longer than a piece keeps its products there.
 #pragma once
 
 #include "dispatch.h"

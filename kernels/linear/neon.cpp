@@ -7,19 +7,17 @@
 //   addp, sadalp        pairs of lo and hi in int16, then in int32: one int32 lane is one output row ("folded"); or
 //   2 sadalp            int32 pairs, and one addp in int32 at the end of a group ("wide"), when addp would overflow
 //
-// How many lines fit an int16 sum? Each adds one product, of a weight up to c and an activation from -128 to 127. The
-// sum is lowest at lines * c * -128, which int16 holds while lines * c <= 256; at its highest it is smaller, because
-// activations end at 127. Where weights reach -c too, lines * c must be below 256, as it is in both tables below. addp
-// adds two such sums, so folding needs lines * c <= 128.
+// How many lines fit an int16 sum? Each adds one product, of a weight up to c and an activation from -127 to 127, so int16
+// holds lines * c <= 256, on both sides: 256 * 127 < 2^15. addp adds two such sums, so folding needs lines * c <= 128.
 //
 //   1x16   Weights are codes, or -1 for a set bit at 1 bit. Fields in place (bits/unpack_neon.h) have their own int16
 //          sums, joined by ssra once per block: 2 lines of 48 at 2 bits, 3 lines of 56 at 3.
-//            bits            1   2   3   4   5   6   7   8        At 8 bits weights do reach -128, and two products of
-//            c               1   3   7  15  31  63 127 128        -128 * -128 are 2^15: one line at a time.
+//            bits            1   2   3   4   5   6   7   8
+//            c               1   3   7  15  31  63 127 128
 //            lines           8   8   8   8   8   4   2   1
 //                            folded        | wide
 //   tiles  A piece of a group is unpacked once for up to 32 rows of activations, as offset - code, or -level at 1 bit:
-//          c is halved, and the largest weight is on the side where c * -128 still fits.
+//          c is halved.
 //            c               1   2   4   8  16  32  64             Affine up to 4 bits: -code, 8 * 15 < 128.
 //            lines           8   8   8   8   8   4   2             Folded.
 //          8 bits: w0 * a0 - w1 * ~a1 = w0 * a0 + w1 * a1 + w1 is at most 128 * 128 + 128 * 127 < 2^15, so two lines
@@ -27,9 +25,8 @@
 //          Two rows of activations at once: their broadcasts of a block are 16 registers. The scratch has paid for
 //          itself from 3 to 7 rows on.
 //
-// Levels of a table reach from -127 to 127, whatever the width: two lines, wide. 2 * 127 * 128 is below 2^15, so no
-// offset is needed, and tiles have them as they are.
-// Every int32 sum may wrap on its way; what leaves a group is at most 65536 * 128 * 255 < 2^31 (kMaxGroupInputs).
+// Levels of a table reach from -127 to 127, whatever the width: two lines, wide. No offset is needed, and tiles have them as
+// they are.
 
 #include "sums_neon.h"
 #include "tile_neon.h"

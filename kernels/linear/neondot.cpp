@@ -1,20 +1,19 @@
 // linear_a8w<b>_1x16_neondot: int8 activations times b-bit weights, the 16 output rows of a panel in four registers.
-// linear_a8w<b>_2x16_neondot (3x16 at 1 bit, 4x16 at 8), for many rows of m: tile_neondot.h.
+// linear_a8w<b>_2x16_neondot (3x16 at 1 and 8 bits), for many rows of m: tile_neondot.h.
 //
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       quarter q: rows 4q to 4q + 3
 //   sdot sums[q], quarter of line j, a[j]      a[j]: the activations 4j to 4j + 3, one 32-bit lane of two registers
 //
 // One int32 lane is one output row: no horizontal adds, and the 32 activations of a block are loaded once for all 16
-// rows. Integer part of a group, with S the sum of a * code and A the sum of a (ukernel.h):
+// rows. Sums start at the bits of the float c (ukernel.h). Integer part of a segment, with S the sum of a * code and A the sum
+// of a:
 //   symmetric   S - 2^(b-1) A: the sums start there, so no weight pays for its zero point; affine   S
 //   1 bit       2 S - A. cmtst leaves -1 for a set bit, so sums that start at floor(A/2) end at h = floor(A/2) - S.
 //               2 h + A mod 2 is A - 2 S, the negative of what is wanted. One instruction, sli (shift left and insert),
-//               makes it: h goes above the lowest bit of A
+//               makes it: h goes above the lowest bit of A. The bits of c are even, so sums start at half of them
 //   8 bit       the bytes are code - 128: symmetric needs no start, affine starts at 128 A
 //   levels      the bytes are levels, no start
-// Sums of fields at different bit positions p (bits/unpack_neon.h) stay apart and are joined by ssra once per group.
-// Every sum is an int32 that may wrap on its way; what leaves a group is at most 65536 * 128 * 255 < 2^31
-// (kMaxGroupInputs), and a sum at position p at most 65536 * 128 * 56.
+// Sums of fields at different bit positions p (bits/unpack_neon.h) stay apart and are joined by ssra once per segment.
 //
 // 1x16 because four quarters are four independent chains, enough for the latency of sdot on cores that forward its
 // accumulator, and leave registers for two quarters of a packed block: adjacent, so that one ldp loads both.
@@ -49,7 +48,7 @@ struct Chains {
 template <int Bits>
 constexpr Chains<Bits> kChains{};
 
-// The sums of one group, for four rows.
+// The sums of one segment, for four rows.
 template <int Bits>
 struct Sums {
   int32x4_t chain[kChains<Bits>.count];
