@@ -2,23 +2,33 @@
 // its vectors have 512 bits: a line (64 bytes: 16 rows x 4 inputs) is one vector, just as it lies.
 //
 //   many rows   smopa tile, a, line      tile: 16 rows of m x 16 outputs, int32; a: 16 rows of m x 4 inputs
-//               Two of the four tiles are integer sums, of two panels or of two times 16 rows of m; the other two are
-//               their float sums, so that one fmla per four rows of a tile adds a finished group.
-//               for each piece of k: activations, and the sums of their groups, are transposed    once for all panels
-//                                    for each panel: tiles                 a group may begin before and end behind it
+//               Two of the four tiles are integer sums, of two panels or of two times 16 rows of m.
+//               for each piece of k: activations, their scales and sums are transposed      once for all panels
+//                                    for each panel: tiles              a long group may begin before and end behind it
 //   few rows    sdot za, {lines of 4 panels}, a      za: 4 vectors of 16 outputs each, for up to 4 rows of m
 //
 // Lines are unsigned codes, signed at 8 bits and with a table of levels (sumopa, usdot). What a symmetric code has less
-// than its level, times the sum of the group's activations, comes by one product more for many rows: the sum, at most
-// 2^23, as two int16, times that number and 256 times that number. fmla, fmopa are fused: the contract's fma.
+// than its level, times the segment's sum A, comes by one product more for many rows. fmla, fmopa are fused: the contract's
+// fma.
 //
 // ZA is one register file of 64 vectors. Vector 4 i + t is row i of tile t; four vectors 16 apart, which multiply-adds
-// take at once, are rows i, i + 4, i + 8 and i + 12 of one tile.
+// take at once, are rows i, i + 4, i + 8 and i + 12 of one tile. All four are multiplied by the same vector, but the scales t
+// of activations are one per row. So a segment's sums are read by columns, and go back as rows of the products P:
+//
+//   row r: m's row r, lane j: output j          integer sums; a column has all rows of m, to be multiplied by their t
+//   row s(j): output j, lane r: m's row r       P; a column has all outputs, to be multiplied by their scales
+//   row s(r): m's row r, lane s(j): output j    float sums                  s(4 q + i) = 4 i + q, its own inverse
+//
+//   one segment per group     P replaces the integer sums; tiles 2 and 3 are float sums
+//   two, of whole blocks      likewise; the integer sums of the first segment are in memory until then
+//   others                    tiles 2 and 3 are P; float sums are in memory, and become tiles 0 and 1 where a group ends
+//
+// P may have the other sign where it is zero. That shows nowhere: float sums begin at +0, and so are never -0.
 //
 // The unit wants its own mode, in which ordinary vector instructions do not exist; on CPUs with it but without SVE,
 // those of SVE exist there only. So streaming functions are entered by run_streaming() alone, stay there for some
-// panels, and make the outputs there as well. A thread whose vectors are shorter, or with a caller's live ZA, goes the
-// way of the rows for i8mm.
+// panels, and make the outputs there as well. A thread whose vectors are shorter, or with a caller's live ZA, runs
+// what a CPU without the unit would.
 //
 // gemm_sme2.h has many rows (pieces_sme2.h: their activations, tiles_sme2.h: their sums and outputs), gemv_sme2.h few,
 // streaming_sme2.h what both need.
