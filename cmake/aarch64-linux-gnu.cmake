@@ -1,5 +1,5 @@
-# Cross-compiles for 64-bit Arm Linux with Debian's GCC, or with a Clang that uses the same libraries. Tests then run under QEMU's
-# user-mode emulation.
+# Cross-compiles for 64-bit Arm Linux with Debian's GCC, or with a Clang that uses the same libraries; tests then run under
+# QEMU's user-mode emulation.
 #   cmake -B build/arm -G Ninja -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake [-DLOWBIT_QEMU_CPU=cortex-a76] \
 #     [-DLOWBIT_ARM_CLANG=clang++-19]
 # The emulated CPU decides which kernels can run: cortex-a53 has no dot products, cortex-a76 has, max has everything.

@@ -4,11 +4,17 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "vector_length.h"
+
 #if defined(__aarch64__) && defined(__APPLE__)
+#include <TargetConditionals.h>
 #include <sys/sysctl.h>
-#elif defined(__aarch64__) && defined(_WIN32)
+#elif defined(_WIN32)
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 #elif defined(__x86_64__)
@@ -32,24 +38,24 @@ constexpr IsaName kNames[] = {
     {"sme2", kSme2, kNeon | kNeonDot | kI8mm | kSme2},
 };
 
-// The kernels' vectors have 512 bits. Linux lets a process choose shorter ones. Ask only where the CPU has SME: the asm is
-// volatile because compilers may run any other before the caller's check.
-bool has_long_vectors() {
-  register uint64_t bytes __asm__("x0");
-  __asm__ volatile(".inst 0x04bf5820" : "=r"(bytes));  // rdsvl x0, #1: many assemblers do not know it yet
-  return bytes == 64;
+// To be asked only where SME is.
+[[maybe_unused]] bool has_long_vectors() {
+  const LongVectors vectors(true);
+  return vector_bytes() == kLongVectorBytes;
 }
 
 #if defined(__APPLE__)
-bool sysctl_flag(const char* name) {
+// `unknown`: where the system does not know the name.
+bool sysctl_flag(const char* name, bool unknown = false) {
   int value = 0;
   size_t size = sizeof value;
-  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 ? value != 0 : unknown;
 }
 
 IsaBits detect(IsaBits) {
   IsaBits bits = kNeon;
-  if (sysctl_flag("hw.optional.arm.FEAT_DotProd")) bits |= kNeonDot;
+  // macOS 11 lacks the name, and every Mac with Arm has the instructions. iOS 14 lacks it too, and runs on older CPUs.
+  if (sysctl_flag("hw.optional.arm.FEAT_DotProd", TARGET_OS_OSX != 0)) bits |= kNeonDot;
   if (sysctl_flag("hw.optional.arm.FEAT_I8MM")) bits |= kI8mm;
   if (sysctl_flag("hw.optional.arm.FEAT_SME2") && has_long_vectors()) bits |= kSme2;
   return bits;
@@ -106,13 +112,20 @@ uint64_t enabled_state() {
   return (uint64_t{edx} << 32) | eax;
 }
 
-// Linux saves the tile registers only of processes that have asked for it. The answer holds for all threads, and for
+// Linux and Windows save the tile registers only of processes that have asked for it. The answer holds for all threads, and for
 // good: every signal stack (sigaltstack) must then have room for the tiles. It says no where a thread already has a
 // smaller one.
 bool may_use_tiles() {
 #ifdef __linux__
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#elif defined(_WIN32)
+  // Windows 11 and Server 2022 have it.
+  using Function = BOOL WINAPI(DWORD64 features);
+  const auto enable = reinterpret_cast<Function*>(reinterpret_cast<void*>(
+      GetProcAddress(GetModuleHandleW(L"kernel32.dll"), "EnableProcessOptionalXStateFeatures")));
+  constexpr DWORD64 kTileData = DWORD64{1} << 18;
+  return enable != nullptr && enable(kTileData);
 #else
   return false;  // no other system was asked yet; one that waits to be asked would end the process at the first tile
 #endif

@@ -12,8 +12,12 @@ namespace lowbit {
 
 inline constexpr size_t kAlignment = 128;  // the longest cache line: that of Apple's CPUs
 
+// False for more bytes than a program can address; `most` is what a size holds, which has 32 bits on some systems.
+constexpr bool is_addressable(int64_t bytes, int64_t most = PTRDIFF_MAX) { return bytes >= 0 && bytes <= most; }
+
 // `bytes` of memory of undefined content; null: there is not so much.
 inline void* allocate_aligned(int64_t bytes) {
+  if (!is_addressable(bytes)) return nullptr;
 #ifdef _WIN32
   return _aligned_malloc(static_cast<size_t>(bytes), kAlignment);
 #else
@@ -30,5 +34,9 @@ inline void free_aligned(void* memory) {
   std::free(memory);
 #endif
 }
+
+struct FreeAligned {
+  void operator()(void* memory) const { free_aligned(memory); }
+};
 
 }  // namespace lowbit

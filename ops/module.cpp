@@ -59,18 +59,30 @@ py::dict describe(const char* family, const Kernel& kernel) {
   return row;
 }
 
-// Limits on m are bytes, so that beyond all of them the choice does not change any more.
-bool is_active(const LinearKernel& kernel, IsaBits isa) {
+// Whether `runs` holds for a layout with some mapping that the row reads.
+template <class Kernel, class Runs>
+bool is_active(const Kernel& kernel, const Runs& runs) {
   Layout layout{};
   layout.format = kernel.format;
   layout.bits = kernel.bits;
-  for (const int64_t group_size : {kBlockInputs, kHalfInputs}) {
-    layout.group_size = group_size;
-    for (int64_t m = 1; m <= 256; ++m) {
-      if (&choose_linear(layout, m, isa) == &kernel) return true;
-    }
+  for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
+    layout.mapping = mapping;
+    if ((kernel.mappings & bit_of(mapping)) != 0 && runs(&layout)) return true;
   }
   return false;
+}
+
+bool is_active(const LinearKernel& kernel, IsaBits isa) {
+  return is_active(kernel, [&](Layout* layout) {
+    for (const int64_t group_size : {kBlockInputs, kHalfInputs}) {
+      layout->group_size = group_size;
+      // Limits on m are bytes: beyond all of them the choice does not change any more.
+      for (int64_t m = 1; m <= 256; ++m) {
+        if (&choose_linear(*layout, m, isa) == &kernel) return true;
+      }
+    }
+    return false;
+  });
 }
 
 // Every row of the table. `active`: some call would run it under the current ISA cap.
@@ -91,10 +103,7 @@ py::list kernels() {
     py::dict row = describe("embedding", kernel);
     row["format"] = name_of(kernel.format).text;
     row["bits"] = int{kernel.bits};
-    Layout layout{};
-    layout.format = kernel.format;
-    layout.bits = kernel.bits;
-    row["active"] = &choose_embedding(layout, isa) == &kernel;
+    row["active"] = is_active(kernel, [&](Layout* layout) { return &choose_embedding(*layout, isa) == &kernel; });
     rows.append(row);
   }
   for (size_t i = 0; i < quantize_kernel_count(); ++i) {

@@ -1,9 +1,9 @@
 #include <cstring>
 #include <memory>
-#include <new>
 
 #include "../kernels/pack.h"
 #include "../kernels/registry.h"
+#include "aligned_memory.h"
 #include "check.h"
 #include "operators.h"
 
@@ -51,11 +51,12 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
   const bool affine = source.mapping == Mapping::affine;
   const int64_t groups = source.n * source.groups;
   const int64_t floats = groups + (affine ? groups : 0) + (source.has_bias ? source.n : 0);
-  const std::unique_ptr<uint8_t[]> codes(new (std::nothrow) uint8_t[static_cast<size_t>(source.n * source.k)]);
-  const std::unique_ptr<float[]> values(new (std::nothrow) float[static_cast<size_t>(floats)]);
-  if (codes == nullptr || values == nullptr) {
-    return Status::no_memory("no memory for %" PRId64 " unpacked weights", source.n * source.k);
-  }
+  const int64_t float_bytes = floats * static_cast<int64_t>(sizeof(float));
+  const std::unique_ptr<char, FreeAligned> memory(
+      static_cast<char*>(allocate_aligned(float_bytes + source.n * source.k)));
+  if (memory == nullptr) return Status::no_memory("no memory for %" PRId64 " unpacked weights", source.n * source.k);
+  float* const values = reinterpret_cast<float*>(memory.get());
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(memory.get() + float_bytes);
   const auto view = [](void* data, ElementType type, Shape shape) {
     TensorView result;
     result.data = data;
@@ -66,10 +67,10 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
     return result;
   };
   const Shape per_group{2, {source.n, source.groups}};
-  const TensorView codes_view = view(codes.get(), ElementType::u8, {2, {source.n, source.k}});
-  const TensorView scales = view(values.get(), ElementType::f32, per_group);
-  const TensorView mins = view(values.get() + groups, ElementType::f32, affine ? per_group : Shape{2, {0, 0}});
-  const TensorView bias = view(values.get() + floats - (source.has_bias ? source.n : 0), ElementType::f32,
+  const TensorView codes_view = view(codes, ElementType::u8, {2, {source.n, source.k}});
+  const TensorView scales = view(values, ElementType::f32, per_group);
+  const TensorView mins = view(values + groups, ElementType::f32, affine ? per_group : Shape{2, {0, 0}});
+  const TensorView bias = view(values + floats - (source.has_bias ? source.n : 0), ElementType::f32,
                                source.has_bias ? Shape{1, {source.n}} : Shape{1, {0}});
   if (Status s = unpack(packed, codes_view, scales, mins, bias, parallel); !s.ok()) return s;
   if (target.format == Format::panel16) {
@@ -78,7 +79,7 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
                 source.group_size, out, parallel, source.mapping == Mapping::levels ? &levels : nullptr);
   }
   PackArgs args{};
-  args.codes = codes.get();
+  args.codes = codes;
   args.scales = static_cast<const float*>(scales.data);
   args.mins = affine ? static_cast<const float*>(mins.data) : nullptr;
   args.bias = source.has_bias ? static_cast<const float*>(bias.data) : nullptr;

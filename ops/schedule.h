@@ -6,20 +6,31 @@
 #include <cstdint>
 #include <thread>
 
+#include "../kernels/isa.h"
+#include "../kernels/vector_length.h"
 #include "float_environment.h"
 #include "parallel.h"
+#include "sme_threads.h"
 
 namespace lowbit {
+
+// What a thread has while it works for an operator: the default float settings, and long vectors where a row may use
+// Arm's matrix unit.
+struct WorkingThread {
+  const DefaultFloats floats;
+  const LongVectors vectors;
+  explicit WorkingThread(int worker) : vectors((active_isa() & kSme2) != 0 && worker < sme_threads()) {}
+};
 
 // Calls body(worker, begin, end) over [0, count) in pieces of up to `step`. Threads claim the next piece when they are
 // free, so a slow or busy core takes fewer of them and does not hold up the rest. With one thread or one piece, all of it
 // runs on the caller's thread. `worker`, below parallel.threads, tells the threads of a call apart: each has its own.
-// Every body runs with the default float settings (float_environment.h).
+// Every body runs on a WorkingThread.
 template <class Body>
 void parallel_1d(const Parallel& parallel, int64_t count, int64_t step, const Body& body) {
   const int64_t pieces = (count + step - 1) / step;
   if (parallel.threads <= 1 || pieces <= 1) {
-    const DefaultFloats floats;
+    const WorkingThread thread(0);
     if (count > 0) body(0, int64_t{0}, count);
     return;
   }
@@ -35,7 +46,7 @@ void parallel_1d(const Parallel& parallel, int64_t count, int64_t step, const Bo
   parallel.run(
       tasks,
       [](void* context, int worker) {
-        const DefaultFloats floats;
+        const WorkingThread thread(worker);
         Work& shared = *static_cast<Work*>(context);
         for (;;) {
           const int64_t begin = shared.next.fetch_add(shared.step, std::memory_order_relaxed);
@@ -90,14 +101,14 @@ void parallel_2d(const Parallel& parallel, const Grid& grid, Band* bands, const 
   const int64_t tiles = count * ((grid.columns + grid.least_columns - 1) / grid.least_columns);
   if (parallel.threads <= 1 || tiles <= 1) {
     if (tiles == 0) return;
-    const DefaultFloats floats;
+    const WorkingThread thread(0);
     prepare(0, int64_t{0}, grid.rows);
     for (int64_t b = 0; b < count; ++b) tile(0, b, int64_t{0}, grid.columns);
     return;
   }
   const int threads = tiles < parallel.threads ? static_cast<int>(tiles) : parallel.threads;
   auto work = [&](int worker) {
-    const DefaultFloats floats;
+    const WorkingThread thread(worker);
     for (int64_t b = 0; b < count; ++b) {
       const int64_t first = b * grid.band_rows, rows = grid.rows_of(b);
       for (;;) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../kernels/export.h"
+#include "../kernels/ukernel.h"
 #include "aligned_memory.h"
 
 #if defined(__has_feature)
@@ -15,8 +16,8 @@
 
 namespace lowbit {
 
-// Up to so much stays with a thread between its calls.
-inline constexpr int64_t kKeptBytes = 32 << 20;
+// Up to so much stays with a thread between its calls: activations, and what each of a thousand threads needs.
+inline constexpr int64_t kKeptBytes = (32 << 20) + 1024 * kLinearScratchBytes;
 
 // What a thread keeps for its next call.
 struct KeptMemory {

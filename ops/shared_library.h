@@ -7,7 +7,7 @@ namespace lowbit {
 
 class SharedLibrary {
  public:
-  // `path` as the system takes it; its own message where it cannot be opened.
+  // `path` as of load_kernels(); the system's own message where it cannot be opened.
   static Status open(const char* path, SharedLibrary* library);
 
   SharedLibrary() = default;

@@ -73,7 +73,8 @@ def load_kernels(path: str | os.PathLike) -> None:
     the instruction sets that they name. Loading a library again does nothing. How to write one: CONTRIBUTING.md.
 
     Args:
-        path: the library; a bare name is looked for as the system looks for libraries.
+        path: the library. A name without a directory is a file in the current one, or else, but not on Windows, what
+            the system finds where it looks for libraries.
 
     Raises:
         OSError: there is no such file, or the system cannot load it.

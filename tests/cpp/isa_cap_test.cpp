@@ -7,8 +7,9 @@
 
 #include <gtest/gtest.h>
 
-#include <cstring>
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <set>
 #include <string>
@@ -50,6 +51,12 @@ std::mutex linear_mutex;
 std::set<std::thread::id> linear_threads;
 std::atomic<int> beside_runs{0};
 
+#if defined(__aarch64__)
+constexpr int kSetSmeLength = 63, kGetSmeLength = 64;  // of prctl; the length is in bytes
+int shortest_sme_length = 64;  // of the threads that ran a row for SME2
+int sme_length() { return prctl(kGetSmeLength) & 0xffff; }
+#endif
+
 void run_beside(const LinearArgs& args) { ++beside_runs, real_beside.load()->run(args); }
 void run_quantize(const QuantizeArgs& args) { seen_quantize.ran = real_quantize->name, real_quantize->run(args); }
 void run_linear(const LinearArgs& args) {
@@ -57,6 +64,9 @@ void run_linear(const LinearArgs& args) {
     const std::lock_guard lock(linear_mutex);
     seen_linear.ran = real_linear.load()->name;
     linear_threads.insert(std::this_thread::get_id());
+#if defined(__aarch64__)
+    if ((real_linear.load()->isa & kSme2) != 0) shortest_sme_length = std::min(shortest_sme_length, sme_length());
+#endif
   }
   EXPECT_EQ(reinterpret_cast<uintptr_t>(args.scratch) % 64, 0u);
   std::memset(args.scratch, 0xff, kLinearScratchBytes);  // the row's own memory, whatever it holds
@@ -176,11 +186,11 @@ TEST(IsaCap, ASmallSignalStackLeavesOutTiles) {
 #endif
 
 #if defined(__linux__) && defined(__aarch64__)
-constexpr int kSetSmeLength = 63, kGetSmeLength = 64;  // of prctl; the length is in bytes
-
-TEST(IsaCap, Sme2WantsVectorsOf512Bits) {
+TEST(IsaCap, Sme2WantsACpuWithVectorsOf512Bits) {
   constexpr unsigned long kHwcap2Sme2 = 1ul << 37;
-  const bool has = (getauxval(AT_HWCAP2) & kHwcap2Sme2) != 0 && (prctl(kGetSmeLength) & 0xffff) == 64;
+  bool has = false;
+  std::thread([&] { has = (prctl(kSetSmeLength, 64) & 0xffff) == 64; }).join();  // a thread's own length
+  has = has && (getauxval(AT_HWCAP2) & kHwcap2Sme2) != 0;
   EXPECT_EQ((cpu_isa() & kSme2) != 0, has);
 }
 
@@ -246,27 +256,56 @@ TEST(IsaCap, SomeThreadsOfExpertsUseTheMatrixUnit) {
   }
 }
 
-// Where a thread has chosen shorter vectors, or somebody's ZA is live, other rows do its work.
+// Threads run the rows for SME2 with vectors of 512 bits, whatever they have, and have the same again afterwards.
+TEST(IsaCap, Sme2LeavesThreadsTheirLength) {
+  if ((active_isa() & kSme2) == 0 || sme_threads() == 0) GTEST_SKIP() << "no SME2";
+  Random random(1);
+  const Layout layout = layout_of(2048, 256, 4, 32, Mapping::symmetric, false);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  const Tensor weights(ElementType::u8, {1, layout.total_bytes});
+  std::memcpy(weights.memory->data(), weight.memory->data(), static_cast<size_t>(layout.total_bytes));
+  const Tensor x = random_tensor(ElementType::f32, {40, 256}, random), experts(ElementType::i64, {40, 1});
+  std::memset(experts.memory->data(), 0, 40 * sizeof(int64_t));
+  const Tensor expected(ElementType::f32, {40, 2048});
+  ASSERT_TRUE(linear(x.view, weight.view, 2048, expected.view, {}).ok());
+  for (const int wanted : {0, 16, 32, 64}) {
+    std::thread([&] {
+      if (wanted != 0 && (prctl(kSetSmeLength, wanted) & 0xffff) != wanted) return;  // a length that this CPU lacks
+      const int length = prctl(kGetSmeLength);
+      for (const Parallel& parallel : {Parallel{}, threads(3)}) {
+        const Tensor found(ElementType::f32, {40, 2048}), of_expert(ElementType::f32, {40, 1, 2048});
+        shortest_sme_length = 64;
+        linear_threads.clear();
+        EXPECT_TRUE(linear(x.view, weight.view, 2048, found.view, parallel).ok());
+        EXPECT_TRUE(linear_experts(x.view, weights.view, experts.view, 2048, of_expert.view, parallel).ok());
+        EXPECT_FALSE(linear_threads.empty());
+        EXPECT_EQ(seen_linear.ran, "linear_a8w4_5x32_sme2");
+        EXPECT_EQ(shortest_sme_length, 64);
+        EXPECT_EQ(found.bytes(), expected.bytes());
+        EXPECT_EQ(of_expert.bytes(), expected.bytes());
+        EXPECT_EQ(prctl(kGetSmeLength), length);
+      }
+    }).join();
+  }
+}
+
+// Where somebody's ZA is live, other rows do the work.
 TEST(IsaCap, Sme2IsLeftAloneWhereItCannotBeUsed) {
   if ((active_isa() & kSme2) == 0) GTEST_SKIP() << "no SME2";
   Random random(1);
+  const int length = prctl(kGetSmeLength);
   for (int bits = 1; bits <= 8; ++bits) {
     const Layout layout = layout_of(80, 208, bits, 48, Mapping::affine, false);
     const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
     for (const int64_t m : {1, 3, 20}) {
       const Tensor x = random_tensor(ElementType::f32, {m, 208}, random), expected = linear_of(x, weight);
-      std::thread([&] {
-        for (const int length : {16, 32}) {
-          if (prctl(kSetSmeLength, length) != length) continue;  // a length that this CPU lacks
-          EXPECT_EQ(linear_of(x, weight).bytes(), expected.bytes());
-        }
-      }).join();
       uint64_t live = reinterpret_cast<uint64_t>(&live), after = 0;
       __asm__ volatile("msr S3_3_C13_C0_5, %0" : : "r"(live));  // TPIDR2_EL0
       const Tensor found = linear_of(x, weight);
       __asm__ volatile("mrs %0, S3_3_C13_C0_5\n\tmsr S3_3_C13_C0_5, xzr" : "=&r"(after));
       EXPECT_EQ(found.bytes(), expected.bytes());
       EXPECT_EQ(after, live);
+      EXPECT_EQ(prctl(kGetSmeLength), length);
     }
   }
 }

@@ -119,7 +119,22 @@ TEST(Scratch, StaysWithItsThread) {
   }).join();
 }
 
+// Each thread of a call has memory of its own, which the caller keeps for the next call, however many threads there are.
+TEST(Scratch, OfManyThreadsStaysWithTheCaller) {
+  constexpr int kThreads = 1000;
+  Random random(1);
+  const Layout layout = layout_of(1024, 256, 4, 32, Mapping::symmetric, false);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  const Tensor x = random_tensor(ElementType::f32, {8, 256}, random), out(ElementType::f32, {8, 1024});
+  std::thread([&] {
+    ASSERT_TRUE(linear(x.view, weight.view, 1024, out.view, {kThreads, one_after_another}).ok());
+    EXPECT_GE(kept_memory()->bytes, kThreads * kLinearScratchBytes);
+  }).join();
+}
+
 TEST(Scratch, TooMuchIsNoMemory) {
+  static_assert(is_addressable(INT32_MAX, INT32_MAX) && !is_addressable(int64_t{1} << 32, INT32_MAX));
+  EXPECT_EQ(allocate_aligned(-1), nullptr);
   EXPECT_EQ(Scratch(INT64_MAX / 2).data(), nullptr);
   const Scratch scratch(1000);
   EXPECT_NE(scratch.data(), nullptr);

@@ -94,9 +94,10 @@ for a, b in zip(before, after, strict=True):
 (row,) = rows()
 assert row == dict(name="acme_linear_a8w4", family="linear", isa="portable", format="panel16", bits=4, tile=(1, 16),
                    supported=True, enabled=True, active=True, vendor="acme", library=sys.argv[1]), row
-# All calls with 4 bits are its own now; the rest of the table stays as it was.
+# All calls with 4 bits are its own now, but for those with a table of levels; the rest of the table stays as it was.
 four_bits = lambda row: row["family"] == "linear" and row["bits"] == 4
-assert [row["name"] for row in lowbit.kernels() if four_bits(row) and row["active"]] == ["acme_linear_a8w4"]
+active = lambda table: {row["name"] for row in table if four_bits(row) and row["active"]}
+assert active(lowbit.kernels()) == {"acme_linear_a8w4", *active(table)}
 others = lambda table: [row for row in table if not four_bits(row)]
 assert others(lowbit.kernels()) == others(table)
 print("same")
@@ -218,6 +219,29 @@ assert len(rows()) == 4
 """
     line = run_checked(fork_python, script, libraries / "fault_none.so", tmp_path / "copy.so")
     assert "copy.so' cannot be used: format 'FLT1' is there twice" in line
+
+
+def test_rows_for_one_mapping_are_active(fork_python, libraries):
+    script = USE + """
+lowbit.load_kernels(sys.argv[1])
+assert [(row["name"], row["active"]) for row in rows()] == [
+    ("fault_linear", True), ("fault_linear_2", True), ("fault_embedding", True)]
+"""
+    run_checked(fork_python, script, libraries / "fault_one_mapping.so")
+
+
+def test_a_name_without_a_directory_is_a_file_in_the_current_one(fork_python, acme):
+    script = USE + """
+import os
+os.chdir(sys.argv[1])
+lowbit.load_kernels(sys.argv[2])
+assert [row["library"] for row in rows()] == [sys.argv[2]]
+try:
+    lowbit.load_kernels("missing.so")
+except OSError as error:
+    print(error)
+"""
+    assert "missing.so" in run_checked(fork_python, script, acme.parent, acme.name)
 
 
 @pytest.mark.parametrize("isa", [None, "portable"])

@@ -91,6 +91,12 @@ struct Rows {
     library.embedding = {};
     library.linear.count = 1;
     linear[0].isa = kMissingIsa;
+#elif defined(FAULT_one_mapping)
+    library.preference = Preference::before_built_in;
+    library.quantize = {};
+    linear[0].mappings = bit_of(Mapping::affine);
+    linear[1].mappings = bit_of(Mapping::levels);
+    embedding[0].mappings = bit_of(Mapping::levels);
 #elif defined(FAULT_built_in_name)
     linear[0].name = "linear_a8w4_1x16_portable";
 #elif defined(FAULT_twice_named)

@@ -1,0 +1,59 @@
+// The length of SME's vectors, which belongs to a thread.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/prctl.h>
+#endif
+
+namespace lowbit {
+
+inline constexpr uint64_t kLongVectorBytes = 64;  // the length that the kernels for SME2 have
+
+// Only on CPUs with SME. The asm is volatile because compilers may run any other before the caller's check for SME.
+inline uint64_t vector_bytes() {
+#if defined(__aarch64__)
+  register uint64_t bytes __asm__("x0");
+  __asm__ volatile(".inst 0x04bf5820" : "=r"(bytes));  // rdsvl x0, #1: many assemblers do not know it yet
+  return bytes;
+#else
+  return 0;
+#endif
+}
+
+// Linux gives a thread vectors of at most 256 bits unless it asks for more. While this lives, its thread has vectors of
+// 512 bits where the CPU and the system have them; then it has again what it had. Changing the length clears ZA: a thread
+// whose ZA is live (TPIDR2_EL0) keeps its length.
+class LongVectors {
+ public:
+  // With `has_sme` false it does nothing.
+  explicit LongVectors(bool has_sme) {
+#if defined(__aarch64__) && defined(__linux__)
+    if (!has_sme || vector_bytes() == kLongVectorBytes) return;
+    uint64_t live;
+    __asm__ volatile("mrs %0, S3_3_C13_C0_5" : "=r"(live));
+    const int found = prctl(kGetLength);
+    if (live != 0 || found < 0) return;
+    found_ = found;
+    prctl(kSetLength, (found & ~kLengthMask) | static_cast<int>(kLongVectorBytes));  // a flag stays: for new programs too
+#else
+    (void)has_sme;
+#endif
+  }
+  ~LongVectors() {
+#if defined(__aarch64__) && defined(__linux__)
+    if (found_ >= 0) prctl(kSetLength, found_);
+#endif
+  }
+  LongVectors(const LongVectors&) = delete;
+  LongVectors& operator=(const LongVectors&) = delete;
+
+ private:
+#if defined(__aarch64__) && defined(__linux__)
+  static constexpr int kSetLength = 63, kGetLength = 64, kLengthMask = 0xffff;  // older headers lack the names
+  int found_ = -1;
+#endif
+};
+
+}  // namespace lowbit
