@@ -69,17 +69,13 @@ def _check(config: peft.LoraConfig) -> None:
 
 
 def know_packed_layers(config: peft.LoraConfig, model: torch.nn.Module) -> None:
-    """What peft's LoraModel does before it puts adapters on a model: they may be on packed layers, and "all-linear" means
-    these too, all but the output head."""
-    packed = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if not packed:
-        return
+    """What peft's LoraModel does before it puts adapters on a model with packed layers: these get adapters too, and
+    "all-linear" selects them, all but the output head."""
     config._register_custom_module({nn.Linear: LoraLinear})
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-        find_head = getattr(model, "get_output_embeddings", lambda: None)
-        head = find_head()
-        floats = _maybe_include_all_linear_layers(config, model).target_modules
-        config.target_modules = floats | {name for name in packed if model.get_submodule(name) is not head}
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        packed = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
+        config.target_modules = _maybe_include_all_linear_layers(config, model).target_modules | packed
 
 
 def for_packed_layers(config: peft.LoraConfig) -> peft.LoraConfig:

@@ -4,6 +4,7 @@ A finder on ``sys.meta_path`` waits for a few modules and runs a step after each
 no more of lowbit than ``import torch`` has: what needs more runs when it is used. ``LOWBIT_AUTOLOAD=0`` turns all of it off.
 """
 
+import contextlib
 import functools
 import os
 import sys
@@ -44,8 +45,11 @@ def _into_transformers(_: ModuleType) -> None:
 def _into_trainer(callbacks: ModuleType) -> None:
     """Warns when transformers' Trainer begins to train a packed model. Every Trainer has this callback, without a method
     of this name."""
+
     def on_train_begin(self, args, state, control, model=None, **_: Any) -> None:
-        import_module("lowbit.layers").warn_of_training(model)
+        layers = sys.modules.get("lowbit.layers")  # without it, no layer is packed
+        if layers is not None:
+            layers.warn_of_training(model)
 
     if "on_train_begin" not in vars(callbacks.DefaultFlowCallback):
         callbacks.DefaultFlowCallback.on_train_begin = on_train_begin
@@ -60,17 +64,18 @@ def into_peft(lora: ModuleType) -> None:
     @functools.wraps(usual)
     def _prepare_model(self, peft_config, model):
         usual(self, peft_config, model)
-        import_module("lowbit.peft").know_packed_layers(peft_config, model)
+        nn = sys.modules.get("lowbit.nn")  # without it, no layer is packed
+        if nn is not None and any(isinstance(module, nn.Linear) for module in model.modules()):
+            import_module("lowbit.peft").know_packed_layers(peft_config, model)
 
     lora.LoraModel._prepare_model = _prepare_model
 
 
 def _into_executorch(runtime: ModuleType) -> None:
     """Registers the operators with ExecuTorch's runtime: ``runtime`` is its compiled part."""
-    try:
+    # lowbit.executorch.register() says why it failed; a program without packed layers does not need to know.
+    with contextlib.suppress(ImportError):
         import_module("lowbit.executorch").register_with(runtime)
-    except ImportError:
-        pass  # lowbit.executorch.register() says why; a program without packed layers does not care
 
 
 _STEPS: dict[str, Callable[[ModuleType], None]] = {
@@ -117,7 +122,8 @@ class _Finder:
                 if module.__name__ in _STEPS:  # a loader may be that of other modules too
                     _step(module)
 
-            spec.loader.exec_module = exec_module
+            with contextlib.suppress(AttributeError, TypeError):  # a loader in C may take no attribute
+                spec.loader.exec_module = exec_module
         return spec
 
 
