@@ -89,6 +89,7 @@ class Journal:
         self.packed = {}
         if kind is None or not self.holds_work():
             shutil.rmtree(self.path, ignore_errors=True)
+        assert self._lock is not None
         os.close(self._lock)
 
     def holds_work(self) -> bool:
