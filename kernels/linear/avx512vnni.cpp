@@ -11,13 +11,22 @@ namespace {
 constexpr int kInStepRow = 0;
 
 // One row in step, or tiles of rows.
+template <int Bits, bool Affine, Groups Kind, int MostRows>
+void run_as(const LinearArgs& args) {
+  if constexpr (MostRows == kInStepRow) {
+    run_in_step<Bits, Affine, Kind>(args);
+  } else {
+    run_panels<Bits, Affine, Kind, MostRows>(args);
+  }
+}
+
 template <int Bits, int MostRows>
 void run(const LinearArgs& args) {
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) {
-    if constexpr (MostRows == kInStepRow) {
-      run_in_step<bits(), affine(), halves()>(args);
+    if (args.layout.group_inputs() > kSegmentInputs) {
+      run_as<bits(), affine(), groups_of(halves(), true), MostRows>(args);
     } else {
-      run_panels<bits(), affine(), halves(), MostRows>(args);
+      run_as<bits(), affine(), groups_of(halves(), false), MostRows>(args);
     }
   });
 }

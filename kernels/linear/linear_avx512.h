@@ -89,12 +89,12 @@ struct Chains {
 // 32-bit lanes is copied to another register and back in every turn (GCC 12).
 using Int16 = int32_t __attribute__((vector_size(64)));
 
-// Of 16 rows of 4 codes with the 4 activations at `a`. Assembly: GCC has no vpdpbusd that broadcasts from memory, and takes
-// two instructions.
+// Of 16 rows of 4 codes with the 4 activations at `a`. Not by assembly with the broadcast as a part of vpdpbusd: fewer
+// instructions, but slower (Zen 5: 1.1 to 1.2 times the time).
 [[gnu::always_inline]] inline Int16 add_products(Int16 sums, __m512i codes, const int8_t* a) {
-  using Activations = const int8_t[4];
-  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(codes), "m"(*reinterpret_cast<Activations*>(a)));
-  return sums;
+  int32_t word;
+  std::memcpy(&word, a, 4);
+  return reinterpret_cast<Int16>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), codes, _mm512_set1_epi32(word)));
 }
 
 [[gnu::always_inline]] inline Int16 broadcast(int32_t value) {
@@ -241,9 +241,9 @@ class Streams {
 
 // The sums of `Rows` rows of activations over one panel, for walk(); over one of `Panels` in step. One row reads what
 // belongs to its segments from the arguments, several rows from Streams.
-template <int Bits, bool Affine, bool Halves, int Rows, int Panels = 1>
+template <int Bits, bool Affine, Groups Kind, int Rows, int Panels = 1>
 struct Tile {
-  static constexpr bool kDown = kShiftedDown<Rows, Halves>;
+  static constexpr bool kDown = kShiftedDown<Rows, Kind == Groups::halves>;
   static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
 
   const int32_t* segment_sums;  // one row
@@ -285,11 +285,13 @@ struct Tile {
     sums.template add<First, Lines>(line, a, stride);
   }
 
-  template <bool First>
+  [[gnu::always_inline]] void begin_group() {
+    for (__m512& each : products) each = _mm512_setzero_ps();
+  }
+
   [[gnu::always_inline]] void end_segment(int64_t segment) {
     for (int i = 0; i < Rows; ++i) {
-      const __m512 scale = next(i, segment_scales + segment);
-      products[i] = First ? _mm512_mul_ps(scale, sums.joined(i)) : _mm512_fmadd_ps(scale, sums.joined(i), products[i]);
+      products[i] = _mm512_fmadd_ps(next(i, segment_scales + segment), sums.joined(i), products[i]);
     }
     stream += Rows;
   }
@@ -297,14 +299,25 @@ struct Tile {
   [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
     const __m512 scale = load_scales(scales);
     for (int i = 0; i < Rows; ++i) acc[i] = _mm512_fmadd_ps(scale, products[i], acc[i]);
-    if constexpr (Affine) {
-      const __m512 min = load_scales(scales + 2 * kPanelRows);
-      for (int i = 0; i < Rows; ++i) acc[i] = _mm512_fmadd_ps(min, next(i, group_sums + group), acc[i]);
-      stream += Rows;
+    if constexpr (Affine) add_mins(group, scales);
+  }
+
+  [[gnu::always_inline]] void finish_only(int64_t group, const uint8_t* scales) {
+    const __m512 scale = load_scales(scales);
+    for (int i = 0; i < Rows; ++i) {
+      acc[i] = _mm512_fmadd_ps(scale, _mm512_mul_ps(next(i, segment_scales + group), sums.joined(i)), acc[i]);
     }
+    stream += Rows;
+    if constexpr (Affine) add_mins(group, scales);
   }
 
  private:
+  [[gnu::always_inline]] void add_mins(int64_t group, const uint8_t* scales) {
+    const __m512 min = load_scales(scales + 2 * kPanelRows);
+    for (int i = 0; i < Rows; ++i) acc[i] = _mm512_fmadd_ps(min, next(i, group_sums + group), acc[i]);
+    stream += Rows;
+  }
+
   // The next float of row i: one row's lies at `at`.
   [[gnu::always_inline]] __m512 next(int i, const float* at) const {
     return _mm512_set1_ps(Rows == 1 ? *at : float_from_bits(static_cast<uint32_t>(stream[i])));
@@ -313,20 +326,20 @@ struct Tile {
 
 inline constexpr int64_t kLongRow = 12288;  // inputs
 
-// `Rows` rows of activations times one panel. With `Halves` groups may end in the middle of a block.
-template <int Bits, bool Affine, bool Halves, int Rows>
+// `Rows` rows of activations times one panel. `Kind`: where groups end.
+template <int Bits, bool Affine, Groups Kind, int Rows>
 [[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number = 0,
                                         int64_t tiles = 1, const int32_t* stream = nullptr) {
-  Tile<Bits, Affine, Halves, Rows> tile;
+  Tile<Bits, Affine, Kind, Rows> tile;
   tile.begin(args, row, stream);
   const int8_t* const a = args.a + row * tile.stride;
   // One row of 1 bit computes hardly faster than memory brings it, and long activations fill much of the first-level
   // cache.
   // Measured on Zen 4; at 2 bits, and with fewer inputs, prefetch costs more than it brings.
   if (Rows == 1 && Bits == 1 && args.layout.k >= kLongRow) {
-    walk_panel<Halves, true>(args, panel, a, tile, number, tiles);
+    walk_panel<Kind, true>(args, panel, a, tile, number, tiles);
   } else {
-    walk_panel<Halves, (Rows > 2)>(args, panel, a, tile, number, tiles);
+    walk_panel<Kind, (Rows > 2)>(args, panel, a, tile, number, tiles);
   }
   const Outputs outputs(args, panel);
   for (int i = 0; i < Rows; ++i) outputs.store(args, row + i, tile.acc[i]);
@@ -339,36 +352,36 @@ inline constexpr int kPanelsInStep = Bits == 1 ? 2 : 4;
 template <int Bits>
 inline constexpr int64_t kPrefetchBytes = (8 << 10) / kPanelsInStep<Bits>;
 
-template <int Bits, bool Affine, bool Halves>
+template <int Bits, bool Affine, Groups Kind>
 [[gnu::always_inline]] inline void tile_in_step(const LinearArgs& args, int64_t panel, int64_t row) {
   constexpr int kPanels = kPanelsInStep<Bits>;
   const Layout& layout = args.layout;
-  InStep<Tile<Bits, Affine, Halves, 1, kPanels>, kPanels, kPrefetchBytes<Bits>> tiles;
+  InStep<Tile<Bits, Affine, Kind, 1, kPanels>, kPanels, kPrefetchBytes<Bits>> tiles;
   tiles.panel_bytes = layout.panel_bytes;
   for (auto& tile : tiles.panel) tile.begin(args, row, nullptr);
-  walk<Halves>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tiles.panel[0].stride, tiles);
+  walk<Kind>(layout, args.panels + panel * layout.panel_bytes, args.a + row * tiles.panel[0].stride, tiles);
   for (int p = 0; p < kPanels; ++p) Outputs(args, panel + p).store(args, row, tiles.panel[p].acc[0]);
 }
 
-template <int Bits, bool Affine, bool Halves>
+template <int Bits, bool Affine, Groups Kind>
 void run_in_step(const LinearArgs& args) {
   constexpr int kPanels = kPanelsInStep<Bits>;
   for (int64_t row = 0; row < args.m; ++row) {
     int64_t panel = args.panel_begin;
-    for (; args.panel_end - panel >= kPanels; panel += kPanels) tile_in_step<Bits, Affine, Halves>(args, panel, row);
-    for (; panel < args.panel_end; ++panel) tile<Bits, Affine, Halves, 1>(args, panel, row);
+    for (; args.panel_end - panel >= kPanels; panel += kPanels) tile_in_step<Bits, Affine, Kind>(args, panel, row);
+    for (; panel < args.panel_end; ++panel) tile<Bits, Affine, Kind, 1>(args, panel, row);
   }
 }
 
-template <int Bits, bool Affine, bool Halves, int MostRows>
+template <int Bits, bool Affine, Groups Kind, int MostRows>
 void run_panels(const LinearArgs& args) {
   const Streams<Bits, Affine> streams(args);
   const int64_t most_rows = MostRows > 1 ? streams.most_rows() / MostRows * MostRows : 0;
-  // One row at a time, or more segments than any model has. Not run_panels<Bits, Affine, Halves, 1>: then GCC 12 compiles
+  // One row at a time, or more segments than any model has. Not run_panels<Bits, Affine, Kind, 1>: then GCC 12 compiles
   // one row's own kernel to a fifth more instructions (docs/x86_cost.json).
   if (most_rows == 0) {
     for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
-      for (int64_t row = 0; row < args.m; ++row) tile<Bits, Affine, Halves, 1>(args, panel, row);
+      for (int64_t row = 0; row < args.m; ++row) tile<Bits, Affine, Kind, 1>(args, panel, row);
     }
     return;
   }
@@ -381,7 +394,7 @@ void run_panels(const LinearArgs& args) {
       for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
         for_each_tile<MostRows>(count, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
                                            __attribute__((always_inline)) {
-          tile<Bits, Affine, Halves, rows()>(args, panel, first + row, number, tiles, streams.of(row));
+          tile<Bits, Affine, Kind, rows()>(args, panel, first + row, number, tiles, streams.of(row));
         });
       }
     }

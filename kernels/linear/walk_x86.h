@@ -4,7 +4,6 @@
 #include <xmmintrin.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "../ukernel.h"
 
@@ -49,57 +48,77 @@ class Prefetch {
   bool second_level_;
 };
 
+// Where groups end: behind their only segment, behind one or more whole blocks; behind several segments; or anywhere, also in
+// the middle of a block. Without halves, group_inputs() is a multiple of 32.
+enum class Groups { one_segment, segments, halves };
+
+constexpr Groups groups_of(bool halves, bool several) {
+  return halves ? Groups::halves : several ? Groups::segments : Groups::one_segment;
+}
+
 // What a kernel gives walk() for one tile:
 //   kBlockBytes, kGroupBytes   of the panel
 //   start(segment)             clears the integer sums
 //   begin_block(at)            the packed lines of a block, for the calls of add() that follow
 //   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
-//   end_segment<First>(segment)  P = t * I, First: of the group's first segment, or P = fma(t, I, P)
-//   finish(group, scales)      the group's float part: acc = fma(scale, P, acc), affine also mins and group sums
-// and ahead(), called before each block. Segments and groups come in order.
-//
-// With `Halves` groups may begin and end in the middle of a block. Without, group_inputs() is a multiple of 32.
-template <bool Halves, class Tile, class Ahead>
+//   finish_only(group, scales)   acc = fma(scale, t * I, acc), affine also mins and group sums: a group of one segment
+// and for other groups
+//   begin_group()              P = 0
+//   end_segment(segment)       P = fma(t, I, P), which for the first segment is t * I
+//   finish(group, scales)      acc = fma(scale, P, acc), affine also mins and group sums
+// and ahead(), called before each block. Segments and groups come in order. Groups of one segment have a walk of their own,
+// because their products need no registers from one segment to the next.
+template <Groups Kind, class Tile, class Ahead>
 [[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
                                         Ahead ahead) {
   const int64_t groups = layout.groups;
-  int64_t segment = 0;
-  if constexpr (!Halves) {
-    constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
+  if constexpr (Kind != Groups::halves) {
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
     int64_t left = layout.blocks;
-    for (int64_t group = 0; group < groups; ++group) {
+    const auto add_block = [&]() __attribute__((always_inline)) {
+      ahead();
+      tile.begin_block(at);
+      tile.template add<0, kBlockLines>(a);
+      at += Tile::kBlockBytes;
+      a += kBlockInputs;
+    };
+    int64_t segment = 0;
+    for (int64_t group = 0; group < groups; ++group, at += Tile::kGroupBytes) {
       int64_t count = left < group_blocks ? left : group_blocks;
       left -= count;
-      const auto add_segment = [&](auto first) __attribute__((always_inline)) {
-        tile.start(segment);
-        int64_t blocks = count < kSegmentBlocks ? count : kSegmentBlocks;
-        count -= blocks;
-#pragma GCC unroll 1
-        for (; blocks > 0; --blocks, at += Tile::kBlockBytes, a += kBlockInputs) {
-          ahead();
-          tile.begin_block(at);
-          tile.template add<0, kBlockLines>(a);
+      if constexpr (Kind == Groups::one_segment) {
+        tile.start(group);
+        for (; count > 0; --count) add_block();
+        tile.finish_only(group, at);
+      } else {
+        constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
+        static_assert(kSegmentBlocks == 2);
+        tile.begin_group();
+        for (; count >= kSegmentBlocks; count -= kSegmentBlocks) {
+          tile.start(segment);
+          add_block();
+          add_block();
+          tile.end_segment(segment++);
         }
-        tile.template end_segment<first()>(segment++);
-      };
-      add_segment(std::true_type());
-      while (count > 0) add_segment(std::false_type());
-      tile.finish(group, at);
-      at += Tile::kGroupBytes;
+        if (count > 0) {
+          tile.start(segment);
+          add_block();
+          tile.end_segment(segment++);
+        }
+        tile.finish(group, at);
+      }
     }
   } else {
     constexpr int kHalfLines = kBlockLines / 2;
     constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
     const int64_t group_halves = layout.group_size / kHalfInputs;
     int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;  // left: of k, the group and the segment
-    int64_t in_group = 0, in_segment = 0, group = 0;
-    bool is_first = true;
+    int64_t in_group = 0, in_segment = 0, group = 0, segment = 0;
     const uint8_t* scales;
     const auto begin_segment = [&]() __attribute__((always_inline)) {
       if (in_group == 0) {
         in_group = halves < group_halves ? halves : group_halves;
-        is_first = true;
+        tile.begin_group();
       }
       in_segment = in_group < kSegmentHalves ? in_group : kSegmentHalves;
       halves -= in_segment;
@@ -108,12 +127,7 @@ template <bool Halves, class Tile, class Ahead>
     };
     const auto end_of_half = [&]() __attribute__((always_inline)) {
       if (--in_segment > 0) return;
-      if (is_first) {
-        tile.template end_segment<true>(segment++);
-      } else {
-        tile.template end_segment<false>(segment++);
-      }
-      is_first = false;
+      tile.end_segment(segment++);
       if (in_group == 0) {
         tile.finish(group++, scales);
         scales += Tile::kGroupBytes;
@@ -138,21 +152,21 @@ template <bool Halves, class Tile, class Ahead>
 }
 
 // Without prefetch.
-template <bool Halves, class Tile>
+template <Groups Kind, class Tile>
 [[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile) {
-  walk<Halves>(layout, at, a, tile, []() __attribute__((always_inline)) {});
+  walk<Kind>(layout, at, a, tile, []() __attribute__((always_inline)) {});
 }
 
 // Tile `number` of `tiles` over one of a call's panels. `Ahead`: with prefetch.
-template <bool Halves, bool Ahead, class Tile>
+template <Groups Kind, bool Ahead, class Tile>
 [[gnu::always_inline]] inline void walk_panel(const LinearArgs& args, int64_t panel, const int8_t* a, Tile& tile,
                                               int64_t number, int64_t tiles) {
   const Layout& layout = args.layout;
   const uint8_t* const at = args.panels + panel * layout.panel_bytes;
   if constexpr (Ahead) {
-    walk<Halves>(layout, at, a, tile, Prefetch(layout, at, panel + 1 == args.panel_end, number, tiles));
+    walk<Kind>(layout, at, a, tile, Prefetch(layout, at, panel + 1 == args.panel_end, number, tiles));
   } else {
-    walk<Halves>(layout, at, a, tile);
+    walk<Kind>(layout, at, a, tile);
   }
 }
 
@@ -185,15 +199,25 @@ struct InStep {
     }
   }
 
-  template <bool First>
+  [[gnu::always_inline]] void begin_group() {
+    for (Tile& tile : panel) tile.begin_group();
+  }
+
   [[gnu::always_inline]] void end_segment(int64_t segment) {
-    for (Tile& tile : panel) tile.template end_segment<First>(segment);
+    for (Tile& tile : panel) tile.end_segment(segment);
   }
 
   [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
     for (int p = 0; p < Panels; ++p) {
       prefetch(scales + p * panel_bytes);  // a block and its scales touch a line more than the block
       panel[p].finish(group, scales + p * panel_bytes);
+    }
+  }
+
+  [[gnu::always_inline]] void finish_only(int64_t group, const uint8_t* scales) {
+    for (int p = 0; p < Panels; ++p) {
+      prefetch(scales + p * panel_bytes);
+      panel[p].finish_only(group, scales + p * panel_bytes);
     }
   }
 

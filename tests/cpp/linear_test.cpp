@@ -268,7 +268,8 @@ class LinearRow : public testing::TestWithParam<RowRef> {
         const int code = c.values == Values::lowest_by_zero ? 0 : (1 << kernel.bits) - 1;
         if (c.values != Values::random) std::fill(weights.codes.begin(), weights.codes.end(), code);
         Input in(c, layout, packed(weights), kernel.isa == kPortable, random);
-        const bool is_number = c.scale != ActivationScale::not_a_number;
+        // The largest scales overflow on the way.
+        const bool is_number = c.scale != ActivationScale::not_a_number && c.scale != ActivationScale::largest;
         // Once for all output types: in an emulator it is this that takes the time.
         const std::vector<uint8_t> reference = kernel.isa == kPortable ? run_contract(in, is_number)
                                                                        : run(portable, c, in.args, DType::f32);

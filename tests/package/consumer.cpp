@@ -2,6 +2,7 @@
 #include <lowbit/kernels/registry.h>
 #include <lowbit/ops/operators.h>
 
+#include <cmath>
 #include <cstdio>
 #include <vector>
 
@@ -29,11 +30,12 @@ int fail(const char* what) {
 
 int main() {
   using lowbit::ElementType;
-  // Integers that quantise without a loss: inputs from 0 to 255 with 255 in every row, weights from -8 to 7 at scale 1.
+  // Integers that lose next to nothing: inputs from -127 to 127 with 127 in every row, which are a scale of 1 to within 2^-21,
+  // and weights from -8 to 7 at scale 1.
   std::vector<uint8_t> codes(kOutputs * kInputs);
   std::vector<float> x(kRows * kInputs), scales(kOutputs, 1.0f), y(kRows * kOutputs);
   for (size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint8_t>(i * 7 % 16);
-  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % kInputs == 0 ? 255 : i * 37 % 256);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % kInputs == 0 ? 127 : static_cast<int>(i * 37 % 255) - 127);
 
   lowbit::Layout layout;
   const auto codes_view = view(codes.data(), ElementType::u8, kOutputs, kInputs);
@@ -55,12 +57,14 @@ int main() {
   if (!status.ok()) return fail(status.message());
   for (int64_t row = 0; row < kRows; ++row) {
     for (int64_t output = 0; output < kOutputs; ++output) {
-      float expected = 0;
+      float expected = 0, magnitude = 0;
       for (int64_t i = 0; i < kInputs; ++i) {
         expected += x[static_cast<size_t>(row * kInputs + i)] *
                     static_cast<float>(codes[static_cast<size_t>(output * kInputs + i)] - 8);
+        magnitude += 8 * std::fabs(x[static_cast<size_t>(row * kInputs + i)]);
       }
-      if (y[static_cast<size_t>(row * kOutputs + output)] != expected) return fail("a product is wrong");
+      const float error = std::fabs(y[static_cast<size_t>(row * kOutputs + output)] - expected);
+      if (!(error <= 0x1p-21f * magnitude)) return fail("a product is wrong");
     }
   }
 
