@@ -70,15 +70,19 @@ void run_many(const LinearArgs& args, int64_t first_row, int64_t rows) {
   }
 }
 
-// A P that is 16 times as large would be infinite where the contract's is not.
+// Whether a P that is 16 times as large could be infinite where the contract's is not.
 template <int Bits>
 bool is_too_large(const LinearArgs& args) {
   constexpr int64_t kAlways = 8;  // segments: 8 * 2^104 * 16 * (64 * 127 * 15) < 2^128
-  if (!kInPlace<Bits> || args.layout.group_segments() <= kAlways || args.m <= kFewRows) return false;
-  for (int64_t i = 0; i < args.m * args.layout.segments; ++i) {
-    if (args.scales[i] >= 0x1p80f) return true;
+  if (!kInPlace<Bits> || args.layout.mapping == Mapping::levels || args.layout.group_segments() <= kAlways ||
+      args.m <= kFewRows) {
+    return false;
   }
-  return false;
+  const float* const scales = args.scales;
+  const int64_t count = args.m * args.layout.segments;
+  uint32_t found = 0;  // without a branch, so that compilers take several at once
+  for (int64_t i = 0; i < count; ++i) found |= scales[i] >= 0x1p80f;
+  return found != 0;
 }
 
 template <int Bits>
