@@ -53,7 +53,8 @@ PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist load
   test-python test-python-more test-arm-python test-arm-python-cpus test-arm-python-sme2 test-arm-runner test-kleidiai \
   test-versions coverage soak fuzz fuzz-import test-llama-cpp test-import-libraries arm-python-lowbit wheel-aarch64 wheels \
   wheel-macos test-wheels test-workflows test-macos-build test-ios-build test-windows-build bench bench-doc bench-llm \
-  bench-llm-doc bench-reality bench-reality-doc bench-peers bench-kernels bench-overhead bench-arm arm-cost train-tiny-llama clean
+  bench-llm-doc bench-reality bench-reality-doc bench-peers bench-kernels bench-overhead \
+  bench-arm arm-cost train-tiny-llama clean
 
 demo: $(VENV)/installed
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/demo.py --output demo-out
