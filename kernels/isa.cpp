@@ -38,19 +38,10 @@ constexpr IsaName kNames[] = {
     {"sme2", kSme2, kNeon | kNeonDot | kI8mm | kSme2},
 };
 
-<<<<<<< HEAD
 // To be asked only where SME is.
 [[maybe_unused]] bool has_long_vectors() {
   const LongVectors vectors(true);
   return vector_bytes() == kLongVectorBytes;
-=======
-// The kernels' vectors have 512 bits. Linux lets a process choose shorter ones. Ask only where the CPU has SME: the asm is
-// volatile because compilers may run any other before the caller's check.
-bool has_long_vectors() {
-  register uint64_t bytes __asm__("x0");
-  __asm__ volatile(".inst 0x04bf5820" : "=r"(bytes));  // rdsvl x0, #1: many assemblers do not know it yet
-  return bytes == 64;
->>>>>>> main
 }
 
 #if defined(__APPLE__)
