@@ -35,7 +35,9 @@ int main() {
   std::vector<uint8_t> codes(kOutputs * kInputs);
   std::vector<float> x(kRows * kInputs), scales(kOutputs, 1.0f), y(kRows * kOutputs);
   for (size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint8_t>(i * 7 % 16);
-  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % kInputs == 0 ? 127 : static_cast<int>(i * 37 % 255) - 127);
+  for (size_t i = 0; i < x.size(); ++i) {
+    x[i] = static_cast<float>(i % kInputs == 0 ? 127 : static_cast<int>(i * 37 % 255) - 127);
+  }
 
   lowbit::Layout layout;
   const auto codes_view = view(codes.data(), ElementType::u8, kOutputs, kInputs);

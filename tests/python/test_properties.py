@@ -76,7 +76,7 @@ def test_rows_and_threads_do_not_matter(n, k, bits, seed, group, mapping, m, thr
 def error_and_bound(x, packed):
     """|y - y'| and the bound of docs/accuracy.md, in float64: [m, n] both."""
     parts = take_apart(packed)
-    scales = quantize_rows(x, parts.group)[1].double()
+    steps = quantize_rows(x, parts.group)[1].double()
     sizes = torch.tensor([inputs.stop - inputs.start for _, inputs in segments_of(x.shape[1], parts.group)])
     scales, levels = parts.per_input(parts.scales).double(), parts.levels.double()
     row = parts.row_scale.double()[:, None]
@@ -85,8 +85,8 @@ def error_and_bound(x, packed):
     exact = x.double() @ weights.T + parts.bias.double()
     t = (row.abs() * ((scales * levels).abs() + mins.abs())).sum(1)
     sums = parts.info.groups * (1 if parts.mins is None else 2) + len(segments_of(x.shape[1], parts.group))
-    rounding = 128 * (sums + 2) * 2.0**-24 * scales.amax(1, keepdim=True) * t + 2.0**-22 * parts.bias.double().abs()
-    bound = (0.5 + 2.0**-15) * scales.repeat_interleave(sizes, 1) @ weights.abs().T + rounding
+    rounding = 128 * (sums + 2) * 2.0**-24 * steps.amax(1, keepdim=True) * t + 2.0**-22 * parts.bias.double().abs()
+    bound = (0.5 + 2.0**-15) * steps.repeat_interleave(sizes, 1) @ weights.abs().T + rounding
     return (lowbit.linear(x, packed, weights.shape[0]).double() - exact).abs(), bound
 
 

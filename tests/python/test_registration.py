@@ -163,7 +163,7 @@ def test_models_of_diffusers_are_not_saved(monkeypatch):
     model = torch.nn.ModuleList([Diffuser(), Diffuser()])
     with described_to_transformers(model):
         lowbit.quantize_(model[0], LinearConfig(4, 16))
-    with pytest.raises(RuntimeError, match="diffusers saves packed layers, but cannot load them. Save the model with torch"):
+    with pytest.raises(RuntimeError, match="diffusers saves packed layers, but cannot load them. Save the float model"):
         pickle.loads(pickle.dumps(model[0])).save_pretrained("anywhere")
     assert model[1].save_pretrained("anywhere") == "saved"
 
