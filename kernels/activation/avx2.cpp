@@ -5,10 +5,9 @@
 
 #include <immintrin.h>
 
-#include <cmath>
-
 #include "../bits/simd_avx2.h"
 #include "../ukernel.h"
+#include "row_x86.h"
 
 namespace lowbit {
 namespace {
@@ -51,17 +50,6 @@ template <int64_t Inputs>
     sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
   }
   return _mm_sub_epi32(sums, _mm_set1_epi32(128 * Inputs));
-}
-
-// The first 64 / Inputs lanes.
-template <int64_t Inputs>
-[[gnu::always_inline]] inline void store_segments(void* to, __m128i v) {
-  if constexpr (Inputs == 16) _mm_storeu_si128(static_cast<__m128i*>(to), v);
-  if constexpr (Inputs == 32) _mm_storel_epi64(static_cast<__m128i*>(to), v);
-  if constexpr (Inputs == 64) {
-    const int32_t first = _mm_cvtsi128_si32(v);
-    std::memcpy(to, &first, sizeof first);
-  }
 }
 
 // 64 values, segments of `Inputs`.
@@ -117,70 +105,23 @@ template <DType T, int64_t Inputs>
   store_segments<Inputs>(sums, sums_of<Inputs>(codes[0], codes[1]));
 }
 
-// All whole 64 values, cut into segments of `Inputs`; returns how many.
-template <DType T, int64_t Inputs>
-int64_t quantize_whole(const QuantizeArgs& args) {
-  const char* x = static_cast<const char*>(args.x);
-  int8_t* a = args.a;
-  float* scales = args.scales;
-  int32_t* sums = args.sums;
-  constexpr int64_t kSegments = 64 / Inputs;
-  const int64_t count = args.k / 64;
-  for (int64_t i = 0; i < count; ++i, x += 64 * size_of(T), a += 64, scales += kSegments, sums += kSegments) {
+struct Quantizer {
+  template <DType T, int64_t Inputs>
+  [[gnu::always_inline]] static void whole(const char* x, int8_t* a, float* scales, int32_t* sums) {
     quantize64<T, Inputs>(x, a, scales, sums);
   }
-  return 64 * count;
-}
 
-// S of each group.
-void add_segments(const QuantizeArgs& args) {
-  const float* t = args.scales;
-  const int32_t* sum = args.sums;
-  float* group_sum = args.group_sums;
-  for (int64_t begin = 0; begin < args.k; begin += args.group_inputs) {
-    const int64_t inputs = args.k - begin < args.group_inputs ? args.k - begin : args.group_inputs;
-    const float* const end = t + Layout::segments_of(inputs);
-    float total = *t++ * static_cast<float>(*sum++);
-    while (t < end) total = std::fma(*t++, static_cast<float>(*sum++), total);
-    *group_sum++ = total;
+  template <DType T>
+  [[gnu::always_inline]] static void segment(const char* x, int64_t inputs, int8_t* a, float* scale, int32_t* sum) {
+    alignas(32) char padded[64 * size_of(T)] = {};
+    alignas(32) int8_t codes[64];
+    std::memcpy(padded, x, static_cast<size_t>(inputs * size_of(T)));
+    quantize64<T, 64>(padded, codes, scale, sum);
+    std::memcpy(a, codes, static_cast<size_t>(inputs));
   }
-}
+};
 
-template <DType T>
-void quantize(const QuantizeArgs& args) {
-  const int64_t group_inputs = args.group_inputs;
-  int64_t i = 0, segment = 0;
-  if (group_inputs % 64 == 0) {
-    i = quantize_whole<T, 64>(args);
-    segment = i / 64;
-  } else if (group_inputs == 32 || group_inputs == 16) {
-    i = group_inputs == 32 ? quantize_whole<T, 32>(args) : quantize_whole<T, 16>(args);
-    segment = i / group_inputs;
-  }
-  for (; i < args.k; ++segment) {
-    const int64_t group_left = group_inputs - i % group_inputs;
-    int64_t inputs = args.k - i < group_left ? args.k - i : group_left;
-    if (inputs > kSegmentInputs) inputs = kSegmentInputs;
-    alignas(32) char x[64 * size_of(T)] = {};
-    alignas(32) int8_t a[64];
-    std::memcpy(x, static_cast<const char*>(args.x) + i * size_of(T), static_cast<size_t>(inputs * size_of(T)));
-    quantize64<T, 64>(x, a, args.scales + segment, args.sums + segment);
-    std::memcpy(args.a + i, a, static_cast<size_t>(inputs));
-    i += inputs;
-  }
-  std::memset(args.a + args.k, 0, static_cast<size_t>(args.k_padded - args.k));
-  if (args.group_sums != nullptr) add_segments(args);
-}
-
-void run(const QuantizeArgs& args) {
-  switch (args.x_dtype) {
-    case DType::f32: return quantize<DType::f32>(args);
-    case DType::bf16: return quantize<DType::bf16>(args);
-    case DType::f16: return quantize<DType::f16>(args);
-  }
-}
-
-constexpr QuantizeKernel kRows[] = {{"quantize_avx2", kAvx2, run}};
+constexpr QuantizeKernel kRows[] = {{"quantize_avx2", kAvx2, quantize<Quantizer>}};
 
 }  // namespace
 

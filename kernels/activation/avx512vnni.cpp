@@ -5,10 +5,9 @@
 
 #include <immintrin.h>
 
-#include <cmath>
-
 #include "../bits/simd_avx512.h"
 #include "../ukernel.h"
+#include "row_x86.h"
 
 namespace lowbit {
 namespace {
@@ -48,28 +47,15 @@ template <int64_t Inputs>
   return _mm_add_epi32(_mm512_castsi512_si128(v), _mm512_extracti32x4_epi32(v, 2));
 }
 
-// The first 64 / Inputs lanes. Not a masked store: GCC 12 makes one of a masked vextracti32x4, which faults for lanes that
-// the mask leaves out.
-template <int64_t Inputs>
-[[gnu::always_inline]] inline void store_segments(void* to, __m128i v) {
-  if constexpr (Inputs == 16) _mm_storeu_si128(static_cast<__m128i*>(to), v);
-  if constexpr (Inputs == 32) _mm_storel_epi64(static_cast<__m128i*>(to), v);
-  if constexpr (Inputs == 64) {
-    const int32_t first = _mm_cvtsi128_si32(v);
-    std::memcpy(to, &first, sizeof first);
-  }
-}
-
-// `count` values from `at` on, 64 or less, in segments of `Inputs`; less than 64 are one segment. Writes their codes, and
+// `count` values, 64 or less, in segments of `Inputs`; less than 64 are one segment. Writes their codes, and
 // zeros up to the next multiple of 16.
 template <DType T, int64_t Inputs>
-[[gnu::always_inline]] inline void quantize64(const void* x, int64_t at, int64_t count, int8_t* a, float* scales,
-                                              int32_t* sums) {
+[[gnu::always_inline]] inline void quantize64(const char* x, int64_t count, int8_t* a, float* scales, int32_t* sums) {
   __m512 values[4];
   __m512i m[4];
   for (int j = 0; j < 4; ++j) {
     const int64_t left = count - 16 * j;
-    values[j] = left > 0 ? load16<T>(x, at + 16 * j, first_lanes(left)) : _mm512_setzero_ps();
+    values[j] = left > 0 ? load16<T>(x, 16 * j, first_lanes(left)) : _mm512_setzero_ps();
     // As integers, the bits of NaN are the largest.
     m[j] = _mm512_and_si512(_mm512_castps_si512(values[j]), _mm512_set1_epi32(0x7fffffff));
   }
@@ -107,62 +93,19 @@ template <DType T, int64_t Inputs>
   store_segments<Inputs>(sums, sums_of<Inputs>(codes));
 }
 
-// All whole 64 values, cut into segments of `Inputs`; returns how many values.
-template <DType T, int64_t Inputs>
-int64_t quantize_whole(const QuantizeArgs& args) {
-  int64_t i = 0;
-  for (; i + 64 <= args.k; i += 64) {
-    quantize64<T, Inputs>(args.x, i, 64, args.a + i, args.scales + i / Inputs, args.sums + i / Inputs);
+struct Quantizer {
+  template <DType T, int64_t Inputs>
+  [[gnu::always_inline]] static void whole(const char* x, int8_t* a, float* scales, int32_t* sums) {
+    quantize64<T, Inputs>(x, 64, a, scales, sums);
   }
-  return i;
-}
 
-// S of each group.
-void add_segments(const QuantizeArgs& args) {
-  const float* t = args.scales;
-  const int32_t* sum = args.sums;
-  float* group_sum = args.group_sums;
-  for (int64_t begin = 0; begin < args.k; begin += args.group_inputs) {
-    const int64_t inputs = args.k - begin < args.group_inputs ? args.k - begin : args.group_inputs;
-    const float* const end = t + Layout::segments_of(inputs);
-    float total = *t++ * static_cast<float>(*sum++);
-    while (t < end) total = std::fma(*t++, static_cast<float>(*sum++), total);
-    *group_sum++ = total;
+  template <DType T>
+  [[gnu::always_inline]] static void segment(const char* x, int64_t inputs, int8_t* a, float* scale, int32_t* sum) {
+    quantize64<T, 64>(x, inputs, a, scale, sum);
   }
-}
+};
 
-template <DType T>
-void quantize(const QuantizeArgs& args) {
-  const int64_t group_inputs = args.group_inputs;
-  int64_t i = 0, segment = 0;
-  if (group_inputs % 64 == 0) {
-    i = quantize_whole<T, 64>(args);
-    segment = i / 64;
-  } else if (group_inputs == 32 || group_inputs == 16) {
-    i = group_inputs == 32 ? quantize_whole<T, 32>(args) : quantize_whole<T, 16>(args);
-    segment = i / group_inputs;
-  }
-  for (; i < args.k; ++segment) {
-    const int64_t group_left = group_inputs - i % group_inputs;
-    int64_t inputs = args.k - i < group_left ? args.k - i : group_left;
-    if (inputs > kSegmentInputs) inputs = kSegmentInputs;
-    quantize64<T, 64>(args.x, i, inputs, args.a + i, args.scales + segment, args.sums + segment);
-    i += inputs;
-  }
-  const int64_t written = (args.k + 15) / 16 * 16;
-  std::memset(args.a + written, 0, static_cast<size_t>(args.k_padded - written));
-  if (args.group_sums != nullptr) add_segments(args);
-}
-
-void run(const QuantizeArgs& args) {
-  switch (args.x_dtype) {
-    case DType::f32: return quantize<DType::f32>(args);
-    case DType::bf16: return quantize<DType::bf16>(args);
-    case DType::f16: return quantize<DType::f16>(args);
-  }
-}
-
-constexpr QuantizeKernel kRows[] = {{"quantize_avx512vnni", kAvx512Vnni, run}};
+constexpr QuantizeKernel kRows[] = {{"quantize_avx512vnni", kAvx512Vnni, quantize<Quantizer>}};
 
 }  // namespace
 

@@ -164,7 +164,7 @@ struct Tile {
 };
 
 // The blocks of a panel in turn, each group from its first to its last input, and ahead() before each block. Not walk() of
-// walk_x86.h, which ends a group apart from its last segment: that would store the products of every segment.
+// walk_x86.h, which ends a group of several segments apart from its last one: that would store the products once more.
 template <bool Halves, class Tile, class Ahead>
 [[gnu::always_inline]] inline void walk_segments(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
                                                  Ahead ahead) {
