@@ -59,7 +59,7 @@ def _codes(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) 
     return exact.clamp(0, top).round(), exact
 
 
-class _FakeQuantised(torch.autograd.Function):
+class _FakeQuantized(torch.autograd.Function):
     """Weight [n, k], scales and mins [n, groups] -> the weight that is stored, float32 [n, k]."""
 
     @staticmethod
@@ -242,16 +242,16 @@ class LinearLayer(Layer):
 
     bias: Tensor | None
 
-    def fake_quantised(self) -> Tensor:
+    def fake_quantized(self) -> Tensor:
         """The weight that will be stored, float32 [out, in], with gradients."""
-        return _FakeQuantised.apply(self.matrix(), *self.grid(), self._config)
+        return _FakeQuantized.apply(self.matrix(), *self.grid(), self._config)
 
     def forward(self, x: Tensor) -> Tensor:
         _refuse_export()
         with torch.autocast(x.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
             rounded = fake_quantize_activations(x, self._config.group_size)
-            return functional.linear(rounded, self.fake_quantised(), bias).to(x.dtype)
+            return functional.linear(rounded, self.fake_quantized(), bias).to(x.dtype)
 
 
 class Linear(LinearLayer, torch.nn.Linear):
@@ -272,7 +272,7 @@ class Embedding(Layer, torch.nn.Embedding):
             )
             for table in (self.weight, *self.grid())
         ]
-        values = _FakeQuantised.apply(*rows, config)
+        values = _FakeQuantized.apply(*rows, config)
         return values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
 
 

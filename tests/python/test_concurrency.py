@@ -184,6 +184,10 @@ print("done", flush=True)
 """
 
 
+# Of one thread, or of two at the same time.
+ABORTS = ("terminate called without an active exception", "terminate called recursively")
+
+
 def test_the_interpreter_ends_during_calls(run_python):
     """Threads that nobody joins are in operators. CPython before 3.14 ends such threads in a way that C++ answers with
     abort(), with torch's own operators, too; but no memory is touched that is gone already."""
@@ -191,5 +195,5 @@ def test_the_interpreter_ends_during_calls(run_python):
         done = run_python(EXIT)
         assert done.stdout == "done\n", done.stderr
         if done.returncode != 0:
-            assert done.returncode == -6 and done.stderr.startswith("terminate called"), done.stderr
+            assert done.returncode == -6 and any(text in done.stderr for text in ABORTS), done.stderr
             assert sys.version_info < (3, 14), done.stderr

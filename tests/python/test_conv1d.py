@@ -174,7 +174,7 @@ def test_it_is_trained_packed(source, mapping, tmp_path):
             assert type(packed) is lowbit.nn.Linear and packed.info.has_bias
             assert torch.equal(packed.packed_weight, twin.get_submodule(name).packed_weight), name
             assert not torch.equal(packed.packed_weight, expected.get_submodule(name).packed_weight), name
-            assert torch.equal(layer.fake_quantised(), packed.dequantize())
+            assert torch.equal(layer.fake_quantized(), packed.dequantize())
             close_to_packed(layer(x), packed, x)
     # A rounding that falls to the other side moves an activation by a step in the layers behind it.
     assert (logits(model) - before).abs().max() <= 0.02 * before.abs().max()

@@ -155,10 +155,10 @@ def test_blooms_other_way_to_multiply_is_refused():
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_of_other_lengths_in_a_call(name):
     decoder = llm.Decoder(make(name, 4), 304)
-    prompts = [TEXT[:270], TEXT[:3], TEXT[40:57], TEXT[5:6]]
+    prompts = [TEXT[:270], TEXT[1:4], TEXT[40:57], TEXT[7:8]]
     expected = [llm.generate(decoder, prompt, 8, max_length=304).tokens for prompt in prompts]
     assert [each.tokens for each in llm.generate_batch(decoder, prompts, 8)] == expected
-    assert len({tuple(tokens) for tokens in expected}) > len(prompts) // 2  # random weights may repeat one token
+    assert len({tuple(tokens) for tokens in expected}) == len(prompts)
 
 
 def test_falcons_linear_layers_are_packed_in_memory_and_from_file_to_file(tmp_path):

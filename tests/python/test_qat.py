@@ -43,7 +43,7 @@ def test_linear_before_and_after_converting(bits, mapping):
             packed = lowbit.qat.convert_(copy.deepcopy(model))
             assert not torch.equal(packed[0].packed_weight, expected[0].packed_weight)
             with torch.no_grad():
-                assert torch.equal(model[0].fake_quantised(), packed[0].dequantize())
+                assert torch.equal(model[0].fake_quantized(), packed[0].dequantize())
                 close_to_packed(model(x), packed[0], x)
 
 
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_lsq(mapping):
     if low is not None:
         torch.testing.assert_close(layer.weight_min.grad, low.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer.bias.grad, upstream.sum(0))
-    torch.testing.assert_close(x.grad, upstream @ layer.fake_quantised().detach())
+    torch.testing.assert_close(x.grad, upstream @ layer.fake_quantized().detach())
 
 
 def test_the_sign_of_one_bit_passes_all_gradients():
@@ -355,6 +355,6 @@ def test_parametrized_layers_keep_a_weight_each():
     lowbit.qat.prepare_(model, LinearConfig(4, 32))
     for layer in model:
         torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
-    expected = [layer.fake_quantised() for layer in model]
+    expected = [layer.fake_quantized() for layer in model]
     lowbit.qat.convert_(model)
     assert all(torch.equal(layer.dequantize(), weight) for layer, weight in zip(model, expected, strict=True))
