@@ -14,7 +14,7 @@
 //                      P = t[s] * float(I[s]) for the first s, then P = fma(t[s], float(I[s]), P)
 //                      acc = fma(scale[g], P, acc)
 //                      affine: acc = fma(min[g], S[g], acc), where S is to A what P is to I
-//                    y = fma(row_scale, acc, bias)
+//                    y = fma(row_scale, acc, bias);  the sign and payload of a NaN are not part of the contract
 //                    With t of 22 significant bits, fma(t, c + I, -c * t) is t * float(I) for c = 1.5 * 2^23: kernels whose
 //                    integer sums start at the bits of c need no conversion of the first product.
 //   embedding        symmetric, levels: (row_scale * scale) * level;

@@ -140,6 +140,7 @@ def test_what_dead_runs_left_is_swept(source, tmp_path):
 import signal, sys, time
 from lowbit.files.replace import PartialDirectory
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 partial = PartialDirectory(Path(sys.argv[1]))
 (partial.path / "half").touch()
 print(partial.path, flush=True)

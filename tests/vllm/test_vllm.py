@@ -133,7 +133,7 @@ def found(models, environment, tmp_path_factory) -> dict:
 
 
 class OfTwoRanks(torch.nn.Module):
-    """A packed layer whose inputs two ranks share: each rounds its own to int8, and the results are summed."""
+    """A packed layer with half of its inputs on each of two ranks, whose results are summed."""
 
     def __init__(self, layer: lowbit.nn.Linear | lowbit.nn.LinearExperts):
         super().__init__()
@@ -200,7 +200,7 @@ def test_gpt_oss(found, models):
 @pytest.mark.parametrize("case, model", [("two ranks", "ordered"), ("experts on two", "experts")])
 def test_two_ranks(found, models, case, model):
     assert isinstance(found[case], list), found[case]
-    assert found[case] == eager(models[model], ranks=2) != eager(models[model])
+    assert found[case] == eager(models[model], ranks=2)
 
 
 def test_the_server(models, environment, tmp_path):
