@@ -32,6 +32,12 @@ class Perplexity:
         return self.nats / math.log(2) / size
 
 
+class _Window(Decoder):
+    """A decoder of any number of positions: a window may be as long as the model allows."""
+
+    _STEP = 1
+
+
 @torch.inference_mode()
 def perplexity(
     model: torch.nn.Module,
@@ -85,7 +91,7 @@ def perplexity(
             follows = str(error)
         if follows is not None:
             raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
-    decoder = None if cache is None else Decoder(model, -(-window // 16) * 16, cache)
+    decoder = None if cache is None else _Window(model, window, cache)
     try:
         return _perplexity(model if decoder is None else decoder, ids, window, stride, progress)
     finally:
