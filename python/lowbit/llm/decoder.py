@@ -12,7 +12,7 @@ from ..hf import decoding
 from ..ops import cache_storage, cache_width
 from .caches import Caches, common, copy_layer
 from .proof import Reference, ask, measure_caches, prove
-from .sampling import token_ids
+from .sampling import prompt_ids
 
 # What keys and values can be kept in.
 CACHES = {
@@ -283,7 +283,7 @@ class Decoder(torch.nn.Module):
             IndexError: more than max_length tokens.
             RuntimeError: the decoder was released.
         """
-        tokens = token_ids("the text", tokens)
+        tokens = prompt_ids("the text", tokens)
         if begin is not None:
             self.check_caches(begin)
         check_call(torch.tensor([tokens]).long(), torch.tensor([0]), self.vocabulary, self.max_length)
@@ -310,7 +310,7 @@ class Decoder(torch.nn.Module):
         """
         self.check()
         self.check_caches(caches)
-        tokens = token_ids("the text", tokens)
+        tokens = prompt_ids("the text", tokens)
         if not tokens:
             raise ValueError("the text has no tokens; expected at least one")
         count = min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length)
