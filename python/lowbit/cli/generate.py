@@ -32,7 +32,7 @@ from .options import (
     refuse_unused,
     refuse_without_bits,
 )
-from .output import Output, set_stdout_errors, size
+from .output import Output, print_piece, set_stdout_errors, size
 
 
 def generate(
@@ -152,7 +152,7 @@ def generate(
     def on_token(token: int) -> None:
         pieces.append(stream.push(token))
         if not as_json:
-            print(pieces[-1], end="", flush=True)
+            print_piece(pieces[-1])
 
     generation = llm.generate(
         step,

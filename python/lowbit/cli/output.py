@@ -10,6 +10,9 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,7 +39,7 @@ from lowbit.files.untrusted import one_line, raised_by_reader
 if TYPE_CHECKING:
     from lowbit import CheckpointEntry
 
-__all__ = ["Output", "console", "packed_figures", "quieten", "reporting", "set_stdout_errors", "size", "table"]
+__all__ = ["Output", "console", "packed_figures", "print_piece", "quieten", "reporting", "set_stdout_errors", "size", "table"]
 
 _NO_MEMORY = "can't allocate memory"  # torch raises a plain RuntimeError
 PIPE_WIDTH = 120  # columns, where the output is no terminal
@@ -224,6 +227,13 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
         for number, handler in before.items():  # Python takes down its modules yet: no place for an exception
             if signal.getsignal(number) == _end:
                 signal.signal(number, handler)
+
+
+def print_piece(text: str) -> None:
+    """Prints a piece of a model's text at once; to a terminal without control characters, which could command it."""
+    if sys.stdout.isatty():
+        text = "".join(each for each in text if each in "\n\t" or unicodedata.category(each) != "Cc")
+    print(text, end="", flush=True)
 
 
 def describe(error: BaseException) -> str:
