@@ -15,7 +15,8 @@ import typer
 
 from lowbit._machine import cpp_compiler
 
-from .models import imported, load, make_step, positions, read_text, set_threads
+from .light import leave_out_extras
+from .models import check_text, imported, load, make_step, positions, read_text, set_threads
 from .options import (
     Cache,
     Compile,
@@ -104,12 +105,15 @@ def chat(
     as_json: Json = False,
 ) -> None:
     """Talk with a model: answers go to stdout as they come, all else to stderr."""
+    if not compile_:
+        leave_out_extras()
     from lowbit.llm.chat import Chat, chat_template, sampling_of
     from lowbit.llm.loading import load_tokenizer, stop_tokens
 
     output = Output(as_json)
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
     asked = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
+    system = None if system is None else check_text(system, "--system")
     text = None if template is None else read_text(template)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if compile_:

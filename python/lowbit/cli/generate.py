@@ -15,7 +15,8 @@ import typer
 
 from lowbit._machine import cpp_compiler, peak_memory
 
-from .models import imported, load, make_decoder, make_step, positions, read_text, set_threads
+from .light import leave_out_extras
+from .models import check_text, imported, load, make_decoder, make_step, positions, read_text, set_threads
 from .options import (
     Cache,
     Compile,
@@ -97,6 +98,8 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a text: the new text goes to stdout as it comes, all else to stderr."""
+    if not compile_:
+        leave_out_extras()
     from lowbit import llm
     from lowbit.llm.chat import chat_template, render
     from lowbit.llm.loading import TextStream, check_tokens, load_tokenizer, stop_tokens
@@ -272,11 +275,13 @@ def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None)
         raise typer.BadParameter("give one of the three", param_hint="--prompt, --prompt-file, --prompts")
     if prompts is not None:
         return _lines(prompts, _read(prompts))
-    return [prompt if prompt_file is None and prompt not in (None, "-") else _read(prompt_file)]
+    if prompt_file is None and prompt not in (None, "-"):
+        return [check_text(prompt, "--prompt")]
+    return [_read(prompt_file)]
 
 
 def _read(path: Path | None) -> str:
-    return sys.stdin.read() if path is None or str(path) == "-" else read_text(path)
+    return check_text(sys.stdin.read(), "stdin") if path is None or str(path) == "-" else read_text(path)
 
 
 def _lines(path: Path, content: str) -> list[str]:
