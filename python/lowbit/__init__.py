@@ -7,6 +7,9 @@
 torch.Size([1, 64])
 """
 
+import sys
+from typing import TYPE_CHECKING
+
 from . import _library
 
 # For CMAKE_PREFIX_PATH: where find_package(lowbit) finds what C++ needs of this installation.
@@ -25,6 +28,19 @@ from .threads import ThreadTuning, tune_threads  # noqa: E402
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from .calibration import assign_widths as assign_widths
+    from .calibration import calibrate as calibrate
+    from .calibration.checkpoint import calibrate_checkpoint as calibrate_checkpoint
+    from .checkpoint import CheckpointEntry as CheckpointEntry
+    from .checkpoint import CheckpointSummary as CheckpointSummary
+    from .checkpoint import dequantize_checkpoint as dequantize_checkpoint
+    from .checkpoint import inspect_checkpoint as inspect_checkpoint
+    from .checkpoint import quantize_checkpoint as quantize_checkpoint
+    from .importing import ImportSummary as ImportSummary
+    from .importing import import_checkpoint as import_checkpoint
+    from .transformers import LowBitConfig as LowBitConfig
+
 # Imported when first used: every import of torch imports this file, and these need transformers or safetensors. Not in
 # __all__, so that `from lowbit import *` needs neither.
 _LAZY = {
@@ -35,18 +51,30 @@ _LAZY = {
     "assign_widths": "calibration",
     "calibrate": "calibration",
     "calibrate_checkpoint": "calibration.checkpoint",
+    "dequantize_checkpoint": "checkpoint",
     "import_checkpoint": "importing",
     "inspect_checkpoint": "checkpoint",
     "quantize_checkpoint": "checkpoint",
 }
 
+if not TYPE_CHECKING:  # a type checker would take it to mean that every name exists
 
-def __getattr__(name: str):
-    if name not in _LAZY:
-        raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
-    from importlib import import_module
+    def __getattr__(name: str):
+        if name not in _LAZY:
+            raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
+        from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+        try:
+            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+        except ImportError as error:
+            # Python makes of an AttributeError here a "cannot import name" without the reason.
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist":  # from lowbit import NAME
+                raise
+            raise AttributeError(f"lowbit.{name} needs a package that does not load: {error}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _LAZY)
 
 
 __all__ = [

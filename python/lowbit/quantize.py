@@ -23,22 +23,22 @@ class Config:
 
     bits: int = 4
     group_size: int | None = 32
-    mapping: str = "symmetric"
+    mapping: str = ""  # so that one that was given is told from one that was not; never empty behind __post_init__
     scale: str = "mse"
     levels: str | Sequence[int] | None = None
 
     def __post_init__(self):
         if self.levels is None and self.mapping == "levels":
             object.__setattr__(self, "levels", FIT)
-        if self.levels is not None and self.mapping == "symmetric":
-            object.__setattr__(self, "mapping", "levels")
+        if self.mapping == "":
+            object.__setattr__(self, "mapping", "symmetric" if self.levels is None else "levels")
         ops.check_format(self.bits, self.group_size, self.mapping)
         if self.scale not in ("absmax", "mse"):
             raise ValueError(f"scale is {self.scale!r}; expected 'absmax' or 'mse'")
         if self.levels is None:
             return
         if self.mapping != "levels":
-            raise ValueError(f"mapping is {self.mapping!r} with levels; expected 'levels'")
+            raise ValueError(f"mapping is {self.mapping!r} with levels; expected 'levels', or levels=None")
         if isinstance(self.levels, str):
             if self.levels not in (FIT, *TABLES):
                 raise ValueError(
@@ -59,12 +59,13 @@ class LinearConfig(Config):
     Args:
         bits: 1 to 8.
         group_size: inputs that share a scale, a multiple of 16; None for one scale per output row.
-        mapping: "symmetric" (scale only), "affine" (scale and minimum) or, at 2, 3 and 4 bits, "levels": a scale, and a
-            table of what a code stands for, one for the whole matrix.
+        mapping: "symmetric" (scale only; the default), "affine" (scale and minimum) or, at 2, 3 and 4 bits, "levels": a
+            scale, and a table of what a code stands for, one for the whole matrix.
         scale: "absmax" covers the whole range of a group; "mse" tries smaller ranges too and keeps the one with the least
             squared error, which pays at 4 bits and below and takes several times as long.
         levels: the table: "fit" (to each matrix; :func:`lowbit.levels.fit_levels`), at 4 bits "nf4", "iq4_nl", "mxfp4" or
-            "nvfp4", or ``2**bits`` integers from -127 to 127. Implies ``mapping="levels"``, which without it means "fit".
+            "nvfp4", or ``2**bits`` integers from -127 to 127. Without ``mapping`` it implies "levels", which without it means
+            "fit".
     """
 
 

@@ -19,6 +19,7 @@ from .layers import (
     check_whole_experts,
     kind_of,
     named_layers,
+    names_by_weight,
     refuse_prepared,
     replace_layers,
     warn_of_floats,
@@ -63,14 +64,11 @@ def select_layers(
 
 
 def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
-    users: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        if type(module) in KINDS:
-            users.setdefault(id(module.weight), []).append(name)
-    for names in users.values():
+    layers = {name: layer for name, layer in named_layers(model) if type(layer) in KINDS}
+    for names in names_by_weight(layers).values():
         packed, left = [name for name in names if name in selected], [name for name in names if name not in selected]
         if packed and left:
-            weight, config = model.get_submodule(packed[0]).weight, selected[packed[0]]
+            weight, config = layers[packed[0]].weight, selected[packed[0]]
             own = ops.describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
             warnings.warn(
                 f"{left[0]} and {packed[0]} share one weight, of which only {packed[0]} is packed: the model grows by "

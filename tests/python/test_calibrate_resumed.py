@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -17,6 +18,7 @@ from lowbit.calibration import distilling
 from lowbit.calibration import model as calibration
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.journal import Journal
+from lowbit.cli import output
 from reference import random_packed
 
 
@@ -206,3 +208,38 @@ def test_a_kill_while_a_journal_is_taken_up_loses_nothing(tmp_path, monkeypatch)
             Journal(tmp_path / "out", {}).__enter__()
     with Journal(tmp_path / "out", {}) as journal:
         assert list(journal.packed) == ["layer 0"]
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), ValueError("the text is odd")])
+def test_a_run_that_ends_early_says_how_to_go_on(ending, source, text, tmp_path, monkeypatch):
+    keep = Journal.keep
+
+    def stopped(journal, layers):
+        keep(journal, layers)
+        raise ending
+
+    monkeypatch.setattr(Journal, "keep", stopped)
+    result = invoke("quantize", source, tmp_path / "out", "--calibrate", text)
+    how = "stopped" if isinstance(ending, KeyboardInterrupt) else "ended by an error"
+    kept = tmp_path / ".out.calibration"
+    assert f"{how}: the finished layers are kept in {kept}; the same command goes on from there\n" in result.stderr
+    assert result.exit_code != 0
+    # Another run at the same time, or one that had not begun, has nothing to say.
+    shutil.rmtree(kept)
+    monkeypatch.setattr(Journal, "keep", lambda journal, layers: (_ for _ in ()).throw(ending))
+    assert "goes on" not in invoke("quantize", source, tmp_path / "out", "--calibrate", text).stderr
+
+
+def test_a_log_names_the_layer_and_its_share(source, text, tmp_path, monkeypatch):
+    """With a line a millisecond instead of one a minute."""
+    monkeypatch.setattr(output, "LINE_SECONDS", 0.001)
+    result = invoke("quantize", source, tmp_path / "out", "--calibrate", text)
+    assert result.exit_code == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith(f"calibrating: {source}: ")]
+    layer = r"model\.layers\.\d\.(self_attn|mlp)\.\w+|model\.embed_tokens|the float model's run over the text"
+    found = [
+        re.fullmatch(rf".*: \d+ s, (\d+) of 22 layers, (\d+) %(, about \d+ s left)?: ({layer})", line) for line in lines
+    ]
+    assert all(found) and found, lines
+    shares = [int(each[2]) for each in found]
+    assert shares == sorted(shares) and any(each[3] for each in found)

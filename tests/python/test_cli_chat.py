@@ -173,7 +173,3 @@ def test_the_library_for_terminals_is_missing(monkeypatch):
     monkeypatch.setattr(command, "import_module", missing)
     with pytest.raises(ImportError, match=r"prompt_toolkit not installed.*pip install 'lowbit\[llm\]'"):
         command._typed(Output(False))
-
-
-def test_control_characters_stay_out_of_terminals():
-    assert command._harmless("a\x1b[31m\x9b31m\tb\r\n👩‍👧\x07") == "a[31m31m\tb\n👩‍👧"

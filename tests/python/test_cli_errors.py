@@ -1,16 +1,19 @@
 """What a user can put right is one line and exit code 1; a wrong option is exit code 2; a bug keeps its traceback."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 
 import pytest
+import torch
 import transformers
 import typer.testing
 
 import lowbit
 from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, error, invoke
+from lowbit.cli import models
 from lowbit.cli.app import app
 
 
@@ -353,3 +356,34 @@ def test_missing_packages(package, packed, fork_python):
     message = result.stderr.splitlines()[-1]
     assert message.startswith("lowbit: error: ") and package in message and "pip install 'lowbit[llm]'" in message
     assert "Traceback" not in result.stderr
+
+
+def test_a_prompt_that_is_not_utf8(packed):
+    """As a shell passes it: the model is not blamed."""
+    prompt = os.fsdecode(b"caf\xe9")
+    assert error(invoke("generate", packed[0], "--prompt", prompt)) == (
+        "--prompt is not UTF-8 text: found the byte 0xe9 at character 3"
+    )
+    assert "--system is not UTF-8 text: found half of a character, 0xd800, at character 0" in error(
+        invoke("chat", packed[0], "--system", "\ud800", stdin="")
+    )
+
+
+def test_more_threads_than_cpus(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "available_cpus", lambda: 2)
+    warning = "lowbit: warning: --threads is 3, and this process may use 2 CPUs: more threads than CPUs wait for each other"
+    for arguments in (
+        ("generate", packed[0], "--prompt", "a", "--max-new-tokens", 1),
+        ("quantize", FLOAT, tmp_path / "quantized"),
+        ("dequantize", packed[0], tmp_path / "float"),
+    ):
+        for threads, count in ((3, 1), (2, 0)):
+            if threads == 2:
+                arguments = [*arguments[:2], tmp_path / "again", *arguments[3:]] if "generate" not in arguments else arguments
+                shutil.rmtree(tmp_path / "again", ignore_errors=True)
+            result = invoke(*arguments, "--threads", threads)
+            assert result.exit_code == 0, result.stderr
+            assert result.stderr.count(warning) == count
+            assert torch.get_num_threads() == threads
+    assert invoke("import", FLOAT, tmp_path / "x", "--threads", 3).exit_code == 1
+    assert invoke("export", packed[0], "--to", "gguf", "--output", tmp_path / "x.pte", "--threads", 3).exit_code == 1

@@ -4,8 +4,10 @@ import json
 import math
 import re
 import shutil
+import sys
 
 import pytest
+import typer.testing
 
 
 import lowbit
@@ -215,3 +217,13 @@ def test_prompts_that_are_none(packed, tmp_path):
         assert result.exit_code == 2 and "is for one text at a time" in result.stderr
     result = invoke("generate", packed[0], "--prompts", tmp_path / "prompts.txt", "--prompt", "a")
     assert result.exit_code == 2 and "give one of the three" in result.stderr
+
+
+def test_control_characters_stay_out_of_terminals(packed, monkeypatch):
+    said = "a\x1b[31m\x9b31m\tb\r\n👩‍👧\x07"
+    monkeypatch.setattr(TextStream, "push", lambda self, token: said)
+    command = ("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 2)
+    assert invoke(*command).stdout == 2 * said.replace("\r\n", "\n") + "\n"  # else as it is; the runner reads lines
+    runner = sys.modules["typer.testing" if hasattr(typer.testing, "_NamedTextIOWrapper") else "click.testing"]
+    monkeypatch.setattr(runner._NamedTextIOWrapper, "isatty", lambda self: self.name == "<stdout>", raising=False)
+    assert invoke(*command).stdout == 2 * "a[31m31m\tb\n👩‍👧" + "\n"

@@ -13,6 +13,7 @@ import lowbit
 import lowbit.transformers
 from lowbit.calibration import assign_widths, calibrate
 from lowbit.hf.conv1d import of_conv1d
+from lowbit.layers import with_linears
 from reference import close_to_packed
 
 CONFIG = lowbit.LowBitConfig(bits=4)
@@ -210,3 +211,32 @@ def test_another_shape_is_refused(source, tmp_path):
     config.save_pretrained(packed)
     with pytest.raises(ValueError, match=r"c_fc.packed_weight .*\[256, 64\]; expected \[128, 64\], as config.json says"):
         load(packed)
+
+
+def test_a_shared_weight_is_packed_once():
+    """Also by a calibration, which puts linear layers in their place; a half of the pair alone is warned of."""
+    model = torch.nn.Sequential(Conv1D(64, 64), Conv1D(64, 64), torch.nn.Linear(64, 64), Conv1D(64, 64))
+    model[1].weight = model[0].weight
+    model[2].weight = model[0].weight  # which computes something else with it
+    half = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="1 and 0 share one weight, of which only 0 is packed"):
+        lowbit.quantize_(half, {"*": lowbit.LinearConfig(), "1": None})
+    with with_linears(model, "013"):
+        assert model[0].weight is model[1].weight and model[0].weight is not model[3].weight
+    for layer in model:
+        torch.nn.init.zeros_(layer.bias)  # one buffer holds one bias
+        layer.bias = model[0].bias
+    lowbit.quantize_(model, lowbit.LinearConfig())
+    assert model[0].packed_weight is model[1].packed_weight
+    assert model[0].packed_weight is not model[2].packed_weight and model[0].packed_weight is not model[3].packed_weight
+    assert torch.equal(model[0].dequantize(), model[1].dequantize())
+
+
+def test_a_weight_with_new_memory_is_not_taken_for_the_old_one():
+    layer = Conv1D(32, 48)
+    assert of_conv1d(layer).weight is of_conv1d(layer).weight
+    for change in (lambda: layer.bfloat16(), lambda: layer.weight.requires_grad_(False), lambda: layer.to("meta")):
+        change()
+        made = of_conv1d(layer).weight
+        assert made.dtype == layer.weight.dtype and made.device == layer.weight.device
+        assert made.requires_grad == layer.weight.requires_grad

@@ -8,7 +8,8 @@ import torch
 
 from command_line import FLOAT
 from lowbit import llm
-from lowbit.llm.loading import load_model
+from lowbit.llm.loading import load_model, load_tokenizer
+from transformers import BatchEncoding
 
 PROMPT = [5, 9, 300, 21, 9, 300]
 
@@ -32,25 +33,66 @@ def test_tokens_of_any_kind(decoder):
 
 
 @pytest.mark.parametrize(
-    "prompt, found",
+    "kind",
     [
-        (torch.tensor([PROMPT]), r"a Tensor of shape \[1, 6\]"),  # what tokenizers give with return_tensors="pt"
-        ([PROMPT], "a list"),
-        ({"input_ids": PROMPT}, "a dict"),
-        ("text", "a str"),
-        ([1.5], "a list"),
-        (torch.tensor([1.0]), r"a Tensor of shape \[1\]"),
+        lambda ids: torch.tensor([ids]),  # return_tensors="pt"
+        lambda ids: [ids],
+        lambda ids: numpy.array([ids]),
+        lambda ids: {"input_ids": ids, "attention_mask": [1] * len(ids)},
+        lambda ids: BatchEncoding({"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}),
     ],
 )
-def test_what_is_no_prompt(decoder, prompt, found):
-    with pytest.raises(ValueError, match=f"the prompt is {found}; expected token ids, whole numbers"):
-        llm.generate(decoder, prompt, 4, max_length=48)
-    with pytest.raises(ValueError, match=f"prompt 1 is {found}; expected token ids, whole numbers"):
+def test_prompts_as_tokenizers_give_them(decoder, kind):
+    expected = llm.generate(decoder, PROMPT, 6).tokens
+    assert llm.generate(decoder, kind(PROMPT), 6).tokens == expected
+    (found,) = llm.generate_batch(decoder, [kind(PROMPT)], 6)
+    assert found.tokens == expected
+    assert decoder.read(kind(PROMPT)).tokens == PROMPT
+
+
+def test_a_chat_template_and_a_batch_of_a_tokenizer(decoder):
+    tokenizer = load_tokenizer(FLOAT)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    said = [{"role": "user", "content": "Return the number"}]
+    ids = tokenizer.apply_chat_template(said, return_dict=False)
+    expected = llm.generate(decoder, ids, 6).tokens
+    for options in ({}, {"return_dict": False}, {"return_tensors": "pt"}, {"return_tensors": "pt", "return_dict": False}):
+        assert llm.generate(decoder, tokenizer.apply_chat_template(said, **options), 6).tokens == expected
+    texts = ["Return the number", "Return"]
+    found = llm.generate_batch(decoder, tokenizer(texts), 6)
+    assert [each.tokens for each in found] == [llm.generate(decoder, tokenizer(text), 6).tokens for text in texts]
+
+
+def test_max_length_is_the_decoder_s(decoder):
+    found = llm.generate(decoder, PROMPT, 100)
+    assert (len(found.tokens), found.stopped) == (48 - len(PROMPT), "max_length")
+    with pytest.raises(ValueError, match="max_length is None; expected the most tokens of a text, which a function does not"):
+        llm.generate(lambda tokens, start: decoder(tokens, start), PROMPT, 4)
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ("text", "{} is a str; expected token ids, whole numbers"),
+        ([1.5], "{} is a list; expected token ids, whole numbers"),
+        (7, "{} is a int; expected token ids, whole numbers"),
+        (torch.tensor([1.0]), r"{} is a Tensor of shape \[1\]; expected token ids, whole numbers"),
+        (torch.tensor([[[1, 2]]]), r"{} is a Tensor of shape \[1, 1, 2\]; expected token ids, whole numbers"),
+        ({"ids": PROMPT}, "{} is a dict; expected token ids, whole numbers"),
+        (torch.tensor([PROMPT, PROMPT]), r"{} is a batch of 2 texts; expected one \(lowbit.llm.generate_batch takes several\)"),
+        ({"input_ids": PROMPT, "attention_mask": [0, 1, 1, 1, 1, 1]}, "{} is padded; expected tokens without padding"),
+    ],
+)
+def test_what_is_no_prompt(decoder, prompt, message):
+    with pytest.raises(ValueError, match=message.format("the prompt")):
+        llm.generate(decoder, prompt, 4)
+    with pytest.raises(ValueError, match=message.format("prompt 1")):
         llm.generate_batch(decoder, [PROMPT, prompt], 4)
-    with pytest.raises(ValueError, match=f"the text is {found}; expected token ids, whole numbers"):
+    with pytest.raises(ValueError, match=message.format("the text")):
         decoder.read(prompt)
-    with pytest.raises(ValueError, match=f"stop is {found}; expected token ids, whole numbers"):
-        llm.generate(decoder, PROMPT, 4, max_length=48, stop=prompt)
+    if not isinstance(prompt, dict) and "batch" not in message:
+        with pytest.raises(ValueError, match=message.format("stop")):
+            llm.generate(decoder, PROMPT, 4, stop=prompt)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,5 +1,7 @@
 """Tables of levels: configs, fits, rounding, and the surfaces that only they change. Kernels: test_linear.py and others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -159,6 +161,12 @@ def test_configs():
     assert LinearConfig(2, levels=[1, 2, 3, 4]).levels == (1, 2, 3, 4)
     assert EmbeddingConfig(levels="nf4").mapping == "levels"
     assert LinearConfig().levels is None
+    assert LinearConfig().mapping == replace(LinearConfig(), bits=3).mapping == "symmetric"
+    # A mapping that is given counts.
+    for mapping in ("symmetric", "affine"):
+        with pytest.raises(ValueError, match=f"mapping is '{mapping}' with levels; expected 'levels', or levels=None"):
+            replace(LinearConfig(levels="nf4"), mapping=mapping)
+        assert replace(LinearConfig(levels="nf4"), mapping=mapping, levels=None) == LinearConfig(mapping=mapping)
 
 
 def test_models():
@@ -182,6 +190,24 @@ def test_overrides_and_embeddings():
     assert chosen["0"] == EmbeddingConfig(8) and chosen["1"] == LinearConfig(6) and chosen["2"] == LinearConfig(2, levels="fit")
     with pytest.raises(ValueError, match="bits is 6; expected 2, 3 or 4 with a table of levels"):
         lowbit.LowBitConfig(bits=2, levels="fit", overrides={"*1": {"bits": 6}})
+
+
+@pytest.mark.parametrize(
+    "base, change, expected",
+    [
+        ({"levels": "nf4"}, {"mapping": "symmetric"}, LinearConfig()),
+        ({"levels": "nf4"}, {"mapping": "affine"}, LinearConfig(mapping="affine")),
+        ({"levels": "nf4"}, {"mapping": "levels"}, LinearConfig(levels="nf4")),
+        ({"levels": "nf4"}, {"levels": None}, LinearConfig()),
+        ({"levels": "nf4", "mapping": "symmetric"}, {"bits": 4}, LinearConfig(levels="nf4")),  # as config.json has it
+        ({"mapping": "affine"}, {"levels": "nf4"}, LinearConfig(levels="nf4")),
+        ({"mapping": "affine"}, {"levels": None}, LinearConfig(mapping="affine")),
+    ],
+)
+def test_overrides_of_mapping_and_levels(base, change, expected):
+    config = lowbit.LowBitConfig(**base, overrides={"0": change})
+    assert config.select(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 21)))["0"] == expected
+    assert lowbit.LowBitConfig(**config.to_dict()).to_dict() == config.to_dict()
 
 
 def test_command_line(tmp_path):

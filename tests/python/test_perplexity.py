@@ -101,3 +101,19 @@ def test_bad_input(model, tokens, window, stride, message):
     with pytest.raises(ValueError) as caught:
         perplexity(model, tokens, window=window, stride=stride)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("window", [62, 50, 16, 5])
+@torch.inference_mode()
+def test_a_cache_takes_every_window_that_the_model_has_positions_for(window):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=62, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.randint(50, (100,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = perplexity(model, tokens, window=window, stride=window // 2, cache="float32")
+    expected = perplexity(model, tokens, window=window, stride=window // 2)
+    assert found.tokens == 99 and found.nats == pytest.approx(expected.nats, rel=1e-4)
+    with pytest.raises(ValueError, match="window is 63; expected 2 to 62"):
+        perplexity(model, tokens, window=63, cache="float32")

@@ -72,6 +72,17 @@ def test_permissions_are_those_of_the_user(tmp_path, monkeypatch):
         os.umask(before)
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_a_replaced_file_keeps_its_permissions(mode, tmp_path):
+    path = tmp_path / "m.pte"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    with replacing(path, ".pte") as written:
+        assert written.parent.stat().st_mode & 0o077 == 0  # nor is the new one read before it has them
+        written.write_bytes(b"new")
+    assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == mode
+
+
 def test_what_dead_processes_left_is_swept(tmp_path):
     """But not what another one still writes, which holds its lock, nor what is left of other targets."""
     target, other = tmp_path / "model", tmp_path / "model2"

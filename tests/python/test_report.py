@@ -360,3 +360,20 @@ def test_matrices_that_a_gguf_type_does_not_fit():
             list(hold_all(peer, [(narrow, None)]))
     with pytest.raises(Misfit, match="a matrix has 40 inputs"):
         list(hold_all(found["GGUF Q4_0"], [(wide, None), (torch.randn(16, 40), None)]))
+
+
+def test_a_format_between_two_of_lowbit_is_compared_with_both():
+    from lowbit.report.page import _ahead
+
+    def row(family, bits, quality):
+        return {
+            "family": family, "method": "auto" if family == "lowbit" else family, "bits": round(bits), "bytes": int(100 * bits),
+            "bits_per_weight": bits, "quality": quality,
+        }  # fmt: skip
+
+    rows = [row("float", 16.0, 10.0), row("lowbit", 4.84, 10.2), row("lowbit", 2.6, 14.0), row("GGUF", 4.5, 10.3)]
+    text = _ahead({"rows": rows, "about": {"quality": "perplexity"}})
+    assert "GGUF at 4.50 bits per weight: 10.30, against 14.00 of auto, 3 bits at 2.60, the nearest below that was" in text
+    assert "the nearest above has 10.20 of auto, 5 bits at 4.84. Measure lowbit at this size, too: --target-bits 4.5" in text
+    text = _ahead({"rows": [*rows, row("lowbit", 4.4, 10.4)], "about": {"quality": "perplexity"}})
+    assert "against 10.40 of auto, 4 bits at 4.40</li>" in text

@@ -341,7 +341,7 @@ def test_imports(run_python, fork_python):
         "import sys, torch, lowbit; print([m for m in ('transformers', 'safetensors') if m in sys.modules])"
     )
     assert process.stdout.splitlines()[-1] == "[]", process.stderr
-    process = fork_python("import sys; sys.modules['transformers'] = None; import lowbit; lowbit.LowBitConfig")
+    process = fork_python("import sys; sys.modules['transformers'] = None; from lowbit import LowBitConfig")
     assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or not a version for ")
     assert "pip install 'transformers>=5,<6'" in process.stderr
     for version in ("4.57.6", "6.0.0"):

@@ -82,3 +82,40 @@ def test_every_public_function_says_its_types():
             code, said = function.__code__, function.__annotations__
             names = [each for each in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if each != "self"]
             assert [each for each in [*names, "return"] if each not in said] == [], qualified
+
+
+def test_names_that_load_lazily_have_types():
+    """A type checker sees the import of each one, and no `__getattr__`, which would give every name a type."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    is_typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imported = {alias.asname for node in is_typing for one in node.body for alias in one.names}
+    assert imported == set(lowbit._LAZY)
+    seen = {node.name for node in ast.walk(ast.Module(tree.body, [])) if isinstance(node, ast.FunctionDef)}
+    assert "__getattr__" in seen and "__getattr__" not in {getattr(node, "name", "") for node in tree.body}
+    assert set(lowbit._LAZY) | set(lowbit.__all__) <= set(dir(lowbit))
+
+
+LAZY = """
+import sys
+for name in ("transformers", "safetensors"):
+    sys.modules[name] = None
+import lowbit
+assert not hasattr(lowbit, "LowBitConfig") and not hasattr(lowbit, "nothing")
+import inspect
+assert "LinearConfig" in dict(inspect.getmembers(lowbit))
+try:
+    lowbit.LowBitConfig
+except AttributeError as error:
+    assert "lowbit.LowBitConfig needs a package that does not load: " in str(error), error
+    assert "transformers" in str(error)
+try:
+    from lowbit import LowBitConfig
+except ImportError as error:
+    assert "transformers" in str(error) and "cannot import name" not in str(error), error
+from lowbit import *
+"""
+
+
+def test_names_that_load_lazily_without_their_packages(run_python):
+    result = run_python(LAZY)
+    assert result.returncode == 0, result.stderr

@@ -68,9 +68,15 @@ def calibrate(
         config = assign_widths(
             model, data, config, target_bits, tokenizer=tokenizer, window=window, max_tokens=max_tokens
         )
-    return run(
-        model, data, config, method, tokenizer=tokenizer, window=window, max_tokens=max_tokens, progress=progress
-    )
+    said = -1
+
+    def report(done: int, total: int, name: str) -> None:
+        nonlocal said
+        if progress is not None and done != said:
+            progress(done, total)
+        said = done
+
+    return run(model, data, config, method, tokenizer=tokenizer, window=window, max_tokens=max_tokens, progress=report)
 
 
 def assign_widths(

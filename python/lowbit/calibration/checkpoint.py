@@ -100,9 +100,10 @@ def calibrate_checkpoint(
         def calibrated() -> Mapping[str, torch.Tensor]:
             found = len(journal.packed)
 
-            def report(done: int, total: int) -> None:
+            def report(done: int, total: int, name: str) -> None:
                 if progress is not None:
-                    progress("calibrating", done, total, f"{found} layers taken up" if found else "")
+                    taken_up = f" ({found} layers were there from an earlier run)" if found else ""
+                    progress("calibrating", done, total, f"{name}{taken_up}")
 
             kept = Kept(dict(journal.packed), journal.keep)
             result.append(

@@ -32,6 +32,11 @@ def digest(parts: Iterable[Path | bytes]) -> str:
     return found.hexdigest()
 
 
+def journal_path(target: Path) -> Path:
+    """Where the journal of a run is that writes ``target``, a path without symbolic links."""
+    return target.parent / f".{target.name}.calibration"
+
+
 class Journal:
     """The packed layers of an unfinished run, in a hidden directory beside its target.
 
@@ -49,7 +54,7 @@ class Journal:
     """
 
     def __init__(self, target: Path, identity: Mapping[str, str]):
-        self.path = target.parent / f".{target.name}.calibration"
+        self.path = journal_path(target)
         self.identity = {"version": str(_VERSION), **identity}
         self.packed: dict[str, tuple[str, Tensor]] = {}
         self._files = 0
@@ -89,8 +94,8 @@ class Journal:
         self.packed = {}
         if kind is None or not self.holds_work():
             shutil.rmtree(self.path, ignore_errors=True)
-        assert self._lock is not None
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def holds_work(self) -> bool:
         """Whether a next run finds something of this one."""

@@ -39,12 +39,12 @@ def run(
     tokenizer: Any,
     window: int,
     max_tokens: int,
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[int, int, str], None] | None,
     options: Mapping[str, Any] | None = None,
     kept: Kept | None = None,
 ) -> Calibration:
-    """:func:`lowbit.calibrate`; ``options`` are keyword arguments of :func:`gptq`, and steps and rate of :func:`tuned` and
-    :func:`distilled`, for measurements."""
+    """:func:`lowbit.calibrate`; ``progress`` is also called when a layer begins, with its name; ``options`` are keyword
+    arguments of :func:`gptq`, and steps and rate of :func:`tuned` and :func:`distilled`, for measurements."""
     check_method(method)
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model is a {type(model).__name__}; expected a model of transformers")
@@ -125,7 +125,7 @@ class _Run:
         }
         # Distilling takes as long as all before it, or so.
         self.total = (len(first) + self.packer.expert_matrices()) * (2 if self.distils and not known else 1)
-        self._report()
+        self._report(0, "the float model's run over the text")
         # The answers of the float model, which is about to go.
         teacher = Teacher(model, self.inputs) if self.distils and not known else None
 
@@ -164,10 +164,10 @@ class _Run:
             nn.use_huge_pages(model)
         return self.result
 
-    def _report(self, more: int = 0) -> None:
+    def _report(self, more: int, name: str) -> None:
         self.done += more
         if self.progress is not None:
-            self.progress(self.done, self.total)
+            self.progress(self.done, self.total, name)
 
     def _until_stopped(self, batch: Batch) -> None:
         with suppress(Stop):
@@ -263,11 +263,11 @@ class _Run:
 
         def report(step: int, steps: int) -> None:
             if self.progress is not None:
-                self.progress(self.done + (self.total - self.done) * step // steps, self.total)
+                self.progress(self.done + (self.total - self.done) * step // steps, self.total, f"step {step} of {steps}")
 
         names = {*self.selected, *self.experts}
         found = distilled(self.model, teacher, names, self.held, self.tables, progress=report, **self.tuning)
-        self._report(self.total - self.done)
+        self._report(self.total - self.done, "scales of all layers")
         by_weight: dict[int, list[str]] = {}
         for name in found:
             by_weight.setdefault(found[name].data_ptr(), []).append(name)

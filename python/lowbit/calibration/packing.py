@@ -51,7 +51,8 @@ class Packer:
         experts: that of each tensor of experts.
         inputs: the batches of the text, and ``masks``: which of their tokens count, [batch, tokens], or None for all.
         options: keyword arguments of :func:`gptq`.
-        report: called with the number of matrices that are done.
+        report: called with the number of matrices that are done since the last call, 0 as well, and the name of one that is
+            in work or done.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Packer:
         options: Mapping[str, Any],
         kept: Kept,
         result: Calibration,
-        report: Callable[[int], None],
+        report: Callable[[int, str], None],
     ):
         self.model, self.selected, self.experts, self.method = model, selected, experts, method
         self.targets = {name: c for name, c in selected.items() if isinstance(c, LinearConfig)}
@@ -98,7 +99,7 @@ class Packer:
                         packed = self.kept.keep([([name], method, packed)])[0]
                 else:
                     method, packed = kept
-                    self._report(experts.num_experts)
+                    self._report(experts.num_experts, name)
                 self.result.methods |= by_name(name, method, packed)
                 done.append((names[leaf], experts, packed))
                 before = packed
@@ -115,10 +116,11 @@ class Packer:
                 add_to(moments, name, x, None, diagonal=self.method == "importance")
             weight, bias = weight_of(experts, number)
             key = f"{name}.{number}"
+            self._report(0, key)
             method, quantisers = self._quantisers("", {key: weight}, {key: self.experts[name]}, moments.get(name))
             methods.append(method)
             result.append(packed_in_bands(weight, *quantisers[key], bias))
-            self._report(1)
+            self._report(1, key)
         return ",".join(methods), torch.stack(result)
 
     # -- layers
@@ -135,6 +137,7 @@ class Packer:
         """Packs layers that have the same inputs, but not the same weight."""
         todo = [name for name in names if prefix + name not in self.kept.packed]
         weights = {name: root.get_submodule(name).weight.detach() for name in todo}
+        self._report(0, prefix + names[0])
         method, quantisers = self._quantisers(prefix, weights, configs, moments)
         for name in names:
             layer, full = root.get_submodule(name), prefix + name
@@ -148,7 +151,7 @@ class Packer:
             else:
                 self.result.methods[full], packed = self.kept.packed[full]
             self._place(root, name, packed)
-            self._report(1)
+            self._report(1, full)
         leave_fused_paths(root)
 
     @staticmethod
@@ -207,7 +210,7 @@ class Packer:
             quantize_(self.model, {name: self.selected[name] for name in names})
             for name in linears:
                 self.result.methods[name] = "nearest"
-            self._report(bool(linears))
+            self._report(bool(linears), names[0])
             return
         if linears[0] in self.kept.packed:
             method, packed = self.kept.packed[linears[0]]
@@ -217,6 +220,7 @@ class Packer:
             if together:
                 total = Moments(sum(m.square for m in together), None, sum(m.tokens for m in together))
             weight = layers[names[0]].weight.detach()
+            self._report(0, names[0])
             method, quantisers = self._quantisers("", {linears[0]: weight}, self.selected, total)
             packed = packed_in_bands(weight, *quantisers[linears[0]], next(iter(biases.values())))
             packed = self.kept.keep([(names, method, packed)])[0]
@@ -226,4 +230,4 @@ class Packer:
                 self.result.methods[name] = method
             self.model.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
         leave_fused_paths(self.model)
-        self._report(1)
+        self._report(1, names[0])

@@ -4,6 +4,7 @@
 A packed checkpoint is loaded by transformers (:mod:`lowbit.transformers`).
 """
 
+from .dequantizing import dequantize_checkpoint
 from .entries import CheckpointEntry, inspect_checkpoint
 from .plan import PlannedSize, planned_size
 from .quantizing import CheckpointSummary, quantize_checkpoint
@@ -16,6 +17,7 @@ __all__ = [
     "PlannedSize",
     "copy_files",
     "counted",
+    "dequantize_checkpoint",
     "inspect_checkpoint",
     "new_checkpoint",
     "planned_size",

@@ -399,7 +399,7 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dic
     from ..hf.loading import meta_model
     from ..hf.names import names_in_model
     from ..hf.placing import place_packed
-    from ..transformers import LowBitConfig
+    from ..transformers import METHOD, LowBitConfig
 
     if not isinstance(config, LowBitConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
@@ -407,7 +407,8 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dic
     description = read_config(source)
     method = quantization_method(description)
     if method is not None:
-        raise ValueError(f"{source} is quantised already, by the method {method!r}; expected float weights")
+        back = "; lowbit.dequantize_checkpoint makes them of it" if method == METHOD else ""
+        raise ValueError(f"{source} is quantized already, by the method {method!r}; expected float weights{back}")
     if (source / "adapter_config.json").exists():
         raise ValueError(
             f"{source} has adapter_config.json: weights of an adapter belong to this model; merge them into it first, or "

@@ -17,6 +17,7 @@ import lowbit
 
 from .bench import bench
 from .chat import chat
+from .dequantize import dequantize
 from .doctor import doctor
 from .evaluate import evaluate
 from .export import export
@@ -32,6 +33,7 @@ from .tune import tune
 COMMANDS: dict[str, Callable] = {
     "quantize": quantize,
     "import": import_,
+    "dequantize": dequantize,
     "generate": generate,
     "chat": chat,
     "eval": evaluate,

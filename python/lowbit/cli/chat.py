@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -16,7 +15,7 @@ import typer
 
 from lowbit._machine import cpp_compiler
 
-from .models import imported, load, make_step, positions, read_text, set_threads
+from .models import check_text, imported, load, make_step, positions, read_text, set_threads
 from .options import (
     Cache,
     Compile,
@@ -33,7 +32,7 @@ from .options import (
     refuse_unused,
     refuse_without_bits,
 )
-from .output import Output, describe, set_stdout_errors
+from .output import Output, describe, print_piece, set_stdout_errors
 
 if TYPE_CHECKING:
     from lowbit.llm.chat import Answer, Chat
@@ -111,6 +110,7 @@ def chat(
     output = Output(as_json)
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
     asked = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
+    system = None if system is None else check_text(system, "--system")
     text = None if template is None else read_text(template)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if compile_:
@@ -252,15 +252,10 @@ def _command(output: Output, talk: Chat, message: str) -> None:
 
 
 def _answer(output: Output, talk: Chat, message: str) -> Answer:
-    terminal = sys.stdout.isatty()
-
-    def show(piece: str) -> None:
-        print(_harmless(piece) if terminal else piece, end="", flush=True)
-
     typed = sys.stdin.isatty()
     try:
         with _at_ctrl_c(_stop) if typed else nullcontext():
-            answer = talk.answer(message, None if output.as_json else show)
+            answer = talk.answer(message, None if output.as_json else print_piece)
     except KeyboardInterrupt:
         if not typed:
             raise
@@ -281,11 +276,6 @@ def _answer(output: Output, talk: Chat, message: str) -> Answer:
     elif answer.stopped == "interrupted":
         output.note("(stopped)" if answer.tokens else "(stopped before the answer: the message is taken back)")
     return answer
-
-
-def _harmless(text: str) -> str:
-    """Without control characters: what a model says must not command the terminal."""
-    return "".join(each for each in text if each in "\n\t" or unicodedata.category(each) != "Cc")
 
 
 def _nothing(number: int, frame: Any) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from lowbit._machine import cpp_compiler
 
-from .models import load, positions
+from .models import load, positions, set_threads
 from .options import (
     Cache,
     EmbeddingBits,
@@ -21,6 +21,7 @@ from .options import (
     MaxLength,
     Model,
     OptionalBits,
+    Threads,
     make_config,
     refuse_unused,
     refuse_without_bits,
@@ -47,10 +48,12 @@ def export(
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
     embedding_bits: EmbeddingBits = None,
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Write a model, with its KV cache, to a file that runs without Python; or its weights to one for llama.cpp."""
     output = Output(as_json)
+    set_threads(threads)
     if file.suffix != f".{to}":
         raise ValueError(f"--output is {str(file)!r}; expected a name that ends in .{to}")
     if not file.absolute().parent.is_dir():
@@ -77,8 +80,8 @@ def export(
         max_length = min(2048, positions(loaded) // 16 * 16)
     decoder = llm.Decoder(loaded, max_length, cache)
     begin = time.perf_counter()
-    with output.progress(f"exporting to {file}"):
-        llm.export_decoder(decoder, file, chunk=min(chunk, max_length))
+    with output.progress(f"exporting to {file}", "steps") as advance:
+        llm.export_decoder(decoder, file, chunk=min(chunk, max_length), progress=advance)
     written, seconds = file.stat().st_size, time.perf_counter() - begin
     document = {
         "model": str(model),

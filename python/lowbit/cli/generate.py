@@ -15,7 +15,7 @@ import typer
 
 from lowbit._machine import cpp_compiler, peak_memory
 
-from .models import imported, load, make_decoder, make_step, positions, read_text, set_threads
+from .models import check_text, imported, load, make_decoder, make_step, positions, read_text, set_threads
 from .options import (
     Cache,
     Compile,
@@ -32,7 +32,7 @@ from .options import (
     refuse_unused,
     refuse_without_bits,
 )
-from .output import Output, set_stdout_errors, size
+from .output import Output, print_piece, set_stdout_errors, size
 
 
 def generate(
@@ -152,7 +152,7 @@ def generate(
     def on_token(token: int) -> None:
         pieces.append(stream.push(token))
         if not as_json:
-            print(pieces[-1], end="", flush=True)
+            print_piece(pieces[-1])
 
     generation = llm.generate(
         step,
@@ -272,11 +272,13 @@ def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None)
         raise typer.BadParameter("give one of the three", param_hint="--prompt, --prompt-file, --prompts")
     if prompts is not None:
         return _lines(prompts, _read(prompts))
-    return [prompt if prompt_file is None and prompt not in (None, "-") else _read(prompt_file)]
+    if prompt_file is None and prompt not in (None, "-"):
+        return [check_text(prompt, "--prompt")]
+    return [_read(prompt_file)]
 
 
 def _read(path: Path | None) -> str:
-    return sys.stdin.read() if path is None or str(path) == "-" else read_text(path)
+    return check_text(sys.stdin.read(), "stdin") if path is None or str(path) == "-" else read_text(path)
 
 
 def _lines(path: Path, content: str) -> list[str]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import lowbit
-
-from .options import Json, refuse_unused
+from .models import set_threads
+from .options import Json, Threads, refuse_unused
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
@@ -32,15 +31,19 @@ def import_(
         str | None,
         typer.Option(help="Of a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False),
     ] = None,
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Take over weights that another program has quantised, with their codes as they are."""
+    from lowbit.importing import import_checkpoint, open_source
+
     output = Output(as_json)
+    set_threads(threads)
     if i2s_order is not None:
-        tensors = lowbit.importing.open_source(source, i2s_order).tensors
+        tensors = open_source(source, i2s_order).tensors
         refuse_unused("without weights of the type I2_S", i2s_order=all(tensor.source != "I2_S" for tensor in tensors))
     with output.progress(f"importing {source}", "bytes") as advance:
-        summary = lowbit.import_checkpoint(source, target, i2s_order=i2s_order, progress=advance)
+        summary = import_checkpoint(source, target, i2s_order=i2s_order, progress=advance)
     count, packed = packed_figures(summary.entries)
     document = {
         "source": str(source),

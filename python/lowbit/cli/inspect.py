@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-import lowbit
 from lowbit.files.untrusted import printable
 from lowbit.importing.report import read_report
 
@@ -24,8 +23,10 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """List the tensors of a checkpoint, with their bits and bytes."""
+    from lowbit import inspect_checkpoint
+
     output = Output(as_json)
-    entries = lowbit.inspect_checkpoint(path)
+    entries = inspect_checkpoint(path)
     imported = read_report(path if path.is_dir() else path.parent)
     count, packed = packed_figures(entries)
     document = {

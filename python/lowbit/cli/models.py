@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from lowbit.threads import available_cpus
 
 from .options import make_config, refuse_unused
 from .output import Output
@@ -123,8 +126,30 @@ def positions(model: torch.nn.Module) -> int:
 
 
 def set_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if threads is None:
+        return
+    if threads > (cpus := available_cpus()):
+        warnings.warn(
+            f"--threads is {threads}, and this process may use {cpus} CPUs: more threads than CPUs wait for each other, and "
+            f"all becomes slower; expected at most {cpus}",
+            stacklevel=2,
+        )
+    torch.set_num_threads(threads)
+
+
+def check_text(text: str, option: str) -> str:
+    """A text of the command line, if it is UTF-8: Python hides in surrogates what is not.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        found = f"the byte 0x{code & 0xFF:02x}" if 0xDC80 <= code <= 0xDCFF else f"half of a character, 0x{code:x},"
+        raise ValueError(f"{option} is not UTF-8 text: found {found} at character {error.start}") from error
+    return text
 
 
 def read_text(path: Path) -> str:

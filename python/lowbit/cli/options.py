@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-import lowbit
-
 if TYPE_CHECKING:
     from lowbit import LowBitConfig
 
@@ -116,6 +114,8 @@ def parse_widths(text: str) -> list[int]:
 def make_config(
     bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others
 ) -> LowBitConfig:
-    return lowbit.LowBitConfig(
+    from lowbit import LowBitConfig
+
+    return LowBitConfig(
         bits=bits, group_size=parse_group_size(group_size), mapping=mapping, embedding_bits=embedding_bits, **others
     )

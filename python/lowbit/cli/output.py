@@ -10,7 +10,11 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
+import unicodedata
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -31,14 +35,15 @@ from rich.progress import (
 from rich.table import Table
 
 from lowbit._sizes import size
-from lowbit.files.untrusted import one_line, raised_by_reader
+from lowbit.files.untrusted import one_line, printable, raised_by_reader
 
 if TYPE_CHECKING:
     from lowbit import CheckpointEntry
 
-__all__ = ["Output", "console", "packed_figures", "quieten", "reporting", "set_stdout_errors", "size", "table"]
+__all__ = ["Output", "console", "packed_figures", "print_piece", "quieten", "reporting", "set_stdout_errors", "size", "table"]
 
 _NO_MEMORY = "can't allocate memory"  # torch raises a plain RuntimeError
+LINE_SECONDS = 60.0  # between lines of progress where there is no terminal
 PIPE_WIDTH = 120  # columns, where the output is no terminal
 
 
@@ -126,14 +131,15 @@ class Output:
 
     @contextmanager
     def progress(self, what: str, unit: str | None = None) -> Iterator[Callable[..., None]]:
-        """A progress bar around a long step; without a terminal, one line when it begins.
+        """A progress bar around a long step; without a terminal, a line when it begins, and one a minute.
 
         Yields ``advance(done, total, detail="")``, which may also never be called: then the time counts alone.
         ``unit`` is "bytes" or a plural for what is counted.
         """
         if not self.err.is_terminal:
             self.note(f"{what} ...")
-            yield lambda done, total, detail="": None
+            with _lines(self.note, what, unit) as advance:
+                yield advance
             return
         counted = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn(), TextColumn(unit)] if unit else []
         columns = [
@@ -150,6 +156,49 @@ class Output:
                 bar.update(task, completed=done, total=total, detail=detail)
 
             yield advance
+
+
+@contextmanager
+def _lines(note: Callable[[str], None], what: str, unit: str | None) -> Iterator[Callable[..., None]]:
+    """Progress as a file can hold it: a line in LINE_SECONDS, also while nothing is reported."""
+    ended, begin = threading.Event(), time.perf_counter()
+    marks: deque[tuple[float, int]] = deque(maxlen=10)  # when so much was done, at each of the last lines
+    state: tuple[int, int, str] = (0, 0, "")
+
+    def advance(done: int, total: int, detail: str = "") -> None:
+        nonlocal state
+        if not marks:
+            marks.append((time.perf_counter(), done))
+        state = done, total, detail
+
+    def tell() -> None:
+        while not ended.wait(LINE_SECONDS):
+            now, (done, total, detail) = time.perf_counter(), state
+            parts = [f"{what}: {_duration(now - begin)}"]
+            if total:
+                amount = f"{size(done)} of {size(total)}" if unit == "bytes" else f"{done} of {total} {unit}"
+                parts.append(f"{amount}, {100 * done // total} %")
+                then, before = marks[0]
+                if done > before:
+                    parts.append(f"about {_duration((now - then) * (total - done) / (done - before))} left")
+                marks.append((now, done))
+            note(", ".join(parts) + (f": {printable(detail)}" if detail else ""))
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield advance
+    finally:
+        ended.set()
+        teller.join()
+
+
+def _duration(seconds: float) -> str:
+    """"40 s", "12 min", "3 h 5 min"."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _finite(value: Any) -> Any:
@@ -178,6 +227,13 @@ def set_stdout_errors(errors: str) -> None:
     """What is printed for a character that the terminal's encoding does not have."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # not where a program has put something else in its place
         sys.stdout.reconfigure(errors=errors)
+
+
+def print_piece(text: str) -> None:
+    """Prints a piece of a model's text at once; to a terminal without control characters, which could command it."""
+    if sys.stdout.isatty():
+        text = "".join(each for each in text if each in "\n\t" or unicodedata.category(each) != "Cc")
+    print(text, end="", flush=True)
 
 
 @contextmanager

@@ -5,18 +5,28 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-import lowbit
-
-from .models import read_text
-from .options import Bits, EmbeddingBits, GroupSize, Json, Mapping, finite, make_config, parse_group_size, refuse_unused
+from .dequantize import as_float
+from .models import read_text, set_threads
+from .options import (
+    Bits,
+    EmbeddingBits,
+    GroupSize,
+    Json,
+    Mapping,
+    Threads,
+    finite,
+    make_config,
+    parse_group_size,
+    refuse_unused,
+)
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
@@ -88,28 +98,34 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Quantise a checkpoint, without ever holding it in memory."""
     begin = time.perf_counter()
     output = Output(as_json)
+    set_threads(threads)
     if calibrate is None:
         given = {"method": method != "auto", "calibrate_tokens": calibrate_tokens != 32768, "window": window != 512}
         given |= {"target_size": target_size is not None, "target_bits": target_bits is not None}
         refuse_unused("without --calibrate", **given)
     overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
     config = make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
-    if calibrate is None:
-        with output.progress(f"quantising {source}", "bytes") as advance:
-            summary = lowbit.quantize_checkpoint(source, target, config, progress=advance)
-        calibration = None
-    else:
-        if target_size is not None and target_bits is not None:
-            raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
-        summary, calibration = _calibrate(
-            output, source, target, config, read_text(calibrate), method, calibrate_tokens, window,
-            None if target_size is None else _bytes(target_size), target_bits,
-        )  # fmt: skip
+    if target_size is not None and target_bits is not None:
+        raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
+    target_bytes = None if target_size is None else _bytes(target_size)
+    text = None if calibrate is None else read_text(calibrate)
+    with as_float(output, source, target) as floats:
+        if text is None:
+            from lowbit import quantize_checkpoint
+
+            with output.progress(f"quantising {source}", "bytes") as advance:
+                summary = quantize_checkpoint(floats, target, config, progress=advance)
+            calibration = None
+        else:
+            summary, calibration = _calibrate(
+                output, source, floats, target, config, text, method, calibrate_tokens, window, target_bytes, target_bits
+            )
     count, packed = packed_figures(summary.entries)
     document = {
         "source": str(source),
@@ -146,6 +162,7 @@ def quantize(
 
 def _calibrate(
     output: Output,
+    named: Path,
     source: Path,
     target: Path,
     config: LowBitConfig,
@@ -156,16 +173,20 @@ def _calibrate(
     target_bytes: int | None,
     target_bits: float | None,
 ) -> tuple[CheckpointSummary, Calibration]:
+    """Calibrates ``source``, which users know as ``named``."""
     from lowbit.calibration.checkpoint import calibrate_checkpoint
+    from lowbit.calibration.journal import journal_path
+    from lowbit.files.replace import resolve_new_directory
 
-    with ExitStack() as stack:
+    place = journal_path(resolve_new_directory(target))
+    with _resumable(output, place), ExitStack() as stack:
         shown: dict[str, Callable[..., None]] = {}
 
         def progress(step: str, done: int, total: int, detail: str) -> None:
             if step not in shown:
                 stack.close()  # the bar of the step before
                 shown[step] = stack.enter_context(
-                    output.progress(f"{step}: {target if step == 'writing' else source}", _UNITS.get(step, "layers"))
+                    output.progress(f"{step}: {target if step == 'writing' else named}", _UNITS.get(step, "layers"))
                 )
             shown[step](done, total, detail)
 
@@ -173,6 +194,18 @@ def _calibrate(
             source, target, config, text, method, window=window, max_tokens=tokens, target_bytes=target_bytes,
             target_bits=target_bits, progress=progress,
         )  # fmt: skip
+
+
+@contextmanager
+def _resumable(output: Output, journal: Path) -> Iterator[None]:
+    """Says how to go on where a calibration ends before its time, by Ctrl-C or by an error."""
+    try:
+        yield
+    except BaseException as error:
+        if journal.exists() and not isinstance(error, BlockingIOError):  # another run has it then
+            how = "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else "ended by an error"
+            output.note(f"{how}: the finished layers are kept in {journal}; the same command goes on from there")
+        raise
 
 
 def _calibrated(calibration: Calibration) -> str:

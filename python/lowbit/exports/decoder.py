@@ -3,7 +3,7 @@
 >>> import lowbit.llm
 >>> lowbit.llm.export_decoder(decoder, "model.pte")  # doctest: +SKIP
 >>> step = lowbit.llm.load_decoder("model.pte")  # doctest: +SKIP
->>> lowbit.llm.generate(step, prompt, 100, max_length=step.max_length, stop=step.stop)  # doctest: +SKIP
+>>> lowbit.llm.generate(step, prompt, 100, stop=step.stop)  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from .module import export_pt2, export_pte
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
 _PTE_STOP = "get_eos_ids"
 _PT2 = "lowbit.llm."  # what the names of our metadata in a .pt2 begin with
+
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass
@@ -96,6 +98,7 @@ def export_decoder(
     chunk: int = 128,
     stop: Iterable[int] | None = None,
     xnnpack: bool = True,
+    progress: Progress | None = None,
 ) -> None:
     """Writes a decoder to a file that runs without Python: a program that takes tokens [1, s], s from 1 to ``chunk``, and
     start [1].
@@ -113,6 +116,7 @@ def export_decoder(
         stop: tokens that end a text; None: those that the model's configuration names.
         xnnpack: in a .pte leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own
             kernels.
+        progress: called as ``progress(steps done, steps, what begins)``.
 
     Raises:
         ImportError: executorch is not installed, for a .pte.
@@ -124,12 +128,14 @@ def export_decoder(
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in .pte or .pt2")
     about = _describe(decoder, chunk, stop)
     if suffix == ".pte":
-        _export_pte(decoder, path, about, xnnpack)
+        _export_pte(decoder, path, about, xnnpack, progress)
     else:
-        _export_pt2(decoder, path, about)
+        _export_pt2(decoder, path, about, progress)
 
 
-def _export_pte(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], xnnpack: bool) -> None:
+def _export_pte(
+    decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], xnnpack: bool, progress: Progress | None
+) -> None:
     config = decoder.model.config.get_text_config()
     constants = {method: about[name] for name, method in _PTE_NUMBERS.items()}
     constants |= {_PTE_STOP: about["stop"], "get_n_layers": decoder.layers, "use_kv_cache": True}
@@ -137,10 +143,12 @@ def _export_pte(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any]
     if isinstance(config.bos_token_id, int):
         constants["get_bos_id"] = config.bos_token_id
     inputs, sizes = _example(about["chunk"])
-    export_pte(decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants)
+    export_pte(
+        decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants, progress=progress
+    )
 
 
-def _export_pt2(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any]) -> None:
+def _export_pt2(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], progress: Progress | None) -> None:
     caches = {name: cache for name, cache in decoder.named_buffers() if "_cache_" in name and "." not in name}
     shapes = [list(cache.shape) for cache in caches.values()]
     # One shape where all have the same, as in DeepSeek's attention and with alibi they have not.
@@ -155,6 +163,7 @@ def _export_pt2(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any]
         path,
         dynamic_shapes=(*dynamic, [None] * len(caches)),
         metadata=metadata,
+        progress=progress,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +21,7 @@ def export_pte(
     dynamic_shapes: Any = None,
     xnnpack: bool = True,
     constant_methods: dict[str, Any] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
     """Writes an ExecuTorch program with one method, "forward".
 
@@ -35,6 +37,7 @@ def export_pte(
             one input of shape [batch, ...]. The program reserves memory for the largest shape, so give a ``max``.
         xnnpack: leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own kernels.
         constant_methods: further methods, by name, that take nothing and return this value: what a runner must know.
+        progress: called as ``progress(steps done, steps, what begins)``.
 
     Raises:
         ImportError: executorch is not installed.
@@ -53,9 +56,14 @@ def export_pte(
             f"executorch is not installed, or does not load: {error}. Install it with `pip install executorch==1.5.1`."
         ) from error
     with replacing(path, ".pte") as written:
+        said = progress or (lambda done, steps, what: None)
+        said(0, 4, "tracing the model")
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
+        said(1, 4, "lowering it")
         edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, constant_methods=constant_methods)
+        said(2, 4, "making the program")
         program = edge.to_executorch()
+        said(3, 4, "writing it")
         with open(written, "wb") as file:
             program.write_to_file(file)
 
@@ -79,6 +87,7 @@ def export_pt2(
     path: str | os.PathLike,
     dynamic_shapes: Any = None,
     metadata: dict[str, str] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
     """Compiles a model ahead of time with AOTInductor; needs a C++ compiler here.
 
@@ -92,6 +101,7 @@ def export_pt2(
         dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
             one input of shape [batch, ...].
         metadata: kept in the package, for its loader's ``get_metadata()``.
+        progress: called as ``progress(steps done, steps, what begins)``.
 
     Raises:
         ValueError, OSError: path does not end in .pt2, or cannot be written; there is no C++ compiler.
@@ -99,8 +109,12 @@ def export_pt2(
     """
     with replacing(path, ".pt2") as written:
         cpp_compiler()
+        said = progress or (lambda done, steps, what: None)
+        said(0, 3, "tracing the model")
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
         # AOTI_RUNTIME_CHECK_INPUTS=1 would refuse a dynamic size of 1, which is no trouble.
         options = {"aot_inductor.check_lowerbound": False, "aot_inductor.metadata": metadata or {}}
+        said(1, 3, "compiling it")
         files = machine_code(exported, example_inputs, options)
+        said(2, 3, "writing it")
         import_module("torch._inductor.package").package_aoti(str(written), files)

@@ -222,7 +222,7 @@ def resolve_new_directory(path: str | os.PathLike) -> Path:
 def replacing(path: str | os.PathLike, suffix: str) -> Iterator[Path]:
     """A path to write a file to; when all went well it becomes `path`, whatever was there, in one step.
 
-    A `path` that is a symbolic link stays one: what it points to is replaced.
+    A `path` that is a symbolic link stays one: what it points to is replaced. The permissions of a file that was there stay.
 
     Raises:
         ValueError: path does not end in `suffix`.
@@ -235,9 +235,14 @@ def replacing(path: str | os.PathLike, suffix: str) -> Iterator[Path]:
         raise NotADirectoryError(f"{target.parent} is not a directory; make it first")
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a directory; expected the name of a file")
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     with PartialDirectory(target) as directory:
+        if mode is not None:
+            directory.path.chmod(0o700)  # nobody else reads the new file before it has the old one's permissions
         written = directory.path / Path(path).name
         yield written
+        if mode is not None:
+            written.chmod(mode)
         sync_path(written)
         os.replace(written, target)
         sync_path(target.parent)

@@ -141,10 +141,17 @@ class LowBitConfig(QuantizationConfigMixin):
         if change is None:
             return None
         fields = {name: getattr(self, name) for name in _FIELDS}
+        if self.levels is not None and self.mapping == "symmetric":  # the default
+            fields["mapping"] = "levels"
         if kind is EmbeddingConfig and self.embedding_bits is not None:
             fields["bits"] = self.embedding_bits
             if not 2 <= self.embedding_bits <= 4 and (self.levels is not None or self.mapping == "levels"):
                 fields |= {"mapping": "symmetric", "levels": None}
+        # An override of mapping or levels also replaces the other where the two contradict each other.
+        if change.get("mapping", "levels") != "levels":
+            fields["levels"] = None
+        if change.get("levels") is not None or ("levels" in change and fields["mapping"] == "levels"):
+            fields["mapping"] = ""
         return kind(**{**fields, **change})
 
     def to_diff_dict(self) -> dict[str, Any]:

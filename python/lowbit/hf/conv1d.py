@@ -5,10 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
 from .. import nn, prepared
 from ..layers import LINEAR_OF, TRANSPOSED
+
+
+# The transposed weights of layers, by their own weights: layers that share one share the other.
+_TRANSPOSED_OF = WeakTensorKeyDictionary()
+
+
+def _transposed(weight: torch.Tensor) -> torch.Tensor:
+    """A view of a weight as torch.nn.Linear has it, the same one each time."""
+    made = _TRANSPOSED_OF.get(weight)
+    if made is None or _state_of(made) != _state_of(weight.T):  # to() gives a parameter other memory
+        made = _TRANSPOSED_OF[weight] = torch.nn.Parameter(weight.detach().T, weight.requires_grad)
+    return made
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _linear(layer: Any, weight: torch.Tensor) -> torch.nn.Linear:
@@ -16,7 +33,8 @@ def _linear(layer: Any, weight: torch.Tensor) -> torch.nn.Linear:
     with torch.device("meta"):
         linear = torch.nn.Linear(1, 1)
     linear.out_features, linear.in_features = weight.shape
-    linear.weight = torch.nn.Parameter(weight.detach(), layer.weight.requires_grad)
+    is_parameter = isinstance(weight, torch.nn.Parameter)
+    linear.weight = weight if is_parameter else torch.nn.Parameter(weight.detach(), weight.requires_grad)
     linear.bias = layer.bias
     nn.take_place(linear, layer)
     return linear
@@ -24,7 +42,7 @@ def _linear(layer: Any, weight: torch.Tensor) -> torch.nn.Linear:
 
 def of_conv1d(layer: Any) -> torch.nn.Linear:
     """The torch.nn.Linear that computes the same, over the same memory."""
-    linear = _linear(layer, layer.weight.T)
+    linear = _linear(layer, _transposed(layer.weight))
     setattr(linear, TRANSPOSED, True)
     return linear
 

@@ -30,6 +30,7 @@ from ..layers import (
 )
 from ..memory import in_huge_pages
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
+from .dequantizing import dequantize
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
 from .parallel import layers_to_cut, refuse_parts, shard_as_asked, take_rules
 from .placing import (
@@ -187,6 +188,12 @@ class LowBitQuantizer(HfQuantizer):
             return isinstance(layer_at(model, layer), Experts) if layer in self._selected else False
         # Tied weights wait until they are tied: then they are packed once.
         return layer in self._selected and layer not in self._tied
+
+    def dequantize(self, model, dtype=None):
+        """What ``model.dequantize()`` does: see :func:`lowbit.hf.dequantizing.dequantize`."""
+        dequantize(model, dtype)
+        self.remove_quantization_config(model)
+        return model
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)

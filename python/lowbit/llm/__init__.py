@@ -1,5 +1,7 @@
 """Language models: decoding with a static KV cache, compiled or exported or not, and generation. Needs transformers."""
 
+from typing import TYPE_CHECKING
+
 from ..hf.decoding import Refusal
 from .batch import generate_batch
 from .caches import Caches
@@ -10,14 +12,17 @@ from .generation import Generation, generate
 from .sampling import sample
 from .shapes import random_model, shape_config
 
+if TYPE_CHECKING:
+    from ..exports.decoder import ExportedDecoder, export_decoder, load_decoder
+else:
 
-def __getattr__(name: str):
-    # Imported when first asked for: exports need the decoder, and so this package.
-    if name not in ("ExportedDecoder", "export_decoder", "load_decoder"):
-        raise AttributeError(f"module 'lowbit.llm' has no attribute {name!r}")
-    from importlib import import_module
+    def __getattr__(name: str):
+        # Imported when first asked for: exports need the decoder, and so this package.
+        if name not in ("ExportedDecoder", "export_decoder", "load_decoder"):
+            raise AttributeError(f"module 'lowbit.llm' has no attribute {name!r}")
+        from importlib import import_module
 
-    return getattr(import_module("lowbit.exports.decoder"), name)
+        return getattr(import_module("lowbit.exports.decoder"), name)
 
 
 __all__ = [

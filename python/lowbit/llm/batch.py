@@ -11,7 +11,7 @@ from .caches import Caches, common
 from .decoder import Decoder
 from .generation import Generation, Writer, check_lengths
 from .proof import check_texts
-from .sampling import Sampling, check_seed, token_ids
+from .sampling import Sampling, check_seed, prompt_ids, token_ids, without_mask
 
 # Fewer tokens than these are computed rather than copied, which has its cost, too.
 _LEAST = 16
@@ -59,7 +59,7 @@ def generate_batch(
 
     Args:
         decoder: not compiled. Its own caches stay as they are: each text has caches of the length that it needs.
-        prompts: token ids of each, at least one.
+        prompts: token ids of each, at least one; or a dict of a tokenizer, without padding.
         max_new_tokens: at most so many of each text; or a number for each.
         temperature, top_k, top_p, repetition_penalty, stop: as for :func:`generate`, for all texts.
         seed: of the draws of the first text, each further one has the next number; or one for each.
@@ -156,7 +156,8 @@ def _checked_prompts(
     Raises:
         ValueError: no prompts, or one that is empty, leaves no room, or has a token that is not in the vocabulary.
     """
-    given = [token_ids(f"prompt {number}", prompt) for number, prompt in enumerate(prompts)]
+    prompts = without_mask("a prompt", prompts)
+    given = [prompt_ids(f"prompt {number}", prompt) for number, prompt in enumerate(prompts)]
     if not given:
         raise ValueError("there are no prompts; expected at least one")
     counts = _each("max_new_tokens", max_new_tokens, len(given), 0)

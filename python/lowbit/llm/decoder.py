@@ -12,7 +12,7 @@ from ..hf import decoding
 from ..ops import cache_storage, cache_width
 from .caches import Caches, common, copy_layer
 from .proof import Reference, ask, measure_caches, prove
-from .sampling import token_ids
+from .sampling import prompt_ids
 
 # What keys and values can be kept in.
 CACHES = {
@@ -68,6 +68,8 @@ class Decoder(torch.nn.Module):
     came, and through the decoder whole and in pieces: either all agree, or the model is refused and left as it was.
     """
 
+    _STEP = 16  # max_length is a multiple of this; caches have room for the next multiple of 16
+
     def __init__(self, model: torch.nn.Module, max_length: int = 2048, cache: str | None = None):
         """Args:
             model: a transformers causal language model, quantised or not, in eval mode. It belongs to the decoder until
@@ -84,7 +86,7 @@ class Decoder(torch.nn.Module):
         super().__init__()
         config = model.config.get_text_config()
         limit = decoding.position_limit(config)
-        if max_length <= 0 or max_length % 16:
+        if max_length <= 0 or max_length % self._STEP:
             raise ValueError(f"max_length is {max_length}; expected a positive multiple of 16")
         if limit is not None and max_length > limit:
             raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
@@ -132,12 +134,12 @@ class Decoder(torch.nn.Module):
             self.measured = prove(self, reference, self.caches())
             return
         # Whether the model can be decoded is judged without the rounding of the caches; these are for a short text.
-        length = -(-reference.tokens.shape[1] // 16) * 16
-        self.measured = prove(self, reference, self._make(length, self.model.dtype))
+        self.measured = prove(self, reference, self._make(reference.tokens.shape[1], self.model.dtype))
         self.measured["cache"] = measure_caches(self, reference)
 
     def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         caches = []
+        length = -(-length // 16) * 16
         for layer in range(self.layers):
             heads, *widths = self._shapes[layer]
             try:
@@ -281,7 +283,7 @@ class Decoder(torch.nn.Module):
             IndexError: more than max_length tokens.
             RuntimeError: the decoder was released.
         """
-        tokens = token_ids("the text", tokens)
+        tokens = prompt_ids("the text", tokens)
         if begin is not None:
             self.check_caches(begin)
         check_call(torch.tensor([tokens]).long(), torch.tensor([0]), self.vocabulary, self.max_length)
@@ -308,7 +310,7 @@ class Decoder(torch.nn.Module):
         """
         self.check()
         self.check_caches(caches)
-        tokens = token_ids("the text", tokens)
+        tokens = prompt_ids("the text", tokens)
         if not tokens:
             raise ValueError("the text has no tokens; expected at least one")
         count = min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length)

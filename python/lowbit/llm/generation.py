@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .guessing import Draft, Lookup
-from .sampling import Sampling, check_seed, penalise, sample, token_ids
+from .sampling import Sampling, check_seed, penalise, prompt_ids, sample, token_ids
 
 
 def rate(count: int, seconds: float) -> float:
@@ -59,10 +59,10 @@ def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length:
 @torch.inference_mode()
 def generate(
     step: Callable[[Tensor, Tensor], Tensor],
-    prompt: Iterable[int],
+    prompt: Iterable[int] | Mapping[str, Any] | Tensor,
     max_new_tokens: int,
     *,
-    max_length: int,
+    max_length: int | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -78,9 +78,10 @@ def generate(
 
     Args:
         step: a :class:`Decoder`, compiled or not, or a loaded .pt2 of one.
-        prompt: token ids, at least one.
+        prompt: token ids, at least one, as a tokenizer or ``apply_chat_template`` gives them: a list, a tensor, or a dict with
+            ``input_ids``, also as a batch of one text.
         max_new_tokens: at most so many; fewer when max_length is reached or a stop token comes.
-        max_length: of the decoder.
+        max_length: the longest text in tokens, prompt included; None: the decoder's.
         temperature: 0 takes the most likely token; otherwise tokens are drawn with this temperature.
         top_k, top_p: draw only from the k most likely tokens, or the most likely ones that together reach p.
         repetition_penalty: above 1 makes tokens of the prompt and of the text less likely.
@@ -101,8 +102,11 @@ def generate(
             vocabulary; or a number out of its range; or logits that are not finite; or guesses with a step that has no
             ``all_logits``; or a draft with fewer positions than max_length, or without guesses.
     """
-    prompt, stop = token_ids("the prompt", prompt), token_ids("stop", stop)
+    prompt, stop = prompt_ids("the prompt", prompt), token_ids("stop", stop)
     limit = getattr(step, "max_length", max_length)
+    if limit is None:
+        raise ValueError(f"max_length is None; expected the most tokens of a text, which a {type(step).__name__} does not say")
+    max_length = limit if max_length is None else max_length
     if max_length > limit:
         raise ValueError(f"max_length is {max_length}; expected at most {limit}, that of the decoder")
     check_lengths("the prompt", prompt, max_new_tokens, max_length)

@@ -81,7 +81,10 @@ def load_model(
             "does not know as a causal language model; for a new architecture install a newer transformers"
         )
     if packed and quantization is not None:
-        raise ValueError(f"{directory} is packed already; to quantise it otherwise, start from the float checkpoint")
+        raise ValueError(
+            f"{directory} is packed already; to quantize it otherwise, start from the float checkpoint, or from what "
+            "lowbit dequantize makes of this one"
+        )
     # Not given as None: that would mean float weights.
     chosen = {} if quantization is None else {"quantization_config": quantization}
     with counting(progress), interpreting(f"{directory} does not load"):

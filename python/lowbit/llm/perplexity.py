@@ -34,6 +34,12 @@ class Perplexity:
         return self.nats / math.log(2) / size
 
 
+class _Window(Decoder):
+    """A decoder of any number of positions: a window may be as long as the model allows."""
+
+    _STEP = 1
+
+
 @torch.inference_mode()
 def perplexity(
     model: torch.nn.Module,
@@ -123,7 +129,7 @@ def predictions(
             f"the text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {config.vocab_size - 1}: "
             "the tokenizer is another model's"
         )
-    decoder = None if cache is None else Decoder(model, -(-window // 16) * 16, cache)
+    decoder = None if cache is None else _Window(model, window, cache)
     try:
         for begin, end, done in windows_of(len(ids), window, stride):
             # The logits behind token i predict token i + 1: one more than there are new tokens, and not the last.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,34 @@ def token_ids(name: str, tokens: Iterable) -> list[int]:
     except TypeError:
         shape = f" of shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else ""
         raise ValueError(f"{name} is a {type(tokens).__name__}{shape}; expected token ids, whole numbers") from None
+
+
+def without_mask(name: str, tokens: Any) -> Any:
+    """Token ids of what tokenizers give: the ``input_ids`` of a dict.
+
+    Raises:
+        ValueError: a text is padded.
+    """
+    if not isinstance(tokens, Mapping) or "input_ids" not in tokens:
+        return tokens
+    if not all(torch.as_tensor(row).all() for row in tokens.get("attention_mask", ())):
+        raise ValueError(f"{name} is padded; expected tokens without padding (padding=False)")
+    return tokens["input_ids"]
+
+
+def prompt_ids(name: str, tokens: Any) -> list[int]:
+    """The token ids of one text, as tokenizers and chat templates give them: in a dict, or in a batch of one text, too.
+
+    Raises:
+        ValueError: several texts, padding, or something else than whole numbers.
+    """
+    tokens = without_mask(name, tokens)
+    is_batch = getattr(tokens, "ndim", 1) == 2  # of torch or numpy
+    if isinstance(tokens, list):
+        is_batch = any(isinstance(each, list) for each in tokens)
+    if is_batch and len(tokens) != 1:
+        raise ValueError(f"{name} is a batch of {len(tokens)} texts; expected one (lowbit.llm.generate_batch takes several)")
+    return token_ids(name, tokens[0] if is_batch else tokens)
 
 
 def most_likely(logits: Tensor) -> int:

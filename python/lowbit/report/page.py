@@ -153,6 +153,9 @@ def _table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_NEAR = 0.25  # bits per weight: further apart, formats are of different classes
+
+
 def ahead(rows: list[dict[str, Any]], perplexity: bool) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
     """Where another project's format is better than all that lowbit has at its bytes or fewer.
 
@@ -185,10 +188,18 @@ def _ahead(figures: dict[str, Any]) -> str:
     items = []
     for row, best in found:
         digits = 2 if perplexity else 4
+
+        def figure(own: dict[str, Any], digits: int = digits) -> str:
+            return f"{own['quality']:.{digits}f} of {_name(own)} at {own['bits_per_weight']:.2f}"
+
         text = f"{row['method']} at {row['bits_per_weight']:.2f} bits per weight: {row['quality']:.{digits}f}, "
-        text += "where lowbit has nothing as small" if best is None else (
-            f"against {best['quality']:.{digits}f} of {_name(best)} at {best['bits_per_weight']:.2f}"
-        )
+        text += "where lowbit has nothing as small" if best is None else f"against {figure(best)}"
+        if best is not None and row["bits_per_weight"] - best["bits_per_weight"] > _NEAR:
+            larger = [each for each in rows if each["family"] == "lowbit" and each["bytes"] > row["bytes"]]
+            text += ", the nearest below that was measured"
+            if larger:
+                text += f"; the nearest above has {figure(min(larger, key=lambda each: each['bytes']))}"
+            text += f". Measure lowbit at this size, too: --target-bits {row['bits_per_weight']:.1f}"
         items.append(f"<li>{escape(text)}</li>")
     return "<p>Other projects are ahead here, of all that takes no more bytes:</p><ul>" + "".join(items) + "</ul>"
 

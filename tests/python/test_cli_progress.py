@@ -1,0 +1,68 @@
+"""What a long command says while it runs, where its output is a file."""
+
+import re
+import time
+
+import pytest
+from command_line import FLOAT, TINY, invoke
+from lowbit.cli import output
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A line in a millisecond instead of one in a minute."""
+    monkeypatch.setattr(output, "LINE_SECONDS", 0.001)
+
+
+def test_durations():
+    assert [output._duration(s) for s in (0.4, 99, 100, 3000, 5999, 6000, 7260)] == [
+        "0 s", "99 s", "2 min", "50 min", "1 h 40 min", "1 h 40 min", "2 h 1 min"
+    ]  # fmt: skip
+
+
+def told(unit, calls) -> list[str]:
+    """The lines of a step that reports these, and then waits for two more lines."""
+    lines = []
+    with output._lines(lines.append, "a step", unit) as advance:
+        for call in calls:
+            advance(*call)
+        count = len(lines)
+        while len(lines) < count + 2:
+            time.sleep(0.001)
+    return lines
+
+
+def test_lines_of_a_step(quick):
+    assert told(None, [])[-1] == "a step: 0 s"  # also while nothing is reported
+    line = told("layers", [(0, 40, "first"), (10, 40, "a\x1b[2Jb")])[-1]
+    assert re.fullmatch(r"a step: 0 s, 10 of 40 layers, 25 %, about \d+ s left: a\\x1b\[2Jb", line), line
+    assert told("bytes", [(0, 4_000_000), (1_000_000, 4_000_000)])[-1].startswith("a step: 0 s, 1.00 MB of 4.00 MB, 25 %")
+
+
+def test_there_is_a_line_a_minute_at_most():
+    assert output.LINE_SECONDS == 60
+    lines = []
+    with output._lines(lines.append, "a step", "layers") as advance:
+        for done in range(1000):
+            advance(done, 1000)
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    "command, expected",
+    [
+        (("quantize", FLOAT, "OUT"), r"quantising .*: 0 s, .* of .* %"),
+        (("eval", FLOAT, "--text", TINY / "heldout.txt"), r".*heldout\.txt, \w+: \d+ s, \d+ of \d+ tokens, \d+ %"),
+    ],
+)
+def test_commands(command, expected, tmp_path, quick):
+    result = invoke(*[tmp_path / "out" if each == "OUT" else each for each in command])
+    assert result.exit_code == 0, result.stderr
+    assert any(re.match(expected, line) for line in result.stderr.splitlines()), result.stderr
+
+
+def test_an_export_says_its_steps(executorch, packed, tmp_path, quick):
+    result = invoke("export", packed[0], "--to", "pte", "--output", tmp_path / "m.pte", "--max-length", 64)
+    assert result.exit_code == 0, result.stderr
+    steps = re.findall(r"^exporting to \S+: \d+ s, (\d) of 4 steps, \d+ %.*: (\w+)", result.stderr, re.M)
+    assert {("0", "tracing"), ("1", "lowering")} <= set(steps)
