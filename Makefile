@@ -61,7 +61,7 @@ demo: $(VENV)/installed
 
 # What runs on this machine in minutes, and Arm on one emulated CPU: what a change needs. One part after the other, each on all
 # cores; with `make -j 2 --output-sync test` two at a time, so that no core waits for the last test of a part (.ci/run).
-test: typecheck test-x86 test-python test-arm test-arm-python
+test: lint typecheck test-x86 test-python test-arm test-arm-python
 
 # That, and the rest: whole models, every emulated CPU, the sanitizers, what needs an Arm torch.
 test-all: test
@@ -431,6 +431,16 @@ build/docs-env: docs/requirements.txt
 typecheck: $(VENV)/requirements
 	$(BIN)/python -m mypy --cache-dir build/mypy
 
+# Format and lint of all Python, by ruff; `make format` mends what it can. Seconds.
+.PHONY: lint format
+lint: $(VENV)/requirements
+	$(BIN)/ruff format --check --diff .
+	$(BIN)/ruff check .
+
+format: $(VENV)/requirements
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
 # Files that take longest come first, so that no core waits for one of them at the end; of itself xdist begins with those of
 # most tests.
 PYTHON_LONG := test_executorch test_llm test_experts_models test_cli_quantize test_cli_machine test_checkpoint_targets \
@@ -530,7 +540,7 @@ fuzz-pte: $(VENV)/installed
 mutants: build-test-host $(VENV)/installed
 	nice $(BIN)/python scripts/mutants.py $(MUTANTS)
 
-# clang-tidy with Clang's static analyser: .clang-tidy says what is on, and why the rest is not. TIDY='ops/splice.cpp' for some
+# clang-tidy with Clang's static analyzer: .clang-tidy says what is on, and why the rest is not. TIDY='ops/splice.cpp' for some
 # files; all take nine minutes of CPU time. GCC's own options, which Clang does not know, are taken out: it analyses the same
 # without.
 .PHONY: tidy
@@ -627,7 +637,7 @@ endif
 build/benchmark/source:
 	scripts/benchmark_sources.sh build/benchmark
 
-# What the Arm kernels cost, in instructions, in modelled cycles and in projected tokens per second: docs/arm_cost.md.
+# What the Arm kernels cost, in instructions, in modeled cycles and in projected tokens per second: docs/arm_cost.md.
 arm-cost: $(VENV)/requirements $(ARM_PYTHON) build/arm-emulator
 	scripts/need.sh arm-cost
 	$(BIN)/python bench/arm_cost.py

@@ -38,8 +38,21 @@ EVERY_ROWS = 33
 
 def build(directory: pathlib.Path, target: str = "arm_cost") -> pathlib.Path:
     tool("aarch64-linux-gnu-g++")
-    run([tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", ROOT, "-B", directory,
-         "-DLOWBIT_BUILD_BENCH=ON", f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/aarch64-linux-gnu.cmake'}"], "cmake")
+    run(
+        [
+            tool("cmake"),
+            "-G",
+            "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            "-S",
+            ROOT,
+            "-B",
+            directory,
+            "-DLOWBIT_BUILD_BENCH=ON",
+            f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/aarch64-linux-gnu.cmake'}",
+        ],
+        "cmake",
+    )
     run([tool("cmake"), "--build", directory, "--target", target], "the build")
     return directory / "bench" / target
 
@@ -60,9 +73,18 @@ class Counter:
     def trace(self, cpu: str, arguments: list[str], blocks: bool) -> dict:
         """{row: {task: (units, instructions, {block: times})}}; without `blocks` the last is empty."""
         self.counts.write_text("")
-        text = run([*self.emulator, "-cpu", cpu, "-plugin",
-                    f"{self.plugin},out={self.counts}{',blocks=on' if blocks else ''}", self.program, *arguments],
-                   f"counting on {cpu} (a statically linked qemu-aarch64 takes no plugins)")
+        text = run(
+            [
+                *self.emulator,
+                "-cpu",
+                cpu,
+                "-plugin",
+                f"{self.plugin},out={self.counts}{',blocks=on' if blocks else ''}",
+                self.program,
+                *arguments,
+            ],
+            f"counting on {cpu} (a statically linked qemu-aarch64 takes no plugins)",
+        )
         calls, counts = text.splitlines(), arm_cycles.Trace(self.counts.read_text()).calls
         if len(calls) != len(counts):
             sys.exit(f"arm_cost: {len(calls)} calls but {len(counts)} counts on {cpu}")
@@ -79,8 +101,10 @@ class Counter:
 
 
 def per_unit(traced: dict) -> dict:
-    return {name: {task: round(instructions / units, 2) for task, (units, instructions, _) in tasks.items()}
-            for name, tasks in traced.items()}
+    return {
+        name: {task: round(instructions / units, 2) for task, (units, instructions, _) in tasks.items()}
+        for name, tasks in traced.items()
+    }
 
 
 def trace_all(counter: Counter) -> dict:
@@ -136,9 +160,14 @@ def quantize_rows(numbers: dict) -> dict:
 
 def small_m(counts: dict) -> list[str]:
     """Every m: the row that is chosen there, and what it takes."""
-    lines = ["### Every number of rows", "",
-             "4 bits, symmetric, groups of 32: instructions per 128 weights and row, and which kernel row is chosen.", "",
-             "| m | neon | neondot | i8mm |", "|---|---|---|---|"]
+    lines = [
+        "### Every number of rows",
+        "",
+        "4 bits, symmetric, groups of 32: instructions per 128 weights and row, and which kernel row is chosen.",
+        "",
+        "| m | neon | neondot | i8mm |",
+        "|---|---|---|---|",
+    ]
     found: dict = {}
     for name, tasks in counts.items():
         if match := re.fullmatch(r"linear_a8w4_((\d+)x\d+_(\w+))", name):
@@ -157,15 +186,20 @@ def small_m(counts: dict) -> list[str]:
 def document(data: dict) -> str:
     counts = data["counts"]
     lines = [
-        "# What the Arm kernels cost", "",
+        "# What the Arm kernels cost",
+        "",
         "No Arm hardware was used. Instructions are counted under QEMU: exact and repeatable, but a count is no time.",
         "Cycles, and what follows from them, are a model's. Written by `make arm-cost`; `docs/arm_cost.json` has the",
-        "same numbers, and more of the cycles. A test holds the instructions against it.", "",
-        f"Compiler: {data['compiler']}. Emulator: {data['emulator']}. Cycles: llvm-mca {data['cycles']['llvm']}.", "",
-        "## Linear", "",
+        "same numbers, and more of the cycles. A test holds the instructions against it.",
+        "",
+        f"Compiler: {data['compiler']}. Emulator: {data['emulator']}. Cycles: llvm-mca {data['cycles']['llvm']}.",
+        "",
+        "## Linear",
+        "",
         "Instructions per 128 weights and row of activations, everything included that one call of the kernel does:",
         "128 outputs (a kernel for many rows copies the activations once for as many), 1024 inputs, float32 output.",
-        "g: inputs per group. m: rows of activations. Columns: bits.", "",
+        "g: inputs per group. m: rows of activations. Columns: bits.",
+        "",
     ]
     for kernel, rows in linear_rows(counts).items():
         lines += [f"### {kernel}", ""] + table(["", *WIDTHS], rows)
@@ -185,9 +219,14 @@ def document(data: dict) -> str:
 
 
 def document_bytes(sizes: dict) -> list[str]:
-    lines = ["## Bytes per weight", "",
-             "Of a packed matrix of 1024 x 1024, scales and heads included. Columns: bits.", "",
-             "| | " + " | ".join(WIDTHS) + " |", "|---|" + "---|" * len(WIDTHS)]
+    lines = [
+        "## Bytes per weight",
+        "",
+        "Of a packed matrix of 1024 x 1024, scales and heads included. Columns: bits.",
+        "",
+        "| | " + " | ".join(WIDTHS) + " |",
+        "|---|" + "---|" * len(WIDTHS),
+    ]
     for task, cells in sizes.items():
         lines.append(f"| {task} | " + " | ".join(f"{cells[bits]:.3f}" for bits in WIDTHS) + " |")
     return lines + [""]
@@ -195,12 +234,15 @@ def document_bytes(sizes: dict) -> list[str]:
 
 def document_cycles(cycles: dict) -> list[str]:
     lines = [
-        "## Cycles, by a model", "",
+        "## Cycles, by a model",
+        "",
         "The QEMU plugin records which basic blocks a call executed, and how often; llvm-mca says how many cycles a",
         "block needs when it repeats, by LLVM's scheduling model of a core; a call is the sum of times x cycles. So",
         "every load hits the L1 cache, every branch is predicted, and blocks neither overlap nor wait for one another.",
         "Symmetric weights; the JSON file has the affine ones too. Cycles per 128 weights and row of activations.",
-        "Columns: bits.", ""]
+        "Columns: bits.",
+        "",
+    ]
     by_core = {name: cycles[core] for core, (name, _) in CORES.items()}
 
     def over_cores(rows_of, wanted=lambda task: True) -> dict:
@@ -214,27 +256,34 @@ def document_cycles(cycles: dict) -> list[str]:
     for kernel, tasks in over_cores(linear_rows, lambda task: task.startswith("symmetric ")).items():
         if kernel.startswith("1x"):
             tasks = {task: cores for task, cores in tasks.items() if task.endswith(" m1")}
-        rows = {f"{task.removeprefix('symmetric ')}, {core}": cells for task, cores in tasks.items()
-                for core, cells in cores.items()}
+        rows = {
+            f"{task.removeprefix('symmetric ')}, {core}": cells
+            for task, cores in tasks.items()
+            for core, cells in cores.items()
+        }
         lines += [f"### {kernel}", ""] + table(["", *WIDTHS], rows)
     lines += ["### Activations to int8", "", "Cycles per value.", ""]
     quantize = over_cores(lambda numbers: {"": quantize_rows(numbers)})[""]
     tasks = list(dict.fromkeys(task for cores in quantize.values() for cells in cores.values() for task in cells))
-    lines += table(["", *tasks], {f"{kernel}, {core}": cells for kernel, cores in quantize.items()
-                                  for core, cells in cores.items()})
+    lines += table(
+        ["", *tasks], {f"{kernel}, {core}": cells for kernel, cores in quantize.items() for core, cells in cores.items()}
+    )
     lines += ["### Embedding", "", "Cycles per value, symmetric. Columns: bits.", ""]
     embedding = over_cores(lambda numbers: {"": embedding_rows(numbers)}, lambda task: ", symmetric " in task)[""]
-    return lines + table(["", *WIDTHS], {f"{task}, {core}": cells for task, cores in embedding.items()
-                                         for core, cells in cores.items()})
+    return lines + table(
+        ["", *WIDTHS], {f"{task}, {core}": cells for task, cores in embedding.items() for core, cells in cores.items()}
+    )
 
 
 # What was tried; nothing here computes it.
 IN_ORDER = [
-    "### A schedule for in-order cores, tried and left", "",
+    "### A schedule for in-order cores, tried and left",
+    "",
     "`-mtune=cortex-a53` and `-mtune=cortex-a510` for `kernels/linear/neon.cpp` and `neondot.cpp`",
     "(`cmake/isa.cmake`), and this program's model of both builds: 3 and 4 bits, every mapping, groups of 16, 32 and",
     "128, 1, 16 and 64 rows; GCC 12.",
-    "Cycles over those of the tables above: median, and in brackets the least and the most.", "",
+    "Cycles over those of the tables above: median, and in brackets the least and the most.",
+    "",
     "| | Cortex-A53 | Cortex-A55 | Cortex-A510 | Neoverse N1 | Neoverse V1 | Neoverse V2 |",
     "|---|---|---|---|---|---|---|",
     "| `cortex-a53`: NEON, one row | 1.00 (0.98-1.02) | 1.00 (0.92-1.00) | 1.00 (0.96-1.01) | 1.00 (1.00-1.04) | "
@@ -252,15 +301,18 @@ IN_ORDER = [
     "| `cortex-a510`: dot product, one row |  | 1.01 (0.95-1.11) | 1.09 (0.99-1.17) | 1.00 (1.00-1.01) | "
     "1.00 (0.96-1.03) | 1.00 (1.00-1.01) |",
     "| `cortex-a510`: dot product, tiles of rows |  | 1.00 (1.00-1.00) | 1.00 (0.96-1.00) | 1.00 (1.00-1.00) | "
-    "1.00 (1.00-1.00) | 1.00 (1.00-1.00) |", "",
+    "1.00 (1.00-1.00) | 1.00 (1.00-1.00) |",
+    "",
     "Without `-mtune` GCC 12 already schedules for the Cortex-A53: its `generic` has that schedule, with costs and",
     "alignments of its own. `cortex-a53` has other ones of these, and `cortex-a55` gives the same code as `cortex-a53`",
     "(compared: `kernels/activation/neon.cpp`). GCC 12 accepts `cortex-a510`, but NEON's rows become slower on every",
     "in-order core, the A510 itself included. Nothing gains on little cores without a loss elsewhere (NEON's rows run",
-    "on out-of-order cores, too, such as the Cortex-A72), so there is no `-mtune`.", "",
+    "on out-of-order cores, too, such as the Cortex-A72), so there is no `-mtune`.",
+    "",
     "**Prefetch is not judged here, and nothing is claimed of it.** In this model every load hits the first-level",
     "cache, so a prefetch is an instruction more and nothing else. Whether one helps an in-order core only a board can",
-    "say.", "",
+    "say.",
+    "",
 ]
 
 
@@ -315,11 +367,16 @@ def main() -> int:
             return check(counter, args.parts)
         traced = trace_all(counter)
         cycles = arm_cycles.model(traced)
-        data = {"compiler": compiler, "emulator": emulator, "counts": per_unit(traced), "cycles": cycles,
-                "bytes per weight": bytes_per_weight(counter),
-                "tokens per second": arm_project.project(cycles, counter.packed_bytes),
-                "KleidiAI": arm_peer.count(counter.plugin, pathlib.Path(scratch)) if arm_peer.available() else None,
-                "SME2": json.loads(DATA.read_text(encoding="utf-8")).get("SME2")}
+        data = {
+            "compiler": compiler,
+            "emulator": emulator,
+            "counts": per_unit(traced),
+            "cycles": cycles,
+            "bytes per weight": bytes_per_weight(counter),
+            "tokens per second": arm_project.project(cycles, counter.packed_bytes),
+            "KleidiAI": arm_peer.count(counter.plugin, pathlib.Path(scratch)) if arm_peer.available() else None,
+            "SME2": json.loads(DATA.read_text(encoding="utf-8")).get("SME2"),
+        }
     return write(data)
 
 

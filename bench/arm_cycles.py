@@ -3,7 +3,7 @@
 The QEMU plugin says which basic blocks a call executed, and how often. llvm-mca says how many cycles one block needs
 when it repeats for ever, by LLVM's model of a core. A call costs the sum over its blocks of times x cycles. So there
 are no cache misses, no mispredicted branches, and neither waiting nor overlap between one block and another; a loop
-whose body is one block is modelled best, and that is what the kernels' inner loops are.
+whose body is one block is modeled best, and that is what the kernels' inner loops are.
 """
 
 import concurrent.futures
@@ -15,12 +15,17 @@ from costs import hot
 
 # LLVM's name of a core, how it is written, and the ISAs of the rows that it runs.
 BASE = ("portable", "neon", "neondot")
-CORES = {"cortex-a53": ("Cortex-A53", BASE[:-1]), "cortex-a55": ("Cortex-A55", BASE),
-         "cortex-a510": ("Cortex-A510", (*BASE, "i8mm")), "neoverse-n1": ("Neoverse N1", BASE),
-         "neoverse-v1": ("Neoverse V1", (*BASE, "i8mm")), "neoverse-v2": ("Neoverse V2", (*BASE, "i8mm"))}
+CORES = {
+    "cortex-a53": ("Cortex-A53", BASE[:-1]),
+    "cortex-a55": ("Cortex-A55", BASE),
+    "cortex-a510": ("Cortex-A510", (*BASE, "i8mm")),
+    "neoverse-n1": ("Neoverse N1", BASE),
+    "neoverse-v1": ("Neoverse V1", (*BASE, "i8mm")),
+    "neoverse-v2": ("Neoverse V2", (*BASE, "i8mm")),
+}
 ITERATIONS = 100
 
-MARKERS = (0xd5032c3f, 0xd5032c5f)
+MARKERS = (0xD5032C3F, 0xD5032C5F)
 TRIPLE = "aarch64-linux-gnu"
 Block = tuple  # of instruction words
 
@@ -45,10 +50,12 @@ class Trace:
 
 
 def is_branch(word: int) -> bool:
-    return (word & 0x7c000000 == 0x14000000  # b, bl
-            or word & 0xff000000 == 0x54000000  # b.cond
-            or word & 0x7c000000 == 0x34000000  # cbz, cbnz, tbz, tbnz
-            or word & 0xfe000000 == 0xd6000000)  # br, blr, ret
+    return (
+        word & 0x7C000000 == 0x14000000  # b, bl
+        or word & 0xFF000000 == 0x54000000  # b.cond
+        or word & 0x7C000000 == 0x34000000  # cbz, cbnz, tbz, tbnz
+        or word & 0xFE000000 == 0xD6000000
+    )  # br, blr, ret
 
 
 def whole_blocks(entered: list) -> dict[Block, int]:
@@ -74,12 +81,12 @@ def whole_blocks(entered: list) -> dict[Block, int]:
 def plain(word: int) -> int:
     """Without what the models do not know: calls and returns as jumps (llvm-mca would take a call to last 100 cycles),
     and no atomic updates, of which PyTorch's dispatch has some."""
-    if word & 0xfc000000 == 0x94000000:  # bl
-        return word & 0x7fffffff
-    if word & 0xff9ffc1f == 0xd61f0000:  # br, blr, ret
-        return word & 0xff9fffff
-    if word & 0x3b200c00 == 0x38200000:  # ldadd, swp, ...
-        return 0xd503201f  # nop
+    if word & 0xFC000000 == 0x94000000:  # bl
+        return word & 0x7FFFFFFF
+    if word & 0xFF9FFC1F == 0xD61F0000:  # br, blr, ret
+        return word & 0xFF9FFFFF
+    if word & 0x3B200C00 == 0x38200000:  # ldadd, swp, ...
+        return 0xD503201F  # nop
     return word
 
 
@@ -105,8 +112,7 @@ class Model:
         for number, block in enumerate(blocks):
             lines += [f"# LLVM-MCA-BEGIN {number}", *self.text[block], f"# LLVM-MCA-END {number}"]
         options = f"--mtriple={TRIPLE} --mcpu={core} --iterations={ITERATIONS} --json --instruction-info=0"
-        output = run([self.mca, *options.split(), "--resource-pressure=0"], f"llvm-mca for {core}",
-                     "\n".join(lines) + "\n")
+        output = run([self.mca, *options.split(), "--resource-pressure=0"], f"llvm-mca for {core}", "\n".join(lines) + "\n")
         regions = json.loads(output)["CodeRegions"]
         if len(regions) != len(blocks):
             raise ValueError(f"llvm-mca returned {len(regions)} of {len(blocks)} blocks")
@@ -117,8 +123,7 @@ class Model:
 def model(traced: dict, cores: tuple = tuple(CORES)) -> dict:
     """{row: {task: (units, instructions, blocks)}} to {"llvm": version, core: {row: {task: cycles per unit}}}."""
     mca = Model()
-    calls = {(row, task): (units, *hot(blocks)) for row, tasks in traced.items()
-             for task, (units, _, blocks) in tasks.items()}
+    calls = {(row, task): (units, *hot(blocks)) for row, tasks in traced.items() for task, (units, _, blocks) in tasks.items()}
     mca.disassemble(list({block: None for _, blocks, _ in calls.values() for block in blocks}))
     wanted: dict[str, dict] = {core: {} for core in cores}
     for (row, _), (_, blocks, _) in calls.items():

@@ -1,7 +1,7 @@
 """KleidiAI's 4-bit linear layer, which PyTorch's aarch64 wheel contains, counted beside ours in the same way.
 
 Both are operators of torch, called from an emulated Python: float32 rows in, float32 rows out, on one thread. All that
-the call executes is in the count, dispatch and activation quantisation included, less an empty pair of markers.
+the call executes is in the count, dispatch and activation quantization included, less an empty pair of markers.
 """
 
 import os
@@ -14,11 +14,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYTHON = ROOT / "build/arm-python"  # scripts/arm_python.sh
 TORCH = PYTHON / "root/usr/lib/python3/dist-packages/torch"
 BUILD = ROOT / "build/arm_peer"
-# Emulated CPU, what it stands for, and the cores whose cycles are modelled.
-CPUS = {"cortex-a76": ("dot-product", "neondot", ("neoverse-n1",)),
-        "max,sve=off": ("i8mm", "i8mm", ("neoverse-v1", "neoverse-v2"))}
-MARKERS = 'extern "C" void start() { __asm__ volatile("hint #97" ::: "memory"); }\n' \
-          'extern "C" void stop() { __asm__ volatile("hint #98" ::: "memory"); }\n'
+# Emulated CPU, what it stands for, and the cores whose cycles are modeled.
+CPUS = {
+    "cortex-a76": ("dot-product", "neondot", ("neoverse-n1",)),
+    "max,sve=off": ("i8mm", "i8mm", ("neoverse-v1", "neoverse-v2")),
+}
+MARKERS = (
+    'extern "C" void start() { __asm__ volatile("hint #97" ::: "memory"); }\n'
+    'extern "C" void stop() { __asm__ volatile("hint #98" ::: "memory"); }\n'
+)
 
 
 def available() -> bool:
@@ -27,13 +31,30 @@ def available() -> bool:
 
 def build(scratch: pathlib.Path) -> pathlib.Path:
     """The operator library and the markers, for Arm."""
-    run([tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", ROOT, "-B", BUILD,
-         "-DLOWBIT_BUILD_TORCH=ON", "-DLOWBIT_BUILD_EXECUTORCH=OFF", f"-DLOWBIT_TORCH_DIR={TORCH}",
-         f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/aarch64-linux-gnu.cmake'}"], "cmake for the operators")
+    run(
+        [
+            tool("cmake"),
+            "-G",
+            "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            "-S",
+            ROOT,
+            "-B",
+            BUILD,
+            "-DLOWBIT_BUILD_TORCH=ON",
+            "-DLOWBIT_BUILD_EXECUTORCH=OFF",
+            f"-DLOWBIT_TORCH_DIR={TORCH}",
+            f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/aarch64-linux-gnu.cmake'}",
+        ],
+        "cmake for the operators",
+    )
     run([tool("cmake"), "--build", BUILD, "--target", "lowbit_torch"], "building the operators")
     markers = scratch / "libmarkers.so"
-    run([tool("aarch64-linux-gnu-g++"), "-O2", "-shared", "-fPIC", "-x", "c++", "-", "-o", markers],
-        "building the markers", MARKERS)
+    run(
+        [tool("aarch64-linux-gnu-g++"), "-O2", "-shared", "-fPIC", "-x", "c++", "-", "-o", markers],
+        "building the markers",
+        MARKERS,
+    )
     return markers
 
 
@@ -43,10 +64,18 @@ def count(plugin: pathlib.Path, scratch: pathlib.Path) -> dict:
     found: dict = {}
     for cpu, (name, isa, cores) in CPUS.items():
         # A lowbit that is installed there must not be loaded before the one that was just built.
-        environment = os.environ | {"QEMU_CPU": cpu, "QEMU_PLUGIN": f"{plugin},out={counts},blocks=on",
-                                    "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        text = run([PYTHON / "bin/python", "-W", "ignore", ROOT / "bench/arm_peer_guest.py", markers,
-                    BUILD / "lowbit_torch.so"], f"counting KleidiAI on {cpu}", environment=environment)
+        environment = os.environ | {
+            "QEMU_CPU": cpu,
+            "QEMU_PLUGIN": f"{plugin},out={counts},blocks=on",
+            "PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        }
+        text = run(
+            [PYTHON / "bin/python", "-W", "ignore", ROOT / "bench/arm_peer_guest.py", markers, BUILD / "lowbit_torch.so"],
+            f"counting KleidiAI on {cpu}",
+            environment=environment,
+        )
         calls = Trace(counts.read_text()).calls
         tasks = [line.split("\t") for line in text.splitlines()]
         if len(calls) != len(tasks) + 1:
@@ -61,23 +90,32 @@ def count(plugin: pathlib.Path, scratch: pathlib.Path) -> dict:
             for task, (units, instructions, _) in by_task.items():
                 found.setdefault(name, {}).setdefault(task, {})[row.removesuffix(f"_{isa}")] = {
                     "instructions": round(instructions / units, 1),
-                    **{core: round(cycles[core][row][task], 1) for core in cores}}
+                    **{core: round(cycles[core][row][task], 1) for core in cores},
+                }
     return found
 
 
 def document(found: dict | None, core_names: dict) -> list[str]:
-    lines = ["## KleidiAI beside it: 4 bits", "",
-             "PyTorch's aarch64 wheel (2.10) contains KleidiAI's 4-bit layer, `aten._dyn_quant_matmul_4bit`. One call",
-             "from Python each, 1024 outputs and inputs, float32, one thread, symmetric weights; activation",
-             "quantisation and dispatch included; instructions and modelled cycles per 128 weights and row.", ""]
+    lines = [
+        "## KleidiAI beside it: 4 bits",
+        "",
+        "PyTorch's aarch64 wheel (2.10) contains KleidiAI's 4-bit layer, `aten._dyn_quant_matmul_4bit`. One call",
+        "from Python each, 1024 outputs and inputs, float32, one thread, symmetric weights; activation",
+        "quantization and dispatch included; instructions and modeled cycles per 128 weights and row.",
+        "",
+    ]
     if found is None:
         return lines + ["Not counted here: there was no emulated Arm Python in build/arm-python.", ""]
     for name, tasks in found.items():
         cores = [core for core in next(iter(next(iter(tasks.values())).values())) if core != "instructions"]
         columns = [("instructions", "instructions"), *((core, f"cycles, {core_names[core]}") for core in cores)]
         both = [(library, *column) for column in columns for library in ("KleidiAI", "lowbit")]
-        lines += [f"### CPU with {name}", "", "| | " + " | ".join(f"{library}, {title}" for library, _, title in both) +
-                  " |", "|---|" + "---|" * len(both)]
+        lines += [
+            f"### CPU with {name}",
+            "",
+            "| | " + " | ".join(f"{library}, {title}" for library, _, title in both) + " |",
+            "|---|" + "---|" * len(both),
+        ]
         for task, libraries in tasks.items():
             cells = [f"{libraries[library][key]:.1f}" for library, key, _ in both]
             lines.append(f"| {task} | " + " | ".join(cells) + " |")

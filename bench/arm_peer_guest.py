@@ -37,7 +37,8 @@ with torch.inference_mode():
             scales = torch.full((N, K // group_size), 0.01)
             task = f"{'per channel' if group_size == K else f'g{group_size}'} m{m}\t{m * N * K // 128}"
             packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
-                pairs, scales if group_size == K else scales.bfloat16(), None, group_size, K, N)
+                pairs, scales if group_size == K else scales.bfloat16(), None, group_size, K, N
+            )
             theirs = torch.ops.aten._dyn_quant_matmul_4bit, x, packed, group_size, K, N
             packed = torch.ops.lowbit.pack(codes, scales, None, None, 4, 0 if group_size == K else group_size)
             ours = torch.ops.lowbit.linear, x, packed, N

@@ -48,8 +48,9 @@ def trace(program: pathlib.Path, arguments: list[str]) -> dict:
     command = [EMULATOR, "-cpu", CPU, "-one-insn-per-tb", "-d", "exec,nochain", "-dfilter", wanted, program, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "QEMU_CPU"}
     counts, counting, instructions = [], False, 0
-    with subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=environment) as process:
+    with subprocess.Popen(
+        [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         for line in process.stderr:
             hint = hints.get(int(line.split("/", 2)[1], 16)) if line.startswith("Trace") else None
             if hint == BEGIN:
@@ -77,25 +78,30 @@ def count(program: pathlib.Path) -> dict:
 
 # What others measured; nothing here computes it.
 PUBLISHED = [
-    "### KleidiAI's kernels for SME2, published", "",
+    "### KleidiAI's kernels for SME2, published",
+    "",
     "The packages at hand export its kernels for one scale per channel only, and counts of them did not agree with each",
     "other, so there are none here. Measured by its authors on an Apple M4 Pro (two matrix units) in llama.cpp, Llama 3.2 1B,",
     "a prompt of 512 tokens, whole model: Q4_0 (groups of 32) 295 tokens/s on one thread with a unit, 547 on two, and on eight",
     "557, or 1048 where the others take NEON (ggml-org/llama.cpp, pull request 20070); Q8_0 504 on one thread, with a scale",
     "per channel (16993). lowbit takes both kinds of units for one call, too (`LOWBIT_SME_THREADS`), with the same bits; how",
-    "fast that is on an M4 nobody has measured: `bench/arm_sme2_model.py` has a model of one layer.", "",
+    "fast that is on an M4 nobody has measured: `bench/arm_sme2_model.py` has a model of one layer.",
+    "",
 ]
 
 
 def document(data: dict | None, table: Callable, linear_rows: Callable) -> list[str]:
     if data is None:
         return []
-    lines = ["## SME2", "",
-             f"Compiler: {data['compiler']}. Emulator: {data['emulator']}, `-cpu {CPU}`: vectors of 512 bits.",
-             "Counted as above, by `make arm-cost-sme2`; there is no model of a core with SME2, so there are no cycles,",
-             "and an instruction of a matrix unit is not one of a core: for up to 1024 products `smopa` counts as one.",
-             "Rows of activations come in tiles of 16, each of which costs what a whole one does. No test holds these counts.",
-             ""]
+    lines = [
+        "## SME2",
+        "",
+        f"Compiler: {data['compiler']}. Emulator: {data['emulator']}, `-cpu {CPU}`: vectors of 512 bits.",
+        "Counted as above, by `make arm-cost-sme2`; there is no model of a core with SME2, so there are no cycles,",
+        "and an instruction of a matrix unit is not one of a core: for up to 1024 products `smopa` counts as one.",
+        "Rows of activations come in tiles of 16, each of which costs what a whole one does. No test holds these counts.",
+        "",
+    ]
     for kernel, rows in linear_rows(data["counts"]).items():
         rows = {task: cells for task, cells in rows.items() if task.endswith(" m1") == kernel.startswith("1x")}
         lines += [f"### {kernel}", ""] + table(["", *map(str, range(1, 9))], rows)

@@ -1,5 +1,5 @@
 """A model of what mixing SME2 and the cores' own vector units gives on an Apple M4 (4 fast cores and 6 slow ones, a matrix
-unit for each kind). Nothing was measured: it is made of counted instructions (docs/arm_cost.json), of modelled cycles and
+unit for each kind). Nothing was measured: it is made of counted instructions (docs/arm_cost.json), of modeled cycles and
 of published rates, and says which of the choices is better rather than how fast either is.
 
     python3 bench/arm_sme2_model.py      writes a table

@@ -6,8 +6,13 @@ import shutil
 import subprocess
 import sys
 
-PACKAGES = {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "cc": "gcc",
-            "cmake": "cmake", "ninja": "ninja-build"}
+PACKAGES = {
+    "qemu-aarch64": "qemu-user",
+    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
+    "cc": "gcc",
+    "cmake": "cmake",
+    "ninja": "ninja-build",
+}
 OLDEST_LLVM = 17  # the first with models of all four cores
 
 
@@ -20,8 +25,9 @@ def tool(name: str) -> str:
 
 
 def run(command: list, what: str, text: str | None = None, environment: dict | None = None) -> str:
-    done = subprocess.run([str(part) for part in command], check=False, capture_output=True, text=True, input=text,
-                          env=environment)
+    done = subprocess.run(
+        [str(part) for part in command], check=False, capture_output=True, text=True, input=text, env=environment
+    )
     if done.returncode != 0:
         sys.exit(f"arm_cost: {what} failed:\n{(done.stdout + done.stderr)[-4000:]}")
     return done.stdout
@@ -41,6 +47,8 @@ def llvm() -> tuple[str, str, str]:
             found[tuple(map(int, match.groups()))] = mc, mca
     numbers = max(found, default=(0,))
     if numbers[0] < OLDEST_LLVM:
-        sys.exit(f"arm_cost: needs llvm-mc and llvm-mca of LLVM {OLDEST_LLVM} or newer, the newest found is "
-                 f"{'.'.join(map(str, numbers)) if found else 'none'} (Debian: scripts/need.sh arm-cost)")
+        sys.exit(
+            f"arm_cost: needs llvm-mc and llvm-mca of LLVM {OLDEST_LLVM} or newer, the newest found is "
+            f"{'.'.join(map(str, numbers)) if found else 'none'} (Debian: scripts/need.sh arm-cost)"
+        )
     return *found[numbers], ".".join(map(str, numbers))

@@ -11,9 +11,8 @@ import argparse
 import statistics
 import time
 
-import torch
-
 import lowbit
+import torch
 from lowbit.llm.decoder import CACHES
 from lowbit.ops import cache_storage, cache_width
 

@@ -1,4 +1,4 @@
-"""What quantising and loading a checkpoint costs, with random weights in the shapes of a real model.
+"""What quantizing and loading a checkpoint costs, with random weights in the shapes of a real model.
 
     .venv/bin/python bench/checkpoint.py DIRECTORY   # llama-3.1-8b: 16 GB of bfloat16, 4.5 GB packed; deleted after it
 
@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 import torch
-
 from lowbit._machine import cpu_name
 from lowbit.files.safetensors import INDEX, Writer
 from lowbit.llm.shapes import NAMES, shape_config
@@ -74,7 +73,7 @@ import torch, lowbit.transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 imported = {"import_s": time.perf_counter() - begin, "import_rss": status("VmHWM")}
 """
-QUANTISE = """
+QUANTIZE = """
 source, target, bits, group_size, scale = sys.argv[1:]
 config = lowbit.LowBitConfig(bits=int(bits), group_size=int(group_size), scale=scale)
 done = lowbit.quantize_checkpoint(source, target, config)
@@ -102,7 +101,7 @@ def run(script: str, *arguments: object, limit: float | None = None) -> dict:
             resource.setrlimit(resource.RLIMIT_DATA, (int(limit * 2**30), int(limit * 2**30)))
 
     command = [sys.executable, "-c", PRELUDE + script, *map(str, arguments)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, preexec_fn=set_limit)  # noqa: PLW1509
+    done = subprocess.run(command, check=False, capture_output=True, text=True, preexec_fn=set_limit)
     if done.returncode != 0:
         sys.exit(f"a step failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -124,7 +123,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--scale", choices=("mse", "absmax"), default="mse")
-    parser.add_argument("--limit", type=float, default=6.0, help="GiB that quantising may allocate (6)")
+    parser.add_argument("--limit", type=float, default=6.0, help="GiB that quantizing may allocate (6)")
     arguments = parser.parse_args()
 
     print(f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}; {arguments.model}, "
@@ -135,11 +134,11 @@ def main() -> None:
         size = make(base / "float", arguments.model)
         print(f"made {size / 1e9:.2f} GB of bfloat16 in {time.perf_counter() - begin:.0f} s", flush=True)
         done = run(
-            QUANTISE, base / "float", base / "packed", arguments.bits, arguments.group_size, arguments.scale,
+            QUANTIZE, base / "float", base / "packed", arguments.bits, arguments.group_size, arguments.scale,
             limit=arguments.limit,
         )  # fmt: skip
         print(
-            f"quantised: {done['read'] / 1e9:.2f} GB to {done['written'] / 1e9:.2f} GB in {done['s']:.1f} s, "
+            f"quantized: {done['read'] / 1e9:.2f} GB to {done['written'] / 1e9:.2f} GB in {done['s']:.1f} s, "
             f"{done['read'] / done['s'] / 1e9:.3f} GB/s; peak memory {done['rss'] / 2**20:.0f} MiB, of which importing "
             f"torch and transformers {done['import_rss'] / 2**20:.0f} MiB",
             flush=True,

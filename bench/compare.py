@@ -87,9 +87,7 @@ class Process:
     def _died(self) -> str:
         self.process.join(5)
         code = self.process.exitcode
-        self.dead = (
-            f"its process ended by signal {-code}" if code is not None and code < 0 else f"its process ended ({code})"
-        )
+        self.dead = f"its process ended by signal {-code}" if code is not None and code < 0 else f"its process ended ({code})"
         return self.dead
 
     def end(self) -> None:
@@ -150,7 +148,7 @@ class Comparison:
         self.results = {
             "complete": False,
             "command": shlex.join(["python3", *sys.argv]),
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
             "machine": describe_machine(),
             "versions": {"python": platform.python_version()},
             "settings": {
@@ -216,9 +214,7 @@ class Comparison:
                 spec["bytes"][f"{section.n}x{section.k}"] = made["bytes"]
                 ready.append(spec | {"copies": made["copies"], "seconds_per_row": made["seconds_per_row"]})
         cycled = sum(spec["copies"] * spec["bytes"][f"{section.n}x{section.k}"] for spec in ready)
-        self.say(
-            f"{section.title}: {len(ready)} contenders packed and checked, {cycled / 1e9:.1f} GB of weights in a round"
-        )
+        self.say(f"{section.title}: {len(ready)} contenders packed and checked, {cycled / 1e9:.1f} GB of weights in a round")
         return ready
 
     def prepare_one(self, section: Section, spec: dict, ready: list[str]) -> dict | None:
@@ -257,9 +253,7 @@ class Comparison:
         for m in section.rows:
             for spec in ready:
                 if (seconds := m * spec["seconds_per_row"]) > MOST_SECONDS:
-                    self.absent(
-                        f"{spec['name']}, {section.n} x {section.k}, {m} rows", f"a call takes about {seconds:.0f} s"
-                    )
+                    self.absent(f"{spec['name']}, {section.n} x {section.k}, {m} rows", f"a call takes about {seconds:.0f} s")
         for number in range(max(section.rounds.values())):
             for m in section.rows:
                 if number < section.rounds[m]:
@@ -280,7 +274,7 @@ class Comparison:
             if name in failed or name in self.ended:
                 continue
             read = None
-            if m == 1:  # neighbours on the machine take some of the bandwidth, now more, now less
+            if m == 1:  # neighbors on the machine take some of the bandwidth, now more, now less
                 time.sleep(PAUSE)
                 read = self.roofs.read_gbs(threads)
             time.sleep(PAUSE)
@@ -340,12 +334,7 @@ class Comparison:
         options = self.options
         sections = [
             Section(
-                f"{n} x {k}",
-                n,
-                k,
-                (1, SEVERAL_ROWS),
-                {1: options.rounds, SEVERAL_ROWS: options.rounds_of_several_rows},
-                names,
+                f"{n} x {k}", n, k, (1, SEVERAL_ROWS), {1: options.rounds, SEVERAL_ROWS: options.rounds_of_several_rows}, names
             )
             for n, k in options.shapes
         ]
@@ -436,9 +425,7 @@ def parse() -> argparse.Namespace:
         default=list(MODULES),
         help=f"of {','.join(MODULES)}; torch includes lowbit and must be there",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="caches instead of memory: to try this program, not for figures"
-    )
+    parser.add_argument("--quick", action="store_true", help="caches instead of memory: to try this program, not for figures")
     options = parser.parse_args()
     options.threads = sorted(set(options.threads or range(1, min(2, available_cpus()) + 1)))
     if unknown := set(options.libraries) - set(MODULES):
@@ -449,11 +436,7 @@ def parse() -> argparse.Namespace:
         parser.error("--rounds and --rounds-of-several-rows must be 1 or more")
     if not options.roofs.exists():
         parser.error(f"{options.roofs} is not there; `make bench` builds it")
-    options.cycled_bytes, options.least_pass_bytes, options.least_seconds = (
-        CYCLED_BYTES,
-        LEAST_PASS_BYTES,
-        LEAST_SECONDS,
-    )
+    options.cycled_bytes, options.least_pass_bytes, options.least_seconds = (CYCLED_BYTES, LEAST_PASS_BYTES, LEAST_SECONDS)
     cache = last_level_cache() or 32 << 20
     options.cycled_bytes = max(CYCLED_BYTES, 8 * cache)
     options.mebibytes = max(256, 8 * cache >> 20)

@@ -21,7 +21,7 @@ registers, the best of many short passes.
 
 ## How it was measured
 
-* A time is that of the whole operator: from the activations as the model has them, which the operator quantises, to
+* A time is that of the whole operator: from the activations as the model has them, which the operator quantizes, to
   the output. lowbit and torch are called from Python once per weight; onnxruntime and ggml run a graph.
 * Up to {most_rows_from_memory} rows: a turn is a pass over copies of the weights, and {cycled:.1f} GB or more pass
   before they are used again, so they come from memory. More rows: one weight, again and again.
@@ -148,9 +148,7 @@ def width_tables(results: dict, times: Times) -> list[str]:
                 }
                 # All of them against the same one of ours, so that a shape that a peer lacks does not count.
                 best = min(peers, key=lambda name: times.ratio(ours[128], name, m, threads) or math.inf, default=None)
-                ratios = [
-                    number(times.ratio(ours[128], f"torch {name}", m, threads)) for name in ("bfloat16", "float32")
-                ]
+                ratios = [number(times.ratio(ours[128], f"torch {name}", m, threads)) for name in ("bfloat16", "float32")]
                 rows.append(
                     [
                         str(bits),
@@ -195,9 +193,7 @@ def contender_tables(results: dict, times: Times) -> list[str]:
                     row = times.get(spec["name"], shape, m, threads)
                     if m == 1:
                         cells.append(
-                            ""
-                            if row is None
-                            else f"{number(row['weights_per_ns'])} ({percent(row['share_of_bandwidth'])})"
+                            "" if row is None else f"{number(row['weights_per_ns'])} ({percent(row['share_of_bandwidth'])})"
                         )
                     else:
                         share = "" if row is None or not peaks else f" ({percent(row['gops'] / peaks[str(threads)])})"
@@ -240,9 +236,7 @@ def sweep_tables(results: dict, times: Times) -> list[str]:
                 else []
             )
             rows.append([str(m), *(number(row and row["seconds"] * 1e6, 4) for row in found.values()), *ratios])
-        ratio_names = (
-            [f"{name.removeprefix('lowbit ')} / bfloat16" for name in names if name != peer] if peer in names else []
-        )
+        ratio_names = [f"{name.removeprefix('lowbit ')} / bfloat16" for name in names if name != peer] if peer in names else []
         lines += [f"### {threads_text(threads)}", ""] + table(["rows", *names, *ratio_names], rows)
     return lines
 
@@ -302,12 +296,7 @@ def body(results: dict, above: str) -> list[str]:
     lines += width_tables(results, times)
     lines += ["## Contenders", ""] + contender_tables(results, times)
     lines += sweep_tables(results, times)
-    lines += [
-        "## Results against float",
-        "",
-        "Relative error (2-norm) of the output, for normally distributed weights.",
-        "",
-    ]
+    lines += ["## Results against float", "", "Relative error (2-norm) of the output, for normally distributed weights.", ""]
     lines += table(
         ["", "relative error", "limit", "activations", ""],
         [
@@ -321,14 +310,12 @@ def body(results: dict, above: str) -> list[str]:
             for spec in results["contenders"]
         ],
     )
-    lines += ["## Absent", ""] + [
-        f"* {entry['name']}: {' '.join(entry['reason'].split())}" for entry in results["absent"]
-    ]
+    lines += ["## Absent", ""] + [f"* {entry['name']}: {' '.join(entry['reason'].split())}" for entry in results["absent"]]
     return [above[1:] + line if line.startswith("#") else line for line in lines]
 
 
 MARKERS = {"lowbit": "o", "torch": "s", "onnxruntime": "^", "ggml": "D"}
-COLOURS = {"lowbit": "#1f6fb4", "torch": "#8a8a8a", "onnxruntime": "#d9772b", "ggml": "#3a8f4c"}
+COLORS = {"lowbit": "#1f6fb4", "torch": "#8a8a8a", "onnxruntime": "#d9772b", "ggml": "#3a8f4c"}
 
 
 def draw(results: dict, path: Path) -> None:
@@ -359,16 +346,14 @@ def draw(results: dict, path: Path) -> None:
                     x,
                     y,
                     MARKERS[spec["library"]],
-                    color=COLOURS[spec["library"]],
+                    color=COLORS[spec["library"]],
                     markersize=7 if ours else 5,
                     markerfacecolor=None if ours else "white",
                     label=spec["library"],
                 )
                 if ours or spec["bits"] >= 16:
                     text = str(spec["bits"]) if ours else spec["name"].removeprefix("torch ")
-                    axes.annotate(
-                        text, (x, y), (0, 6 if ours else -11), textcoords="offset points", ha="center", fontsize=7
-                    )
+                    axes.annotate(text, (x, y), (0, 6 if ours else -11), textcoords="offset points", ha="center", fontsize=7)
                 xs.append(x)
                 ys.append(y)
         if not xs:
@@ -376,9 +361,7 @@ def draw(results: dict, path: Path) -> None:
         left, right = min(xs) / 2, max(xs) * 2
         knee = min(right, peak / bandwidth) if peak else right
         axes.plot([left, knee], [left * bandwidth, knee * bandwidth], "k-", linewidth=1)
-        axes.annotate(
-            f"{bandwidth:.1f} GB/s", (left, left * bandwidth), (8, -4), textcoords="offset points", fontsize=8
-        )
+        axes.annotate(f"{bandwidth:.1f} GB/s", (left, left * bandwidth), (8, -4), textcoords="offset points", fontsize=8)
         if peak:
             axes.plot([knee, right], [peak, peak], "k-", linewidth=1)
             axes.annotate(
@@ -395,7 +378,7 @@ def draw(results: dict, path: Path) -> None:
             xlim=(left, right),
             ylim=(min(ys) / 2, max(ys + [peak or 0]) * 2),
             xlabel="operations per byte of packed weights (left: 1 row, right: 128 rows)",
-            title=f"{threads_text(threads)}; lowbit's points are labelled with their bits, g128 and g32",
+            title=f"{threads_text(threads)}; lowbit's points are labeled with their bits, g128 and g32",
         )
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3, which="both")

@@ -9,7 +9,6 @@ import statistics
 import time
 
 import torch
-
 from lowbit.llm import sample
 
 KINDS = (("the likeliest", 0.0, None, None), ("all", 0.6, None, None), ("top_k=50", 0.6, 50, None),

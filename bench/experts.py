@@ -10,9 +10,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch
-
 import lowbit
+import torch
 from lowbit._machine import cpu_name
 
 # Experts, how many of them a row goes to, outputs and inputs of one.
@@ -71,9 +70,7 @@ class Case:
         assert difference.std() < 0.2 * expected.std()  # 4 bits
         counts = {call: max(1, int(SECONDS / seconds(call, 1))) for call in (together, loop, grouped)}
         times = [tuple(seconds(call, count) for call, count in counts.items()) for _ in range(rounds)]
-        return tuple(
-            map(statistics.median, zip(*((own / looped, own / floats, own) for own, looped, floats in times)))
-        )
+        return tuple(map(statistics.median, zip(*((own / looped, own / floats, own) for own, looped, floats in times))))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ rows of v for the layer behind the attention, those of up for down. BERT adds it
 GELU before the last layer: only rows of v are left. The exponent a is the one of 21 whose error, of all outputs that
 share the input, is least on a quarter of the batches, which the importance has not seen; 0 leaves a layer as it is.
 
-The float model, thus scaled, computes what it did (checked), and is then quantised as bench/quality.py does it.
+The float model, thus scaled, computes what it did (checked), and is then quantized as bench/quality.py does it.
 Prints a row for each model, width and method: quality as it is, with folding, and at how many of the places it chose
 a scaling.
 """
@@ -22,15 +22,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import lowbit
 import quality
 import torch
-from torch import Tensor
-
-import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration.capture import inputs_of
 from lowbit.calibration.data import batches
 from lowbit.calibration.importance import search
+from torch import Tensor
 
 EXPONENTS = [step / 20 for step in range(21)]
 
@@ -72,11 +71,7 @@ def places_of_llama(model: torch.nn.Module) -> list[Place]:
             values(by.view(config.num_key_value_heads, repeated, size)[:, 0].flatten())
 
         found += [
-            Place(
-                [attention.q_proj, attention.k_proj, attention.v_proj],
-                divided(layer.input_layernorm.weight),
-                lambda s: s,
-            ),
+            Place([attention.q_proj, attention.k_proj, attention.v_proj], divided(layer.input_layernorm.weight), lambda s: s),
             Place([attention.o_proj], fold_heads, as_heads_of_values),
             Place([mlp.gate_proj, mlp.up_proj], divided(layer.post_attention_layernorm.weight), lambda s: s),
             Place([mlp.down_proj], divided(mlp.up_proj.weight, mlp.up_proj.bias), lambda s: s),
@@ -163,11 +158,10 @@ def main() -> None:
                 assert (after - before).abs().max() <= 1e-3 * before.abs().max(), "folding changed the model"
                 found = []
                 for model in (plain, folded):
-                    quality.quantise(inner(model), method, chosen, texts, tokenizer)
+                    quality.quantize(inner(model), method, chosen, texts, tokenizer)
                     found.append(measured(model))
                 print(
-                    f"| {name} | {bits} | {method} | {found[0]:.4f} | {found[1]:.4f} | {changed} of {len(places)} |",
-                    flush=True,
+                    f"| {name} | {bits} | {method} | {found[0]:.4f} | {found[1]:.4f} | {changed} of {len(places)} |", flush=True
                 )
 
 

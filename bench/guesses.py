@@ -12,10 +12,9 @@ import argparse
 import statistics
 from pathlib import Path
 
+import lowbit
 import torch
 import transformers
-
-import lowbit
 from lowbit import llm
 from lowbit.llm.loading import load_tokenizer
 

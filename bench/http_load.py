@@ -65,7 +65,7 @@ def load(port: int, prompts: list[list[int]], new: int) -> tuple[float, float]:
     def run(prompt: list[int]) -> None:
         try:
             answers.append(ask(port, prompt, new))
-        except Exception as error:  # noqa: BLE001 - raised below, in the thread that can
+        except Exception as error:
             answers.append(error)
 
     threads = [threading.Thread(target=run, args=(prompt,)) for prompt in prompts]

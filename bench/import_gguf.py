@@ -66,9 +66,7 @@ def write(path: Path) -> None:
                 continue
             rows = generator.integers(0, 256, (64, shape[1] // 256, TYPES[NUMBERS[kind]].bytes), np.uint8)
             for at in SCALES[kind]:
-                rows[..., at : at + 2] = (
-                    generator.uniform(0.001, 0.01, (*rows.shape[:2], 1)).astype("<f2").view(np.uint8)
-                )
+                rows[..., at : at + 2] = generator.uniform(0.001, 0.01, (*rows.shape[:2], 1)).astype("<f2").view(np.uint8)
             for _ in range(shape[0] // 64):
                 file.write(rows.tobytes())
 

@@ -7,7 +7,7 @@
 //
 // A linear row is timed as NAME/m<rows of activations>/g<group size>, and with "/affine" or "/levels" behind it.
 //
-// items_per_second counts weights (linear, packing) or values (quantisation, embedding), bytes_per_second packed
+// items_per_second counts weights (linear, packing) or values (quantization, embedding), bytes_per_second packed
 // bytes (attention: keys and values) that were read; both per second of CPU time, so that other work on the machine
 // disturbs less. The header prints the read bandwidth of one thread for scale: a GEMV from memory cannot be faster.
 

@@ -2,7 +2,7 @@
 
     python3 bench/levels.py [--bits 4 3 2] [--tokens 13000] [--group-sizes 32 16]
 
-prints a row per width, group size and table, and writes nothing. Every matrix is quantised, the table that embedding and
+prints a row per width, group size and table, and writes nothing. Every matrix is quantized, the table that embedding and
 head share too, without data.
 """
 
@@ -14,9 +14,8 @@ import math
 import os
 from pathlib import Path
 
-import torch
-
 import lowbit
+import torch
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.levels import TABLES
 

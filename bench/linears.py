@@ -11,9 +11,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch
-
 import lowbit
+import torch
 from lowbit._machine import cpu_name
 
 # Outputs of the matrices, and their inputs: SmolLM 135M and Llama 3.2 1B.

@@ -6,7 +6,7 @@
 
 Each library runs in a process of its own. All modes take turns in every round, a prompt and then greedy decoding
 each; a figure is the median over the rounds. The read bandwidth has its turn before and after every other, because the
-neighbours of a virtual machine take some of it now and then. A library that is not there is listed as absent.
+neighbors of a virtual machine take some of it now and then. A library that is not there is listed as absent.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def main() -> int:
 
     results = {
         "command": " ".join(["python3", "bench/llm.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "machine": {
             "cpu": cpu_name(),
             "cpus": available_cpus(),
@@ -228,8 +228,7 @@ def main() -> int:
             "system": platform.platform(),
         },
         "settings": {
-            name: getattr(options, name)
-            for name in ("bits", "group_size", "prompt", "new", "rounds", "threads", "modes")
+            name: getattr(options, name) for name in ("bits", "group_size", "prompt", "new", "rounds", "threads", "modes")
         },
         "shapes": shapes,
         "seconds": time.monotonic() - begin,

@@ -228,6 +228,6 @@ def serve(connection, name: str, shape: str, options: dict[str, Any], directory:
         pass
     except Absent as error:
         connection.send(("absent", str(error)))
-    except Exception as error:  # noqa: BLE001  whatever it is, it is reported
+    except Exception as error:
         traceback.print_exc()
         connection.send(("failed", f"{type(error).__name__}: {error}"))

@@ -22,12 +22,11 @@ import timeit
 from collections.abc import Callable
 from importlib import import_module
 
+import lowbit
 import numpy
 import torch
 import torch._dynamo
 import torch._inductor
-
-import lowbit
 from lowbit._machine import cpu_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

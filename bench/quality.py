@@ -1,9 +1,9 @@
-"""What quantisation costs in quality: nearest and calibration, and mixed widths, on two models.
+"""What quantization costs in quality: nearest and calibration, and mixed widths, on two models.
 
     python3 bench/quality.py [--models tiny_llama minilm] [--bits 4 3 2] [--methods nearest auto ...] [--target-bits 3.5]
 
 prints a row per model, width, group size and method. examples/tiny_llama: perplexity of heldout.txt
-over that of the float model; every matrix is quantised, the table that embedding and head share too. all-MiniLM-L6-v2:
+over that of the float model; every matrix is quantized, the table that embedding and head share too. all-MiniLM-L6-v2:
 the mean cosine of the embeddings of examples/minilm/sentences.txt with the float ones. Both are calibrated on the
 documentation in Python's standard library, without what is in heldout.txt (examples/tiny_llama/corpus.py).
 
@@ -22,9 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 import lowbit
+import torch
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration import model as calibration
 
@@ -49,12 +48,11 @@ CALIBRATED = {
 }
 
 
-def quantise(model: torch.nn.Module, method: str, patterns: dict, texts: list[str], tokenizer) -> None:
+def quantize(model: torch.nn.Module, method: str, patterns: dict, texts: list[str], tokenizer) -> None:
     if method in CALIBRATED:
         name, options = CALIBRATED[method]
         calibration.run(
-            model, texts, patterns, name, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20, progress=None,
-            options=options
+            model, texts, patterns, name, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20, progress=None, options=options
         )
         return
     lowbit.quantize_(model, patterns)
@@ -87,8 +85,11 @@ def calibration_sentences(size: int) -> list[str]:
     import corpus
 
     return [
-        part.strip() for text in calibration_texts(size) for paragraph in corpus.split(text)
-        for part in paragraph.replace("\n", " ").split(". ") if len(part.split()) >= 5
+        part.strip()
+        for text in calibration_texts(size)
+        for paragraph in corpus.split(text)
+        for part in paragraph.replace("\n", " ").split(". ")
+        if len(part.split()) >= 5
     ]
 
 
@@ -114,7 +115,7 @@ def minilm(size: int, tokens: int | None) -> tuple[torch.nn.Module, Callable, di
 
     encoder = demo.load_model()
     texts, topics = demo.read_sentences(demo.SENTENCES, None)
-    corpus_ = demo.tokenise(encoder, texts, topics)
+    corpus_ = demo.tokenize(encoder, texts, topics)
     expected = demo.embed(encoder, corpus_)
     print(f"minilm: {len(texts)} sentences", flush=True)
 
@@ -131,11 +132,13 @@ def main() -> None:
     parser.add_argument("--bits", nargs="*", type=int, default=[4, 3, 2])
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[32])
     parser.add_argument("--mappings", nargs="+", default=["symmetric"], choices=["symmetric", "affine", "levels"])
-    parser.add_argument("--methods", nargs="+", default=["nearest", "importance", "auto"],
-                        choices=["nearest", *CALIBRATED])
+    parser.add_argument("--methods", nargs="+", default=["nearest", "importance", "auto"], choices=["nearest", *CALIBRATED])
     parser.add_argument("--table-bits", type=int, default=0, help="more for tables of embeddings than for the rest")
     parser.add_argument(
-        "--target-bits", nargs="*", type=float, default=[],
+        "--target-bits",
+        nargs="*",
+        type=float,
+        default=[],
         help="also widths by layer, with these means of bits per weight; importance, auto, tuned and distilled",
     )
     parser.add_argument("--characters", type=int, default=50_000, help="of calibration text; default: %(default)s")
@@ -162,7 +165,7 @@ def main() -> None:
                     for method in options.methods:
                         model = copy.deepcopy(floats)
                         begin = time.process_time()
-                        quantise(inner(model), method, config, texts, tokenizer)
+                        quantize(inner(model), method, config, texts, tokenizer)
                         seconds = time.process_time() - begin
                         print(
                             f"| {name} | {bits} | {group} | {mapping} | {bits_per_weight(model):.2f} | {method} | "
@@ -180,9 +183,7 @@ def main() -> None:
             for method in whole:
                 model = copy.deepcopy(floats)
                 begin = time.process_time()
-                lowbit.calibrate(
-                    inner(model), texts, widths, method, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20
-                )
+                lowbit.calibrate(inner(model), texts, widths, method, tokenizer=tokenizer, window=WINDOW, max_tokens=1 << 20)
                 seconds = assigned + time.process_time() - begin
                 print(
                     f"| {name} | mixed | mixed | mixed | {bits_per_weight(model):.2f} | {method} | {quality(model):.4f} | "

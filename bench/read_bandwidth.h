@@ -19,7 +19,7 @@ struct Part {
   int64_t bytes;  // of one stream; a multiple of 4 lines
 };
 
-// How the lines come: `streams` neighbouring parts of the memory in step, with prefetch so many bytes ahead (0: the CPU's
+// How the lines come: `streams` neighboring parts of the memory in step, with prefetch so many bytes ahead (0: the CPU's
 // own only). What is fastest depends on the CPU.
 struct Pattern {
   int streams;

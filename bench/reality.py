@@ -22,19 +22,27 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import reality_models as models  # noqa: E402  (behind the setting)
-import torch  # noqa: E402
-from reality_models import Pair  # noqa: E402
-from reality_rounding import (  # noqa: E402
-    KINDS, PARTS, blocks, blocks_of, in_bfloat16, kind_of, noisy_embeddings, rotated, rounded_inputs, rows,
+import lowbit
+import reality_models as models
+import torch
+from lowbit._machine import cpu_name
+from lowbit.llm.divergence import judge, save_logits, stored
+from lowbit.llm.perplexity import predictions
+from reality_models import Pair
+from reality_rounding import (
+    KINDS,
+    PARTS,
+    blocks,
+    blocks_of,
+    in_bfloat16,
+    kind_of,
+    noisy_embeddings,
+    rotated,
+    rounded_inputs,
+    rows,
     rows_with_zero_point,
 )
-from torch import Tensor  # noqa: E402
-
-import lowbit  # noqa: E402
-from lowbit._machine import cpu_name  # noqa: E402
-from lowbit.llm.divergence import judge, save_logits, stored  # noqa: E402
-from lowbit.llm.perplexity import predictions  # noqa: E402
+from torch import Tensor
 
 BEGIN, END = "<!-- figures: written by bench/reality.py -->", "<!-- end of figures -->"
 MODELS = ("gemma", "tiny_llama", "minilm")
@@ -180,8 +188,12 @@ def divergence_table(first: str, rows: list[dict[str, Any]]) -> list[str]:
         [first, "perplexity", "over float's, %", "KLD, nats", "KLD, 99 %", "top-1"],
         [
             [
-                row["name"], f"{row['perplexity']:.3f}", f"{row['percent']:+.2f} ± {row['error']:.2f}", f"{row['kld']:.5f}",
-                f"{row['kld_99']:.4f}", f"{row['top1']:.3f}",
+                row["name"],
+                f"{row['perplexity']:.3f}",
+                f"{row['percent']:+.2f} ± {row['error']:.2f}",
+                f"{row['kld']:.5f}",
+                f"{row['kld_99']:.4f}",
+                f"{row['top1']:.3f}",
             ]  # fmt: skip
             for row in rows
         ],
@@ -228,8 +240,13 @@ def main() -> int:
     judges = {"table": judge_table, "layers": judge_layers, "bfloat16": judge_bfloat16}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS, help="models; default: all")
-    parser.add_argument("--parts", nargs="+", default=["table", "layers", "sensitivity"], choices=[*judges, "sensitivity"],
-                        help="of each language model; default: %(default)s")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        default=["table", "layers", "sensitivity"],
+        choices=[*judges, "sensitivity"],
+        help="of each language model; default: %(default)s",
+    )
     parser.add_argument("--tokens", type=int, default=512, help="of text; default: %(default)s")
     parser.add_argument("--directory", type=Path, default=Path("build/reality"), help="for models; default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("build/bench/reality"), help="without .json and .md")
@@ -241,7 +258,7 @@ def main() -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "command": " ".join(["python3", "bench/reality.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": {"cpu": cpu_name(), "isa": ", ".join(lowbit.isa()["active"]), "system": platform.platform()},
         "versions": models.versions(),
         "models": {},

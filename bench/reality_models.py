@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import transformers
-from torch import Tensor
-
 import lowbit
 import lowbit.transformers  # so that transformers loads packed checkpoints
+import torch
+import transformers
 from lowbit.llm.loading import load_tokenizer
 from lowbit.llm.perplexity import windows_of
+from torch import Tensor
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -138,10 +137,10 @@ def minilm(bits: int) -> tuple[Tensor, int]:
     import demo
 
     encoder = demo.load_model()
-    corpus = demo.tokenise(encoder, *demo.read_sentences(demo.SENTENCES, None))
+    corpus = demo.tokenize(encoder, *demo.read_sentences(demo.SENTENCES, None))
     expected = demo.embed(encoder, corpus)
     options = argparse.Namespace(group_size=32, mapping="symmetric")
-    return (demo.embed(demo.quantise(encoder, bits, options), corpus) * expected).sum(1), corpus.tokens
+    return (demo.embed(demo.quantize(encoder, bits, options), corpus) * expected).sum(1), corpus.tokens
 
 
 def versions() -> dict[str, str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+import lowbit
 import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-import lowbit
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -47,6 +46,7 @@ def rows(x: Tensor) -> Tensor:
 
 def blocks(size: int, group: int | None = None) -> Rounding:
     """The same for each block of ``size`` inputs; blocks begin anew with each group."""
+
     def rounded(x: Tensor) -> Tensor:
         parts = x.split(group or x.shape[-1], dim=-1)
         return torch.cat([_cut(part, size) for part in parts], dim=-1) if group and group % size else _cut(x, size)
@@ -66,6 +66,7 @@ def blocks_of(group: int) -> Rounding:
 
 def rotated(rounding: Rounding, size: int | None = None) -> Rounding:
     """Behind a Hadamard matrix for each ``size`` inputs (None: the largest power of two that divides them), and back."""
+
     def rounded(x: Tensor) -> Tensor:
         width = size or x.shape[-1] & -x.shape[-1]
         matrix = hadamard(width)
@@ -87,6 +88,7 @@ def rounded_inputs(model: torch.nn.Module, layers: Mapping[str, Rounding]) -> It
     """Rounds the inputs of the layers named."""
     with ExitStack() as hooks:
         for name, rounding in layers.items():
+
             def hook(module, arguments, rounding=rounding):
                 return (rounding(arguments[0]), *arguments[1:])
 
@@ -137,6 +139,7 @@ PARTS = {
 @contextmanager
 def in_bfloat16(model: torch.nn.Module, parts: set[str]) -> Iterator[None]:
     """Rounds some parts of a float32 model (Llama's or Gemma 3's) to bfloat16; everything else stays float32."""
+
     def of_output(module, arguments, output):
         return to_bfloat16(output)
 
@@ -148,6 +151,7 @@ def in_bfloat16(model: torch.nn.Module, parts: set[str]) -> Iterator[None]:
 
     layers = model.model.layers
     with ExitStack() as stack:
+
         def after(module: torch.nn.Module) -> None:
             stack.enter_context(_removing(module.register_forward_hook(of_output)))
 

@@ -102,7 +102,7 @@ def table(machines: list[Machine]) -> None:
             f"\n### {machine.name}\n\nMemory read at {machine.bandwidth:g} GB/s, {machine.memory:g} GB of it; network "
             f"{machine.network:g} Gbit/s, {machine.latency:g} ms one way.\n"
         )
-        print("| tokens/s, modelled | " + " | ".join(f"{count} machine{'s' * (count > 1)}" for count in COUNTS) + " |")
+        print("| tokens/s, modeled | " + " | ".join(f"{count} machine{'s' * (count > 1)}" for count in COUNTS) + " |")
         print("|---|" + "---|" * len(COUNTS))
         for model in MODELS:
             cells = []
@@ -141,7 +141,7 @@ def check(rounds: int, tokens: int) -> None:
                 found[delay].append(run(delay, packed, tokens))
     gathers = len(model.gathers())
     print(f"{model.name}, {gathers} gathers a token, {tokens} tokens, {rounds} rounds in turns, medians\n")
-    print("| latency, ms | ms a token | more than without | modelled |\n|---|---|---|---|")
+    print("| latency, ms | ms a token | more than without | modeled |\n|---|---|---|---|")
     without = statistics.median(found[0.0])
     for delay in delays:
         seconds = statistics.median(found[delay])

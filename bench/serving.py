@@ -68,9 +68,7 @@ EXPERTS = {  # 521 million parameters, of which the experts have 453, and a toke
 # Name: bits, dtype of the activations, compiled by torch.compile.
 VARIANTS = {"vLLM's bfloat16": (None, "bfloat16", False)}
 VARIANTS |= {
-    f"lowbit, {bits} bits, {dtype} activations": (bits, dtype, False)
-    for bits in (4, 8)
-    for dtype in ("float32", "bfloat16")
+    f"lowbit, {bits} bits, {dtype} activations": (bits, dtype, False) for bits in (4, 8) for dtype in ("float32", "bfloat16")
 }
 VARIANTS |= {f"{name}, compiled": (*options[:2], True) for name, options in VARIANTS.items()}
 VARIANTS["llama.cpp, Q4_0"] = (4, None, False)
@@ -189,11 +187,10 @@ def serve(connection, path: Path, dtype: str | None, compiled: bool, most: int, 
 
 def make_models(directory: Path, wanted: set[tuple[int | None, str | None]], experts: bool) -> dict:
     """The checkpoint in bfloat16, and packed of some widths: {bits: its directory}, and {(bits, None): a GGUF file}."""
-    from transformers import LlamaConfig, Qwen3MoeConfig
-
     import lowbit
     from lowbit.exports.gguf import export_gguf
     from lowbit.llm import random_model
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
     found: dict = {None: directory / "float"}
     config = Qwen3MoeConfig(**EXPERTS) if experts else LlamaConfig(**SIZES)

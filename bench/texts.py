@@ -17,10 +17,9 @@ import statistics
 import time
 from pathlib import Path
 
+import lowbit
 import torch
 import transformers
-
-import lowbit
 from lowbit import llm
 
 ROOT = Path(__file__).parents[1]
@@ -72,9 +71,7 @@ def main() -> None:
         prompts = [tokens(options.prompt - count // 2 + i) for i in range(count)]
         seconds: dict[str, list[float]] = {"alone": [], "together": []}
         for _ in range(options.rounds):
-            took, alone = timed(
-                lambda: [llm.generate(decoder, prompt, options.new, max_length=512) for prompt in prompts]
-            )
+            took, alone = timed(lambda: [llm.generate(decoder, prompt, options.new, max_length=512) for prompt in prompts])
             seconds["alone"].append(took)
             took, together = timed(lambda: llm.generate_batch(decoder, prompts, options.new))
             seconds["together"].append(took)

@@ -51,8 +51,20 @@ def tool(name: str) -> pathlib.Path | str:
 
 
 def build(directory: pathlib.Path) -> pathlib.Path:
-    run([tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", "-S", ROOT, "-B", directory,
-         "-DLOWBIT_BUILD_BENCH=ON"], "cmake")
+    run(
+        [
+            tool("cmake"),
+            "-G",
+            "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            "-S",
+            ROOT,
+            "-B",
+            directory,
+            "-DLOWBIT_BUILD_BENCH=ON",
+        ],
+        "cmake",
+    )
     run([tool("cmake"), "--build", directory, "--target", "x86_cost"], "the build")
     return directory / "bench/x86_cost"
 
@@ -74,8 +86,10 @@ def parse(text: str) -> dict:
 
 
 def per_unit(traced: dict) -> dict:
-    return {name: {task: round(instructions / units, 3) for task, (units, instructions, _) in tasks.items()}
-            for name, tasks in traced.items()}
+    return {
+        name: {task: round(instructions / units, 3) for task, (units, instructions, _) in tasks.items()}
+        for name, tasks in traced.items()
+    }
 
 
 def disassemble(program: pathlib.Path) -> dict[int, str]:
@@ -88,7 +102,7 @@ def disassemble(program: pathlib.Path) -> dict[int, str]:
 
 
 def blocks_of(times: dict[int, int], code: dict[int, str]) -> dict[Block, int]:
-    """The basic blocks of a call and how often each ran: neighbours that ran as often, up to a branch."""
+    """The basic blocks of a call and how often each ran: neighbors that ran as often, up to a branch."""
     found: dict[Block, int] = {}
     block: list[str] = []
     last = 0
@@ -144,17 +158,33 @@ def cycles_of(mca: str, core: str, blocks: Iterable[Block]) -> dict[Block, float
     lines = []
     for number, block in enumerate(blocks):
         lines += [f"# LLVM-MCA-BEGIN {number}", *map(plain, block), "0:", f"# LLVM-MCA-END {number}"]
-    output = run([mca, "--mtriple=x86_64-linux-gnu", f"--mcpu={core}", f"--iterations={ITERATIONS}", "--json",
-                  "--instruction-info=0", "--resource-pressure=0"], f"llvm-mca for {core}", "\n".join(lines) + "\n")
-    return {blocks[int(region["Name"])]: region["SummaryView"]["TotalCycles"] / ITERATIONS
-            for region in json.loads(output)["CodeRegions"]}
+    output = run(
+        [
+            mca,
+            "--mtriple=x86_64-linux-gnu",
+            f"--mcpu={core}",
+            f"--iterations={ITERATIONS}",
+            "--json",
+            "--instruction-info=0",
+            "--resource-pressure=0",
+        ],
+        f"llvm-mca for {core}",
+        "\n".join(lines) + "\n",
+    )
+    return {
+        blocks[int(region["Name"])]: region["SummaryView"]["TotalCycles"] / ITERATIONS
+        for region in json.loads(output)["CodeRegions"]
+    }
 
 
 def model(traced: dict, code: dict[int, str]) -> dict:
     """{"llvm": version, core: {row: {task: cycles per unit}}}"""
     mca, version = llvm_mca()
-    calls = {(row, task): (units, *hot(blocks_of(times, code))) for row, tasks in traced.items()
-             for task, (units, _, times) in tasks.items()}
+    calls = {
+        (row, task): (units, *hot(blocks_of(times, code)))
+        for row, tasks in traced.items()
+        for task, (units, _, times) in tasks.items()
+    }
     of_core: dict = {core: {} for core in CORES}
     for (row, _), (_, blocks, _) in calls.items():
         for core, (_, isas) in CORES.items():
@@ -176,8 +206,12 @@ def trace(program: pathlib.Path, native: bool) -> dict:
     found = parse(run([program, "--blocks"], "counting"))
     for isa, cpu in EMULATED.items():
         if not native and not any(name.endswith(f"_{isa}") for name in found):
-            found |= parse_emulated(run([ROOT / "scripts/emulate_x86.sh", cpu, program, "--blocks", f"_{isa}"],
-                                        f"counting on an emulated {cpu} (make build/x86-emulator)"))
+            found |= parse_emulated(
+                run(
+                    [ROOT / "scripts/emulate_x86.sh", cpu, program, "--blocks", f"_{isa}"],
+                    f"counting on an emulated {cpu} (make build/x86-emulator)",
+                )
+            )
     return found
 
 
@@ -214,23 +248,32 @@ def counted(data: dict, isa: str) -> bool:
 
 def document(data: dict) -> str:
     lines = [
-        "# What the x86 kernels cost", "",
+        "# What the x86 kernels cost",
+        "",
         "Instructions are counted one by one (`bench/x86_cost.cpp` switches the CPU's trap flag on): exact and repeatable,",
         "but a count is no time. Rows for instructions that the machine lacks are counted in an emulator. Cycles are a",
         "model's, measured on no CPU. Written by `make x86-cost`; `docs/x86_cost.json` has the same numbers. A test holds",
-        "the instructions against it.", "",
+        "the instructions against it.",
+        "",
         f"Compiler: {data['compiler']}. Cycles: llvm-mca {data['cycles']['llvm']}.",
-        *[f"Not counted in this run: the rows for {isa}." for isa in EMULATED if not counted(data, isa)], "",
-        "## Linear", "",
+        *[f"Not counted in this run: the rows for {isa}." for isa in EMULATED if not counted(data, isa)],
+        "",
+        "## Linear",
+        "",
         "Per 128 weights and row of activations, everything included that one call of the kernel does: 64 outputs, 512",
-        "inputs (tiles of rows: 256), float32 output. g: inputs per group. m: rows of activations. Columns: bits.", "",
+        "inputs (tiles of rows: 256), float32 output. g: inputs per group. m: rows of activations. Columns: bits.",
+        "",
     ]
     cycles = {name: linear_rows(data["cycles"][core]) for core, (name, _) in CORES.items()}
     for kernel, tasks in linear_rows(data["counts"]).items():
         lines += [f"### {kernel}", ""]
         rows = {f"{task}, instructions": cells for task, cells in tasks.items()}
-        rows |= {f"{task}, cycles, {name}": found[kernel][task] for task in tasks for name, found in cycles.items()
-                 if kernel in found}
+        rows |= {
+            f"{task}, cycles, {name}": found[kernel][task]
+            for task in tasks
+            for name, found in cycles.items()
+            if kernel in found
+        }
         lines += table(["", *WIDTHS], rows)
     lines += ["## Activations to int8", "", "Per value, group sums included; 1024 values.", ""]
     quantize = {name: tasks for name, tasks in data["counts"].items() if name.startswith("quantize_")}
@@ -238,29 +281,42 @@ def document(data: dict) -> str:
     rows = {}
     for kernel, tasks in quantize.items():
         rows[f"{kernel}, instructions"] = tasks
-        rows |= {f"{kernel}, cycles, {name}": data["cycles"][core][kernel] for core, (name, _) in CORES.items()
-                 if kernel in data["cycles"][core]}
+        rows |= {
+            f"{kernel}, cycles, {name}": data["cycles"][core][kernel]
+            for core, (name, _) in CORES.items()
+            if kernel in data["cycles"][core]
+        }
     lines += table(["", *header], rows, digits=2)
-    lines += ["## Attention", "",
-              "Per 128 products, of queries and keys or of weights and values, with everything around them. Four heads of",
-              "queries over one of keys, 64 wide, float32 queries and outputs, 256 positions: the last four of them (16 rows,",
-              "as in a prompt), or a token alone. Columns: what keys and values are kept in.", ""]
+    lines += [
+        "## Attention",
+        "",
+        "Per 128 products, of queries and keys or of weights and values, with everything around them. Four heads of",
+        "queries over one of keys, 64 wide, float32 queries and outputs, 256 positions: the last four of them (16 rows,",
+        "as in a prompt), or a token alone. Columns: what keys and values are kept in.",
+        "",
+    ]
     attention = {name: tasks for name, tasks in data["counts"].items() if name.startswith("attention_")}
     caches = list(dict.fromkeys(task.split()[0] for tasks in attention.values() for task in tasks))
     rows = {}
     for kernel, tasks in attention.items():
-        numbers = {"instructions": tasks} | {f"cycles, {name}": data["cycles"][core][kernel]
-                                             for core, (name, _) in CORES.items() if kernel in data["cycles"][core]}
+        numbers = {"instructions": tasks} | {
+            f"cycles, {name}": data["cycles"][core][kernel]
+            for core, (name, _) in CORES.items()
+            if kernel in data["cycles"][core]
+        }
         for call in ("prompt", "token"):
-            rows |= {f"{kernel}, {call}, {what}": {cache: of[f"{cache} {call}"] for cache in caches}
-                     for what, of in numbers.items()}
+            rows |= {
+                f"{kernel}, {call}, {what}": {cache: of[f"{cache} {call}"] for cache in caches} for what, of in numbers.items()
+            }
     lines += table(["", *caches], rows)
     lines += [
-        "## How the cycles come about", "",
+        "## How the cycles come about",
+        "",
         "A call's basic blocks, and how often each ran, come from the counted addresses. llvm-mca says how many cycles a",
         "block needs when it repeats for ever, by LLVM's model of a core; a call is the sum of times x cycles. So every load",
         "hits the first-level cache, every branch is predicted, and blocks neither overlap nor wait for one another. One row",
-        "waits for memory as a rule: 128 weights at 4 bits are 64 bytes, and at 15 to 30 GB/s those are some 10 cycles.", "",
+        "waits for memory as a rule: 128 weights at 4 bits are 64 bytes, and at 15 to 30 GB/s those are some 10 cycles.",
+        "",
         "There are no columns for Zen 5, because this LLVM's model of it is that of Zen 4, which splits 512 bits in two.",
     ]
     return "\n".join(lines).rstrip() + "\n"

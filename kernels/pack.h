@@ -1,4 +1,4 @@
-// Packing codes and scales into the packed format, and back. Portable C++ only: the compiler vectorises the line loops.
+// Packing codes and scales into the packed format, and back. Portable C++ only: the compiler vectorizes the line loops.
 #pragma once
 
 #include "format.h"

@@ -1,4 +1,4 @@
-// Round-to-nearest quantisation of weights. Portable C++ only: the compiler vectorises the loops over a group.
+// Round-to-nearest quantization of weights. Portable C++ only: the compiler vectorizes the loops over a group.
 #pragma once
 
 #include "format.h"
@@ -16,7 +16,7 @@ struct RoundToNearestArgs {
   float* mins;         // out: n x groups; nullptr when symmetric
 };
 
-// Quantises rows [begin, end). `row` is scratch for layout.k floats. The scales and mins are those that packing stores
+// Quantizes rows [begin, end). `row` is scratch for layout.k floats. The scales and mins are those that packing stores
 // (pack.h), and the codes are the nearest for them.
 // Returns an error when a weight is not finite, or so large that the range of its group overflows.
 LOWBIT_API Status round_to_nearest(const Layout& layout, const RoundToNearestArgs& args, int64_t begin, int64_t end,

@@ -14,7 +14,7 @@ class [[nodiscard]] Status {
   Status() { message_[0] = '\0'; }
 
 #ifdef __clang_analyzer__
-  // Clang's analyser does not look into functions with "...", and would follow paths on which an error is none.
+  // Clang's analyzer does not look into functions with "...", and would follow paths on which an error is none.
   template <typename... Values>
   static Status error(const char*, Values...) { return Status(Kind::invalid); }
   template <typename... Values>

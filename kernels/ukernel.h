@@ -106,7 +106,7 @@ struct PrepareArgs {
   void* activations;   // activation_bytes(layout, m) bytes for all rows
 };
 
-// One row of a packed matrix, dequantised.
+// One row of a packed matrix, dequantized.
 struct EmbeddingArgs {
   const uint8_t* panels;
   Layout layout;
@@ -133,7 +133,7 @@ constexpr int64_t cache_bytes(CacheType type, int64_t values) {
   return type == CacheType::i4 ? values / 2 : values * (type == CacheType::f32 ? 4 : type == CacheType::i8 ? 1 : 2);
 }
 
-// The quantiser with 16 levels that has the least squared error for normally distributed values (Max, 1960), which the
+// The quantizer with 16 levels that has the least squared error for normally distributed values (Max, 1960), which the
 // values of a rotated position nearly are. The largest magnitude of a position is at its end. Not inline: then the
 // linker would take one table for all files, where files of different ISAs share nothing.
 constexpr int8_t kCacheLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};

@@ -12,7 +12,7 @@
 namespace lowbit {
 namespace {
 
-// Rows that are quantised at once take up to about this much memory, which the thread keeps (scratch.h). Rows beyond it
+// Rows that are quantized at once take up to about this much memory, which the thread keeps (scratch.h). Rows beyond it
 // read the weights of their experts once more, so it is more than linear() takes.
 constexpr int64_t kScratchBytes = 16 << 20;
 // Results of a tile of several rows, before they go to their places. Tiles have fewer panels rather than more bytes.
@@ -118,7 +118,7 @@ class Call {
         item_(element_bytes(x.type)), row_values_(layout.blocks * kBlockInputs),
         quantize_(choose_quantize(active_isa())) {}
 
-  // Row `row` of x, to the places of its results from `first` on. It is quantised once, and copied to the others.
+  // Row `row` of x, to the places of its results from `first` on. It is quantized once, and copied to the others.
   void quantize(int64_t row, int64_t first, char* gathered) const {
     const int last = x_.shape.ndim - 1;
     const char* source = static_cast<const char*>(x_.data) + item_ * offset_of(x_, last, row);

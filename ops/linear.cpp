@@ -13,11 +13,11 @@
 namespace lowbit {
 namespace {
 
-// Rows of m that are quantised at once take up to about this much memory, which the thread keeps (scratch.h); more of
+// Rows of m that are quantized at once take up to about this much memory, which the thread keeps (scratch.h); more of
 // them need another parallel region.
 constexpr int64_t kScratchBytes = 8 << 20;
 
-// Rows that are quantised at once, of so many bytes each.
+// Rows that are quantized at once, of so many bytes each.
 int64_t rows_at_once(int64_t rows, int64_t row_bytes) {
   const int64_t limit = kScratchBytes / row_bytes;
   const int64_t whole_bands = limit < kBandRows ? kBandRows : limit / kBandRows * kBandRows;

@@ -20,7 +20,7 @@ LOWBIT_API Status linear_shape(const TensorView& x, int64_t out_features, Shape*
 LOWBIT_API Status linear(const TensorView& x, const TensorView& packed, int64_t out_features, const TensorView& out,
                          const Parallel& parallel);
 
-// The same for 1 to kMostMatrices matrices of k inputs each, of any widths and group sizes: x is quantised once.
+// The same for 1 to kMostMatrices matrices of k inputs each, of any widths and group sizes: x is quantized once.
 // out [..., sum of out_features], the results next to each other; the bits are those of a call for each.
 inline constexpr int kMostMatrices = 16;
 LOWBIT_API Status linears_shape(const TensorView& x, const int64_t* out_features, int64_t count, Shape* out);

@@ -7,9 +7,9 @@ namespace lowbit {
 
 // Below this many products a second thread costs more than it saves (a parallel region is 0.7 to 0.9 us).
 inline constexpr int64_t kParallelProducts = 1 << 17;
-// Below this many values to quantise, or to dequantise, it does so too.
+// Below this many values to quantize, or to dequantize, it does so too.
 inline constexpr int64_t kParallelValues = 1 << 15;
-// A claim of rows to quantise, or of positions to write to a cache, is about this many values.
+// A claim of rows to quantize, or of positions to write to a cache, is about this many values.
 inline constexpr int64_t kClaimValues = 1 << 13;
 // A claim of panels, or of rows of queries, is at least about this many products: fewer are not worth the claim.
 inline constexpr int64_t kClaimProducts = 1 << 14;

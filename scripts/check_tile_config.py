@@ -73,8 +73,11 @@ def main() -> int:
     disassembly = sys.stdin.read()
     functions = sorted(set(unwritten(disassembly)))
     for function in functions:
-        print(f"{sys.argv[1]}: {function} loads an AMX tile configuration whose rows it has not written; on a CPU with AMX "
-              "the process would end by signal 11", file=sys.stderr)
+        print(
+            f"{sys.argv[1]}: {function} loads an AMX tile configuration whose rows it has not written; on a CPU with AMX "
+            "the process would end by signal 11",
+            file=sys.stderr,
+        )
     return 1 if functions else 0
 
 

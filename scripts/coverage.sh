@@ -12,7 +12,7 @@ build=build/test-coverage
 rm -rf "$directory"
 mkdir -p "$directory"
 
-# Not optimised: a line that the compiler has moved or merged counts wrongly.
+# Not optimized: a line that the compiler has moved or merged counts wrongly.
 "$bin/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)" \
   -S . -B "$build" -DLOWBIT_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Debug \
   -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic -g1" >"$directory/build.log"

@@ -60,9 +60,7 @@ def main() -> None:
         )
         its_versions = [version for version, file in versions.items() if file == name]
         sets = {version: [s for s in symbols if s.endswith(f"@{version}")] for version in its_versions}
-        script.write_text(
-            "".join(f"{v} {{ {' '.join(s.split('@')[0] + ';' for s in has)} }};\n" for v, has in sets.items())
-        )
+        script.write_text("".join(f"{v} {{ {' '.join(s.split('@')[0] + ';' for s in has)} }};\n" for v, has in sets.items()))
         scripts = [f"-Wl,--version-script={script}"] if sets else []
         lines(compiler, "-shared", "-nostdlib", f"-Wl,-soname,{name}", *scripts, source, "-o", directory / name)
         source.unlink()

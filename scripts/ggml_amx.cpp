@@ -79,7 +79,7 @@ int main() {
     }
     const double relative = std::sqrt(difference / norm);
     std::printf("rows: %d, AMX differs from plain by %.1e of the norm\n", m, relative);
-    bad += !(relative < 1e-6);  // float sums in another order; activations are quantised in the same way
+    bad += !(relative < 1e-6);  // float sums in another order; activations are quantized in the same way
   }
   return bad;
 }

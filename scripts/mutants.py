@@ -91,28 +91,43 @@ PYTHON: dict[str, list[str]] = {
     "python/lowbit/files/config_json.py": ["test_checkpoint", "test_checkpoint_sources", "test_transformers"],
     "python/lowbit/files/elf.py": ["test_export::test_a_library_that_asks_for_an_executable_stack"],
     "python/lowbit/files/gguf.py": [
-        "test_importing_hostile::test_damaged_headers", "test_importing_hostile::test_the_least_alignment",
+        "test_importing_hostile::test_damaged_headers",
+        "test_importing_hostile::test_the_least_alignment",
         "test_importing_hostile::test_every_truncation",
-        "test_importing_hostile::test_a_long_header_is_refused", "test_importing_hostile::test_parts_of_different_models",
+        "test_importing_hostile::test_a_long_header_is_refused",
+        "test_importing_hostile::test_parts_of_different_models",
         "test_importing_odd::test_models_that_are_refused",
-        "test_importing_gguf::test_a_split_file_from_any_of_its_parts", "test_importing_gguf::test_blocks_of_every_type",
+        "test_importing_gguf::test_a_split_file_from_any_of_its_parts",
+        "test_importing_gguf::test_blocks_of_every_type",
         "test_export_gguf",
     ],
     "python/lowbit/files/replace.py": ["test_replace", "test_checkpoint_targets", "test_export_gguf"],
     "python/lowbit/files/safetensors.py": [
-        "test_safetensors_files", "test_checkpoint_sources", "test_checkpoint", "test_importing_directory",
+        "test_safetensors_files",
+        "test_checkpoint_sources",
+        "test_checkpoint",
+        "test_importing_directory",
     ],
     "python/lowbit/files/untrusted.py": [
-        "test_untrusted", "test_checkpoint_sources", "test_importing_directory", "test_cli_errors",
+        "test_untrusted",
+        "test_checkpoint_sources",
+        "test_importing_directory",
+        "test_cli_errors",
     ],
     "python/lowbit/checkpoint/entries.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/plan.py": ["test_checkpoint", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/quantizing.py": ["test_checkpoint", "test_checkpoint_targets", "test_checkpoint_sources"],
     "python/lowbit/checkpoint/writing.py": ["test_checkpoint", "test_checkpoint_targets"],
     "python/lowbit/packed.py": [
-        "test_errors::test_pack", "test_errors::test_packed_weights", "test_errors::test_experts",
-        "test_errors::test_not_a_tensor_or_not_on_the_cpu", "test_modules::test_configs_check_themselves",
-        "test_levels::test_pack_refuses", "test_levels::test_pack_and_back", "test_slices", "test_pack",
+        "test_errors::test_pack",
+        "test_errors::test_packed_weights",
+        "test_errors::test_experts",
+        "test_errors::test_not_a_tensor_or_not_on_the_cpu",
+        "test_modules::test_configs_check_themselves",
+        "test_levels::test_pack_refuses",
+        "test_levels::test_pack_and_back",
+        "test_slices",
+        "test_pack",
     ],
     "python/lowbit/slices.py": ["test_slices"],
 }
@@ -142,9 +157,7 @@ def without_text(source: str) -> str:
         return re.sub(r"[^\n]", " ", match[0])
 
     source = re.sub(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'""", blank, source, flags=re.S)
-    return "".join(
-        re.sub(r"[^\n]", " ", line) if SKIPPED.match(line) else line for line in source.splitlines(keepends=True)
-    )
+    return "".join(re.sub(r"[^\n]", " ", line) if SKIPPED.match(line) else line for line in source.splitlines(keepends=True))
 
 
 def closing(source: str, at: int) -> int:
@@ -226,9 +239,11 @@ def places_in_python(source: str) -> Iterator[Place]:
         elif isinstance(node, ast.If | ast.IfExp):
             first, last = span(node.test)
             yield Place(first, last, f"(not ({source[first:last]}))", "condition")
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-            yield Place(*span(node), "pass", "statement")
-        elif isinstance(node, ast.AugAssign):
+        if (
+            isinstance(node, ast.Raise)
+            or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+            or isinstance(node, ast.AugAssign)
+        ):
             yield Place(*span(node), "pass", "statement")
 
 

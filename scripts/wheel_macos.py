@@ -77,7 +77,7 @@ def settings(python: str) -> dict[str, str]:
 
 
 def build(python: str, output: Path, quick: bool) -> tuple[Path, str]:
-    """Builds one wheel, `quick` with little optimisation; returns it and what the check of its libraries said."""
+    """Builds one wheel, `quick` with little optimization; returns it and what the check of its libraries said."""
     tag = f"macosx_{SYSTEM.replace('.', '_')}_arm64"
     defined = settings(python) | ({"CMAKE_CXX_FLAGS_RELEASE": "-O1", "LOWBIT_UNOPTIMIZED": "ON"} if quick else {})
     built = wheels.build_as_is("macos-arm64-quick" if quick else "macos-arm64", python, tag, defined)

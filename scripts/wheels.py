@@ -201,8 +201,10 @@ def build(processor: str, python: str, output: Path) -> Path:
     tools = BUILD / "wheel-tools/bin"
     exclude = [f"--exclude={library}" for library in HOSTS]
     # auditwheel finds the oldest tag that is true, and another processor's wheel cannot be told which it must be.
-    run([tools / "auditwheel", "repair", "--plat", "auto", "--only-plat", *exclude, "-w", new / "repaired", built],
-        PATH=f"{tools}:{os.environ['PATH']}")
+    run(
+        [tools / "auditwheel", "repair", "--plat", "auto", "--only-plat", *exclude, "-w", new / "repaired", built],
+        PATH=f"{tools}:{os.environ['PATH']}",
+    )
     (repaired,) = (new / "repaired").glob("*.whl")
     found = re.search(r"-(?:manylinux_2_(\d+)|linux)_\w+\.whl$", repaired.name)
     if not found or int(found[1] or 99) > GLIBC:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-DIFFERENT_ROWS = 256  # quantising is slow and times do not depend on values: a matrix repeats this many rows
+DIFFERENT_ROWS = 256  # quantizing is slow and times do not depend on values: a matrix repeats this many rows
 CHECKED_ROWS = 8  # of activations, beside one alone
 
 # The relative error (2-norm) to the float result that a width may have on normally distributed weights: about twice
@@ -29,7 +29,7 @@ class Spec:
     group_size: int | None  # weights per scale; None: one scale per row, or no scales
     activations: str  # what it is called with, and what it makes of it
     note: str = ""
-    error_limit: float | None = None  # where a library's quantiser is known to need another than ERROR_LIMITS
+    error_limit: float | None = None  # where a library's quantizer is known to need another than ERROR_LIMITS
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,11 @@ def serve(connection, module: str, threads: list[int]) -> None:
             method, arguments = connection.recv()
             try:
                 connection.send((True, getattr(library, method)(*arguments)))
-            except Exception as error:  # noqa: BLE001  one contender that fails must not end the others
+            except Exception as error:
                 traceback.print_exc()
                 connection.send((False, f"{type(error).__name__}: {error}"))
     except (EOFError, KeyboardInterrupt):
         pass
-    except Exception as error:  # noqa: BLE001  whatever it is, it is reported
+    except Exception as error:
         traceback.print_exc()
         connection.send((False, f"{type(error).__name__}: {error}"))

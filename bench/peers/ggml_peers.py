@@ -31,7 +31,7 @@ TYPES = {
     "tq1_0": (34, 2, 256),
     "q1_0": (41, 1, 128),
 }
-# Their quantisers take the largest magnitude for the scale, which leaves most of normally distributed weights at 0.
+# Their quantizers take the largest magnitude for the scale, which leaves most of normally distributed weights at 0.
 LARGEST_MAGNITUDE = ("q2_0", "tq2_0", "tq1_0")
 NOTES = {"tq2_0": "ternary, 2.06 bits", "tq1_0": "ternary, 1.69 bits, beside 2 bits"}
 F32 = 0
@@ -80,8 +80,7 @@ class Ggml:
         suffix = "dylib" if sys.platform == "darwin" else "so"
         # In the order of need, so that the loader does not search for the first when it loads the second.
         libraries = [
-            ctypes.CDLL(str(directory / f"lib{name}.{suffix}"), ctypes.RTLD_GLOBAL)
-            for name in ("ggml-base", "ggml-cpu")
+            ctypes.CDLL(str(directory / f"lib{name}.{suffix}"), ctypes.RTLD_GLOBAL) for name in ("ggml-base", "ggml-cpu")
         ]
         for name, (result, *arguments) in SIGNATURES.items():
             function = next((getattr(library, name) for library in libraries if hasattr(library, name)), None)
@@ -203,7 +202,7 @@ def contender(ggml: Ggml, name: str) -> Contender:
         "ggml",
         bits,
         group_size,
-        "float32, quantised to int8 per block",
+        "float32, quantized to int8 per block",
         "; ".join(filter(None, notes)),
         0.9 if name in LARGEST_MAGNITUDE else None,
     )

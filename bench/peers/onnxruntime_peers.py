@@ -1,4 +1,4 @@
-"""ONNX Runtime's MatMulNBits with accuracy level 4: int8 activations, quantised inside."""
+"""ONNX Runtime's MatMulNBits with accuracy level 4: int8 activations, quantized inside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .contender import Absent, Contender, Problem, Runner, Spec
 WIDTHS, BLOCKS = (8, 4, 2), (128, 32)
 
 
-def quantise(rows: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+def quantize(rows: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Packed codes (uint8 [rows, blocks, bytes], the first in the low bits) and scales (float32 [rows, blocks]).
 
     Symmetric, with the code of zero at 2**(bits - 1), which is the operator's default.
@@ -87,14 +87,14 @@ class OnnxRunner(Runner):
 
 def contender(bits: int, block: int) -> Contender:
     def make(problem: Problem, copies, threads) -> Runner:
-        packed, scales = map(problem.repeat, quantise(problem.rows, bits, block))
+        packed, scales = map(problem.repeat, quantize(problem.rows, bits, block))
         size = packed.nbytes + scales.nbytes
         graphs = [model(problem.n, problem.k, bits, block, packed, scales, count) for count in (1, copies(size))]
         return OnnxRunner(size, problem.x, *graphs, threads)
 
     name = f"onnxruntime {bits} bits g{block}"
     note = "MatMulNBits, accuracy_level 4; one graph for all copies of a weight"
-    return Contender(Spec(name, "onnxruntime", bits, block, "float32, quantised to int8 per block", note), make)
+    return Contender(Spec(name, "onnxruntime", bits, block, "float32, quantized to int8 per block", note), make)
 
 
 def contenders() -> tuple[list[Contender], list[Absent], dict[str, str]]:
@@ -107,9 +107,9 @@ def contenders() -> tuple[list[Contender], list[Absent], dict[str, str]]:
     sample = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
     for bits in WIDTHS:
         try:  # does this version know the width?
-            graph = model(64, 256, bits, 32, *quantise(sample, bits, 32), 1)
+            graph = model(64, 256, bits, 32, *quantize(sample, bits, 32), 1)
             OnnxRunner.session(graph, 1, False).run(None, {"x": sample[:1]})
-        except Exception as error:  # noqa: BLE001  onnxruntime's own classes share no base but this
+        except Exception as error:
             absent.append(Absent(f"onnxruntime {bits} bits", " ".join(str(error).split())[:300]))
             continue
         found += [contender(bits, block) for block in BLOCKS]

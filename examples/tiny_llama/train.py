@@ -20,13 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import corpus
 import tokenizers
 import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-
-import corpus
 
 # The text that the model in this directory was trained on, by corpus.fingerprint.
 SHIPPED_PYTHON = "3.11.7"
@@ -64,10 +63,19 @@ class Size:
     def config(self) -> transformers.LlamaConfig:
         heads = self.hidden // 32
         return transformers.LlamaConfig(
-            vocab_size=self.vocabulary, hidden_size=self.hidden, num_hidden_layers=self.layers,
-            intermediate_size=self.intermediate, num_attention_heads=heads, num_key_value_heads=heads // 4 or 1,
-            head_dim=32, max_position_embeddings=LONG, tie_word_embeddings=True, initializer_range=0.04,
-            bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID,
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 4 or 1,
+            head_dim=32,
+            max_position_embeddings=LONG,
+            tie_word_embeddings=True,
+            initializer_range=0.04,
+            bos_token_id=BOS_ID,
+            eos_token_id=EOS_ID,
+            pad_token_id=PAD_ID,
         )
 
 
@@ -78,13 +86,17 @@ SMALL = Size(hidden=64, layers=2, intermediate=128, documents=40, vocabulary=512
 def train_tokenizer(texts: list[str], vocabulary: int) -> transformers.PreTrainedTokenizerFast:
     """Byte-level BPE: any text can be encoded, and every token of an ASCII text is ASCII."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), behavior="isolated"),
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[BOS, EOS, PAD], show_progress=False,
+        vocab_size=vocabulary,
+        special_tokens=[BOS, EOS, PAD],
+        show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -92,7 +104,11 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> transformers.PreTraine
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
     )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=LONG,
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=LONG,
         clean_up_tokenization_spaces=False,
     )
 
@@ -147,7 +163,7 @@ def share_of_rate(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP, 1.0, (steps - step) / (DECAY * steps))
 
 
-class Optimiser:
+class Optimizer:
     """Muon for the matrices of the layers; AdamW for the embedding, which is the head too, and for the norms."""
 
     def __init__(self, model: transformers.LlamaForCausalLM) -> None:
@@ -199,7 +215,7 @@ def train(size: Size, steps: int, output: Path) -> list[float]:
 
     torch.manual_seed(SEED)
     model = transformers.LlamaForCausalLM(size.config())
-    optimiser = Optimiser(model)
+    optimizer = Optimizer(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters:,} parameters; {len(tokens):,} tokens, read {steps * BATCH / len(tokens):.1f} times")
 
@@ -210,7 +226,7 @@ def train(size: Size, steps: int, output: Path) -> list[float]:
         check_resumable(state, size, steps, checkpoint)
         first = state["step"]
         model.load_state_dict(state["model"])
-        optimiser.load_state_dicts(state["optimiser"])
+        optimizer.load_state_dicts(state["optimizer"])
         print(f"goes on from {checkpoint}")
     losses = [validate(model, validation_tokens)]
     print(f"step {first}: validation {losses[0]:.3f} nats per token", flush=True)
@@ -220,12 +236,17 @@ def train(size: Size, steps: int, output: Path) -> list[float]:
     for step in range(first, steps):
         loss = backward(model, batch(tokens, step), pool)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step(share_of_rate(step, steps))
+        optimizer.step(share_of_rate(step, steps))
         done = step + 1
         if done % CHECKPOINT == 0:
             output.mkdir(parents=True, exist_ok=True)
-            state = {"size": repr(size), "steps": steps, "step": done, "model": model.state_dict(),
-                     "optimiser": optimiser.state_dicts()}
+            state = {
+                "size": repr(size),
+                "steps": steps,
+                "step": done,
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dicts(),
+            }
             torch.save(state, checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").replace(checkpoint)
         if done % REPORT == 0 or done == steps:

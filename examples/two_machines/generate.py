@@ -1,6 +1,6 @@
 """Writes on, with a packed model that the processes of torchrun share: README.md has the commands.
 
-    torchrun ... generate.py MODEL "the text so far" [--tokens 20] [--compare]
+torchrun ... generate.py MODEL "the text so far" [--tokens 20] [--compare]
 """
 
 import argparse
@@ -9,7 +9,6 @@ import time
 import torch
 import torch.distributed
 import transformers
-
 from lowbit.tensor_parallel import shard_
 
 

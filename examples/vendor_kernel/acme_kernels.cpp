@@ -1,4 +1,4 @@
-// A vendor's kernel: 4-bit linear layers on panel16 weights, in C++ that any compiler vectorises for any CPU.
+// A vendor's kernel: 4-bit linear layers on panel16 weights, in C++ that any compiler vectorizes for any CPU.
 //
 // Its idea: codes stay unsigned and whole (sum of a * code), and the 8 of "code - 8" is taken off once per segment of
 // inputs, with the sum of the segment's activations that the caller has anyway.

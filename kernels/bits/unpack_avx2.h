@@ -22,7 +22,7 @@ namespace {
   return _mm256_loadu_si256(static_cast<const __m256i*>(at));
 }
 
-// Moves bits between positions of a byte; what crosses in from the neighbouring byte is masked away by the caller.
+// Moves bits between positions of a byte; what crosses in from the neighboring byte is masked away by the caller.
 template <int Count>
 [[gnu::always_inline]] inline __m256i shift_right(__m256i v) {
   if constexpr (Count > 0) return _mm256_srli_epi16(v, Count);

@@ -23,7 +23,7 @@ namespace {
   return _mm512_ternarylogic_epi64(byte_mask(mask), a, b, 0xca);
 }
 
-// Moves bits between positions of a byte; what crosses in from the neighbouring byte is masked away by the caller.
+// Moves bits between positions of a byte; what crosses in from the neighboring byte is masked away by the caller.
 template <int Count>
 [[gnu::always_inline]] inline __m512i shift_right(__m512i v) {
   if constexpr (Count > 0) return _mm512_srli_epi16(v, Count);

@@ -1,4 +1,4 @@
-// embedding_w<b>_avx2: dequantises one row of a packed matrix, a block of 32 inputs at a time. Formula: ukernel.h.
+// embedding_w<b>_avx2: dequantizes one row of a packed matrix, a block of 32 inputs at a time. Formula: ukernel.h.
 //
 // bits/read_row_avx2.h gives the 32 codes of a block in order. They become floats 16 at a time, because 16 inputs share
 // a group; codes and levels are small integers, exact in float32.

@@ -1,4 +1,4 @@
-// embedding_w<b>_avx512vnni: dequantises one row of a packed matrix, a block of 32 inputs at a time. Formula: ukernel.h.
+// embedding_w<b>_avx512vnni: dequantizes one row of a packed matrix, a block of 32 inputs at a time. Formula: ukernel.h.
 //
 // bits/read_row_avx2.h gives the 32 codes of a block in order; they become floats 16 at a time.
 

@@ -1,4 +1,4 @@
-// embedding_w<b>_neon: dequantises one row of a packed matrix, a block of 32 inputs at a time. Formula: ukernel.h.
+// embedding_w<b>_neon: dequantizes one row of a packed matrix, a block of 32 inputs at a time. Formula: ukernel.h.
 //
 //   row r of a block: 4 bytes (one word) in each of its b packed lines, at byte 4 r, 64 bytes apart
 //   tbl spreads the words over two registers: bytes 4 j to 4 j + 3 get the word that holds the codes of unpacked line j

@@ -1,4 +1,4 @@
-// embedding_w<b>_portable: dequantises one row of a packed matrix in plain C++; the definition that the vector kernels
+// embedding_w<b>_portable: dequantizes one row of a packed matrix in plain C++; the definition that the vector kernels
 // are compared with. Formula: ukernel.h; layout: format.h. A row has 4 bytes in every packed line of its panel.
 
 #include <cmath>

@@ -54,7 +54,7 @@ template <int I>
 }
 
 // Packed lines 0 to 3 of four panels, from `at` on. One load takes four lines of a panel to registers four apart, so
-// that a line of all panels is four neighbours, which dot products want. Compilers do not find that, so the registers
+// that a line of all panels is four neighbors, which dot products want. Compilers do not find that, so the registers
 // are named.
 struct FourLines {
   [[gnu::always_inline]] static void load(const uint8_t* const* panel, int64_t at, svuint8x4_t& line0,

@@ -17,7 +17,7 @@ namespace lowbit {
 
 namespace {
 
-// Two registers by one instruction that also moves the pointer on. It wants neighbours: named ones, so that codes are
+// Two registers by one instruction that also moves the pointer on. It wants neighbors: named ones, so that codes are
 // unpacked into them.
 template <int First>
 struct Two;

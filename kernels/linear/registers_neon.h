@@ -12,7 +12,7 @@ namespace lowbit {
 namespace {
 
 // Four adjacent registers and 64 bytes, by one instruction that also moves the pointer on. The registers are named: of
-// a choice of its own GCC makes copies, because it plans such neighbours apart from what they are computed from.
+// a choice of its own GCC makes copies, because it plans such neighbors apart from what they are computed from.
 template <int First>
 struct Four;
 

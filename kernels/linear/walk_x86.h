@@ -170,7 +170,7 @@ template <Groups Kind, bool Ahead, class Tile>
   }
 }
 
-// For walk(): a tile on each of `Panels` neighbouring panels, block by block in step, so that memory is read in as many
+// For walk(): a tile on each of `Panels` neighboring panels, block by block in step, so that memory is read in as many
 // streams, each prefetched `Ahead` bytes before its use.
 template <class Tile, int Panels, int64_t Ahead>
 struct InStep {

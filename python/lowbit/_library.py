@@ -37,9 +37,7 @@ def load() -> str:
     except ImportError as error:
         if error.path is None:  # not the dynamic loader's: LOWBIT_ISA is wrong
             raise
-        raise ImportError(
-            f"lowbit's compiled part does not load: {error}. Build it again with `pip install .`."
-        ) from error
+        raise ImportError(f"lowbit's compiled part does not load: {error}. Build it again with `pip install .`.") from error
     library = Path(str(_C.__file__)).parent / "lowbit_torch.so"
     if not library.exists():
         raise ImportError(f"lowbit's operator library is missing: {library}. Build it again with `pip install .`.")
@@ -47,9 +45,7 @@ def load() -> str:
         torch.ops.load_library(library)
     except OSError as error:
         reason = error.__cause__ or error
-        raise ImportError(
-            f"lowbit's operator library does not load: {reason}. Build it again with `pip install .`."
-        ) from error
+        raise ImportError(f"lowbit's operator library does not load: {reason}. Build it again with `pip install .`.") from error
     return str(library.parent)
 
 

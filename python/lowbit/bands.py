@@ -27,7 +27,8 @@ class Bands:
     """
 
     def __init__(self, info: PackedInfo, levels: Sequence[int] | None = None):
-        """Args:
+        """
+        Args:
             info: of the whole matrix.
             levels: its table, where ``info`` has been made before it was fitted.
         """

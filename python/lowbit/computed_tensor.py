@@ -17,12 +17,10 @@ class ComputedTensor(Tensor):
     It has no memory: what would write to it, or to a view of it, is refused, and so is who asks for its address.
     """
 
-    _is_hf_initialized = True  # transformers asks: what has not been loaded it initialises, as Mamba's dt_proj
+    _is_hf_initialized = True  # transformers asks: what has not been loaded it initializes, as Mamba's dt_proj
 
     @staticmethod
-    def __new__(
-        cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **layout
-    ):
+    def __new__(cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **layout):
         # `other.data = made` takes over an address without asking this class, and there is none. But torch refuses to do it
         # with a tensor of the meta device, which this one is inside; the device that it says it is on is asked for below.
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="meta", dispatch_device=True, **layout)

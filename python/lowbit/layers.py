@@ -27,10 +27,9 @@ class Experts:
         bias: [experts, out], or None.
     """
 
-    def __init__(
-        self, holder: torch.nn.Module, leaf: str, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
-    ):
-        """Args:
+    def __init__(self, holder: torch.nn.Module, leaf: str, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool):
+        """
+        Args:
             holder: the module, whose parameter is called ``leaf``, and its bias ``leaf_bias``.
             weight: the parameter; [experts, in, out] if ``transposed``.
         """
@@ -183,8 +182,7 @@ def check_whole_experts(layers: Mapping[str, Layer], selected: Collection[str]) 
                 other = f"{holder}.{leaf}" if holder else leaf
                 if other not in selected:
                     raise ValueError(
-                        f"{name} has a config and {other}, of the same experts, has none; give both a config, or None "
-                        "to both"
+                        f"{name} has a config and {other}, of the same experts, has none; give both a config, or None to both"
                     )
 
 
@@ -273,18 +271,19 @@ def warn_of_training(model: torch.nn.Module) -> None:
 
 
 def leave_fused_paths(model: torch.nn.Module) -> None:
-    """Makes torch's encoder layers call their linear layers where these are quantised, or prepared for it."""
+    """Makes torch's encoder layers call their linear layers where these are quantized, or prepared for it."""
+
     # In evaluation torch's encoder layers hand the float weights of their linear layers to one fused operator. These
     # two attributes are what they themselves set to call the linear layers instead.
-    def is_quantised(layer: torch.nn.Module) -> bool:
+    def is_quantized(layer: torch.nn.Module) -> bool:
         return isinstance(layer, torch.nn.TransformerEncoderLayer) and any(
             isinstance(linear, nn.Packed | Prepared) for linear in (layer.linear1, layer.linear2)
         )
 
     for module in model.modules():
-        if is_quantised(module):
+        if is_quantized(module):
             module.activation_relu_or_gelu = 0
-        elif isinstance(module, torch.nn.TransformerEncoder) and any(map(is_quantised, module.layers)):
+        elif isinstance(module, torch.nn.TransformerEncoder) and any(map(is_quantized, module.layers)):
             module.use_nested_tensor = False
 
 
@@ -299,7 +298,7 @@ def names_by_weight(modules: Mapping[str, Layer]) -> dict[int, list[str]]:
 
 
 def check_weights(name: str, layer: Layer, config: Config) -> None:
-    """Refuses what the quantiser or the packer would refuse.
+    """Refuses what the quantizer or the packer would refuse.
 
     Raises:
         TypeError, ValueError: as :func:`lowbit.quantize_tensor`.
@@ -340,7 +339,7 @@ def check_layers(modules: Mapping[str, Layer], selected: Mapping[str, Config]) -
 
 
 def pack_experts(weight: torch.Tensor, config: Config, bias: torch.Tensor | None) -> torch.Tensor:
-    """Quantises [experts, out, in], with a bias [experts, out] or None, to uint8 [experts, bytes]."""
+    """Quantizes [experts, out, in], with a bias [experts, out] or None, to uint8 [experts, bytes]."""
     packed = None
     for number, matrix in enumerate(weight):
         own = quantize_tensor(matrix, config, None if bias is None else bias[number])

@@ -39,9 +39,7 @@ def _per_weight(importance: Tensor | None, weight: Tensor) -> Tensor | None:
     if importance is None:
         return None
     if importance.shape not in (weight.shape, weight.shape[1:]):
-        raise ValueError(
-            f"importance has shape {list(importance.shape)}; expected [{weight.shape[1]}] or {list(weight.shape)}"
-        )
+        raise ValueError(f"importance has shape {list(importance.shape)}; expected [{weight.shape[1]}] or {list(weight.shape)}")
     return importance.float().expand(weight.shape)
 
 
@@ -114,12 +112,7 @@ def best_scales(x: Tensor, table: Table, importance: Tensor | None, factors: Seq
 
 
 def round_to_levels(
-    weight: Tensor,
-    levels: Sequence[int],
-    group_size: int | None,
-    importance: Tensor | None = None,
-    *,
-    search: bool = True,
+    weight: Tensor, levels: Sequence[int], group_size: int | None, importance: Tensor | None = None, *, search: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix for a table of levels.
 
@@ -193,9 +186,7 @@ def _fit(x: Tensor, importance: Tensor | None, bits: int, start: Tensor) -> tupl
     return table, float(_error(x, near, importance, scale).sum())
 
 
-def fit_levels(
-    weight: Tensor, bits: int, group_size: int | None, importance: Tensor | None = None
-) -> tuple[int, ...]:
+def fit_levels(weight: Tensor, bits: int, group_size: int | None, importance: Tensor | None = None) -> tuple[int, ...]:
     """The table for which rounding a matrix to it leaves the least squared error, in a local optimum.
 
     Lloyd-Max (Lloyd, 1982; Max, 1960) over the weights of the sampled rows, each divided by the scale of its group: by

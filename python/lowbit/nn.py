@@ -90,7 +90,7 @@ class Packed(torch.nn.Module):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if isinstance(param, ComputedTensor):  # torch.nn.utils.prune, of torch's own parameters it makes others
-            raise ValueError("a packed layer cannot be pruned: its weight is fixed; prune the float model, and quantise that")
+            raise ValueError("a packed layer cannot be pruned: its weight is fixed; prune the float model, and quantize that")
         super().register_parameter(name, param)
 
     def requires_grad_(self, requires_grad: bool = True) -> Packed:
@@ -144,9 +144,7 @@ class Packed(torch.nn.Module):
             f"{self.info.bits_per_weight:.2f} bits per weight"
         )
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         # The packed bytes describe themselves, so a checkpoint may have another width or group size than this module;
         # what must agree is the shape of the weight. Every byte is checked before any is used.
         key = prefix + "packed_weight"
@@ -154,7 +152,7 @@ class Packed(torch.nn.Module):
         floats = state_dict.get(prefix + "weight")
         if loaded is None and floats is not None and floats.numel():
             # Whoever loads with strict=False, as peft does, would not see that this weight goes nowhere.
-            error_msgs.append(f"{prefix}weight: it is a float weight, and the layer is packed; load it before quantising")
+            error_msgs.append(f"{prefix}weight: it is a float weight, and the layer is packed; load it before quantizing")
         if loaded is not None:
             try:
                 found, expected = self._verified(loaded), self.info
@@ -170,9 +168,7 @@ class Packed(torch.nn.Module):
                     # In place, so that a module that shares this buffer (a tied head) sees the change.
                     with torch.no_grad():
                         self.packed_weight.set_(torch.empty_like(loaded))
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if loaded is not None and not self.packed_weight.is_meta:  # torch has warned that nothing was copied
             self._describe(self.packed_weight)
 
@@ -189,7 +185,7 @@ class Linear(Packed):
     """A linear layer with 1- to 8-bit weights: int8 activations, quantized on the fly.
 
     Input [..., in_features] float32, bfloat16 or float16; output [..., out_features] of the same dtype.
-    The weight is fixed; the input's gradient is that of a float layer with the dequantised weight.
+    The weight is fixed; the input's gradient is that of a float layer with the dequantized weight.
 
     The packed weight may have its inputs in another order, as GPTQ with act-order groups them: its input ``j`` is then the
     layer's input ``input_order[j]``.
@@ -198,12 +194,10 @@ class Linear(Packed):
     input_order: Tensor | None
 
     def __init__(
-        self,
-        packed_weight: Tensor | ops.PackedInfo,
-        dtype: torch.dtype = torch.float32,
-        input_order: Tensor | None = None,
+        self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32, input_order: Tensor | None = None
     ):
-        """Args:
+        """
+        Args:
             packed_weight: from :func:`lowbit.pack`; the bias is in it. A description instead gives a module on the meta
                 device, which a checkpoint's loader fills.
             dtype: of ``weight`` and ``bias`` when they are read: float32, bfloat16 or float16.
@@ -219,7 +213,7 @@ class Linear(Packed):
 
     @classmethod
     def from_float(cls, linear: torch.nn.Linear, config: LinearConfig) -> Linear:
-        """Quantises a float layer by round-to-nearest.
+        """Quantizes a float layer by round-to-nearest.
 
         Raises:
             TypeError, ValueError: a config of the wrong type, or weights that are not finite, not on the CPU, or computed
@@ -262,9 +256,7 @@ class Linear(Packed):
         weight = super()._dequantized(dtype)
         return weight if self.input_order is None else weight[:, self.input_order.long().argsort()]
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         # Packed bytes and the order of their inputs belong together: a layer takes both as they were saved, or neither.
         loaded, order = state_dict.get(prefix + "packed_weight"), state_dict.get(prefix + "input_order")
         before, errors = self.input_order, len(error_msgs)
@@ -278,9 +270,7 @@ class Linear(Packed):
                 return
         if loaded is not None:
             self.input_order = None if order is None else torch.empty_like(order)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if len(error_msgs) > errors:
             self.input_order = before
 
@@ -304,12 +294,10 @@ class Embedding(Packed):
     """
 
     def __init__(
-        self,
-        packed_weight: Tensor | ops.PackedInfo,
-        dtype: torch.dtype = torch.float32,
-        padding_idx: int | None = None,
+        self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32, padding_idx: int | None = None
     ):
-        """Args:
+        """
+        Args:
             packed_weight: from :func:`lowbit.pack`, or a description as for :class:`Linear`.
             dtype: of the output: float32, bfloat16 or float16.
             padding_idx: kept for information; the row is stored like any other.
@@ -322,7 +310,7 @@ class Embedding(Packed):
 
     @classmethod
     def from_float(cls, embedding: torch.nn.Embedding, config: EmbeddingConfig) -> Embedding:
-        """Quantises a float table by round-to-nearest.
+        """Quantizes a float table by round-to-nearest.
 
         Raises:
             TypeError, ValueError: a config of the wrong type, a table with ``max_norm`` (it rescales its rows at each
@@ -347,9 +335,7 @@ class Embedding(Packed):
         return self.info.in_features
 
     def forward(self, indices: Tensor) -> Tensor:
-        return torch.ops.lowbit.embedding(
-            indices, self.packed_weight, self.info.in_features, dtype=self._dtype
-        )
+        return torch.ops.lowbit.embedding(indices, self.packed_weight, self.info.in_features, dtype=self._dtype)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
@@ -364,7 +350,8 @@ class LinearExperts(Packed):
     """
 
     def __init__(self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32):
-        """Args:
+        """
+        Args:
             packed_weight: weights from :func:`lowbit.pack`, stacked; their biases are in them. Or a description, as for
                 :class:`Linear`.
             dtype: of ``weight`` when it is read: float32, bfloat16 or float16.

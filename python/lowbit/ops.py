@@ -10,8 +10,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _C
-from .packed import PackedInfo, Unpacked, as_levels, check_format, describe, info  # noqa: F401  (users find all here)
-from .packed import info_of_experts, pack, repack, unpack, verify  # noqa: F401
+from .packed import PackedInfo, Unpacked, as_levels, check_format, describe, info, info_of_experts, pack, repack, unpack, verify  # noqa: F401  (users find all here)  # noqa: F401
 
 # Looked up once: torch.ops.lowbit.linear takes 0.4 us more to call.
 _linear = torch.ops.lowbit.linear.default
@@ -99,7 +98,7 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     Returns:
         [..., out_features] of x's dtype. A row with a NaN or an infinity gives a row of NaN.
 
-    The gradient with respect to x is that of a float layer with the dequantised weight: it passes straight through the
+    The gradient with respect to x is that of a float layer with the dequantized weight: it passes straight through the
     rounding of the activations, and so does a derivative in forward mode (torch.func.jvp). The packed weight has none.
 
     Raises:
@@ -119,7 +118,7 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
 
 
 def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[int]) -> tuple[Tensor, ...]:
-    """Several :func:`linear` of the same input, which is quantised once; the results have the same bits.
+    """Several :func:`linear` of the same input, which is quantized once; the results have the same bits.
 
     Args:
         x: [..., in_features] float32, bfloat16 or float16, any strides.
@@ -171,7 +170,7 @@ class _StraightThroughExperts(torch.autograd.Function):
 def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
     """:func:`linear` of each row of x with the matrices of some experts, as layers of mixtures of experts choose them.
 
-    Only the matrices of chosen experts are read, all rows of one at once, and a row of x is quantised once for all of its
+    Only the matrices of chosen experts are read, all rows of one at once, and a row of x is quantized once for all of its
     experts. The results have the bits of :func:`linear`.
 
     Args:
@@ -184,7 +183,7 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
     Returns:
         [..., e, out_features] of x's dtype.
 
-    The gradient with respect to x is that of float layers with the dequantised weights, as that of :func:`linear`.
+    The gradient with respect to x is that of float layers with the dequantized weights, as that of :func:`linear`.
 
     Raises:
         IndexError: there is no such expert.
@@ -200,10 +199,8 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
     return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
 
 
-def embedding(
-    indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Rows of a packed table, dequantised.
+def embedding(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of a packed table, dequantized.
 
     Args:
         indices: [...] int32 or int64, any strides.

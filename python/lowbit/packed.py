@@ -112,12 +112,7 @@ def verify(packed: Tensor) -> PackedInfo:
 
 
 def describe(
-    shape: tuple[int, int],
-    bits: int,
-    group_size: int | None,
-    mapping: str,
-    has_bias: bool,
-    levels: Sequence[int] | None = None,
+    shape: tuple[int, int], bits: int, group_size: int | None, mapping: str, has_bias: bool, levels: Sequence[int] | None = None
 ) -> PackedInfo:
     """What :func:`info` will say about a weight of ``shape`` [n, k] once it is packed. Mapping "levels" without its
     ``levels`` (they are not known before they are fitted): all of them zero.
@@ -146,9 +141,7 @@ def check_format(bits: int, group_size: int | None, mapping: str) -> None:
         if isinstance(group_size, bool) or not isinstance(group_size, int):
             raise TypeError(f"group_size is {group_size!r}; expected an int or None")
         if group_size <= 0 or group_size % 16:
-            raise ValueError(
-                f"group_size is {group_size}; expected a positive multiple of 16, or None for one group per row"
-            )
+            raise ValueError(f"group_size is {group_size}; expected a positive multiple of 16, or None for one group per row")
     if mapping not in ("symmetric", "affine", "levels"):
         raise ValueError(f"mapping is {mapping!r}; expected 'symmetric', 'affine' or 'levels'")
     if mapping == "levels" and not 2 <= bits <= 4:
@@ -166,7 +159,7 @@ def pack(
     mapping: str | None = None,
     levels: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """Packs quantised weights into lowbit's format (docs/format.md).
+    """Packs quantized weights into lowbit's format (docs/format.md).
 
     A weight is ``scale * (code - 2**(bits - 1))`` when symmetric (``+-scale`` at 1 bit), ``scale * code + min`` when affine,
     and ``scale * levels[code]`` with a table of levels. Scales and mins are stored as float16 with a float32 factor

@@ -53,7 +53,7 @@ class LoraLinear(lora.Linear):
         bits = self.get_base_layer().info.bits
         raise ValueError(
             f"adapters cannot be merged into packed weights: rounding to {bits} bits would lose most of what they "
-            "learnt. Keep them beside the packed model (save_pretrained), or merge them into the float model and quantise "
+            "learned. Keep them beside the packed model (save_pretrained), or merge them into the float model and quantize "
             "that"
         )
 

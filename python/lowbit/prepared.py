@@ -116,7 +116,6 @@ def fake_quantize_activations(x: Tensor, group_size: int | None) -> Tensor:
 
 
 class _FakeQuantizedActivations(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, x, group_size):
         ctx.dtype = x.dtype
@@ -171,17 +170,13 @@ class Layer(Prepared):
         affine = config.mapping == "affine"
         weight = self.matrix().detach()
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        _, scales, mins = torch.ops.lowbit.quantize(
-            weight, config.bits, config.group_size or 0, affine, config.scale == "mse"
-        )
+        _, scales, mins = torch.ops.lowbit.quantize(weight, config.bits, config.group_size or 0, affine, config.scale == "mse")
         self.weight_scale = torch.nn.Parameter(scales)
         self.weight_min = torch.nn.Parameter(mins) if affine else None
         formats = torch.tensor(_format(config), dtype=torch.int32)
         self.register_buffer("weight_format", formats)  # type: ignore[attr-defined]
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         # Scales of another width may well have the same shape.
         found, expected = state_dict.get(prefix + "weight_format"), _format(self._config)
         if not self._owner and (found is not None or prefix + "weight_scale" in state_dict):
@@ -192,9 +187,7 @@ class Layer(Prepared):
                     f"{_described(expected)}"
                 )
                 return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def follow(self, other: Layer) -> None:
         """Takes the config and the scales of another layer in training."""

@@ -35,7 +35,7 @@ def prepare_(
     config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
     filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
 ) -> torch.nn.Module:
-    """Prepares a model for training with quantised weights and activations, in place.
+    """Prepares a model for training with quantized weights and activations, in place.
 
     The chosen layers, transformers' ``Conv1D`` among them, compute what packed ones will: weights from the very codes
     and scales that :func:`convert_` stores, activations int8 per segment. Only the order of float sums differs. Their
@@ -45,7 +45,7 @@ def prepare_(
     al., 2020), one for each group as in EfficientQAT (Chen et al., 2024). They begin as :func:`lowbit.quantize_` chooses
     them, so that a model that is converted without training has the same bytes.
 
-    Any optimiser trains it, on any device; scales want no weight decay. Checkpoints of training are state dicts: what
+    Any optimizer trains it, on any device; scales want no weight decay. Checkpoints of training are state dicts: what
     ``save_pretrained`` writes before ``convert_`` is a float model with the scales beside it.
 
     Args:
@@ -99,9 +99,7 @@ def convert_(model: torch.nn.Module) -> torch.nn.Module:
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, Prepared):
         raise TypeError("model is itself a prepared layer; convert_ takes the model that holds it")
-    modules = {
-        name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Layer)
-    }
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Layer)}
     if not modules:
         packed = sum(isinstance(module, Packed) for module in model.modules())
         found = f"; {packed} are packed already" if packed else ""

@@ -1,4 +1,4 @@
-"""Round-to-nearest quantisation of tensors."""
+"""Round-to-nearest quantization of tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Config:
 
 @dataclass(frozen=True)
 class LinearConfig(Config):
-    """How to quantise a linear layer.
+    """How to quantize a linear layer.
 
     Args:
         bits: 1 to 8.
@@ -71,7 +71,7 @@ class LinearConfig(Config):
 
 @dataclass(frozen=True)
 class EmbeddingConfig(Config):
-    """How to quantise an embedding table; the arguments are those of :class:`LinearConfig`."""
+    """How to quantize an embedding table; the arguments are those of :class:`LinearConfig`."""
 
 
 def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
@@ -98,7 +98,7 @@ def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
 
 
 def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str = "") -> None:
-    """Refuses whatever the quantiser or the packer would refuse, before either starts."""
+    """Refuses whatever the quantizer or the packer would refuse, before either starts."""
     if isinstance(weight, Tensor) and (weight.dim() != 2 or weight.numel() == 0):
         raise ValueError(f"{prefix}weight has shape {list(weight.shape)}; expected [n, k] with n and k at least 1")
     _check_values(weight, f"{prefix}weight", weight.shape if isinstance(weight, Tensor) else ())
@@ -117,7 +117,7 @@ def table_of(config: Config, weight: Tensor, importance: Tensor | None = None) -
 
 
 def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) -> Tensor:
-    """Quantises a weight matrix by round-to-nearest and packs it.
+    """Quantizes a weight matrix by round-to-nearest and packs it.
 
     Args:
         weight: [n, k] of any floating-point dtype, finite, on the CPU.
@@ -141,9 +141,7 @@ def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) 
     if config.mapping == "levels":
         levels = table_of(config, weight)
         codes, scales = round_to_levels(weight, levels, config.group_size, search=config.scale == "mse")
-        return ops.pack(
-            codes, scales, None, float_bias, bits=config.bits, group_size=config.group_size, levels=levels
-        )
+        return ops.pack(codes, scales, None, float_bias, bits=config.bits, group_size=config.group_size, levels=levels)
     affine = config.mapping == "affine"
     codes, scales, mins = torch.ops.lowbit.quantize(
         weight.detach(), config.bits, config.group_size or 0, affine, config.scale == "mse"

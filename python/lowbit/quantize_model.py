@@ -1,4 +1,4 @@
-"""Round-to-nearest quantisation of models."""
+"""Round-to-nearest quantization of models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def select_layers(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     experts: bool = False,
 ) -> dict[str, Config]:
-    """The qualified names to quantise, each with its config; those of experts in one tensor only if they are asked for."""
+    """The qualified names to quantize, each with its config; those of experts in one tensor only if they are asked for."""
     if isinstance(config, Config):
         patterns: dict[str, Config | None] = {"*": config}
     elif isinstance(config, Mapping):
@@ -105,7 +105,7 @@ def choose_layers(
     refuse_prepared(model)
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
-            raise ValueError(f"{name} has no shape yet; call the model once before it is quantised")
+            raise ValueError(f"{name} has no shape yet; call the model once before it is quantized")
     selected = select_layers(model, config, filter_fn, experts)
     if not selected:
         raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model")
@@ -152,7 +152,7 @@ def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
         reason = str(error)
 
         def refuse(*arguments, **options):
-            raise RuntimeError(f"lowbit cannot save this quantised model: {reason}")
+            raise RuntimeError(f"lowbit cannot save this quantized model: {reason}")
 
         yield
         for module in model.modules():
@@ -176,7 +176,7 @@ def quantize_(
     config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
     filter_fn: Callable[[torch.nn.Module, str], bool] | None = None,
 ) -> torch.nn.Module:
-    """Replaces the linear layers and embedding tables of a model by quantised ones, in place.
+    """Replaces the linear layers and embedding tables of a model by quantized ones, in place.
 
     Args:
         model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth. Linear
@@ -200,7 +200,7 @@ def quantize_(
     the model's bytes.
 
     Raises:
-        TypeError, ValueError: a wrong config, nothing to quantise, an adapter of peft, weights that are not finite or not
+        TypeError, ValueError: a wrong config, nothing to quantize, an adapter of peft, weights that are not finite or not
             on the CPU, or different configs for layers that share a weight. The model is then unchanged.
     """
     know_transformers()

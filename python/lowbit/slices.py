@@ -60,7 +60,7 @@ def slice_rows(packed: Tensor, begin: int, end: int) -> Tensor:
 def slice_columns(packed: Tensor, begin: int, end: int) -> Tensor:
     """Inputs ``begin`` to ``end - 1`` of a packed matrix: a layer for a part of the activations.
 
-    The results of all slices add up to those of the whole, but for rounding: each slice's activations are quantised for
+    The results of all slices add up to those of the whole, but for rounding: each slice's activations are quantized for
     themselves. So that the sum has the bias once, only a slice that begins at 0 keeps it.
 
     Args:

@@ -182,9 +182,7 @@ def _cut(
         mine = slice(rank * each, (rank + 1) * each)
         packed = slice_columns(layer.packed_weight, mine.start, mine.stop)
         # A slice that does not begin at 0 has no bias, so the sum has it once.
-        return Part(
-            in_huge_pages(packed), dtype, group=group, sums=True, inputs=None if local_inputs else mine
-        )
+        return Part(in_huge_pages(packed), dtype, group=group, sums=True, inputs=None if local_inputs else mine)
     local = style in _LOCAL_OUTPUTS
     if local and (heads := _shared_heads(parent, rows, ranks)):
         width, mine = rows // heads, rank * heads // ranks
@@ -199,9 +197,7 @@ def _cut(
     if each * (ranks - 1) >= rows:
         raise ValueError(f"{name} has {rows} outputs, too few for {ranks} ranks")
     packed = slice_rows(layer.packed_weight, rank * each, min(rows, (rank + 1) * each))
-    return Part(
-        in_huge_pages(packed), dtype, order, group=group, gathers_inputs=local_inputs, whole=None if local else rows
-    )
+    return Part(in_huge_pages(packed), dtype, order, group=group, gathers_inputs=local_inputs, whole=None if local else rows)
 
 
 def _cut_experts(
@@ -242,10 +238,7 @@ def _join_late(part: ExpertsPart, holder: torch.nn.Module, inputs: tuple, out: T
 
 
 def shard_(
-    model: torch.nn.Module,
-    group: dist.ProcessGroup | None = None,
-    plan: Mapping[str, str] | None = None,
-    exact: bool = True,
+    model: torch.nn.Module, group: dist.ProcessGroup | None = None, plan: Mapping[str, str] | None = None, exact: bool = True
 ) -> torch.nn.Module:
     """Cuts the packed linear layers and experts of a model, in place, so that each rank of a group keeps and computes its part.
 
@@ -257,26 +250,26 @@ def shard_(
     Args:
         model: with :class:`lowbit.nn.Linear` layers or :class:`lowbit.nn.LinearExperts`; of transformers, or any with a
             ``plan``. Every expert is cut; none is on one rank alone.
-        group: of processes that share the model; None: all. ``torch.distributed`` must be initialised.
+        group: of processes that share the model; None: all. ``torch.distributed`` must be initialized.
         plan: qualified names, ``*`` in the place of numbers, to transformers' names of how to cut: "colwise",
             "colwise_gather_output", "rowwise", "rowwise_split_input"; experts "colwise", or "packed_colwise" where the
             rows of two matrices lie below each other, and "rowwise"; "moe_tp_experts" the module of experts, if its result
             is a sum of what a "rowwise" layer gives, each times a number. None: the model's own (``model.tp_plan``).
         exact: all layers are cut by their outputs, so that each sees its whole input: every number that a packed layer
             gives has the same bits with any number of ranks. False: "rowwise" layers are cut by their inputs, and a sum
-            over the ranks takes the place of two gathers: less to send, but each rank quantises its own activations, so
+            over the ranks takes the place of two gathers: less to send, but each rank quantizes its own activations, so
             results depend on the number of ranks.
 
     Returns:
         The model.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialized.
         ValueError: the model has no plan, or a layer cannot be cut so: heads, outputs, inputs or groups that the ranks
             cannot share evenly. The model is then unchanged.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError("torch.distributed is not initialised; call init_process_group, in processes of torchrun")
+        raise RuntimeError("torch.distributed is not initialized; call init_process_group, in processes of torchrun")
     plan = getattr(model, "tp_plan", None) if plan is None else plan
     if not plan:
         raise ValueError(f"{type(model).__name__} has no plan for tensor parallelism; pass one")
@@ -328,9 +321,9 @@ def _cut_all(
         elif isinstance(layer, nn.Packed):
             raise ValueError(f"{name} is a packed {type(layer).__name__}; lowbit cuts linear layers and experts")
         elif style == EXPERTS_TOGETHER and not any(isinstance(child, nn.LinearExperts) for child in layer.children()):
-            raise ValueError(f"{name} is float; {ranks} ranks can share packed experts only: quantise it")
+            raise ValueError(f"{name} is float; {ranks} ranks can share packed experts only: quantize it")
         elif type(layer) in KINDS and style in (*_LOCAL_OUTPUTS, *_LOCAL_INPUTS):
-            raise ValueError(f"{name} is float; {ranks} ranks can share packed layers only: quantise it")
+            raise ValueError(f"{name} is float; {ranks} ranks can share packed layers only: quantize it")
     return parts, sharing
 
 

@@ -1,7 +1,7 @@
 """How many threads a model should run on.
 
 Decoding is bound by memory: beyond some number of threads it gets no faster, and with cores of different speeds or busy
-neighbours even slower. Which number that is depends on the machine and on the layers, so it is measured.
+neighbors even slower. Which number that is depends on the machine and on the layers, so it is measured.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _weights(model_or_shapes, bits: int, group_size: int | None) -> list[torch.T
         weights = [module.packed_weight for module in model_or_shapes.modules() if isinstance(module, nn.Linear)]
         if not weights:
             raise ValueError(
-                "the model has no lowbit.nn.Linear; quantise it first, or pass shapes [(out_features, in_features), ...]"
+                "the model has no lowbit.nn.Linear; quantize it first, or pass shapes [(out_features, in_features), ...]"
             )
         return weights
     weights = []
@@ -130,16 +130,14 @@ def tune_threads(
         apply: whether to set the number, by ``torch.set_num_threads``. Otherwise it stays as it was.
 
     Raises:
-        ValueError: no quantised layer, a bad shape, or ``rows`` or ``seconds`` that are not positive.
+        ValueError: no quantized layer, a bad shape, or ``rows`` or ``seconds`` that are not positive.
     """
     if rows < 1:
         raise ValueError(f"rows is {rows}; expected 1 or more")
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds}; expected more than 0")
     layers = [(weight, ops.info(weight)) for weight in _weights(model_or_shapes, bits, group_size)]
-    inputs = {
-        info.in_features: torch.randn(rows, info.in_features, dtype=torch.float32, device="cpu") for _, info in layers
-    }
+    inputs = {info.in_features: torch.randn(rows, info.in_features, dtype=torch.float32, device="cpu") for _, info in layers}
 
     def run() -> float:
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: ``from_pretrained`` quantises, and loads what is quantised.
+"""Hugging Face transformers: ``from_pretrained`` quantizes, and loads what is quantized.
 
 transformers imports this module when it first meets the method "lowbit" (``lowbit_autoload.imports``). With
 ``LOWBIT_AUTOLOAD=0`` importing it, or using ``lowbit.LowBitConfig``, registers the method.

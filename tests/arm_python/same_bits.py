@@ -15,9 +15,8 @@ import platform
 import sys
 from pathlib import Path
 
-import torch
-
 import lowbit
+import torch
 
 WIDTHS = range(1, 9)
 MAPPINGS = ("symmetric", "affine")
@@ -74,8 +73,15 @@ def compute(inputs: dict) -> dict:
 
     model = make_model()
     model.load_state_dict({name[6:]: inputs[name] for name in inputs if name.startswith("model ") and "." in name})
-    lowbit.quantize_(model, {"*": lowbit.LinearConfig(3, 32, "affine"), "1": lowbit.LinearConfig(5, None),
-                             "0": lowbit.EmbeddingConfig(4, 16), "4": lowbit.LinearConfig(4, 16)})
+    lowbit.quantize_(
+        model,
+        {
+            "*": lowbit.LinearConfig(3, 32, "affine"),
+            "1": lowbit.LinearConfig(5, None),
+            "0": lowbit.EmbeddingConfig(4, 16),
+            "4": lowbit.LinearConfig(4, 16),
+        },
+    )
     for name, tensor in model.state_dict().items():
         results[f"model {name}"] = tensor
     results["model logits"] = model(inputs["model tokens"])
@@ -153,8 +159,11 @@ def check_isa(expected: list[str]) -> list[str]:
     failures = []
     if lowbit.isa()["active"] != expected:
         failures.append(f"active ISA: {lowbit.isa()['active']}; expected {expected}")
-    best = {kernel["bits"] for kernel in lowbit.kernels()
-            if kernel["active"] and kernel["family"] == "linear" and kernel["isa"] == expected[-1]}
+    best = {
+        kernel["bits"]
+        for kernel in lowbit.kernels()
+        if kernel["active"] and kernel["family"] == "linear" and kernel["isa"] == expected[-1]
+    }
     if best != set(WIDTHS):
         failures.append(f"widths with an active linear kernel for {expected[-1]}: {sorted(best)}; expected 1 to 8")
     return failures

@@ -157,7 +157,7 @@ TEST(LinearExperts, AnyStrides) {
 TEST(LinearExperts, AnyNumberOfThreadsGivesTheSameBits) {
   Random random(4);
   const Model model(6, 200, 256);
-  for (const int64_t rows : {1, 5, 130}) {  // with 130 rows the threads quantise, too
+  for (const int64_t rows : {1, 5, 130}) {  // with 130 rows the threads quantize, too
     const std::vector<int64_t> chosen = choices(rows * 4, 6, random);
     const Tensor x = random_tensor(ElementType::f32, {rows, 256}, random), experts = index_tensor(chosen, {rows, 4});
     for (const int count : {1, 2, 7}) model.check(x.view, experts.view, chosen, threads(count));
@@ -166,7 +166,7 @@ TEST(LinearExperts, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
-// So many rows that their quantised values do not fit the operator's scratch memory (16 MiB) at once, and that those of
+// So many rows that their quantized values do not fit the operator's scratch memory (16 MiB) at once, and that those of
 // an expert make several parts.
 TEST(LinearExperts, ManyRowsInChunks) {
   Random random(5);

@@ -107,7 +107,7 @@ TEST(FloatSettings, Linear) {
   Random random(1);
   const Layout layout = layout_of(200, 320, 4, 32, Mapping::affine, true);
   const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
-  for (const int64_t m : {1, 3, 130}) {  // with 130 rows the threads quantise, too
+  for (const int64_t m : {1, 3, 130}) {  // with 130 rows the threads quantize, too
     for (const float factor : {1.0f, 1e-36f}) {
       const Tensor x = small_values({m, 320}, factor, 2);
       expect_same_bits("linear", DType::f32, [&](const Parallel& parallel) {

@@ -223,7 +223,7 @@ TEST(Linear, AnyNumberOfThreadsGivesTheSameBits) {
     return parallel;
   };
   const Model model(200, 256);
-  for (const int64_t m : {1, 5, 150}) {  // only the matrix product, and with 150 rows also the quantisation is divided
+  for (const int64_t m : {1, 5, 150}) {  // only the matrix product, and with 150 rows also the quantization is divided
     const Tensor x = random_tensor(ElementType::f32, {m, 256}, random);
     for (const int count : {1, 2, 7}) {
       regions = 0;
@@ -234,7 +234,7 @@ TEST(Linear, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
-// So many rows that their quantised values do not fit the operator's scratch memory (8 MiB) at once.
+// So many rows that their quantized values do not fit the operator's scratch memory (8 MiB) at once.
 TEST(Linear, ManyRowsInChunks) {
   Random random(5);
   constexpr int64_t kRows = 150000;  // of 128 bytes of values and at most 192 of sums and scales

@@ -1,4 +1,4 @@
-// kernels/numeric.h against exact rounding in float64, over all 16-bit values and their neighbourhoods, and against the
+// kernels/numeric.h against exact rounding in float64, over all 16-bit values and their neighborhoods, and against the
 // compiler's own 16-bit type.
 
 #include <gtest/gtest.h>
@@ -51,11 +51,11 @@ void for_floats_around_every_value(float (*to_float)(uint16_t), const Check& che
     const float value = to_float(static_cast<uint16_t>(bits));
     const float next = to_float(static_cast<uint16_t>(bits + 1));
     if (!std::isfinite(value)) break;
-    // The tie between two neighbours: exact in float32 for float16; for bfloat16 by the bits.
+    // The tie between two neighbors: exact in float32 for float16; for bfloat16 by the bits.
     const float tie = float_from_bits(bits_of_float(value) / 2 + bits_of_float(next) / 2);
     const float middle = std::isfinite(next) ? value + (next - value) / 2 : tie;
-    for (const float centre : {value, middle, tie}) {
-      for (const float x : {centre, std::nextafter(centre, 0.0f), std::nextafter(centre, FLT_MAX)}) {
+    for (const float center : {value, middle, tie}) {
+      for (const float x : {center, std::nextafter(center, 0.0f), std::nextafter(center, FLT_MAX)}) {
         check(x);
         check(-x);
       }

@@ -1,4 +1,4 @@
-// The operator that quantises weights: codes nearest to the weights for the scales that packing stores, the same on any
+// The operator that quantizes weights: codes nearest to the weights for the scales that packing stores, the same on any
 // number of threads, within its buffers.
 
 #include <gtest/gtest.h>

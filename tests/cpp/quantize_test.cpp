@@ -1,4 +1,4 @@
-// Every row of the quantisation table: the portable row against the contract in float32 (equal bits) and against the
+// Every row of the quantization table: the portable row against the contract in float32 (equal bits) and against the
 // real numbers (a derived bound), all other rows against the portable row (equal bits).
 
 #include <gtest/gtest.h>

@@ -13,12 +13,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
 from test_report import WATCH, browser
 
 ROOT = Path(__file__).parents[2]
 # One of each kind: prose and code, plots, options, wide tables, long signatures, a notebook.
-PAGES = ("index", "choosing_bits", "cli", "bench", "arm_cost", "api/quantise", "first_steps")
+PAGES = ("index", "choosing_bits", "cli", "bench", "arm_cost", "api/quantize", "first_steps")
 
 
 @pytest.fixture(scope="module")

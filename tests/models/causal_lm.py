@@ -22,13 +22,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tiny_models import experts_in, make, quantise  # first: it sets what transformers reads from the environment
-
+import lowbit.llm
 import torch
 import transformers
+from tiny_models import experts_in, make, quantize  # first: it sets what transformers reads from the environment
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-import lowbit.llm
 
 MAX_LENGTH, TEXT, NEW = 64, 24, 8
 # Of the standard deviation of the logits: what rounding may do. Float32 sums in another order do 1e-6 or so. Between
@@ -86,7 +84,9 @@ def attempt(model: torch.nn.Module, kind: str, export: bool = True) -> Outcome:
     def off(logits: torch.Tensor, position: int) -> float:
         return float((logits[0].float() - own[0, position]).square().mean().sqrt() / scale)
 
-    start = lambda at: torch.tensor([at])
+    def start(at: int) -> torch.Tensor:
+        return torch.tensor([at])
+
     figures = {"whole": off(decoder(tokens, start(0)), TEXT - 1)}
     figures["one by one"] = max(off(decoder(tokens[:, i : i + 1], start(i)), i) for i in range(TEXT))
     decoder(tokens[:, :7], start(0))
@@ -121,9 +121,7 @@ def without_us(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(logits, dim=1)
 
 
-def fallback(
-    model: torch.nn.Module, kind: str, tokens: torch.Tensor, own: torch.Tensor, refusal: str
-) -> Outcome:
+def fallback(model: torch.nn.Module, kind: str, tokens: torch.Tensor, own: torch.Tensor, refusal: str) -> Outcome:
     """The same where the decoder refuses a model: by its own attention, and beside its own generate()."""
     try:
         step = lowbit.llm.Fallback(model, MAX_LENGTH)
@@ -179,8 +177,8 @@ def try_model(model_type: str, kinds: Iterable[str] = CLOSE, export: bool = True
         this = copy.deepcopy(model)
         if kind != "float":
             try:
-                if not quantise(this):
-                    outcomes[kind] = Outcome("not tried", "it has no torch.nn.Linear to quantise")
+                if not quantize(this):
+                    outcomes[kind] = Outcome("not tried", "it has no torch.nn.Linear to quantize")
                     continue
             except Exception as error:
                 outcomes[kind] = Outcome("not tried", f"quantize_ raises {one_line(error)}")
@@ -286,8 +284,8 @@ def document(results: dict[str, dict]) -> str:
         found = states(result)
         sorts["right" if "right" in found else "refused" if "refused" in found else "not tried"].append(name)
     own = [name for name in sorts["right"] if any(each.get("refusal") for each in results[name]["outcomes"].values())]
-    rounding = {kind: 0.0 for kind in CLOSE}
-    proofs = {kind: 0.0 for kind in CLOSE}
+    rounding = dict.fromkeys(CLOSE, 0.0)
+    proofs = dict.fromkeys(CLOSE, 0.0)
     for name in sorts["right"]:
         for kind, outcome in results[name]["outcomes"].items():
             for what, figure in outcome["figures"].items():
@@ -298,7 +296,7 @@ def document(results: dict[str, dict]) -> str:
 
     def cell(text: str) -> str:
         text = re.sub(r"^(lowbit's decoder is not for )?\w+ \(model_type \S+\)( writes no text token by token)?: ", "", text)
-        return text.removesuffix("; use transformers' generate(), which takes quantised models too").replace("|", "\\|")
+        return text.removesuffix("; use transformers' generate(), which takes quantized models too").replace("|", "\\|")
 
     found = versions()
     lines = [

@@ -8,10 +8,9 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations and random weights only
 
+import lowbit
 import torch
 import transformers
-
-import lowbit
 from lowbit.layers import kind_of
 
 # Sizes of tiny models, by the names that configurations have for them. The first pattern that matches counts.
@@ -137,7 +136,7 @@ def make(model_type: str) -> torch.nn.Module:
     return model
 
 
-def quantise(model: torch.nn.Module) -> int:
+def quantize(model: torch.nn.Module) -> int:
     """All linear layers that lowbit takes, experts too, to 4 bits in groups of 16; how many."""
 
     def chosen(module, name):
@@ -148,7 +147,7 @@ def quantise(model: torch.nn.Module) -> int:
 
 
 def experts_in(model: torch.nn.Module) -> str:
-    """What a quantised model does with the experts that it has in one tensor: "packed", "float", or nothing."""
+    """What a quantized model does with the experts that it has in one tensor: "packed", "float", or nothing."""
     if any(isinstance(module, lowbit.nn.LinearExperts) for module in model.modules()):
         return "packed"
     return "float" if any("expert" in name and value.dim() == 3 for name, value in model.named_parameters()) else ""

@@ -15,10 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import lowbit
 import torch
 from torch import nn
-
-import lowbit
 
 
 def fails_with(exception: type | tuple[type, ...], words: str, function, *arguments) -> None:
@@ -52,7 +51,7 @@ def main() -> None:
     if arguments.isa:
         assert arguments.isa in lowbit.isa()["active"], lowbit.isa()
 
-    # Quantises and runs: every width, near the float result.
+    # Quantizes and runs: every width, near the float result.
     torch.manual_seed(0)
     with torch.no_grad():
         for bits in range(1, 9):
@@ -95,7 +94,10 @@ def main() -> None:
     fails_with(OSError, "does not load", lowbit.load_kernels, "/nowhere/vendor.so")
     wrong = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", "import lowbit"],
-        check=False, capture_output=True, text=True, env=os.environ | {"LOWBIT_ISA": "nonsense"},
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"LOWBIT_ISA": "nonsense"},
     )
     assert "LOWBIT_ISA is 'nonsense'" in wrong.stderr.splitlines()[-1], wrong.stderr
 

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-
-import lowbit
 
 WORDS = 120
 SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -53,8 +52,12 @@ def make(kind: str, dtype: torch.dtype = torch.float32):
     else:
         model = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
-                **SIZES, num_key_value_heads=2, intermediate_size=96, max_position_embeddings=64,
-                tie_word_embeddings=kind == "tied", initializer_range=0.1,
+                **SIZES,
+                num_key_value_heads=2,
+                intermediate_size=96,
+                max_position_embeddings=64,
+                tie_word_embeddings=kind == "tied",
+                initializer_range=0.1,
             )  # fmt: skip
         )
     return model.to(dtype).eval()

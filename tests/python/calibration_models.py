@@ -2,20 +2,24 @@
 
 import copy
 
+import lowbit
 import torch
 import transformers
-from torch import nn
-
-import lowbit
 from lowbit.calibration import calibrate
+from torch import nn
 
 SHARED = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 def llama(tied: bool = True, **others) -> nn.Module:
     config = transformers.LlamaConfig(
-        **SHARED, num_key_value_heads=2, intermediate_size=96, max_position_embeddings=64, tie_word_embeddings=tied,
-        initializer_range=0.1, **others,
+        **SHARED,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        **others,
     )
     return with_inputs_of_all_sizes(transformers.LlamaForCausalLM(config).eval())
 

@@ -12,10 +12,9 @@ import threading
 import time
 import warnings
 
-import torch
-
 import lowbit
 import lowbit.executorch
+import torch
 from models import Small
 from reference import random_packed, random_rows
 
@@ -23,7 +22,7 @@ warnings.simplefilter("ignore")
 calls, acme, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 faulthandler.dump_traceback_later(250 + calls // 100, exit=True)  # of all threads, should some wait for ever
 lowbit.executorch.register()
-from executorch.runtime import Runtime  # noqa: E402
+from executorch.runtime import Runtime
 
 # What is called, by name: functions without arguments that give tensors.
 work = {}
@@ -35,10 +34,7 @@ def linear(i):
     # Every third has activations and scales so small that a thread that flushes subnormal numbers would give others.
     x = random_rows((1, 3, 70)[i % 3], k, seed=i) * (1e-36 if i % 3 == 0 else 1.0)
     indices = torch.arange(300) * 7 % n
-    return {
-        f"linear {i}": lambda: lowbit.linear(x, packed, n),
-        f"embedding {i}": lambda: lowbit.embedding(indices, packed, k),
-    }
+    return {f"linear {i}": lambda: lowbit.linear(x, packed, n), f"embedding {i}": lambda: lowbit.embedding(indices, packed, k)}
 
 
 for i in range(16):

@@ -5,12 +5,11 @@ import os
 import signal
 from pathlib import Path
 
+import lowbit
+import lowbit.transformers
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
-import lowbit
-import lowbit.transformers
 
 # Odd sizes: the vocabulary is no multiple of a panel's 16 rows, the intermediate size no multiple of a group.
 SIZES = {
@@ -101,12 +100,12 @@ def killed_at(moment: int, action, install) -> bool:
     return False
 
 
-def quantised(model, config: lowbit.LowBitConfig):
+def quantized(model, config: lowbit.LowBitConfig):
     return lowbit.quantize_(model, config.select(model))
 
 
 def refuse(source, target, error, *parts, config=CONFIG):
-    """Quantising raises the error, whose message has all the parts, and leaves nothing behind."""
+    """Quantizing raises the error, whose message has all the parts, and leaves nothing behind."""
     before = sorted(source.parent.rglob("*"))
     with pytest.raises(error) as caught:
         lowbit.quantize_checkpoint(source, target, config)

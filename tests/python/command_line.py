@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import typer.testing
-
 from lowbit import llm
 from lowbit.cli.app import app
 from lowbit.llm.loading import TextStream, load_model, load_tokenizer
@@ -27,9 +26,7 @@ PROMPT = "Return the number of items"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as in conftest.py: on a busy machine threads wait for each other
 
 
-def run(
-    *arguments, stdin: str | None = None, cwd: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess:
+def run(*arguments, stdin: str | None = None, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
     """Runs the installed `lowbit`."""
     return subprocess.run(
         [LOWBIT, *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=900, cwd=cwd,

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from needs import need_packages
 from runners import ARM_RUNNERS, EXAMPLE, HERE, QEMU, Runner, build
 
 # AOTInductor's C++ that calls kernels and operators, and computes nothing itself, takes half the time to compile without
-# optimisation. What it calls is compiled as ever.
+# optimization. What it calls is compiled as ever.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 # The same examples in every run: a failure can be repeated, and a pass means the same everywhere.
@@ -86,7 +85,10 @@ def run_python():
     def run(script: str, *arguments: str, isa: str | None = None) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, "-c", script, *map(str, arguments)],
-            capture_output=True, text=True, timeout=1200, env=_environment(isa),
+            capture_output=True,
+            text=True,
+            timeout=1200,
+            env=_environment(isa),
         )
 
     return run
@@ -128,7 +130,7 @@ def packed(tmp_path_factory) -> tuple[Path, dict]:
     target = tmp_path_factory.mktemp("packed") / "model"
     result = invoke("quantize", FLOAT, target, "--embedding-bits", 6, "--override", "*.0.*o_proj=8,none,affine", "--json")
     assert result.exit_code == 0, result.stderr
-    assert result.stderr.splitlines() == [f"quantising {FLOAT} ..."]
+    assert result.stderr.splitlines() == [f"quantizing {FLOAT} ..."]
     return target, document(result)
 
 

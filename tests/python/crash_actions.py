@@ -1,6 +1,6 @@
 """What test_crashes.py records, kills and repeats: everything of lowbit's that writes files, on small models.
 
-    crash_actions.py SOURCES PLACE NAME...    # each in PLACE/NAME
+crash_actions.py SOURCES PLACE NAME...    # each in PLACE/NAME
 """
 
 import os
@@ -8,11 +8,10 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
-
 import lowbit
 import lowbit.importing.gguf
-import lowbit.transformers  # noqa: F401
+import lowbit.transformers
+import torch
 from checkpoints import load, save_model
 from lowbit import LowBitConfig
 from lowbit.calibration.journal import Journal

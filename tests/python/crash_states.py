@@ -100,9 +100,8 @@ def _apply(inodes: dict, change: Change) -> None:
         if inodes[directory].get(name) == change.inode:
             del inodes[directory][name]
         inodes[change.of][change.name] = change.inode
-    elif change.kind == "remove":
-        if inodes[change.of].get(change.name) == change.inode:
-            del inodes[change.of][change.name]
+    elif change.kind == "remove" and inodes[change.of].get(change.name) == change.inode:
+        del inodes[change.of][change.name]
 
 
 def _content(before: bytes, writes: list[Change]) -> bytes:
@@ -247,9 +246,7 @@ def _one(call: str, text: str, result: int, descriptors: dict, recordings: list[
 
 def tree_of(root: Path) -> dict[str, object]:
     """Everything below a directory, by relative path: bytes, or DIRECTORY."""
-    return {
-        str(path.relative_to(root)): DIRECTORY if path.is_dir() else path.read_bytes() for path in root.rglob("*")
-    }
+    return {str(path.relative_to(root)): DIRECTORY if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
 
 
 def tree_after(recording: Recording, changes) -> dict[str, object]:

@@ -181,9 +181,7 @@ def write_model(
         if base.endswith("shared_expert_gate"):
             array = array[0]
         if config.model_type in ("llama", "mixtral") and base.endswith(("q_proj", "k_proj")):
-            array = permute(
-                array, config.num_key_value_heads if base.endswith("k_proj") else config.num_attention_heads
-            )
+            array = permute(array, config.num_key_value_heads if base.endswith("k_proj") else config.num_attention_heads)
         if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
         called = f"{names.get_name(base)}.{leaf}"

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import torch
 from gguf_files import file_bytes
-from test_importing_directory import NF4, Quantised, act_order, awq, compressed, gptq, gptq_p
+from test_importing_directory import NF4, Quantized, act_order, awq, compressed, gptq, gptq_p
 from test_importing_others import hqq
 
 METADATA = {
@@ -54,9 +54,9 @@ def i2s_file() -> bytes:
 def layers_of_others() -> dict[str, tuple[dict, dict, dict]]:
     """By format a layer of 32 x 32 weights: settings, tensors, metadata of the file."""
     generator = torch.Generator().manual_seed(0)
-    layer = Quantised(32, 32, 4, 32, "free", generator)
-    halves = Quantised(32, 32, 4, 16, "free", generator)
-    five = Quantised(32, 32, 5, 32, "free", generator)
+    layer = Quantized(32, 32, 4, 32, "free", generator)
+    halves = Quantized(32, 32, 4, 16, "free", generator)
+    five = Quantized(32, 32, 5, 32, "free", generator)
     order = gptq(halves, 4, 16, 1) | {"g_idx": act_order(halves)}
     matrix = {
         "_type": "IntxUnpackedToInt8Tensor",

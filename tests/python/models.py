@@ -1,8 +1,7 @@
 """Models that several tests use."""
 
-import torch
-
 import lowbit
+import torch
 from reference import DTYPES, WEIGHTS, assert_same_bits, random_packed, random_rows
 
 MAGIC = bytes.fromhex("894c4f574249540a")  # a packed weight begins with it
@@ -30,9 +29,7 @@ class Every(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        packed = {
-            (bits, mapping): random_packed(N, K, bits, GROUP, mapping, bias=bits % 2 == 0) for bits, mapping in WEIGHTS
-        }
+        packed = {(bits, mapping): random_packed(N, K, bits, GROUP, mapping, bias=bits % 2 == 0) for bits, mapping in WEIGHTS}
         self.names = [
             f"{family} {bits} {mapping} {dtype}"
             for family in ("linear", "embedding")
@@ -40,9 +37,7 @@ class Every(torch.nn.Module):
             for dtype in DTYPES
         ]
         self.linears = torch.nn.ModuleList(map(lowbit.nn.Linear, packed.values()))
-        self.tables = torch.nn.ModuleList(
-            lowbit.nn.Embedding(weight, dtype) for weight in packed.values() for dtype in DTYPES
-        )
+        self.tables = torch.nn.ModuleList(lowbit.nn.Embedding(weight, dtype) for weight in packed.values() for dtype in DTYPES)
 
     def forward(self, int64s, f32, bf16, f16, int32s):
         """Indices [m] of both types, and [m, K] of each of DTYPES; outputs in the order of `names`."""

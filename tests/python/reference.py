@@ -6,10 +6,9 @@ float32 values round correctly that way; `fma32` adds the rounding to odd that m
 
 from dataclasses import dataclass
 
+import lowbit
 import torch
 from torch import Tensor
-
-import lowbit
 
 HEADER_BYTES = 64
 LEVELS_HEADER_BYTES = 128
@@ -23,7 +22,7 @@ def fma32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c of float32 values, rounded once, as float32.
 
     The product is exact in float64. The sum is rounded to odd (Boldo and Melquiond, 2008): where it is inexact and its
-    last bit even, it moves to the neighbour on the side of the error, after which rounding to float32 is right.
+    last bit even, it moves to the neighbor on the side of the error, after which rounding to float32 is right.
     """
     product = a.double() * b.double()
     c = c.double()
@@ -31,9 +30,9 @@ def fma32(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     rest = total - product
     error = (product - (total - rest)) + (c - rest)  # exact (Knuth's two-sum)
     even = total.view(torch.int64) & 1 == 0
-    neighbour = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).double())
+    neighbor = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).double())
     inexact = torch.isfinite(total) & (error != 0)
-    return torch.where(inexact & even, neighbour, total).float()
+    return torch.where(inexact & even, neighbor, total).float()
 
 
 def segments_of(k: int, group: int) -> list[tuple[int, slice]]:

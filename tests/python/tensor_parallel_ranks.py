@@ -10,15 +10,14 @@ import sys
 import warnings
 from pathlib import Path
 
+import lowbit
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
-
-import lowbit
 from lowbit import tensor_parallel
 from lowbit.hf import placing
 from lowbit.memory import give_back
 from lowbit.tensor_parallel import PARTS, Part, shard_
+from transformers import AutoModelForCausalLM
 
 CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)
 
@@ -123,9 +122,7 @@ def of_layers(two, x) -> dict:
     sums = shard_(model, two, Gated.plan, exact=False)
     wide = column(x)
     mine = wide[..., rank * 96 : (rank + 1) * 96]
-    each = [
-        lowbit.linear(wide[..., i : i + 96], lowbit.slice_columns(row.packed_weight, i, i + 96), 96) for i in (0, 96)
-    ]
+    each = [lowbit.linear(wide[..., i : i + 96], lowbit.slice_columns(row.packed_weight, i, i + 96), 96) for i in (0, 96)]
     found["sums"] = torch.equal(sums.down(mine), each[0] + each[1])
     found["bias"] = bias.abs().mean().item()
     found["difference"] = (sums(x) - whole(x)).abs().max().item()
@@ -150,9 +147,7 @@ def of_tiny_llama(two, directory, ids) -> dict:
         "tokens": torch.equal(exact.generate(ids, **options), whole.generate(ids, **options)),
         "sums": (difference.norm() / expected.norm()).item(),
         "bytes": sum(layer.packed_weight.numel() for layer in exact.modules() if isinstance(layer, Part)),
-        "whole bytes": sum(
-            layer.packed_weight.numel() for layer in whole.modules() if isinstance(layer, lowbit.nn.Linear)
-        ),
+        "whole bytes": sum(layer.packed_weight.numel() for layer in whole.modules() if isinstance(layer, lowbit.nn.Linear)),
         "twice": refused(shard_, exact, two),
         "save": refused(exact.save_pretrained, "never"),
         "heads": refused(shard_, whole),  # by all three

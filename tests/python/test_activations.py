@@ -1,10 +1,9 @@
 """Rows of activations that are hard to quantize."""
 
-import pytest
-import torch
-
 import lowbit
+import pytest
 import reference
+import torch
 from reference import DTYPES, MAPPINGS, WIDTHS, assert_same_bits, random_packed, random_rows
 
 K = 50

@@ -2,11 +2,10 @@
 
 import re
 
-import pytest
-import torch
-
 import lowbit
+import pytest
 import reference
+import torch
 from lowbit.ops import cache_storage, cache_width
 from reference import DTYPES, assert_same_bits
 
@@ -70,9 +69,9 @@ def test_near_the_exact_result(shape, dtype):
     q, k, v = text(batch, heads, kv_heads, length, width, dtype)
     found = run(q, k, v, *caches(batch, kv_heads, 608, width, dtype), [length], scale).double()
     q, k, v = q.double(), k.double(), v.double()
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scale, enable_gqa=True
-    ).transpose(1, 2)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(
+        1, 2
+    )
     # A score is off by what width + 2 roundings of its products make of it, a weight by the factor that two such
     # errors, the rounding of a difference and exp2 are, and the result by twice that and a rounding per position.
     unit = 2.0**-24
@@ -107,9 +106,7 @@ def test_a_long_text_with_one_head_of_keys(kind, more):
     q, k, v = text(1, 6, 1, length, width)
     if "sinks" in more:
         more = more | {"sinks": torch.randn(6, generator=torch.Generator().manual_seed(3))}
-    k_cache, v_cache = (
-        torch.zeros(1, 1, 1296, cache_width(width, kind), dtype=cache_storage(kind)) for _ in "kv"
-    )
+    k_cache, v_cache = (torch.zeros(1, 1, 1296, cache_width(width, kind), dtype=cache_storage(kind)) for _ in "kv")
     whole = lowbit.attention(q, k, v, k_cache, v_cache, at(0), **more)
     threads = torch.get_num_threads()
     try:
@@ -182,8 +179,12 @@ def test_nan_and_infinity_stay_where_they_belong(dtype):
 
     def other(found):
         """[positions, heads]: where a row is not as usual, and where all of it is NaN."""
-        assert torch.where(found.isnan(), True, found.view(torch.int32 if dtype is torch.float32 else torch.int16) != (
-            torch.full_like(found, torch.nan).view(torch.int32 if dtype is torch.float32 else torch.int16))).all()
+        assert torch.where(
+            found.isnan(),
+            True,
+            found.view(torch.int32 if dtype is torch.float32 else torch.int16)
+            != (torch.full_like(found, torch.nan).view(torch.int32 if dtype is torch.float32 else torch.int16)),
+        ).all()
         return (found != usual).any(-1)[0], found.isnan().all(-1)[0]
 
     everywhere = torch.zeros(300, 4, dtype=torch.bool)
@@ -216,8 +217,12 @@ def test_scores_of_minus_infinity_weigh_nothing():
 
 
 GOOD = {
-    "q": torch.ones(1, 4, 3, 32), "k": torch.ones(1, 2, 3, 32), "v": torch.ones(1, 2, 3, 32),
-    "k_cache": torch.ones(1, 2, 16, 32), "v_cache": torch.ones(1, 2, 16, 32), "start": torch.tensor([0]),
+    "q": torch.ones(1, 4, 3, 32),
+    "k": torch.ones(1, 2, 3, 32),
+    "v": torch.ones(1, 2, 3, 32),
+    "k_cache": torch.ones(1, 2, 16, 32),
+    "v_cache": torch.ones(1, 2, 16, 32),
+    "start": torch.tensor([0]),
 }
 
 
@@ -236,8 +241,10 @@ GOOD = {
         ({"k_cache": GOOD["k_cache"].to(torch.int8)}, "k_cache has shape [1, 2, 16, 32]; expected [1, 2, 16, 36], or 20"),
         ({"k_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype float32; expected int8"),
         ({"v_cache": torch.ones(1, 2, 16, 36, dtype=torch.int8)}, "v_cache has dtype int8; expected float32"),
-        ({"v_cache": torch.ones(1, 2, 16, 32, dtype=torch.int8)},
-         "expected a width of 16 to 512, a multiple of 16, and 4 bytes for the scale"),
+        (
+            {"v_cache": torch.ones(1, 2, 16, 32, dtype=torch.int8)},
+            "expected a width of 16 to 512, a multiple of 16, and 4 bytes for the scale",
+        ),
         ({"k": GOOD["k"].half()}, "k has dtype float16; expected float32, as q has"),
         ({"v": GOOD["v"].bfloat16()}, "v has dtype bfloat16; expected float32, as q has"),
         ({"k": torch.ones(1, 4, 3, 32)}, "k has shape [1, 4, 3, 32]; expected [1, 2, 3, 32]"),
@@ -257,10 +264,14 @@ GOOD = {
         ({"start": torch.tensor([0, 1])}, "start has dtype int64 and shape [2]; expected int64 and one element"),
         ({"start": torch.tensor([[0]])}, "start has dtype int64 and shape [1, 1]; expected int64 and one element"),
         ({"start": torch.tensor([], dtype=torch.int64)}, "start has dtype int64 and shape [0]; expected int64 and one"),
-        *[({"start": at(start)}, f"start is {start} with 3 new positions; expected 0 to 13, the max_length of 16 less")
-          for start in (-1, 14, 16, 2**62, -(2**63), 2**63 - 1)],
-        ({"q": torch.ones(1, 4, 20, 32), "k": torch.ones(1, 2, 20, 32), "v": torch.ones(1, 2, 20, 32)},
-         "start is 0 with 20 new positions; expected 0 to -4"),
+        *[
+            ({"start": at(start)}, f"start is {start} with 3 new positions; expected 0 to 13, the max_length of 16 less")
+            for start in (-1, 14, 16, 2**62, -(2**63), 2**63 - 1)
+        ],
+        (
+            {"q": torch.ones(1, 4, 20, 32), "k": torch.ones(1, 2, 20, 32), "v": torch.ones(1, 2, 20, 32)},
+            "start is 0 with 20 new positions; expected 0 to -4",
+        ),
     ],
 )
 def test_refusals(changes, message):
@@ -361,9 +372,7 @@ def test_caches_of_other_types(dtype, cache, window, softcap, with_sinks, value_
         results.append(torch.cat(out, 1))
         assert results[-1].dtype is dtype
         assert_same_bits(results[-1], results[0])
-    expected = reference.attention(
-        q[:, :, -20:], k, v, length - 20, 32**-0.5, window or 0, softcap or 0.0, sinks, cache=cache
-    )
+    expected = reference.attention(q[:, :, -20:], k, v, length - 20, 32**-0.5, window or 0, softcap or 0.0, sinks, cache=cache)
     assert_same_bits(results[0][:, -20:], expected)
 
 

@@ -2,13 +2,12 @@
 
 import math
 
+import lowbit
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
-
-import lowbit
 from lowbit.ops import cache_storage, cache_width
 from reference import assert_same_bits
+from torch._inductor.utils import run_and_get_code
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:" + what)

@@ -3,10 +3,9 @@
 import os
 import sys
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from models import Small
 from reference import assert_same_bits
 

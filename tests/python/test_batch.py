@@ -3,11 +3,10 @@
 import copy
 import pickle
 
+import lowbit
 import pytest
 import torch
 import transformers
-
-import lowbit
 from command_line import FLOAT
 from lowbit import llm
 from lowbit.hf import decoding

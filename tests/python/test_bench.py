@@ -86,9 +86,7 @@ def test_results_describe_the_run(finished):
     _, printed, results = finished
     assert results["complete"]
     machine = results["machine"]
-    assert (
-        machine["cpu"] in printed and machine["isa"]["cpu"] and machine["cpus"] >= 1 and machine["memory_bytes"] > 1e8
-    )
+    assert machine["cpu"] in printed and machine["isa"]["cpu"] and machine["cpus"] >= 1 and machine["memory_bytes"] > 1e8
     assert results["versions"]["torch"] and results["versions"]["lowbit"] == lowbit.__version__
     assert "compare.py" in results["command"] and results["date"].startswith("20")
     assert results["settings"]["threads"] == [1]
@@ -109,9 +107,7 @@ def test_every_contender_has_every_result(finished):
     assert {f"lowbit {bits} bits g{g}" for bits in range(2, 9) for g in (32, 128)} <= set(names)
     assert {"lowbit 1 bit g32", "lowbit 1 bit g128", "torch float32", "torch bfloat16"} <= set(names)
     missing = {entry["name"].split(",")[0] for entry in results["absent"]}
-    found = {
-        (row["contender"], row["n"], row["k"], row["m"]) for row in results["results"] if "rows" not in row["section"]
-    }
+    found = {(row["contender"], row["n"], row["k"], row["m"]) for row in results["results"] if "rows" not in row["section"]}
     expected = {(name, n, k, m) for name in names if name not in missing for n, k in SHAPES for m in (1, 128)}
     assert not {name for name in missing if name.startswith(("lowbit", "torch float32", "torch bfloat16"))}
     assert expected <= found
@@ -178,9 +174,7 @@ def test_missing_libraries_are_absent(peers, monkeypatch, tmp_path):
     assert not found and "make bench-peers" in absent[0].reason
 
 
-@pytest.mark.parametrize(
-    "module, packages", [("peers.onnxruntime_peers", ("onnx", "onnxruntime")), ("peers.ggml_peers", ())]
-)
+@pytest.mark.parametrize("module, packages", [("peers.onnxruntime_peers", ("onnx", "onnxruntime")), ("peers.ggml_peers", ())])
 def test_installed_peers_compute_the_product(peers, module, packages):
     contender = peers("peers.contender")
     library = contender.Library(module, [1])
@@ -191,11 +185,7 @@ def test_installed_peers_compute_the_product(peers, module, packages):
     for spec in library.describe()["specs"]:
         made = library.prepare(spec["name"], 256, 512, 8, 1)
         assert 0 < made["relative_error"] <= limit(spec), spec["name"]
-        assert (
-            (spec["bits"] * 256 * 512 / 8 if spec["bits"] != 2 else 1.6 * 256 * 512 / 8)
-            < made["bytes"]
-            < 256 * 512 * 1.2
-        )
+        assert (spec["bits"] * 256 * 512 / 8 if spec["bits"] != 2 else 1.6 * 256 * 512 / 8) < made["bytes"] < 256 * 512 * 1.2
         assert library.time(spec["name"], 2, 1, False, 0.0) > 0
 
 
@@ -211,8 +201,7 @@ def test_kleidi_computes_the_product(peers, group_size):
 def test_wrong_results_are_reported(peers):
     report = peers("compare_report")
     specs = [
-        {"name": str(error), "bits": 4, "error_limit": None, "relative_error": error}
-        for error in (0.1, 0.5, math.nan, None)
+        {"name": str(error), "bits": 4, "error_limit": None, "relative_error": error} for error in (0.1, 0.5, math.nan, None)
     ]
     assert [line.split(":")[0] for line in report.wrong({"contenders": specs})] == ["0.5", "nan"]
     problem = peers("peers.contender").Problem.make(512, 256, 4)
@@ -334,9 +323,7 @@ def test_an_interrupted_run_keeps_its_results(roofs, tmp_path):
         "--shapes",
         "256x256",
     ]
-    with subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if "round 3 of" in line:
                 process.terminate()
@@ -391,7 +378,10 @@ def test_a_run_replaces_the_part_of_its_own_kind_of_cpu(peers, finished, tmp_pat
     text = (tmp_path / "bench.md").read_text()
     assert text == report.document(kinds)
     assert [line for line in text.splitlines() if line.startswith(("# ", "## "))] == [
-        "# How fast", "## EPYC P, x", "## Xeon Q, x"]
+        "# How fast",
+        "## EPYC P, x",
+        "## Xeon Q, x",
+    ]
     assert text.count("2001") == 0 and text.count("### Roofs") == 2
 
 

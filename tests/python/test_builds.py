@@ -7,11 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import lowbit
 import numpy as np
 import pytest
 import torch
-
-import lowbit
 from runners import EXAMPLE, Runner, build, tool
 
 ROOT = Path(__file__).parents[2]

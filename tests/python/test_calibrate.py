@@ -1,17 +1,16 @@
 """calibrate: one matrix, its scales and codes, against plain references."""
 
+import lowbit
 import pytest
 import torch
-from torch import Tensor
-
-import lowbit
 from lowbit import LinearConfig
 from lowbit.calibration import bands
 from lowbit.calibration.gptq import Moments, Solver, best_correction, descend, gptq, target
-from lowbit.calibration.grid import Quantised, nearest, with_table
+from lowbit.calibration.grid import Quantized, nearest, with_table
 from lowbit.calibration.importance import search
 from lowbit.calibration.learning import Learning
 from reference import MAPPINGS, WIDTHS
+from torch import Tensor
 
 TOKENS = 400
 
@@ -31,14 +30,14 @@ def moments_of(x: Tensor, y: Tensor | None = None) -> Moments:
     return Moments(x.T @ x, None if y is None else (y - x).T @ x, len(x))
 
 
-def output_error(weight: Tensor, quantised: Quantised, x: Tensor, y: Tensor | None = None) -> float:
+def output_error(weight: Tensor, quantized: Quantized, x: Tensor, y: Tensor | None = None) -> float:
     """The mean squared error of the outputs, over that of zeros."""
     wanted = (x if y is None else y).double() @ weight.double().T
-    found = x.double() @ quantised.dequantize().double().T
+    found = x.double() @ quantized.dequantize().double().T
     return float((found - wanted).square().sum() / wanted.square().sum())
 
 
-def nearest_by_lowbit(weight: Tensor, config: LinearConfig) -> Quantised:
+def nearest_by_lowbit(weight: Tensor, config: LinearConfig) -> Quantized:
     unpacked = lowbit.unpack(lowbit.quantize_tensor(weight, config))
     return nearest(weight, unpacked.scales, unpacked.mins, config)
 
@@ -55,21 +54,19 @@ def test_what_was_chosen_is_what_is_stored(bits, mapping):
         config = LinearConfig(bits, group, mapping)
         weight, moments = weights(n, k), moments_of(correlated(k))
         bias = weights(1, n)[0]
-        for quantised in (
+        for quantized in (
             search(weight, None, config),
             search(weight, moments.importance(), config),
             gptq(weight, moments, config),
             gptq(weight, moments, config, by_importance=True, sweeps=1),
         ):
-            packed = quantised.pack(bias)
+            packed = quantized.pack(bias)
             unpacked = lowbit.unpack(packed)
-            assert torch.equal(unpacked.codes, quantised.codes()), (n, k, group)
-            assert torch.equal(unpacked.scales, quantised.scales), (n, k, group)
-            assert mapping == "symmetric" or torch.equal(unpacked.mins, quantised.mins), (n, k, group)
+            assert torch.equal(unpacked.codes, quantized.codes()), (n, k, group)
+            assert torch.equal(unpacked.scales, quantized.scales), (n, k, group)
+            assert mapping == "symmetric" or torch.equal(unpacked.mins, quantized.mins), (n, k, group)
             assert torch.equal(unpacked.bias, bias)
-            torch.testing.assert_close(
-                lowbit.nn.Linear(packed).dequantize(), quantised.dequantize(), rtol=1e-6, atol=1e-8
-            )
+            torch.testing.assert_close(lowbit.nn.Linear(packed).dequantize(), quantized.dequantize(), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -80,8 +77,8 @@ def test_each_method_is_better_than_the_one_before(bits, mapping):
     for group in (16, 32, None):
         config = LinearConfig(bits, group, mapping)
         errors = [
-            output_error(weight, quantised, x)
-            for quantised in (
+            output_error(weight, quantized, x)
+            for quantized in (
                 nearest_by_lowbit(weight, config),
                 search(weight, moments.importance(), config),
                 gptq(weight, moments, config),
@@ -123,14 +120,14 @@ def test_weights_on_a_grid_stay_exact(bits, mapping):
     weight = lowbit.nn.Linear(lowbit.pack(codes, scales, mins, bits=bits, group_size=32, mapping=mapping)).dequantize()
     config = LinearConfig(bits, 32, mapping)
     moments = moments_of(correlated(64))
-    for quantised in (search(weight, None, config), gptq(weight, moments, config, sweeps=2)):
-        torch.testing.assert_close(quantised.dequantize(), weight, rtol=0, atol=1e-6)
+    for quantized in (search(weight, None, config), gptq(weight, moments, config, sweeps=2)):
+        torch.testing.assert_close(quantized.dequantize(), weight, rtol=0, atol=1e-6)
 
 
 # ---- GPTQ
 
 
-def plain_gptq(weight: Tensor, square: Tensor, grid: Quantised, order: list[int], damping: float) -> Tensor:
+def plain_gptq(weight: Tensor, square: Tensor, grid: Quantized, order: list[int], damping: float) -> Tensor:
     """As in the derivation: one input at a time, with the inverse of what is left, all in float64."""
     square = square.double() + damping * square.double().diagonal().mean() * torch.eye(len(square))
     work = weight.double().clone()
@@ -214,15 +211,15 @@ def test_no_sweep_makes_it_worse(bits, mapping):
     square = moments.square.double()
     square = square + 0.01 * square.diagonal().mean() * torch.eye(80)
 
-    def loss(quantised: Quantised) -> float:
-        error = (quantised.dequantize() - weight).double()
+    def loss(quantized: Quantized) -> float:
+        error = (quantized.dequantize() - weight).double()
         return float(((error @ square) * error).sum())
 
-    quantised = nearest_by_lowbit(weight, config)
-    losses = [loss(quantised)]
+    quantized = nearest_by_lowbit(weight, config)
+    losses = [loss(quantized)]
     for _ in range(4):
-        descend(quantised, weight, moments, sweeps=1)
-        losses.append(loss(quantised))
+        descend(quantized, weight, moments, sweeps=1)
+        losses.append(loss(quantized))
     assert losses[1] < 0.8 * losses[0]
     assert all(after <= before * 1.0001 for before, after in zip(losses, losses[1:]))
 
@@ -231,22 +228,22 @@ def test_inputs_that_were_never_used_are_rounded_to_nearest():
     x = correlated(64)
     x[:, [0, 5, 40]] = 0.0
     weight, config = weights(8, 64), LinearConfig(4, 32)
-    for quantised in (gptq(weight, moments_of(x), config), gptq(weight, moments_of(x), config, sweeps=2)):
+    for quantized in (gptq(weight, moments_of(x), config), gptq(weight, moments_of(x), config, sweeps=2)):
         error, step, size = (
             values[:, [0, 5, 40]].abs()
-            for values in (quantised.dequantize() - weight, quantised.per_input(quantised.scales), weight)
+            for values in (quantized.dequantize() - weight, quantized.per_input(quantized.scales), weight)
         )
         assert (error <= 0.5001 * step + (size - 7 * step).clamp(min=0)).all()  # or beyond the levels
     # No input was used at all.
-    quantised = gptq(weight, Moments(torch.zeros(64, 64), None, 10), config)
-    assert (quantised.dequantize() - weight).square().mean() < 0.02 * weight.square().mean()
+    quantized = gptq(weight, Moments(torch.zeros(64, 64), None, 10), config)
+    assert (quantized.dequantize() - weight).square().mean() < 0.02 * weight.square().mean()
 
 
 def test_zeros_stay_zeros():
     for mapping in MAPPINGS:
         for bits in WIDTHS:
-            quantised = gptq(torch.zeros(3, 40), moments_of(correlated(40)), LinearConfig(bits, 16, mapping), sweeps=1)
-            assert not quantised.dequantize().any() and lowbit.verify(quantised.pack())
+            quantized = gptq(torch.zeros(3, 40), moments_of(correlated(40)), LinearConfig(bits, 16, mapping), sweeps=1)
+            assert not quantized.dequantize().any() and lowbit.verify(quantized.pack())
 
 
 def test_repeats():
@@ -282,15 +279,15 @@ def test_tables_of_levels(bits, levels):
         by_lowbit = lowbit.nn.Linear(lowbit.quantize_tensor(weight, config)).dequantize()
         found = [search(weight, moments.importance(), config), gptq(weight, moments, config), gptq(weight, moments, config)]
         descend(found[2], weight, moments, sweeps=1)
-        for quantised in found:
-            unpacked = lowbit.unpack(quantised.pack())
+        for quantized in found:
+            unpacked = lowbit.unpack(quantized.pack())
             assert unpacked.mapping == "levels" and tuple(unpacked.levels.tolist()) == config.levels
-            assert torch.equal(unpacked.codes, quantised.codes()) and torch.equal(unpacked.scales, quantised.scales)
-            assert torch.equal(lowbit.nn.Linear(quantised.pack()).dequantize(), quantised.dequantize())
+            assert torch.equal(unpacked.codes, quantized.codes()) and torch.equal(unpacked.scales, quantized.scales)
+            assert torch.equal(lowbit.nn.Linear(quantized.pack()).dequantize(), quantized.dequantize())
         assert torch.equal(gptq(weight, moments, config).levels, found[1].levels)
         wanted = x @ weight.T
         errors = [float((x @ by_lowbit.T - wanted).square().sum())]
-        errors += [float((x @ quantised.dequantize().T - wanted).square().sum()) for quantised in found]
+        errors += [float((x @ quantized.dequantize().T - wanted).square().sum()) for quantized in found]
         assert min(errors[:2]) > errors[2] > errors[3], (errors, n, k, group)
 
 
@@ -307,24 +304,24 @@ def test_bands_of_a_matrix_have_one_table(monkeypatch):
     weight, moments = weights(70, 96), moments_of(correlated(96))
     config, bias = with_table(LinearConfig(3, 32, levels="fit"), weight, moments.importance()), weights(1, 70)[0]
     solver = Solver(moments)
-    whole = bands.packed_in_bands(weight, config, lambda rows: solver.quantise(rows, config, 1.0), bias)
+    whole = bands.packed_in_bands(weight, config, lambda rows: solver.quantize(rows, config, 1.0), bias)
     monkeypatch.setattr(bands, "_BAND_WEIGHTS", 32 * 96)
     seen = []
 
-    def quantise(rows: Tensor) -> Quantised:
+    def quantize(rows: Tensor) -> Quantized:
         seen.append(len(rows))
-        return solver.quantise(rows, config, 1.0)
+        return solver.quantize(rows, config, 1.0)
 
-    parts = bands.packed_in_bands(weight, config, quantise, bias)
+    parts = bands.packed_in_bands(weight, config, quantize, bias)
     assert seen == [32, 32, 6] and torch.equal(parts, whole)
     assert lowbit.info(whole).levels == config.levels
 
 
-# ---- what is learnt
+# ---- what is learned
 
 
 @pytest.mark.parametrize("bits, mapping", [(1, "symmetric"), (3, "symmetric"), (2, "affine"), (2, "levels"), (4, "levels")])
-def test_what_has_not_learnt_yet_is_what_was_packed(bits, mapping):
+def test_what_has_not_learned_yet_is_what_was_packed(bits, mapping):
     torch.manual_seed(0)
     packed = search(torch.randn(20, 70), None, LinearConfig(bits, 32, mapping)).pack(torch.randn(20))
     learning = Learning(packed, True)
@@ -341,7 +338,7 @@ def dequantized(packed: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mapping", ["affine", "levels"])
-def test_gradients_of_what_is_learnt(mapping):
+def test_gradients_of_what_is_learned(mapping):
     """Those of autograd through plain operators."""
     torch.manual_seed(0)
     learning = Learning(search(torch.randn(12, 40), None, LinearConfig(2, 16, mapping)).pack(), True)

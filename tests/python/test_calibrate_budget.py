@@ -5,11 +5,10 @@ import os
 import re
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
 import transformers
-
-import lowbit
 from calibration_files import hidden, make, relative, save, source, text, words  # noqa: F401
 from command_line import document, error, invoke
 from lowbit.calibration.checkpoint import calibrate_checkpoint

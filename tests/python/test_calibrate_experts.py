@@ -1,15 +1,13 @@
 """calibrate: models with experts, in one tensor or as layers."""
 
+import lowbit
 import pytest
 import torch
 import transformers
-from torch import nn
-
-import lowbit
-from lowbit import LinearConfig
-from lowbit.calibration import calibrate
-from lowbit.calibration import learning, widths
 from calibration_models import SHARED, buffers, errors, hidden, linears, llama, packed, tokens, with_inputs_of_all_sizes
+from lowbit import LinearConfig
+from lowbit.calibration import calibrate, learning, widths
+from torch import nn
 
 
 def mixtral() -> nn.Module:
@@ -53,7 +51,7 @@ def test_calibrated_experts_are_better(method):
         ("distilled", LinearConfig(2)), ("distilled", LinearConfig(2, levels="fit")),
     ],
 )  # fmt: skip
-def test_scales_of_experts_are_learnt(method, config):
+def test_scales_of_experts_are_learned(method, config):
     """Of each by itself: one that no token reached stays as it was, to the bit."""
     plain, model, patterns = mixtral(), mixtral(), {"*": None, "*.experts.*": config}
     wanted = hidden(plain, tokens(seed=1))
@@ -63,25 +61,25 @@ def test_scales_of_experts_are_learnt(method, config):
     assert after.methods.keys() == before.methods.keys() and method in after.methods.values()
     for name, experts in plain.named_modules():
         if isinstance(experts, lowbit.nn.LinearExperts):
-            learnt = model.get_submodule(name).packed_weight
+            learned = model.get_submodule(name).packed_weight
             for number, packed in enumerate(experts.packed_weight):
-                same = torch.equal(packed, learnt[number])
+                same = torch.equal(packed, learned[number])
                 assert same or number < 3
                 if method == "distilled" or ".layers.0." in name:  # else their inputs were others'
-                    assert torch.equal(lowbit.unpack(packed).codes, lowbit.unpack(learnt[number]).codes)
+                    assert torch.equal(lowbit.unpack(packed).codes, lowbit.unpack(learned[number]).codes)
                     assert after.methods[f"{name}.{number}"] == method or same and method == "tuned"
 
 
-def test_learnt_experts_compute_what_packed_ones_do():
+def test_learned_experts_compute_what_packed_ones_do():
     """Up to the activations' rounding to int8, which learning leaves out."""
     torch.manual_seed(5)
     weights = torch.randn(4, 48, 64)
     packed = torch.stack([lowbit.quantize_tensor(w, LinearConfig(3), bias=torch.randn(48)) for w in weights])
     layer, x = lowbit.nn.LinearExperts(packed), torch.randn(30, 2, 64)
     shared = learning.learning_of(packed, table=False)
-    learnt = learning.learning_in_place_of(layer, shared)
+    learned = learning.learning_in_place_of(layer, shared)
     index = torch.randint(0, 3, (30, 2, 1))  # the last is not chosen
-    found, expected = learnt(x, index), layer(x, index)
+    found, expected = learned(x, index), layer(x, index)
     assert found.shape == expected.shape == (30, 2, 1, 48)
     assert (found - expected).abs().max() < 0.03 * expected.abs().max()
     exact = torch.einsum("teni,tei->ten", torch.stack([layer.dequantize()[i] for i in index[..., 0]]), x)

@@ -6,16 +6,16 @@ import shutil
 import subprocess
 import sys
 
+import lowbit
 import pytest
 import torch
 import transformers
-
-import lowbit
 from calibration_files import CONFIG, WORDS, hidden, make, packed_of, relative, save, source, text, words  # noqa: F401
 from checkpoints import change_tensors
 from command_line import document, error, invoke
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.llm.loading import load_tokenizer
+
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize("method", ["gptq", "importance"])
@@ -163,7 +163,7 @@ print(len(most), max(most) - before)
         ("tokenizer", r"has no tokenizer.json"),
         ("method", r"method is 'awq'; expected one of 'auto', 'gptq', 'importance', 'tuned', 'distilled'"),
         ("nan", r"the inputs of model.layers.1.self_attn.\w+ have NaN or infinite values on the calibration text"),
-        ("blocks", r"LlamaForCausalLM has no list of blocks with layers to quantise, which gptq goes through"),
+        ("blocks", r"LlamaForCausalLM has no list of blocks with layers to quantize, which gptq goes through"),
         ("taken", r"has 1 files; expected a directory that is empty"),
     ],
 )

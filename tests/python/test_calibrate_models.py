@@ -2,17 +2,16 @@
 
 import copy
 
+import lowbit
 import pytest
 import torch
 import transformers
-from torch import nn
-
-import lowbit
-from calibration_models import SHARED, llama, bert, tokens, hidden, errors, linears, packed, buffers
+from calibration_models import SHARED, bert, buffers, errors, hidden, linears, llama, packed, tokens
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration import calibrate
 from lowbit.calibration import model as implementation
 from lowbit.calibration.tables import moments_of_tables
+from torch import nn
 
 
 def test_llama_gets_better():
@@ -22,7 +21,7 @@ def test_llama_gets_better():
         assert found[1] < found[0], found
 
 
-# With mins: test_scales_of_experts_are_learnt.
+# With mins: test_scales_of_experts_are_learned.
 @pytest.mark.parametrize("config", [LinearConfig(2, 32), LinearConfig(2, levels="fit")])
 def test_tuned_scales_are_better_at_two_bits(config):
     torch.manual_seed(3)
@@ -41,7 +40,7 @@ def test_bert_s_biases_are_tuned_too():
         assert torch.equal(bias, floats[name]) == (method != "tuned"), name
 
 
-def test_all_scales_learnt_together_are_better():
+def test_all_scales_learned_together_are_better():
     for make, config in (
         (llama, {"*": LinearConfig(2, levels="fit"), "model.embed_tokens": EmbeddingConfig(2, levels="fit")}),
         (bert, {"*": LinearConfig(2), "*embeddings": EmbeddingConfig(2), "*pooler*": None}),

@@ -3,19 +3,17 @@
 import copy
 import re
 
+import lowbit
 import pytest
 import torch
 import transformers
+from calibration_models import bert, buffers, hidden, llama, tokens
+from lowbit import EmbeddingConfig, LinearConfig
+from lowbit.calibration import calibrate, choice
 from torch import nn
 
-import lowbit
-from calibration_models import llama, bert, tokens, hidden, buffers
-from lowbit import EmbeddingConfig, LinearConfig
-from lowbit.calibration import calibrate
-from lowbit.calibration import choice
 
-
-def test_inputs_come_from_the_quantised_blocks_before(monkeypatch):
+def test_inputs_come_from_the_quantized_blocks_before(monkeypatch):
     """The moments of the last block are those of its inputs in the model as it is when the block's turn comes."""
     model, data = llama(tied=False), tokens(4)
     seen = []
@@ -60,7 +58,13 @@ def test_low_bit_config_and_overrides():
     bits = {name: module.info.bits for name, module in model.named_modules() if isinstance(module, kinds)}
     assert bits.pop("model.embed_tokens") == 8 and "lm_head" not in bits
     assert {name.rpartition(".")[2]: width for name, width in bits.items()} == {
-        "q_proj": 3, "k_proj": 3, "v_proj": 3, "o_proj": 3, "gate_proj": 3, "up_proj": 3, "down_proj": 5,
+        "q_proj": 3,
+        "k_proj": 3,
+        "v_proj": 3,
+        "o_proj": 3,
+        "gate_proj": 3,
+        "up_proj": 3,
+        "down_proj": 5,
     }
 
 
@@ -90,9 +94,7 @@ def test_auto_takes_gptq_where_there_are_enough_tokens():
     model.model.layers[1].mlp.up_proj = nn.Linear(64, 200)
     model.model.layers[1].mlp.down_proj = nn.Linear(200, 64)
     result = calibrate(model, tokens(1, 40) + tokens(1, 40, seed=2), LinearConfig(4))
-    assert {name for name, method in result.methods.items() if method == "importance"} == {
-        "model.layers.1.mlp.down_proj"
-    }
+    assert {name for name, method in result.methods.items() if method == "importance"} == {"model.layers.1.mlp.down_proj"}
 
 
 def test_of_a_long_text_parts_are_used_that_lie_evenly_in_it():
@@ -136,8 +138,11 @@ def test_a_calibrated_model_is_saved_whole(tied, tmp_path):
         (([torch.ones(2, 100)], LinearConfig(4)), TypeError, "input_ids that are torch.float32 [2, 100]; expected"),
         ((torch.ones(2, 9).long(), LinearConfig(4)), TypeError, "input_ids that are torch.int64 [9]; expected texts"),
         (([7], LinearConfig(4)), TypeError, "data has a int; expected texts, int64 tensors"),
-        (([{"input_ids": torch.ones(2, 100).long(), "attention_mask": torch.ones(2, 9)}], LinearConfig(4)), ValueError,
-         "attention_mask has shape [2, 9]; expected [2, 100]"),
+        (
+            ([{"input_ids": torch.ones(2, 100).long(), "attention_mask": torch.ones(2, 9)}], LinearConfig(4)),
+            ValueError,
+            "attention_mask has shape [2, 9]; expected [2, 100]",
+        ),
         (([torch.full((2, 100), 120)], LinearConfig(4)), ValueError, "token ids from 120 to 120; expected 0 to 119"),
         ((tokens(), EmbeddingConfig(4)), ValueError, "selects no torch.nn.Linear"),
         ((tokens(), "4 bits"), TypeError, "config is a str"),

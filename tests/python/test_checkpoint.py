@@ -3,13 +3,9 @@
 import json
 import re
 
+import lowbit
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
-from transformers import JetMoeConfig, JetMoeForCausalLM, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
-
-import lowbit
 from checkpoints import (
     CONFIG,
     EMBED,
@@ -29,6 +25,9 @@ from lowbit import LowBitConfig, inspect_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import quantizing
 from lowbit.files.config_json import read_config
 from lowbit.llm.loading import load_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import JetMoeConfig, JetMoeForCausalLM, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 
 def tensors_of(path) -> dict[str, torch.Tensor]:
@@ -133,9 +132,7 @@ def test_files_beside_the_weights(tmp_path):
 
 def test_packed_tensors_lie_at_multiples_of_64(tmp_path):
     source = save_model(tmp_path / "source")
-    change_tensors(
-        source / "model.safetensors", lambda tensors: tensors.update({"a.rotary_emb.inv_freq": torch.ones(3)})
-    )
+    change_tensors(source / "model.safetensors", lambda tensors: tensors.update({"a.rotary_emb.inv_freq": torch.ones(3)}))
     quantize_checkpoint(source, tmp_path / "packed", CONFIG)
     file = tmp_path / "packed" / "model.safetensors"
     begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
@@ -176,9 +173,7 @@ def test_progress(tmp_path, monkeypatch):
     calls = []
     summary = quantize_checkpoint(source, tmp_path / "packed", CONFIG, progress=lambda *call: calls.append(call))
     done, totals, names = zip(*calls, strict=True)
-    assert (
-        list(done) == sorted(set(done)) and done[-1] == summary.source_bytes and set(totals) == {summary.source_bytes}
-    )
+    assert list(done) == sorted(set(done)) and done[-1] == summary.source_bytes and set(totals) == {summary.source_bytes}
     assert set(names) == {entry.name for entry in summary.entries}
     assert len(calls) > len(summary.entries)
 

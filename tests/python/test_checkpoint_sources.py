@@ -2,14 +2,13 @@
 
 import json
 
+import lowbit
 import pytest
 import torch
-from safetensors.torch import load_file
-
-import lowbit
 from checkpoints import CONFIG, EMBED, HEAD, NORM, UP, change_tensors, edit_json, refuse, save_model
 from lowbit import LowBitConfig, inspect_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import quantizing
+from safetensors.torch import load_file
 
 
 @pytest.fixture
@@ -93,9 +92,7 @@ def test_a_missing_tensor(source, tmp_path):
 def test_a_wrong_shape(source, tmp_path, name, shape):
     file = source / "model.safetensors"
     change_tensors(file, lambda tensors: tensors.update({name: torch.zeros(shape)}))
-    refuse(
-        source, tmp_path / "packed", ValueError, f"{name} in {file} has shape {list(shape)}; expected ", "config.json"
-    )
+    refuse(source, tmp_path / "packed", ValueError, f"{name} in {file} has shape {list(shape)}; expected ", "config.json")
 
 
 def test_a_wrong_dtype(source, tmp_path):
@@ -125,11 +122,11 @@ def test_a_broken_config(source, tmp_path):
     refuse(source, tmp_path / "packed", OSError, "has no config.json")
 
 
-def test_what_is_quantised_already(source, tmp_path):
+def test_what_is_quantized_already(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "packed", CONFIG)
-    refuse(tmp_path / "packed", tmp_path / "again", ValueError, "is quantised already, by the method 'lowbit'")
+    refuse(tmp_path / "packed", tmp_path / "again", ValueError, "is quantized already, by the method 'lowbit'")
     edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
-    refuse(source, tmp_path / "again", ValueError, "is quantised already, by the method 'gptq'")
+    refuse(source, tmp_path / "again", ValueError, "is quantized already, by the method 'gptq'")
 
 
 def test_wrong_arguments(source, tmp_path):

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from checkpoints import CONFIG, load, refuse, save_model
 from lowbit import inspect_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import quantizing

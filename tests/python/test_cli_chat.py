@@ -11,13 +11,12 @@ import torch
 from checkpoints import make_model
 from command_line import FLOAT, LOWBIT, ONE_THREAD, TINY, document, documented_keys, error, invoke, keys_in
 from gguf_files import write_model
-from test_chat import PLAIN
-
 from lowbit import llm
 from lowbit.cli import chat as command
 from lowbit.cli.output import Output
 from lowbit.llm.chat import render
 from lowbit.llm.loading import TextStream, load_model, load_tokenizer
+from test_chat import PLAIN
 
 READY, ACCEPTED = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste: on while a line is typed
 
@@ -48,9 +47,7 @@ def answers(model, *messages: str, system: str = "", **options) -> list[str]:
 class Terminal:
     def __init__(self, *arguments):
         environment = os.environ | ONE_THREAD | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "COLUMNS": "100"}
-        self.child = pexpect.spawn(
-            str(LOWBIT), ["chat", *map(str, arguments)], env=environment, encoding="utf-8", timeout=300
-        )
+        self.child = pexpect.spawn(str(LOWBIT), ["chat", *map(str, arguments)], env=environment, encoding="utf-8", timeout=300)
         self.modes = termios.tcgetattr(self.child.child_fd)
         self.child.expect_exact(READY)
 
@@ -122,9 +119,7 @@ def test_messages_from_a_pipe(talking):
     said = document(invoke(*options, *drawn, "--system", "Raise.", "--json", stdin="Return the number\n"))
     settings = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 5}
     assert said["sampling"] == settings | {"max_new_tokens": 16}
-    assert [turn["answer"] for turn in said["turns"]] == answers(
-        talking, "Return the number", system="Raise.", **settings
-    )
+    assert [turn["answer"] for turn in said["turns"]] == answers(talking, "Return the number", system="Raise.", **settings)
 
 
 def test_settings_come_from_the_model(talking, tmp_path):
@@ -159,7 +154,7 @@ def test_a_gguf_file_is_imported_first(tmp_path):
     assert turns[0]["tokens"] == document(second)["turns"][0]["tokens"] and len(turns[0]["tokens"]) == 3
 
 
-def test_a_float_checkpoint_is_quantised_on_the_way():
+def test_a_float_checkpoint_is_quantized_on_the_way():
     options = ("--template", TINY / "plain.jinja", "--bits", 4, "--max-new-tokens", 4, "--json")
     said = document(invoke("chat", FLOAT, *options, stdin="Return\n"))
     assert len(said["turns"][0]["tokens"]) == 4

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import typer.main
-
 from command_line import ROOT, section
 from lowbit.cli.app import app
 
@@ -17,8 +16,7 @@ def test_docs_have_every_command():
 @pytest.mark.parametrize("command", sorted(typer.main.get_command(app).commands))
 def test_docs_have_every_option_and_default(command):
     documented = {
-        option: default.strip()
-        for option, default in re.findall(r"^\| `(--[a-z0-9-]+)` \|(.*?)\|", section(command), re.M)
+        option: default.strip() for option, default in re.findall(r"^\| `(--[a-z0-9-]+)` \|(.*?)\|", section(command), re.M)
     }
     options = {}
     for parameter in typer.main.get_command(app).commands[command].params:

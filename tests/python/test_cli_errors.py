@@ -6,16 +6,14 @@ import shutil
 import signal
 import subprocess
 
+import lowbit
 import pytest
 import torch
 import transformers
 import typer.testing
-
-import lowbit
 from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, error, invoke
 from lowbit.cli import models
 from lowbit.cli.app import app
-
 
 READING = {
     "quantize": lambda model, out: ("quantize", model, out / "new"),
@@ -158,9 +156,7 @@ def test_errors_of_inputs(packed, tmp_path):
     assert f"{without} has no tokenizer.json" in error(invoke("generate", without, "--prompt", "x"))
     (without / "tokenizer.json").write_text("{}")
     assert f"the tokenizer in {without} does not load" in error(invoke("generate", without, "--prompt", "x"))
-    assert "expected a name that ends in .pte" in error(
-        invoke("export", model, "--to", "pte", "--output", tmp_path / "m.pt2")
-    )
+    assert "expected a name that ends in .pte" in error(invoke("export", model, "--to", "pte", "--output", tmp_path / "m.pt2"))
     assert "is not a directory" in error(invoke("export", model, "--to", "pte", "--output", tmp_path / "no" / "m.pte"))
     assert "llama-3.2-1b, " in error(invoke("tune", "llama-3.2-2b"))
 

@@ -68,7 +68,7 @@ def test_a_reference(packed, text, tmp_path):
     assert expected.kld > 0.001
     for reference in (FLOAT, logits):
         found = document(invoke("eval", packed[0], "--text", text, *OPTIONS, "--reference", reference, "--json"))
-        row, = found["results"]
+        (row,) = found["results"]
         assert found["reference"] == str(reference)
         assert math.isclose(found["reference_perplexity"], of_floats["results"][0]["perplexity"], rel_tol=1e-5)
         assert math.isclose(row["perplexity"], expected.model.perplexity, rel_tol=1e-5)

@@ -1,9 +1,8 @@
 """`lowbit export`: what it writes runs."""
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from command_line import FLOAT, PROMPT, document, documented_keys, invoke, shortened
 from lowbit import llm
 from lowbit.llm.loading import load_model, load_tokenizer
@@ -44,9 +43,7 @@ def test_export_pte(packed, executorch, tmp_path):
 
 
 def test_export_pt2(packed, tmp_path):
-    result = invoke(
-        "export", packed, "--to", "pt2", "--output", tmp_path / "m.pt2", "--max-length", 128, "--chunk", 64
-    )
+    result = invoke("export", packed, "--to", "pt2", "--output", tmp_path / "m.pt2", "--max-length", 128, "--chunk", 64)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{tmp_path / 'm.pt2'}: ")
     step = llm.load_decoder(tmp_path / "m.pt2")

@@ -14,10 +14,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from command_line import FLOAT, PROMPT, invoke
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from command_line import FLOAT, PROMPT, invoke
 
 MANY = int(os.environ.get("LOWBIT_FUZZ_EXAMPLES", 0))
 FUZZ = settings(

@@ -6,11 +6,9 @@ import re
 import shutil
 import sys
 
+import lowbit
 import pytest
 import typer.testing
-
-
-import lowbit
 from command_line import FLOAT, PROMPT, document, documented_keys, error, invoke, run, section, text_of
 from lowbit import llm
 from lowbit.cli.generate import _lines
@@ -72,7 +70,7 @@ def test_generate_json_and_prompts(packed, expected, tmp_path):
     assert (one["tokens"], one["decode_tokens_per_second"], one["threads"]) == (expected.tokens[:1], None, 2)
 
 
-def test_generate_quantises_on_the_fly(packed):
+def test_generate_quantizes_on_the_fly(packed):
     options = ("--prompt", PROMPT, "--max-new-tokens", 24, "--json")
     said = document(invoke("generate", FLOAT, *options, "--bits", 3, "--group-size", "none", "--mapping", "affine"))
     config = lowbit.LowBitConfig(bits=3, group_size=None, mapping="affine")
@@ -93,9 +91,7 @@ def test_generate_draws(packed):
     )
     assert first == same != other
     assert (
-        greedy
-        == document(invoke(*options, "--temperature", 0))["tokens"]
-        == document(invoke(*options, "--top-p", 0))["tokens"]
+        greedy == document(invoke(*options, "--temperature", 0))["tokens"] == document(invoke(*options, "--top-p", 0))["tokens"]
     )
 
 
@@ -171,9 +167,7 @@ def test_generate_continues_many_texts(packed, expected, tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join([texts[0], "", *texts[1:]]) + "\n")
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": t} if t == "a" else t) for t in texts))
     base = ("generate", packed[0], "--max-new-tokens", 12, "--temperature", 0.7, "--seed", 4)
-    alone = [
-        document(invoke(*base[:-1], 4 + i, "--prompt", text, "--json")) for i, text in enumerate(texts)
-    ]
+    alone = [document(invoke(*base[:-1], 4 + i, "--prompt", text, "--json")) for i, text in enumerate(texts)]
     for more in (("prompts.txt",), ("prompts.jsonl", "--at-once", 2), ("-",)):
         path = more[0] if more[0] == "-" else tmp_path / more[0]
         stdin = (tmp_path / "prompts.txt").read_text() if path == "-" else None

@@ -3,10 +3,9 @@
 import dataclasses
 import json
 
+import lowbit
 import pytest
 import typer.testing
-
-import lowbit
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in, run
 from lowbit._sizes import size
 from lowbit.cli.app import app

@@ -3,9 +3,8 @@
 import math
 import re
 
-import torch
-
 import lowbit
+import torch
 from command_line import FLOAT, document, documented_keys, error, invoke, run
 from lowbit.llm.loading import load_model
 from lowbit.threads import _candidates, available_cpus

@@ -51,7 +51,7 @@ def test_there_is_a_line_a_minute_at_most():
 @pytest.mark.parametrize(
     "command, expected",
     [
-        (("quantize", FLOAT, "OUT"), r"quantising .*: 0 s, .* of .* %"),
+        (("quantize", FLOAT, "OUT"), r"quantizing .*: 0 s, .* of .* %"),
         (("eval", FLOAT, "--text", TINY / "heldout.txt"), r".*heldout\.txt, \w+: \d+ s, \d+ of \d+ tokens, \d+ %"),
     ],
 )

@@ -7,12 +7,10 @@ import re
 import shutil
 import signal
 
-import pytest
-import torch
-from transformers import JetMoeConfig, JetMoeForCausalLM
-
 import lowbit
+import torch
 from command_line import FLOAT, document, documented_keys, error, invoke
+from transformers import JetMoeConfig, JetMoeForCausalLM
 
 
 def test_quantize_writes_what_the_library_writes(packed, tmp_path):
@@ -36,14 +34,10 @@ def test_quantize_writes_what_the_library_writes(packed, tmp_path):
 
 
 def test_quantize_prints_a_summary_and_leaves_layers_float(tmp_path):
-    result = invoke(
-        "quantize", FLOAT, tmp_path / "out", "--bits", 2, "--scale", "absmax", "--override", "*.mlp.*=float"
-    )
+    result = invoke("quantize", FLOAT, tmp_path / "out", "--bits", 2, "--scale", "absmax", "--override", "*.mlp.*=float")
     assert result.exit_code == 0, result.stderr
     entries = lowbit.inspect_checkpoint(tmp_path / "out")
-    assert all(
-        (entry.kind == "packed") == ("norm" not in entry.name and ".mlp." not in entry.name) for entry in entries
-    )
+    assert all((entry.kind == "packed") == ("norm" not in entry.name and ".mlp." not in entry.name) for entry in entries)
     assert {entry.bits for entry in entries if entry.kind == "packed"} == {2}
     layers = sum(entry.kind == "packed" for entry in entries)
     assert re.search(rf"^{layers} packed layers .* 2\.\d\d bits per weight$", result.stdout, re.M)
@@ -59,9 +53,8 @@ def test_quantize_warns_of_patterns_that_match_nothing(tmp_path):
 def test_quantize_shows_progress_on_a_terminal(tmp_path, monkeypatch):
     import io
 
-    from rich.console import Console
-
     from lowbit.cli import output
+    from rich.console import Console
 
     terminal = io.StringIO()
     plain = output.console
@@ -72,7 +65,7 @@ def test_quantize_shows_progress_on_a_terminal(tmp_path, monkeypatch):
     assert invoke("quantize", FLOAT, tmp_path / "out").exit_code == 0
     total = sum(entry.bytes for entry in lowbit.inspect_checkpoint(FLOAT))
     shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.getvalue())
-    assert f"quantising {FLOAT}" in shown
+    assert f"quantizing {FLOAT}" in shown
     assert re.search(rf"\b{total / 1e6:.1f}/{total / 1e6:.1f} MB", shown), shown[-500:]
     assert any(entry.name in shown for entry in lowbit.inspect_checkpoint(tmp_path / "out"))
 
@@ -156,7 +149,7 @@ def test_interrupted_and_no_space(tmp_path, run_python):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for number, code in codes.items():
-        assert found[number] == [code, "", f"quantising {FLOAT} ...\n"]
+        assert found[number] == [code, "", f"quantizing {FLOAT} ...\n"]
         assert list((tmp_path / number).iterdir()) == []
     # Whoever starts a command with nohup wants it to go on when the terminal is closed.
     status, _, said = found["nohup"]
@@ -215,7 +208,7 @@ def test_quantize_says_what_stays_float(tmp_path):
     assert said["left_bytes"] == sum(entry.bytes for entry in experts)
 
 
-def test_a_float_model_that_is_quantised_to_run_says_what_stays_float(tmp_path):
+def test_a_float_model_that_is_quantized_to_run_says_what_stays_float(tmp_path):
     source = mostly_float(tmp_path / "float")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FLOAT / name, source)

@@ -7,11 +7,10 @@ import re
 import time
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from command_line import FLOAT, PROMPT, ROOT, document, invoke
 from gguf_files import write_model
 from lowbit.importing.cache import cache_of, import_to_cache, is_current
+from transformers import LlamaConfig, LlamaForCausalLM
 
 CLOCKS = {
     "stands": lambda: itertools.repeat(5.0),

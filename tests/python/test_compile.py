@@ -2,17 +2,16 @@
 
 import contextlib
 
+import lowbit
 import pytest
 import torch
+from models import Small
+from reference import DTYPES, random_packed, random_rows
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.decomposition import select_decomp_table
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
-
-import lowbit
-from models import Small
-from reference import DTYPES, random_packed, random_rows
 
 CONFIG = {"*": lowbit.LinearConfig(bits=4, group_size=16), "table": lowbit.EmbeddingConfig(bits=3)}
 SIZES = (1, 2, 3, 7, 64, 128, 512, 1, 5)
@@ -50,7 +49,7 @@ def test_as_few_compilations_as_a_float_model(dynamic, mode):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("after", [True, False], ids=["converted", "quantised"])
+@pytest.mark.parametrize("after", [True, False], ids=["converted", "quantized"])
 def test_no_casts_and_no_copies_around_the_operators(dtype, after):
     """What Inductor gets to see: the operators, in the model's dtype, and what the model itself does."""
     model = torch.nn.Sequential(torch.nn.Embedding(50, 48), torch.nn.Linear(48, 80), torch.nn.ReLU())
@@ -67,8 +66,7 @@ def test_no_casts_and_no_copies_around_the_operators(dtype, after):
         return graph_module
 
     compiled = torch.compile(
-        model, fullgraph=True, dynamic=True,
-        backend=aot_autograd(fw_compiler=capture, decompositions=select_decomp_table()),
+        model, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=capture, decompositions=select_decomp_table())
     )
     indices = torch.arange(6)
     with torch.no_grad():
@@ -76,9 +74,7 @@ def test_no_casts_and_no_copies_around_the_operators(dtype, after):
     (graph,) = graphs
     calls = [node for node in graph.nodes if node.op == "call_function"]
     linear = torch.ops.lowbit.linear.default
-    assert [node.target for node in calls] == [
-        torch.ops.lowbit.embedding.default, linear, torch.ops.aten.relu.default, linear
-    ]
+    assert [node.target for node in calls] == [torch.ops.lowbit.embedding.default, linear, torch.ops.aten.relu.default, linear]
     assert [node.meta["val"].dtype for node in calls] == [dtype] * 4
 
 
@@ -199,9 +195,9 @@ def test_compiled_operators_without_derivatives_refuse_them():
     for name, function, tensor in (("linear_experts", experts, x), ("attention", attention, q)):
         assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(tensor), function(tensor))
         for call in (
-            lambda x: torch.func.jvp(function, (x,), (x,))[1],  # noqa: B023
-            lambda x: tangent_inside(function, x, x),  # noqa: B023
-            torch.func.grad(lambda x: function(x).sum()),  # noqa: B023
+            lambda x: torch.func.jvp(function, (x,), (x,))[1],
+            lambda x: tangent_inside(function, x, x),
+            torch.func.grad(lambda x: function(x).sum()),
         ):
             with pytest.raises(torch._dynamo.exc.Unsupported, match=f"lowbit.{name} (by torch.func|has no derivatives)"):
                 torch.compile(call, backend="aot_eager", fullgraph=True)(tensor)

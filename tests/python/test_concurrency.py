@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import lowbit
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +28,6 @@ def checked(run_python, script: str, *arguments) -> str:
     done = run_python(script, *arguments)
     assert done.returncode == 0, (done.returncode, done.stdout[-2000:], done.stderr[-4000:])
     return done.stdout
-
 
 
 def test_many_threads(run_python, acme, tmp_path):

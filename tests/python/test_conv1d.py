@@ -3,18 +3,17 @@
 import copy
 import warnings
 
+import lowbit
+import lowbit.transformers
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from transformers.pytorch_utils import Conv1D
-
-import lowbit
-import lowbit.transformers
 from lowbit.calibration import assign_widths, calibrate
 from lowbit.hf.conv1d import of_conv1d
 from lowbit.layers import with_linears
 from reference import close_to_packed
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
 CONFIG = lowbit.LowBitConfig(bits=4)
 TEXT = torch.arange(20)[None]
@@ -129,11 +128,11 @@ def test_a_calibration_that_fails_leaves_it_too(source):
 
 
 def train_a_little(model):
-    optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.0)
     for batch in texts()[:3]:
         model(batch, labels=batch).loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("mapping", ["symmetric", "affine"])

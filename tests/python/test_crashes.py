@@ -8,11 +8,10 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
-import torch
-
 import crash_actions
 import crash_states
+import pytest
+import torch
 from checkpoints import load
 from crash_actions import ACTIONS, CONFIG, JOURNALS, journal_layers
 from crash_states import DIRECTORY, killed, make, tree_of, without_power

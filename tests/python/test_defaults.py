@@ -3,10 +3,9 @@
 import copy
 from contextlib import contextmanager
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from calibration_models import llama, tokens
 from lowbit import LinearConfig
 from lowbit.calibration import calibrate
@@ -39,8 +38,14 @@ def everything(weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
         packed = lowbit.quantize_tensor(weight, config, bias)
         parts, described = lowbit.unpack(packed), lowbit.info(packed)
         again = lowbit.pack(
-            parts.codes, parts.scales, parts.mins, parts.bias, bits=parts.bits, group_size=parts.group_size,
-            mapping=parts.mapping, levels=described.levels,
+            parts.codes,
+            parts.scales,
+            parts.mins,
+            parts.bias,
+            bits=parts.bits,
+            group_size=parts.group_size,
+            mapping=parts.mapping,
+            levels=described.levels,
         )
         assert again.equal(packed)
         order = torch.arange(95, -1, -1, dtype=torch.int32, device="cpu")

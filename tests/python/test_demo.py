@@ -23,7 +23,10 @@ def _needs_packages():
 def run_demo(*arguments, **environment) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, DEMO, *map(str, arguments)],
-        capture_output=True, text=True, timeout=600, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
     )
 
 
@@ -63,7 +66,10 @@ def test_results_describe_the_run(finished):
 def test_rows_are_complete_and_in_order(finished):
     _, _, results = finished
     assert [(row["model"], row["bits"]) for row in results["rows"]] == [
-        ("float32", 32), ("bfloat16", 16), ("8 bits", 8), ("4 bits", 4),
+        ("float32", 32),
+        ("bfloat16", 16),
+        ("8 bits", 8),
+        ("4 bits", 4),
     ]
 
 
@@ -107,8 +113,8 @@ def test_times_are_of_the_whole_model(finished):
         assert row["sentences_per_s"] < 1e14 / (2 * 21e6 * 4)
         # All that was timed happened while the demo ran.
         assert row["single_ms"] / 1e3 < results["total_s"] and 1 / row["sentences_per_s"] < results["total_s"]
-        assert (row["quantise_s"] is None) == ("float" in row["model"])
-        assert row["quantise_s"] is None or 0 < row["quantise_s"] < results["total_s"]
+        assert (row["quantize_s"] is None) == ("float" in row["model"])
+        assert row["quantize_s"] is None or 0 < row["quantize_s"] < results["total_s"]
 
 
 def test_files_are_whole_and_alone(finished):
@@ -126,7 +132,7 @@ def test_table_and_plain_progress(finished):
             for line in printed.splitlines()
         ), row["model"]
     assert results["machine"]["cpu"] in printed and results["versions"]["torch"] in printed
-    assert "quantise 2/2" in printed
+    assert "quantize 2/2" in printed
     assert "\x1b" not in printed and "\r" not in printed
 
 

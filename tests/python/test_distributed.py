@@ -2,13 +2,12 @@
 
 import os
 
+import lowbit
 import pytest
 import torch
+from lowbit import EmbeddingConfig, LinearConfig
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-import lowbit
-from lowbit import EmbeddingConfig, LinearConfig
 
 CONFIGS = {"*": LinearConfig(4, 32), "0": EmbeddingConfig(4, 32)}
 ROWS = torch.arange(12).reshape(4, 3)
@@ -21,11 +20,11 @@ def make(change) -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module, parts: list[torch.Tensor]) -> None:
-    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
         sum(model(part).square().mean() / len(parts) for part in parts).backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def rank(number: int, directory: str) -> None:

@@ -5,12 +5,11 @@ import math
 import os
 from types import SimpleNamespace
 
+import lowbit
 import pytest
 import safetensors.torch
 import torch
 import transformers
-
-import lowbit
 from lowbit.llm import divergence
 from lowbit.llm.divergence import Expected, compare, judge, logits_bytes, save_logits
 from lowbit.llm.perplexity import perplexity
@@ -63,9 +62,7 @@ def test_a_model_beside_a_plain_computation(floats, packed, length, window, stri
     theirs, ours = (log_probabilities(model, tokens, window, stride) for model in (floats, packed))
     each = (theirs.exp() * (theirs - ours)).sum(1)
     seen = []
-    found = compare(
-        packed, tokens, floats, window=window, stride=stride, progress=lambda *counts: seen.append(counts)
-    )
+    found = compare(packed, tokens, floats, window=window, stride=stride, progress=lambda *counts: seen.append(counts))
     assert each.mean() > 0.001  # 3 bits are not the same model
     assert math.isclose(found.kld, each.mean(), rel_tol=1e-4)
     assert math.isclose(found.kld_99, each.quantile(0.99), rel_tol=1e-4)
@@ -106,6 +103,7 @@ def test_a_cache_is_the_models_only(floats, packed, file):
 
 def test_a_token_that_is_never_predicted(floats, packed, tmp_path):
     """Below float16's range, in a file."""
+
     def suppressed(model):
         def suppress(module, arguments, output):
             output.logits[..., 7] = -1e6

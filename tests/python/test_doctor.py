@@ -5,10 +5,9 @@ import shutil
 import sys
 import tempfile
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from command_line import document, documented_keys, invoke, keys_in, run
 from lowbit import memory
 from lowbit.doctor import machine, surfaces

@@ -1,10 +1,9 @@
 """lowbit.embedding against the reference, bit for bit."""
 
-import pytest
-import torch
-
 import lowbit
+import pytest
 import reference
+import torch
 from reference import DTYPES, MAPPINGS, WIDTHS, assert_same_bits, random_packed
 
 TABLES = [(1, 1, 16), (1, 17, None), (17, 16, 16), (33, 100, 48), (20, 130, 128), (50, 300, None), (64, 64, 32)]

@@ -4,10 +4,9 @@ import dataclasses
 import os
 import re
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from lowbit import LinearConfig
 from lowbit.ops import info_of_experts
 from reference import random_packed, random_rows
@@ -250,8 +249,13 @@ def test_pack_names_the_first_bad_code():
     for threads in (1, 2, 4):
         torch.set_num_threads(threads)
         refuses(
-            ValueError, "code [77, 5] is 12; expected less than 8 at 3 bits",
-            lowbit.pack, codes, torch.ones(200, 1), bits=3, group_size=None,
+            ValueError,
+            "code [77, 5] is 12; expected less than 8 at 3 bits",
+            lowbit.pack,
+            codes,
+            torch.ones(200, 1),
+            bits=3,
+            group_size=None,
         )
 
 

@@ -4,11 +4,10 @@ import json
 import re
 import sys
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
-from models import Every, GROUP, K, MAGIC, check_every, inputs
+from models import GROUP, MAGIC, Every, K, check_every, inputs
 from reference import HEADER_BYTES, assert_same_bits, random_packed, random_rows
 
 # executorch and torch.export warn of their own and each other's old calls.

@@ -3,10 +3,9 @@
 import copy
 import pickle
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from lowbit import nn
 from reference import DTYPES, assert_same_bits, random_packed, random_rows
 
@@ -96,12 +95,7 @@ def test_gradients_are_those_of_a_loop():
     ],
 )
 def test_refusals(change, error, message):
-    arguments = {
-        "x": random_rows(1, K),
-        "packed_weights": stacked(),
-        "experts": torch.tensor([[0, 1]]),
-        "out_features": N,
-    }
+    arguments = {"x": random_rows(1, K), "packed_weights": stacked(), "experts": torch.tensor([[0, 1]]), "out_features": N}
     with pytest.raises(error, match=message):
         lowbit.linear_experts(**arguments | change)
 

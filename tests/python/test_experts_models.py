@@ -5,12 +5,11 @@ import json
 import os
 import warnings
 
+import lowbit
+import lowbit.llm
 import pytest
 import torch
 import transformers
-
-import lowbit
-import lowbit.llm
 from lowbit import LinearConfig, LowBitConfig, nn, quantize_checkpoint
 from lowbit.calibration import assign_widths, widths
 from lowbit.calibration.experts import mean_squares
@@ -131,9 +130,7 @@ def test_experts_are_packed_while_the_files_are_read(source, monkeypatch):
     from lowbit.hf import quantizer
 
     left, replace = [], quantizer.replace_layers
-    monkeypatch.setattr(
-        quantizer, "replace_layers", lambda model, layers: (left.extend(layers), replace(model, layers))
-    )
+    monkeypatch.setattr(quantizer, "replace_layers", lambda model, layers: (left.extend(layers), replace(model, layers)))
     model = load(source[1], quantization_config=LowBitConfig(4, 32))
     assert isinstance(model.get_submodule(experts_of(source[0])).down_proj, nn.LinearExperts)
     assert not any("experts" in name for name in left)

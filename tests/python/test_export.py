@@ -4,10 +4,9 @@ import struct
 import sys
 import zipfile
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from lowbit.files.elf import without_executable_stack
 from models import Small
 

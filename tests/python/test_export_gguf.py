@@ -12,12 +12,12 @@ import lowbit
 import numpy as np
 import pytest
 import torch
-from checkpoints import edit_json, make_model, quantised, save_model
-from command_line import FLOAT, document, documented_keys, error, invoke, keys_in
+from checkpoints import edit_json, make_model, quantized, save_model
+from command_line import FLOAT, document, documented_keys, invoke, keys_in
 from gguf_files import write_model
 from lowbit import ops
 from lowbit.exports.gguf import encode, export_gguf
-from lowbit.importing.codes import dequantise
+from lowbit.importing.codes import dequantize
 from lowbit.importing.gguf_blocks import NL4
 from lowbit.llm.loading import load_model, load_tokenizer
 
@@ -54,7 +54,7 @@ def symmetric(tmp_path_factory) -> Path:
 )  # fmt: skip
 @pytest.mark.parametrize("group", [32, 64, None])
 def test_blocks_are_the_weights(bits, mapping, kind, group):
-    """Every code; by the package's own dequantisation."""
+    """Every code; by the package's own dequantization."""
     k, n = 160, 18
     groups = 1 if group is None else -(-k // group)
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
@@ -62,13 +62,11 @@ def test_blocks_are_the_weights(bits, mapping, kind, group):
     scales = (torch.randn(n, groups) / 7).half().float()
     mins = torch.randn(n, groups).half().float() if mapping == "affine" else None
     levels = NL4 if mapping == "NL4" else [-127, -50, -9, 0, 3, 20, 77, 127] if mapping == "levels" else None
-    packed = ops.pack(
-        codes, scales, mins, bits=bits, group_size=group, mapping="levels" if levels else mapping, levels=levels
-    )
+    packed = ops.pack(codes, scales, mins, bits=bits, group_size=group, mapping="levels" if levels else mapping, levels=levels)
     unpacked = ops.unpack(packed)
     blocks = encode(kind, ops.info(packed), *unpacked[:3])
     found = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
-    expected = dequantise(unpacked).numpy()
+    expected = dequantize(unpacked).numpy()
     if mins is None:
         assert np.array_equal(found, expected)
     else:  # numpy rounds the product, ggml's kernels and ours do not
@@ -76,8 +74,7 @@ def test_blocks_are_the_weights(bits, mapping, kind, group):
 
 
 @pytest.mark.parametrize(
-    "model, kind",
-    [*(("untied", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")), ("bias", "Q4_0")],
+    "model, kind", [*(("untied", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")), ("bias", "Q4_0")]
 )
 def test_there_and_back_are_the_same_bytes(tmp_path, model, kind):
     made = make_model(model, dtype=torch.float32, **SIZES)
@@ -98,7 +95,7 @@ def test_there_and_back_are_the_same_bytes(tmp_path, model, kind):
     assert same == set(names) - different
 
 
-def test_what_is_quantised_here_goes_over(symmetric, tmp_path):
+def test_what_is_quantized_here_goes_over(symmetric, tmp_path):
     """The shipped model, by the package's reader; one tensor of it as float, to compare."""
     assert "Q8_0" in invoke("export", symmetric, "--to", "gguf", "--output", tmp_path / "m.gguf").stdout
     fields = gguf.GGUFReader(tmp_path / "m.gguf")
@@ -107,7 +104,7 @@ def test_what_is_quantised_here_goes_over(symmetric, tmp_path):
     found = gguf.dequantize(tensors["blk.1.ffn_down.weight"].data, gguf.GGMLQuantizationType.Q4_0)
     weight = ops.unpack(model.model.layers[1].mlp.down_proj.packed_weight)
     step = weight.scales.repeat_interleave(32, 1).numpy()
-    assert 0 < (np.abs(found - dequantise(weight).numpy()) / np.abs(step)).max() < 0.004
+    assert 0 < (np.abs(found - dequantize(weight).numpy()) / np.abs(step)).max() < 0.004
     said = document(invoke("export", symmetric, "--to", "gguf", "--output", tmp_path / "m.gguf", "--json"))
     assert set(said) | keys_in(said["tensors"]) == documented_keys("export")
     kinds = {tensor["name"]: (tensor["type"], tensor["kind"]) for tensor in said["tensors"]}
@@ -157,7 +154,7 @@ def test_what_gguf_does_not_hold_is_refused_by_name(tmp_path):
         ({"bits": 6, "mapping": "affine"}, "--mapping symmetric"),
     ):
         name = words[-4:].strip("- ")
-        packed = quantised(make_model(dtype=torch.float32, **SIZES), lowbit.LowBitConfig(**config))
+        packed = quantized(make_model(dtype=torch.float32, **SIZES), lowbit.LowBitConfig(**config))
         packed.save_pretrained(tmp_path / name)
         with_tokenizer(tmp_path / name)
         with pytest.raises(ValueError, match=rf"(packed_weight) has .*{words}"):
@@ -171,11 +168,11 @@ def test_what_gguf_does_not_hold_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="'gpt_neox'; lowbit writes llama, mistral, qwen2, qwen3, phi3, gemma"):
         to_gguf(tmp_path / "odd", tmp_path / "m.gguf")
     save_model(tmp_path / "rows", vocab_size=2048)  # 168 inputs of the last matrix of a layer
-    quantised_rows = tmp_path / "packed rows"
-    lowbit.quantize_checkpoint(tmp_path / "rows", quantised_rows, lowbit.LowBitConfig())
-    with_tokenizer(quantised_rows)
+    quantized_rows = tmp_path / "packed rows"
+    lowbit.quantize_checkpoint(tmp_path / "rows", quantized_rows, lowbit.LowBitConfig())
+    with_tokenizer(quantized_rows)
     with pytest.raises(ValueError, match="down_proj.* has 168 inputs"):
-        to_gguf(quantised_rows, tmp_path / "m.gguf")
+        to_gguf(quantized_rows, tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
     for option in (("--bits", 4), ("--cache", "int8")):
         result = invoke("export", FLOAT, "--to", "gguf", *option, "--output", tmp_path / "m.gguf")

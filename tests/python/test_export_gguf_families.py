@@ -39,8 +39,7 @@ def same_files(first, second) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "type_name"),
-    [("llama", "Q4_0"), ("gemma", "Q8_0"), ("gemma2", "Q4_1"), ("gemma3", "Q5_0"), ("phi3", "Q4_0")],
+    ("kind", "type_name"), [("llama", "Q4_0"), ("gemma", "Q8_0"), ("gemma2", "Q4_1"), ("gemma3", "Q5_0"), ("phi3", "Q4_0")]
 )
 def test_there_and_back_are_the_same_bytes(tmp_path, kind, type_name):
     model = random_model(kind)
@@ -74,9 +73,7 @@ def test_the_rotation_of_long_texts(tmp_path):
     rope = factors | {
         "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "attention_factor": 1.25,
     }  # fmt: skip
-    edit_json(
-        tmp_path / "in" / "config.json", rope_parameters=rope, original_max_position_embeddings=64, sliding_window=None
-    )
+    edit_json(tmp_path / "in" / "config.json", rope_parameters=rope, original_max_position_embeddings=64, sliding_window=None)
     tokenizer_of(tmp_path, vocabulary()).save_pretrained(tmp_path / "in")
     export_gguf(tmp_path / "in", tmp_path / "m.gguf")
     lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
@@ -95,7 +92,7 @@ def tokenizer_of(directory, tokens):
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
-    """A checkpoint of Mistral with a tokenizer as Llama 2 has it: a normaliser puts the first space."""
+    """A checkpoint of Mistral with a tokenizer as Llama 2 has it: a normalizer puts the first space."""
     directory = tmp_path_factory.mktemp("mistral")
     config = random_model("llama").config.to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -105,11 +102,11 @@ def mistral(tmp_path_factory):
     )
     model.save_pretrained(directory / "m")
     tokenizer_of(directory, vocabulary()).save_pretrained(directory / "m")
-    normalisers = [
+    normalizers = [
         {"type": "Prepend", "prepend": "\u2581"}, {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
     ]  # fmt: skip
     edit_json(
-        directory / "m" / "tokenizer.json", pre_tokenizer=None, normalizer={"type": "Sequence", "normalizers": normalisers}
+        directory / "m" / "tokenizer.json", pre_tokenizer=None, normalizer={"type": "Sequence", "normalizers": normalizers}
     )
     return directory / "m"
 

@@ -7,12 +7,11 @@ import shutil
 import pytest
 import torch
 from command_line import FLOAT, document, error, invoke
-from test_chat import PLAIN
-
 from lowbit import LowBitConfig, llm
 from lowbit.llm.chat import Chat
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
+from test_chat import PLAIN
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,11 +5,10 @@ import shutil
 import signal
 from pathlib import Path
 
-import pytest
-import torch
-
 import crash_actions
 import lowbit
+import pytest
+import torch
 from checkpoints import TOKENS, load, refuse
 from command_line import error, invoke
 from crash_actions import CONFIG

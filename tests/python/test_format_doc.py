@@ -4,10 +4,9 @@ import re
 import struct
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from reference import WEIGHTS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
@@ -76,8 +75,17 @@ def decode(data: bytes) -> dict:
                 mins[row][index] = head[r] * values[16 + r] if mapping == 1 else 0.0
             row_sums[row], biases[row] = head[r] * head[16 + r], head[32 + r]
     assert at == len(data)
-    return {"codes": codes, "scales": scales, "mins": mins, "bias": biases, "row_sums": row_sums, "group": group,
-            "affine": mapping == 1, "levels": table, "has_bias": bool(has_bias)}
+    return {
+        "codes": codes,
+        "scales": scales,
+        "mins": mins,
+        "bias": biases,
+        "row_sums": row_sums,
+        "group": group,
+        "affine": mapping == 1,
+        "levels": table,
+        "has_bias": bool(has_bias),
+    }
 
 
 def test_the_document_has_a_whole_table_for_every_width():
@@ -116,6 +124,4 @@ def test_packed_bytes_are_as_documented(bits, n, k, group_size, mapping):
         levels = 2 * codes.double() - 1 if bits == 1 else codes.double() - 2 ** (bits - 1)
         expected = scales[:, column_group] * levels
     torch.testing.assert_close(weight.double(), expected, rtol=2**-22, atol=2**-24)
-    torch.testing.assert_close(
-        torch.tensor(found["row_sums"], dtype=torch.double), expected.sum(1), rtol=2**-22, atol=2**-20
-    )
+    torch.testing.assert_close(torch.tensor(found["row_sums"], dtype=torch.double), expected.sum(1), rtol=2**-22, atol=2**-20)

@@ -5,7 +5,6 @@ import copy
 import numpy
 import pytest
 import torch
-
 from command_line import FLOAT
 from lowbit import llm
 from lowbit.llm.loading import load_model, load_tokenizer

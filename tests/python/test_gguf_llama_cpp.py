@@ -21,7 +21,7 @@ PROMPT = [1, 300, 17, 402, 290, 311, 350, 277, 263, 341]  # longer than the wind
 COUNT = 16
 # What llama.cpp calls a mixture, and a type of tensors in it. Not TQ1_0 and TQ2_0: with three values the model is so far off
 # that the rounding of activations alone moves logits by 0.4 of their deviation (theirs by 0.3).
-QUANTISED = {
+QUANTIZED = {
     "Q4_0": "Q4_0", "Q5_1": "Q5_1", "Q8_0": "Q8_0", "Q2_K": "Q2_K", "Q3_K_M": "Q3_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K",
     "Q6_K": "Q6_K", "IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_XS",
 }  # fmt: skip
@@ -123,9 +123,9 @@ def test_the_shipped_model(llama_cpp, tmp_path):
         assert found.argmax() == expected.argmax()
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_files_that_llama_cpp_quantised(llama_cpp, tmp_path, kind):
-    """The model of this repository, by llama.cpp's own quantiser: its logits of its file, and ours of the import."""
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_files_that_llama_cpp_quantized(llama_cpp, tmp_path, kind):
+    """The model of this repository, by llama.cpp's own quantizer: its logits of its file, and ours of the import."""
     with pytest.warns(UserWarning, match="the tokenizer in .* cuts words"):
         export_gguf(FLOAT, tmp_path / "float.gguf")
     silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # in place of that of an earlier model
@@ -136,7 +136,7 @@ def test_files_that_llama_cpp_quantised(llama_cpp, tmp_path, kind):
     assert llama_cpp.llama_model_quantize(*files, settings) == 0
     summary = lowbit.import_checkpoint(tmp_path / "theirs.gguf", tmp_path / "packed")
     kinds = {tensor.source: tensor.kind for tensor in summary.tensors}
-    assert QUANTISED[kind] in kinds and set(kinds.values()) <= {"exact", "rounded", "float"}, kinds
+    assert QUANTIZED[kind] in kinds and set(kinds.values()) <= {"exact", "rounded", "float"}, kinds
     tokens = load_tokenizer(FLOAT)("Return the number of items")["input_ids"]
     with LlamaCpp(llama_cpp, tmp_path / "theirs.gguf") as theirs:
         found = theirs.logits(tokens)

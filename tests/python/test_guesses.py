@@ -3,15 +3,14 @@
 import json
 import shutil
 
+import lowbit
 import pytest
 import torch
 import transformers
-
-import lowbit
 from command_line import FLOAT, document, invoke
 from lowbit import llm
-from lowbit.llm.loading import load_tokenizer
 from lowbit.llm.guessing import Draft, Lookup
+from lowbit.llm.loading import load_tokenizer
 
 MAX_LENGTH = 256
 REPEATED = "The list contains the following items: one, two, three. " * 3 + "The list contains"
@@ -42,7 +41,7 @@ def test_logits_do_not_depend_on_how_many_tokens_a_call_has(decoder, tokenizer):
 @pytest.mark.parametrize(
     "settings",
     [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}],
-    ids=["likeliest", "drawn", "penalised"],
+    ids=["likeliest", "drawn", "penalized"],
 )
 @pytest.mark.parametrize("prompt", [REPEATED, PLAIN], ids=["repeated", "plain"])
 def test_the_text_is_that_of_plain_decoding(decoder, tokenizer, prompt, settings):

@@ -7,17 +7,25 @@ wrong header, as an attacker would.
 import random
 import struct
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from reference import HEADER_BYTES, MAPPINGS, WEIGHTS, random_packed, random_rows
 
 # offset, struct format
 FIELDS = {
-    "version": (8, "H"), "format": (10, "B"), "bits": (11, "B"), "mapping": (12, "B"), "has_bias": (13, "B"),
-    "reserved0": (14, "H"), "n": (16, "q"), "k": (24, "q"), "group_size": (32, "I"), "reserved1": (36, "I"),
-    "total_bytes": (40, "q"), "payload_checksum": (48, "Q"),
+    "version": (8, "H"),
+    "format": (10, "B"),
+    "bits": (11, "B"),
+    "mapping": (12, "B"),
+    "has_bias": (13, "B"),
+    "reserved0": (14, "H"),
+    "n": (16, "q"),
+    "k": (24, "q"),
+    "group_size": (32, "I"),
+    "reserved1": (36, "I"),
+    "total_bytes": (40, "q"),
+    "payload_checksum": (48, "Q"),
 }
 # Of version 2, behind those.
 LEVELS = {"level 0": (64, "b"), "level 15": (79, "b"), "reserved2": (80, "B"), "reserved3": (127, "B")}

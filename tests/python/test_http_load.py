@@ -66,9 +66,7 @@ def test_an_answer_has_its_times_and_tokens(port):
     assert answer.tokens == TOKENS and answer.begin < answer.first < answer.end
 
 
-@pytest.mark.parametrize(
-    "first, wrong", [(0, "wrote 4 tokens; expected 5"), (1, "answers 400: no such model")]
-)
+@pytest.mark.parametrize("first, wrong", [(0, "wrote 4 tokens; expected 5"), (1, "answers 400: no such model")])
 def test_a_short_answer_and_a_refusal_are_errors(port, first, wrong):
     with pytest.raises(RuntimeError, match=f"port {port} {wrong}"):
         load(port, [[2], [first]], TOKENS)

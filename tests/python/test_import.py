@@ -3,10 +3,9 @@
 import shutil
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 
 # Imports the copy in argv[1], also where an editable install would redirect the name to the checkout.
 SCRIPT = """

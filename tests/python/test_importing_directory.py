@@ -1,4 +1,4 @@
-"""`lowbit import` of directories that others have quantised.
+"""`lowbit import` of directories that others have quantized.
 
 The layouts are written here, bit by bit, as they are published.
 """
@@ -43,7 +43,7 @@ def rows_of_words(codes: torch.Tensor, bits: int, whole: bool = False) -> torch.
     return torch.tensor([stream(row, bits) for row in codes.tolist()], dtype=torch.int32)
 
 
-class Quantised:
+class Quantized:
     """A random layer: `codes` [n, k], `zeros` and `scales` [n, groups], and the weights that they stand for."""
 
     def __init__(self, n: int, k: int, bits: int, group: int, zeros: str, generator: torch.Generator):
@@ -57,7 +57,7 @@ class Quantised:
         self.weight = spread(self.scales.float()) * (self.codes - spread(self.zeros))
 
 
-def gptq(layer: Quantised, bits: int, group: int, version: int) -> dict[str, torch.Tensor]:
+def gptq(layer: Quantized, bits: int, group: int, version: int) -> dict[str, torch.Tensor]:
     n, k = layer.codes.shape
     return {
         "qweight": rows_of_words(layer.codes, bits).T.contiguous(),
@@ -79,12 +79,12 @@ def planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-def gptq_p(layer: Quantised, bits: int, group: int) -> dict[str, torch.Tensor]:
+def gptq_p(layer: Quantized, bits: int, group: int) -> dict[str, torch.Tensor]:
     words = {"qweight": planes(layer.codes, bits).T.contiguous(), "qzeros": planes(layer.zeros.T, bits)}
     return gptq(layer, bits, group, 2) | words
 
 
-def act_order(layer: Quantised, seed: int = 0) -> torch.Tensor:
+def act_order(layer: Quantized, seed: int = 0) -> torch.Tensor:
     """Gives the inputs of a layer to its groups by chance, as many to each; the group of each, int32 [k]."""
     n, k = layer.codes.shape
     order = torch.randperm(k, generator=torch.Generator().manual_seed(seed + n))
@@ -94,7 +94,7 @@ def act_order(layer: Quantised, seed: int = 0) -> torch.Tensor:
     return groups
 
 
-def awq(layer: Quantised) -> dict[str, torch.Tensor]:
+def awq(layer: Quantized) -> dict[str, torch.Tensor]:
     def words(codes: torch.Tensor) -> torch.Tensor:  # [rows, n] by rows
         ordered = codes.view(len(codes), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(len(codes), -1)
         return rows_of_words(ordered, 4)
@@ -106,7 +106,7 @@ def awq(layer: Quantised) -> dict[str, torch.Tensor]:
     }
 
 
-def compressed(layer: Quantised, bits: int, whole: bool = False) -> dict[str, torch.Tensor]:
+def compressed(layer: Quantized, bits: int, whole: bool = False) -> dict[str, torch.Tensor]:
     packed = {
         "weight_packed": rows_of_words(layer.codes, bits, whole),
         "weight_scale": layer.scales,
@@ -165,7 +165,7 @@ def maker(bits: int, zeros: str, pack, group: int = GROUP):
     generator = torch.Generator().manual_seed(bits)
 
     def make(n: int, k: int):
-        layer = Quantised(n, k, bits, group if group > 0 else k, zeros, generator)
+        layer = Quantized(n, k, bits, group if group > 0 else k, zeros, generator)
         return layer.weight, pack(layer)
 
     return make
@@ -204,7 +204,7 @@ def test_gptq_with_act_order(tmp_path, bits, zeros, version):
     generator = torch.Generator().manual_seed(bits)
 
     def make(n: int, k: int):
-        layer = Quantised(n, k, bits, GROUP, zeros, generator)
+        layer = Quantized(n, k, bits, GROUP, zeros, generator)
         groups = act_order(layer)  # before the weights are taken
         return layer.weight, gptq(layer, bits, GROUP, version) | {"g_idx": groups}
 
@@ -235,7 +235,7 @@ def test_compressed_tensors_with_groups_by_activation(tmp_path, zeros):
     generator = torch.Generator().manual_seed(4)
 
     def make(n: int, k: int):
-        layer = Quantised(n, k, 4, GROUP, zeros, generator)
+        layer = Quantized(n, k, 4, GROUP, zeros, generator)
         groups = act_order(layer)
         return layer.weight, compressed(layer, 4) | {"weight_g_idx": groups}
 
@@ -252,12 +252,7 @@ def test_gptq_with_one_group_per_row(tmp_path):
 
 @pytest.mark.parametrize("layout", ["gptq", "awq"])
 def test_auto_round(tmp_path, layout):
-    settings = {
-        "quant_method": "auto-round",
-        "bits": 4,
-        "group_size": GROUP,
-        "packing_format": f"auto_round:auto_{layout}",
-    }
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "packing_format": f"auto_round:auto_{layout}"}
     pack = (lambda layer: gptq(layer, 4, GROUP, 1)) if layout == "gptq" else awq
     model = checkpoint(tmp_path / "in", settings, maker(4, "middle", pack))
     assert check(tmp_path, model, "exact").format == "AutoRound"
@@ -273,13 +268,7 @@ def test_awq(tmp_path, zeros):
 @pytest.mark.parametrize("zeros", ["middle", "free"])
 @pytest.mark.parametrize(("bits", "whole"), [*((bits, False) for bits in range(1, 9)), (3, True), (5, True), (7, True)])
 def test_compressed_tensors(tmp_path, bits, whole, zeros):
-    weights = {
-        "num_bits": bits,
-        "type": "int",
-        "strategy": "group",
-        "group_size": GROUP,
-        "symmetric": zeros == "middle",
-    }
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": zeros == "middle"}
     settings = {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"], "input_activations": None}},
@@ -333,9 +322,7 @@ def test_bitsandbytes_nf4(tmp_path, nested):
                 "weight.absmax": indices.to(torch.uint8), "weight.nested_absmax": largest,
                 "weight.nested_quant_map": values,
             }  # fmt: skip
-        packed["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(
-            list(json.dumps(state).encode()), dtype=torch.uint8
-        )
+        packed["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         packed["weight"] = (codes[:, 0::2] << 4 | codes[:, 1::2]).to(torch.uint8).reshape(-1, 1)
         weight = torch.tensor(NF4)[codes] * absmax.view(n, k // block).repeat_interleave(block, 1)
         return weight, packed
@@ -407,12 +394,12 @@ REFUSED = {
     "planes": (GPTQ | {"checkpoint_format": "gptq_p"}, narrow, "expected those of 2, 3, 4, 5, 6, 7 or 8 bits"),
     "group size": (GPTQ | {"group_size": 64}, None, "has 3 groups for 96 inputs; expected 2, of 64 inputs"),
     "group of a text": (GPTQ | {"group_size": "32"}, None, "group_size '32'; expected inputs per group, or -1"),
-    "another": ({"quant_method": "quip"}, None, "is quantised by the method 'quip'; lowbit imports gptq, awq"),
+    "another": ({"quant_method": "quip"}, None, "is quantized by the method 'quip'; lowbit imports gptq, awq"),
     "packed": ({"quant_method": "lowbit"}, None, "is packed already"),
     "gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, None, "version 'gemv'; lowbit imports 'gemm'"),
     "activations": (
         CT | {"config_groups": {"a": {"weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}}}, None,
-        "has quantised input_activations",
+        "has quantized input_activations",
     ),
     "no layers": (CT, None, "is I32"),
     "layout": ({"quant_method": "auto-round", "packing_format": "x"}, None, "packing_format 'x'; lowbit imports"),
@@ -441,13 +428,7 @@ def test_other_files_come_along(tmp_path):
     (tmp_path / "in" / "tokenizer_config.json").write_text("{}")
     said = document(invoke("import", tmp_path / "in", tmp_path / "out", "--json"))
     assert (said["format"], said["packed_layers"]) == ("GPTQ", 7)
-    names = {
-        "config.json",
-        "generation_config.json",
-        "lowbit_import.json",
-        "model.safetensors",
-        "tokenizer_config.json",
-    }
+    names = {"config.json", "generation_config.json", "lowbit_import.json", "model.safetensors", "tokenizer_config.json"}
     assert set(os.listdir(tmp_path / "out")) == names
 
 

@@ -13,7 +13,7 @@ from command_line import document, documented_keys, error, invoke, keys_in
 from gguf_files import file_bytes, permute, random_blocks, write_model
 from importing_files import METADATA, tensors
 from lowbit.files.gguf import TYPES, read_gguf
-from lowbit.importing.codes import dequantise
+from lowbit.importing.codes import dequantize
 from lowbit.importing.gguf import open_gguf, read_blocks
 from lowbit.importing.gguf_blocks import FP4
 from safetensors.torch import load_file
@@ -61,12 +61,8 @@ NAMES = {
 def of_blocks(name: str, seed: int = 0) -> tuple[dict[str, np.ndarray], list]:
     """A model with random blocks of a type in all its matrices, and its tensors for file_bytes."""
     generator, kind = np.random.default_rng(seed), TYPES[NUMBERS[name]]
-    blocks = {
-        matrix: random_blocks(name, *shape, kind.block, kind.bytes, generator) for matrix, shape in MATRICES.items()
-    }
-    tensors = [
-        (f"{matrix}.weight", MATRICES[matrix][::-1], NUMBERS[name], data.tobytes()) for matrix, data in blocks.items()
-    ]
+    blocks = {matrix: random_blocks(name, *shape, kind.block, kind.bytes, generator) for matrix, shape in MATRICES.items()}
+    tensors = [(f"{matrix}.weight", MATRICES[matrix][::-1], NUMBERS[name], data.tobytes()) for matrix, data in blocks.items()]
     ones = np.ones(WIDTH, "<f4").tobytes()
     tensors += [(f"{norm}.weight", (WIDTH,), 0, ones) for norm in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")]
     return blocks, tensors
@@ -149,26 +145,24 @@ def test_blocks_of_every_type(tmp_path, name):
             # Random sub-scales are the worst case. The step of a group is known from the blocks' own codes.
             packed = lowbit.unpack(load_file(tmp_path / "out" / "model.safetensors")[f"{layer}.packed_weight"])
             step = packed.scales.abs().repeat_interleave(packed.group_size, 1).numpy()
-            step *= (
-                12 if name == "IQ4_XS" else 1
-            )  # between the nearest two of its levels there are 12 (-22 and -10: 12)
+            step *= 12 if name == "IQ4_XS" else 1  # between the nearest two of its levels there are 12 (-22 and -10: 12)
             step = np.where(step > 0, step, step.max(1, keepdims=True))
             assert (moved <= (steps[layer] * 1.01 + 1e-6) * step + 1e-6).all(), (layer, (moved / step).max())
             assert np.sqrt((moved**2).mean()) < 1e-3 * np.sqrt((expected**2).mean())
 
 
-def test_types_without_codes_of_ours_are_requantised(tmp_path):
+def test_types_without_codes_of_ours_are_requantized(tmp_path):
     for name in AGAIN:
         blocks, tensors = of_blocks(name)
         (tmp_path / "m.gguf").write_bytes(file_bytes(LLAMA, tensors))
-        with pytest.warns(UserWarning, match=f"9 matrices.* quantised anew: {name} to"):
+        with pytest.warns(UserWarning, match=f"9 matrices.* quantized anew: {name} to"):
             summary = lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / name)
         found = packed_weights(tmp_path / name, {})
         for matrix, layer in NAMES.items():
             expected = torch.from_numpy(in_models_order(matrix, reference(name, blocks[matrix], MATRICES[matrix][1])))
             error = (found[layer] - expected).norm() / expected.norm()
             said = next(tensor for tensor in summary.tensors if tensor.name.startswith(f"{layer}."))
-            assert said.kind == "requantised" and error < 0.12
+            assert said.kind == "requantized" and error < 0.12
             assert error == pytest.approx(said.error, rel=1e-3)
 
 
@@ -180,9 +174,7 @@ def random_model(kind: str):
     }  # fmt: skip
     wide = {"head_dim": 32}
     models = {
-        "llama": lambda: LlamaForCausalLM(
-            LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-        ),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
         "tied": lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
         "wide": lambda: LlamaForCausalLM(LlamaConfig(**sizes, **wide)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)),
@@ -225,21 +217,17 @@ def test_a_float_file_gives_the_model_it_was_made_of(tmp_path, kind):
     assert {tensor.kind for tensor in summary.tensors} == {"float"}
     found, expected = load(tmp_path / "out", dtype="auto")(TOKENS).logits, model(TOKENS).logits
     # The norms of gemma are stored with 1 added: that rounds.
-    torch.testing.assert_close(
-        found, expected, rtol=1e-3 if "gemma" in kind else 0, atol=1e-4 if "gemma" in kind else 0
-    )
+    torch.testing.assert_close(found, expected, rtol=1e-3 if "gemma" in kind else 0, atol=1e-4 if "gemma" in kind else 0)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_quantised_file_gives_the_logits_of_its_dequantised_weights(tmp_path, kind):
+def test_a_quantized_file_gives_the_logits_of_its_dequantized_weights(tmp_path, kind):
     model = random_model(kind)
     write_model(tmp_path / "m.gguf", model, "Q8_0", **metadata_of(model))
     with pytest.warns(UserWarning, match="has no tokenizer"):
         summary = lowbit.import_checkpoint(tmp_path / "m.gguf", tmp_path / "out")
     # Gemma multiplies the rows of its table, which no packed one does.
-    assert {tensor.kind for tensor in summary.tensors} == {"exact", "float"} | (
-        {"dequantised"} if "gemma" in kind else set()
-    )
+    assert {tensor.kind for tensor in summary.tensors} == {"exact", "float"} | ({"dequantized"} if "gemma" in kind else set())
     if "gemma" in kind:
         table, q8 = model.model.embed_tokens.weight, gguf.GGMLQuantizationType.Q8_0
         table.data = torch.from_numpy(gguf.dequantize(gguf.quantize(table.detach().numpy(), q8), q8))
@@ -415,11 +403,11 @@ def test_levels_are_those_of_the_formats():
     assert [level / 2 for level in FP4] == e2m1 + [-value for value in e2m1]
 
 
-def test_dequantise_is_what_the_operator_computes():
+def test_dequantize_is_what_the_operator_computes():
     torch.manual_seed(0)
     for bits in range(1, 9):
         packed = lowbit.quantize_tensor(torch.randn(5, 40), lowbit.LinearConfig(bits=bits, group_size=16))
-        assert torch.equal(dequantise(lowbit.unpack(packed)), lowbit.embedding(torch.arange(5), packed, 40))
+        assert torch.equal(dequantize(lowbit.unpack(packed)), lowbit.embedding(torch.arange(5), packed, 40))
 
 
 def test_generate_imports_a_file_once(tmp_path):

@@ -26,9 +26,7 @@ def header(tensor_count: int = 0, key_count: int = 0, version: int = 3) -> bytes
     return b"GGUF" + struct.pack("<IQQ", version, tensor_count, key_count)
 
 
-def listing(
-    *entries: bytes, data: bytes = bytes(4096), alignment: int = 32, metadata: bytes = b"", keys: int = 0
-) -> bytes:
+def listing(*entries: bytes, data: bytes = bytes(4096), alignment: int = 32, metadata: bytes = b"", keys: int = 0) -> bytes:
     head = header(len(entries), keys) + metadata + b"".join(entries)
     return head + bytes(-len(head) % alignment) + data
 

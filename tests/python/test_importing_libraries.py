@@ -75,7 +75,7 @@ GPTQ += [(bits, symmetric, False, "gptq_p") for bits in (3, 5, 6, 7) for symmetr
 
 @pytest.mark.parametrize(("bits", "symmetric", "order", "version"), GPTQ)
 def test_gptqmodel(source, tmp_path, monkeypatch, bits, symmetric, order, version):
-    """Quantised and packed by GPTQModel, and taken apart by its own layers, with their scales in float32."""
+    """Quantized and packed by GPTQModel, and taken apart by its own layers, with their scales in float32."""
     monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")  # it wants two where there is one CPU
     monkeypatch.chdir(tmp_path)  # it writes logs where it is
     gptqmodel = wanted("gptqmodel")
@@ -135,9 +135,7 @@ def test_compressed_tensors(source, tmp_path, bits, symmetric):
     quantization = importlib.import_module("compressed_tensors.quantization")
     compressors = importlib.import_module("compressed_tensors.compressors")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
-    weights = quantization.QuantizationArgs(
-        num_bits=bits, type="int", strategy="group", group_size=32, symmetric=symmetric
-    )
+    weights = quantization.QuantizationArgs(num_bits=bits, type="int", strategy="group", group_size=32, symmetric=symmetric)
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
     config = quantization.QuantizationConfig(
         config_groups={"group_0": scheme}, ignore=["lm_head"], format="pack-quantized", quantization_status="frozen"
@@ -173,7 +171,7 @@ def test_compressed_tensors(source, tmp_path, bits, symmetric):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_bitsandbytes(source, tmp_path, kind, nested):
-    """Quantised and saved through transformers, and dequantised by the library."""
+    """Quantized and saved through transformers, and dequantized by the library."""
     wanted("bitsandbytes")
     functional = importlib.import_module("bitsandbytes.functional")
     from transformers import BitsAndBytesConfig
@@ -195,7 +193,7 @@ def test_bitsandbytes(source, tmp_path, kind, nested):
     ("bits", "group"), [(1, 32), (1.58, 32), (2, 16), (3, 32), (4, 64), (5, 32), (6, 16), (8, 32), (8, None)]
 )
 def test_hqq(source, tmp_path, bits, group):
-    """Quantised by HQQ's own layer, saved as its state, and dequantised by it."""
+    """Quantized by HQQ's own layer, saved as its state, and dequantized by it."""
     wanted("hqq")
     quantize = importlib.import_module("hqq.core.quantize")
     from safetensors.torch import save_file

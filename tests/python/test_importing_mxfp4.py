@@ -2,14 +2,13 @@
 
 import json
 
+import lowbit
 import pytest
 import torch
 import transformers
+from lowbit import nn
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-import lowbit
-from lowbit import nn
 
 EXPERTS, HIDDEN, INNER = 3, 64, 96
 NAMES = ("gate_up_proj", "down_proj")
@@ -49,14 +48,14 @@ def source(tmp_path_factory):
     floats = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(NAMES)}
     save_file(tensors | floats, path / "model.safetensors", metadata={"format": "pt"})
     config.architectures = ["GptOssForCausalLM"]
-    quantised = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    (path / "config.json").write_text(json.dumps(config.to_dict() | quantised, default=str))
+    quantized = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (path / "config.json").write_text(json.dumps(config.to_dict() | quantized, default=str))
     return path, model
 
 
 @torch.no_grad()
 def test_the_values_of_transformers(source, tmp_path):
-    import lowbit.transformers  # noqa: F401 - registers
+    import lowbit.transformers
 
     path, model = source
     summary = lowbit.import_checkpoint(path, tmp_path / "packed")

@@ -30,10 +30,7 @@ def changed(**changes) -> dict:
 MODELS = {
     "no architecture": ({k: v for k, v in METADATA.items() if k[:7] != "general"}, "has no general.architecture"),
     "architecture of a number": (changed(general__architecture=3), "has no general.architecture"),
-    "other architecture": (
-        changed(general__architecture="mamba"),
-        "has a model of the architecture 'mamba'; lowbit imports",
-    ),
+    "other architecture": (changed(general__architecture="mamba"), "has a model of the architecture 'mamba'; lowbit imports"),
     "unknown key": (changed(llama__logit_scale=2.0), "llama.logit_scale, which lowbit does not know"),
     "experts": (changed(llama__expert_count=8, llama__expert_used_count=9), "has 8 experts and uses 9 of them"),
     "no heads": (changed(llama__attention__head_count=0), "has 0 attention heads"),
@@ -58,10 +55,7 @@ MODELS = {
         changed(tokenizer__ggml__tokens=list("abcde")),
         "has 5 texts as tokenizer.ggml.tokens; expected 1 to 4",
     ),
-    "types of other tokens": (
-        changed(tokenizer__ggml__token_type=[1]),
-        "token_type for another number of tokens than 4",
-    ),
+    "types of other tokens": (changed(tokenizer__ggml__token_type=[1]), "token_type for another number of tokens than 4"),
     "merge of nothing": (changed(tokenizer__ggml__merges=["x y"]), "the tokenizer in"),
     "kind of tokenizer": (changed(tokenizer__ggml__model="magic"), "the tokenizer in"),
     "template of a number": (changed(tokenizer__chat_template=1), "has a int as tokenizer.chat_template"),

@@ -12,7 +12,7 @@ from checkpoints import TOKENS, load
 from lowbit.exports.gguf import export_gguf
 from lowbit.llm.loading import load_model
 from safetensors.torch import load_file, save_file
-from test_importing_directory import GPTQ, GROUP, Q, Quantised, act_order, checkpoint, gptq
+from test_importing_directory import GPTQ, GROUP, Q, Quantized, act_order, checkpoint, gptq
 
 N, K = 48, 96
 
@@ -20,7 +20,7 @@ N, K = 48, 96
 @pytest.fixture(scope="module")
 def layer() -> tuple[lowbit.nn.Linear, torch.Tensor]:
     """A layer with an order, and its weight in the model's."""
-    made = Quantised(N, K, 4, GROUP, "middle", torch.Generator().manual_seed(0))
+    made = Quantized(N, K, 4, GROUP, "middle", torch.Generator().manual_seed(0))
     order = act_order(made).long().argsort(stable=True)
     packed = lowbit.pack(made.codes[:, order].to(torch.uint8), made.scales.float(), bits=4, group_size=GROUP)
     return lowbit.nn.Linear(packed, input_order=order.int()), made.weight
@@ -32,7 +32,7 @@ def imported(tmp_path_factory):
     directory, generator = tmp_path_factory.mktemp("order"), torch.Generator().manual_seed(1)
 
     def make(n: int, k: int):
-        made = Quantised(n, k, 4, GROUP, "middle", generator)
+        made = Quantized(n, k, 4, GROUP, "middle", generator)
         groups = act_order(made)
         return made.weight, gptq(made, 4, GROUP, 1) | {"g_idx": groups}
 

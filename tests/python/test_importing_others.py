@@ -1,4 +1,4 @@
-"""`lowbit import` of what torchao and HQQ have quantised: the first by the library, the second written as published."""
+"""`lowbit import` of what torchao and HQQ have quantized: the first by the library, the second written as published."""
 
 import json
 import re
@@ -35,8 +35,7 @@ def torchao(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("bits", "kind"),
-    [(bits, kind) for bits in (1, 3, 4, 8) for kind in ("row", "asymmetric")]
-    + [(bits, "group") for bits in range(1, 9)],
+    [(bits, kind) for bits in (1, 3, 4, 8) for kind in ("row", "asymmetric")] + [(bits, "group") for bits in range(1, 9)],
 )
 def test_torchao(tmp_path, torchao, bits, kind):
     from torchao.quantization.granularity import PerAxis, PerGroup
@@ -73,7 +72,7 @@ def test_torchao_of_other_kinds_is_refused(tmp_path, torchao):
     source, _ = torchao("other", 4, granularity=PerGroup(32))
     file = source / "model.safetensors"
     with safe_open(file, "pt") as opened:
-        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}
+        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened}
     for change, message in (
         ({f"{LAYER}.weight": metadata[f"{LAYER}.weight"].replace("IntxUnpacked", "Other")}, "is a OtherToInt8Tensor"),
         ({f"{LAYER}.weight": "[" * 100000}, "do not say what"),

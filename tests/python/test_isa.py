@@ -3,11 +3,10 @@
 import json
 import re
 
-import pytest
-import torch
-
 import lowbit
+import pytest
 import reference
+import torch
 from reference import assert_same_bits
 
 # Saves what the capped package says of itself, and results of every width, mapping and dtype.
@@ -31,7 +30,7 @@ for bits in reference.WIDTHS:
         for scale in ("absmax", "mse"):
             config = lowbit.LinearConfig(bits, 32, mapping, scale)
             packed = lowbit.quantize_tensor(reference.random_rows(40, 70), config)
-            tensors[f"quantised {bits} {mapping} {scale}"] = packed
+            tensors[f"quantized {bits} {mapping} {scale}"] = packed
 for heads, width in ((4, 48), (2, 128), (7, 16)):
     for dtype in reference.DTYPES:
         q = 2 * reference.random_rows(1, heads, 290, width).to(dtype)

@@ -2,22 +2,21 @@
 
 from dataclasses import replace
 
-import pytest
-import torch
-
 import lowbit
+import pytest
 import reference
+import torch
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.levels import TABLES, fit_levels, round_to_levels, sampled_rows
 from reference import assert_same_bits, random_packed, random_rows
 
 
-def dequantised(packed: torch.Tensor) -> torch.Tensor:
+def dequantized(packed: torch.Tensor) -> torch.Tensor:
     return reference.take_apart(packed).weight()
 
 
 def error(weight: torch.Tensor, config: LinearConfig) -> float:
-    return float((dequantised(lowbit.quantize_tensor(weight, config)) - weight).square().sum())
+    return float((dequantized(lowbit.quantize_tensor(weight, config)) - weight).square().sum())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -76,7 +75,7 @@ def test_named_tables(name):
     config = LinearConfig(4, 32, levels=name)
     packed = lowbit.quantize_tensor(weight, config)
     assert lowbit.info(packed).levels == TABLES[name]
-    found = dequantised(packed)
+    found = dequantized(packed)
     # Every weight is at its nearest level, up to the rounding of the scales to 11 bits.
     scales = lowbit.unpack(packed).scales.repeat_interleave(32, 1)[:, :100].double()
     nearest = (weight[..., None] - scales[..., None] * torch.tensor(TABLES[name])).abs().amin(2)
@@ -126,7 +125,7 @@ def test_zeros_and_short_groups():
     for weight in (torch.zeros(5, 40), torch.zeros(1, 1), random_rows(3, 17), torch.full((2, 33), -3.0)):
         for bits in (2, 3, 4):
             packed = lowbit.quantize_tensor(weight, LinearConfig(bits, 32, levels="fit"))
-            found = dequantised(packed).float()
+            found = dequantized(packed).float()
             assert torch.isfinite(found).all()
             if not weight.any():
                 assert not found.any()
@@ -179,7 +178,7 @@ def test_models():
     lowbit.quantize_(other, {"*": LinearConfig(2), "0": EmbeddingConfig(2)})
     other.load_state_dict(state)
     assert_same_bits(other(indices), model(indices))
-    torch.testing.assert_close(model[0].weight.float(), dequantised(model[0].packed_weight).float())
+    torch.testing.assert_close(model[0].weight.float(), dequantized(model[0].packed_weight).float())
 
 
 def test_overrides_and_embeddings():
@@ -224,11 +223,10 @@ def test_command_line(tmp_path):
 
 
 def test_checkpoints(tmp_path, monkeypatch):
-    from safetensors.torch import load_file
-
     from checkpoints import save_model
     from lowbit import LowBitConfig, quantize_checkpoint
     from lowbit.checkpoint import quantizing
+    from safetensors.torch import load_file
 
     monkeypatch.setattr(quantizing, "_BAND_WEIGHTS", 5000)  # several bands in most tensors
     source = save_model(tmp_path / "source", "untied", False)

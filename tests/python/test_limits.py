@@ -3,12 +3,10 @@ that are subnormal or near the largest float, and small stacks."""
 
 import threading
 
-import pytest
-import torch
-
 import lowbit
+import pytest
 import reference
-from lowbit import LinearConfig
+import torch
 from reference import assert_same_bits, random_packed, random_rows
 
 

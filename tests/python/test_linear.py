@@ -1,10 +1,9 @@
 """lowbit.linear against the reference: every width, mapping, dtype and kind of shape, bit for bit."""
 
-import pytest
-import torch
-
 import lowbit
+import pytest
 import reference
+import torch
 from reference import DTYPES, MAPPINGS, WEIGHTS, WIDTHS, assert_same_bits, random_packed, random_rows
 
 # n, k, group size: one row, odd inputs, less than a block, short last groups, rows beyond a panel, several panels.
@@ -67,9 +66,7 @@ def test_largest_sums_of_a_group(bits):
 
 
 @every_kind
-@pytest.mark.parametrize(
-    "shape", [(40,), (0, 40), (3, 0, 40), (2, 3, 40), (2, 1, 3, 2, 40), (1,) * 15 + (40,)], ids=str
-)
+@pytest.mark.parametrize("shape", [(40,), (0, 40), (3, 0, 40), (2, 3, 40), (2, 1, 3, 2, 40), (1,) * 15 + (40,)], ids=str)
 def test_leading_dimensions(bits, mapping, shape):
     packed = random_packed(18, 40, bits, 16, mapping, bias=True)
     x = random_rows(*shape)
@@ -126,7 +123,7 @@ def test_as_good_as_int8_activations_can_be(bits, mapping, dtype):
         # Half a step, and what float32 adds to it: x * inverse is at most 127.001 and rounded, and so is the inverse.
         step = reference.quantize_rows(x, parts.group)[1].double().amax(1)
         per_input = step * (0.5 + 2**-15)
-        quantisation = per_input[:, None] * weight.abs().sum(1)
+        quantization = per_input[:, None] * weight.abs().sum(1)
         # Each of the at most 2 groups + segments + 1 roundings is of a value no larger than all products together with a in
         # [-127, 127]: 128 steps times the sum of the terms of the weights.
         scale = parts.per_input(parts.scales).double().abs() * parts.levels.abs()
@@ -135,10 +132,10 @@ def test_as_good_as_int8_activations_can_be(bits, mapping, dtype):
         segments = len(reference.segments_of(k, parts.group))
         roundings = (2 * parts.info.groups + segments + 1) * 2**-24 * largest
         # The output's own rounding.
-        output = torch.finfo(dtype).eps / 2 * (exact.abs() + quantisation) + torch.finfo(dtype).smallest_normal
+        output = torch.finfo(dtype).eps / 2 * (exact.abs() + quantization) + torch.finfo(dtype).smallest_normal
 
         error = (lowbit.linear(x, packed, n).double() - exact).abs()
-        assert (error <= quantisation + roundings + output).all()
+        assert (error <= quantization + roundings + output).all()
 
 
 def test_module_and_function_agree():

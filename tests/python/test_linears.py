@@ -1,9 +1,8 @@
 """lowbit.linears: several linear layers of the same input, in eager mode, under compile, AOTInductor and ExecuTorch."""
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from reference import DTYPES, assert_same_bits, random_packed, random_rows
 
 KINDS = ((20, 4, 32, "symmetric"), (33, 8, 32, "affine"), (5, 2, 48, "affine"), (16, 1, None, "symmetric"))
@@ -88,10 +87,9 @@ def test_compile_and_aot(tmp_path):
 
 def test_executorch():
     pytest.importorskip("executorch")
+    import lowbit.executorch
     from executorch.exir import to_edge
     from executorch.runtime import Runtime
-
-    import lowbit.executorch
 
     lowbit.executorch.register()
     model = Model()

@@ -27,23 +27,20 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-CLASSES = {
-    "llama": transformers.LlamaConfig,
-    "qwen3": transformers.Qwen3Config,
-}
+CLASSES = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
 ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 
 
-def make(kind: str, quantised: bool = True, **more) -> torch.nn.Module:
+def make(kind: str, quantized: bool = True, **more) -> torch.nn.Module:
     """A small random model, the same each time."""
     torch.manual_seed(0)
     if kind == "llama":
         more = {"rope_parameters": ROPE, "tie_word_embeddings": True} | more
     model = transformers.AutoModelForCausalLM.from_config(CLASSES[kind](**SIZES | more)).eval()
-    if quantised:
+    if quantized:
         lowbit.quantize_(model, lowbit.LinearConfig(4, 16), lambda module, name: isinstance(module, torch.nn.Linear))
     return model
 
@@ -59,16 +56,16 @@ def run(step, tokens: list[int], sizes: list[int] | None = None) -> torch.Tensor
     return logits
 
 
-@pytest.mark.parametrize("quantised", [True, False], ids=["quantised", "float"])
+@pytest.mark.parametrize("quantized", [True, False], ids=["quantized", "float"])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_decoder_continues_as_transformers_does(kind, quantised):
-    model = make(kind, quantised)
+def test_a_decoder_continues_as_transformers_does(kind, quantized):
+    model = make(kind, quantized)
     theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False)[0, len(PROMPT) :].tolist()
     with torch.inference_mode():
         logits = model(torch.tensor([PROMPT])).logits[:, -1]
     decoder = Decoder(model, 64)
     # Attention adds up in another order, which now and then rounds an activation to the next of 255 values.
-    torch.testing.assert_close(run(decoder, PROMPT), logits, rtol=0, atol=0.05 if quantised else 1e-4)
+    torch.testing.assert_close(run(decoder, PROMPT), logits, rtol=0, atol=0.05 if quantized else 1e-4)
     assert generate(decoder, PROMPT, 40, max_length=64).tokens == theirs
     assert len(set(theirs)) > 3
     # A new text starts at 0, whatever the caches hold.
@@ -82,7 +79,7 @@ def test_pieces_of_a_text(kind):
     whole = run(decoder, tokens)
     for sizes in ([1] * 37, [5, 16, 16], [36, 1], [1, 36]):
         assert torch.equal(run(decoder, tokens, sizes), whole), sizes
-    floats = Decoder(make(kind, quantised=False), 48)  # here torch multiplies, in an order that depends on the shape
+    floats = Decoder(make(kind, quantized=False), 48)  # here torch multiplies, in an order that depends on the shape
     torch.testing.assert_close(run(floats, tokens, [5, 16, 16]), run(floats, tokens), rtol=0, atol=1e-4)
 
 
@@ -164,7 +161,7 @@ def test_4_bit_caches_are_for_widths_of_32():
 
 @pytest.mark.parametrize("kind, width", [("int8", 16), ("int4", 32)])
 def test_guesses_over_caches_of_codes_change_nothing(kind, width):
-    decoder, draft = (Decoder(make("llama", quantised, head_dim=width), 64, kind) for quantised in (True, False))
+    decoder, draft = (Decoder(make("llama", quantized, head_dim=width), 64, kind) for quantized in (True, False))
     plain = generate(decoder, PROMPT, 40, max_length=64).tokens
     # The text over 4-bit caches does not repeat itself: nothing to look up.
     for more in ({"guesses": 4}, {"guesses": 3, "draft": draft})[kind == "int4" :]:
@@ -173,7 +170,7 @@ def test_guesses_over_caches_of_codes_change_nothing(kind, width):
 
 
 def test_caches_that_do_not_hold_the_numbers_are_refused():
-    model = make("llama", quantised=False)
+    model = make("llama", quantized=False)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.v_proj.weight *= 2**20
@@ -327,7 +324,7 @@ def test_two_models_on_one_configuration():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_refused_model_is_as_before(dtype):
     """Whatever is refused late, with the model in the decoder's hands already."""
-    model = make("llama", quantised=False).to(dtype)
+    model = make("llama", quantized=False).to(dtype)
     kv = model.model.layers[1].self_attn
     with torch.inference_mode():
         before, logits = state(model), model(torch.tensor([PROMPT])).logits

@@ -39,9 +39,7 @@ def test_shapes_that_are_none():
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    "bits, mapping", [(1, "symmetric"), (1, "affine"), (2, "symmetric"), (4, "affine"), (8, "symmetric")]
-)
+@pytest.mark.parametrize("bits, mapping", [(1, "symmetric"), (1, "affine"), (2, "symmetric"), (4, "affine"), (8, "symmetric")])
 def test_random_models(bits, mapping, tied):
     config = CLASSES["qwen3"](**SIZES | {"tie_word_embeddings": tied})
     linear = lowbit.LinearConfig(bits, 32, mapping)

@@ -11,11 +11,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-import torch
-
 import lowbit
 import lowbit.llm
+import pytest
+import torch
 from reference import HEADER_BYTES
 from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, KINDS_AND_PROCESSORS, Runner, packed_bytes_altered
 
@@ -58,22 +57,20 @@ def tokenizer():
     return transformers.AutoTokenizer.from_pretrained(MODEL)
 
 
-def quantised() -> torch.nn.Module:
+def quantized() -> torch.nn.Module:
     """The first and the last of five layers, as each takes seconds to export: with these it does not repeat a few tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     del model.model.layers[1:-1]
     model.model.layers[1].self_attn.layer_idx = 1
     model.config.num_hidden_layers = 2
     embedding = lowbit.EmbeddingConfig(bits=4, group_size=32)
-    return lowbit.quantize_(
-        model, {"*": lowbit.LinearConfig(bits=4, group_size=32), "*embed_tokens": embedding}
-    )
+    return lowbit.quantize_(model, {"*": lowbit.LinearConfig(bits=4, group_size=32), "*embed_tokens": embedding})
 
 
 @pytest.fixture(scope="session")
 def exported(executorch, tokenizer, tmp_path_factory) -> Exported:
     """At 4 bits; test_cpp_runners.py has all widths, in a small module."""
-    decoder = lowbit.llm.Decoder(quantised(), MAX_LENGTH)
+    decoder = lowbit.llm.Decoder(quantized(), MAX_LENGTH)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     assert len(prompts[0]) < CHUNK and 2 * CHUNK < len(prompts[1]) < MAX_LENGTH - NEW
     expected = [lowbit.llm.generate(decoder, p, NEW, max_length=MAX_LENGTH).tokens for p in prompts]
@@ -253,9 +250,21 @@ def test_neither_python_nor_torch_is_needed(runners):
 
 def test_text_to_text(runners, exported, tokenizer):
     process = subprocess.run(
-        [sys.executable, EXAMPLE / "llm.py", "--tokenizer", MODEL, "--prompt", PROMPTS[0],
-         *runners("llm_runner", HERE).command, "--max-new-tokens", str(NEW), exported.files["pte"]],
-        capture_output=True, text=True, timeout=300,
+        [
+            sys.executable,
+            EXAMPLE / "llm.py",
+            "--tokenizer",
+            MODEL,
+            "--prompt",
+            PROMPTS[0],
+            *runners("llm_runner", HERE).command,
+            "--max-new-tokens",
+            str(NEW),
+            exported.files["pte"],
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout == tokenizer.decode(made(exported, "pte", 0), skip_special_tokens=True) + "\n"

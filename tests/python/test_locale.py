@@ -5,7 +5,6 @@ import shutil
 import subprocess
 
 import pytest
-
 from command_line import FLOAT
 from gguf_files import file_bytes
 from importing_files import METADATA, tensors

@@ -65,7 +65,7 @@ def test_nothing_moves_where_the_system_says_nothing(system):
     assert lowbit.use_huge_pages(Tied(packed(4096, 2048))) == 0
 
 
-def test_quantised_layers_begin_there(system):
+def test_quantized_layers_begin_there(system):
     system("always [madvise] never")
     model = torch.nn.Sequential(torch.nn.Embedding(4096, 2048), torch.nn.Linear(2048, 4096))
     config = {"0": lowbit.EmbeddingConfig(bits=4), "1": lowbit.LinearConfig(bits=4)}

@@ -2,13 +2,12 @@
 
 import warnings
 
+import lowbit.transformers  # noqa: F401 - lets transformers load packed checkpoints
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
-
-import lowbit.transformers  # noqa: F401 - lets transformers load packed checkpoints
 from lowbit import LowBitConfig, quantize_checkpoint
+from safetensors import safe_open
 
 SMALL = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}

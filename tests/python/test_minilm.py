@@ -2,13 +2,12 @@
 
 import os
 
+import lowbit
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
-
-import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from needs import need_packages
+from torch._dynamo.testing import CompileCounterWithBackend
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -16,7 +15,7 @@ SENTENCES = [
     "A man is playing a guitar on stage.",
     "Someone performs music with a stringed instrument.",
     "The stock market fell sharply on Monday.",
-    "Quantisation stores weights in fewer bits.",
+    "Quantization stores weights in fewer bits.",
     "How do I bake sourdough bread at home?",
     "Ein Satz auf Deutsch, mit Umlauten: äöü.",
     "42",
@@ -85,8 +84,6 @@ def test_compiled_whole(encoder):
             ids = 1000 + torch.arange(2 * length).view(2, length)
             mask = torch.ones_like(ids)
             mask[0, length // 2 + 1 :] = 0
-            found, expected = (
-                run(input_ids=ids, attention_mask=mask).last_hidden_state for run in (compiled, model)
-            )
+            found, expected = (run(input_ids=ids, attention_mask=mask).last_hidden_state for run in (compiled, model))
             torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert counter.frame_count == 2  # a length of 1, and any other

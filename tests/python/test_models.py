@@ -112,7 +112,7 @@ def test_the_models_are_what_they_should_be():
     for name in ("llama", "gpt2"):
         model = tiny_models.make(name)
         assert sum(parameter.numel() for parameter in model.parameters()) < 1 << 18
-        assert tiny_models.quantise(model) > 0
+        assert tiny_models.quantize(model) > 0
         tokens = causal_lm.text(128)
         with torch.inference_mode():  # the text before a token matters
             one, other = model(tokens).logits[:, -1], model(tokens.flip(1))

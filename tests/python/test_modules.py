@@ -4,21 +4,19 @@ import copy
 import pickle
 import types
 
+import lowbit
 import pytest
 import torch
 import torch.nn.utils.prune
-from torch import nn
-
-import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from reference import MAPPINGS, WIDTHS, random_packed, random_rows
+from torch import nn
 
 
 def test_repr_of_linear():
     layer = lowbit.nn.Linear(random_packed(512, 1024, 4, 32, "symmetric", bias=True))
     assert repr(layer) == (
-        "Linear(in_features=1024, out_features=512, bias=True, bits=4, group_size=32, mapping=symmetric, "
-        "4.59 bits per weight)"
+        "Linear(in_features=1024, out_features=512, bias=True, bits=4, group_size=32, mapping=symmetric, 4.59 bits per weight)"
     )
     layer = lowbit.nn.Linear(random_packed(512, 1024, 3, None, "affine"))
     assert repr(layer) == (

@@ -3,13 +3,12 @@
 import dataclasses
 import hashlib
 
+import lowbit
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import lowbit
-import reference
 from reference import HEADER_BYTES, MAPPINGS, WIDTHS, random_packed, random_rows
 
 
@@ -42,9 +41,20 @@ def test_round_trip(matrix):
             assert value == expected, name
     n, k = matrix["codes"].shape
     info = lowbit.verify(packed)
-    assert info == lowbit.info(packed) == lowbit.PackedInfo(
-        bits=matrix["bits"], mapping=matrix["mapping"], group_size=matrix["group_size"], out_features=n, in_features=k,
-        groups=matrix["scales"].shape[1], has_bias=matrix["bias"] is not None, total_bytes=packed.numel(), version=1,
+    assert (
+        info
+        == lowbit.info(packed)
+        == lowbit.PackedInfo(
+            bits=matrix["bits"],
+            mapping=matrix["mapping"],
+            group_size=matrix["group_size"],
+            out_features=n,
+            in_features=k,
+            groups=matrix["scales"].shape[1],
+            has_bias=matrix["bias"] is not None,
+            total_bytes=packed.numel(),
+            version=1,
+        )
     )
     assert torch.equal(lowbit.pack(**found._asdict()), packed)
 
@@ -144,8 +154,7 @@ def golden_bytes(bits: int, mapping: str) -> bytes:
     mins = (group * 53 % 97 - 48) / 32.0
     bias = (torch.arange(n) * 29 % 31 - 15) / 8.0
     packed = lowbit.pack(
-        codes.to(torch.uint8), scales, mins if mapping == "affine" else None, bias,
-        bits=bits, group_size=16, mapping=mapping,
+        codes.to(torch.uint8), scales, mins if mapping == "affine" else None, bias, bits=bits, group_size=16, mapping=mapping
     )
     return bytes(packed.tolist())
 

@@ -6,7 +6,6 @@ one, add it to SURFACES.
 
 import pytest
 import torch
-
 from models import Every, check_every, inputs
 
 SIZES = (1, 7, 128)
@@ -21,10 +20,7 @@ def compiled(**options):
     return prepare
 
 
-SURFACES = {
-    "compile": compiled(),
-    "compile-cpp-wrapper": compiled(cpp_wrapper=True),
-}
+SURFACES = {"compile": compiled(), "compile-cpp-wrapper": compiled(cpp_wrapper=True)}
 
 
 @pytest.mark.parametrize("surface", SURFACES)

@@ -2,20 +2,18 @@
 
 import copy
 
-import pytest
-import torch
-
 import checkpoints
 import lowbit
+import pytest
 import reference
+import torch
 from lowbit import EmbeddingConfig, LinearConfig
 from needs import need_packages
 
 need_packages("peft")
 
-import peft  # noqa: E402
-
-import lowbit.peft  # noqa: E402
+import lowbit.peft
+import peft
 
 TARGETS = ["q_proj", "down_proj"]
 
@@ -42,14 +40,14 @@ def test_adapters_learn_and_packed_weights_stay():
     with torch.no_grad():
         assert torch.equal(adapted(checkpoints.TOKENS).logits, expected)  # B begins at zero
 
-    optimiser = torch.optim.Adam((value for value in adapted.parameters() if value.requires_grad), 1e-2)
+    optimizer = torch.optim.Adam((value for value in adapted.parameters() if value.requires_grad), 1e-2)
     losses = []
     for _ in range(8):
         loss = adapted(checkpoints.TOKENS, labels=checkpoints.TOKENS).loss
         losses.append(loss.item())
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     assert losses[-1] < losses[0] - 0.1
     checkpoints.assert_same_model(adapted.unload(), _loaded(state))
 
@@ -60,7 +58,7 @@ def _loaded(state: dict) -> torch.nn.Module:
     return model
 
 
-def test_gradients_are_those_of_the_dequantised_weight():
+def test_gradients_are_those_of_the_dequantized_weight():
     base = lowbit.nn.Linear.from_float(torch.nn.Linear(64, 48), LinearConfig(3, 32))
     model = torch.nn.Sequential(base, torch.nn.LayerNorm(48))  # peft asks for the first parameter's device
     adapted = peft.get_peft_model(model, lowbit.peft.for_packed_layers(peft.LoraConfig(r=4, target_modules=["0"])))
@@ -153,7 +151,7 @@ def test_transformers_trainer_takes_it(tmp_path):
         Trainer(checkpoints.load(tmp_path / "packed"), arguments, train_dataset=data)
 
 
-def test_quantising_beside_adapters():
+def test_quantizing_beside_adapters():
     """Adapters on float layers, which are then packed beneath them."""
     model = peft.get_peft_model(checkpoints.make_model("untied"), peft.LoraConfig(r=4, target_modules=TARGETS))
     for change in (lowbit.quantize_, lowbit.qat.prepare_):

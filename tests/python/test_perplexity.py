@@ -3,11 +3,10 @@
 import copy
 import math
 
+import lowbit
 import pytest
 import torch
 import transformers
-
-import lowbit
 from lowbit.llm.perplexity import Perplexity, perplexity
 from lowbit.llm.proof import TOKENS, sample_text
 
@@ -50,7 +49,7 @@ def test_every_token_is_predicted_once_from_its_window(model, length, window, st
     assert seen == sorted(seen) and seen[-1] == (length - 1, length - 1)
 
 
-def test_a_quantised_model(model):
+def test_a_quantized_model(model):
     tokens = torch.randint(50, (30,), generator=torch.Generator().manual_seed(0)).tolist()
     packed = lowbit.quantize_(
         transformers.LlamaForCausalLM(model.config).eval(),

@@ -2,10 +2,9 @@
 bound of docs/accuracy.md."""
 
 import hypothesis.strategies as st
+import lowbit
 import torch
 from hypothesis import given, settings
-
-import lowbit
 from reference import assert_same_bits, quantize_rows, random_packed, random_rows, segments_of, take_apart
 
 SIZES = {

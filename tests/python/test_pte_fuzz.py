@@ -20,10 +20,9 @@ import sys
 import time
 from collections import Counter
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from reference import HEADER_BYTES, random_packed, random_rows
 
 pytestmark = [

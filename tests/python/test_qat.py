@@ -3,27 +3,26 @@
 import copy
 import re
 
-import pytest
-import torch
-from torch.nn import functional
-from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
-
 import checkpoints
 import lowbit
+import pytest
 import reference
+import torch
 from lowbit import EmbeddingConfig, LinearConfig
 from reference import close_to_packed
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
 GROUPS = (16, 32, 48, None)
 MAPPINGS = ("symmetric", "affine")
 
 
 def train_a_little(model: torch.nn.Module, *inputs: torch.Tensor, steps: int = 3) -> None:
-    optimiser = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)  # a smaller one is 0 in float16
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)  # a smaller one is 0 in float16
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         model(*inputs).square().sum().backward()
-        optimiser.step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -152,11 +151,11 @@ def test_a_model_of_transformers(kind, tmp_path):
     scales = sum(name.endswith("weight_scale") for name, _ in model.named_parameters())
     assert scales == (15 if kind == "untied" else 14)
 
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for _ in range(2):
         model(checkpoints.TOKENS, labels=checkpoints.TOKENS).loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     with torch.no_grad():
         before = model(checkpoints.TOKENS).logits
     state = copy.deepcopy(model.state_dict())
@@ -229,12 +228,12 @@ def test_training_at_two_bits_gains():
 
     before = error(lowbit.quantize_(copy.deepcopy(teacher), LinearConfig(2)))
     model = lowbit.qat.prepare_(copy.deepcopy(teacher), LinearConfig(2))
-    optimiser = torch.optim.Adam(model.parameters(), 1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for _ in range(300):
         x = torch.randn(256, 64)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         functional.mse_loss(model(x), teacher(x).detach()).backward()
-        optimiser.step()
+        optimizer.step()
     assert error(lowbit.qat.convert_(model)) < 0.6 * before
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-
 from command_line import ONE_THREAD, ROOT, TINY, shortened
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity

@@ -6,14 +6,12 @@ import pickle
 import re
 import warnings
 
+import lowbit
 import pytest
 import torch
-from torch import nn
-
-import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from reference import random_rows
-
+from torch import nn
 
 # The model has one, to be left alone.
 pytestmark = pytest.mark.filterwarnings("ignore:.* stay float, in Conv1d")
@@ -51,7 +49,7 @@ LINEARS = {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head
 INDICES = torch.tensor([[1, 2, 3, 49], [0, 7, 7, 8]])
 
 
-def quantised(model: nn.Module) -> dict[str, int]:
+def quantized(model: nn.Module) -> dict[str, int]:
     """name -> bits"""
     return {
         name: module.info.bits
@@ -72,7 +70,7 @@ def refused(model: nn.Module, error: type, message: str, *arguments) -> None:
         lowbit.quantize_(model, *arguments)
     after = dict(model.named_modules())
     assert list(after) == list(modules) and all(after[name] is modules[name] for name in modules)
-    assert not quantised(model)
+    assert not quantized(model)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
 
 
@@ -80,7 +78,7 @@ def test_a_linear_config_takes_the_linear_layers():
     model = Model(tied=False)
     kept = {name: module for name, module in model.named_modules() if name not in LINEARS}
     assert lowbit.quantize_(model, LinearConfig(bits=4)) is model
-    assert quantised(model) == dict.fromkeys(LINEARS, 4)
+    assert quantized(model) == dict.fromkeys(LINEARS, 4)
     for name, module in kept.items():
         assert model.get_submodule(name) is module
     assert type(model.embed) is nn.Embedding and type(model.conv) is nn.Conv1d
@@ -88,7 +86,7 @@ def test_a_linear_config_takes_the_linear_layers():
 
 def test_an_embedding_config_takes_the_tables():
     model = lowbit.quantize_(Model(tied=False), EmbeddingConfig(bits=3))
-    assert quantised(model) == {"embed": 3, "position": 3}
+    assert quantized(model) == {"embed": 3, "position": 3}
     assert model.embed.padding_idx == 0 and model.position.padding_idx is None
 
 
@@ -104,19 +102,17 @@ def test_the_last_pattern_that_matches_wins():
             "*.0.up": None,
         },
     )
-    assert quantised(model) == {
-        "blocks.0.down": 8, "blocks.1.up": 2, "blocks.1.down": 2, "head": 4, "embed": 5,
-    }
+    assert quantized(model) == {"blocks.0.down": 8, "blocks.1.up": 2, "blocks.1.down": 2, "head": 4, "embed": 5}
     # None wins only over what stands before it.
     other = lowbit.quantize_(Model(tied=False), {"blocks*": None, "*": LinearConfig(bits=4)})
-    assert set(quantised(other)) == LINEARS
+    assert set(quantized(other)) == LINEARS
 
 
 def test_one_star_may_hold_both_kinds():
     model = Model(tied=False)
     configs = {"*": LinearConfig(bits=4), "*embed*": EmbeddingConfig(bits=8), "posi*": EmbeddingConfig(bits=2)}
     lowbit.quantize_(model, configs)
-    assert quantised(model) == {**dict.fromkeys(LINEARS, 4), "embed": 8, "position": 2}
+    assert quantized(model) == {**dict.fromkeys(LINEARS, 4), "embed": 8, "position": 2}
 
 
 def test_a_pattern_without_a_layer_warns():
@@ -139,12 +135,12 @@ def test_filter_function():
         return module.out_features <= 32
 
     model = lowbit.quantize_(Model(tied=False), {"*": LinearConfig(), "head": None}, keep_small)
-    assert set(quantised(model)) == {"blocks.0.down", "blocks.1.down"}
+    assert set(quantized(model)) == {"blocks.0.down", "blocks.1.down"}
     assert {name for _, name in seen} == LINEARS - {"head"} and {kind for kind, _ in seen} == {nn.Linear}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_quantised_model_is_near_the_float_one(dtype):
+def test_the_quantized_model_is_near_the_float_one(dtype):
     model = Model().eval().to(dtype)
     with torch.no_grad():
         expected = model(INDICES).double()
@@ -171,7 +167,7 @@ def test_the_dtype_of_a_table_follows_the_model():
 def tied_model(bits: int = 4) -> Model:
     configs = {"*": LinearConfig(bits, 16), "embed": EmbeddingConfig(bits, 16)}
     model = lowbit.quantize_(Model().eval(), configs)
-    assert set(quantised(model)) == LINEARS | {"embed"}
+    assert set(quantized(model)) == LINEARS | {"embed"}
     return model
 
 
@@ -206,7 +202,7 @@ def loaded_over_another_width(model):
     other = tied_model(bits=7)
     assert other.embed.packed_weight.numel() != model.embed.packed_weight.numel()
     other.load_state_dict(model.state_dict())
-    assert quantised(other) == quantised(model)
+    assert quantized(other) == quantized(model)
     return other
 
 
@@ -241,7 +237,7 @@ def test_tied_layers_with_different_configs_are_refused():
     message = "embed and head share one weight but have different configs"
     refused(Model(), ValueError, message, {"*": LinearConfig(4), "embed": EmbeddingConfig(8)})
     untied = lowbit.quantize_(Model(), {"*": LinearConfig(4), "embed": EmbeddingConfig(8), "head": None})
-    assert quantised(untied)["embed"] == 8 and type(untied.head) is nn.Linear
+    assert quantized(untied)["embed"] == 8 and type(untied.head) is nn.Linear
 
 
 def test_tied_layers_with_different_biases():
@@ -280,7 +276,7 @@ def test_a_shared_module_stays_shared():
     model = nn.ModuleDict({"a": nn.Sequential(shared, nn.ReLU()), "b": shared, "c": nn.Linear(32, 32)})
     lowbit.quantize_(model, LinearConfig(4))
     assert model["a"][0] is model["b"] and type(model["b"]) is lowbit.nn.Linear
-    assert set(quantised(model)) == {"a.0", "b", "c"}
+    assert set(quantized(model)) == {"a.0", "b", "c"}
 
 
 def test_a_shared_block_stays_shared():

@@ -3,15 +3,14 @@
 import copy
 import warnings
 
+import lowbit
 import pytest
 import torch
-from torch import nn
-from torch.nn.utils import prune
-
-import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from reference import random_rows
-from test_quantize import Model, quantised, refused
+from test_quantize import Model, quantized, refused
+from torch import nn
+from torch.nn.utils import prune
 
 
 def test_multihead_attention_is_left_alone():
@@ -20,7 +19,7 @@ def test_multihead_attention_is_left_alone():
     x = random_rows(2, 5, 32)
     expected = attention(x, x, x)[0]
     lowbit.quantize_(model, LinearConfig(4))
-    assert set(quantised(model)) == {"linear"}
+    assert set(quantized(model)) == {"linear"}
     assert torch.equal(attention(x, x, x)[0], expected)
 
 
@@ -33,12 +32,12 @@ def test_subclasses_are_left_alone():
 
     model = nn.Sequential(Special(32, 32), nn.Linear(32, 32), Table(9, 32))
     lowbit.quantize_(model, {"*": LinearConfig(4), "1": LinearConfig(2)})
-    assert quantised(model) == {"1": 2} and type(model[0]) is Special
+    assert quantized(model) == {"1": 2} and type(model[0]) is Special
 
 
 def test_a_parametrized_layer_is_left_alone():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
-    assert set(quantised(lowbit.quantize_(model, LinearConfig(4)))) == {"1"}
+    assert set(quantized(lowbit.quantize_(model, LinearConfig(4)))) == {"1"}
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -54,7 +53,7 @@ def test_transformer_encoder(gradients, masked):
         lowbit.quantize_(model, LinearConfig(8))
         found = model(x, src_key_padding_mask=mask)
         alone = model.layers[1](model.layers[0](x, src_key_padding_mask=mask), src_key_padding_mask=mask)
-    assert len(quantised(model)) == 4
+    assert len(quantized(model)) == 4
     assert torch.equal(found, alone)
     real = torch.ones(2, 5, dtype=torch.bool) if mask is None else ~mask
     assert torch.cosine_similarity(found[real].flatten(), expected[real].flatten(), dim=0) > 0.999
@@ -159,7 +158,7 @@ def test_a_model_on_another_device():
     model = nn.Sequential(nn.Linear(32, 9), nn.Linear(32, 9, device="meta"))
     with pytest.raises(ValueError, match="1.weight is on meta; expected the CPU"):
         lowbit.quantize_(model, LinearConfig())
-    assert not quantised(model)
+    assert not quantized(model)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +180,7 @@ def test_not_a_module():
         lowbit.quantize_([nn.Linear(4, 4)], LinearConfig())
 
 
-def test_quantising_twice_does_nothing_more():
+def test_quantizing_twice_does_nothing_more():
     model = lowbit.quantize_(nn.Sequential(nn.Linear(32, 9)), LinearConfig(4))
     layer = model[0]
     with pytest.warns(UserWarning, match="matches no layer"), pytest.raises(ValueError, match="selects no"):
@@ -217,7 +216,7 @@ def test_weights_that_hooks_compute_are_refused(name):
         with pytest.raises(ValueError, match=said):
             call()
         assert torch.equal(model(x), expected)
-    assert quantised(lowbit.quantize_(copy.deepcopy(nn.Sequential(model[0])), LinearConfig(8)))
+    assert quantized(lowbit.quantize_(copy.deepcopy(nn.Sequential(model[0])), LinearConfig(8)))
     undo(model[1])
     lowbit.quantize_(model, LinearConfig(8))
     torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)

@@ -1,11 +1,10 @@
 """What quantize_tensor makes of weights: error bounds, exact cases, hard cases."""
 
+import lowbit
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import lowbit
 from lowbit import LinearConfig
 from reference import MAPPINGS, WIDTHS, random_rows, take_apart
 
@@ -154,8 +153,13 @@ def test_large_and_small_magnitudes(mapping, magnitude):
 
 @settings(max_examples=200)
 @given(
-    st.integers(1, 8), st.sampled_from(MAPPINGS), st.sampled_from(["absmax", "mse"]), st.integers(1, 20),
-    st.integers(1, 150), st.sampled_from([*GROUPS, 1024]), st.integers(0, 1 << 20),
+    st.integers(1, 8),
+    st.sampled_from(MAPPINGS),
+    st.sampled_from(["absmax", "mse"]),
+    st.integers(1, 20),
+    st.integers(1, 150),
+    st.sampled_from([*GROUPS, 1024]),
+    st.integers(0, 1 << 20),
 )
 def test_codes_are_the_nearest_for_the_stored_scales(bits, mapping, scale, n, k, group_size, seed):
     weight = random_rows(n, k, seed=seed)

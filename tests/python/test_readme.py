@@ -8,10 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lowbit
 import pytest
 import typer.main
-
-import lowbit
 from command_line import LOWBIT, ROOT, TINY, shortened
 from lowbit.cli.app import app
 

@@ -4,15 +4,14 @@ import json
 import sys
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
 import transformers
 
-import lowbit
-
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
-import reality  # noqa: E402
-import reality_rounding as rounding  # noqa: E402
+import reality
+import reality_rounding as rounding
 
 
 @pytest.mark.parametrize(

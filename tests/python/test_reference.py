@@ -2,18 +2,17 @@
 
 from fractions import Fraction
 
+import lowbit
+import reference
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-import lowbit
-import reference
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)
 
 
 def nearest_float32(value: Fraction) -> float:
-    """To nearest, ties to even, from float64 neighbours: every candidate is compared exactly."""
+    """To nearest, ties to even, from float64 neighbors: every candidate is compared exactly."""
     guess = torch.tensor(float(value), dtype=torch.float64).float()
     around = [torch.nextafter(guess, torch.tensor(end)) for end in (-torch.inf, torch.inf)]
     candidates = [guess, *around]

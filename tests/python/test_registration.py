@@ -5,12 +5,11 @@ import sys
 import types
 import warnings
 
-import pytest
-import torch
-
 import checkpoints
 import lowbit
 import lowbit_autoload.imports as autoload
+import pytest
+import torch
 from lowbit import LinearConfig
 from lowbit._imports import why_not
 from lowbit.quantize_model import described_to_transformers

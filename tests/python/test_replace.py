@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from lowbit.files import replace
 from lowbit.files.replace import PartialDirectory, check_utf8, lock, replacing, sync
 

@@ -8,16 +8,15 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from checkpoints import change_tensors
 from command_line import FLOAT, TINY, document, documented_keys, error, invoke, keys_in, run
 from lowbit.calibration import model as calibration
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
-from lowbit.report.measure import same_neighbours
+from lowbit.report.measure import same_neighbors
 from needs import lacking, need_packages
 
 # Runs in the page before everything else of it, and at the end: what went wrong, and where the plots are.
@@ -232,7 +231,7 @@ def test_an_embedding_model(tmp_path):
     assert said["quality"] == "cosine" and said["measured_on"] == 40
     assert quality["float", None] == pytest.approx(1, abs=1e-5)
     assert quality["nearest", 8] > 0.99 > quality["nearest", 2]
-    same = {(row["method"], row["bits"]): row["same_neighbours"] for row in said["results"]}
+    same = {(row["method"], row["bits"]): row["same_neighbors"] for row in said["results"]}
     assert same["float", None] == 1 and same["nearest", 8] > same["nearest", 2]
     assert not any(row["tokens_per_second"] for row in said["results"])
     page = (tmp_path / "<b>page.html").read_text(encoding="utf-8")
@@ -244,7 +243,7 @@ def test_an_embedding_model(tmp_path):
     assert f"lacks 1 of the 39 tensors of BertModel: {dropped}" in error(refused)
 
 
-def test_neighbours_that_stay():
+def test_neighbors_that_stay():
     torch.manual_seed(0)
     both = [torch.nn.functional.normalize(torch.randn(12, 6), dim=1) for _ in range(2)]
     kept = []
@@ -252,8 +251,8 @@ def test_neighbours_that_stay():
         order = [sorted(set(range(12)) - {i}, key=lambda j, i=i, rows=rows: -float(rows[i] @ rows[j])) for i in range(12)]
         kept.append([set(each[:5]) for each in order])
     expected = sum(len(a & b) for a, b in zip(*kept, strict=True)) / 60
-    assert same_neighbours(*both) == pytest.approx(expected)
-    assert 0 < expected < 1 == same_neighbours(both[0], both[0]) == same_neighbours(both[0][:1], both[1][:1])
+    assert same_neighbors(*both) == pytest.approx(expected)
+    assert 0 < expected < 1 == same_neighbors(both[0], both[0]) == same_neighbors(both[0][:1], both[1][:1])
 
 
 def test_what_is_refused(packed, tmp_path):
@@ -280,10 +279,7 @@ def test_what_is_refused(packed, tmp_path):
 
 def test_without_matplotlib(tmp_path, run_python):
     (tmp_path / "text.txt").write_text("Return the number of items.")
-    script = (
-        "import sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'lowbit'\n"
-        "from lowbit.cli import main; main()"
-    )
+    script = "import sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'lowbit'\nfrom lowbit.cli import main; main()"
     process = run_python(script, "report", FLOAT, tmp_path / "q.html", "--text", tmp_path / "text.txt")
     assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
     assert "matplotlib is not installed" in process.stderr and "pip install matplotlib" in process.stderr
@@ -346,7 +342,7 @@ def test_matrices_that_a_gguf_type_does_not_fit():
     need_packages("gguf")
     found = peers([4], importance=False)
     wide, narrow = torch.randn(16, 512), torch.randn(16, 96)
-    # As llama.cpp's quantiser: another type for some matrices, and no such model if it would be all of them.
+    # As llama.cpp's quantizer: another type for some matrices, and no such model if it would be all of them.
     for name, other in {"TQ1_0": "Q4_0", "Q4_K": "Q5_0", "Q6_K": "Q8_0", "Q3_K": "Q4_0", "IQ3_S": "IQ4_NL"}.items():
         if f"GGUF {name}" not in found:
             continue  # without llama-cpp-python

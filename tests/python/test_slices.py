@@ -1,11 +1,10 @@
 """lowbit.concat, slice_rows and slice_columns: the same codes and scales, the same results, the same bytes when joined."""
 
+import lowbit
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import lowbit
 
 
 def packed_of(n, k, bits, group, mapping, bias, seed=0):
@@ -19,7 +18,10 @@ def packed_of(n, k, bits, group, mapping, bias, seed=0):
         torch.randn(n, groups, generator=generator),
         torch.randn(n, groups, generator=generator) if mapping == "affine" else None,
         torch.randn(n, generator=generator) if bias else None,
-        bits=bits, group_size=group, mapping=mapping, levels=levels,
+        bits=bits,
+        group_size=group,
+        mapping=mapping,
+        levels=levels,
     )
 
 
@@ -87,8 +89,16 @@ def test_columns(data):
         # Its row sums are its own: activations far from zero show them.
         x = 5 + torch.rand(2, b - a)
         weight = lowbit.unpack(part)
-        again = lowbit.pack(weight.codes, weight.scales, weight.mins, weight.bias, bits=weight.bits,
-                            group_size=weight.group_size, mapping=weight.mapping, levels=weight.levels)
+        again = lowbit.pack(
+            weight.codes,
+            weight.scales,
+            weight.mins,
+            weight.bias,
+            bits=weight.bits,
+            group_size=weight.group_size,
+            mapping=weight.mapping,
+            levels=weight.levels,
+        )
         # Packed anew, scales and mins may be rounded to float16: a part of the largest weights, whatever their sum is.
         largest = weight.scales.abs().amax(1) * (127 if weight.levels is not None else 2**weight.bits)
         largest = largest if weight.mins is None else largest + weight.mins.abs().amax(1)
@@ -144,23 +154,47 @@ WHOLE = dict(n=40, k=96, bits=4, group=32, mapping="symmetric", bias=True)
         (lambda w: lowbit.concat([]), ValueError, "there are no parts"),
         (lambda w: lowbit.concat([w], dim=2), ValueError, "dim is 2; expected 0"),
         (lambda w: lowbit.concat([w], dim="rows"), ValueError, "dim is 'rows'; expected 0"),
-        (lambda w: lowbit.concat([w, packed_of(40, 64, 4, 32, "symmetric", False)]), ValueError,
-         "matrix 1 has 64 inputs; expected 96, as matrix 0"),
-        (lambda w: lowbit.concat([w, packed_of(39, 96, 4, 32, "symmetric", False)], dim=1), ValueError,
-         "matrix 1 has 39 rows; expected 40"),
-        (lambda w: lowbit.concat([w, packed_of(40, 96, 5, 32, "symmetric", False)]), ValueError,
-         "matrix 1 has 5 bits, mapping symmetric and groups of 32; expected 4, symmetric and 32"),
-        (lambda w: lowbit.concat([w, packed_of(40, 96, 4, None, "affine", False)]), ValueError,
-         "4 bits, mapping affine and groups of 0"),
-        (lambda w: lowbit.concat([packed_of(1, 32, 4, 32, "levels", False, seed) for seed in (0, 1)]), ValueError,
-         "matrix 1 has another table of levels"),
+        (
+            lambda w: lowbit.concat([w, packed_of(40, 64, 4, 32, "symmetric", False)]),
+            ValueError,
+            "matrix 1 has 64 inputs; expected 96, as matrix 0",
+        ),
+        (
+            lambda w: lowbit.concat([w, packed_of(39, 96, 4, 32, "symmetric", False)], dim=1),
+            ValueError,
+            "matrix 1 has 39 rows; expected 40",
+        ),
+        (
+            lambda w: lowbit.concat([w, packed_of(40, 96, 5, 32, "symmetric", False)]),
+            ValueError,
+            "matrix 1 has 5 bits, mapping symmetric and groups of 32; expected 4, symmetric and 32",
+        ),
+        (
+            lambda w: lowbit.concat([w, packed_of(40, 96, 4, None, "affine", False)]),
+            ValueError,
+            "4 bits, mapping affine and groups of 0",
+        ),
+        (
+            lambda w: lowbit.concat([packed_of(1, 32, 4, 32, "levels", False, seed) for seed in (0, 1)]),
+            ValueError,
+            "matrix 1 has another table of levels",
+        ),
         (lambda w: lowbit.concat([w, w], dim=1), ValueError, "matrix 1 has a bias; expected one in the first only"),
-        (lambda w: lowbit.concat([packed_of(40, 96, 4, 32, "symmetric", False, seed) for seed in (0, 1)], dim=1),
-         ValueError, "row 0 has the row scale .* in matrix 1; expected .*: matrices side by side are slices of one"),
-        (lambda w: lowbit.concat([packed_of(4, 40, 4, 32, "symmetric", False)] * 2, dim=1), ValueError,
-         "matrix 0 has 40 inputs, which end inside a group of 32"),
-        (lambda w: lowbit.concat([packed_of(4, 40, 4, None, "symmetric", False, seed) for seed in (0, 1)], dim=1),
-         ValueError, "row 0 has the (row )?scale"),
+        (
+            lambda w: lowbit.concat([packed_of(40, 96, 4, 32, "symmetric", False, seed) for seed in (0, 1)], dim=1),
+            ValueError,
+            "row 0 has the row scale .* in matrix 1; expected .*: matrices side by side are slices of one",
+        ),
+        (
+            lambda w: lowbit.concat([packed_of(4, 40, 4, 32, "symmetric", False)] * 2, dim=1),
+            ValueError,
+            "matrix 0 has 40 inputs, which end inside a group of 32",
+        ),
+        (
+            lambda w: lowbit.concat([packed_of(4, 40, 4, None, "symmetric", False, seed) for seed in (0, 1)], dim=1),
+            ValueError,
+            "row 0 has the (row )?scale",
+        ),
         (lambda w: lowbit.slice_rows(w[:100], 0, 5), ValueError, "bytes"),
         (lambda w: lowbit.slice_rows(w.view(1, -1), 0, 5), ValueError, "expected torch.uint8 and one dimension"),
         (lambda w: lowbit.slice_rows("w", 0, 5), TypeError, "packed is a str"),
@@ -175,7 +209,10 @@ def test_altered_bytes_are_refused():
     """New checksums would make them right."""
     whole = packed_of(**WHOLE)
     whole[300] ^= 1
-    for call in (lambda: lowbit.slice_rows(whole, 0, 16), lambda: lowbit.slice_columns(whole, 0, 32),
-                 lambda: lowbit.concat([whole, whole])):
+    for call in (
+        lambda: lowbit.slice_rows(whole, 0, 16),
+        lambda: lowbit.slice_columns(whole, 0, 32),
+        lambda: lowbit.concat([whole, whole]),
+    ):
         with pytest.raises(ValueError, match="checksum"):
             call()

@@ -4,13 +4,12 @@ import copy
 import pickle
 import warnings
 
+import lowbit
 import pytest
 import torch
-from torch import nn
-
-import lowbit
 from lowbit import EmbeddingConfig, LinearConfig
 from reference import HEADER_BYTES, WIDTHS, random_packed, random_rows
+from torch import nn
 
 KEY = "1.packed_weight"
 
@@ -19,9 +18,7 @@ def model(bits: int = 4, seed: int = 0, mapping: str = "symmetric") -> nn.Sequen
     """A table [20, 40] and a layer [17, 40] with a bias."""
     torch.manual_seed(seed)
     layers = nn.Sequential(nn.Embedding(20, 40), nn.Linear(40, 17)).eval()
-    return lowbit.quantize_(
-        layers, {"0": EmbeddingConfig(bits, 16, mapping), "1": LinearConfig(bits, 16, mapping)}
-    )
+    return lowbit.quantize_(layers, {"0": EmbeddingConfig(bits, 16, mapping), "1": LinearConfig(bits, 16, mapping)})
 
 
 INDICES = torch.tensor([[0, 19], [3, 3]])

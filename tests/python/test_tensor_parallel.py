@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
 import torch.distributed as dist
+from lowbit.files.safetensors import read_file
+from lowbit.tensor_parallel import Part, shard_
+from reference import random_packed
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -22,11 +26,6 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-
-import lowbit
-from lowbit.files.safetensors import read_file
-from lowbit.tensor_parallel import Part, shard_
-from reference import random_packed
 
 RANKS = Path(__file__).with_name("tensor_parallel_ranks.py")
 TINY = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
@@ -74,9 +73,7 @@ def found(tmp_path_factory) -> list[dict]:
     data[stored.offset + stored.bytes // 2] ^= 1
     file.write_bytes(data)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(RANKS)]
-    ended = subprocess.run(
-        [*run, str(directory / "tiny"), str(directory)], capture_output=True, text=True, timeout=900
-    )
+    ended = subprocess.run([*run, str(directory / "tiny"), str(directory)], capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr[-5000:]
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(3)]
 
@@ -102,7 +99,7 @@ def test_a_shipped_model_on_two_ranks(found):
     assert len(of(found, "tiny")) == 2
     for case in of(found, "tiny"):
         assert case["exact"] and case["tokens"]
-        assert 0 < case["sums"] < 0.02  # each rank quantises its own activations: docs/design.md
+        assert 0 < case["sums"] < 0.02  # each rank quantizes its own activations: docs/design.md
         assert case["bytes"] < 0.51 * case["whole bytes"]
 
 
@@ -118,7 +115,7 @@ def test_experts(found):
             "inputs": "second has 49 inputs, which 2 ranks cannot share evenly",
             "groups": "second has 48 inputs in groups of 32, which 2 ranks cannot share evenly",
             "style": "first is to be cut as 'grouped_gemm'; lowbit cuts packed experts as colwise, packed_colwise, rowwise",
-            "float": "experts is float; 2 ranks can share packed experts only: quantise it",
+            "float": "experts is float; 2 ranks can share packed experts only: quantize it",
             "twice": "first is a part already",
         }
 
@@ -143,7 +140,7 @@ def test_a_rank_has_one_matrix_of_the_files_in_memory_while_it_loads(found):
 def test_a_damaged_file_is_named_by_each_rank(found):
     for each in found:
         where = r"model\.layers\.0\.self_attn\.k_proj\.packed_weight in .*model\.safetensors: .*"
-        assert re.match(where + r" The file was damaged: copy it, or quantise, again\.", each["damaged"])
+        assert re.match(where + r" The file was damaged: copy it, or quantize, again\.", each["damaged"])
 
 
 def test_rows_of_each_rank(found):
@@ -215,7 +212,7 @@ def test_what_cannot_be_cut_is_refused(found):
             "groups": "up has 48 inputs in groups of 32, which 3 ranks cannot share evenly",
             "style": "up is to be cut as 'packed_colwise'; lowbit cuts packed layers as colwise, colwise_rep, "
             "colwise_gather_output, rowwise, rowwise_rep, rowwise_split_input",
-            "float": "up is float; 3 ranks can share packed layers only: quantise it",
+            "float": "up is float; 3 ranks can share packed layers only: quantize it",
             "no plan": "ModuleDict has no plan for tensor parallelism; pass one",
             "no layer": "ModuleDict has no packed layer that its plan names",
         }
@@ -230,7 +227,7 @@ def test_what_cannot_be_cut_is_refused(found):
 
 
 def test_without_processes_it_is_refused():
-    with pytest.raises(RuntimeError, match="torch.distributed is not initialised"):
+    with pytest.raises(RuntimeError, match="torch.distributed is not initialized"):
         shard_(torch.nn.Linear(16, 16), plan={"": "colwise"})
 
 

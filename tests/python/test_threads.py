@@ -2,10 +2,9 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from reference import MAPPINGS, WIDTHS, assert_same_bits, random_packed, random_rows
 
 

@@ -7,12 +7,11 @@ import re
 import sys
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-
-import lowbit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"
 sys.path.insert(0, str(EXAMPLE))
@@ -65,7 +64,11 @@ def perplexity_of(model, tokenizer, texts) -> float:
 
 def test_files_are_what_a_llama_needs_and_no_more():
     assert {path.name for path in MODEL.iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
     }
     assert sum(path.stat().st_size for path in MODEL.iterdir()) < 12e6
 
@@ -193,7 +196,7 @@ def test_perplexity(model, tokenizer, heldout):
 def test_perplexity_at_low_widths(model, tokenizer, heldout):
     texts = list(heldout.values())[:8]
     whole = perplexity_of(model, tokenizer, texts)
-    at = {bits: perplexity_of(perplexity.quantised(model, bits, 32), tokenizer, texts) for bits in (8, 4, 2)}
+    at = {bits: perplexity_of(perplexity.quantized(model, bits, 32), tokenizer, texts) for bits in (8, 4, 2)}
     assert abs(at[8] / whole - 1) < 0.02
     assert at[8] < at[4] < at[2]
 
@@ -206,16 +209,16 @@ def test_damage_shows_in_the_perplexity(model, tokenizer, heldout):
     assert perplexity_of(damaged, tokenizer, list(heldout.values())[:8]) > BOUND
 
 
-def test_quantised_embedding_and_head_share_their_bytes(model):
-    quantised = perplexity.quantised(model, 4, 32)
-    head, embedding = quantised.lm_head, quantised.model.embed_tokens
+def test_quantized_embedding_and_head_share_their_bytes(model):
+    quantized = perplexity.quantized(model, 4, 32)
+    head, embedding = quantized.lm_head, quantized.model.embed_tokens
     assert isinstance(head, lowbit.nn.Linear) and isinstance(embedding, lowbit.nn.Embedding)
     assert head.packed_weight.data_ptr() == embedding.packed_weight.data_ptr()
-    assert perplexity.megabytes(quantised) < perplexity.megabytes(model) / 6.5
+    assert perplexity.megabytes(quantized) < perplexity.megabytes(model) / 6.5
 
 
 def test_text_is_made_of_known_words(model, tokenizer, training_texts):
-    """Nine in ten words of four letters or more are from the text it learnt from, and they are not always the same."""
+    """Nine in ten words of four letters or more are from the text it learned from, and they are not always the same."""
     known = set(re.findall(r"[A-Z]?[a-z]+", "\n".join(training_texts.values())))
     words = []
     for prompt in perplexity.PROMPTS:
@@ -245,7 +248,7 @@ def test_stopped_training_goes_on(tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     monkeypatch.setattr(train, "CHECKPOINT", 2)
     train.main(["--small", "--steps", "4", "--output", str(whole)])
-    step = train.Optimiser.step
+    step = train.Optimizer.step
     calls = []
 
     def stop_in_the_fourth(self, share):
@@ -255,7 +258,7 @@ def test_stopped_training_goes_on(tmp_path, monkeypatch):
         step(self, share)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Optimiser, "step", stop_in_the_fourth)
+        patch.setattr(train.Optimizer, "step", stop_in_the_fourth)
         with pytest.raises(KeyboardInterrupt):
             train.main(["--small", "--steps", "4", "--output", str(parts)])
     with pytest.raises(SystemExit, match="step 2 of 4, not of 2"):

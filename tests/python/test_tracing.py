@@ -2,13 +2,12 @@
 
 import pickle
 
+import lowbit
 import pytest
 import torch
-from torch.library import opcheck
-
-import lowbit
 from models import Small
 from reference import DTYPES, MAPPINGS, random_packed, random_rows
+from torch.library import opcheck
 
 OPS = torch.ops.lowbit
 

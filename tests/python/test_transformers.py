@@ -1,31 +1,25 @@
-"""lowbit in transformers: from_pretrained quantises and loads, save_pretrained saves, generate generates."""
+"""lowbit in transformers: from_pretrained quantizes and loads, save_pretrained saves, generate generates."""
 
 import json
 import pickle
 import sys
 
+import lowbit
 import pytest
 import torch
+from checkpoints import EMBED, HEAD, KINDS, TOKENS, UP, assert_same_model, load, make_model, quantized, save_model  # fmt: skip
+from lowbit import LowBitConfig, quantize_checkpoint
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaForSequenceClassification, Qwen3MoeConfig
 
-import lowbit
-from checkpoints import (
-    EMBED, HEAD, KINDS, TOKENS, UP, assert_same_model, load, make_model, quantised, save_model,
-)  # fmt: skip
-from lowbit import LowBitConfig, quantize_checkpoint
-
 CONFIG = LowBitConfig(
-    bits=3,
-    group_size=32,
-    embedding_bits=5,
-    overrides={"*.down_proj": {"bits": 8, "mapping": "affine"}, "*.0.*.k_proj": None},
+    bits=3, group_size=32, embedding_bits=5, overrides={"*.down_proj": {"bits": 8, "mapping": "affine"}, "*.0.*.k_proj": None}
 )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_ways_to_the_same_model(tmp_path, kind):
     source = save_model(tmp_path / "source", kind, sharded=True)
-    expected = quantised(load(source), CONFIG)
+    expected = quantized(load(source), CONFIG)
     quantize_checkpoint(source, tmp_path / "packed", CONFIG, max_shard_bytes=40_000)
     loaded = load(tmp_path / "packed")
     made = load(source, quantization_config=CONFIG)
@@ -58,9 +52,7 @@ def test_a_packed_file_is_mapped(tmp_path):
     packed = {name: buffer for name, buffer in model.named_buffers() if name.endswith("packed_weight")}
     assert len(packed) == 14  # of 15 layers: one is left float, the head's is the embedding's
     for name, buffer in packed.items():
-        assert any(begin <= buffer.data_ptr() and buffer.data_ptr() + buffer.numel() <= end for begin, end in ranges), (
-            name
-        )
+        assert any(begin <= buffer.data_ptr() and buffer.data_ptr() + buffer.numel() <= end for begin, end in ranges), name
         assert buffer.data_ptr() % 64 == 0, name
 
 
@@ -125,7 +117,7 @@ print(anonymous() - before, sum(buffer.numel() for buffer in model.buffers()))
 def test_generate(tmp_path, kind):
     source = save_model(tmp_path / "source", kind)
     quantize_checkpoint(source, tmp_path / "packed", CONFIG)
-    model, expected = load(tmp_path / "packed"), quantised(load(source), CONFIG)
+    model, expected = load(tmp_path / "packed"), quantized(load(source), CONFIG)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(TOKENS)}
     tokens = model.generate(TOKENS, **options)
     assert tokens.shape == (2, 17)
@@ -154,11 +146,11 @@ def test_dtype(tmp_path, dtype):
     assert model.dtype == dtype and model.model.embed_tokens(TOKENS).dtype == dtype
     assert model(TOKENS).logits.dtype == dtype
     expected = load(source)
-    quantised(expected, CONFIG).model.embed_tokens.to(dtype)
+    quantized(expected, CONFIG).model.embed_tokens.to(dtype)
     for parameter in expected.parameters():  # not expected.to(dtype): that casts the rotary frequencies too
         parameter.data = parameter.data.to(dtype)
     assert_same_model(model, expected)
-    if dtype != torch.float16:  # bfloat16 values in float32 quantise to the same; float16 would round them first
+    if dtype != torch.float16:  # bfloat16 values in float32 quantize to the same; float16 would round them first
         assert_same_model(load(source, dtype=dtype, quantization_config=CONFIG), expected)
 
 
@@ -172,7 +164,7 @@ def test_layers_left_float(tmp_path):
     }
     for name, (overrides, table_packed, head_packed) in cases.items():
         config = LowBitConfig(overrides=overrides)
-        expected = quantised(load(source), config)
+        expected = quantized(load(source), config)
         quantize_checkpoint(source, tmp_path / name, config)
         for model in (load(tmp_path / name), load(source, quantization_config=config)):
             assert isinstance(model.get_input_embeddings(), lowbit.nn.Embedding) == table_packed, name
@@ -192,17 +184,11 @@ def test_a_new_head_on_a_packed_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "ModernBert", "OPT", "SeamlessM4T"])
 def test_other_architectures(tmp_path, name):
-    """Experts that transformers fuses, scaled embeddings, three ways of tying, a tied head that the model initialises by name,
+    """Experts that transformers fuses, scaled embeddings, three ways of tying, a tied head that the model initializes by name,
     two tables that stay float and share a packed one's weight, layers that stay in float32."""
     import transformers
 
-    small = {
-        "vocab_size": 160,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    small = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     model_class, config = {
         "Mixtral": (
             "MixtralForCausalLM",
@@ -223,12 +209,7 @@ def test_other_architectures(tmp_path, name):
         "OPT": (
             "OPTForCausalLM",
             lambda: transformers.OPTConfig(
-                vocab_size=160,
-                hidden_size=64,
-                ffn_dim=96,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                word_embed_proj_dim=64,
+                vocab_size=160, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64
             ),
         ),
         "SeamlessM4T": (
@@ -248,7 +229,7 @@ def test_other_architectures(tmp_path, name):
     model_class = getattr(transformers, model_class)
     model_class(config()).save_pretrained(tmp_path / "source")
     quantize_checkpoint(tmp_path / "source", tmp_path / "packed", CONFIG)
-    expected = quantised(model_class.from_pretrained(tmp_path / "source"), CONFIG)
+    expected = quantized(model_class.from_pretrained(tmp_path / "source"), CONFIG)
     first = model_class.from_pretrained(tmp_path / "packed")
     first.save_pretrained(tmp_path / "saved")
     inputs = {"input_ids": TOKENS % 160} | ({"decoder_input_ids": TOKENS % 160} if name in ("T5", "SeamlessM4T") else {})
@@ -266,7 +247,7 @@ def test_other_architectures(tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore:.*share one weight, of which only")
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantised_by_hand_and_saved(tmp_path, kind):
+def test_quantized_by_hand_and_saved(tmp_path, kind):
     """quantize_ and save_pretrained: whatever was packed, from_pretrained gives the same model."""
     source = save_model(tmp_path / "source", kind)
     mixed = {"*": lowbit.LinearConfig(4), "*embed*": lowbit.EmbeddingConfig(6, 16), "*.0.mlp.up_proj": None}
@@ -283,7 +264,7 @@ def test_quantised_by_hand_and_saved(tmp_path, kind):
         }
         for each in (model, again, pickle.loads(pickle.dumps(model))):
             assert each.resize_token_embeddings(403) is each.get_input_embeddings()
-            with pytest.raises(ValueError, match="is packed, with 403 rows, and cannot get 512: .* before quantising"):
+            with pytest.raises(ValueError, match="is packed, with 403 rows, and cannot get 512: .* before quantizing"):
                 each.resize_token_embeddings(500, pad_to_multiple_of=64)
         assert_same_model(again, model)
     whole = torch.nn.ModuleDict({"language": load(source)})
@@ -296,7 +277,7 @@ def test_an_unsupported_transformers_saves_nothing_by_halves(tmp_path, monkeypat
     model = make_model()
     monkeypatch.setitem(sys.modules, "lowbit.hf.quantizer", None)
     lowbit.quantize_(model, lowbit.LinearConfig())
-    with pytest.raises(RuntimeError, match="lowbit cannot save this quantised model: "):
+    with pytest.raises(RuntimeError, match="lowbit cannot save this quantized model: "):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -337,9 +318,7 @@ def test_a_pattern_twice():
 
 def test_imports(run_python, fork_python):
     """`import lowbit` imports neither transformers nor safetensors, and says what is missing when they are needed."""
-    process = run_python(
-        "import sys, torch, lowbit; print([m for m in ('transformers', 'safetensors') if m in sys.modules])"
-    )
+    process = run_python("import sys, torch, lowbit; print([m for m in ('transformers', 'safetensors') if m in sys.modules])")
     assert process.stdout.splitlines()[-1] == "[]", process.stderr
     process = fork_python("import sys; sys.modules['transformers'] = None; from lowbit import LowBitConfig")
     assert process.stderr.splitlines()[-1].startswith("ImportError: transformers is not installed, or not a version for ")

@@ -2,10 +2,9 @@
 
 import json
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from checkpoints import EMBED, NORM, UP, change_tensors, edit_json, load, save_model
 from lowbit import LowBitConfig, quantize_checkpoint
 from test_transformers import CONFIG
@@ -34,7 +33,7 @@ def refuse(path, error, *parts, **options):
 def test_altered_bytes(packed, name):
     shard = shard_of(packed, name)
     change_tensors(shard, lambda tensors: tensors[name].__setitem__(1000, tensors[name][1000] ^ 1))
-    refuse(packed, ValueError, f"{name} in {shard}", "altered bytes", "quantise, again")
+    refuse(packed, ValueError, f"{name} in {shard}", "altered bytes", "quantize, again")
     change_tensors(shard, lambda tensors: tensors[name].__setitem__(20, 1))
     refuse(packed, ValueError, f"{name} in {shard}", "altered header")
 
@@ -100,9 +99,7 @@ def test_bad_float_weights(tmp_path):
     change_tensors(file, lambda tensors: tensors[f"{UP}.weight"].__setitem__((5, 5), float("nan")))
     refuse(source, ValueError, f"{UP}.weight has 1 NaN", quantization_config=CONFIG)
     change_tensors(file, lambda tensors: tensors.update({f"{UP}.weight": torch.ones(168, 65)}))
-    refuse(
-        source, ValueError, f"{UP}.weight in {file} has shape [168, 65]; expected [168, 64]", quantization_config=CONFIG
-    )
+    refuse(source, ValueError, f"{UP}.weight in {file} has shape [168, 65]; expected [168, 64]", quantization_config=CONFIG)
     change_tensors(file, lambda tensors: tensors.pop(f"{UP}.weight"))
     refuse(source, ValueError, f"lacks 1 of the 21 tensors of LlamaForCausalLM: {UP}", quantization_config=CONFIG)
 
@@ -122,7 +119,7 @@ def test_devices():
             quantizer.validate_environment(device_map=device_map)
 
 
-def test_what_is_quantised_is_not_quantised_again(packed):
+def test_what_is_quantized_is_not_quantized_again(packed):
     with pytest.warns(UserWarning, match="already has a `quantization_config`"):
         model = load(packed, quantization_config=LowBitConfig(bits=8))
     assert model.model.layers[0].mlp.up_proj.info.bits == 3

@@ -3,15 +3,14 @@
 import os
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
-
-import lowbit
 from lowbit import threads
 
 
 @pytest.fixture
-def quantised():
+def quantized():
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 64))
     return lowbit.quantize_(model, lowbit.LinearConfig(bits=4, group_size=32))
 
@@ -36,25 +35,25 @@ def machine(monkeypatch):
     return make
 
 
-def test_takes_the_fastest_and_sets_it(machine, quantised):
+def test_takes_the_fastest_and_sets_it(machine, quantized):
     running = machine({1: 4.0, 2: 2.5, 3: 2.0, 4: 3.0})
-    result = lowbit.tune_threads(quantised)
+    result = lowbit.tune_threads(quantized)
     assert result.threads == running[0] == 3
     assert result.seconds == pytest.approx({1: 4.0, 2: 2.5, 3: 2.0, 4: 3.0})
 
 
-def test_prefers_fewer_threads_when_more_gain_nothing(machine, quantised):
+def test_prefers_fewer_threads_when_more_gain_nothing(machine, quantized):
     machine({1: 4.0, 2: 2.03, 3: 2.0, 4: 2.0})
-    assert lowbit.tune_threads(quantised).threads == 2
+    assert lowbit.tune_threads(quantized).threads == 2
 
 
-def test_can_leave_the_number_alone(machine, quantised):
+def test_can_leave_the_number_alone(machine, quantized):
     running = machine({1: 4.0, 2: 2.0})
-    assert lowbit.tune_threads(quantised, apply=False).threads == 2
+    assert lowbit.tune_threads(quantized, apply=False).threads == 2
     assert running[0] == 1
 
 
-def test_restores_the_number_after_an_error(machine, quantised, monkeypatch):
+def test_restores_the_number_after_an_error(machine, quantized, monkeypatch):
     running = machine({1: 4.0, 2: 2.0})
 
     def fail():
@@ -63,14 +62,14 @@ def test_restores_the_number_after_an_error(machine, quantised, monkeypatch):
     monkeypatch.setattr(threads.time, "perf_counter", fail)
     running[0] = 7
     with pytest.raises(RuntimeError, match="stop"):
-        lowbit.tune_threads(quantised)
+        lowbit.tune_threads(quantized)
     assert running[0] == 7
 
 
-def test_for_real(quantised, monkeypatch):
+def test_for_real(quantized, monkeypatch):
     monkeypatch.setattr(threads, "_SHAPES_BYTES", 1 << 20)
     before = torch.get_num_threads()
-    for what in (quantised, [(64, 128), (200, 64)]):
+    for what in (quantized, [(64, 128), (200, 64)]):
         result = lowbit.tune_threads(what, seconds=0.01, apply=False)
         assert result.threads in result.seconds
         assert list(result.seconds) == threads._candidates(threads.available_cpus())
@@ -107,11 +106,11 @@ def test_refuses(argument, message):
         lowbit.tune_threads(argument)
 
 
-def test_refuses_sizes(quantised):
+def test_refuses_sizes(quantized):
     with pytest.raises(ValueError, match="rows is 0"):
-        lowbit.tune_threads(quantised, rows=0)
+        lowbit.tune_threads(quantized, rows=0)
     with pytest.raises(ValueError, match="seconds is 0"):
-        lowbit.tune_threads(quantised, seconds=0)
+        lowbit.tune_threads(quantized, seconds=0)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -19,8 +19,7 @@ TYPES = {
     "bytes": "bytes",
     "dict": "dict[str, Any]",
     "list": "list[dict[str, Any]]",
-    "collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]":
-        "Sequence[tuple[int, int]]",
+    "collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]": "Sequence[tuple[int, int]]",
     "None": "None",
 }
 # A std::string takes both; the loader gets what os.fsencode gives, a table of levels is bytes.

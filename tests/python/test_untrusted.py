@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from lowbit.files.gguf import read_gguf
 from lowbit.files.untrusted import MOST_JSON, interpreting, one_line, printable, raised_by_reader, read_json
 
@@ -62,7 +61,7 @@ def raised(error: BaseException, *packages: str) -> BaseException:
 
     try:
         call(packages)
-    except BaseException as caught:  # noqa: BLE001
+    except BaseException as caught:
         return caught
     raise AssertionError
 

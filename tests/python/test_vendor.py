@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import lowbit
+import pytest
 from needs import need_packages
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +55,7 @@ def rows(name=None):
     return [row for row in lowbit.kernels() if (row["name"] == name if name else row["library"])]
 """
 
-# Defines `outputs`, which runs the quantised model: made of torch's own layers, and all-MiniLM-L6-v2.
+# Defines `outputs`, which runs the quantized model: made of torch's own layers, and all-MiniLM-L6-v2.
 TRANSFORMER = """
 torch.manual_seed(0)
 layer = torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0)
@@ -152,7 +151,9 @@ FAULTS = {
 }
 
 # Loads libraries that fail, one by one; prints each error, and checks that nothing of them stays.
-REFUSED = USE + """
+REFUSED = (
+    USE
+    + """
 before = lowbit.kernels()
 for path in sys.argv[1:]:
     try:
@@ -166,6 +167,7 @@ for path in sys.argv[1:]:
     except ValueError as error:
         assert str(error).startswith("there is no format 'FLT1'"), error
 """
+)
 
 
 def test_broken_libraries_are_refused(fork_python, libraries):
@@ -206,7 +208,9 @@ def test_what_is_no_library_is_refused(fork_python, libraries, tmp_path):
 
 def test_a_second_library_with_the_same_names(fork_python, libraries, tmp_path):
     shutil.copy(libraries / "fault_none.so", tmp_path / "copy.so")
-    script = USE + """
+    script = (
+        USE
+        + """
 lowbit.load_kernels(sys.argv[1])
 assert [row["name"] for row in rows()] == ["fault_linear", "fault_linear_2", "fault_embedding", "fault_quantize"]
 # They ask to be used after the built-in rows, which can do all of it.
@@ -217,21 +221,27 @@ except ValueError as error:
     print(error)
 assert len(rows()) == 4
 """
+    )
     line = run_checked(fork_python, script, libraries / "fault_none.so", tmp_path / "copy.so")
     assert "copy.so' cannot be used: format 'FLT1' is there twice" in line
 
 
 def test_rows_for_one_mapping_are_active(fork_python, libraries):
-    script = USE + """
+    script = (
+        USE
+        + """
 lowbit.load_kernels(sys.argv[1])
 assert [(row["name"], row["active"]) for row in rows()] == [
     ("fault_linear", True), ("fault_linear_2", True), ("fault_embedding", True)]
 """
+    )
     run_checked(fork_python, script, libraries / "fault_one_mapping.so")
 
 
 def test_a_name_without_a_directory_is_a_file_in_the_current_one(fork_python, acme):
-    script = USE + """
+    script = (
+        USE
+        + """
 import os
 os.chdir(sys.argv[1])
 lowbit.load_kernels(sys.argv[2])
@@ -241,12 +251,15 @@ try:
 except OSError as error:
     print(error)
 """
+    )
     assert "missing.so" in run_checked(fork_python, script, acme.parent, acme.name)
 
 
 @pytest.mark.parametrize("isa", [None, "portable"])
 def test_a_row_for_another_cpu_is_listed_and_not_used(fork_python, libraries, isa):
-    script = USE + """
+    script = (
+        USE
+        + """
 lowbit.load_kernels(sys.argv[1])
 (row,) = rows()
 active = set(lowbit.isa()["active"])
@@ -256,10 +269,13 @@ if len(sys.argv) > 2:
     layer = lowbit.nn.Linear(lowbit.quantize_tensor(torch.eye(64), lowbit.LinearConfig(8)))
     assert torch.allclose(layer(torch.ones(1, 64)), torch.ones(64), atol=0.02)  # its function would do nothing
 """
+    )
     run_checked(fork_python, script, libraries / "fault_missing_isa.so", *(["capped"] if isa else []), isa=isa)
 
 
-OWN_FORMAT = USE + """
+OWN_FORMAT = (
+    USE
+    + """
 torch.manual_seed(0)
 weight, bias = torch.randn(50, 100), torch.randn(50)
 packed = {bits: lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits, 32, mapping), bias)
@@ -344,6 +360,7 @@ assert torch.equal(other(x), lowbit.linear(x, own[4], 50)) and other.info.format
 torch.save(own[4], sys.argv[2])
 print("all of it")
 """
+)
 
 
 def test_a_format_of_its_own(fork_python, libraries, tmp_path):
@@ -356,7 +373,9 @@ def test_a_format_of_its_own(fork_python, libraries, tmp_path):
 
 
 def test_loading_while_others_compute(fork_python, acme, libraries):
-    script = USE + """
+    script = (
+        USE
+        + """
 import threading
 layer = lowbit.nn.Linear(lowbit.quantize_tensor(torch.randn(64, 128), lowbit.LinearConfig(4)))
 x = torch.randn(5, 128)
@@ -379,4 +398,5 @@ stop.set()
 for thread in threads: thread.join()
 assert not wrong and len(rows()) == 1 + 4 + 3
 """
+    )
     run_checked(fork_python, script, acme, libraries / "fault_none.so", libraries / "own_format.so")

@@ -4,9 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
-import torch
-
 import lowbit
+import torch
 from lowbit.hf.config import FORMAT_VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +16,7 @@ def test_numbers():
     assert project["version"] == lowbit.__version__
     assert re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)[1] == lowbit.__version__
     document = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
-    rows = {what: now for what, now in re.findall(r"^\| of (?:the |a )(.*?) \| (.*?) \|", document, re.M)}
+    rows = dict(re.findall(r"^\| of (?:the |a )(.*?) \| (.*?) \|", document, re.M))
     interface = (ROOT / "kernels" / "library.h").read_text(encoding="utf-8")
     assert rows == {
         "package": lowbit.__version__,

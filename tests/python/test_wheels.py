@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-import macos_libraries  # noqa: E402
-import wheel_macos  # noqa: E402
-import wheels  # noqa: E402
+import macos_libraries
+import wheel_macos
+import wheels
 
 EXTENSION = ".cpython-311-darwin.so"
 NAME = "lowbit-0.1.0-cp311-cp311-macosx_11_0_arm64.whl"
@@ -97,7 +97,7 @@ def test_the_configuration_of_cpython_for_macos_decides_all_that_headers_ask(tmp
     (tmp_path / "cpython/new.h").write_text("# ifdef HAVE_NEW\n#endif\n#if defined(A) && \\\n  HAVE_OTHER\n#endif\n")
     assert wheel_macos.undecided(tmp_path, ours) == ["HAVE_NEW", "HAVE_OTHER"]
     # Of the interpreter that runs this, where it has headers.
-    found = wheels.headers_of_interpreter("%d.%d" % sys.version_info[:2])
+    found = wheels.headers_of_interpreter(f"{sys.version_info.major}.{sys.version_info.minor}")
     assert found is None or wheel_macos.undecided(found, ours) == []
 
 
@@ -160,10 +160,7 @@ class Made:
         ({"imports": [("_g", "@rpath/libc10.dylib")]}, "imports _g from @rpath/libc10.dylib, which has no such symbol"),
         ({"imports": [("_PyY", 0xFE)]}, "imports _PyY from the process, which has no such symbol"),
         ({"signature": None}, "has no signature, or one of other contents"),
-        (
-            {"needs": ["@rpath/liba.dylib"], "imports": [], "search": []},
-            "does not look beside itself for what it needs",
-        ),
+        ({"needs": ["@rpath/liba.dylib"], "imports": [], "search": []}, "does not look beside itself for what it needs"),
     ],
 )
 def test_what_a_library_needs(tmp_path, changes, found):

@@ -10,29 +10,42 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bench"))
 
 import x86_cost
 
-CODE = {0x10: "mov %rax,%rbx", 0x13: "vpdpbusd (%rdx){1to16},%zmm1,%zmm0", 0x1a: "dec %rcx", 0x1d: "jne 13",
-        0x1f: "vzeroupper", 0x22: "ret", 0x40: "dec %rcx"}
+CODE = {
+    0x10: "mov %rax,%rbx",
+    0x13: "vpdpbusd (%rdx){1to16},%zmm1,%zmm0",
+    0x1A: "dec %rcx",
+    0x1D: "jne 13",
+    0x1F: "vzeroupper",
+    0x22: "ret",
+    0x40: "dec %rcx",
+}
 
 
 def test_the_lines_of_the_program_are_read():
     text = "row_a\tsymmetric g32 m1\t128\t640\t10*1\t13*40\nrow_a\taffine g32 m1\t128\t700\nrow_b\tf32 g32\t1024\t2048\n"
     traced = x86_cost.parse(text)
     assert traced["row_a"]["symmetric g32 m1"] == (128, 640, {0x10: 1, 0x13: 40})
-    assert x86_cost.per_unit(traced) == {"row_a": {"symmetric g32 m1": 5.0, "affine g32 m1": pytest.approx(5.469)},
-                                         "row_b": {"f32 g32": 2.0}}
+    assert x86_cost.per_unit(traced) == {
+        "row_a": {"symmetric g32 m1": 5.0, "affine g32 m1": pytest.approx(5.469)},
+        "row_b": {"f32 g32": 2.0},
+    }
     emulated = "booting\r\nprogram starts\r\nrow_b\tf32 g32\t1024\t2048\t22*3\r\nprogram ends: 0\r\n"
     assert x86_cost.parse_emulated(emulated) == {"row_b": {"f32 g32": (1024, 2048, {0x22: 3})}}
 
 
 def test_a_loop_is_a_block_of_its_own():
-    times = {0x10: 2, 0x13: 80, 0x1a: 80, 0x1d: 80, 0x1f: 2, 0x22: 2, 0x40: 2}
-    assert x86_cost.blocks_of(times, CODE) == {(CODE[0x10],): 2, (CODE[0x13], CODE[0x1a], CODE[0x1d]): 80,
-                                               (CODE[0x1f], CODE[0x22]): 2, (CODE[0x40],): 2}
+    times = {0x10: 2, 0x13: 80, 0x1A: 80, 0x1D: 80, 0x1F: 2, 0x22: 2, 0x40: 2}
+    assert x86_cost.blocks_of(times, CODE) == {
+        (CODE[0x10],): 2,
+        (CODE[0x13], CODE[0x1A], CODE[0x1D]): 80,
+        (CODE[0x1F], CODE[0x22]): 2,
+        (CODE[0x40],): 2,
+    }
 
 
-def test_neighbours_that_ran_as_often_are_cut_at_a_branch_and_at_a_gap():
-    times = {0x1a: 5, 0x1d: 5, 0x1f: 5, 0x40: 5}  # 0x22 did not run
-    assert x86_cost.blocks_of(times, CODE) == {(CODE[0x1a], CODE[0x1d]): 5, (CODE[0x1f],): 5, (CODE[0x40],): 5}
+def test_neighbors_that_ran_as_often_are_cut_at_a_branch_and_at_a_gap():
+    times = {0x1A: 5, 0x1D: 5, 0x1F: 5, 0x40: 5}  # 0x22 did not run
+    assert x86_cost.blocks_of(times, CODE) == {(CODE[0x1A], CODE[0x1D]): 5, (CODE[0x1F],): 5, (CODE[0x40],): 5}
 
 
 def test_the_hot_blocks_cover_most_instructions():
@@ -64,5 +77,6 @@ def test_the_document_is_that_of_its_data():
     attention = {row: tasks for row, tasks in data["counts"].items() if row.startswith("attention_")}
     assert set(attention) == {"attention_avx2", "attention_avx512vnni"}
     for tasks in attention.values():
-        assert set(tasks) == {f"{cache} {call}" for cache in ("f32", "bf16", "f16", "int8", "int4")
-                              for call in ("prompt", "token")}
+        assert set(tasks) == {
+            f"{cache} {call}" for cache in ("f32", "bf16", "f16", "int8", "int4") for call in ("prompt", "token")
+        }

@@ -65,9 +65,12 @@ def check_that_it_can_fail() -> None:
         "ops/torch_ops.cpp": "#include <pybind11/pybind11.h>",
     }
     allowed = {
-        "ops/op.h": '#include "../kernels/k.h"\n#include <vector>', "kernels/k.h": "#include <cstdint>",
-        "kernels/linear/x.cpp": '#include "../k.h"', "ops/executorch_ops.cpp": "#include <executorch/runtime.h>",
-        "tests/t.h": "", "bench/b.h": "",
+        "ops/op.h": '#include "../kernels/k.h"\n#include <vector>',
+        "kernels/k.h": "#include <cstdint>",
+        "kernels/linear/x.cpp": '#include "../k.h"',
+        "ops/executorch_ops.cpp": "#include <executorch/runtime.h>",
+        "tests/t.h": "",
+        "bench/b.h": "",
         "bench/read_bandwidth.h": "",
     }
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Fails unless every kernel object defines exactly one external symbol (its table), none weak, no static initialiser.
+"""Fails unless every kernel object defines exactly one external symbol (its table), none weak, no static initializer.
 
 Kernel files are compiled with flags that other CPUs lack. A weak symbol in one (an inline function of a header, say)
 could be the copy that the linker keeps for the whole library: an illegal instruction on the next machine.
@@ -19,8 +19,8 @@ def problems(symbols: list[tuple[str, str]]) -> list[str]:
     """What is wrong with the defined symbols (type letter of nm, name) of one kernel object."""
     weak = [name for kind, name in symbols if kind in WEAK]
     external = [name for kind, name in symbols if kind not in WEAK | LOCAL]
-    initialisers = [name for _, name in symbols if "_GLOBAL__sub_I" in name]
-    found = [f"weak symbol {name}" for name in weak] + [f"static initialiser {name}" for name in initialisers]
+    initializers = [name for _, name in symbols if "_GLOBAL__sub_I" in name]
+    found = [f"weak symbol {name}" for name in weak] + [f"static initializer {name}" for name in initializers]
     if len(external) != 1:
         found.append(f"{len(external)} external symbols, expected one table: {', '.join(external) or 'none'}")
     return found

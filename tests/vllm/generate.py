@@ -1,6 +1,6 @@
 """What test_vllm.py runs in a process of its own: vLLM's greedy tokens as JSON, or the errors that it ends with.
 
-    generate.py OUTPUT {"name": {"model": DIRECTORY, ...}, ...}     with other arguments of vllm.LLM
+generate.py OUTPUT {"name": {"model": DIRECTORY, ...}, ...}     with other arguments of vllm.LLM
 """
 
 import json
@@ -13,10 +13,9 @@ TOKENS = 12
 def order_of_shared_inputs() -> str:
     """What is said of it; in vLLM itself by a rank, which is a process whose errors its user sees in the log only."""
     import torch
-    from vllm.model_executor.layers.linear import RowParallelLinear
-
     from lowbit.vllm.config import ServedConfig
     from lowbit.vllm.linear import PackedMethod
+    from vllm.model_executor.layers.linear import RowParallelLinear
 
     layer = RowParallelLinear.__new__(RowParallelLinear)
     torch.nn.Module.__init__(layer)
@@ -25,7 +24,7 @@ def order_of_shared_inputs() -> str:
 
 
 def float_in_vllm() -> str:
-    """What is said of a layer to quantise whose model in vLLM has not asked for it."""
+    """What is said of a layer to quantize whose model in vLLM has not asked for it."""
     from lowbit.vllm.config import ServedConfig
 
     config = ServedConfig()

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import lowbit
 import pytest
 import torch
 from generate import PROMPTS, TOKENS
@@ -22,8 +23,6 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
-
-import lowbit
 
 HERE = Path(__file__).parent
 TINY = HERE.parents[1] / "examples" / "tiny_llama" / "model"
@@ -64,7 +63,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     orders = {f"model.layers.{name}_proj.input_order": order.clone() for name, order in names.items()}
     changed(found["mixed"], found["ordered"], lambda tensors: tensors.update(orders))
     without(found["mixed"], "model.layers.1.input_layernorm.weight", found["missing"])
-    # A table of tokens that vLLM keeps out of quantisation, and experts that it calls otherwise than transformers.
+    # A table of tokens that vLLM keeps out of quantization, and experts that it calls otherwise than transformers.
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
@@ -183,7 +182,7 @@ def test_what_is_refused(found):
     assert "model.layers.1.input_layernorm.weight" in found["missing"]
     assert "model.layers.1.mlp.experts.down_proj" in found["missing experts"]
     assert "the kv cache is to be bfloat16 and the activations float32" in found["other cache"]
-    assert found["float in vLLM"].startswith("model.gate is to be quantised, which vLLM does not do there; leave it float")
+    assert found["float in vLLM"].startswith("model.gate is to be quantized, which vLLM does not do there; leave it float")
     assert found["order of shared inputs"].startswith("o_proj has its inputs in an order of their own, which 2 ranks cannot")
 
 

@@ -1,4 +1,4 @@
-"""Quantisation with a calibration text: better than rounding to nearest, from 4 bits down by far.
+"""Quantization with a calibration text: better than rounding to nearest, from 4 bits down by far.
 
 ``calibrate`` does a model; ``calibration.gptq`` and ``calibration.importance`` do one matrix.
 """
@@ -23,16 +23,16 @@ def calibrate(
     target_bits: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """Quantises a model of transformers in place, with the help of a text that is like what it will be used on.
+    """Quantizes a model of transformers in place, with the help of a text that is like what it will be used on.
 
     As :func:`lowbit.quantize_`, but scales and codes are chosen for little change of the layers' outputs on the text.
-    It goes through the blocks of the model in order: the inputs of a block come from the quantised blocks before it, so
+    It goes through the blocks of the model in order: the inputs of a block come from the quantized blocks before it, so
     that later layers make up for the errors of earlier ones. Besides the model, memory for two activations per token,
     for one float block and for two float32 matrices [k, k] per input of k features is needed.
 
     Experts whose weights are one tensor are calibrated one by one, each with the tokens that are routed to it, behind the
     other layers of their block. A head that shares its weight with an embedding is calibrated, and then shares the packed
-    weight. Tables of an embedding model are quantised by GPTQ from 2 bits up, with what gradients say of their errors
+    weight. Tables of an embedding model are quantized by GPTQ from 2 bits up, with what gradients say of their errors
     (:func:`lowbit.calibration.tables.moments_of_tables`), unless the method is importance; other tables are rounded to
     nearest.
 
@@ -45,9 +45,9 @@ def calibrate(
         method: "gptq" (:func:`lowbit.calibration.gptq.gptq`, the better one, which takes as long as some ten passes over
             the text), "importance" (:func:`lowbit.calibration.importance.search` with the mean square of each input; one
             pass), "auto": gptq where a layer saw at least as many tokens as it has inputs, else importance, or "tuned":
-            auto, and behind each block its scales are learnt (:func:`lowbit.calibration.tuning.tuned`), which pays below
+            auto, and behind each block its scales are learned (:func:`lowbit.calibration.tuning.tuned`), which pays below
             3 bits, takes some three times as long, and gradients' memory for one block; or "distilled": auto, and then
-            all scales are learnt together towards the float model's answers
+            all scales are learned together towards the float model's answers
             (:func:`lowbit.calibration.distilling.distilled`), with gradients' memory for the whole model.
         tokenizer: of the model, for texts.
         window: tokens of a language model's inputs.
@@ -65,9 +65,7 @@ def calibrate(
 
     if target_bits is not None:
         data = [data] if isinstance(data, str) else list(data)  # for both: an iterator is there once
-        config = assign_widths(
-            model, data, config, target_bits, tokenizer=tokenizer, window=window, max_tokens=max_tokens
-        )
+        config = assign_widths(model, data, config, target_bits, tokenizer=tokenizer, window=window, max_tokens=max_tokens)
     said = -1
 
     def report(done: int, total: int, name: str) -> None:
@@ -100,7 +98,7 @@ def assign_widths(
     Args:
         model, data, tokenizer, window, max_tokens: as for :func:`calibrate`.
         config: a :class:`lowbit.LowBitConfig`; layers that its overrides or ``embedding_bits`` name keep their widths.
-        target_bits: bits per quantised weight, scales and all that a packed weight has besides included.
+        target_bits: bits per quantized weight, scales and all that a packed weight has besides included.
         alternatives: mappings that may take the place of a symmetric one at 2 to 4 bits, where they gain;
             ``("affine",)`` for :func:`lowbit.qat.prepare_`, which trains no levels.
         progress: called as ``progress(matrices measured, matrices)``.

@@ -9,22 +9,20 @@ from torch import Tensor
 
 from .. import ops
 from ..bands import Bands, rows_of_band
-from .grid import Config, Quantised, table_in
+from .grid import Config, Quantized, table_in
 
-_BAND_WEIGHTS = 1 << 22  # of a matrix that are quantised at a time, which bounds the memory
+_BAND_WEIGHTS = 1 << 22  # of a matrix that are quantized at a time, which bounds the memory
 
 
-def packed_in_bands(
-    weight: Tensor, config: Config, quantise: Callable[[Tensor], Quantised], bias: Tensor | None
-) -> Tensor:
-    """A packed matrix, uint8 [bytes], of what ``quantise`` makes of its rows, some at a time.
+def packed_in_bands(weight: Tensor, config: Config, quantize: Callable[[Tensor], Quantized], bias: Tensor | None) -> Tensor:
+    """A packed matrix, uint8 [bytes], of what ``quantize`` makes of its rows, some at a time.
 
     Each band is packed as a matrix of its own, whose panels are the whole one's. A table of levels is there in numbers.
     """
     n, k = weight.shape
     rows = rows_of_band(k, _BAND_WEIGHTS)
     if n <= rows:
-        return quantise(weight.float()).pack(bias)
+        return quantize(weight.float()).pack(bias)
     table = table_in(config)
     levels = None if table is None else table.by_code
     info = ops.describe((n, k), config.bits, config.group_size, config.mapping, bias is not None, levels)
@@ -33,7 +31,7 @@ def packed_in_bands(
     at = bands.header_bytes
     for begin in range(0, n, rows):
         band = slice(begin, min(begin + rows, n))
-        packed = quantise(weight[band].float()).pack(None if bias is None else bias[band])
+        packed = quantize(weight[band].float()).pack(None if bias is None else bias[band])
         panels = bands.add(packed)
         result[at : at + len(panels)] = panels
         at += len(panels)

@@ -126,6 +126,4 @@ def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False) -> Iterat
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (
-        isinstance(b, Tensor) and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
-    )
+    return a is b or (isinstance(b, Tensor) and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype)

@@ -58,7 +58,7 @@ def calibrate_checkpoint(
         target_bytes: chooses a width and a group size for each layer, so that the target's files of weights take at
             most so many bytes. What the config's overrides or ``embedding_bits`` name keeps its width; the config's
             ``bits`` and ``group_size`` do not count otherwise.
-        target_bits: the same, for a mean of bits per quantised weight, scales included.
+        target_bits: the same, for a mean of bits per quantized weight, scales included.
         progress: called as ``progress(step, done, of, detail)``; steps come one after the other.
 
     Raises:
@@ -81,7 +81,7 @@ def calibrate_checkpoint(
     inputs, _ = batches(model, data, tokenizer, window, max_tokens)
     if method != "importance" and not has_blocks(model, config):
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks with layers to quantise, which {method} goes through; expected "
+            f"{type(model).__name__} has no list of blocks with layers to quantize, which {method} goes through; expected "
             "the method importance"
         )
     budget = None if target_bytes is None and target_bits is None else [target_bytes, target_bits]
@@ -108,8 +108,15 @@ def calibrate_checkpoint(
             kept = Kept(dict(journal.packed), journal.keep)
             result.append(
                 run(
-                    model, data, config, method, tokenizer=tokenizer, window=window, max_tokens=max_tokens,
-                    progress=report, kept=kept,
+                    model,
+                    data,
+                    config,
+                    method,
+                    tokenizer=tokenizer,
+                    window=window,
+                    max_tokens=max_tokens,
+                    progress=report,
+                    kept=kept,
                 )  # fmt: skip
             )
             result[0].resumed = found
@@ -183,9 +190,7 @@ Size = Callable[[list[Option]], int]  # of the files of weights with these optio
 
 
 def _ends(items: list[Item], size: Size) -> tuple[int, int]:
-    smallest, largest = (
-        size([pick(item.options, key=lambda option: option.bytes) for item in items]) for pick in (min, max)
-    )
+    smallest, largest = (size([pick(item.options, key=lambda option: option.bytes) for item in items]) for pick in (min, max))
     return smallest, largest
 
 

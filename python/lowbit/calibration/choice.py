@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .gptq import Moments, Solver, best_correction, gptq
-from .grid import Config, Quantised, with_table
+from .grid import Config, Quantized, with_table
 from .importance import search
 
-# A config, with its table of levels if it has one, and what quantises rows of the weight.
-Quantiser = tuple[Config, Callable[[Tensor], Quantised]]
+# A config, with its table of levels if it has one, and what quantizes rows of the weight.
+Quantizer = tuple[Config, Callable[[Tensor], Quantized]]
 
 
 def choose(
@@ -24,8 +24,8 @@ def choose(
     method: str,
     options: Mapping[str, Any],
     first_not_finite: Callable[[], str],
-) -> tuple[str, dict[str, Quantiser]]:
-    """The method for layers with the same inputs, and what quantises each.
+) -> tuple[str, dict[str, Quantizer]]:
+    """The method for layers with the same inputs, and what quantizes each.
 
     Args:
         weights: of the layers, [n, k] each.
@@ -59,19 +59,15 @@ def choose(
         del trial
         moments.join()
     if options.keys() - {"correction"}:
-        return "gptq", {
-            name: (own[name], partial(gptq, moments=moments, config=own[name], **options)) for name in weights
-        }
+        return "gptq", {name: (own[name], partial(gptq, moments=moments, config=own[name], **options)) for name in weights}
     solver = Solver(moments)
 
-    def quantise(rows: Tensor, name: str) -> Quantised:
-        return solver.quantise(rows, own[name], options.get("correction", corrections.get(name, 1.0)))
+    def quantize(rows: Tensor, name: str) -> Quantized:
+        return solver.quantize(rows, own[name], options.get("correction", corrections.get(name, 1.0)))
 
-    return "gptq", {name: (own[name], partial(quantise, name=name)) for name in weights}
+    return "gptq", {name: (own[name], partial(quantize, name=name)) for name in weights}
 
 
-def _searching(
-    weights: Mapping[str, Tensor], configs: Mapping[str, Config], importance: Tensor | None
-) -> dict[str, Quantiser]:
+def _searching(weights: Mapping[str, Tensor], configs: Mapping[str, Config], importance: Tensor | None) -> dict[str, Quantizer]:
     own = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
     return {name: (own[name], partial(search, importance=importance, config=own[name])) for name in weights}

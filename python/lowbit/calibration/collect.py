@@ -31,9 +31,7 @@ def part_held(chosen: bool, alone: bool) -> float:
     return (1 / HELD_PART if alone else 1.0) if chosen else 0.0
 
 
-def add_to(
-    moments: dict[str, Moments], name: str, x: Tensor, y: Tensor | None, *, diagonal: bool, held: float = 0.0
-) -> None:
+def add_to(moments: dict[str, Moments], name: str, x: Tensor, y: Tensor | None, *, diagonal: bool, held: float = 0.0) -> None:
     """Adds inputs of a layer to its moments; the last ones are held back, a part of `held`, if there are float ones."""
     k = x.shape[1]
     if name not in moments:
@@ -64,10 +62,8 @@ def inputs_in_a_run(module: torch.nn.Module, names: list[str], call: Callable[[]
     return found
 
 
-def sets_of(
-    module: torch.nn.Module, targets: Mapping[str, Config], call: Callable[[], Any]
-) -> Iterable[dict[str, str]]:
-    """Layers that can be quantised at the same time, in the order of their calls: layer -> one with the same input.
+def sets_of(module: torch.nn.Module, targets: Mapping[str, Config], call: Callable[[], Any]) -> Iterable[dict[str, str]]:
+    """Layers that can be quantized at the same time, in the order of their calls: layer -> one with the same input.
 
     All experts of a block are one layer as far as the order goes.
     """

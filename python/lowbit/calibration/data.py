@@ -19,9 +19,7 @@ _BATCH = 2048  # tokens that the model sees at a time, or those of one window
 _SHORTEST = 8  # tokens of a window that is worth running
 
 
-def batches(
-    model, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS
-) -> tuple[list[Batch], int]:
+def batches(model, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS) -> tuple[list[Batch], int]:
     """The inputs, without padding where they are made here, and how many tokens there are.
 
     Of texts with more than ``most`` tokens, windows (or texts, for models that see each by itself) are taken that lie
@@ -47,8 +45,7 @@ def batches(
     count = sum(tokens_of(batch) for batch in result)
     if count < LEAST_TOKENS:
         raise ValueError(
-            f"the calibration text has {count} tokens; expected at least {LEAST_TOKENS}, and ten thousand "
-            "for a good result"
+            f"the calibration text has {count} tokens; expected at least {LEAST_TOKENS}, and ten thousand for a good result"
         )
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
     for batch in result:
@@ -97,9 +94,7 @@ def _as_batch(item: Any) -> Batch:
         found = f"a {type(item).__name__}" if ids is None else "input_ids that are "
         if ids is not None:
             found += f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-        raise TypeError(
-            f"data has {found}; expected texts, int64 tensors [batch, tokens], or dicts with such input_ids"
-        )
+        raise TypeError(f"data has {found}; expected texts, int64 tensors [batch, tokens], or dicts with such input_ids")
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {list(mask.shape)}; expected {list(ids.shape)}, that of input_ids")
@@ -118,7 +113,7 @@ def _of_texts(model, texts: list[str], tokenizer: Any, window: int, most: int) -
         if len(rows) > 1 and len(rows[-1]) < _SHORTEST:
             rows.pop()
     else:
-        # Models with learnt positions often start them behind a padding token.
+        # Models with learned positions often start them behind a padding token.
         longest = min(window, limit - 2 if limit > 2 else limit)
         rows = [tokenizer(text, truncation=True, max_length=longest, verbose=False)["input_ids"] for text in texts]
     rows = [row for row in rows if row]
@@ -132,7 +127,5 @@ def _of_texts(model, texts: list[str], tokenizer: Any, window: int, most: int) -
     result = []
     for length, same in sorted(by_length.items(), reverse=True):
         together = max(1, _BATCH // length)
-        result += [
-            {"input_ids": torch.tensor(same[begin : begin + together])} for begin in range(0, len(same), together)
-        ]
+        result += [{"input_ids": torch.tensor(same[begin : begin + together])} for begin in range(0, len(same), together)]
     return result, there

@@ -1,10 +1,9 @@
-"""Scales of a whole model, learnt towards the answers of the float model; codes stay."""
+"""Scales of a whole model, learned towards the answers of the float model; codes stay."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,9 +91,9 @@ def distilled(
     rate: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Packed weights of a quantised model, with which its answers are nearer to the float model's.
+    """Packed weights of a quantized model, with which its answers are nearer to the float model's.
 
-    Scales, mins, biases and fitted tables are learnt together by gradients through the whole model: the second step of
+    Scales, mins, biases and fitted tables are learned together by gradients through the whole model: the second step of
     EfficientQAT (Chen et al.: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models", ACL 2025),
     with the float model as the teacher, so that the text needs no labels. Codes stay. Each pass over the text is judged by
     batches that are held back, and so is the result, as it is packed.
@@ -103,7 +102,7 @@ def distilled(
         model: with packed layers, in eval mode. It is the same afterwards.
         teacher: of the float model.
         names: of the packed layers.
-        held: batches that are not learnt from.
+        held: batches that are not learned from.
         tables: layers whose tables of levels may move.
         steps: at the least; each is a part of a batch. None: 120.
         rate: of Adam, at the most. None: 0.004.
@@ -114,7 +113,7 @@ def distilled(
     """
     layers = {name: model.get_submodule(name) for name in sorted(names)}
     earlier = {name: layer.packed_weight for name, layer in layers.items()}
-    learnt = [i for i, (batch, _) in enumerate(teacher.parts) if batch not in held]
+    learned = [i for i, (batch, _) in enumerate(teacher.parts) if batch not in held]
     judged = [i for i, (batch, _) in enumerate(teacher.parts) if batch in held]
 
     def error() -> float:
@@ -132,7 +131,7 @@ def distilled(
                 shared[key] = learning_of(earlier[name], name in tables)
             model.set_submodule(name, learning_in_place_of(layer, shared[key]))
         parameters = [parameter for own in shared.values() for parameter in own.parameters()]
-        best = _fit(model, teacher, parameters, learnt, error, steps or STEPS, rate or RATE, progress)
+        best = _fit(model, teacher, parameters, learned, error, steps or STEPS, rate or RATE, progress)
         for parameter, value in zip(parameters, best, strict=True):
             parameter.data.copy_(value)
         packed = {key: own.pack() for key, own in shared.items()}
@@ -152,27 +151,27 @@ def _fit(
     model: torch.nn.Module,
     teacher: Teacher,
     parameters: Sequence[torch.nn.Parameter],
-    learnt: Sequence[int],
+    learned: Sequence[int],
     error: Callable[[], float],
     steps: int,
     rate: float,
     progress: Callable[[int, int], None] | None,
 ) -> list[Tensor]:
     """The parameters after the pass over the text with the least error on what is held back."""
-    epochs = -(-steps // len(learnt))
-    total, done = epochs * len(learnt), 0
-    optimiser = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
+    epochs = -(-steps // len(learned))
+    total, done = epochs * len(learned), 0
+    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: min(1.0, (step + 1) / _WARM) * 0.5 * (1 + math.cos(math.pi * step / total))
+        optimizer, lambda step: min(1.0, (step + 1) / _WARM) * 0.5 * (1 + math.cos(math.pi * step / total))
     )
     order = torch.Generator().manual_seed(0)
     least, best = math.inf, [parameter.detach().clone() for parameter in parameters]
     for _ in range(epochs):
-        for at in torch.randperm(len(learnt), generator=order).tolist():
-            optimiser.zero_grad()
+        for at in torch.randperm(len(learned), generator=order).tolist():
+            optimizer.zero_grad()
             with torch.enable_grad():
-                teacher.loss(model, learnt[at]).backward()
-            optimiser.step()
+                teacher.loss(model, learned[at]).backward()
+            optimizer.step()
             schedule.step()
             done += 1
             if progress is not None:

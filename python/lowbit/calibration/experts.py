@@ -58,9 +58,7 @@ def _without_padding(hidden: Tensor, index: Tensor, mask: Tensor | None) -> tupl
     return rows[mask.flatten()], index[mask.flatten()]
 
 
-def routed(
-    holder: torch.nn.Module, runs: Iterable[tuple[Callable[[], Any], Tensor | None]]
-) -> tuple[Tensor, Tensor]:
+def routed(holder: torch.nn.Module, runs: Iterable[tuple[Callable[[], Any], Tensor | None]]) -> tuple[Tensor, Tensor]:
     """What goes into a module of experts while a model runs.
 
     Args:
@@ -87,9 +85,7 @@ def routed(
     return torch.cat(rows), torch.cat(chosen)
 
 
-def inputs_of_expert(
-    holder: torch.nn.Module, number: int, rows: Tensor, chosen: Tensor, first: Tensor | None
-) -> Tensor:
+def inputs_of_expert(holder: torch.nn.Module, number: int, rows: Tensor, chosen: Tensor, first: Tensor | None) -> Tensor:
     """The inputs of one expert's matrix, float32 [tokens routed to it, k].
 
     Args:
@@ -107,9 +103,7 @@ def weight_of(experts: Experts, number: int) -> tuple[Tensor, Tensor | None]:
     return experts.weight[number].detach().contiguous(), None if bias is None else bias[number].detach()
 
 
-def mean_squares(
-    model: torch.nn.Module, targets: Mapping[str, Config], batches: Iterable[Batch]
-) -> dict[str, Tensor]:
+def mean_squares(model: torch.nn.Module, targets: Mapping[str, Config], batches: Iterable[Batch]) -> dict[str, Tensor]:
     """Of what goes into the matrices of experts in a float model: for each tensor float32 [inputs], a mean over its experts.
 
     Args:

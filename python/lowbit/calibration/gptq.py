@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..groups import in_groups
-from .grid import Config, Quantised, levels_near, stored, table_in, with_table
+from .grid import Config, Quantized, levels_near, stored, table_in, with_table
 from .importance import search, search_groups
 
 _LEAST_COLUMNS = 64  # of a block whose errors are passed on together
@@ -21,7 +21,7 @@ CORRECTIONS = (0.0, 0.25, 0.5, 1.0)
 class Moments:
     """Second moments of a layer's inputs over the tokens of a calibration text.
 
-    ``square`` is the sum of ``x x^T`` for the inputs x that the layer gets in the quantised model. ``drift``, if known,
+    ``square`` is the sum of ``x x^T`` for the inputs x that the layer gets in the quantized model. ``drift``, if known,
     is the sum of ``(y - x) x^T``, y being the same tokens' inputs in the float model.
     """
 
@@ -112,7 +112,7 @@ class Solver:
         """The config with its table of levels fitted to a whole matrix, where it has one that is to be fitted."""
         return with_table(config, weight, self.importance)
 
-    def quantise(self, weight: Tensor, config: Config, correction: float) -> Quantised:
+    def quantize(self, weight: Tensor, config: Config, correction: float) -> Quantized:
         """Rows of a matrix, float32 [n, k]; the arguments are those of :func:`gptq`."""
         config = self.table(weight, config)
         table = table_in(config)
@@ -163,7 +163,7 @@ class Solver:
                 work[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1.0)
                 if pull is not None:
                     work[end:].addmm_(pull[begin:end, end:].T, block, alpha=correction)
-        result = Quantised(torch.empty_like(weight), scales, mins, config)
+        result = Quantized(torch.empty_like(weight), scales, mins, config)
         result.levels[:, order] = levels.T
         return result
 
@@ -177,8 +177,8 @@ def gptq(
     correction: float = 1.0,
     by_importance: bool = False,
     sweeps: int = 0,
-) -> Quantised:
-    """Quantises a matrix so that the layer's outputs on the calibration text change little.
+) -> Quantized:
+    """Quantizes a matrix so that the layer's outputs on the calibration text change little.
 
     Inputs are rounded one after the other, and the error of each is made up for by the inputs behind it, as far as they
     are correlated: GPTQ (Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for
@@ -202,7 +202,7 @@ def gptq(
     Raises:
         ValueError: moments of another shape, that are not finite, or of no tokens.
     """
-    result = Solver(moments, damping, by_importance).quantise(weight, config, correction)
+    result = Solver(moments, damping, by_importance).quantize(weight, config, correction)
     if sweeps:
         descend(result, target(weight, moments, damping, correction), moments, damping=damping, sweeps=sweeps)
     return result
@@ -216,18 +216,18 @@ def best_correction(solver: Solver, weight: Tensor, config: Config, held: list[t
 
     Args:
         weight, config: as for :func:`gptq`.
-        held: inputs (x, y) in the quantised and in the float model, float32 [tokens, k].
+        held: inputs (x, y) in the quantized and in the float model, float32 [tokens, k].
     """
     rows = weight[:: -(-len(weight) // _TRIAL_ROWS)].float()
     errors = []
     for correction in CORRECTIONS:
-        found = solver.quantise(rows, config, correction).dequantize()
+        found = solver.quantize(rows, config, correction).dequantize()
         errors.append(sum(float((x @ found.T - y @ rows.T).square().sum()) for x, y in held))
     return CORRECTIONS[errors.index(min(errors))]
 
 
 def target(weight: Tensor, moments: Moments, damping: float, correction: float) -> Tensor:
-    """The matrix [n, k] whose outputs in the quantised model are nearest to the float layer's in the float one.
+    """The matrix [n, k] whose outputs in the quantized model are nearest to the float layer's in the float one.
 
     With a drift this is the weight plus ``correction`` times what least squares adds for it; without, the weight.
     """
@@ -239,36 +239,34 @@ def target(weight: Tensor, moments: Moments, damping: float, correction: float) 
     return (weight.double() + correction * (weight.double() @ solved.T)).float()
 
 
-def descend(
-    quantised: Quantised, wanted: Tensor, moments: Moments, *, damping: float = 0.01, sweeps: int = 2
-) -> None:
-    """Improves a quantised matrix in place by coordinate descent on ``|(wanted - quantised) X|^2``.
+def descend(quantized: Quantized, wanted: Tensor, moments: Moments, *, damping: float = 0.01, sweeps: int = 2) -> None:
+    """Improves a quantized matrix in place by coordinate descent on ``|(wanted - quantized) X|^2``.
 
     A sweep goes through the inputs in order and moves each weight to the level that is best while all others stay as
     they are (Behdin et al.: "QuantEase", 2023); behind each group its scale (and min) is fitted anew. Both only ever
     lower the error, but for the rounding of scales to what is stored.
 
     Args:
-        quantised: for example from :func:`gptq`.
+        quantized: for example from :func:`gptq`.
         wanted: float32 [n, k], for example from :func:`target`.
         moments: as for :func:`gptq`; damping too.
         sweeps: each takes as long as :func:`gptq`.
     """
-    config = quantised.config
+    config = quantized.config
     table = table_in(config)
     n, k = wanted.shape
     group = config.group_size or k
     square = _damped(moments.square, damping)
     square = (square / square.diagonal().mean()).float()
     diagonal = square.diagonal().clone()
-    levels = quantised.levels.T.contiguous()  # [k, n]
-    scales, mins = quantised.scales, quantised.mins
+    levels = quantized.levels.T.contiguous()  # [k, n]
+    scales, mins = quantized.scales, quantized.mins
     largest = scales.abs().amax(1, keepdim=True)
     if mins is not None:
         largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
     for _ in range(sweeps):
         # For each weight, half of what the error grows by when the weight falls.
-        slopes = square @ (wanted - quantised.dequantize()).T
+        slopes = square @ (wanted - quantized.dequantize()).T
         for g, begin in enumerate(range(0, k, group)):
             end = min(begin + group, k)
             inner = square[begin:end, begin:end]
@@ -289,7 +287,7 @@ def descend(
                     mins[:, g] = refitted[1]
                     now = now + mins[:, g]
             slopes.addmm_(square[begin:end].T, now - before, alpha=-1.0)
-        quantised.levels = levels.T.contiguous()
+        quantized.levels = levels.T.contiguous()
 
 
 def _refit(levels: Tensor, slopes: Tensor, square: Tensor, scale: Tensor, low: Tensor | None, largest: Tensor):
@@ -307,7 +305,4 @@ def _refit(levels: Tensor, slopes: Tensor, square: Tensor, scale: Tensor, low: T
     safe = torch.where(fine, determinant, 1.0)
     step = torch.where(fine, (le * oo - lo * oe) / safe, 0.0)
     shift = torch.where(fine, (ll * oe - lo * le) / safe, 0.0)
-    return (
-        stored((scale + step)[:, None], bound[:, None])[:, 0],
-        stored((low + shift)[:, None], bound[:, None])[:, 0],
-    )
+    return (stored((scale + step)[:, None], bound[:, None])[:, 0], stored((low + shift)[:, None], bound[:, None])[:, 0])

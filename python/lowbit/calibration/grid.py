@@ -70,7 +70,7 @@ def levels_near(values: Tensor, scale: Tensor, min: Tensor | None, bits: int, ta
 
 
 @dataclass
-class Quantised:
+class Quantized:
     """A matrix in the terms of the format."""
 
     # float32 [n, k]; symmetric -2^(b-1) .. 2^(b-1) - 1 (1 bit: -1, 1), affine 0 .. 2^b - 1, or levels of the config's table
@@ -114,14 +114,10 @@ class Quantised:
         )
 
 
-def nearest(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) -> Quantised:
+def nearest(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) -> Quantized:
     """Rounds each weight to the nearest level of its group."""
-    quantised = Quantised(weight, scales, mins, config)
-    quantised.levels = levels_near(
-        weight,
-        quantised.per_input(scales),
-        None if mins is None else quantised.per_input(mins),
-        config.bits,
-        table_in(config),
+    quantized = Quantized(weight, scales, mins, config)
+    quantized.levels = levels_near(
+        weight, quantized.per_input(scales), None if mins is None else quantized.per_input(mins), config.bits, table_in(config)
     )
-    return quantised
+    return quantized

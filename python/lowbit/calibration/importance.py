@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..groups import in_groups
 from ..levels import FACTORS, Table, best_scales, refit
-from .grid import Config, Quantised, levels_near, nearest, stored, table_in, with_table
+from .grid import Config, Quantized, levels_near, nearest, stored, table_in, with_table
 
 _FITS = 3
 _CHUNK = 1 << 20  # weights that are searched at a time, which bounds the memory
@@ -16,7 +16,7 @@ _SHRINKS = {1: 24, 2: 24, 3: 20, 4: 16, 5: 12, 6: 10, 7: 8, 8: 8}
 _STEP = 0.03
 
 
-def search(weight: Tensor, importance: Tensor | None, config: Config) -> Quantised:
+def search(weight: Tensor, importance: Tensor | None, config: Config) -> Quantized:
     """Chooses scales (and mins) by trial, and rounds to nearest.
 
     For each group the sum of ``importance * (weight - rounded)^2`` is made small: a number of ranges is tried, each
@@ -119,14 +119,14 @@ def _search_symmetric(x: Tensor, w: Tensor, bits: int) -> Tensor:
 def _search_affine(x: Tensor, w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     top = 2**bits - 1
     middle = (w * x).sum(2, keepdim=True)  # weights sum up to 1
-    centred = x - middle
-    used = torch.where(w > 0, centred, 0.0)
+    centered = x - middle
+    used = torch.where(w > 0, centered, 0.0)
     low, high = used.amin(2, keepdim=True), used.amax(2, keepdim=True)
-    wx = w * centred
+    wx = w * centered
 
     def fit(scale: Tensor, min: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The best scale and min for the levels of this grid, and by how much the error is below that of the mean."""
-        q = levels_near(centred, scale, min, bits)
+        q = levels_near(centered, scale, min, bits)
         mean = (w * q).sum(2, keepdim=True)
         q = q - mean
         xq, qq = (wx * q).sum(2, keepdim=True), (w * q * q).sum(2, keepdim=True)

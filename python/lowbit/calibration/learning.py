@@ -1,4 +1,4 @@
-"""Packed layers whose scales, mins, biases and tables of levels can be learnt by gradients; their codes stay."""
+"""Packed layers whose scales, mins, biases and tables of levels can be learned by gradients; their codes stay."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Weight(torch.autograd.Function):
 
 
 class Learning(torch.nn.Module):
-    """What can be learnt of a packed weight: factors of its scales, shifts of its mins, its bias, and its table.
+    """What can be learned of a packed weight: factors of its scales, shifts of its mins, its bias, and its table.
 
     Args:
         packed: from :func:`lowbit.pack`.
@@ -84,17 +84,17 @@ class Learning(torch.nn.Module):
         return embedding(numbers, _Weight.apply(levels, scales[rows], of_rows, self.unpacked.codes[rows], self.group))
 
     def pack(self) -> Tensor:
-        """uint8 [bytes], with what was learnt as the format stores it."""
+        """uint8 [bytes], with what was learned as the format stores it."""
         unpacked, levels = self.unpacked, self.unpacked.levels
-        learnt, scales, mins = self.values()
-        learnt, scales, mins = learnt.detach(), scales.detach(), None if mins is None else mins.detach()
+        learned, scales, mins = self.values()
+        learned, scales, mins = learned.detach(), scales.detach(), None if mins is None else mins.detach()
         # Rows that no token reached stay to the bit.
         rows = (scales == unpacked.scales).all(1, keepdim=True)
         if mins is not None:
             rows &= (mins == unpacked.mins).all(1, keepdim=True)
         if self.moved is not None and bool(self.moved.any()):
-            factor = _LARGEST_LEVEL / learnt.abs().max().clamp(min=1e-6)
-            levels, scales, rows = (learnt * factor).round().to(torch.int8), scales / factor, torch.zeros_like(rows)
+            factor = _LARGEST_LEVEL / learned.abs().max().clamp(min=1e-6)
+            levels, scales, rows = (learned * factor).round().to(torch.int8), scales / factor, torch.zeros_like(rows)
         largest = scales.abs().amax(1, keepdim=True)
         if mins is not None:
             largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
@@ -107,7 +107,7 @@ class Learning(torch.nn.Module):
 
 
 class LearningEach(torch.nn.Module):
-    """What can be learnt of the packed weights of experts, uint8 [experts, bytes]: of each by itself."""
+    """What can be learned of the packed weights of experts, uint8 [experts, bytes]: of each by itself."""
 
     def __init__(self, packed: Tensor, table: bool):
         super().__init__()
@@ -134,7 +134,7 @@ def learning_of(packed: Tensor, table: bool) -> Learning | LearningEach:
 
 
 class _InPlaceOf(torch.nn.Module):
-    """A layer that computes with a weight that is learnt, which others may share."""
+    """A layer that computes with a weight that is learned, which others may share."""
 
     shared: Any  # of experts a LearningEach, else a Learning
 

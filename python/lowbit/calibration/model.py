@@ -88,9 +88,7 @@ def _run(calls: list[Call], block: torch.nn.Module, hidden: list[Tensor], i: int
 
 
 class _Run:
-    def __init__(
-        self, model, selected, experts, method, inputs: list[Batch], there: int, progress, options, kept: Kept | None
-    ):
+    def __init__(self, model, selected, experts, method, inputs: list[Batch], there: int, progress, options, kept: Kept | None):
         self.model, self.method, self.inputs, self.options = model, method, inputs, options
         self.masks = [mask_of(batch) for batch in inputs]
         self.result = Calibration(sum(map(tokens_of, inputs)), there)
@@ -120,9 +118,7 @@ class _Run:
             by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)
         shared = [names for names in by_weight.values() if len(names) > 1]
         first = {names[0] for names in by_weight.values() if set(names) & self.targets.keys()}
-        known = {
-            name: packed for name, (method, packed) in self.kept.packed.items() if method.startswith("distilled")
-        }
+        known = {name: packed for name, (method, packed) in self.kept.packed.items() if method.startswith("distilled")}
         # Distilling takes as long as all before it, or so.
         self.total = (len(first) + self.packer.expert_matrices()) * (2 if self.distils and not known else 1)
         self._report(0, "the float model's run over the text")
@@ -224,15 +220,7 @@ class _Run:
             before: list[Call] = [one.calls[index] for one in floats]
             now: list[Call] = [one.calls[index] for one in packed]
             run_now = partial(_run, now, block, ours)
-            self._segment(
-                block,
-                twin,
-                prefix,
-                targets,
-                run_now,
-                partial(_run, before, twin, theirs),
-                tune=self.tunes,
-            )
+            self._segment(block, twin, prefix, targets, run_now, partial(_run, before, twin, theirs), tune=self.tunes)
             self.packer.pack_experts(block, prefix, run_now, tune=self.tunes)
             if index + 1 < len(blocks) or self.packer.pending:
                 for i in range(len(self.inputs)):
@@ -282,13 +270,13 @@ class _Run:
                     self.result.methods |= by_name(name, method, packed)
 
     def _whole(self, alone: Mapping[str, Config]) -> None:
-        """All layers that are not quantised yet, with runs of the whole model."""
+        """All layers that are not quantized yet, with runs of the whole model."""
         rest = {name: config for name, config in alone.items() if name not in self.result.methods}
         if not rest:
             return
-        quantised = any(name in self.result.methods for name in alone)
-        # What comes behind quantised blocks has no float twin: the model would have to be there twice.
-        twin = None if quantised else copy.deepcopy(self.model)
+        quantized = any(name in self.result.methods for name in alone)
+        # What comes behind quantized blocks has no float twin: the model would have to be there twice.
+        twin = None if quantized else copy.deepcopy(self.model)
         self._segment(
             self.model,
             twin,
@@ -301,10 +289,8 @@ class _Run:
     def _whole_run(self, model: torch.nn.Module, i: int) -> Any:
         return model(**self.inputs[i])
 
-    def _segment(
-        self, module, twin, prefix: str, targets: Mapping[str, Config], ours, theirs, tune: bool = False
-    ) -> None:
-        """Quantises layers of a module in the order of its calls, those that share an input at a time."""
+    def _segment(self, module, twin, prefix: str, targets: Mapping[str, Config], ours, theirs, tune: bool = False) -> None:
+        """Quantizes layers of a module in the order of its calls, those that share an input at a time."""
         known = self.kept.packed
         if all(prefix + name in known for name in targets):
             for name in targets:

@@ -17,7 +17,7 @@ from ..quantize import LinearConfig
 from ..quantize_model import quantize_
 from .bands import packed_in_bands
 from .capture import Stop, inputs_of
-from .choice import Quantiser, choose
+from .choice import Quantizer, choose
 from .collect import add_to
 from .data import Batch
 from .experts import holders_in, inputs_of_expert, routed, weight_of
@@ -117,9 +117,9 @@ class Packer:
             weight, bias = weight_of(experts, number)
             key = f"{name}.{number}"
             self._report(0, key)
-            method, quantisers = self._quantisers("", {key: weight}, {key: self.experts[name]}, moments.get(name))
+            method, quantizers = self._quantizers("", {key: weight}, {key: self.experts[name]}, moments.get(name))
             methods.append(method)
-            result.append(packed_in_bands(weight, *quantisers[key], bias))
+            result.append(packed_in_bands(weight, *quantizers[key], bias))
             self._report(1, key)
         return ",".join(methods), torch.stack(result)
 
@@ -138,11 +138,11 @@ class Packer:
         todo = [name for name in names if prefix + name not in self.kept.packed]
         weights = {name: root.get_submodule(name).weight.detach() for name in todo}
         self._report(0, prefix + names[0])
-        method, quantisers = self._quantisers(prefix, weights, configs, moments)
+        method, quantizers = self._quantizers(prefix, weights, configs, moments)
         for name in names:
             layer, full = root.get_submodule(name), prefix + name
-            if name in quantisers:
-                packed = packed_in_bands(weights.pop(name), *quantisers.pop(name), layer.bias)
+            if name in quantizers:
+                packed = packed_in_bands(weights.pop(name), *quantizers.pop(name), layer.bias)
                 if tune:
                     self.pending.append(([full], method, packed))
                 else:
@@ -159,9 +159,9 @@ class Packer:
         layer = root.get_submodule(name)
         root.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
 
-    def _quantisers(
+    def _quantizers(
         self, prefix: str, weights: Mapping[str, Tensor], configs: Mapping[str, Config], moments: Moments | None
-    ) -> tuple[str, dict[str, Quantiser]]:
+    ) -> tuple[str, dict[str, Quantizer]]:
         def first_not_finite() -> str:
             return self._first_not_finite() or prefix + next(iter(weights))
 
@@ -193,7 +193,7 @@ class Packer:
             elif name in moments:
                 solver, weight = Solver(moments.pop(name), DAMPING), layer.weight.detach()
                 own = with_table(config, weight, solver.importance)
-                packed = packed_in_bands(weight, own, partial(solver.quantise, config=own, correction=0.0), None)
+                packed = packed_in_bands(weight, own, partial(solver.quantize, config=own, correction=0.0), None)
                 packed = self.kept.keep([([name], "gptq", packed)])[0]
             else:
                 nearest[name] = config
@@ -221,8 +221,8 @@ class Packer:
                 total = Moments(sum(m.square for m in together), None, sum(m.tokens for m in together))
             weight = layers[names[0]].weight.detach()
             self._report(0, names[0])
-            method, quantisers = self._quantisers("", {linears[0]: weight}, self.selected, total)
-            packed = packed_in_bands(weight, *quantisers[linears[0]], next(iter(biases.values())))
+            method, quantizers = self._quantizers("", {linears[0]: weight}, self.selected, total)
+            packed = packed_in_bands(weight, *quantizers[linears[0]], next(iter(biases.values())))
             packed = self.kept.keep([(names, method, packed)])[0]
         for name in names:
             layer = layers[name]

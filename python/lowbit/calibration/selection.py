@@ -42,9 +42,7 @@ def check_weights(model: torch.nn.Module, selected: Mapping[str, Config]) -> Non
         layer = layer_at(model, name)
         weight = layer.weight
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(
-                f"{name}.weight has dtype {weight.dtype}; expected torch.float32, torch.bfloat16 or torch.float16"
-            )
+            raise TypeError(f"{name}.weight has dtype {weight.dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
         check_layer(weight, getattr(layer, "bias", None), config, f"{name}.")
         first, other = configs.setdefault(id(weight), (name, config))
         if vars(other) != vars(config):

@@ -25,7 +25,7 @@ def tuned(
     steps: int = STEPS,
     rate: float = RATE,
 ) -> dict[str, Tensor]:
-    """Packed weights of linear layers and experts of a block, with scales that are learnt for the block's outputs.
+    """Packed weights of linear layers and experts of a block, with scales that are learned for the block's outputs.
 
     By gradients, on the squared error of the outputs (as BRECQ does for roundings; Li et al.: "BRECQ: Pushing the Limit of
     Post-Training Quantization by Block Reconstruction", ICLR 2021). Only scales, mins, biases and fitted tables move,
@@ -37,7 +37,7 @@ def tuned(
         run: of a block with these layers, on batch i: the outputs.
         wanted: for each batch, the outputs of the float block.
         masks: for each batch, which tokens count; None: all.
-        held: batches that are not learnt from.
+        held: batches that are not learned from.
         tables: layers whose tables of levels may move.
         steps: at the least; each is a batch.
         rate: of Adam, at the beginning; it falls to zero.
@@ -63,23 +63,23 @@ def tuned(
         return missed[mask].sum() if mask is not None and missed.shape[: mask.dim()] == mask.shape else missed.sum()
 
     before = sum(float(error(block, i)) for i in sorted(held))
-    learnt = [i for i in range(len(wanted)) if i not in held]
-    size = sum(float(wanted[i].float().square().sum()) for i in learnt) / len(learnt)
-    epochs = -(-steps // len(learnt))
-    optimiser = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, epochs * len(learnt))
+    learned = [i for i in range(len(wanted)) if i not in held]
+    size = sum(float(wanted[i].float().square().sum()) for i in learned) / len(learned)
+    epochs = -(-steps // len(learned))
+    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * len(learned))
     with torch.enable_grad():
         for _ in range(epochs):
-            for i in learnt:
-                optimiser.zero_grad()
+            for i in learned:
+                optimizer.zero_grad()
                 (error(student, i) / size).backward()
-                optimiser.step()
+                optimizer.step()
                 schedule.step()
     if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
         return {}
     found = {}
-    for name, learnt_layer in learning.items():
-        layer, packed = student.get_submodule(name).layer, learnt_layer.pack()
+    for name, learned_layer in learning.items():
+        layer, packed = student.get_submodule(name).layer, learned_layer.pack()
         if not torch.equal(packed, layer.packed_weight):  # an expert may have seen no token
             found[name] = packed
         student.set_submodule(name, layer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
@@ -63,9 +63,7 @@ class Item:
 # ---- sensitivities
 
 
-def options_of(
-    model: torch.nn.Module, config: LowBitConfig, alternatives: Collection[str] = ALTERNATIVES
-) -> list[Item]:
+def options_of(model: torch.nn.Module, config: LowBitConfig, alternatives: Collection[str] = ALTERNATIVES) -> list[Item]:
     """What each matrix that a config selects may become, and the bytes of that; nothing is lost yet.
 
     Args:
@@ -361,9 +359,7 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
             # The table is fitted to the whole matrix when its turn comes.
             change |= {"mapping": own.mapping, "levels": FIT if own.mapping == "levels" else None}
         overrides += [(escape(name), change) for name in item.layers if len(item.options) > 1]
-    return LowBitConfig(
-        base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides, base.levels
-    )
+    return LowBitConfig(base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides, base.levels)
 
 
 def pinned_by(config: LowBitConfig, selected: Mapping[str, Config]) -> set[str]:

@@ -66,6 +66,5 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
     files, weight_map = ([path], None) if path.is_file() else files_of(path)
     tensors = sorted(read_files(files, weight_map).values(), key=lambda stored: (stored.path, stored.offset))
     return [
-        describe_entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None)
-        for stored in tensors
+        describe_entry(stored, packed_info(stored) if stored.name.endswith("packed_weight") else None) for stored in tensors
     ]

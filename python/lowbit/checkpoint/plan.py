@@ -64,8 +64,7 @@ def _slices(stored: Stored) -> list[Stored]:
     """Each matrix of a tensor of three dimensions."""
     size = stored.bytes // max(1, stored.shape[0])
     return [
-        replace(stored, shape=stored.shape[1:], offset=stored.offset + i * size, bytes=size)
-        for i in range(stored.shape[0])
+        replace(stored, shape=stored.shape[1:], offset=stored.offset + i * size, bytes=size) for i in range(stored.shape[0])
     ]
 
 
@@ -118,9 +117,7 @@ def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str
         if name in by_name:
             raise ValueError(f"{by_name[name].name} and {key} are both the {name} of the model; expected one of them")
         if list(stored.shape) != expected:
-            raise ValueError(
-                f"{key} in {stored.path} has shape {list(stored.shape)}; expected {expected}, as config.json says"
-            )
+            raise ValueError(f"{key} in {stored.path} has shape {list(stored.shape)}; expected {expected}, as config.json says")
         by_name[name] = stored
     for target, source in model.all_tied_weights_keys.items():
         if target in by_name and source in by_name and same_bytes(by_name[target], by_name[source]):
@@ -182,8 +179,7 @@ def _experts(
                 if not same or {shape[1] for shape in shapes} != {expected[1]} or list(matrix.shape) != expected:
                     part = matrix.parts[0]
                     raise ValueError(
-                        f"{part.name} in {part.path} has shape {shapes[0]}; expected a part of {expected}, as "
-                        "config.json says"
+                        f"{part.name} in {part.path} has shape {shapes[0]}; expected a part of {expected}, as config.json says"
                     )
             if len(found[name]) != layer.num_experts:
                 raise ValueError(
@@ -325,9 +321,7 @@ def _left(model, outputs: Iterable[Output], names: Mapping, unselected: Mapping[
     return left
 
 
-def _plan(
-    model, config: LowBitConfig, tensors: dict[str, Stored], source: Path
-) -> tuple[list[Output], dict[str, str]]:
+def _plan(model, config: LowBitConfig, tensors: dict[str, Stored], source: Path) -> tuple[list[Output], dict[str, str]]:
     """What to write, and which matrices stay float, and why."""
     from ..hf.config import BY_OVERRIDES
     from ..hf.names import check_complete, given_by, names_in_model, parts_of_experts
@@ -441,16 +435,14 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dic
 
 @dataclass(frozen=True)
 class PlannedSize:
-    """What a quantised checkpoint would take."""
+    """What a quantized checkpoint would take."""
 
     bytes: int  # of its files of weights, headers included
     packed_bytes: int
     packed_weights: int
 
 
-def planned_size(
-    source: str | os.PathLike, config: LowBitConfig, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> PlannedSize:
+def planned_size(source: str | os.PathLike, config: LowBitConfig, max_shard_bytes: int = MAX_SHARD_BYTES) -> PlannedSize:
     """The bytes that :func:`quantize_checkpoint` would write, to the byte; only headers are read.
 
     Raises:

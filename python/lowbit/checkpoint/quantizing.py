@@ -1,4 +1,4 @@
-"""A checkpoint quantised to nearest, or with layers that are packed already, without ever being in memory."""
+"""A checkpoint quantized to nearest, or with layers that are packed already, without ever being in memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,12 @@ from ..levels import FIT, sampled_rows
 from ..quantize import quantize_tensor, table_of
 from .entries import CheckpointEntry
 from .plan import Matrix, Output, read_and_plan
-from .writing import (
-    MAX_SHARD_BYTES,
-    check_shard_bytes,
-    copy_files,
-    counted,
-    new_checkpoint,
-    write_json,
-    write_tensors,
-)
+from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, counted, new_checkpoint, write_json, write_tensors
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
-_BAND_WEIGHTS = 1 << 21  # quantised at a time: enough for many threads, little memory
+_BAND_WEIGHTS = 1 << 21  # quantized at a time: enough for many threads, little memory
 _CHUNK = 8 << 20
 
 
@@ -51,7 +43,7 @@ class CheckpointSummary:
 
 
 def _pack(output: Output, writer: Writer, done: Callable[[int], None]) -> None:
-    """Quantises a matrix, or those of experts one after the other."""
+    """Quantizes a matrix, or those of experts one after the other."""
     bias, (n, _) = output.bias, output.matrices[0].shape
     for number, matrix in enumerate(output.matrices):
         own = None
@@ -63,7 +55,7 @@ def _pack(output: Output, writer: Writer, done: Callable[[int], None]) -> None:
 def _pack_matrix(
     output: Output, matrix: Matrix, bias: torch.Tensor | None, writer: Writer, done: Callable[[int], None]
 ) -> None:
-    """Quantises in bands of rows; each is packed as a matrix of its own, whose panels are the whole one's."""
+    """Quantizes in bands of rows; each is packed as a matrix of its own, whose panels are the whole one's."""
     config, info, source = output.config, output.packed_info(), matrix.parts[0]
     assert config is not None
     n, k = matrix.shape
@@ -109,7 +101,7 @@ def quantize_checkpoint(
     packed: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> CheckpointSummary:
-    """Quantises a checkpoint of transformers, a band of rows at a time: memory stays at some tens of megabytes.
+    """Quantizes a checkpoint of transformers, a band of rows at a time: memory stays at some tens of megabytes.
 
     The result has the same bytes as ``from_pretrained(source, quantization_config=config)``, and is loaded by
     ``from_pretrained(target)`` wherever lowbit is installed.
@@ -119,7 +111,7 @@ def quantize_checkpoint(
         target: a directory that is empty or not there yet; symbolic links are followed. It appears when all is written,
             in one step, which is tried before the work begins; a run that is killed leaves at most a hidden
             ``.NAME-*.partial`` beside it, which does not load, and which the next run to the same target removes.
-        config: what to quantise, and how.
+        config: what to quantize, and how.
         max_shard_bytes: a file gets no second tensor beyond this many bytes.
         packed: called once, when all is checked and before anything is written, for layers that are packed already:
             each by its name, uint8 [bytes] of the config's width; the others are rounded to nearest.

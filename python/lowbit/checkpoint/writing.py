@@ -65,10 +65,7 @@ def _check_space(directory: Path, needed: int) -> None:
     """Raises OSError where the disk has fewer bytes free."""
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"{directory} has {size(free)} free; the packed checkpoint takes {size(needed)}",
-        )
+        raise OSError(errno.ENOSPC, f"{directory} has {size(free)} free; the packed checkpoint takes {size(needed)}")
 
 
 @contextmanager
@@ -132,7 +129,6 @@ def write_tensors(
     return entries
 
 
-
 def size_of_files(outputs: Iterable[Planned], max_shard_bytes: int) -> int:
     """The bytes of the files of weights that :func:`write_tensors` would write, headers included."""
     total = 0
@@ -156,7 +152,7 @@ def _is_weights(name: str) -> bool:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copies what belongs to a checkpoint beside its weights: the tokenizer, settings, templates, a licence."""
+    """Copies what belongs to a checkpoint beside its weights: the tokenizer, settings, templates, a license."""
     modules = _modules(source)
     for entry in sorted(source.iterdir()):
         if entry.is_file():

@@ -15,7 +15,7 @@ from .options import Cache, GroupSize, Json, ModelOrShape, OptionalBits, Threads
 from .output import Output, size, table
 
 
-class _Mode(str, enum.Enum):  # typer takes no list of literals
+class _Mode(enum.StrEnum):  # typer takes no list of literals
     eager = "eager"
     compile = "compile"
     aot = "aot"
@@ -28,8 +28,7 @@ def bench(
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt.")] = 512,
     new: Annotated[int, typer.Option("--new", min=1, help="Tokens that are decoded behind it.")] = 64,
     mode: Annotated[
-        list[_Mode],
-        typer.Option("--mode", help="As it is, with torch.compile, with AOTInductor; several take turns."),
+        list[_Mode], typer.Option("--mode", help="As it is, with torch.compile, with AOTInductor; several take turns.")
     ] = [_Mode.aot],  # noqa: B006 - typer reads it, and nobody changes it
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often; medians count.")] = 3,
     cache: Cache = None,
@@ -47,8 +46,7 @@ def bench(
     measured = model if is_shape(model) else load_packed(output, Path(model), bits, group_size)
     with output.progress(f"measuring {model}"):
         figures = library.run(
-            measured, bits or 4, parse_group_size(group_size),
-            prompt=prompt, new=new, modes=modes, rounds=rounds, cache=cache,
+            measured, bits or 4, parse_group_size(group_size), prompt=prompt, new=new, modes=modes, rounds=rounds, cache=cache
         )
     shown = table("", "decode, tokens/s", "of the bandwidth", "prompt, tokens/s", "first token, s", "compiled in, s")
     for name, row in figures["modes"].items():
@@ -60,9 +58,7 @@ def bench(
             f"{row['seconds_to_first_token']:.3f}",
             f"{row['prepare_seconds']:.1f}",
         )
-    machine = (
-        f"{figures['threads']} threads of {figures['machine']}, memory read at {size(figures['read_bandwidth'])}/s"
-    )
+    machine = f"{figures['threads']} threads of {figures['machine']}, memory read at {size(figures['read_bandwidth'])}/s"
     weights = f"{size(figures['packed_bytes_per_token'])} of packed weights per token"
     memory = figures["peak_memory_bytes"]
     used = [] if memory is None else [f"peak memory {size(memory)}"]

@@ -51,17 +51,12 @@ def chat(
     model: Model,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.", show_default=False)] = None,
     template: Annotated[
-        Path | None,
-        typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False),
+        Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
-            "--temperature",
-            min=0,
-            callback=finite,
-            help="0 takes the most likely token, always.",
-            show_default="the model's",
+            "--temperature", min=0, callback=finite, help="0 takes the most likely token, always.", show_default="the model's"
         ),
     ] = None,
     top_k: Annotated[
@@ -90,8 +85,7 @@ def chat(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws of the first answer.")] = 0,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option("--max-new-tokens", min=1, help="Of one answer.", show_default=f"the model's, or {_NEW}"),
+        int | None, typer.Option("--max-new-tokens", min=1, help="Of one answer.", show_default=f"the model's, or {_NEW}")
     ] = None,
     bits: OptionalBits = None,
     group_size: GroupSize = "32",

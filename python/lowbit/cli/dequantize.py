@@ -19,9 +19,7 @@ from .output import Output, packed_figures, size
 
 
 def dequantize(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="Directory of a packed checkpoint.", show_default=False)
-    ],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a packed checkpoint.", show_default=False)],
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or not there yet.", show_default=False)
     ],
@@ -40,9 +38,7 @@ def dequantize(
     set_threads(threads)
     before = inspect_checkpoint(source)
     with output.progress(f"dequantizing {source}", "layers") as advance:
-        after = dequantize_checkpoint(
-            source, target, dtype=None if dtype is None else getattr(torch, dtype), progress=advance
-        )
+        after = dequantize_checkpoint(source, target, dtype=None if dtype is None else getattr(torch, dtype), progress=advance)
     count, packed = packed_figures(before)
     document = {
         "source": str(source),

@@ -25,12 +25,7 @@ def doctor(as_json: Json = False) -> None:
             surfaces.append(try_surface(name))
     broken = [surface.name for surface in surfaces if surface.state == "broken"]
     advised = advice(facts)
-    document = {
-        **facts,
-        "advice": advised,
-        "surfaces": [vars(surface) for surface in surfaces],
-        "works": not broken,
-    }
+    document = {**facts, "advice": advised, "surfaces": [vars(surface) for surface in surfaces], "works": not broken}
     tried = table("tried on a tiny layer", "", "seconds")
     tried.columns[1].justify = "left"
     for surface in surfaces:

@@ -36,9 +36,7 @@ def evaluate(
     text: Annotated[Path, typer.Option("--text", help="File of text, UTF-8.", show_default=False)],
     bits: Annotated[
         str | None,
-        typer.Option(
-            "--bits", metavar="N,N,...", help="Also quantise a float checkpoint to these widths.", show_default=False
-        ),
+        typer.Option("--bits", metavar="N,N,...", help="Also quantize a float checkpoint to these widths.", show_default=False),
     ] = None,
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
@@ -48,9 +46,7 @@ def evaluate(
     cache: Cache = None,
     reference: Annotated[
         Path | None,
-        typer.Option(
-            "--reference", help="Compare with this model's directory or file of logits.", show_default=False
-        ),
+        typer.Option("--reference", help="Compare with this model's directory or file of logits.", show_default=False),
     ] = None,
     save_logits: Annotated[
         Path | None,
@@ -77,9 +73,7 @@ def evaluate(
     if is_packed(model) and widths:
         raise ValueError(f"{model} is packed already; --bits needs a float checkpoint")
     tokenizer = load_tokenizer(model)
-    tokens = tokenizer(content, verbose=False)[
-        "input_ids"
-    ]  # verbose: a warning that they are more than the model takes
+    tokens = tokenizer(content, verbose=False)["input_ids"]  # verbose: a warning that they are more than the model takes
     against = None if reference is None else _load_reference(output, reference, model, content, tokens)
     results = []
     columns = [] if against is None else ["KLD", "KLD 99 %", "top-1"]
@@ -155,9 +149,7 @@ def _save(output: Output, model: torch.nn.Module, tokens: list[int], path: Path,
 
 def _name_weights(model: torch.nn.Module) -> str:
     """What a model's weights are, in a few words: "bfloat16", "packed, 4 and 8 bits"."""
-    bits = sorted(
-        {module.info.bits for module in model.modules() if isinstance(module, lowbit.nn.Packed)}
-    )
+    bits = sorted({module.info.bits for module in model.modules() if isinstance(module, lowbit.nn.Packed)})
     return f"packed, {' and '.join(map(str, bits))} bits" if bits else str(model.dtype).removeprefix("torch.")
 
 

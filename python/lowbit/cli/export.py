@@ -60,9 +60,7 @@ def export(
         raise NotADirectoryError(f"{file.absolute().parent} is not a directory; make it first")
     if to == "gguf":
         if bits is not None:
-            raise typer.BadParameter(
-                "quantise with lowbit quantize, and export the result", param_hint="--bits with --to gguf"
-            )
+            raise typer.BadParameter("quantize with lowbit quantize, and export the result", param_hint="--bits with --to gguf")
         if cache is not None:
             raise typer.BadParameter("who runs the file chooses its cache", param_hint="--cache with --to gguf")
         how = said_how(group_size, mapping, embedding_bits)

@@ -41,14 +41,13 @@ def generate(
         str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.", show_default=False)
     ] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt-file", help="File with the text to continue; - is stdin.", show_default=False),
+        Path | None, typer.Option("--prompt-file", help="File with the text to continue; - is stdin.", show_default=False)
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             "--prompts",
-            help="File with many texts, one a line (.jsonl: a string or {\"prompt\": ...}); - is stdin.",
+            help='File with many texts, one a line (.jsonl: a string or {"prompt": ...}); - is stdin.',
             show_default=False,
         ),
     ] = None,
@@ -58,9 +57,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, callback=finite, help="0 takes the most likely token, always.")
     ] = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Draw from so many tokens.", show_default="all")
-    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Draw from so many tokens.", show_default="all")] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
@@ -155,14 +152,7 @@ def generate(
             print_piece(pieces[-1])
 
     generation = llm.generate(
-        step,
-        ids,
-        max_new_tokens,
-        max_length=max_length,
-        guesses=guesses,
-        draft=guesser,
-        on_token=on_token,
-        **settings,
+        step, ids, max_new_tokens, max_length=max_length, guesses=guesses, draft=guesser, on_token=on_token, **settings
     )
     memory = peak_memory()
     document = {

@@ -20,21 +20,18 @@ if TYPE_CHECKING:
 def import_(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="SOURCE", help="A .gguf file, or the directory of a quantised checkpoint.", show_default=False
-        ),
+        typer.Argument(metavar="SOURCE", help="A .gguf file, or the directory of a quantized checkpoint.", show_default=False),
     ],
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or not there yet.", show_default=False)
     ],
     i2s_order: Annotated[
-        str | None,
-        typer.Option(help="Of a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False),
+        str | None, typer.Option(help="Of a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False)
     ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Take over weights that another program has quantised, with their codes as they are."""
+    """Take over weights that another program has quantized, with their codes as they are."""
     from lowbit.importing import import_checkpoint, open_source
 
     output = Output(as_json)
@@ -63,7 +60,7 @@ def import_(
         worst = type(first)("", "", first.kind, max(t.steps for t in alike), max(t.error for t in alike))
         bytes_ = sum(sizes[tensor.name] for tensor in alike)
         shown.add_row(str(len(alike)), first.source, size(bytes_), worst.came_over)
-    density = f", {packed['bits_per_weight']:.2f} bits per weight" if count else ": no matrix is quantised"
+    density = f", {packed['bits_per_weight']:.2f} bits per weight" if count else ": no matrix is quantized"
     output.result(
         document,
         shown,

@@ -22,9 +22,7 @@ def info(as_json: Json = False) -> None:
     packages = ("torch", "transformers", "executorch")
     kernels: dict[str, dict[str, dict[str, int]]] = {}
     for row in lowbit.kernels():
-        counts = kernels.setdefault(row["family"], {}).setdefault(
-            row["isa"], {"kernels": 0, "supported": 0, "active": 0}
-        )
+        counts = kernels.setdefault(row["family"], {}).setdefault(row["isa"], {"kernels": 0, "supported": 0, "active": 0})
         counts["kernels"] += 1
         counts["supported"] += row["supported"]
         counts["active"] += row["active"]

@@ -17,8 +17,7 @@ from .output import Output, packed_figures, size, table
 
 def inspect(
     path: Annotated[
-        Path,
-        typer.Argument(metavar="PATH", help="Directory of a checkpoint, or one .safetensors file.", show_default=False),
+        Path, typer.Argument(metavar="PATH", help="Directory of a checkpoint, or one .safetensors file.", show_default=False)
     ],
     as_json: Json = False,
 ) -> None:

@@ -112,9 +112,7 @@ def is_shape(name: str) -> bool:
     if name in NAMES:
         return True
     if not Path(name).exists():
-        raise FileNotFoundError(
-            f"{name} does not exist; expected the directory of a checkpoint, or one of {', '.join(NAMES)}"
-        )
+        raise FileNotFoundError(f"{name} does not exist; expected the directory of a checkpoint, or one of {', '.join(NAMES)}")
     return False
 
 

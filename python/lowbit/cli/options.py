@@ -12,22 +12,19 @@ if TYPE_CHECKING:
     from lowbit import LowBitConfig
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead (docs/cli.md has its keys).")]
-Model = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="Directory of a checkpoint, float or packed.", show_default=False)
-]
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of a checkpoint, float or packed.", show_default=False)]
 ModelOrShape = Annotated[
     str,
     typer.Argument(
         metavar="MODEL|SHAPE",
-        help="Directory of a checkpoint; or random weights of a shape: llama-3.2-1b, llama-3.2-3b, llama-3.1-8b, "
-        "qwen3-0.6b.",
+        help="Directory of a checkpoint; or random weights of a shape: llama-3.2-1b, llama-3.2-3b, llama-3.1-8b, qwen3-0.6b.",
         show_default=False,
     ),
 ]
 Bits = Annotated[int, typer.Option("--bits", min=1, max=8, help="Bits per weight.")]
 OptionalBits = Annotated[
     int | None,
-    typer.Option("--bits", min=1, max=8, help="Quantise a float checkpoint to so many bits first.", show_default=False),
+    typer.Option("--bits", min=1, max=8, help="Quantize a float checkpoint to so many bits first.", show_default=False),
 ]
 GroupSize = Annotated[
     str, typer.Option("--group-size", help="Inputs that share a scale, a multiple of 16; or none: a scale per output.")
@@ -38,17 +35,12 @@ Mapping = Annotated[
 ]
 EmbeddingBits = Annotated[
     int | None,
-    typer.Option(
-        "--embedding-bits", min=1, max=8, help="Of embedding tables and heads that share one.", show_default="--bits"
-    ),
+    typer.Option("--embedding-bits", min=1, max=8, help="Of embedding tables and heads that share one.", show_default="--bits"),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="Threads to run on.", show_default="torch's")]
-Compile = Annotated[
-    bool, typer.Option("--compile", help="Make machine code of the whole model first; needs a C++ compiler.")
-]
+Compile = Annotated[bool, typer.Option("--compile", help="Make machine code of the whole model first; needs a C++ compiler.")]
 MaxLength = Annotated[
-    int | None,
-    typer.Option("--max-length", min=16, help="Tokens in the KV cache, a multiple of 16.", show_default=False),
+    int | None, typer.Option("--max-length", min=16, help="Tokens in the KV cache, a multiple of 16.", show_default=False)
 ]
 
 Cache = Annotated[
@@ -77,7 +69,7 @@ def refuse_unused(why: str, **given: bool) -> None:
 
 
 def refuse_without_bits(bits: int | str | None, group_size: str, mapping: str, embedding_bits: int | None) -> None:
-    """Refuses options that say how a float checkpoint is quantised, where none is."""
+    """Refuses options that say how a float checkpoint is quantized, where none is."""
     if not bits:
         refuse_unused("without --bits", **said_how(group_size, mapping, embedding_bits))
 

@@ -194,7 +194,7 @@ def _lines(note: Callable[[str], None], what: str, unit: str | None) -> Iterator
 
 
 def _duration(seconds: float) -> str:
-    """"40 s", "12 min", "3 h 5 min"."""
+    """ "40 s", "12 min", "3 h 5 min"."""
     minutes = round(seconds / 60)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -248,7 +248,7 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
         if handler != signal.SIG_IGN:  # nohup, and a shell's background jobs, ignore some
             signal.signal(number, _end)
     if sys.stderr is None:  # closed by a shell's 2>&-
-        sys.stderr = open(os.devnull, "w")
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         if sys.stdout is None:
             raise OSError("stdout is closed; expected somewhere to write the result to")
@@ -270,10 +270,7 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
             raise
         if as_json and sys.stdout is not None:
             with suppress(OSError):  # a full disk, which may be the error
-                print(
-                    json.dumps({"error": {"type": type(error).__name__, "message": message}}, ensure_ascii=False),
-                    flush=True,
-                )
+                print(json.dumps({"error": {"type": type(error).__name__, "message": message}}, ensure_ascii=False), flush=True)
         print(f"lowbit: error: {message}", file=sys.stderr)
         raise typer.Exit(1) from None
     finally:

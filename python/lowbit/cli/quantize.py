@@ -37,9 +37,7 @@ _UNITS = {"writing": "bytes"}
 
 
 def quantize(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="Directory of a float checkpoint.", show_default=False)
-    ],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a float checkpoint.", show_default=False)],
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or not there yet.", show_default=False)
     ],
@@ -101,7 +99,7 @@ def quantize(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Quantise a checkpoint, without ever holding it in memory."""
+    """Quantize a checkpoint, without ever holding it in memory."""
     begin = time.perf_counter()
     output = Output(as_json)
     set_threads(threads)
@@ -119,7 +117,7 @@ def quantize(
         if text is None:
             from lowbit import quantize_checkpoint
 
-            with output.progress(f"quantising {source}", "bytes") as advance:
+            with output.progress(f"quantizing {source}", "bytes") as advance:
                 summary = quantize_checkpoint(floats, target, config, progress=advance)
             calibration = None
         else:
@@ -244,9 +242,7 @@ def _override(text: str) -> tuple[str, dict | None]:
         return pattern, None
     bits, *rest = value.split(",")
     if not pattern or not bits.isdecimal() or len(rest) > 2:
-        raise typer.BadParameter(
-            f"{text!r}; expected PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float", param_hint="--override"
-        )
+        raise typer.BadParameter(f"{text!r}; expected PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float", param_hint="--override")
     changes: dict = {"bits": int(bits)}
     if rest:
         changes["group_size"] = parse_group_size(rest[0], "--override")

@@ -10,17 +10,7 @@ from typing import Annotated
 import typer
 
 from .models import read_text, set_threads
-from .options import (
-    EmbeddingBits,
-    GroupSize,
-    Json,
-    Mapping,
-    Model,
-    Threads,
-    parse_group_size,
-    parse_widths,
-    refuse_unused,
-)
+from .options import EmbeddingBits, GroupSize, Json, Mapping, Model, Threads, parse_group_size, parse_widths, refuse_unused
 from .output import Output, table
 
 
@@ -37,15 +27,11 @@ def _methods(given: str, option: str) -> list[str]:
 def report(
     model: Model,
     output_path: Annotated[
-        Path,
-        typer.Argument(metavar="OUT", help="The page, a name in .html; or a directory for it.", show_default=False),
+        Path, typer.Argument(metavar="OUT", help="The page, a name in .html; or a directory for it.", show_default=False)
     ],
-    text: Annotated[
-        Path, typer.Option("--text", help="File of text to measure on, UTF-8.", show_default=False)
-    ],
+    text: Annotated[Path, typer.Option("--text", help="File of text to measure on, UTF-8.", show_default=False)],
     calibrate: Annotated[
-        Path | None,
-        typer.Option("--calibrate", help="File of text for the methods that need one; another one than --text."),
+        Path | None, typer.Option("--calibrate", help="File of text for the methods that need one; another one than --text.")
     ] = None,
     bits: Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")] = "8,4,3,2",
     target_bits: Annotated[
@@ -58,9 +44,7 @@ def report(
     ] = "1.5,2,2.5,3,3.5,4.5,6.5,8.5",
     methods: Annotated[
         str,
-        typer.Option(
-            "--methods", metavar="NAME,...", help="With --calibrate: how one width for all is calibrated; or none."
-        ),
+        typer.Option("--methods", metavar="NAME,...", help="With --calibrate: how one width for all is calibrated; or none."),
     ] = "importance,auto",
     target_methods: Annotated[
         str, typer.Option("--target-methods", metavar="NAME,...", help="Likewise with widths by layer.")
@@ -80,8 +64,8 @@ def report(
     """A page of plots: quality against bytes for every width and method, beside other formats."""
     from lowbit.files.config_json import refuse_gguf
     from lowbit.files.replace import replacing
-    from lowbit.report.page import render  # it says when matplotlib is missing, before the work
     from lowbit.report.measure import Options, collect
+    from lowbit.report.page import render  # it says when matplotlib is missing, before the work
 
     output = Output(as_json)
     if calibrate is None:

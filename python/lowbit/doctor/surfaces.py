@@ -31,9 +31,7 @@ from .._machine import cpp_compiler
 from ..files.untrusted import one_line
 
 _SECONDS = 600  # more than any try takes on a slow board; what takes longer hangs
-_COMPILER = (
-    "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
-)
+_COMPILER = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
 _BUILD_AGAIN = "build lowbit again in a checkout, with `pip install .`"
 _TRANSFORMERS = "pip install 'lowbit[llm]'"
 

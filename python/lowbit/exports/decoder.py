@@ -42,7 +42,8 @@ class ExportedDecoder:
     _run: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Args:
+        """
+        Args:
             tokens: [1, s] int64, s at least 1.
             start: [1] int64: how many tokens are in the caches already.
 
@@ -110,7 +111,7 @@ def export_decoder(
     know; ``examples/cpp/llm_runner_pt2`` reads it. :func:`load_decoder` runs both.
 
     Args:
-        decoder: quantised, in eval mode.
+        decoder: quantized, in eval mode.
         path: a name that ends in .pte or .pt2; replaced in one step, and untouched when the export fails.
         chunk: the most tokens of one call. Longer prompts come in pieces; a .pte reserves memory for a piece.
         stop: tokens that end a text; None: those that the model's configuration names.
@@ -143,9 +144,7 @@ def _export_pte(
     if isinstance(config.bos_token_id, int):
         constants["get_bos_id"] = config.bos_token_id
     inputs, sizes = _example(about["chunk"])
-    export_pte(
-        decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants, progress=progress
-    )
+    export_pte(decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants, progress=progress)
 
 
 def _export_pt2(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], progress: Progress | None) -> None:

@@ -73,13 +73,13 @@ def _packed_type(name: str, info: ops.PackedInfo) -> str:
         )
     if group % _BLOCK and group < info.in_features:
         raise ValueError(
-            f"{name} has groups of {group}; GGUF's types have one scale for {_BLOCK} inputs: quantise the float "
+            f"{name} has groups of {group}; GGUF's types have one scale for {_BLOCK} inputs: quantize the float "
             "checkpoint with lowbit quantize --group-size 32"
         )
     if info.mapping == "affine":
         if info.bits > 5:
             raise ValueError(
-                f"{name} has {info.bits} bits and mins; GGUF has such types up to 5 bits: quantise the float "
+                f"{name} has {info.bits} bits and mins; GGUF has such types up to 5 bits: quantize the float "
                 "checkpoint with lowbit quantize --mapping symmetric, or with fewer bits"
             )
         return "Q4_1" if info.bits <= 4 else "Q5_1"
@@ -258,15 +258,14 @@ def export_gguf(
     source = Path(source)
     config = read_config(source)
     if quantization_method(config) not in (None, "lowbit"):
-        raise ValueError(f"{source} is quantised by the method {quantization_method(config)!r}: lowbit import it first")
+        raise ValueError(f"{source} is quantized by the method {quantization_method(config)!r}: lowbit import it first")
     metadata = architecture_metadata(source, config)
     tensors = read_files(*files_of(source))
     architecture = metadata["general.architecture"]
     window = metadata.get("phi3.attention.sliding_window")
     if window is not None and window < metadata["phi3.context_length"]:
         warnings.warn(
-            f"llama.cpp computes phi3 without its window of {window} tokens: longer texts get other logits there",
-            stacklevel=2,
+            f"llama.cpp computes phi3 without its window of {window} tokens: longer texts get other logits there", stacklevel=2
         )
     total, read = sum(stored.bytes for stored in tensors.values()), 0
 
@@ -279,7 +278,7 @@ def export_gguf(
     outputs = _outputs(tensors, metadata, bool(config.get("tie_word_embeddings")), done)
     if architecture in _ONE_TABLE and any(output.name == "output.weight" for output in outputs):
         raise ValueError(
-            f"{source} has a head of its own (lm_head); GGUF's {architecture} takes the table of tokens: quantise the "
+            f"{source} has a head of its own (lm_head); GGUF's {architecture} takes the table of tokens: quantize the "
             "float checkpoint with lowbit quantize --override lm_head=float"
         )
     table = next((output for output in outputs if output.name == "token_embd.weight"), None)

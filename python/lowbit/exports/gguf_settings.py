@@ -56,9 +56,7 @@ class _Model:
 
     def expect(self, key: str, *allowed: Any) -> None:
         if self.config.get(key, allowed[0]) not in allowed:
-            raise ValueError(
-                f"{self.path} has {key} {self.config[key]!r} in {CONFIG}; GGUF's {self.name} has {allowed[0]!r}"
-            )
+            raise ValueError(f"{self.path} has {key} {self.config[key]!r} in {CONFIG}; GGUF's {self.name} has {allowed[0]!r}")
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.config.get(key)

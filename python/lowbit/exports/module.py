@@ -30,7 +30,7 @@ def export_pte(
     :func:`lowbit.executorch.register`, in C++ by loading ``lowbit_executorch.so``.
 
     Args:
-        model: quantised, in eval mode.
+        model: quantized, in eval mode.
         example_inputs: the positional arguments of one call. Their shapes are fixed but for ``dynamic_shapes``.
         path: a name that ends in .pte; replaced in one step, and untouched when the export fails.
         dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
@@ -48,9 +48,7 @@ def export_pte(
         exir = import_module("executorch.exir")
         partitioners = []
         if xnnpack:
-            partitioners.append(
-                import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
-            )
+            partitioners.append(import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner())
     except ImportError as error:
         raise ImportError(
             f"executorch is not installed, or does not load: {error}. Install it with `pip install executorch==1.5.1`."
@@ -68,9 +66,7 @@ def export_pte(
             program.write_to_file(file)
 
 
-def machine_code(
-    exported: torch.export.ExportedProgram, example_inputs: tuple[Any, ...], options: dict[str, Any]
-) -> list[Any]:
+def machine_code(exported: torch.export.ExportedProgram, example_inputs: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
     """What AOTInductor makes of a program: the files of a .pt2, to be packaged."""
     inductor = import_module("torch._inductor")
     module = exported.module(check_guards=False)
@@ -95,7 +91,7 @@ def export_pt2(
     ``AOTIModelPackageLoader`` after loading ``lowbit_torch.so``.
 
     Args:
-        model: quantised, in eval mode.
+        model: quantized, in eval mode.
         example_inputs: the positional arguments of one call. Their shapes are fixed but for ``dynamic_shapes``.
         path: a name that ends in .pt2; replaced in one step, and untouched when the export fails.
         dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for

@@ -14,9 +14,7 @@ CONFIG = "config.json"
 def refuse_gguf(path: Path) -> None:
     """Raises NotADirectoryError for a GGUF file, where a checkpoint's directory is expected."""
     if path.suffix == ".gguf" and path.is_file():
-        raise NotADirectoryError(
-            f"{path} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it"
-        )
+        raise NotADirectoryError(f"{path} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it")
 
 
 def read_config(directory: str | os.PathLike) -> dict[str, Any]:
@@ -37,13 +35,12 @@ def read_config(directory: str | os.PathLike) -> dict[str, Any]:
     file = directory / CONFIG
     if not file.exists():
         raise FileNotFoundError(
-            f"{directory} has no config.json, which says what the tensors are for; expected a checkpoint of "
-            "transformers"
+            f"{directory} has no config.json, which says what the tensors are for; expected a checkpoint of transformers"
         )
     return read_json(file)
 
 
 def quantization_method(config: dict[str, Any]) -> Any:
-    """The method that has quantised the weights, as a config.json names it; None: they are floats."""
+    """The method that has quantized the weights, as a config.json names it; None: they are floats."""
     quantization = config.get("quantization_config")
     return quantization.get("quant_method", "") if isinstance(quantization, dict) else quantization

@@ -237,8 +237,7 @@ def _read_file(path: Path) -> Gguf:
             raise ValueError(f"{path} has the tensor {_quoted(name)} twice")
         if offset % alignment:
             raise ValueError(
-                f"{path}: the tensor {_quoted(name)} begins at {offset}; expected a multiple of {alignment}, its "
-                "alignment"
+                f"{path}: the tensor {_quoted(name)} begins at {offset}; expected a multiple of {alignment}, its alignment"
             )
         count = 1
         for dimension in shape:  # Python's integers have no end, so no product wraps
@@ -298,12 +297,11 @@ def read_gguf(path: str | os.PathLike) -> Gguf:
             if not isinstance(file.metadata.get(key, 0), int):
                 raise ValueError(f"{file.paths[0]} has a {type(file.metadata[key]).__name__} as {key}; expected a number")
         count, place = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)
-        if len(files) > 1 or (count != 0 and count != 1):
-            if count != len(files) or place != number:
-                raise ValueError(
-                    f"{file.paths[0]} says that it is part {place} (from 0) of {count}; expected part {number} of "
-                    f"{len(files)}, as its name says"
-                )
+        if (len(files) > 1 or (count != 0 and count != 1)) and (count != len(files) or place != number):
+            raise ValueError(
+                f"{file.paths[0]} says that it is part {place} (from 0) of {count}; expected part {number} of "
+                f"{len(files)}, as its name says"
+            )
     tensors: dict[str, StoredBlocks] = {}
     for file in files:
         for name, stored in file.tensors.items():
@@ -342,7 +340,8 @@ class GgufWriter:
     """A file of version 3 whose tensors are known by name, type and shape, and are then written in this order."""
 
     def __init__(self, path: Path, metadata: dict[str, Any], tensors: list[tuple[str, TensorType, tuple[int, ...]]]):
-        """Args:
+        """
+        Args:
         metadata: int as uint32, float as float32, lists of them likewise but int as int32.
         tensors: shapes with the slowest dimension first; whole blocks in a row.
         """

@@ -17,20 +17,13 @@ from .config_json import refuse_gguf
 from .replace import check_utf8, sync
 from .untrusted import check_regular, read_json
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PACKED_SUFFIX = ".packed_weight"
 ORDER_SUFFIX = ".input_order"  # int32 [inputs], beside the packed weight of a layer that has one
 
-_ALIGNMENT = (
-    64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
-)
+_ALIGNMENT = 64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
 _CHUNK = 8 << 20
 
 
@@ -56,9 +49,7 @@ def read_file(path: Path) -> dict[str, Stored]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ImportError(
-            f"safetensors is not installed: {error}. Install it with `pip install safetensors`."
-        ) from error
+        raise ImportError(f"safetensors is not installed: {error}. Install it with `pip install safetensors`.") from error
     check_utf8(path)
     check_regular(path)
     try:
@@ -116,9 +107,7 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     for name in names:
         if not (directory / name).exists():
             count = sum(file == name for file in weight_map.values())
-            raise FileNotFoundError(
-                f"{directory / name} is missing: {INDEX} says that it holds {count} tensors; copy it too"
-            )
+            raise FileNotFoundError(f"{directory / name} is missing: {INDEX} says that it holds {count} tensors; copy it too")
     return [directory / name for name in names], weight_map
 
 
@@ -251,10 +240,7 @@ class Writer:
     """A file whose tensors are known by name, dtype, shape and bytes, and are then written in this order."""
 
     def __init__(
-        self,
-        path: Path,
-        tensors: list[tuple[str, str, tuple[int, ...], int]],
-        metadata: Mapping[str, str] | None = None,
+        self, path: Path, tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
     ):
         header, size = header_of(tensors, metadata)
         # Unbuffered: after an error nothing is left that closing would try to write.

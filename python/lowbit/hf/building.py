@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_modules
 from .._sizes import size
 from ..files.config_json import CONFIG
 from ..files.safetensors import Stored, float_name, packed_info
-from ..layers import Experts, layer_at
+from ..layers import layer_at
 from .names import check_complete, given_by, given_with, names_in_model
 from .placing import PACKED
 
@@ -89,9 +89,7 @@ def check_fits(model: torch.nn.Module, tensors: Mapping[str, Stored], directory:
             state[name] = getattr(layer_at(model, layer), "weight", state[name])  # [out, in], however the model keeps it
         expected = list(state[name].shape)
         if shape != expected:
-            raise ValueError(
-                f"{stored.name} in {stored.path} has shape {shape}; expected {expected}, as config.json says"
-            )
+            raise ValueError(f"{stored.name} in {stored.path} has shape {shape}; expected {expected}, as config.json says")
     check_complete(model, given, directory)
     tables = sum(buffer.nbytes for buffer in model.buffers())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""The configuration of a quantised model of transformers."""
+"""The configuration of a quantized model of transformers."""
 
 from __future__ import annotations
 
@@ -52,14 +52,10 @@ def _pairs(overrides: Any) -> list:
 def _pair(entry: Any) -> list:
     if isinstance(entry, list | tuple) and len(entry) == 2:
         pattern, change = entry
-        if isinstance(pattern, str) and (
-            change is None or (isinstance(change, Mapping) and set(change) <= set(_FIELDS))
-        ):
+        if isinstance(pattern, str) and (change is None or (isinstance(change, Mapping) and set(change) <= set(_FIELDS))):
             return [pattern, None if change is None else dict(change)]
         entry = f"{pattern!r}: {change!r}"
-    raise TypeError(
-        f"overrides has the entry {entry}; expected a name pattern and a dict of {', '.join(_FIELDS)}, or None"
-    )
+    raise TypeError(f"overrides has the entry {entry}; expected a name pattern and a dict of {', '.join(_FIELDS)}, or None")
 
 
 def _listed(levels: Any) -> Any:
@@ -67,11 +63,11 @@ def _listed(levels: Any) -> Any:
 
 
 class LowBitConfig(QuantizationConfigMixin):
-    """How to quantise a model of transformers.
+    """How to quantize a model of transformers.
 
-    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantised, and experts in one tensor, which are called as
+    All ``torch.nn.Linear`` and ``torch.nn.Embedding`` layers are quantized, and experts in one tensor, which are called as
     the parameter is, but those that the architecture keeps in float32. A head that shares the embedding's weight is
-    quantised as the embedding is.
+    quantized as the embedding is.
 
     Args:
         bits, group_size, mapping, scale, levels: as in :class:`lowbit.LinearConfig`.
@@ -92,9 +88,7 @@ class LowBitConfig(QuantizationConfigMixin):
         mapping: str = "symmetric",
         scale: str = "mse",
         embedding_bits: int | None = None,
-        overrides: Mapping[str, Mapping[str, Any] | None]
-        | Iterable[tuple[str, Mapping[str, Any] | None]]
-        | None = None,
+        overrides: Mapping[str, Mapping[str, Any] | None] | Iterable[tuple[str, Mapping[str, Any] | None]] | None = None,
         levels: str | Sequence[int] | torch.Tensor | None = None,
         **others: Any,
     ):
@@ -159,7 +153,7 @@ class LowBitConfig(QuantizationConfigMixin):
         return self.to_dict()
 
     def select(self, model: torch.nn.Module, experts: bool = True) -> dict[str, LinearConfig | EmbeddingConfig]:
-        """The layers of a float model to quantise, by qualified name: a config for :func:`lowbit.quantize_`.
+        """The layers of a float model to quantize, by qualified name: a config for :func:`lowbit.quantize_`.
 
         Args:
             experts: also those that are a parameter of a module, and no module themselves.

@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 from .. import nn, prepared
 from ..layers import LINEAR_OF, TRANSPOSED
 
-
 # The transposed weights of layers, by their own weights: layers that share one share the other.
 _TRANSPOSED_OF = WeakTensorKeyDictionary()
 

@@ -378,5 +378,5 @@ def refusal(model: torch.nn.Module, error: Exception) -> Refusal:
         found = f"the model raises {type(error).__name__}: {found}"
     return Refusal(
         f"lowbit's decoder is not for {type(model).__name__} (model_type {model.config.model_type}): {found}; use "
-        "transformers' generate(), which takes quantised models too"
+        "transformers' generate(), which takes quantized models too"
     )

@@ -38,7 +38,7 @@ class _InHolder(Experts):
     def put(self, packed: torch.nn.Module) -> None:
         super().put(packed)
         self.holder.forward = partial(run_experts, self.holder)
-        self.holder._is_hf_initialized = True  # it has no parameters left that a loader could initialise
+        self.holder._is_hf_initialized = True  # it has no parameters left that a loader could initialize
 
 
 def experts_in(holder: torch.nn.Module) -> dict[str, Experts]:

@@ -61,9 +61,7 @@ def _check(path: Path, fields: Mapping[str, Any], vocabulary: int) -> None:
         raise ValueError(f"{path} has no list of texts as tokenizer.ggml.merges")
 
 
-def save_tokenizer(
-    path: Path, metadata: Mapping[str, Any], architecture: str, vocabulary: int, directory: Path
-) -> None:
+def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, vocabulary: int, directory: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and the chat template of the model in a GGUF file.
 
     Warns where the file has no tokenizer, or names a way of cutting words that transformers does not know.
@@ -246,7 +244,7 @@ def _sentencepiece(
 ) -> dict[str, Any]:
     """What a file says of SentencePiece's BPE, but for its tokens; `types` gets those of its own.
 
-    There, of all neighbours whose text is a token those of the highest score are joined; here, those of the first pair in
+    There, of all neighbors whose text is a token those of the highest score are joined; here, those of the first pair in
     a list. The two are the same where the list has every such pair, and all pairs of a token in one place.
     """
     model = content["model"]

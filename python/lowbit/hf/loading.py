@@ -33,10 +33,13 @@ def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transform
     """
     text, file = read_config(source), source / CONFIG
     check_numbers(text, file)
-    with counting(None), interpreting(
-        f"{file} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, "
-        f"which transformers {transformers.__version__} does not build (models with code of their own are not "
-        "supported; for new architectures install a newer transformers)"
+    with (
+        counting(None),
+        interpreting(
+            f"{file} describes a model of type {text.get('model_type')!r}, architectures {text.get('architectures')}, "
+            f"which transformers {transformers.__version__} does not build (models with code of their own are not "
+            "supported; for new architectures install a newer transformers)"
+        ),
     ):
         config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
         names = config.architectures if isinstance(config.architectures, list) and not causal else ()

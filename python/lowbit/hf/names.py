@@ -103,9 +103,7 @@ def rows_of(model, keys: Iterable[str]) -> dict[str, list[Rows]]:
     return found
 
 
-def parts_of_experts(
-    model, names: Mapping[str, tuple[str, tuple[str, ...] | None]]
-) -> dict[str, list[list[str]]]:
+def parts_of_experts(model, names: Mapping[str, tuple[str, tuple[str, ...] | None]]) -> dict[str, list[list[str]]]:
     """Tensors that transformers stacks from one matrix for each expert, or from two that it puts below each other.
 
     Those that it makes in another way are not among them.

@@ -30,7 +30,8 @@ class Alibi(torch.nn.Module):
     """What queries and keys have in front of their own inputs."""
 
     def __init__(self, weights: Tensor, parts: Tensor, scale: float):
-        """Args:
+        """
+        Args:
         weights: [heads, n] float32.
         parts: [heads or 1, positions, n] float32; the bias of a position is the sum of their products with the weights.
         scale: of the products of queries and keys.
@@ -63,7 +64,8 @@ class Call:
     """What a call of a decoder has for the attention of all layers."""
 
     def __init__(self, attend: Callable[..., Any], takes_positions: bool):
-        """Args:
+        """
+        Args:
         attend: as transformers calls an attention function.
         takes_positions: whether the model is told positions, too.
         """

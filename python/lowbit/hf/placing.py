@@ -24,7 +24,7 @@ class _Awaiting(torch.nn.Module):
 
     def __init__(self, layer: torch.nn.Module):
         super().__init__()
-        # Some models initialise a head by name; these say that they need not be.
+        # Some models initialize a head by name; these say that they need not be.
         for name in ("weight", "bias"):
             value = getattr(layer, name, None)
             if value is not None:
@@ -33,11 +33,7 @@ class _Awaiting(torch.nn.Module):
 
 
 def place_packed(
-    model,
-    packed: Mapping[str, tuple[str, ops.PackedInfo]],
-    floats: set[str],
-    dtype: torch.dtype,
-    ordered: Collection[str] = (),
+    model, packed: Mapping[str, tuple[str, ops.PackedInfo]], floats: set[str], dtype: torch.dtype, ordered: Collection[str] = ()
 ) -> dict[str, tuple[str, torch.nn.Module]]:
     """Replaces layers of a float model on the meta device by packed ones, as a checkpoint has them.
 
@@ -120,7 +116,7 @@ def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> Non
     if found != expected:
         raise ValueError(
             f"{where} has weights {found}; expected {expected}, as config.json says. The files do not belong together: "
-            "quantise again."
+            "quantize again."
         )
 
 
@@ -141,9 +137,7 @@ def verify(model, where: Mapping[str, str], left_out: Collection[str] = (), keep
     Raises:
         ValueError: a weight was altered.
     """
-    layers = {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed) and name not in left_out
-    }
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed) and name not in left_out}
 
     def check(name: str) -> None:
         verify_layer(name, layers[name], where)
@@ -160,13 +154,11 @@ def verify_layer(name: str, layer: nn.Packed, where: Mapping[str, str]) -> None:
     try:
         layer.verify()
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantise, again."
-        ) from error
+        raise ValueError(f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantize, again.") from error
 
 
-def mark_initialised(model, layers: Iterable[str]) -> None:
-    # Some architectures initialise the weights of a layer from the module around it (T5's attention).
+def mark_initialized(model, layers: Iterable[str]) -> None:
+    # Some architectures initialize the weights of a layer from the module around it (T5's attention).
     experts = {name for name, layer in named_layers(model) if isinstance(layer, Experts | nn.LinearExperts)}
     for name in layers:
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -184,7 +176,7 @@ def expanded_ties(model) -> dict[str, dict[str, str]]:
 
 
 def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
-    """Names tied tensors as they are after quantisation, where transformers looks when it ties and saves."""
+    """Names tied tensors as they are after quantization, where transformers looks when it ties and saves."""
 
     def layer_of(part: torch.nn.Module, tensor: str) -> torch.nn.Module:
         return part.get_submodule(tensor.rpartition(".")[0])
@@ -216,7 +208,7 @@ def _resize(model, new_num_tokens: int | None = None, pad_to_multiple_of: int | 
     if size != table.num_embeddings:
         raise ValueError(
             f"the embedding table or the head of this {type(model).__name__} is packed, with {table.num_embeddings} rows, and "
-            f"cannot get {size}: call resize_token_embeddings before quantising"
+            f"cannot get {size}: call resize_token_embeddings before quantizing"
         )
     return table
 

@@ -1,4 +1,4 @@
-"""The quantiser that transformers calls while it loads a model."""
+"""The quantizer that transformers calls while it loads a model."""
 
 from __future__ import annotations
 
@@ -17,32 +17,13 @@ from transformers.quantizers import HfQuantizer, auto
 from .. import nn
 from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
 from ..files.untrusted import read_json
-from ..layers import (
-    Experts,
-    kind_of,
-    layer_at,
-    named_layers,
-    oriented,
-    pack_layer,
-    put_packed,
-    replace_layers,
-    warn_of_floats,
-)
+from ..layers import Experts, kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
 from ..memory import in_huge_pages
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .dequantizing import dequantize
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
 from .parallel import layers_to_cut, refuse_parts, shard_as_asked, take_rules
-from .placing import (
-    PACKED,
-    expanded_ties,
-    mark_initialised,
-    place_packed,
-    refuse_resizing,
-    share_packed,
-    tie_packed,
-    verify,
-)
+from .placing import PACKED, expanded_ties, mark_initialized, place_packed, refuse_resizing, share_packed, tie_packed, verify
 
 _SAVE = "lowbit_save"
 _BIAS = "_bias"  # what the bias of experts in one tensor is called after it
@@ -59,7 +40,7 @@ def _shards_beside(directory: Path) -> list[Path]:
 
 
 class LowBitQuantizer(HfQuantizer):
-    """Quantises tensor by tensor while a float checkpoint is loaded, and loads packed ones as they are mapped."""
+    """Quantizes tensor by tensor while a float checkpoint is loaded, and loads packed ones as they are mapped."""
 
     requires_calibration = False
 
@@ -133,7 +114,7 @@ class LowBitQuantizer(HfQuantizer):
         if self.pre_quantized:
             floats = given - {f"{layer}.weight" for layer in placed} - placed.keys()
             self._shared = place_packed(model, placed, floats, self._dtype, ordered)
-            mark_initialised(model, placed)
+            mark_initialized(model, placed)
             self._plan = take_rules(model, placed.keys() | self._shared.keys())
             return
         self._selected, left = self.quantization_config.choose(model)
@@ -141,7 +122,7 @@ class LowBitQuantizer(HfQuantizer):
             raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
         warn_of_floats(model, self._selected, {name for name, why in left.items() if why == BY_OVERRIDES}, left)
         self._tied = {name for pair in tied_layers(model).items() for name in pair}
-        mark_initialised(model, self._selected)
+        mark_initialized(model, self._selected)
         self._plan = take_rules(model, self._selected.keys())
         state = model.state_dict()
         for key, (name, targets) in names.items():
@@ -172,14 +153,12 @@ class LowBitQuantizer(HfQuantizer):
         if packed and not self.pre_quantized:
             raise ValueError(
                 f"{next(iter(packed.values())).path} has packed weights, but the checkpoint's config.json has no "
-                "quantization_config; quantise again, or load without one"
+                "quantization_config; quantize again, or load without one"
             )
         for name in packed:
             both = float_name(name, packed[name].shape)
             if both in tensors:
-                raise ValueError(
-                    f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them"
-                )
+                raise ValueError(f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them")
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         layer = param_name.removesuffix(".weight")
@@ -260,14 +239,14 @@ def describing(model: torch.nn.Module) -> Iterator[None]:
     """Around packing layers of a model by hand: models of transformers in it are saved and loaded as packed ones then.
 
     Raises:
-        ValueError: a model is quantised by another method already.
+        ValueError: a model is quantized by another method already.
     """
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in models:
         present = getattr(part, "hf_quantizer", None)
         if present is not None and not isinstance(present, LowBitQuantizer):
             method = present.quantization_config.quant_method
-            raise ValueError(f"{type(part).__name__} is quantised already, by the method {method!r}")
+            raise ValueError(f"{type(part).__name__} is quantized already, by the method {method!r}")
     before = [(part, expanded_ties(part)) for part in models]
     yield
     for part, ties in before:

@@ -1,4 +1,4 @@
-"""Checkpoints that others have quantised, as packed ones: a file for each format, which makes it a ``Source``."""
+"""Checkpoints that others have quantized, as packed ones: a file for each format, which makes it a ``Source``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def open_source(path: str | os.PathLike, i2s_order: str | None = None) -> Source
 
         return open_directory(path)
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist; expected a .gguf file, or the directory of a quantised checkpoint"
-        )
+        raise FileNotFoundError(f"{path} does not exist; expected a .gguf file, or the directory of a quantized checkpoint")
     return open_gguf(path, i2s_order)
 
 
@@ -41,7 +39,7 @@ def import_checkpoint(
     i2s_order: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ImportSummary:
-    """Writes a checkpoint that another program has quantised as a packed one, some rows of one matrix at a time.
+    """Writes a checkpoint that another program has quantized as a packed one, some rows of one matrix at a time.
 
     The codes stay as they are, so nothing is calibrated or searched. ``docs/import.md`` lists the formats, and which
     come over exactly; the summary, and ``lowbit_import.json`` in the target, say it of every tensor.

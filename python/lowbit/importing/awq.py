@@ -1,6 +1,6 @@
 """AWQ's layout for matrix products ("gemm").
 
-``qweight`` int32 [k, n / 8] and ``qzeros`` int32 [groups, n / 8]: a word has 4-bit codes of eight neighbouring
+``qweight`` int32 [k, n / 8] and ``qzeros`` int32 [groups, n / 8]: a word has 4-bit codes of eight neighboring
 outputs, in the order 0 2 4 6 1 3 5 7 from the lowest bits on. ``scales`` [groups, n]. A weight is ``scale * (code -
 zero)``.
 """
@@ -49,9 +49,7 @@ def _layer(stock: Stock, layer: str) -> Matrix:
     affine = bool((_outputs(load(zeros)) != 8).any())
     read = functools.partial(_read, stock, codes, scales, zeros, affine)
     total = codes.bytes + scales.bytes + zeros.bytes
-    return Matrix(
-        f"{layer}.weight", "AWQ, 4 bits", (n, k), 4, None if groups == 1 else k // groups, affine, read, total
-    )
+    return Matrix(f"{layer}.weight", "AWQ, 4 bits", (n, k), 4, None if groups == 1 else k // groups, affine, read, total)
 
 
 def _outputs(words: Tensor) -> Tensor:

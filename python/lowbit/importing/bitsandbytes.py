@@ -2,7 +2,7 @@
 
 ``weight`` uint8 [n * k / 2, 1]: codes of the whole matrix in order, the first of a byte in its high half. A code
 stands for a value of ``weight.quant_map``, float32 [16], times the ``weight.absmax`` of its block; with double
-quantisation absmax is itself codes of ``weight.nested_quant_map``, times ``weight.nested_absmax``, plus an offset.
+quantization absmax is itself codes of ``weight.nested_quant_map``, times ``weight.nested_absmax``, plus an offset.
 What the shape is, and the size of the blocks, is JSON in ``weight.quant_state.bitsandbytes__nf4``.
 """
 
@@ -58,8 +58,7 @@ def _layer(stock: Stock, layer: str, kind: str) -> Matrix:
     (n, k), block = state["shape"], state["blocksize"]
     if k % block:
         raise ValueError(
-            f"{layer} in {stock.path} has {k} inputs in blocks of {block}: some lie in two rows, which lowbit does not "
-            "pack"
+            f"{layer} in {stock.path} has {k} inputs in blocks of {block}: some lie in two rows, which lowbit does not pack"
         )
     if n * k % 2:
         raise ValueError(f"{layer} in {stock.path} has {n} x {k} weights of 4 bits; expected whole bytes")

@@ -18,6 +18,7 @@ from .write import write_checkpoint
 
 _SUFFIX = ".lowbit"
 
+
 def cache_of(path: str | os.PathLike) -> Path:
     """Where the import of a GGUF file is kept: "model.gguf.lowbit" beside "model.gguf"."""
     path = Path(path)
@@ -60,9 +61,7 @@ def _locked(path: Path, how: int, waiting: Callable[[], None] | None = None) -> 
 
 @contextmanager
 def loading_from_cache(
-    path: str | os.PathLike,
-    progress: Callable[[int, int, str], None] | None = None,
-    waiting: Callable[[], None] | None = None,
+    path: str | os.PathLike, progress: Callable[[int, int, str], None] | None = None, waiting: Callable[[], None] | None = None
 ) -> Iterator[Path]:
     """The cache of a GGUF file, which is imported if there is none or an old one; no process replaces it in the context.
 

@@ -16,7 +16,7 @@ from ..quantize import LinearConfig, quantize_tensor
 
 
 class Rows(NamedTuple):
-    """Some rows of a quantised matrix: ``codes`` uint8 [rows, k], ``scales`` float32 [rows, groups], ``mins`` likewise
+    """Some rows of a quantized matrix: ``codes`` uint8 [rows, k], ``scales`` float32 [rows, groups], ``mins`` likewise
     or None. A weight is ``scale * (code - 2**(bits - 1))``, with mins ``scale * code + min``, with levels ``scale *
     level``."""
 
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantised matrix of a source."""
+    """A quantized matrix of a source."""
 
     name: str  # of the weight in the checkpoint that is written, "model.layers.0.mlp.up_proj.weight"
     source: str  # what it was, "Q4_K" or "GPTQ, 4 bits"
@@ -52,7 +52,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Weights:
-    """A matrix of a source whose codes lowbit has none for: it is quantised anew from its values."""
+    """A matrix of a source whose codes lowbit has none for: it is quantized anew from its values."""
 
     name: str
     source: str
@@ -102,18 +102,18 @@ class Float:
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]  # rows of the first dimension
     bytes: int  # that it takes when written
-    dequantised: bool = False  # it was quantised
+    dequantized: bool = False  # it was quantized
 
 
 @dataclass
 class Nearness:
     """How near the packed weights of a matrix are to those of its source, over the bands seen so far.
 
-    ``steps``: no weight moved by more than so many steps of its group (the distance of two neighbouring codes).
+    ``steps``: no weight moved by more than so many steps of its group (the distance of two neighboring codes).
     ``error``: the root mean square of what the weights moved, over that of the weights.
     """
 
-    kind: str = "exact"  # or "rounded": the scales are; or "requantised"
+    kind: str = "exact"  # or "rounded": the scales are; or "requantized"
     steps: float = 0.0
     moved: float = 0.0  # sum of squares
     weight: float = 0.0
@@ -160,21 +160,21 @@ def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: ops.Un
     nearness.steps = max(nearness.steps, matrix.levels_off + float(moved.max()))
 
 
-def requantise_rows(weights: Weights, values: Tensor, bias: Tensor | None, nearness: Nearness) -> Tensor:
-    """Quantises some rows anew; `nearness` sums the squares.
+def requantize_rows(weights: Weights, values: Tensor, bias: Tensor | None, nearness: Nearness) -> Tensor:
+    """Quantizes some rows anew; `nearness` sums the squares.
 
     Raises:
         ValueError: a value is not finite.
     """
     packed = quantize_tensor(values, weights.config, bias)
-    back = dequantise(ops.unpack(packed))
-    nearness.kind = "requantised"
+    back = dequantize(ops.unpack(packed))
+    nearness.kind = "requantized"
     nearness.moved += float((back - values).double().square().sum())
     nearness.weight += float(values.double().square().sum())
     return packed
 
 
-def dequantise(stored: ops.Unpacked) -> Tensor:
+def dequantize(stored: ops.Unpacked) -> Tensor:
     """The weights, float32 [n, k], that an unpacked matrix stands for."""
     levels = None if stored.levels is None else tuple(stored.levels.tolist())
     return _weights(Rows(*stored[:3]), stored.bits, stored.group_size, levels)
@@ -208,7 +208,7 @@ def order_of(groups: Tensor, size: int) -> Tensor | None:
 
 
 def as_floats(tensor: Matrix | Weights) -> Float:
-    """The weights of a matrix that no packed layer can take, as they are dequantised: float32."""
+    """The weights of a matrix that no packed layer can take, as they are dequantized: float32."""
 
     def read(begin: int, end: int) -> Tensor:
         rows = tensor.read(begin, end)
@@ -218,4 +218,4 @@ def as_floats(tensor: Matrix | Weights) -> Float:
         return weights if tensor.order is None else weights[:, tensor.order.argsort()]
 
     n, k = tensor.shape
-    return Float(tensor.name, tensor.source, "F32", tensor.shape, read, 4 * n * k, dequantised=True)
+    return Float(tensor.name, tensor.source, "F32", tensor.shape, read, 4 * n * k, dequantized=True)

@@ -26,7 +26,7 @@ def read_compressed_tensors(stock: Stock) -> list[Matrix | Weights | Float]:
     """The layers of a checkpoint of compressed-tensors.
 
     Raises:
-        ValueError: another format than pack-quantized, quantised activations or caches, or a layer that is not whole.
+        ValueError: another format than pack-quantized, quantized activations or caches, or a layer that is not whole.
     """
     stock.setting("format", (_FORMAT,), _FORMAT)
     for name in ("kv_cache_scheme", "transform_config"):
@@ -46,21 +46,20 @@ def _scheme(stock: Stock, scheme: Any) -> int:
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8 or weights.get("type", "int") != "int":
         raise ValueError(
-            f"{stock.path} has layers with weights {weights!r:.200} in quantization_config; expected 1 to 8 bits, type "
-            "int"
+            f"{stock.path} has layers with weights {weights!r:.200} in quantization_config; expected 1 to 8 bits, type int"
         )
     if scheme.get("format") not in (None, _FORMAT):
         raise ValueError(f"{stock.path} has layers of the format {scheme['format']!r}; lowbit imports {_FORMAT!r}")
     for name in ("input_activations", "output_activations"):
         if scheme.get(name):
-            raise ValueError(f"{stock.path} has quantised {name}; lowbit imports quantised weights only")
+            raise ValueError(f"{stock.path} has quantized {name}; lowbit imports quantized weights only")
     return bits
 
 
 def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
     shape = load(stock.take(f"{layer}.weight_shape", "I64", "I32", shape=(2,))).tolist()
     n, k = shape
-    if not 1 <= min(shape) or max(shape) >= 1 << 31:
+    if not min(shape) >= 1 or max(shape) >= 1 << 31:
         raise ValueError(f"{layer} in {stock.path} has weight_shape {shape}; expected rows and columns")
     codes = stock.take(f"{layer}.weight_packed", "I32", shape=(n, None))
     widths = {
@@ -77,9 +76,7 @@ def _layer(stock: Stock, layer: str, schemes: list[int]) -> Matrix:
     bits, whole = widths.pop()
     scales = stock.take(f"{layer}.weight_scale", "F16", "BF16", "F32")
     if len(scales.shape) != 2 or scales.shape[0] not in (1, n) or (scales.shape[0] != n and scales.shape[1] != 1):
-        raise ValueError(
-            f"{layer} in {scales.path} has weight_scale {list(scales.shape)}; expected [{n}, groups] or [1, 1]"
-        )
+        raise ValueError(f"{layer} in {scales.path} has weight_scale {list(scales.shape)}; expected [{n}, groups] or [1, 1]")
     groups = scales.shape[1]
     size = -(-k // groups)
     if groups > 1 and k % groups:
@@ -118,9 +115,7 @@ def _read(
     end: int,
 ) -> Rows:
     row = codes.bytes // codes.shape[0]
-    part = Stored(
-        codes.name, codes.path, "I32", (end - begin, codes.shape[1]), codes.offset + begin * row, (end - begin) * row
-    )
+    part = Stored(codes.name, codes.path, "I32", (end - begin, codes.shape[1]), codes.offset + begin * row, (end - begin) * row)
     found, scale = (from_words if whole else from_stream)(load(part), bits, k), load(scales).float()
     found = found if order is None else found[:, order]
     scale = scale[begin:end] if len(scale) > 1 else scale.expand(end - begin, -1)

@@ -71,15 +71,13 @@ def open_directory(path: Path) -> Source:
     if not isinstance(config["quantization_config"], dict):
         raise ValueError(f"{path} has the quantization_config {config['quantization_config']!r:.200}; expected an object")
     if not isinstance(method, str) or method not in _FORMATS:
-        raise ValueError(
-            f"{path} is quantised by the method {method!r}; lowbit imports {', '.join(_FORMATS)}, and GGUF files"
-        )
+        raise ValueError(f"{path} is quantized by the method {method!r}; lowbit imports {', '.join(_FORMATS)}, and GGUF files")
     name, read = _FORMATS[method]
     files, weight_map = files_of(path)
     states = file_states(files)
     stock = Stock(path, read_files(files, weight_map), dict(config["quantization_config"]))
     tensors = list(read(stock))
     if not any(isinstance(tensor, Matrix | Stacked) for tensor in tensors):
-        raise ValueError(f"{path} has no quantised layer, although its quantization_config says {method!r}")
+        raise ValueError(f"{path} has no quantized layer, although its quantization_config says {method!r}")
     description: dict[str, Any] = {key: value for key, value in config.items() if key != "quantization_config"}
     return Source(path, name, description, tensors, lambda target: copy_files(path, target), states)

@@ -22,14 +22,7 @@ from .codes import Float, Matrix, Rows, Stacked, Weights
 from .gguf_blocks import block_type, decode
 from .gguf_i2s import check_order, i2s_reader
 from .gguf_metadata import Metadata, generation_config
-from .gguf_models import (
-    IN_CONFIG,
-    Architecture,
-    architecture_of,
-    config_of,
-    expert_tensor,
-    name_in_model,
-)
+from .gguf_models import IN_CONFIG, Architecture, architecture_of, config_of, expert_tensor, name_in_model
 from .report import file_states
 from .source import Source
 
@@ -56,7 +49,7 @@ def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
 
 
 def _put_together(found: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """Rows of several tensors as one: float ones, or each part of quantised ones."""
+    """Rows of several tensors as one: float ones, or each part of quantized ones."""
     if isinstance(found[0], Tensor):
         return join(found)
     return Rows(*(None if each[0] is None else join(list(each)) for each in zip(*found, strict=True)))
@@ -90,9 +83,7 @@ def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Calla
     return take
 
 
-def _joined(
-    parts: Sequence[Callable[[int, int], Any]], n: int, interleaved: bool
-) -> Callable[[int, int, int], Any]:
+def _joined(parts: Sequence[Callable[[int, int], Any]], n: int, interleaved: bool) -> Callable[[int, int, int], Any]:
     """Rows of the matrix of one expert, of one or two tensors that have n rows for each; of two their rows lie below each
     other, or alternate."""
 
@@ -114,12 +105,7 @@ def _joined(
 
 class _Reader:
     def __init__(
-        self,
-        gguf: Gguf,
-        metadata: Metadata,
-        architecture: Architecture,
-        config: dict[str, Any],
-        i2s_order: str | None,
+        self, gguf: Gguf, metadata: Metadata, architecture: Architecture, config: dict[str, Any], i2s_order: str | None
     ):
         self.gguf, self.metadata, self.architecture, self.config = gguf, metadata, architecture, config
         self.i2s_order = i2s_order
@@ -212,16 +198,12 @@ class _Reader:
             offset = self.architecture.norm_offset if name.endswith("norm.weight") else 0.0
 
             def floats(begin: int, end: int) -> Tensor:
-                values = (
-                    torch.from_numpy(read_blocks(stored, begin, end)).view(own).view(end - begin, *stored.shape[1:])
-                )
+                values = torch.from_numpy(read_blocks(stored, begin, end)).view(own).view(end - begin, *stored.shape[1:])
                 return values - offset if offset else values
 
             return Float(name, kind, dtype, stored.shape, ordered(floats), stored.bytes)
         if len(stored.shape) != 2:
-            raise ValueError(
-                f"{stored.path}: {stored.name} is {kind} with {len(stored.shape)} dimensions; expected a matrix"
-            )
+            raise ValueError(f"{stored.path}: {stored.name} is {kind} with {len(stored.shape)} dimensions; expected a matrix")
         if kind == "I2_S":
             ternary = ordered(i2s_reader(stored, self.i2s_order, read_blocks))
             return Matrix(name, kind, stored.shape, 2, None, False, ternary, stored.bytes)
@@ -237,16 +219,16 @@ class _Reader:
                 blocks.levels,
             )  # fmt: skip
         if kind in _LATTICES:
-            dequantise = _dequantiser(stored)
+            dequantize = _dequantizer(stored)
 
             def values(begin: int, end: int) -> Tensor:
-                return torch.from_numpy(dequantise(read_blocks(stored, begin, end)))
+                return torch.from_numpy(dequantize(read_blocks(stored, begin, end)))
 
             return Weights(name, kind, stored.shape, LinearConfig(_LATTICES[kind]), ordered(values), stored.bytes)
         raise ValueError(f"{stored.path}: {stored.name} has the type {kind}; expected one of a weight")
 
 
-def _dequantiser(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
+def _dequantizer(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
     kind = stored.type.name
     try:
         gguf = import_module("gguf")

@@ -217,6 +217,4 @@ def decode(kind: BlockType, blocks: np.ndarray) -> Rows:
     """Rows of blocks, uint8 [rows, blocks, bytes], as codes and scales."""
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused where it is packed
         codes, scales, mins = kind.decode(blocks)
-    return Rows(
-        *(None if array is None else torch.from_numpy(np.ascontiguousarray(array)) for array in (codes, scales, mins))
-    )
+    return Rows(*(None if array is None else torch.from_numpy(np.ascontiguousarray(array)) for array in (codes, scales, mins)))

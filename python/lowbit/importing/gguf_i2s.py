@@ -16,7 +16,7 @@ import torch
 from ..files.gguf import StoredBlocks
 from .codes import Rows
 
-# The inputs that lie next to each other in neighbouring bytes; those of the next bits follow them.
+# The inputs that lie next to each other in neighboring bytes; those of the next bits follow them.
 _RUNS = {"x86": 32, "arm": 16}
 ORDERS = (*_RUNS, "rows")  # "rows": a byte has one input of four rows, as without ACT_PARALLEL on x86
 _SHIFTS = np.array([6, 4, 2, 0], np.uint8)[:, None]

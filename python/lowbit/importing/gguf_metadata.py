@@ -107,9 +107,7 @@ def special_tokens(metadata: Metadata, vocabulary: int) -> dict[str, int | None]
 
 def _token(path: Path, key: str, value: Any, vocabulary: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
-        raise ValueError(
-            f"{path} has tokenizer.ggml.{key}_token_id {_shown(value)}; expected 0 to {vocabulary - 1}, a token"
-        )
+        raise ValueError(f"{path} has tokenizer.ggml.{key}_token_id {_shown(value)}; expected 0 to {vocabulary - 1}, a token")
     return value
 
 

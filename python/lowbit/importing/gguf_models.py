@@ -25,7 +25,7 @@ class Architecture:
 
     config: Callable[[Metadata, Gguf], dict[str, Any]]
     names: Mapping[str, str]  # of tensors, "blk.*" and "model.layers.*" left out: those of each layer
-    permuted: bool = False  # the rows of q and k: ggml rotates neighbours, transformers halves
+    permuted: bool = False  # the rows of q and k: ggml rotates neighbors, transformers halves
     norm_offset: float = 0.0  # that ggml adds to the weights of norms
     experts: str = ""  # the module of a layer that has the experts of a mixture; "": there are none
     interleaved: bool = False  # experts' rows of gate and up alternate, and their float parameters lie transposed
@@ -106,9 +106,7 @@ def _common(
     if experts:
         count, used = metadata.whole("expert_count"), metadata.whole("expert_used_count")
         if not 1 <= used <= count:
-            raise ValueError(
-                f"{metadata.path} has {count} experts and uses {used} of them; expected 1 to {count} of 1 or more"
-            )
+            raise ValueError(f"{metadata.path} has {count} experts and uses {used} of them; expected 1 to {count} of 1 or more")
         config |= {experts: count, "num_experts_per_tok": used}
     if head_dim:
         config["head_dim"] = size
@@ -129,9 +127,7 @@ def _rope(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0)
     kind = metadata.text("rope.scaling.type", None)
     factor = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 0.0)) or 1.0
     if factor < 0:
-        raise ValueError(
-            f"{metadata.path} stretches positions by the factor {factor:g}; expected one above 0, or 0 for none"
-        )
+        raise ValueError(f"{metadata.path} stretches positions by the factor {factor:g}; expected one above 0, or 0 for none")
     length = metadata.whole("rope.scaling.original_context_length", None)
     if kind == "yarn":
         metadata.expect("rope.scaling.attn_factor", 1.0)
@@ -156,9 +152,7 @@ def _rope(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0)
 def _values(stored: StoredBlocks, count: int) -> np.ndarray:
     """A small tensor of float32."""
     if stored.type.name != "F32" or stored.shape != (count,):
-        raise ValueError(
-            f"{stored.path}: {stored.name} is {stored.type.name} {list(stored.shape)}; expected F32 [{count}]"
-        )
+        raise ValueError(f"{stored.path}: {stored.name} is {stored.type.name} {list(stored.shape)}; expected F32 [{count}]")
     with open(stored.path, "rb") as file:
         file.seek(stored.offset)
         data = file.read(stored.bytes)
@@ -228,9 +222,7 @@ def _gemma2(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     return config | {
         "rope_parameters": _rope(metadata, config),
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if large
-        else config["head_dim"],
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"],
         "attn_logit_softcapping": metadata.real("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0),
         "sliding_window": metadata.whole("attention.sliding_window", 4096),
@@ -246,15 +238,10 @@ def _gemma3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     return config | {
         "rope_parameters": {
             "full_attention": _rope(metadata, config, 1000000.0),
-            "sliding_attention": {
-                "rope_type": "default",
-                "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0),
-            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0)},
         },
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if large
-        else config["head_dim"],
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"],
         "final_logit_softcapping": soft_cap or None,
         "attn_logit_softcapping": None,
         "sliding_window": metadata.whole("attention.sliding_window"),
@@ -279,10 +266,7 @@ def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
     if None not in factors:
         short, long = (_values(stored, rotated // 2).tolist() for stored in factors)
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        rope |= {
-            "attention_factor": metadata.real("rope.scaling.attn_factor", 1.0),
-            "original_max_position_embeddings": length,
-        }
+        rope |= {"attention_factor": metadata.real("rope.scaling.attn_factor", 1.0), "original_max_position_embeddings": length}
     else:
         metadata.expect("rope.scaling.attn_factor", 1.0)
     return config | {

@@ -102,6 +102,4 @@ def _read(
 
 def renamed(matrices: list[Matrix | Weights | Float], source: str) -> list[Matrix | Weights | Float]:
     """The same, said to be of another format."""
-    return [
-        replace(each, source=f"{source}, {each.bits} bits") if isinstance(each, Matrix) else each for each in matrices
-    ]
+    return [replace(each, source=f"{source}, {each.bits} bits") if isinstance(each, Matrix) else each for each in matrices]

@@ -26,10 +26,10 @@ _UNUSED = (
 
 
 def read_hqq(stock: Stock) -> list[Matrix | Weights | Float]:
-    """The layers of a checkpoint that HQQ has quantised.
+    """The layers of a checkpoint that HQQ has quantized.
 
     Raises:
-        ValueError: a layer is not whole; has groups along the outputs (``axis`` 0), or scales that are quantised.
+        ValueError: a layer is not whole; has groups along the outputs (``axis`` 0), or scales that are quantized.
     """
     return [_layer(stock, layer) for layer in stock.layers("W_q")] + stock.rest()
 
@@ -90,7 +90,7 @@ def _read(
     stock: Stock, codes: Stored, scales: Stored, zeros: Stored, k: int, width: int, affine: bool, begin: int, end: int
 ) -> Rows:
     step, size = codes.shape
-    count = {bits: each for bits, each in _PACKINGS.values()}[width]
+    count = dict(_PACKINGS.values())[width]
     groups = k // size
     rows = torch.arange(begin * groups, end * groups)
     shifts = width * (count - 1 - rows // step)

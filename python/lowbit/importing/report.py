@@ -11,7 +11,7 @@ from ..files.untrusted import read_json
 
 REPORT = "lowbit_import.json"
 VERSION = 4  # grows when the same file would be imported otherwise
-_KINDS = ("exact", "rounded", "requantised", "dequantised", "float")
+_KINDS = ("exact", "rounded", "requantized", "dequantized", "float")
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class ImportedTensor:
     """How a tensor came from its source.
 
     ``kind``: "exact": the weights are those of the source; "rounded": its codes with scales rounded to float16, by
-    which no weight moved more than ``steps`` of its group's step; "requantised": quantised anew, with ``error`` the
-    root mean square of what the weights moved over that of the weights; "dequantised": written as floats, the same
+    which no weight moved more than ``steps`` of its group's step; "requantized": quantized anew, with ``error`` the
+    root mean square of what the weights moved over that of the weights; "dequantized": written as floats, the same
     weights, because lowbit packs no layer of its kind; "float": copied.
     """
 
@@ -33,7 +33,7 @@ class ImportedTensor:
     @property
     def came_over(self) -> str:
         """In words: "exact", "rounded, within 0.011 steps"."""
-        detail = {"rounded": f", within {self.steps:.2g} steps", "requantised": f", error {100 * self.error:.2g} %"}
+        detail = {"rounded": f", within {self.steps:.2g} steps", "requantized": f", error {100 * self.error:.2g} %"}
         return self.kind + detail.get(self.kind, "")
 
 

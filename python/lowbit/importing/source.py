@@ -16,7 +16,7 @@ class Source:
 
     path: Path
     format: str  # as users call it
-    config: dict[str, Any]  # config.json, without what described the quantisation
+    config: dict[str, Any]  # config.json, without what described the quantization
     tensors: list[Matrix | Stacked | Weights | Float]
     write_files: Callable[[Path], None]  # writes what belongs beside the weights, such as the tokenizer
     files: list[dict[str, str | int]]  # that were read, from report.file_states

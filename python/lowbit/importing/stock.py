@@ -1,4 +1,4 @@
-"""The tensors of a quantised checkpoint in safetensors files, each taken once by the format that knows it."""
+"""The tensors of a quantized checkpoint in safetensors files, each taken once by the format that knows it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class Stock:
     def __init__(self, path: Path, tensors: dict[str, Stored], settings: dict[str, Any]):
         for name in tensors:
             if not name.isprintable():
-                raise ValueError(
-                    f"{path} has a tensor of the name '{printable(name)}'; expected letters that can be shown"
-                )
+                raise ValueError(f"{path} has a tensor of the name '{printable(name)}'; expected letters that can be shown")
         self.path, self.settings, self._left = path, settings, dict(tensors)
         self._kept: tuple[Stored, Tensor] | None = None
 
@@ -57,8 +55,7 @@ class Stock:
         if stored.dtype not in dtypes or not right or 0 in stored.shape:
             wanted = "" if shape is None else f" {['any' if size is None else size for size in shape]}"
             raise ValueError(
-                f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}; expected "
-                f"{' or '.join(dtypes)}{wanted}"
+                f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}; expected {' or '.join(dtypes)}{wanted}"
             )
         return stored
 
@@ -98,7 +95,7 @@ class Stock:
         for name, stored in self._left.items():
             if stored.dtype not in DTYPES or not stored.shape or 0 in stored.shape:
                 raise ValueError(
-                    f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}, which is no part of a quantised "
+                    f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}, which is no part of a quantized "
                     "layer that lowbit knows, and no float tensor"
                 )
             read = functools.partial(read_rows, stored)

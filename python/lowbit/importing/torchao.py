@@ -26,7 +26,7 @@ _ACTIVATIONS = (None, "int8_asym_per_token")
 
 
 def read_torchao(stock: Stock) -> list[Matrix | Weights | Float]:
-    """The layers of a checkpoint that torchao has quantised.
+    """The layers of a checkpoint that torchao has quantized.
 
     Raises:
         ValueError: tensors of other classes of torchao's, or a layer that is not whole.
@@ -96,4 +96,3 @@ def _read(codes: Stored, scales: Stored, zeros: Stored, bits: int, affine: bool,
     scale = load(scales)[begin:end].float()
     mins = -(load(zeros)[begin:end].float() + half) * scale if affine else None
     return Rows(found.to(torch.uint8), scale, mins)
-

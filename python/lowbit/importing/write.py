@@ -22,7 +22,7 @@ from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, w
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
-from .codes import Float, Matrix, Nearness, Stacked, Weights, as_floats, pack_rows, requantise_rows
+from .codes import Float, Matrix, Nearness, Stacked, Weights, as_floats, pack_rows, requantize_rows
 from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
 
@@ -94,7 +94,7 @@ def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> Impo
                 raise AssertionError(f"{tensor.name}: rows {begin} to {end} are {values.dtype} {list(values.shape)}")
             writer.write(values.view(-1).view(torch.uint8).numpy())
             done(tensor.bytes * (end - begin) // n)
-        return ImportedTensor(output.name, tensor.source, "dequantised" if tensor.dequantised else "float")
+        return ImportedTensor(output.name, tensor.source, "dequantized" if tensor.dequantized else "float")
     nearness = Nearness()
     stacked = isinstance(tensor, Stacked)
     for number in range(tensor.experts if stacked else 1):
@@ -122,7 +122,7 @@ def _write_matrix(
             if isinstance(tensor, Matrix):
                 packed = pack_rows(tensor, rows, part, nearness)
             else:
-                packed = requantise_rows(tensor, rows, part, nearness)
+                packed = requantize_rows(tensor, rows, part, nearness)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{tensor.name}, rows {begin} to {end - 1}: {error}") from error
         writer.write(bands.add(packed).numpy())
@@ -160,7 +160,7 @@ class _Plan:
         """In the order of the source.
 
         Raises:
-            ValueError: a tensor is missing, has another shape, or is quantised where the model has no matrix.
+            ValueError: a tensor is missing, has another shape, or is quantized where the model has no matrix.
         """
         from ..hf.names import check_complete, given_by
         from ..layers import kind_of
@@ -176,7 +176,7 @@ class _Plan:
                 continue
             if targets is None and name not in self.state:
                 raise ValueError(
-                    f"{key} in {self.source.path} is quantised ({tensor.source}), but {type(self.model).__name__} has no "
+                    f"{key} in {self.source.path} is quantized ({tensor.source}), but {type(self.model).__name__} has no "
                     "such tensor"
                 )
             if targets is not None or kind_of(self.modules.get(layer)) is None:
@@ -208,7 +208,7 @@ class _Plan:
                 )
             expected = experts.weight.shape
         elif is_transposed(layer) and not isinstance(tensor, Float):
-            expected = layer.weight.shape  # a quantised matrix is [out, in] in every format
+            expected = layer.weight.shape  # a quantized matrix is [out, in] in every format
         if targets is None and tuple(expected) != tuple(tensor.shape):
             raise ValueError(
                 f"{key} in {self.source.path} has shape {list(tensor.shape)}; expected {list(expected)}, as its "
@@ -241,26 +241,21 @@ def _warn(source: Source, floats: Mapping[str, Float]) -> None:
     if anew:
         kinds = ", ".join(f"{kind} to {bits} bits" for kind, bits in sorted({(t.source, t.config.bits) for t in anew}))
         warnings.warn(
-            f"{len(anew)} matrices of {source.path} have codes that lowbit has none for; they are quantised "
-            f"anew: {kinds}",
+            f"{len(anew)} matrices of {source.path} have codes that lowbit has none for; they are quantized anew: {kinds}",
             stacklevel=5,
         )
-    wide = [tensor for tensor in floats.values() if tensor.dequantised]
+    wide = [tensor for tensor in floats.values() if tensor.dequantized]
     if wide:
         bytes_ = sum(tensor.bytes for tensor in wide)
         warnings.warn(
-            f"{len(wide)} quantised tensors of {source.path} become floats, {size(bytes_)}: lowbit packs no layer "
+            f"{len(wide)} quantized tensors of {source.path} become floats, {size(bytes_)}: lowbit packs no layer "
             f"of their kind, {wide[0].name} for example",
             stacklevel=5,
         )
 
 
 def write_checkpoint(
-    source: Source,
-    target: Path,
-    *,
-    max_shard_bytes: int,
-    progress: Callable[[int, int, str], None] | None,
+    source: Source, target: Path, *, max_shard_bytes: int, progress: Callable[[int, int, str], None] | None
 ) -> ImportSummary:
     """Writes a source as a packed checkpoint, all of it or nothing, with the arguments of ``import_checkpoint``."""
     from ..hf.config import LowBitConfig
@@ -310,4 +305,3 @@ def write_checkpoint(
         write_json(directory / CONFIG, description)  # last: without it nothing loads
     seconds = time.perf_counter() - begin
     return ImportSummary(target, source.format, entries, tensors, total, target_bytes, seconds)
-

@@ -111,8 +111,7 @@ def generate_batch(
             pending=prompt[same:],
             source=None if source is None else (source, same),
             writer=Writer(
-                prompt, counts[number], decoder.max_length, sampling, seeds[number],
-                stop=stop, cached=same, on_token=told,
+                prompt, counts[number], decoder.max_length, sampling, seeds[number], stop=stop, cached=same, on_token=told
             ),
         )
 

@@ -102,7 +102,7 @@ def run(
 
     Args:
         model_or_shape: one of ``lowbit.llm.shapes.NAMES``, or a configuration of transformers, for random weights; or
-            a quantised model of transformers, which then belongs to a decoder.
+            a quantized model of transformers, which then belongs to a decoder.
         bits, group_size: of the linear layers and embeddings of random weights.
         prompt: tokens of the prompt.
         new: tokens that are decoded behind it, at least 1.

@@ -16,7 +16,8 @@ class Caches:
     them."""
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, model: torch.nn.Module):
-        """Args:
+        """
+        Args:
             dtype: of keys and values; ``torch.int4`` stands for 4 bits.
             model: that computes them.
         """

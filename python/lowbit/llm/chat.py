@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..files.untrusted import interpreting
 from .generation import generate
-from .sampling import Sampling
 from .loading import TextStream, check_tokens
+from .sampling import Sampling
 
 Message = dict[str, str]
 
@@ -53,9 +53,7 @@ def render(tokenizer, messages: list[Message], template: str) -> list[int]:
         ValueError: the template cannot be read, or refuses the messages: some know no system prompt.
     """
     with interpreting("the chat template does not take this conversation"):
-        text = tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=True, tokenize=False
-        )
+        text = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -50,7 +50,7 @@ def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
     activation round to another int8 value. Needs a C++ compiler.
 
     Args:
-        decoder: quantised or not.
+        decoder: quantized or not.
         backend: "aot" compiles now, with AOTInductor, and calls machine code without Python. "inductor" is
             torch.compile, which compiles in the first call of each kind. Do not change the model afterwards: neither
             would notice.
@@ -70,8 +70,7 @@ def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
         # The model is the decoder's: checks of its hundreds of attributes on every call would find nothing.
         guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         one, many = (
-            torch.compile(decoder, fullgraph=True, dynamic=tokens > 1, options=guards | _OPTIONS[tokens])
-            for tokens in (1, 2)
+            torch.compile(decoder, fullgraph=True, dynamic=tokens > 1, options=guards | _OPTIONS[tokens]) for tokens in (1, 2)
         )
         return Step(one, many, decoder)
     # A package without weights: the decoder's are lent to both graphs.

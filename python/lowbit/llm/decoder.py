@@ -71,8 +71,9 @@ class Decoder(torch.nn.Module):
     _STEP = 16  # max_length is a multiple of this; caches have room for the next multiple of 16
 
     def __init__(self, model: torch.nn.Module, max_length: int = 2048, cache: str | None = None):
-        """Args:
-            model: a transformers causal language model, quantised or not, in eval mode. It belongs to the decoder until
+        """
+        Args:
+            model: a transformers causal language model, quantized or not, in eval mode. It belongs to the decoder until
                 :meth:`release`: its attention runs over the decoder's caches. A decoder that had it before is released.
             max_length: the longest text in tokens, prompt included; a multiple of 16.
             cache: what keys and values are kept in: "float32", "bfloat16", "float16", or "int8" or "int4", which have a scale
@@ -175,8 +176,7 @@ class Decoder(torch.nn.Module):
             raise RuntimeError("this decoder was released, or its model taken by a later one; make a new Decoder")
         if not self._takeover.is_whole():
             raise RuntimeError(
-                "the model of this decoder was given another attention implementation; call release(), and make a new "
-                "Decoder"
+                "the model of this decoder was given another attention implementation; call release(), and make a new Decoder"
             )
 
     def caches(self) -> list[tuple[Tensor, Tensor]]:

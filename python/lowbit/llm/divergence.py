@@ -189,6 +189,7 @@ def judge(predicted: Iterator[tuple[Tensor, Tensor]], expected: Iterator[Expecte
 def _computed(model: torch.nn.Module, tokens: Sequence[int], window: int, stride: int) -> Generator[Expected, None, None]:
     with closing(predictions(model, tokens, window, stride)) as windows:
         for logits, of_text in windows:
+
             def rows(begin: int, end: int, logits: Tensor = logits) -> Tensor:
                 return logits[begin:end].log_softmax(-1)
 
@@ -223,6 +224,7 @@ def stored(path: Path, tokens: Sequence[int], window: int, stride: int) -> Gener
     most_likely = read_bytes(found["most_likely"]).view(torch.int32).long()
     nats = read_bytes(found["nats"]).view(torch.float32)
     for _, end, first in windows_of(len(tokens), window, stride):
+
         def rows(begin: int, end: int, first: int = first - 1) -> Tensor:
             return read_rows(found["log_probabilities"], first + begin, first + end).float().log_softmax(-1)
 

@@ -30,8 +30,9 @@ class Fallback:
     """
 
     def __init__(self, model: torch.nn.Module, max_length: int = 2048):
-        """Args:
-            model: a transformers causal language model, quantised or not, in eval mode. A decoder that has it is released.
+        """
+        Args:
+            model: a transformers causal language model, quantized or not, in eval mode. A decoder that has it is released.
             max_length: the longest text in tokens, prompt included.
 
         Raises:
@@ -86,7 +87,8 @@ class Fallback:
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Args:
+        """
+        Args:
             tokens: [1, s] int64.
             start: [1] int64: how many tokens of the text came before. The text may be cut back by it, also where caches
                 cannot.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .guessing import Draft, Lookup
-from .sampling import Sampling, check_seed, penalise, prompt_ids, sample, token_ids
+from .sampling import Sampling, check_seed, penalize, prompt_ids, sample, token_ids
 
 
 def rate(count: int, seconds: float) -> float:
@@ -126,7 +126,7 @@ def generate(
     result = text.result
     guesser = None
     if guesses:
-        guesser = Lookup(prompt) if draft is None else Draft(draft, prompt, getattr(step, "vocabulary"))
+        guesser = Lookup(prompt) if draft is None else Draft(draft, prompt, step.vocabulary)  # type: ignore[attr-defined]
     tokens = prompt[cached:]
     guess: list[int] = []
     start = torch.tensor([cached])
@@ -182,7 +182,7 @@ class Writer:
     def take(self, logits: Tensor) -> int | None:
         """The next token, or None where it ends the text."""
         drawn = self._sampling
-        logits = penalise(logits, self._came, drawn.repetition_penalty)
+        logits = penalize(logits, self._came, drawn.repetition_penalty)
         token = sample(logits, drawn.temperature, drawn.top_k, drawn.top_p, self._generator)
         result, now = self.result, time.perf_counter()
         if math.isnan(self._first):

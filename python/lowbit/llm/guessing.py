@@ -13,7 +13,7 @@ from .sampling import most_likely
 class Lookup:
     """Finds the last place where a text had the tokens that it ends with now, and guesses that it goes on as it did there.
 
-    Texts that quote, summarise or change what is in the prompt repeat it, and so does code. It is the speculation of prompt
+    Texts that quote, summarize or change what is in the prompt repeat it, and so does code. It is the speculation of prompt
     lookup decoding (Saxena, 2023) with the latest match of the longest ending, of 4 tokens down to 2.
     """
 

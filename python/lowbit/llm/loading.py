@@ -25,7 +25,7 @@ def is_packed(path: str | os.PathLike) -> bool:
     """Whether a checkpoint has packed weights of lowbit.
 
     Raises:
-        OSError, ValueError: config.json is missing or damaged; or weights that another method has quantised, or a later
+        OSError, ValueError: config.json is missing or damaged; or weights that another method has quantized, or a later
             lowbit.
     """
     file, config = Path(path) / CONFIG, read_config(path)
@@ -35,9 +35,7 @@ def is_packed(path: str | os.PathLike) -> bool:
     from ..transformers import METHOD, LowBitConfig
 
     if method != METHOD:
-        raise ValueError(
-            f"{file} says that the weights are quantised by the method {method!r}; expected {METHOD!r} or none"
-        )
+        raise ValueError(f"{file} says that the weights are quantized by the method {method!r}; expected {METHOD!r} or none")
     try:
         LowBitConfig(**config["quantization_config"])
     except (TypeError, ValueError) as error:
@@ -46,16 +44,13 @@ def is_packed(path: str | os.PathLike) -> bool:
 
 
 def load_model(
-    path: str | os.PathLike,
-    quantization: LowBitConfig | None = None,
-    *,
-    progress: Callable[[int, int], None] | None = None,
+    path: str | os.PathLike, quantization: LowBitConfig | None = None, *, progress: Callable[[int, int], None] | None = None
 ) -> torch.nn.Module:
     """A causal language model, in eval mode, with the dtypes of its files.
 
     Args:
         path: a directory with config.json and safetensors files, float or packed by :func:`lowbit.quantize_checkpoint`.
-        quantization: how to quantise a float checkpoint while it is loaded; None: as it is.
+        quantization: how to quantize a float checkpoint while it is loaded; None: as it is.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:
@@ -99,8 +94,7 @@ def load_model(
             **chosen,
         )
     wrong = [
-        (f"{name} has shape {list(found)}; expected {list(expected)}")
-        for name, found, expected in loading["mismatched_keys"]
+        (f"{name} has shape {list(found)}; expected {list(expected)}") for name, found, expected in loading["mismatched_keys"]
     ] + [f"{name} is missing" for name in loading["missing_keys"]]
     if wrong:
         more = f" ({len(wrong) - 1} more such tensors)" if len(wrong) > 1 else ""
@@ -134,13 +128,9 @@ def load_tokenizer(path: str | os.PathLike):
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise FileNotFoundError(f"{directory} has no tokenizer.json; copy the files of its tokenizer there")
     with counting(None), interpreting(f"the tokenizer in {directory} does not load"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"{directory} has a {type(tokenizer).__name__}, written in Python; expected one with a tokenizer.json"
-        )
+        raise ValueError(f"{directory} has a {type(tokenizer).__name__}, written in Python; expected one with a tokenizer.json")
     return tokenizer
 
 
@@ -169,7 +159,8 @@ class TextStream:
     """Turns tokens into text as they come. A character of several tokens comes whole, with its last token."""
 
     def __init__(self, tokenizer, prompt: list[int]):
-        """Args:
+        """
+        Args:
         tokenizer: a fast one.
         prompt: ids of the text before: some tokenizers write the first word of a text without its space.
         """

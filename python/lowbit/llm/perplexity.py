@@ -57,7 +57,7 @@ def perplexity(
     once, behind at least ``window - stride`` others, as far as there are so many.
 
     Args:
-        model: a causal language model of transformers, quantised or not, in eval mode.
+        model: a causal language model of transformers, quantized or not, in eval mode.
         tokens: ids of the text, at least two.
         window: tokens per call of the model; 2 or more, and no more than the model has positions.
         stride: 1 to window - 1; window / 2 is usual. Smaller ones give every token more context and take longer.
@@ -73,9 +73,7 @@ def perplexity(
     if cache is None:  # a decoder checks for itself
         check_causal(model)
     with closing(predictions(model, tokens, window, stride, cache, progress)) as windows:
-        nats = sum(
-            torch.nn.functional.cross_entropy(logits, expected, reduction="sum").item() for logits, expected in windows
-        )
+        nats = sum(torch.nn.functional.cross_entropy(logits, expected, reduction="sum").item() for logits, expected in windows)
     return Perplexity(len(tokens) - 1, nats)
 
 
@@ -118,9 +116,7 @@ def predictions(
     if window < 2 or (limit is not None and window > limit):
         raise ValueError(f"window is {window}; expected 2 to {limit or 'any number'}, the model's positions")
     if not 1 <= stride < window:
-        raise ValueError(
-            f"stride is {stride}; expected 1 to {window - 1}: the first token of a window is not predicted in it"
-        )
+        raise ValueError(f"stride is {stride}; expected 1 to {window - 1}: the first token of a window is not predicted in it")
     ids = torch.tensor(tokens, dtype=torch.int64)
     if ids.numel() < 2:
         raise ValueError(f"the text has {ids.numel()} tokens; expected 2 or more")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TOKENS = 10
 PIECES = (3, 1, 4, 2)
 # Differences are measured in parts of what the text before does to the logits of a token. A decoder that forgets is
-# wrong by 1 or so. One that is right is wrong by rounding only, which in float32 is 1e-5 at the most. Quantised layers make
+# wrong by 1 or so. One that is right is wrong by rounding only, which in float32 is 1e-5 at the most. Quantized layers make
 # more of it: float32 sums in another order move a few activations to the next of 255 values, and the layers behind
 # carry that on. The two ways of attention add up in different orders; a text whole and in pieces goes through the same
 # operators, and lowbit's give the same bits for any cut. docs/models.md has what was measured of models that are right:
@@ -51,7 +51,8 @@ class Rounding:
     """Tells what rounding does to a model's logits from what a step does that forgets the text."""
 
     def __init__(self, model: torch.nn.Module, whole: Tensor, alone: Tensor):
-        """Args:
+        """
+        Args:
             whole: [1, s, vocabulary], the logits of a text.
             alone: likewise, those of each token as if nothing were before it.
 
@@ -196,8 +197,7 @@ def prove(decoder: Decoder, reference: Reference, exact: Sequence[tuple[Tensor, 
     def pieces(sizes: Sequence[int]) -> Tensor:
         begins = [sum(sizes[:i]) for i in range(len(sizes))]
         return torch.cat(
-            [run(tokens[:, at : at + size], torch.arange(at, at + size), at) for at, size in zip(begins, sizes)],
-            dim=1,
+            [run(tokens[:, at : at + size], torch.arange(at, at + size), at) for at, size in zip(begins, sizes)], dim=1
         )
 
     def near(name: str, logits: Tensor, expected: Tensor, most: float, found: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or not those of its config.json"
 
 
@@ -76,10 +75,8 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed is {seed}; expected a number of 64 bits")
 
 
-def check_sampling(
-    temperature: float, top_k: int | None, top_p: float | None, repetition_penalty: float = 1.0
-) -> None:
-    """Raises ValueError for what :func:`sample` and :func:`penalise` cannot draw by."""
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None, repetition_penalty: float = 1.0) -> None:
+    """Raises ValueError for what :func:`sample` and :func:`penalize` cannot draw by."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}; expected 0 or more")
     if top_k is not None and top_k < 1:
@@ -107,7 +104,7 @@ class Sampling:
         check_sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty)
 
 
-def penalise(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
+def penalize(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
     """Makes tokens that have come before less likely (Keskar et al. 2019, CTRL; as transformers does it).
 
     Args:

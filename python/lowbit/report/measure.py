@@ -39,7 +39,7 @@ from .peers import hold_all, peers
 VERSION = 3  # of the JSON file
 _SENSITIVITY_TOKENS = 2048  # of the text, for each layer
 _SENSITIVITY_SENTENCES = 64
-_NEIGHBOURS = 5  # of a sentence, by which it is seen whether a search finds the same
+_NEIGHBORS = 5  # of a sentence, by which it is seen whether a search finds the same
 _GPTQ_GROUP = 128  # in which others use it most, beside the report's own
 _PROMPT, _NEW = 16, 32  # tokens, to measure decoding
 _REFERENCE_BITS = 3  # at which layers are measured, for widths by layer of all sizes
@@ -155,9 +155,7 @@ class _Subject:
         limit = getattr(model.config, "max_position_embeddings", 512)
         for begin in range(0, len(sentences), 16):
             part = sentences[begin : begin + 16]
-            inputs = self.tokenizer(
-                part, padding=True, truncation=True, max_length=min(limit, 256), return_tensors="pt"
-            )
+            inputs = self.tokenizer(part, padding=True, truncation=True, max_length=min(limit, 256), return_tensors="pt")
             hidden = model(**inputs).last_hidden_state.float()
             mask = inputs["attention_mask"].unsqueeze(-1)
             rows.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
@@ -170,9 +168,9 @@ class _Subject:
         return self.search_quality(model)[0]
 
     def search_quality(self, model: torch.nn.Module) -> tuple[float, float]:
-        """Of an embedding model: the mean cosine with the float embeddings, and :func:`same_neighbours`."""
+        """Of an embedding model: the mean cosine with the float embeddings, and :func:`same_neighbors`."""
         found = self.embeddings(model, self.sentences)
-        return float((found * self.expected).sum(1).mean()), same_neighbours(found, self.expected)
+        return float((found * self.expected).sum(1).mean()), same_neighbors(found, self.expected)
 
     def loss(self, model: torch.nn.Module) -> float:
         """On a part of the text, for layers one by one: nats per token, or 1 - cosine."""
@@ -187,16 +185,12 @@ class _Subject:
         from ..transformers import LowBitConfig
 
         options = self.options
-        return LowBitConfig(
-            bits, options.group_size, mapping or options.mapping, embedding_bits=options.embedding_bits
-        )
+        return LowBitConfig(bits, options.group_size, mapping or options.mapping, embedding_bits=options.embedding_bits)
 
     def batches(self) -> list:
         """The calibration text as inputs of the model."""
         options = self.options
-        return batches(
-            self.model, self.calibration_texts(), self.tokenizer, options.window, options.calibration_tokens
-        )[0]
+        return batches(self.model, self.calibration_texts(), self.tokenizer, options.window, options.calibration_tokens)[0]
 
     def calibration_texts(self) -> list[str]:
         text = self.options.calibration or ""
@@ -217,13 +211,13 @@ class _Subject:
         return 1 / statistics.median(seconds) if statistics.median(seconds) > 0 else None
 
 
-def same_neighbours(found: torch.Tensor, expected: torch.Tensor) -> float:
+def same_neighbors(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Which part of the five nearest others of each row of ``expected`` [n, features] are that in ``found``, too.
 
     The nearest have the largest products; 1 for a single row.
     """
     nearest = [
-        (each @ each.T).fill_diagonal_(-torch.inf).topk(min(_NEIGHBOURS, len(each) - 1), dim=1).indices
+        (each @ each.T).fill_diagonal_(-torch.inf).topk(min(_NEIGHBORS, len(each) - 1), dim=1).indices
         for each in (found, expected)
     ]
     same = (nearest[0][:, :, None] == nearest[1][:, None, :]).any(2).float()
@@ -272,14 +266,12 @@ class _Collection:
             "threads": torch.get_num_threads(),
         }
 
-    def add(
-        self, method: str, bits: float | None, family: str, size: int, model: torch.nn.Module, timed: bool = False
-    ) -> None:
+    def add(self, method: str, bits: float | None, family: str, size: int, model: torch.nn.Module, timed: bool = False) -> None:
         subject = self.subject
         quality, same = (subject.quality(model), None) if subject.language else subject.search_quality(model)
         self.figures["rows"].append({
             "method": method, "bits": bits, "family": family, "bytes": size, "bits_per_weight": 8 * size / self.weights,
-            "quality": quality, "same_neighbours": same,
+            "quality": quality, "same_neighbors": same,
             "tokens_per_second": subject.speed(model) if timed else None,
         })  # fmt: skip
         self.write()
@@ -298,7 +290,7 @@ class _Collection:
                     self.say(f"{method}, {bits} bits")
                     model = copy.deepcopy(self.subject.model)
                     with _quiet():
-                        _quantise(self.subject, model, method, bits)
+                        _quantize(self.subject, model, method, bits)
                     self.add(method, bits, "lowbit", _packed_bytes(model), model, timed=method == "nearest")
 
     def widths_by_layer(self) -> None:
@@ -396,14 +388,12 @@ def _methods(options: Options, bits: int) -> list[str]:
 
 def _packed_bytes(model: torch.nn.Module) -> int:
     packed = {
-        layer.packed_weight.data_ptr(): layer.packed_weight.nbytes
-        for layer in model.modules()
-        if isinstance(layer, nn.Packed)
+        layer.packed_weight.data_ptr(): layer.packed_weight.nbytes for layer in model.modules() if isinstance(layer, nn.Packed)
     }
     return sum(packed.values())
 
 
-def _quantise(subject: _Subject, model: torch.nn.Module, method: str, bits: int) -> None:
+def _quantize(subject: _Subject, model: torch.nn.Module, method: str, bits: int) -> None:
     config = subject.config(bits, "levels" if method.endswith(LEVELS) else None)
     if method.startswith("nearest"):
         with described_to_transformers(model):
@@ -420,9 +410,7 @@ def _calibrate(subject: _Subject, model: torch.nn.Module, config: Any, method: s
     )  # fmt: skip
 
 
-def _plain_gptq(
-    subject: _Subject, model: torch.nn.Module, bits: int, group: int | None, shared: dict[int, list[str]]
-) -> int:
+def _plain_gptq(subject: _Subject, model: torch.nn.Module, bits: int, group: int | None, shared: dict[int, list[str]]) -> int:
     """Gives a float model the weights of GPTQ as in its paper, without GPTAQ's term; returns their bytes.
 
     Symmetric, counted as its own files hold it: the codes, and 16 bits for the scale of a group.

@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(f"matplotlib is not installed ({error}); a report needs it: pip install matplotlib") from error
 
-_COLOURS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "importance": "#0f7ba0", "auto": "#b3261e",
+_COLORS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "importance": "#0f7ba0", "auto": "#b3261e",
             "auto, levels": "#e07a5f", "widths by layer": "#1b1b1b", "widths by layer, distilled": "#1f4e9c",
             "GGUF": "#8a6d00", "GGUF, importance": "#2e7d32", "torchao": "#6b4fa0", "HQQ": "#c2185b",
             "GPTQ": "#00838f"}  # fmt: skip
@@ -80,7 +80,7 @@ def _quality(figures: dict[str, Any]) -> str:
         points = sorted((row["bytes"] / 1e6, row["quality"]) for row in shown if _series(row) == series)
         ours = any(row["family"] == "lowbit" for row in shown if _series(row) == series)
         axes.plot(*zip(*points, strict=True), linestyle="-" if ours else "none", marker=_MARKS.get(series, "."),
-                  label=series, markersize=5, color=_COLOURS.get(series))  # fmt: skip
+                  label=series, markersize=5, color=_COLORS.get(series))  # fmt: skip
     axes.axhline(whole, color="#1b1b1b", linestyle=":", linewidth=1, label="float")
     axes.set_xlabel("matrices, MB")
     if about["quality"] == "perplexity":
@@ -140,14 +140,14 @@ def _finite(value: float | None) -> bool:
 def _table(figures: dict[str, Any]) -> str:
     perplexity = figures["about"]["quality"] == "perplexity"
     whole = next(row["quality"] for row in figures["rows"] if row["family"] == "float")
-    head = ["", "bits per weight", "MB", figures["about"]["quality"], "over float" if perplexity else "same neighbours"]
+    head = ["", "bits per weight", "MB", figures["about"]["quality"], "over float" if perplexity else "same neighbors"]
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
     for row in sorted(figures["rows"], key=lambda row: (-row["bytes"], row["method"])):
         quality = row["quality"]
         cells = [_name(row), f"{row['bits_per_weight']:.2f}", f"{row['bytes'] / 1e6:.3g}"]
         cells.append((f"{quality:.2f}" if perplexity else f"{quality:.4f}") if _finite(quality) else "none")
         cells.append(
-            "none" if not _finite(quality) else f"{quality / whole:.4f}" if perplexity else f"{row['same_neighbours']:.3f}"
+            "none" if not _finite(quality) else f"{quality / whole:.4f}" if perplexity else f"{row['same_neighbors']:.3f}"
         )
         lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return "\n".join(lines)
@@ -219,11 +219,11 @@ def render(figures: dict[str, Any], command: str) -> str:
     title = f"{about['model']}: quality, bytes and speed"
     unit = "tokens predicted" if about["quality"] == "perplexity" else "sentences"
     text = (
-        "Bytes of the matrices that are quantised: codes, scales and all else of the format. Other projects' formats are "
-        "evaluated by dequantising, with float activations; lowbit as it runs."
+        "Bytes of the matrices that are quantized: codes, scales and all else of the format. Other projects' formats are "
+        "evaluated by dequantizing, with float activations; lowbit as it runs."
     )
     if about["quality"] == "cosine":
-        text += " Same neighbours: which part of each sentence's five nearest others stays the same."
+        text += " Same neighbors: which part of each sentence's five nearest others stays the same."
     parts = [("Quality per byte", text, _quality(figures))]
     if (speed := _speed(figures)) is not None:
         text = f"Decoding in eager mode behind a short prompt; {_threads(about)} of {about['machine']}."
@@ -231,9 +231,7 @@ def render(figures: dict[str, Any], command: str) -> str:
     if (layers := _layers(figures)) is not None:
         text = f"What each layer costs when it alone is rounded to nearest at {figures['sensitivity']['bits']} bits."
         parts.append(("Layers", text, layers))
-    sections = "\n".join(
-        f"<section><h2>{escape(head)}</h2><p>{escape(text)}</p>{plot}</section>" for head, text, plot in parts
-    )
+    sections = "\n".join(f"<section><h2>{escape(head)}</h2><p>{escape(text)}</p>{plot}</section>" for head, text, plot in parts)
     notes = "".join(f"<br>{escape(note)}" for note in figures["notes"])
     return f"""<!DOCTYPE html>
 <html lang="en">

@@ -1,6 +1,6 @@
 """Other projects' formats, where their package is installed: a matrix as they would hold it, and its bytes.
 
-They are evaluated by dequantising, with float activations, so what their kernels lose besides is not counted.
+They are evaluated by dequantizing, with float activations, so what their kernels lose besides is not counted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ2_0", "TQ1_0")
 # made with one only.
 _NEEDS_IMPORTANCE = ("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
 _GGML = ("Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", *_NEEDS_IMPORTANCE)
-# What llama.cpp's quantiser takes where a row is no whole number of blocks.
+# What llama.cpp's quantizer takes where a row is no whole number of blocks.
 _INSTEAD = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}
 _INSTEAD |= dict.fromkeys(("Q3_K", "Q2_K", "TQ2_0", "TQ1_0"), "Q4_0")
 _INSTEAD |= dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", *_NEEDS_IMPORTANCE), "IQ4_NL")
@@ -69,7 +69,7 @@ _HQQ_BITS = (8, 4, 3, 2, 1)
 
 
 def peers(bits: list[int], importance: bool) -> dict[str, Peer]:
-    """What is installed: GGUF's types that the package ``gguf`` can quantise, those that the library of llama-cpp-python
+    """What is installed: GGUF's types that the package ``gguf`` can quantize, those that the library of llama-cpp-python
     can, torchao's integers of these widths, symmetric, in groups of 32, and HQQ's, with a zero point, in groups of 64.
 
     Args:
@@ -115,7 +115,7 @@ def _gguf(name: str) -> Hold:
 
 
 def _ggml_file() -> Path | None:
-    """The library in which llama-cpp-python has ggml's quantisers."""
+    """The library in which llama-cpp-python has ggml's quantizers."""
     spec = importlib.util.find_spec("llama_cpp")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         for found in sorted((Path(place) / "lib").glob("libggml-base.*")):

@@ -1,7 +1,7 @@
 """Packed weights in vLLM, which batches the requests of many users: docs/serving.md.
 
-vLLM finds this package by its entry point. It serves packed checkpoints, and quantises float ones while it loads them.
-Written for vLLM 0.32; what it calls is the interface of vLLM's own ways to quantise.
+vLLM finds this package by its entry point. It serves packed checkpoints, and quantizes float ones while it loads them.
+Written for vLLM 0.32; what it calls is the interface of vLLM's own ways to quantize.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def register() -> None:
 def _told_of_packed(kind: Any) -> type:
     """A class of layers that takes lowbit's method where its model has not passed one on and its weight is packed.
 
-    Some of vLLM's models keep their tables of tokens, heads or the gates of shared experts out of all quantisation.
+    Some of vLLM's models keep their tables of tokens, heads or the gates of shared experts out of all quantization.
     """
     arguments = signature(kind.__init__)
 
@@ -43,7 +43,7 @@ def _told_of_packed(kind: Any) -> type:
             name = given.arguments.get("prefix", "")
             if kind is VocabParallelEmbedding:
                 name = config.tables[0] if len(config.tables) == 1 else ""
-            if name in config.quantised or config.ties.get(name) in config.quantised:
+            if name in config.quantized or config.ties.get(name) in config.quantized:
                 given.arguments["quant_config"] = config
         kind.__init__(*given.args, **given.kwargs)
 

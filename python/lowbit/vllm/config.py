@@ -35,14 +35,14 @@ class ServedConfig(QuantizationConfig):
         options: the arguments of :class:`lowbit.LowBitConfig`.
         packed: the files have packed weights, which count; the options do not.
         ordered: of these some have their inputs in an order of their own.
-        selected: of a float checkpoint the layers to quantise, by transformers' names.
-        quantised: the layers that are packed in the files, or selected.
+        selected: of a float checkpoint the layers to quantize, by transformers' names.
+        quantized: the layers that are packed in the files, or selected.
         tables: transformers' names of tables of tokens.
         holders: transformers' names of modules of experts.
         gates: of these, those of gpt-oss, with the numbers alpha and limit of their activation.
         renamed: of the holders, those that vLLM calls otherwise, with the name there.
         ties: heads and the tables that they are.
-        asked: the layers for which vLLM has asked how to quantise them.
+        asked: the layers for which vLLM has asked how to quantize them.
         whole: a process builds all layers, not some (pipeline parallel).
     """
 
@@ -52,7 +52,7 @@ class ServedConfig(QuantizationConfig):
         LowBitConfig(**self.options)  # refuses what is none
         self.packed = self.ordered = False
         self.selected: dict[str, LinearConfig | EmbeddingConfig] = {}
-        self.quantised: set[str] = set()
+        self.quantized: set[str] = set()
         self.tables: list[str] = []
         self.holders: list[str] = []
         self.gates: dict[str, tuple[float, float]] = {}
@@ -82,7 +82,7 @@ class ServedConfig(QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Holds the checkpoint against the model that its config.json describes, before vLLM builds anything.
 
-        vLLM itself does not look for missing tensors where a model is quantised.
+        vLLM itself does not look for missing tensors where a model is quantized.
 
         Raises:
             OSError, ValueError: tensors are missing or of other shapes, or the model has what is not served.
@@ -112,19 +112,18 @@ class ServedConfig(QuantizationConfig):
             both = {f"{head}.{PACKED}", f"{head}.weight"} & tensors.keys()
             if both:
                 raise ValueError(f"{directory} has {both.pop()}, but its config.json says that {head} is {table}")
-        self.quantised = {float_name(name, stored.shape).removesuffix(".weight") for name, stored in packed.items()}
+        self.quantized = {float_name(name, stored.shape).removesuffix(".weight") for name, stored in packed.items()}
         if self.gates and not self.packed:
             raise ValueError(
-                f"{directory} is gpt-oss and not packed; use `lowbit import` if its experts are MXFP4, "
-                "or `lowbit quantize`"
+                f"{directory} is gpt-oss and not packed; use `lowbit import` if its experts are MXFP4, or `lowbit quantize`"
             )
         if not self.packed:
             self.selected = LowBitConfig(**self.options).select(model)
-            self.quantised = set(self.selected)
+            self.quantized = set(self.selected)
             for head, table in ties.items():
                 first, second = (self.selected.get(name) for name in (head, table))
                 if (first and vars(first)) != (second and vars(second)):
-                    raise ValueError(f"{head} and {table} are one matrix, but are to be quantised as {first} and {second}")
+                    raise ValueError(f"{head} and {table} are one matrix, but are to be quantized as {first} and {second}")
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         current = get_current_vllm_config()
@@ -139,7 +138,7 @@ class ServedConfig(QuantizationConfig):
             )
         if isinstance(layer, RoutedExperts):
             holder = self.holder_of(prefix)
-            names = [name for name in self.quantised if name.rpartition(".")[0] == holder]
+            names = [name for name in self.quantized if name.rpartition(".")[0] == holder]
             self.asked.update(names)
             if not names and self.gates.get(holder, _GPT_OSS) != _GPT_OSS:
                 raise ValueError(
@@ -168,7 +167,7 @@ class ServedConfig(QuantizationConfig):
         unasked = sorted(self.selected.keys() - self.asked - self.ties.keys())
         if unasked and self.whole:
             raise ValueError(
-                f"{unasked[0]} is to be quantised, which vLLM does not do there; leave it float: "
+                f"{unasked[0]} is to be quantized, which vLLM does not do there; leave it float: "
                 f'"overrides": [["{unasked[0]}", null]]'
             )
         parents = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in self.renamed.items()}
@@ -182,7 +181,7 @@ class ServedConfig(QuantizationConfig):
         """vLLM's gpt-oss has names of its own, and renames float weights only."""
         found: dict[re.Pattern[str], str | None] = {}
         for holder in self.gates:
-            if f"{holder}.down_proj" in self.quantised:
+            if f"{holder}.down_proj" in self.quantized:
                 start = rf"^{re.escape(holder)}\.(gate_up_proj|down_proj)"
                 found[re.compile(rf"{start}\.{PACKED}$")] = rf"{holder}.routed_experts.packed_\1"
                 found[re.compile(rf"{start}$")] = None  # the guard beside a packed weight
@@ -195,7 +194,7 @@ class ServedConfig(QuantizationConfig):
         """What transformers calls a layer, or a part of a fused one."""
         if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
             if len(self.tables) != 1:
-                raise ValueError(f"the model has the tables {self.tables}; lowbit quantises models with one in vLLM")
+                raise ValueError(f"the model has the tables {self.tables}; lowbit quantizes models with one in vLLM")
             return self.tables[0]
         parent, _, leaf = prefix.rpartition(".")
         if part is not None:

@@ -39,7 +39,8 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     """
 
     def __init__(self, config: ServedConfig, layer: RoutedExperts, prefix: str, holder: str):
-        """Args:
+        """
+        Args:
             prefix, holder: what vLLM and transformers call it.
         """
         super().__init__(layer.moe_config)
@@ -51,7 +52,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         if not known or any(number is not None for number in numbers):
             wrong = f"the activation {layer.activation.value}"
         elif self.moe.has_bias and not config.packed:
-            wrong = "biases, to quantise while they are loaded"
+            wrong = "biases, to quantize while they are loaded"
         elif layer.apply_router_weight_on_input:
             wrong = "weights of the router that multiply the inputs"
         elif self.moe.use_ep or self.moe.dp_size > 1 or self.moe.is_sequence_parallel:
@@ -113,7 +114,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         self, layer: torch.nn.Module, param, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
         return_success: bool = False,
     ) -> bool | None:  # fmt: skip
-        """Takes a float matrix, and quantises it when it is whole: "w1" and "w3", gate and up, are one."""
+        """Takes a float matrix, and quantizes it when it is whole: "w1" and "w3", gate and up, are one."""
         which, whole = int(shard_id == "w2"), loaded_weight
         if which == 0:
             halves = layer._lowbit_halves.setdefault(expert_id, {})

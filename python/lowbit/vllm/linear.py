@@ -96,7 +96,7 @@ class PackedMethod(LinearMethodBase):
             begin += rows
 
     def _packed_of(self, layer: torch.nn.Module, loaded: Tensor, part: str | int | None) -> Tensor:
-        """The weight, quantised if it is float and to be quantised."""
+        """The weight, quantized if it is float and to be quantized."""
         if _is_packed(loaded) or self.config.packed:
             return loaded
         config = self.config.selected.get(self.config.name_of(layer, self.prefix, part))
@@ -146,9 +146,7 @@ class PackedMethod(LinearMethodBase):
             layer.bias = None  # it is in the packed weights, zeros where a part has none
         joined, layer._lowbit_orders = _joined(parts, [orders.get(part) for part in wanted])
         layer._lowbit_parts = [in_huge_pages(part) if _is_packed(part) else part for part in joined]
-        layer._lowbit_rows = [
-            ops.info(part).out_features if _is_packed(part) else len(part) for part in layer._lowbit_parts
-        ]
+        layer._lowbit_rows = [ops.info(part).out_features if _is_packed(part) else len(part) for part in layer._lowbit_parts]
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         source = layer.__dict__.get("_lowbit_tied", layer)

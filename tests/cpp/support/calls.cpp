@@ -216,7 +216,7 @@ std::vector<Call> make_calls() {
     }
   }
   const Matrix matrix(72, 112, 4, 0, Mapping::symmetric, true, 8);
-  add_linear(list, matrix, ElementType::bf16, 300, false);  // rows are quantised by several threads
+  add_linear(list, matrix, ElementType::bf16, 300, false);  // rows are quantized by several threads
   add_linear(list, matrix, ElementType::f32, 20, true);
   add_linears(list);
   add_experts(list);
