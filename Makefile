@@ -584,12 +584,12 @@ bench-doc: $(VENV)/installed
 	$(call build-bench,roofs)
 	$(COMPARE) --document docs/bench $(BENCH)
 
-# Language models of well-known shapes beside llama.cpp and torch, after `make bench-peers`; the second writes docs/llm.*.
+# Language models of well-known shapes beside llama.cpp and torch, after `make bench-peers`; the second writes docs/measurements/llm.*.
 bench-llm: $(VENV)/installed
 	$(BIN)/python bench/llm.py $(BENCH)
 
 bench-llm-doc: $(VENV)/installed
-	$(BIN)/python bench/llm.py --output docs/llm $(BENCH)
+	$(BIN)/python bench/llm.py --output docs/measurements/llm $(BENCH)
 
 # Quality on models that others trained, beside llama.cpp after `make bench-peers`; the second writes docs/reality.md's tables.
 bench-reality: $(VENV)/installed

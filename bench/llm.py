@@ -1,7 +1,7 @@
 """Language models with random weights: lowbit beside llama.cpp and torch in bfloat16, and beside this machine's memory.
 
     make bench-llm          llama-3.2-1b; prints the tables, writes build/bench/llm.{json,md}
-    make bench-llm-doc      the same, written to docs/llm.json and the section "Speed" of docs/llm.md
+    make bench-llm-doc      the same, written to docs/measurements/llm.json and the section "Speed" of docs/measurements/llm.md
     python3 bench/llm.py [--shapes NAME...] [OPTION...]
 
 Each library runs in a process of its own. All modes take turns in every round, a prompt and then greedy decoding
@@ -143,9 +143,9 @@ def compare(shape: str, options: argparse.Namespace, say) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """The section "Speed" of docs/llm.md."""
+    """The section "Speed" of docs/measurements/llm.md."""
     settings, machine = results["settings"], results["machine"]
-    options = results["command"].partition("--output docs/llm")[2].strip()
+    options = results["command"].partition("--output docs/measurements/llm")[2].strip()
     make = "make bench-llm-doc" + (f" BENCH='{options}'" if options else "")
     lines = [
         "## Speed",
@@ -153,11 +153,11 @@ def tables(results: dict[str, Any]) -> str:
         f"Written by `{make}` (`{results['command']}`), {results['date']}.",
         f"Machine: {machine['cpu']}, {machine['cpus']} CPUs usable, {machine['isa']}, {machine['system']}.",
         "",
-        f"Random weights of the shapes named; a prompt of {settings['prompt']} tokens, then {settings['new']} tokens",
-        "decoded greedily, by a loop in Python for every library. Each library has a process of its own; all take turns in",
-        f"{settings['rounds']} rounds, of which these are medians. Share of the bandwidth: bytes of weights that a token",
-        "reads, times tokens per second, divided by the read bandwidth that was measured before and after the turn with as",
-        "many threads (`bench/read_bandwidth.h`).",
+        f"Random weights in each shape; a prompt of {settings['prompt']} tokens, then {settings['new']} tokens",
+        "decoded greedily, by a loop in Python for every library. Each library runs in its own process; all take turns in",
+        f"{settings['rounds']} rounds; the figures are medians. Share of the bandwidth: bytes of weights per token,",
+        "times tokens per second, divided by the read bandwidth measured before and after the turn with the same",
+        "number of threads (`bench/read_bandwidth.h`).",
     ]
     for result in results["shapes"]:
         lines += ["", f"### {result['shape']}", ""]
@@ -168,7 +168,7 @@ def tables(results: dict[str, Any]) -> str:
         for threads in settings["threads"]:
             read = result["read_bandwidth"][str(threads)] / 1e9
             lines += ["", f"{threads} thread{'s' * (threads > 1)}; memory read at {read:.1f} GB/s (median):", ""]
-            lines += ["| | decode, tokens/s | of the bandwidth | prefill, tokens/s | first token, s |"]
+            lines += ["| Library, mode | Decode, tokens/s | Share of the bandwidth | Prefill, tokens/s | First token, s |"]
             lines += ["|---" * 5 + "|"]
             ours = [mode for mode in result["modes"] if mode["threads"] == threads]
             for mode in ours:
@@ -184,7 +184,7 @@ def insert(text: str, section: str) -> str:
     """A document with its section between the markers replaced, or added at the end."""
     section = f"{BEGIN}\n{section}{END}"
     if BEGIN not in text:
-        return (text.rstrip() + "\n\n" if text else "# Language models\n\n") + section + "\n"
+        return (text.rstrip() + "\n\n" if text else "# Measurements: language models\n\n") + section + "\n"
     head, _, rest = text.partition(BEGIN)
     return head + section + rest.partition(END)[2]
 

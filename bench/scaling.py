@@ -26,7 +26,7 @@ from lowbit.llm.shapes import shape_config
 ROOT = Path(__file__).parents[1]
 BITS = 4.5  # 4 bits, groups of 32
 MESSAGES_PER_STEP = 2  # gloo's: "ready", and the data
-SHARE = 0.7  # of the bandwidth that decoding gets on each machine: docs/llm.md has 0.71 to 0.87 on x86
+SHARE = 0.7  # of the bandwidth that decoding gets on each machine: docs/measurements/llm.md has 0.71 to 0.87 on x86
 
 
 @dataclass(frozen=True)

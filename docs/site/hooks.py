@@ -26,7 +26,7 @@ _ELSEWHERE = {
     "examples/cpp": "cpp.md",
     "examples/vendor_kernel": "vendor.md",
 }
-_NAME = re.compile(r"`(docs/([a-z_]+\.md)|" + "|".join(map(re.escape, _ELSEWHERE)) + ")`(?!\\])")
+_NAME = re.compile(r"`(docs/([a-z_]+(?:/[a-z_]+)?\.md)|" + "|".join(map(re.escape, _ELSEWHERE)) + ")`(?!\\])")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -69,7 +69,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, svg in {
         "perplexity": _language_model(root / "examples/tiny_llama/README.md"),
         "sentences": _sentences(root / "examples/minilm/README.md"),
-        "methods": _methods(root / "docs/quality.md"),
+        "methods": _methods(root / "docs/measurements/quality.md"),
     }.items():
         files.append(File.generated(config, f"plots/{name}.svg", content=svg))
     return files
@@ -138,14 +138,14 @@ def _sentences(path: Path) -> str:
 
 
 def _methods(path: Path) -> str:
-    """Each method's perplexity over float, by bits per weight."""
+    """Each method's perplexity ratio, by bits per weight."""
     for header, *rows in _tables(path):
         widths = {column: float(found[1]) for column in header if (found := re.fullmatch(r"\d bits \(([\d.]+)\)", column))}
-        if len(widths) > 1 and header[0] == "method":
+        if len(widths) > 1 and header[0] == "Method":
             break
     else:
         raise PluginError(f"{path} has no table of methods at several widths, which the site plots")
-    figure, axes = _figure("the same model, by method", "bits per weight", "perplexity over float")
+    figure, axes = _figure("the same model, by method", "bits per weight", "perplexity ratio")
     for row in rows:
         cells = dict(zip(header, row, strict=True))
         points = [(widths[column], float(cells[column])) for column in widths if re.fullmatch(r"[\d.]+", cells[column])]
