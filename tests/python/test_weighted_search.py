@@ -1,9 +1,8 @@
 """The weighted search of scales and minimums: lowbit::search_groups."""
 
+import lowbit  # noqa: F401 - registers the operators
 import pytest
 import torch
-
-import lowbit  # noqa: F401 - registers the operators
 
 BITS_AND_MAPPINGS = [(bits, affine) for bits in range(1, 9) for affine in (False, True)]
 
