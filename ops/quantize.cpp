@@ -1,7 +1,9 @@
 #include <memory>
 #include <new>
+#include <utility>
 
 #include "../kernels/round_to_nearest.h"
+#include "../kernels/weighted_search.h"
 #include "check.h"
 #include "operators.h"
 #include "schedule.h"
@@ -47,6 +49,43 @@ Status quantize(const TensorView& weight, int bits, int64_t group_size, bool aff
     const std::unique_ptr<float[]> row(new (std::nothrow) float[static_cast<size_t>(layout.k)]);
     error.report(begin, row == nullptr ? Status::no_memory("no memory for a row of %" PRId64 " weights", layout.k)
                                        : round_to_nearest(layout, args, begin, end, row.get()));
+  });
+  return error.status();
+}
+
+Status search_groups(const TensorView& weights, const TensorView& importance, int bits, bool affine,
+                     const TensorView& scales, const TensorView& mins, const Parallel& parallel) {
+  if (Status s = check_parallel(parallel); !s.ok()) return s;
+  if (bits < 1 || bits > 8) return Status::error("bits is %d; expected 1 to 8", bits);
+  for (const auto& [name, tensor] : {std::pair{"weights", &weights}, std::pair{"importance", &importance}}) {
+    if (tensor->shape.ndim != 2 || tensor->shape.size[0] < 1 || tensor->shape.size[1] < 1) {
+      return Status::error("%s has shape %s; expected [rows, inputs], each 1 or more", name, describe(tensor->shape).text);
+    }
+    if (Status s = check_tensor(name, *tensor, ElementType::f32, tensor->shape); !s.ok()) return s;
+  }
+  const int64_t groups = weights.shape.size[0], inputs = weights.shape.size[1];
+  if (importance.shape.size[1] != inputs || groups % importance.shape.size[0] != 0) {
+    return Status::error("importance has shape %s; expected [rows, %" PRId64 "], rows a divisor of %" PRId64,
+                         describe(importance.shape).text, inputs, groups);
+  }
+  if (Status s = check_tensor("scales", scales, ElementType::f32, Shape{1, {groups}}); !s.ok()) return s;
+  if (Status s = check_tensor("mins", mins, ElementType::f32, Shape{1, {affine ? groups : 0}}); !s.ok()) return s;
+  if (Status s = check_apart({{"scales", &scales}, {"mins", &mins}}, {{"weights", &weights}, {"importance", &importance}});
+      !s.ok()) {
+    return s;
+  }
+  const WeightedSearchArgs args{static_cast<const float*>(weights.data), static_cast<const float*>(importance.data), inputs,
+                                importance.shape.size[0], bits, affine, static_cast<float*>(scales.data),
+                                affine ? static_cast<float*>(mins.data) : nullptr};
+  FirstError error;
+  constexpr int64_t kClaimWeights = 1 << 14;
+  parallel_1d(parallel, groups, 1 + kClaimWeights / inputs, [&](int, int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> scratch(new (std::nothrow) float[static_cast<size_t>(weighted_search_scratch(inputs))]);
+    if (scratch == nullptr) {
+      error.report(begin, Status::no_memory("no memory for a group of %" PRId64 " weights", inputs));
+    } else {
+      weighted_search(args, begin, end, scratch.get());
+    }
   });
   return error.status();
 }

@@ -256,6 +256,16 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& weight, int64_t bits, 
   return {codes, scales, mins};
 }
 
+std::tuple<Tensor, Tensor> search_groups(const Tensor& weights, const Tensor& importance, int64_t bits, bool affine) {
+  const TensorView weights_view = view_of("weights", weights);
+  const int64_t groups = weights_view.shape.ndim == 2 ? weights_view.shape.size[0] : 0;
+  const Tensor scales = allocate({1, {groups}}, ScalarType::Float);
+  const Tensor mins = allocate({1, {affine ? groups : 0}}, ScalarType::Float);
+  raise_unless_ok(lowbit::search_groups(weights_view, view_of("importance", importance), width_of(bits), affine,
+                                        view_of("scales", scales), view_of("mins", mins), torch_threads()));
+  return {scales, mins};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
@@ -284,6 +294,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
   library.def(
       "quantize(Tensor weight, int bits, int group_size, bool affine, bool search) -> "
       "(Tensor codes, Tensor scales, Tensor mins)");
+  library.def(
+      "search_groups(Tensor weights, Tensor importance, int bits, bool affine) -> (Tensor scales, Tensor mins)");
   library.def("unpack(Tensor packed_weight) -> (Tensor codes, Tensor scales, Tensor mins, Tensor bias)");
 }
 
@@ -295,5 +307,6 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("attention", TORCH_BOX(&attention));
   library.impl("pack", TORCH_BOX(&pack));
   library.impl("quantize", TORCH_BOX(&quantize));
+  library.impl("search_groups", TORCH_BOX(&search_groups));
   library.impl("unpack", TORCH_BOX(&unpack));
 }

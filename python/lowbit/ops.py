@@ -418,6 +418,12 @@ def _(codes, scales, mins, bias, bits, group_size, levels=None):
     return codes.new_empty((size,))
 
 
+@torch.library.register_fake("lowbit::search_groups")
+def _search_groups_fake(weights: Tensor, importance: Tensor, bits: int, affine: bool) -> tuple[Tensor, Tensor]:
+    groups = weights.shape[0]
+    return weights.new_empty(groups), weights.new_empty(groups if affine else 0)
+
+
 @torch.library.register_fake("lowbit::quantize")
 def _(weight, bits, group_size, affine, search):
     n, k = weight.shape

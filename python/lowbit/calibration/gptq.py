@@ -142,7 +142,7 @@ class Solver:
                     last = min(i + group, end)
                     scale, low = search_groups(
                         in_groups(block[at : last - begin].T, group)[:, :1],
-                        in_groups(self.costs[None, i:last], group)[:, :1].expand(n, 1, -1),
+                        in_groups(self.costs[None, i:last], group)[:, :1],
                         config,
                     )
                     scales[:, g] = stored(scale, largest)[:, 0]
