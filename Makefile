@@ -584,7 +584,8 @@ bench-doc: $(VENV)/installed
 	$(call build-bench,roofs)
 	$(COMPARE) --document docs/bench $(BENCH)
 
-# Language models of well-known shapes beside llama.cpp and torch, after `make bench-peers`; the second writes docs/measurements/llm.*.
+# Language models of well-known shapes beside llama.cpp and torch, after `make bench-peers`; the second writes
+# docs/measurements/llm.*.
 bench-llm: $(VENV)/installed
 	$(BIN)/python bench/llm.py $(BENCH)
 

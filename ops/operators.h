@@ -94,8 +94,8 @@ LOWBIT_API Status quantize(const TensorView& weight, int bits, int64_t group_siz
                            const TensorView& codes, const TensorView& scales, const TensorView& mins,
                            const Parallel& parallel);
 
-// Scales and minimums by weighted search (kernels/weighted_search.h).  weights [m, inputs] and importance [p, inputs] float32, m a
-// multiple of p: row i of the weights counts by row i % p of the importance;  scales [m] float32, mins [m] (symmetric: [0]).
+// Scales and minimums by weighted search (kernels/weighted_search.h).  weights [m, inputs] and importance [p, inputs] float32,
+// m a multiple of p: row i of the weights counts by row i % p of the importance;  scales [m] float32, mins [m] (symmetric [0]).
 LOWBIT_API Status search_groups(const TensorView& weights, const TensorView& importance, int bits, bool affine,
                                 const TensorView& scales, const TensorView& mins, const Parallel& parallel);
 

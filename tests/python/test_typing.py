@@ -9,9 +9,10 @@ from lowbit import _C
 
 PACKAGE = Path(lowbit.__file__).parent
 
+INDEX = "typing.SupportsInt | typing.SupportsIndex"
 # What pybind11 says of a C++ type, and what the stub says.
 TYPES = {
-    "typing.SupportsInt | typing.SupportsIndex": "int",
+    INDEX: "int",
     "bool": "bool",
     "str": "str",
     "int": "int",
@@ -19,7 +20,7 @@ TYPES = {
     "bytes": "bytes",
     "dict": "dict[str, Any]",
     "list": "list[dict[str, Any]]",
-    "collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]": "Sequence[tuple[int, int]]",
+    f"collections.abc.Sequence[tuple[{INDEX}, {INDEX}]]": "Sequence[tuple[int, int]]",
     "None": "None",
 }
 # A std::string takes both; the loader gets what os.fsencode gives, a table of levels is bytes.
