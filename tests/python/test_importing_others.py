@@ -72,7 +72,7 @@ def test_torchao_of_other_kinds_is_refused(tmp_path, torchao):
     source, _ = torchao("other", 4, granularity=PerGroup(32))
     file = source / "model.safetensors"
     with safe_open(file, "pt") as opened:
-        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened}
+        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     for change, message in (
         ({f"{LAYER}.weight": metadata[f"{LAYER}.weight"].replace("IntxUnpacked", "Other")}, "is a OtherToInt8Tensor"),
         ({f"{LAYER}.weight": "[" * 100000}, "do not say what"),
