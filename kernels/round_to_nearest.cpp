@@ -5,13 +5,12 @@
 #include <limits>
 
 #include "pack.h"
+#include "weight_grid.h"
 
 namespace lowbit {
 namespace {
 
 constexpr float kLargestWeight = std::numeric_limits<float>::max() / 4;
-// A group whose scale would be smaller counts as constant: the inverse of the scale must be finite.
-constexpr float kSmallestScale = 0x1p-120f;
 constexpr float kShrinkStep = 0.05f;
 constexpr int kFits = 2;
 
@@ -31,8 +30,6 @@ struct Grid {
   float scale, min;  // a weight is scale * code + min
 };
 
-// Rounds to an integer, ties to even, for values below 2^22: the sum has no room for a fraction.
-constexpr float kRoundShift = 0x1.8p23f;
 float round_small(float value) { return (value + kRoundShift) - kRoundShift; }
 
 // In the form that is one max and one min instruction.

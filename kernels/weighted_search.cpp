@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "numeric.h"
+#include "weight_grid.h"
 
 namespace lowbit {
 namespace {
@@ -24,9 +24,6 @@ struct Lanes {
 
 constexpr int kFits = 3;
 constexpr float kStep = 0.03f;  // between the ranges of a symmetric group that are tried, as a part of the whole range
-constexpr float kRoundShift = 0x1.8p23f;
-// A smaller scale counts as none: its inverse must be finite.
-constexpr float kSmallestScale = 0x1p-120f;
 
 // Symmetric ranges that are tried below the whole range. Fewer levels gain from cutting off more.
 constexpr int kShrinks[] = {0, 24, 24, 20, 16, 12, 10, 8, 8};

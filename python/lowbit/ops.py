@@ -419,7 +419,7 @@ def _(codes, scales, mins, bias, bits, group_size, levels=None):
 
 
 @torch.library.register_fake("lowbit::search_groups")
-def _search_groups_fake(weights: Tensor, importance: Tensor, bits: int, affine: bool) -> tuple[Tensor, Tensor]:
+def _(weights, importance, bits, affine):
     groups = weights.shape[0]
     return weights.new_empty(groups), weights.new_empty(groups if affine else 0)
 

@@ -12,7 +12,7 @@ from .groups import in_groups
 from .layers import Prepared
 from .quantize import Config
 
-# As kernels/round_to_nearest.cpp and kernels/pack.cpp have them.
+# As kernels/weight_grid.h and kernels/pack.cpp have them.
 _SMALLEST_STEP = 2.0**-120
 _SMALLEST_FACTOR = 2.0**-126
 _LARGEST_SCALE = 2.0**15

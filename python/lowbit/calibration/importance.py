@@ -70,7 +70,7 @@ def search_groups(x: Tensor, importance: Tensor, config: Config) -> tuple[Tensor
         importance = torch.where(total > 0, importance / torch.where(total > 0, total, 1.0), 1.0 / x.shape[2])
         return _search_table(x, importance.expand(x.shape), table), None
     affine = config.mapping == "affine"
-    rows, counts = (each.flatten(0, 1).float().contiguous() for each in (x, importance))
+    rows, counts = (values.flatten(0, 1).float().contiguous() for values in (x, importance))
     scale, min = torch.ops.lowbit.search_groups(rows, counts, config.bits, affine)
     return scale.view(x.shape[:2]), min.view(x.shape[:2]) if affine else None
 
