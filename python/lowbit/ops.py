@@ -424,6 +424,11 @@ def _(weights, importance, bits, affine):
     return weights.new_empty(groups), weights.new_empty(groups if affine else 0)
 
 
+@torch.library.register_fake("lowbit::error_feedback")
+def _(weights, factor, pull, scales, mins, levels, bits):
+    return tuple(torch.empty_like(weights) for _ in range(3))
+
+
 @torch.library.register_fake("lowbit::quantize")
 def _(weight, bits, group_size, affine, search):
     n, k = weight.shape
