@@ -64,7 +64,7 @@ static void times_panel(const lowbit_linear_args* args, const uint8_t* panel, in
   memset(acc, 0, LOWBIT_PANEL_ROWS * sizeof *acc);
   for (int64_t group = 0, i = 0; group < layout->groups; ++group) {
     const int64_t group_end = i + group_inputs < layout->k ? i + group_inputs : layout->k;
-    float products[LOWBIT_PANEL_ROWS];
+    float products[LOWBIT_PANEL_ROWS] = {0};
     for (bool first = true; i < group_end; first = false, ++segment) {
       const int64_t end = i + LOWBIT_SEGMENT_INPUTS < group_end ? i + LOWBIT_SEGMENT_INPUTS : group_end;
       int32_t sums[LOWBIT_PANEL_ROWS] = {0};
