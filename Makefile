@@ -159,6 +159,7 @@ NEON_CPU := $(word 2,$(ARM_CPUS))
 test-arm: build-test-arm
 	$(call test-arm-cpu,$(NEON_CPU),-R '$(NEON_LONG)')
 	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-LE soak -E '$(NEON_LONG)')
+	QEMU_CPU=max $(CTEST) --test-dir build/test-arm -R '^isa_cap[.](none|bf16|sve2)$$'  # with SVE2
 	QEMU_PAGESIZE=65536 QEMU_CPU=cortex-a76 $(CTEST) --test-dir build/test-arm \
 	  -R '^(format|fuzz[.]packed|kernels[.]neon[.](quantize|embedding))$$'  # pages of 64 KiB, around every buffer
 

@@ -77,7 +77,7 @@ Status vendor_layout(const Layout& layout, const PackedFormat& format, Layout* r
   Layout l = layout;
   l.format = format.format;
   l.block_bytes = l.group_bytes = l.head_offset = l.panel_bytes = l.total_bytes = 0;
-  const int64_t bytes = format.bytes(l);
+  const int64_t bytes = format.bytes(format.context, l);
   if (bytes < 1 || bytes > kMaxVendorBytes) {
     return Status::error("format '%s' does not hold %" PRId64 " x %" PRId64 " weights of %d bits, %s, group size %"
                          PRId64, name.text, l.n, l.k, l.bits,

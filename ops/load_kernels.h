@@ -15,6 +15,6 @@ namespace lowbit {
 LOWBIT_API Status load_kernels(const char* path);
 
 // The same for a table that is already in the process. `name` is shown as its origin.
-LOWBIT_API Status add_kernels(const KernelLibrary& library, const char* name);
+LOWBIT_API Status add_kernels(const lowbit_library& library, const char* name);
 
 }  // namespace lowbit

@@ -44,6 +44,19 @@ struct Memory {
   uint64_t checksums[kMostPanels];
 };
 
+// The same for attention: keys and values of one head, over two spans, as the portable row and as another one writes them.
+constexpr int64_t kPositions = 600, kHeld = 608, kWidth = 64, kValueWidth = 32, kQueries = 3, kSpans = 2;
+
+struct AttentionMemory {
+  alignas(kAlignment) float scratch[lowbit_attention_scratch(kWidth, kValueWidth)];
+  alignas(kAlignment) float partials[kSpans * lowbit_attention_partial(kAttentionRows, kValueWidth)];
+  struct Cache {
+    float keys[kHeld * kWidth], values[kHeld * kValueWidth], key_scales[kHeld], value_scales[kHeld];
+  } expected_cache, found_cache;
+  float q[kQueries][kWidth], k[kWidth], v[kValueWidth];
+  float expected[kQueries][kValueWidth], found[kQueries][kValueWidth];
+};
+
 // Numbers without a pattern, the same in each trial.
 class Random {
  public:
@@ -96,9 +109,130 @@ class Buffer {
   int64_t bytes_ = 0;
 };
 
+// Rows of attention, in the same way.
+class AttentionTrial {
+ public:
+  explicit AttentionTrial(AttentionMemory& memory) : memory_(memory) {}
+
+  Status run(const AttentionKernel& row) {
+    for (const CacheType cache : {CacheType::f32, CacheType::bf16, CacheType::f16, CacheType::i8, CacheType::i4}) {
+      for (const DType type : {DType::f32, DType::bf16, DType::f16}) {
+        if (cache <= CacheType::f16 && cache != CacheType::f32 && cache != cache_type_of(type)) continue;
+        if (Status s = write(row, cache, type); !s.ok()) return s;
+        for (const float cap : {0.0f, 2.0f}) {
+          if (Status s = attend(row, cache, type, cap); !s.ok()) return s;
+        }
+        if (Status s = attend_spans(row, cache, type); !s.ok()) return s;
+      }
+    }
+    return {};
+  }
+
+ private:
+  void fill(void* values, DType type, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) store_from_f32(values, type, i, random_.between(-1.5f, 1.5f));
+  }
+
+  // Writes all positions, by the portable row and by `row`.
+  Status write(const AttentionKernel& row, CacheType cache, DType type) {
+    std::memset(&memory_.expected_cache, 0, sizeof memory_.expected_cache);
+    std::memset(&memory_.found_cache, 0, sizeof memory_.found_cache);
+    for (int64_t position = 0; position < kPositions; ++position) {
+      fill(memory_.k, type, kWidth);
+      fill(memory_.v, type, kValueWidth);
+      const auto to = [&](AttentionMemory::Cache& to, const void* context) {
+        const bool scales = has_scales(cache);
+        return AttentionWriteArgs{memory_.k, memory_.v, 1, 1, to.keys, to.values, scales ? to.key_scales : nullptr,
+                                  scales ? to.value_scales : nullptr, position, type, cache, kWidth, kValueWidth, context};
+      };
+      portable_attention().write(to(memory_.expected_cache, nullptr));
+      row.write(to(memory_.found_cache, row.context));
+    }
+    const auto* const found = reinterpret_cast<const unsigned char*>(&memory_.found_cache);
+    const auto* const expected = reinterpret_cast<const unsigned char*>(&memory_.expected_cache);
+    for (size_t i = 0; i < sizeof memory_.found_cache; ++i) {
+      if (found[i] == expected[i]) continue;
+      const bool is_key = i < offsetof(AttentionMemory::Cache, values);
+      return Status::error("row '%s' writes something else than the portable kernel: %" PRId64 " positions of %s to a cache of "
+                           "type %d: byte %zu of the %s is 0x%02x; expected 0x%02x",
+                           row.name, kPositions, name_of(type), static_cast<int>(cache),
+                           is_key ? i : i - offsetof(AttentionMemory::Cache, values), is_key ? "keys" : "values and scales",
+                           found[i], expected[i]);
+    }
+    return {};
+  }
+
+  // What both rows are told, of outputs `out`.
+  AttentionArgs arguments(CacheType cache, DType type, float cap, float (&out)[kQueries][kValueWidth]) {
+    for (int64_t r = 0; r < kQueries; ++r) {
+      q_[r] = memory_.q[r];
+      out_[r] = out[r];
+      begins_[r] = r;
+      ends_[r] = kPositions - kQueries + r + 1;
+      sinks_[r] = 0.5f * static_cast<float>(r);
+    }
+    std::memset(out, 0xff, sizeof out);
+    AttentionMemory::Cache& from = memory_.expected_cache;
+    const bool scales = has_scales(cache);
+    return {kQueries, q_, out_, begins_, ends_, sinks_, from.keys, from.values, scales ? from.key_scales : nullptr,
+            scales ? from.value_scales : nullptr, type, cache, kWidth, kValueWidth, 0.2f, cap, memory_.scratch};
+  }
+
+  Status attend(const AttentionKernel& row, CacheType cache, DType type, float cap) {
+    for (auto& q : memory_.q) fill(q, type, kWidth);
+    portable_attention().run(arguments(cache, type, cap, memory_.expected));
+    AttentionArgs args = arguments(cache, type, cap, memory_.found);
+    args.context = row.context;
+    row.run(args);
+    return compare(row, cache, type, "");
+  }
+
+  Status attend_spans(const AttentionKernel& row, CacheType cache, DType type) {
+    for (auto& q : memory_.q) fill(q, type, kWidth);
+    const auto by_spans = [&](const AttentionKernel& kernel, float (&out)[kQueries][kValueWidth]) {
+      for (int64_t span = 0; span < kSpans; ++span) {
+        AttentionArgs args = arguments(cache, type, 0.0f, out);
+        for (int64_t r = 0; r < kQueries; ++r) {
+          begins_[r] = span * kAttentionSpan;
+          ends_[r] = span == 0 ? kAttentionSpan : kPositions;
+        }
+        if (span > 0) args.sinks = nullptr;
+        args.partial = memory_.partials + span * attention_partial(kQueries, kValueWidth);
+        args.context = kernel.context;
+        kernel.run(args);
+      }
+      kernel.join({kQueries, kSpans, memory_.partials, out_, type, cache, kValueWidth, kernel.context});
+    };
+    by_spans(portable_attention(), memory_.expected);
+    by_spans(row, memory_.found);
+    return compare(row, cache, type, " in spans");
+  }
+
+  Status compare(const AttentionKernel& row, CacheType cache, DType type, const char* how) const {
+    for (int64_t r = 0; r < kQueries; ++r) {
+      for (int64_t i = 0; i < kValueWidth; ++i) {
+        const float found = load_as_f32(memory_.found[r], type, i), expected = load_as_f32(memory_.expected[r], type, i);
+        if (same(found, expected)) continue;
+        return Status::error("row '%s' computes something else than the portable kernel: %" PRId64 " positions of %s in a "
+                             "cache of type %d%s: [%" PRId64 ", %" PRId64 "] is %.9g; expected %.9g",
+                             row.name, kPositions, name_of(type), static_cast<int>(cache), how, r, i,
+                             static_cast<double>(found), static_cast<double>(expected));
+      }
+    }
+    return {};
+  }
+
+  AttentionMemory& memory_;
+  Random random_;
+  const void* q_[kQueries];
+  void* out_[kQueries];
+  int64_t begins_[kQueries], ends_[kQueries];
+  float sinks_[kQueries];
+};
+
 class Trial {
  public:
-  Trial(const KernelLibrary& library, Memory& memory) : library_(library), memory_(memory) {}
+  Trial(const LoadedLibrary& library, Memory& memory) : library_(library), memory_(memory) {}
 
   Status linear(const LinearKernel& row) {
     return with_weights(row, row.n_step < kPanelRows ? kPanelRows : row.n_step,
@@ -190,7 +324,13 @@ class Trial {
     char* const bytes = packed_.take(own->total_bytes);
     if (bytes == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of a trial", own->total_bytes);
     std::memset(bytes, 0, static_cast<size_t>(own->total_bytes));
-    if (format->pack(*own, pack_args(layout), bytes + kHeaderBytes) == nullptr) {
+    // In two calls where the format allows it, as threads would.
+    const int64_t first = format->rows_at_once > 0 && format->rows_at_once < own->n ? format->rows_at_once : own->n;
+    const PackArgs args = pack_args(layout);
+    const auto pack_rows = [&](int64_t begin, int64_t end) {
+      return begin == end || format->pack(format->context, *own, args, begin, end, bytes + kHeaderBytes) == nullptr;
+    };
+    if (pack_rows(first, own->n) && pack_rows(0, first)) {
       *panels = reinterpret_cast<const uint8_t*>(bytes) + kHeaderBytes;
     }
     return {};
@@ -240,8 +380,10 @@ class Trial {
 
     args.layout = own;
     args.out = memory_.found;
+    args.context = row.context;
     args.panels = panels;
     for (const int64_t m : counts) {
+      if (row.supports != nullptr && !row.supports(row.context, own, m, active_isa())) continue;
       args.m = m;
       std::memset(memory_.found, 0xff, sizeof(float) * static_cast<size_t>(m * args.out_stride));
       if (Status s = run(row, args); !s.ok()) return s;
@@ -265,17 +407,25 @@ class Trial {
     return {};
   }
 
-  // In two calls, as threads would: what the row computes at once, and the rest.
+  // In two calls, as threads would make them: what the row computes at once, and the rest.
   Status run(const LinearKernel& row, LinearArgs args) {
+    int64_t scratch_bytes = kLinearScratchBytes;
+    if (Status s = add_scratch(row, args.layout, args.m, 1, &scratch_bytes); !s.ok()) return s;
+    if (scratch_bytes > kLinearScratchBytes) {
+      args.scratch = scratch_.take(scratch_bytes);
+      if (args.scratch == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of scratch", scratch_bytes);
+    }
     if (row.prepare != nullptr) {
-      const int64_t bytes = row.activation_bytes(args.layout, args.m);
-      if (bytes < 1) {
-        return Status::error("row '%s' wants %" PRId64 " bytes for %" PRId64 " rows of activations; expected 1 or more",
-                             row.name, bytes, args.m);
-      }
+      const int64_t bytes = row.activation_bytes(row.context, args.layout, args.m);
+      if (Status s = check_asked(row, "activations", bytes, 1); !s.ok()) return s;
       char* const activations = activations_.take(bytes);
       if (activations == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of activations", bytes);
-      row.prepare({memory_.x, args.layout.k, args.layout, args.m, 0, args.m, activations});
+      // Of 16-bit types the outputs' one, so that each is tried.
+      const DType type = (row.x_types & bit_of(args.out_dtype)) != 0 ? args.out_dtype : DType::f32;
+      char* const x = x_.take(args.m * args.layout.k * size_of(type));
+      if (x == nullptr) return Status::no_memory("no memory for the activations of a trial");
+      for (int64_t i = 0; i < args.m * args.layout.k; ++i) store_from_f32(x, type, i, memory_.x[i]);
+      row.prepare({x, type, args.layout.k, args.layout, args.m, 0, args.m, activations, row.context});
       args.activations = activations;
       args.a = nullptr;
       args.scales = args.group_sums = nullptr;
@@ -316,6 +466,7 @@ class Trial {
       args.panels = panels;
       args.layout = own;
       args.out = memory_.found;
+      args.context = row.context;
       std::memset(memory_.found, 0xff, sizeof(float) * (kMostK + kGap));
       row.run(args);
       float largest = 0.0f;
@@ -346,10 +497,10 @@ class Trial {
       const float value = all ? 0.0f : random_.between(-2.0f, 2.0f) * (number % 5 == 4 ? 1e-20f : 1.0f);
       store_from_f32(memory_.x, type, i, i == 17 ? special[number % 8] : value);
     }
-    const auto at = [&](int64_t i) {
+    const auto at = [&](int64_t i) {  // the portable row's, the row's
       return QuantizeArgs{memory_.x, type, layout.k, padded, layout.group_inputs(), memory_.a + i * kMostPadded,
                           memory_.a_scales + i * kMostPieces, memory_.a_sums + i * kMostPieces,
-                          memory_.a_group_sums + i * kMostGroups};
+                          memory_.a_group_sums + i * kMostGroups, i == 0 ? nullptr : row.context};
     };
     std::memset(memory_.a, 0x80, 2 * kMostPadded);
     std::memset(memory_.a_scales, 0xff, sizeof(float) * 2 * kMostPieces);
@@ -374,15 +525,15 @@ class Trial {
     return compare("group_sums", memory_.a_group_sums, layout.groups, kMostGroups, false);
   }
 
-  const KernelLibrary& library_;
+  const LoadedLibrary& library_;
   Memory& memory_;
-  Buffer packed_, activations_;
+  Buffer packed_, activations_, scratch_, x_;
   Random random_;
 };
 
 }  // namespace
 
-Status try_kernels(const KernelLibrary& library) {
+Status try_kernels(const LoadedLibrary& library) {
   if (Status status = sme_threads_status(); !status.ok()) return status;
   const std::unique_ptr<char, FreeAligned> memory(static_cast<char*>(allocate_aligned(sizeof(Memory))));
   if (memory == nullptr) return Status::no_memory("no memory for %zu bytes of a trial", sizeof(Memory));
@@ -399,6 +550,14 @@ Status try_kernels(const KernelLibrary& library) {
   for (const EmbeddingKernel& row : library.embedding) {
     if (!can_run(row.isa)) continue;
     if (Status status = trial.embedding(row); !status.ok()) return status;
+  }
+  if (library.attention.count == 0) return {};
+  const std::unique_ptr<char, FreeAligned> more(static_cast<char*>(allocate_aligned(sizeof(AttentionMemory))));
+  if (more == nullptr) return Status::no_memory("no memory for %zu bytes of a trial", sizeof(AttentionMemory));
+  AttentionTrial attention(*new (more.get()) AttentionMemory);
+  for (const AttentionKernel& row : library.attention) {
+    if (!can_run(row.isa)) continue;
+    if (Status status = attention.run(row); !status.ok()) return status;
   }
   return {};
 }

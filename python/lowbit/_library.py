@@ -91,7 +91,8 @@ def isa() -> dict:
     """The instruction sets: ``cpu`` (what this CPU has), ``cap`` (``LOWBIT_ISA`` or None), ``active`` (what is used).
 
     ``LOWBIT_ISA`` is read once, when the package is imported, and caps the ISA: on Arm at ``portable``, ``neon``,
-    ``neondot``, ``i8mm`` or ``sme2``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avx512vnni`` or ``amx``.
+    ``neondot``, ``i8mm``, ``bf16``, ``sve2`` or ``sme2``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avxvnniint8``,
+    ``avx512vnni`` or ``amx``. lowbit's own kernels need no ``bf16``, ``sve2`` or ``avxvnniint8``; kernel libraries may.
     """
     from . import _C
 

@@ -55,15 +55,18 @@ void run_quantize(const QuantizeArgs& args) {
 #endif
 }
 [[maybe_unused]] void prepare(const PrepareArgs&) {}
-[[maybe_unused]] int64_t activation_bytes(const Layout&, int64_t) { return 64; }
-int64_t format_bytes(const Layout&) { return 64; }
-const char* pack_format(const Layout&, const PackArgs&, void*) { return nullptr; }
+[[maybe_unused]] int64_t activation_bytes(const void*, const Layout&, int64_t) { return 64; }
+void run_attention(const AttentionArgs&) {}
+[[maybe_unused]] void write_attention(const AttentionWriteArgs&) {}
+[[maybe_unused]] void join_attention(const AttentionJoinArgs&) {}
+int64_t format_bytes(const void*, const Layout&) { return 64; }
+const char* pack_format(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
 
 // ISA bits of another processor's family, and all of this one's: hardly any CPU has them all.
 #if defined(__aarch64__)
-[[maybe_unused]] constexpr IsaBits kForeignIsa = kAvx2, kMissingIsa = kNeon | kNeonDot | kI8mm;
+[[maybe_unused]] constexpr IsaBits kForeignIsa = kAvx2, kMissingIsa = kNeon | kNeonDot | kI8mm | kBf16 | kSve2;
 #else
-[[maybe_unused]] constexpr IsaBits kForeignIsa = kNeon, kMissingIsa = kAvx2 | kAvxVnni | kAvx512Vnni | kAmx;
+[[maybe_unused]] constexpr IsaBits kForeignIsa = kNeon, kMissingIsa = kAvx2 | kAvxVnni | kAvxVnniInt8 | kAvx512Vnni | kAmx;
 #endif
 
 // After the built-in rows.
@@ -71,6 +74,7 @@ struct Rows {
   LinearKernel linear[2] = {{"fault_linear", kPortable, Format::panel16, 4, 1, 16, run_linear},
                             {"fault_linear_2", kPortable, Format::panel16, 4, 4, 16, run_linear}};
   EmbeddingKernel embedding[1] = {{"fault_embedding", kPortable, Format::panel16, 4, run_embedding}};
+  AttentionKernel attention[1] = {{"fault_attention", kPortable, run_attention, write_attention, join_attention}};
   QuantizeKernel quantize[1] = {{"fault_quantize", kPortable, run_quantize}};
   PackedFormat formats[2] = {{vendor_format("FLT1"), format_bytes, pack_format},
                              {vendor_format("FLT2"), format_bytes, pack_format}};
@@ -86,7 +90,11 @@ struct Rows {
 #if defined(FAULT_other_abi)
     library.abi = 7;
 #elif defined(FAULT_other_size)
-    library.sizes.linear_row -= 8;
+    library.sizes.linear_row += 8;
+#elif defined(FAULT_small_size)
+    library.sizes.linear_args -= 16;
+#elif defined(FAULT_odd_size)
+    library.sizes.format -= 1;
 #elif defined(FAULT_no_vendor)
     library.vendor = nullptr;
 #elif defined(FAULT_bad_preference)
@@ -118,10 +126,25 @@ struct Rows {
     linear[0].m_least = 0;
 #elif defined(FAULT_bad_n_step)
     linear[0].n_step = 24;
-#elif defined(FAULT_bad_m_most)
-    linear[1].m_most = 3;
-#elif defined(FAULT_bad_group_step)
-    linear[0].group_step = 24;
+#elif defined(FAULT_bad_x_types)
+    linear[1].x_types = 8;
+#elif defined(FAULT_bad_scratch)
+    linear[1].scratch_bytes = [](const void*, const Layout&, int64_t, int) { return int64_t{-1}; };
+#elif defined(FAULT_bad_activation_bytes)
+    linear[0].format = vendor_format("FLT1");
+    linear[0].prepare = prepare;
+    linear[0].activation_bytes = [](const void*, const Layout&, int64_t) { return INT64_MAX; };
+#elif defined(FAULT_bad_rows_at_once)
+    formats[0].rows_at_once = -1;
+#elif defined(FAULT_null_attention)
+    library.attention = {attention, 1};
+    attention[0].run = nullptr;
+#elif defined(FAULT_null_attention_write)
+    library.attention = {attention, 1};
+    attention[0].write = nullptr;
+#elif defined(FAULT_null_attention_join)
+    library.attention = {attention, 1};
+    attention[0].join = nullptr;
 #elif defined(FAULT_half_prepare)
     linear[0].format = vendor_format("FLT1");
     linear[0].prepare = prepare;
