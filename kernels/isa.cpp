@@ -153,7 +153,7 @@ IsaBits detect(IsaBits allowed) {
   return bits | kInStep;
 }
 
-// Measured on both makers' CPUs: docs/design.md, Memory.
+// Measured on both makers' CPUs: docs/internals/kernels.md, Memory.
 bool reads_several_streams_faster() {
   unsigned highest, name[3];
   return __get_cpuid(0, &highest, &name[0], &name[2], &name[1]) && std::memcmp(name, "GenuineIntel", sizeof name) == 0;

@@ -145,6 +145,10 @@ Status check_format(const KernelLibrary& library, const PackedFormat& format) {
   if (format.bytes == nullptr || format.pack == nullptr) {
     return Status::error("format '%s' has no function %s", name.text, format.bytes == nullptr ? "bytes" : "pack");
   }
+  if (!(format.tolerance >= 0.0f && format.tolerance <= 1.0f)) {
+    return Status::error("format '%s' has the tolerance %g; expected 0 to 1", name.text,
+                         static_cast<double>(format.tolerance));
+  }
   size_t count = 0;
   for (const PackedFormat& other : library.formats) count += other.format == format.format;
   if (count > 1 || find_format(format.format) != nullptr) {

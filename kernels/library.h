@@ -11,7 +11,8 @@
 // rows: a row that needs more than IsaBits can say (SVE2, SME) is left out where the CPU lacks it.
 //
 // Rows of Format::panel16 keep the contract of ukernel.h to the bit, so that a result does not depend on who computed
-// it. A format of the vendor's own has its own rounding.
+// it. A format of the vendor's own has its own rounding, and says how much that is. All rows are tried at load, and a library
+// with a row that computes something else is refused.
 #pragma once
 
 #include "pack.h"
@@ -20,7 +21,7 @@
 namespace lowbit {
 
 // Changes with every structure that a library and its host share.
-inline constexpr uint32_t kKernelAbi = 4;
+inline constexpr uint32_t kKernelAbi = 5;
 
 // A vendor's layout of the bytes behind the 64-byte header, which stays lowbit's. `bytes` is asked on each call, for
 // sizes that come from outside: it takes any n and k up to kMaxDimension.
@@ -32,6 +33,10 @@ struct PackedFormat {
   // unpack may be null: weights of this format cannot be unpacked then.
   const char* (*pack)(const Layout&, const PackArgs&, void* bytes);
   const char* (*unpack)(const Layout&, const void* bytes, const UnpackArgs&) = nullptr;
+  // How far results of its rows may be from those of the portable kernels with the same weights in panel16, for the trial at
+  // load (ops/try_kernels.h): of linear rows, as a share of the sum of the magnitudes of all products and of the bias; of
+  // embedding rows, of the largest value of the row. 0: not at all, but for the rounding of outputs.
+  float tolerance = 0.0f;
 };
 
 // Whether a library's rows are asked before or after those that are built in. Among libraries, the first loaded comes

@@ -200,6 +200,18 @@ const AttentionKernel& choose_attention(IsaBits isa) {
   __builtin_unreachable();
 }
 
+const QuantizeKernel& portable_quantize() { return kQuantizePortable.rows[0]; }
+
+const LinearKernel& portable_linear(int bits) {
+  assert(kLinearPortable.rows[bits - 1].bits == bits);
+  return kLinearPortable.rows[bits - 1];
+}
+
+const EmbeddingKernel& portable_embedding(int bits) {
+  assert(kEmbeddingPortable.rows[bits - 1].bits == bits);
+  return kEmbeddingPortable.rows[bits - 1];
+}
+
 const LoadedLibrary* library_of(const void* row) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {

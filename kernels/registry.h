@@ -27,6 +27,11 @@ LOWBIT_API const LinearKernel& choose_linear(const Layout& layout, int64_t m, Is
 LOWBIT_API const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa);
 LOWBIT_API const AttentionKernel& choose_attention(IsaBits isa);
 
+// The portable rows for panel16, whatever libraries are loaded: all other rows give the same bits.
+LOWBIT_API const QuantizeKernel& portable_quantize();
+LOWBIT_API const LinearKernel& portable_linear(int bits);
+LOWBIT_API const EmbeddingKernel& portable_embedding(int bits);
+
 struct LoadedLibrary {
   const KernelLibrary* library;
   const char* path;
@@ -37,6 +42,9 @@ LOWBIT_API const LoadedLibrary* library_of(const void* row);
 
 // A loaded library's format; null when there is none, and for panel16.
 LOWBIT_API const PackedFormat* find_format(Format format);
+
+// make_vendor_layout() for a format that no library has to be loaded for.
+Status vendor_layout(const Layout& layout, const PackedFormat& format, Layout* result);
 
 // For ops/load_kernels.cpp. check_library() says whether a table can be taken; add_library() takes it. One thread at a
 // time; others may be choosing kernels meanwhile. Both pointers stay valid for the life of the process.

@@ -21,6 +21,8 @@ constexpr int64_t kTileBytes = 256 << 10;
 // Some rows of one expert: places [first, first + rows) in the order of experts.
 struct ExpertRows {
   int64_t expert, first, rows;
+  const LinearKernel* kernel;
+  const LinearKernel* beside;  // for threads that have no matrix unit: sme_threads.h
 };
 
 // A tensor of `size[0]` packed matrices of `size[1]` bytes each.
@@ -140,8 +142,8 @@ class Call {
   }
 
   // Panels [begin, end) for some rows of an expert. Panels are a matrix of their own: the kernel writes its rows to the
-  // worker's memory, from where they go to their places in the output. `isa`: what the worker may use.
-  void run(const ExpertRows& part, int64_t begin, int64_t end, IsaBits isa, char* worker) const {
+  // worker's memory, from where they go to their places in the output.
+  void run(const ExpertRows& part, int64_t begin, int64_t end, const LinearKernel& kernel, char* worker) const {
     const Layout& whole = memory_.layouts[part.expert];
     LinearArgs args{};
     args.layout = whole;
@@ -162,7 +164,7 @@ class Call {
     const bool alone = part.rows == 1;
     args.out = alone ? column + results[0] * whole.n * item_ : worker + kLinearScratchBytes;
     args.out_stride = alone ? whole.n : args.layout.n;
-    choose_linear(whole, part.rows, isa).run(args);
+    kernel.run(args);
     const int64_t bytes = args.layout.n * item_;
     for (int64_t i = 0; i < part.rows && !alone; ++i) {
       std::memcpy(column + results[i] * whole.n * item_, static_cast<const char*>(args.out) + i * bytes,
@@ -195,7 +197,8 @@ int64_t sort_by_expert(const Memory& memory, int64_t experts, int64_t first, int
     const int64_t begin = memory.next[expert], rows = memory.next[expert + 1];
     const int64_t pieces = (rows + most - 1) / most;
     for (int64_t i = 0; i < pieces; ++i) {  // equal ones: no last one of a row or two that pays for all unpacking
-      memory.parts[parts++] = {expert, begin + rows * i / pieces, rows * (i + 1) / pieces - rows * i / pieces};
+      const int64_t from = rows * i / pieces, to = rows * (i + 1) / pieces;
+      memory.parts[parts++] = {expert, begin + from, to - from, nullptr, nullptr};
     }
     memory.next[expert + 1] += begin;
   }
@@ -249,17 +252,35 @@ Status read_chosen(const TensorView& x, const TensorView& packed, const TensorVi
   return {};
 }
 
+// The kernels of all parts.
+void choose_kernels(const Memory& memory, int64_t parts, int threads) {
+  for (ExpertRows* part = memory.parts; part < memory.parts + parts; ++part) {
+    const Layout& layout = memory.layouts[part->expert];
+    part->kernel = part->beside = &choose_linear(layout, part->rows, active_isa());
+    if ((part->kernel->isa & kSme2) != 0 && threads > sme_threads()) {
+      part->beside = &choose_linear(layout, part->rows, active_isa() & ~IsaBits{kSme2});
+    }
+  }
+}
+
 // How many panels a tile of a part has. One row of an expert reads its weights once, so its tiles are as long as there
-// are enough of them for all threads; those of more rows have what fits their memory, `tile_bytes`.
+// are enough of them for all threads; those of more rows have what fits their memory, `tile_bytes`. Either way they are
+// multiples of what the kernels compute at once.
 int64_t panels_per_tile(const Memory& memory, int64_t parts, int64_t results, const Layout& layout, int64_t item,
                         int64_t tile_bytes, int threads) {
-  int64_t most_rows = 1;
-  for (int64_t i = 0; i < parts; ++i) most_rows = memory.parts[i].rows > most_rows ? memory.parts[i].rows : most_rows;
+  int64_t most_rows = 1, at_once = 1;
+  for (int64_t i = 0; i < parts; ++i) {
+    const ExpertRows& part = memory.parts[i];
+    if (part.rows > most_rows) most_rows = part.rows;
+    if (cut_in_step(*part.kernel, parts * layout.panels, threads) && panels_at_once(*part.kernel) > at_once) {
+      at_once = panels_at_once(*part.kernel);
+    }
+  }
   const int64_t least = 1 + kClaimProducts * parts / (results * layout.k * kPanelRows);
   const int64_t fits = most_rows == 1 ? layout.panels : at_least_1(tile_bytes / (most_rows * kPanelRows * item));
   int64_t step = at_least_1(parts * layout.panels / (kTilesPerThread * threads));
-  step = step < least ? least : step;
-  return step < fits ? step : fits;
+  step = rounded_up(step < least ? least : step, at_once);
+  return step < fits ? step : fits < at_once ? fits : fits / at_once * at_once;
 }
 
 }  // namespace
@@ -321,6 +342,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   for (int64_t first = 0; first < results; first += chunk) {
     const int64_t here = results - first < chunk ? results - first : chunk;
     const int64_t parts = sort_by_expert(memory, count, first, here, most);
+    choose_kernels(memory, parts, threads.threads);
     const int64_t begin = first / each;
     parallel_1d(here / each * layout.k < kParallelValues ? Parallel() : threads, here / each,
                 at_least_1(kClaimValues / layout.k), [&](int worker, int64_t from, int64_t to) {
@@ -332,11 +354,11 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
     const int64_t tiles = (layout.panels + step - 1) / step;  // of a part
     parallel_1d(threads, parts * tiles, 1, [&](int worker, int64_t from, int64_t to) {
       char* const own = memory.workers + worker * worker_bytes;
-      const IsaBits isa = worker < sme_threads() ? active_isa() : active_isa() & ~IsaBits{kSme2};
       for (int64_t tile = from; tile < to; ++tile) {
         const int64_t panel = tile % tiles * step;
         const int64_t end = panel + step < layout.panels ? panel + step : layout.panels;
-        call.run(memory.parts[tile / tiles], panel, end, isa, own);
+        const ExpertRows& part = memory.parts[tile / tiles];
+        call.run(part, panel, end, worker < sme_threads() ? *part.kernel : *part.beside, own);
       }
     });
   }

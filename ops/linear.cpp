@@ -187,7 +187,7 @@ Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, 
   float* const floats = reinterpret_cast<float*>(memory.data() + aligned(activation_bytes));
   char* const kernel_scratch = memory.data() + aligned(activation_bytes) + float_bytes;
   const int64_t rows_per_claim = (1 + kClaimValues / layout.k / kernel.m_least) * kernel.m_least;
-  const int64_t panels_per_claim = 1 + kClaimProducts / (layout.k * kPanelRows);
+  const int64_t panels_per_claim = rounded_up(1 + kClaimProducts / (layout.k * kPanelRows), panels_at_once(kernel));
 
   for (int64_t first = 0; first < rows; first += chunk) {
     LinearArgs args{};
@@ -230,13 +230,12 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   grid.columns = matrices.panels;
   const int64_t panel_products = grid.rows_of(0) * matrices.k * kPanelRows;
   grid.least_columns = 1 + kClaimProducts / panel_products;
+  int64_t at_once = 1;
   for (int i = 0; i < matrices.count; ++i) {
     const LinearKernel& kernel = *matrices.of[i].kernel;
-    const int64_t at_once = kernel.n_step / kPanelRows;
-    // Panels in step serve memory: a thread without work would lose more.
-    if ((kernel.isa & kInStep) != 0 && matrices.panels < at_once * threads) continue;
-    if (grid.least_columns < at_once) grid.least_columns = at_once;
+    if (cut_in_step(kernel, matrices.panels, threads) && panels_at_once(kernel) > at_once) at_once = panels_at_once(kernel);
   }
+  grid.least_columns = rounded_up(grid.least_columns, at_once);
   grid.most_columns = grid.least_columns < kClaimPanels ? kClaimPanels : grid.least_columns;
   return grid;
 }

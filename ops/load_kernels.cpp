@@ -7,6 +7,7 @@
 
 #include "../kernels/registry.h"
 #include "shared_library.h"
+#include "try_kernels.h"
 
 namespace lowbit {
 namespace {
@@ -27,14 +28,15 @@ Status add_kernels(const KernelLibrary& library, const char* name) {
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   if (is_loaded(library)) return {};
-  if (const Status status = check_library(library); !status.ok()) {
-    return Status::error("'%s' cannot be used: %s", tail(name), status.message());
-  }
+  Status status = check_library(library);
+  if (status.ok()) status = try_kernels(library);
+  if (status.kind() == Status::Kind::no_memory) return status;
+  if (!status.ok()) return Status::error("'%s' cannot be used: %s", tail(name), status.message());
   const size_t bytes = std::strlen(name) + 1;
   std::unique_ptr<char[]> copy(new (std::nothrow) char[bytes]);
   if (copy == nullptr) return Status::no_memory("no memory for a path of %zu bytes", bytes);
   std::memcpy(copy.get(), name, bytes);
-  if (Status status = add_library(library, copy.get()); !status.ok()) return status;
+  if (status = add_library(library, copy.get()); !status.ok()) return status;
   copy.release();  // the registry's from now on
   return {};
 }

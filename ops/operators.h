@@ -99,6 +99,14 @@ LOWBIT_API Status quantize(const TensorView& weight, int bits, int64_t group_siz
 LOWBIT_API Status search_groups(const TensorView& weights, const TensorView& importance, int bits, bool affine,
                                 const TensorView& scales, const TensorView& mins, const Parallel& parallel);
 
+// Rounding in order with errors passed on (kernels/error_feedback.h), all float32.  weights [inputs, rows];  factor and pull
+// [inputs, inputs];  scales and mins [inputs, rows] or [1, rows];  levels [2^bits], ascending;  values, out_levels and errors
+// [inputs, rows]. pull, mins and levels may be null.
+LOWBIT_API Status error_feedback(const TensorView& weights, const TensorView& factor, const TensorView* pull,
+                                 const TensorView& scales, const TensorView* mins, const TensorView* levels, int bits,
+                                 const TensorView& values, const TensorView& out_levels, const TensorView& errors,
+                                 const Parallel& parallel);
+
 // Reads the header of a packed tensor: what every operator does first.
 LOWBIT_API Status read_packed(const TensorView& packed, Layout* layout);
 

@@ -136,7 +136,8 @@ bool is_as_expected() {
          kDot.get_m_step() == 1 && kMmla.get_m_step() == 4;
 }
 
-constexpr PackedFormat kFormats[] = {{kFormat, bytes, pack}};
+// Activations have one scale and a zero point for each row, weights scales of 8 bits.
+constexpr PackedFormat kFormats[] = {{kFormat, bytes, pack, nullptr, 1.0f / 32}};
 constexpr IsaBits kDotBits = kNeon | kNeonDot;
 constexpr LinearKernel kRows[] = {
     {"kleidiai_a8w4_4x8_i8mm", kDotBits | kI8mm, kFormat, 4, 4, 8, run<kMmla>, 0, activation_bytes<kMmla>,

@@ -10,7 +10,7 @@
 // Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
 // One row or two take one panel after the other, without software prefetch: one stream is what Zen 4 reads fastest from
 // memory. More rows have more to multiply than to read, and prefetch (walk_x86.h).
-// Intel's cores want several (docs/design.md, Memory): for them a row goes through panels in step.
+// Intel's cores want several (docs/internals/kernels.md, Memory): for them a row goes through panels in step.
 #pragma once
 
 #include <immintrin.h>

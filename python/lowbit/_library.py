@@ -66,7 +66,8 @@ def load_kernels(path: str | os.PathLike) -> None:
     """Adds the kernels and packed formats of a vendor's shared library to the table, for the rest of the process.
 
     Rows that claim preference are used from the next call on, wherever they fit and this CPU and ``LOWBIT_ISA`` allow
-    the instruction sets that they name. Loading a library again does nothing. How to write one: CONTRIBUTING.md.
+    the instruction sets that they name. Every row is first tried on small matrices, against the portable kernels. Loading a
+    library again does nothing. How to write one: CONTRIBUTING.md.
 
     Args:
         path: the library. A name without a directory is a file in the current one, or else, but not on Windows, what
@@ -74,8 +75,8 @@ def load_kernels(path: str | os.PathLike) -> None:
 
     Raises:
         OSError: there is no such file, or the system cannot load it.
-        ValueError: it is no kernel library, or of another version of the interface, or a row is invalid. Nothing was
-            added then.
+        ValueError: it is no kernel library, or of another version of the interface, or a row is invalid or computes
+            something else than the portable kernel. Nothing was added then.
     """
     from . import _C
 

@@ -263,8 +263,8 @@ def attention(
             example), and leave the rest to it. :func:`cache_width` has the size of the last dimension: int8 caches have
             4 bytes more, for a float32 scale for each position of a head. 4-bit caches are int8, too, with half as many
             bytes and these 4; their widths are multiples of 32. What goes into a smaller type is rounded to nearest, into
-            4 bits behind a rotation; docs/design.md has the formula. A position with a key or value that is not finite is
-            NaN in a cache of codes.
+            4 bits after a rotation; docs/internals/operators.md explains both. In caches of codes a position with a key or
+            value that is not finite is NaN.
         start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
             ``start + i`` of the text and sees all up to itself.
         scale: of the products of q and k; None: ``width ** -0.5``.
@@ -422,6 +422,11 @@ def _(codes, scales, mins, bias, bits, group_size, levels=None):
 def _(weights, importance, bits, affine):
     groups = weights.shape[0]
     return weights.new_empty(groups), weights.new_empty(groups if affine else 0)
+
+
+@torch.library.register_fake("lowbit::error_feedback")
+def _(weights, factor, pull, scales, mins, levels, bits):
+    return tuple(torch.empty_like(weights) for _ in range(3))
 
 
 @torch.library.register_fake("lowbit::quantize")

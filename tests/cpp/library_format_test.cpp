@@ -118,7 +118,7 @@ TEST(C_OwnFormat, AHeaderThatChangesIsReadOnce) {
 }
 
 TEST(D_Threads, ChooseWhileRowsAreAdded) {
-  constexpr int kLibraries = 40;
+  constexpr int kLibraries = 32;
   static char names[kLibraries][32];
   static LinearKernel rows_of[kLibraries];
   static KernelLibrary libraries[kLibraries];
@@ -140,7 +140,7 @@ TEST(D_Threads, ChooseWhileRowsAreAdded) {
     writers.emplace_back([&, t] {
       for (int i = t; i < kLibraries; i += 2) {
         std::snprintf(names[i], sizeof names[i], "added_%d", i);
-        rows_of[i] = {names[i], kPortable, Format::panel16, 2, 1, 16, [](const LinearArgs&) {}};
+        rows_of[i] = {names[i], kPortable, Format::panel16, 2, 1, 16, right_linear};
         libraries[i].vendor = "test";
         libraries[i].preference = Preference::before_built_in;
         libraries[i].linear = {&rows_of[i], 1};
@@ -161,7 +161,7 @@ TEST(D_Threads, RoomForSixtyFour) {
   static KernelLibrary libraries[64];
   for (int i = 0; i < 64; ++i) {
     std::snprintf(names[i], sizeof names[i], "more_%d", i);
-    rows_of[i] = {names[i], kPortable, [](const QuantizeArgs&) {}};
+    rows_of[i] = {names[i], kPortable, portable_quantize().run};
     libraries[i].vendor = "test";
     libraries[i].quantize = {&rows_of[i], 1};
     const size_t before = rows();

@@ -22,11 +22,23 @@ struct Fault {
   const char* message;
 };
 
+template <size_t N>
+void expect_refused(const Fault (&faults)[N]) {
+  const size_t before = rows();
+  for (const Fault& fault : faults) {
+    const std::string path = path_of((std::string("fault_") + fault.library).c_str());
+    EXPECT_TRUE(refused(load_kernels(path.c_str()), fault.message));
+    EXPECT_EQ(rows(), before);
+    EXPECT_EQ(find_format(vendor_format("FLT1")), nullptr);
+    EXPECT_EQ(find_format(vendor_format("FLT2")), nullptr);
+  }
+}
+
 TEST(A_Refused, BrokenLibraries) {
   const Fault faults[] = {
       {"no_function", "has no function 'lowbit_kernels'"},
-      {"null_library", "has no kernels for version 4"},
-      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 4"},
+      {"null_library", "has no kernels for version 5"},
+      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 5"},
       {"other_size", "its structure LinearKernel has 56 bytes; expected 64"},
       {"no_vendor", "the vendor has no name"},
       {"bad_preference", "its preference is 9; expected 0 or 1"},
@@ -57,15 +69,38 @@ TEST(A_Refused, BrokenLibraries) {
       {"null_format_pack", "has no function pack"},
       {"twice_formatted", "format 'FLT1' is there twice"},
       {"second_row_bad", "row 'fault_linear_2' has 0 bits"},
+      {"bad_tolerance", "format 'FLT2' has the tolerance 1.5; expected 0 to 1"},
   };
-  const size_t before = rows();
-  for (const Fault& fault : faults) {
-    const std::string path = path_of((std::string("fault_") + fault.library).c_str());
-    EXPECT_TRUE(refused(load_kernels(path.c_str()), fault.message));
-    EXPECT_EQ(rows(), before);
-    EXPECT_EQ(find_format(vendor_format("FLT1")), nullptr);
-    EXPECT_EQ(find_format(vendor_format("FLT2")), nullptr);
-  }
+  expect_refused(faults);
+}
+
+// Rows that compute something else, each in its own corner.
+TEST(A_Refused, RowsThatLie) {
+  const Fault faults[] = {
+      {"lies_by_a_hundredth",
+       "row 'fault_linear' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group size "
+       "32, 1 rows of activations, float32 outputs: [0, 0] is "},
+      {"lies_at_three_rows", ", 3 rows of activations, float32 outputs: [2, 0] is "},
+      {"lies_in_the_last_column", ", symmetric, group size 32, 1 rows of activations, float32 outputs: [0, 20] is "},
+      {"lies_about_levels",
+       "row 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, levels"},
+      {"lies_where_groups_are_cut", ": 21 x 130 weights of 4 bits, symmetric, group size 48, 1 rows"},
+      {"lies_in_its_tile",
+       "row 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "size 32, 8 rows of activations, float32 outputs: [0, 0] is "},
+      {"lies_from_the_second_panel", ", 1 rows of activations, float32 outputs: [0, 16] is "},
+      {"lies_in_bfloat16", ", group size 64, 1 rows of activations, bfloat16 outputs: [0, 0] is "},
+      {"lies_about_not_a_number", "is 0; expected nan"},
+      {"writes_nothing", "float32 outputs: [0, 0] is -nan; expected "},
+      {"writes_the_gap", "float32 outputs: [0, 21] is 1; expected -nan"},
+      {"lies_in_an_embedding",
+       "row 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "size 32, float32 outputs: [20, 127] is 0.5; expected "},
+      {"lies_in_a_sum",
+       "row 'fault_quantize' computes something else than the portable kernel: 128 float32 values, group size 32: sums[0] is "},
+      {"lies_in_a_scale", "128 float16 values, group size 32: scales[0] is 0; expected nan"},
+  };
+  expect_refused(faults);
 }
 
 TEST(A_Refused, WhatIsNoLibrary) {
@@ -213,13 +248,13 @@ TEST(A_Refused, TablesOfRandomFaults) {
 }
 
 // The structures that libraries are compiled with. A change here needs another kKernelAbi.
-TEST(A_Refused, TheInterfaceIsVersion4) {
-  EXPECT_EQ(kKernelAbi, 4u);
+TEST(A_Refused, TheInterfaceIsVersion5) {
+  EXPECT_EQ(kKernelAbi, 5u);
   const AbiSizes sizes = KernelLibrary{}.sizes;
   EXPECT_EQ(offsetof(KernelLibrary, abi), 0u);
   EXPECT_EQ(offsetof(KernelLibrary, sizes), 4u);
   EXPECT_EQ(sizes.library, 128u);
-  EXPECT_EQ(sizes.format, 32u);
+  EXPECT_EQ(sizes.format, 40u);
   EXPECT_EQ(sizes.quantize_row, 24u);
   EXPECT_EQ(sizes.linear_row, 64u);
   EXPECT_EQ(sizes.embedding_row, 40u);

@@ -43,7 +43,10 @@ TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
 #else
   constexpr IsaBits kNeeded = kAvx2 | kAvx512Vnni, kLess = kAvx2;
 #endif
-  constexpr auto kCount = [](const LinearArgs&) { ++calls_of_one_row; };
+  constexpr auto kCount = [](const LinearArgs& args) {
+    ++calls_of_one_row;
+    portable_linear(args.layout.bits).run(args);
+  };
   static const LinearKernel kRows[] = {
       {"test_2_to_3", kPortable, Format::panel16, 5, 2, 16, kCount, 3},
       {"test_isa", kNeeded, Format::panel16, 6, 1, 16, kCount},
@@ -88,10 +91,88 @@ TEST(B_Added, LimitsGroupsAndIsaOfAPreferredRow) {
   EXPECT_EQ(calls_of_one_row, (kNeeded & ~active_isa()) == 0 ? 1 : 0);
 }
 
+// The pieces that the operators cut for a row that computes 64 columns at once: whole steps, but for what is left.
+namespace steps {
+constexpr int64_t kPanels = 4;
+std::atomic<int> calls{0}, wrong{0};
+
+void write_zeros(const LinearArgs& args) {
+  for (int64_t row = 0; row < args.m; ++row) {
+    for (int64_t i = args.panel_begin * kPanelRows; i < args.panel_end * kPanelRows && i < args.layout.n; ++i) {
+      store_from_f32(args.out, args.out_dtype, row * args.out_stride + i, 0.0f);
+    }
+  }
+}
+void count(const LinearArgs& args) {
+  ++calls;
+  const bool rest = args.panel_end == args.layout.panels;
+  wrong += args.panel_begin % kPanels != 0 || (args.panel_end % kPanels != 0 && !rest);
+  write_zeros(args);
+}
+// Of an expert a call sees a matrix of its own, which only says how many panels it has.
+void count_of_expert(const LinearArgs& args) {
+  ++calls;
+  wrong += args.layout.panels % kPanels != 0 && args.layout.n % kPanelRows == 0;
+  right_linear(args);
+}
+}  // namespace steps
+
+TEST(B_Added, CallsAreWholeStepsOfARowThatPrepares) {
+  static const PackedFormat kFormats[] = {{vendor_format("STEP"), [](const Layout&) { return int64_t{64}; },
+                                           [](const Layout&, const PackArgs&, void*) -> const char* { return nullptr; },
+                                           nullptr, 1.0f}};
+  static const LinearKernel kRows[] = {{"test_8x64", kPortable, vendor_format("STEP"), 1, 8, 64, steps::count, 0,
+                                        [](const Layout&, int64_t) { return int64_t{64}; }, [](const PrepareArgs&) {}}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.linear = {kRows, 1};
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(1);
+  Layout layout = layout_of(37 * kPanelRows - 3, 2048, 1, 32, Mapping::symmetric, false);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout, random)));
+  ASSERT_TRUE(repack_shape(weight.view, "STEP", &layout).ok());
+  Tensor own(ElementType::u8, {layout.total_bytes});
+  ASSERT_TRUE(repack(weight.view, "STEP", own.view, {}).ok());
+  const Tensor x = random_tensor(ElementType::f32, {8, 2048}, random);
+  const Tensor out(ElementType::f32, {8, layout.n});
+  steps::calls = steps::wrong = 0;
+  ASSERT_TRUE(linear(x.view, own.view, layout.n, out.view, threads(3)).ok());
+  EXPECT_GT(steps::calls, 1);
+  EXPECT_EQ(steps::wrong, 0);
+}
+
+TEST(B_Added, CallsForExpertsAreWholeSteps) {
+  static const LinearKernel kRows[] = {
+      {"test_1x64", kPortable, Format::panel16, 1, 1, 64, steps::count_of_expert}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.preference = Preference::before_built_in;
+  library.linear = {kRows, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(1);
+  const Layout layout = layout_of(41 * kPanelRows - 3, 2048, 1, 32, Mapping::symmetric, false);
+  const std::vector<uint8_t> bytes = packed(random_weights(layout, random));
+  const Tensor weights(ElementType::u8, {2, layout.total_bytes});
+  for (int64_t i = 0; i < 2; ++i) std::memcpy(weights.memory->data() + i * layout.total_bytes, bytes.data(), bytes.size());
+  for (const int64_t m : {1, 12}) {  // with more rows than one, what fits the memory of a tile counts too
+    const Tensor x = random_tensor(ElementType::f32, {m, 2048}, random), out(ElementType::f32, {m, 2, layout.n});
+    std::vector<int64_t> chosen;
+    for (int64_t i = 0; i < m; ++i) chosen.insert(chosen.end(), {0, 1});
+    Tensor experts = index_tensor(chosen);
+    experts.view = view_of(experts.memory->data(), ElementType::i64, {m, 2}, {2, 1});
+    steps::calls = steps::wrong = 0;
+    const Status status = linear_experts(x.view, weights.view, experts.view, layout.n, out.view, threads(9));
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_GT(steps::calls, 2);
+    EXPECT_EQ(steps::wrong, 0) << m;
+  }
+}
+
 // A library that says nothing of its place takes no call that a built-in row could have.
 TEST(B_Added, WithoutAPreferenceTheBuiltInRowsStay) {
   static const LinearKernel kRows[] = {
-      {"test_modest", kPortable, Format::panel16, 3, 1, 16, [](const LinearArgs&) {}}};
+      {"test_modest", kPortable, Format::panel16, 3, 1, 16, right_linear}};
   static KernelLibrary library;
   library.vendor = "test";
   library.linear = {kRows, 1};
@@ -165,9 +246,9 @@ TEST(B_Added, AnyMixOfTables) {
   for (size_t mix = 1; mix < 16; ++mix) {
     for (int i = 0; i < 3; ++i) std::snprintf(names[mix][i], sizeof names[mix][i], "mix_%zu_%d", mix, i);
     const uint32_t id = 0x0058494d + (static_cast<uint32_t>('a' + mix) << 24);  // "MIX" and a letter
-    linear[mix] = {names[mix][0], kPortable, Format::panel16, 4, 1, 16, [](const LinearArgs&) {}};
-    embedding[mix] = {names[mix][1], kPortable, Format::panel16, 4, [](const EmbeddingArgs&) {}};
-    quantize[mix] = {names[mix][2], kPortable, [](const QuantizeArgs&) {}};
+    linear[mix] = {names[mix][0], kPortable, Format::panel16, 4, 1, 16, right_linear};
+    embedding[mix] = {names[mix][1], kPortable, Format::panel16, 4, portable_embedding(4).run};
+    quantize[mix] = {names[mix][2], kPortable, portable_quantize().run};
     formats[mix] = {static_cast<Format>(id), [](const Layout&) { return int64_t{0}; },
                     [](const Layout&, const PackArgs&, void*) -> const char* { return nullptr; }};
     KernelLibrary& library = libraries[mix];

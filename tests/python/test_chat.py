@@ -151,7 +151,8 @@ def test_settings_of_generation_config(model):
         assert of(do_sample=True) == (Sampling(1.0, 50), None, [])
         assert of(do_sample=True, temperature=0.6, top_p=0.9, top_k=0) == (Sampling(0.6, None, 0.9), None, [])
         assert of(temperature=0.6, repetition_penalty=1.1, max_new_tokens=7) == (Sampling(0, None, None, 1.1), 7, [])
-        assert of(do_sample=True, min_p=0.1, num_beams=1)[2] == ["min_p"]
+        assert of(do_sample=True, min_p=0.1) == (Sampling(1.0, 50, min_p=0.1), None, [])
+        assert of(do_sample=True, top_h=0.1, num_beams=1)[2] == ["top_h"]
         model.generation_config.top_p = "high"
         with pytest.raises(ValueError, match="generation_config.json has top_p 'high'; expected a number"):
             sampling_of(model)
@@ -168,7 +169,7 @@ def test_repetition_penalty_is_that_of_transformers(model, tokenizer):
     tokens = tokenizer("Return the number of items")["input_ids"]
     logits = llm.Decoder(model, 64)(torch.tensor([tokens]), torch.zeros(1, dtype=torch.int64))[0].float()
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([tokens]), logits[None].clone())[0]
-    found = llm.sampling.penalize(logits, set(tokens), 1.3)
+    found = llm.penalties.penalize(logits, set(tokens), 1.3)
     assert torch.equal(found, expected) and not torch.equal(found, logits)
     with pytest.raises(ValueError, match="repetition_penalty is 0"):
         Sampling(repetition_penalty=0)

@@ -118,22 +118,33 @@ def test_messages_from_a_pipe(talking):
     drawn = ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.9, "--repetition-penalty", 1.2, "--seed", 5)
     said = document(invoke(*options, *drawn, "--system", "Raise.", "--json", stdin="Return the number\n"))
     settings = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 5}
-    assert said["sampling"] == settings | {"max_new_tokens": 16}
+    assert {name: said["sampling"][name] for name in settings} == settings and said["sampling"]["max_new_tokens"] == 16
     assert [turn["answer"] for turn in said["turns"]] == answers(talking, "Return the number", system="Raise.", **settings)
 
 
 def test_settings_come_from_the_model(talking, tmp_path):
     shutil.copytree(talking, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(
-        '{"do_sample": true, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 3, "min_p": 0.1, "eos_token_id": 1}'
+        '{"do_sample": true, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 3, "min_p": 0.1, "top_h": 0.5, "eos_token_id": 1}'
     )
     result = invoke("chat", tmp_path / "model", "--top-p", 0.5, "--json", stdin="Return\n")
     said = document(result)
     assert said["sampling"] == {
-        "temperature": 0.7, "top_k": 50, "top_p": 0.5, "repetition_penalty": 1.0, "seed": 0, "max_new_tokens": 3
+        "temperature": 0.7, "top_k": 50, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_breakers": [],
+        "logit_bias": {}, "stop": [], "seed": 0, "max_new_tokens": 3,
     }  # fmt: skip
     assert len(said["turns"][0]["tokens"]) <= 3
-    assert "sets min_p, which lowbit does not do" in result.stderr
+    assert "sets top_h, which lowbit does not do" in result.stderr
+
+
+def test_an_answer_ends_at_a_string(talking):
+    (whole,) = answers(talking, "Return the number")
+    options = ("chat", talking, "--max-new-tokens", 16, "--max-length", 128, "--json")
+    said = document(invoke(*options, "--stop", whole[3:6], stdin="Return the number\n"))
+    (turn,) = said["turns"]
+    assert (turn["answer"], turn["stopped"]) == (whole[: whole.find(whole[3:6])], "until")
+    assert said["sampling"]["stop"] == [whole[3:6]]
 
 
 def test_a_model_without_template(packed):

@@ -99,7 +99,7 @@ def test_a_shipped_model_on_two_ranks(found):
     assert len(of(found, "tiny")) == 2
     for case in of(found, "tiny"):
         assert case["exact"] and case["tokens"]
-        assert 0 < case["sums"] < 0.02  # each rank quantizes its own activations: docs/design.md
+        assert 0 < case["sums"] < 0.02  # each rank quantizes its own activations: docs/internals/language_models.md
         assert case["bytes"] < 0.51 * case["whole bytes"]
 
 

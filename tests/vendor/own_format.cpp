@@ -89,7 +89,8 @@ void embedding(const EmbeddingArgs& args) {
 }
 
 constexpr Format kRowsFormat = vendor_format("ROWS");
-const PackedFormat kFormats[] = {{kRowsFormat, bytes, pack, unpack}};
+// Its activations are not rounded to int8.
+const PackedFormat kFormats[] = {{kRowsFormat, bytes, pack, unpack, 1.0f / 64}};
 // The tile of 4 rows is the only one at 8 bits: it must then take a single row too.
 const LinearKernel kLinear[] = {
     {"rows_linear_w4", kPortable, kRowsFormat, 4, 1, 16, linear, 0, activation_bytes, prepare},

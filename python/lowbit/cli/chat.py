@@ -15,17 +15,28 @@ import typer
 
 from lowbit._machine import cpp_compiler
 
+from . import options
 from .models import check_text, imported, load, make_step, positions, read_text, set_threads
 from .options import (
     Cache,
     Compile,
+    DryAllowedLength,
+    DryBase,
+    DryBreakers,
+    DryMultiplier,
     EmbeddingBits,
+    FrequencyPenalty,
     GroupSize,
     Json,
+    LogitBias,
     Mapping,
     MaxLength,
+    MinP,
     Model,
     OptionalBits,
+    PresencePenalty,
+    RepetitionPenalty,
+    Stop,
     Threads,
     finite,
     make_config,
@@ -73,16 +84,16 @@ def chat(
             show_default="the model's",
         ),
     ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--repetition-penalty",
-            min=0,
-            callback=finite,
-            help="Above 1: what came before becomes less likely.",
-            show_default="the model's",
-        ),
-    ] = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    dry_multiplier: DryMultiplier = None,
+    dry_base: DryBase = None,
+    dry_allowed_length: DryAllowedLength = None,
+    dry_breaker: DryBreakers = None,
+    logit_bias: LogitBias = None,
+    stop: Stop = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws of the first answer.")] = 0,
     max_new_tokens: Annotated[
         int | None, typer.Option("--max-new-tokens", min=1, help="Of one answer.", show_default=f"the model's, or {_NEW}")
@@ -100,11 +111,13 @@ def chat(
     """Talk with a model: answers go to stdout as they come, all else to stderr."""
     from lowbit.llm.chat import Chat, chat_template, sampling_of
     from lowbit.llm.loading import load_tokenizer, stop_tokens
+    from lowbit.llm.stopping import check_stop_strings
 
     output = Output(as_json)
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
     asked = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
     system = None if system is None else check_text(system, "--system")
+    strings = check_stop_strings(check_text(each, "--stop") for each in stop or ())
     text = None if template is None else read_text(template)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if compile_:
@@ -115,12 +128,17 @@ def chat(
         text = chat_template(tokenizer, model) if text is None else text
         loaded = load(output, model, config)
     sampling, most, ignored = sampling_of(loaded)
-    given: dict[str, Any] = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty
-    }  # fmt: skip
-    sampling = replace(sampling, **{name: value for name, value in given.items() if value is not None})
+    given = options.sampling_of(tokenizer, {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "dry_multiplier": dry_multiplier, "dry_base": dry_base,
+        "dry_allowed_length": dry_allowed_length, "dry_breakers": dry_breaker, "logit_bias": logit_bias,
+    })  # fmt: skip
+    sampling = replace(sampling, **given)
+    sampling.check_vocabulary(loaded.config.get_text_config().vocab_size)
     if not sampling.temperature:
-        refuse_unused("at --temperature 0, which draws nothing", top_k=top_k is not None, top_p=top_p is not None)
+        unused = {name: name in given for name in ("top_k", "top_p", "min_p")}
+        refuse_unused("at --temperature 0, which draws nothing", **unused)
     if ignored:
         output.warn(f"generation_config.json of {model} sets {', '.join(ignored)}, which lowbit does not do")
     if max_length is None:
@@ -129,7 +147,7 @@ def chat(
     talk = Chat(
         step, loaded, tokenizer, text, max_length,
         system=system, sampling=sampling, max_new_tokens=max_new_tokens or most or _NEW, seed=seed,
-        stop=stop_tokens(loaded, tokenizer),
+        stop=stop_tokens(loaded, tokenizer), stop_strings=strings,
     )  # fmt: skip
     talk.check()
     if not as_json:
@@ -143,7 +161,7 @@ def chat(
         "system": talk.system,
         "max_length": max_length,
         "refusal": getattr(step, "refusal", None),
-        "sampling": vars(sampling) | {"seed": seed, "max_new_tokens": talk.max_new_tokens},
+        "sampling": vars(sampling) | {"stop": strings, "seed": seed, "max_new_tokens": talk.max_new_tokens},
         "turns": [
             {
                 "message": message,

@@ -19,18 +19,29 @@ from .models import check_text, imported, load, make_decoder, make_step, positio
 from .options import (
     Cache,
     Compile,
+    DryAllowedLength,
+    DryBase,
+    DryBreakers,
+    DryMultiplier,
     EmbeddingBits,
+    FrequencyPenalty,
     GroupSize,
     Json,
+    LogitBias,
     Mapping,
     MaxLength,
+    MinP,
     Model,
     OptionalBits,
+    PresencePenalty,
+    RepetitionPenalty,
+    Stop,
     Threads,
     finite,
     make_config,
     refuse_unused,
     refuse_without_bits,
+    sampling_of,
 )
 from .output import Output, print_piece, set_stdout_errors, size
 
@@ -69,6 +80,20 @@ def generate(
             show_default="1",
         ),
     ] = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    dry_multiplier: DryMultiplier = None,
+    dry_base: DryBase = None,
+    dry_allowed_length: DryAllowedLength = None,
+    dry_breaker: DryBreakers = None,
+    logit_bias: LogitBias = None,
+    stop: Stop = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", min=0, help="Say how likely each token was, and so many others.", show_default=False),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
     guesses: Annotated[
         int | None,
@@ -96,14 +121,19 @@ def generate(
     """Continue a text: the new text goes to stdout as it comes, all else to stderr."""
     from lowbit import llm
     from lowbit.llm.chat import chat_template, render
-    from lowbit.llm.loading import TextStream, check_tokens, load_tokenizer, stop_tokens
+    from lowbit.llm.loading import check_tokens, load_tokenizer, stop_tokens
+    from lowbit.llm.stopping import check_stop_strings
 
     output = Output(as_json)
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
     if prompts is None:
         refuse_unused("without --prompts", at_once=at_once != 16)
     if not temperature:
-        refuse_unused("at --temperature 0, which draws nothing", top_k=top_k is not None, top_p=top_p is not None)
+        unused = {"top_k": top_k is not None, "top_p": top_p is not None, "min_p": min_p is not None}
+        refuse_unused("at --temperature 0, which draws nothing", **unused)
+    if logprobs is not None and not as_json and prompts is None:
+        raise typer.BadParameter("it requires --json or --prompts", param_hint="--logprobs")
+    strings = check_stop_strings(check_text(text, "--stop") for text in stop or ())
     texts = _prompts(prompt, prompt_file, prompts)
     config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
     if draft is not None and guesses == 0:
@@ -122,6 +152,12 @@ def generate(
         loaded = load(output, model, config)
         tokenizer = load_tokenizer(model)
         template = chat_template(tokenizer, model) if chat else None
+    drawn = sampling_of(tokenizer, {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "dry_multiplier": dry_multiplier, "dry_base": dry_base,
+        "dry_allowed_length": dry_allowed_length, "dry_breakers": dry_breaker, "logit_bias": logit_bias,
+    })  # fmt: skip
     if template is not None:
         all_ids = [render(tokenizer, [{"role": "user", "content": text}], template) for text in texts]
     else:
@@ -133,31 +169,26 @@ def generate(
     needs = {"--draft": draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None}
     step = make_step(output, loaded, max_length, compile_, cache, needs)
     settings: dict[str, Any] = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": stop_tokens(loaded, tokenizer)
-    }  # fmt: skip
+        "seed": seed, "stop": stop_tokens(loaded, tokenizer), "logprobs": logprobs
+    } | drawn  # fmt: skip
     if prompts is not None:
-        _many(output, model, tokenizer, step, all_ids, max_new_tokens, at_once, settings)
+        _many(output, model, tokenizer, step, all_ids, max_new_tokens, at_once, strings, settings)
         return
     ids = all_ids[0]
     guesser = None
     if draft is not None:
         guesser = _draft(output, draft, tokenizer, model, max_length, cache)
-    stream, pieces = TextStream(tokenizer, ids), []
     if not as_json:
         set_stdout_errors("replace")  # the text is for people
-
-    def on_token(token: int) -> None:
-        pieces.append(stream.push(token))
-        if not as_json:
-            print_piece(pieces[-1])
-
+    written = llm.TextUntil(tokenizer, ids, strings, None if as_json else print_piece)
     generation = llm.generate(
-        step, ids, max_new_tokens, max_length=max_length, guesses=guesses, draft=guesser, on_token=on_token, **settings
+        step, ids, max_new_tokens, max_length=max_length, guesses=guesses, draft=guesser, until=written, **settings
     )
+    written.finish()
     memory = peak_memory()
     document = {
         "model": str(model),
-        "text": "".join(pieces),
+        "text": written.text,
         "tokens": generation.tokens,
         "stopped": generation.stopped,
         "prompt_tokens": generation.prompt_tokens,
@@ -171,6 +202,7 @@ def generate(
         "peak_memory_bytes": memory,
         "threads": torch.get_num_threads(),
         "refusal": getattr(step, "refusal", None),
+        "logprobs": None if logprobs is None else [vars(each) for each in generation.logprobs],
     }
     if not as_json:
         print(flush=True)
@@ -194,22 +226,24 @@ def _many(
     prompts: list[list[int]],
     max_new_tokens: int,
     at_once: int,
+    strings: tuple[str, ...],
     settings: dict[str, Any],
 ) -> None:
     """Continues several texts at once, and writes each as a line of JSON when it ends."""
     from lowbit import llm
     from lowbit.llm.generation import rate
-    from lowbit.llm.loading import TextStream
+
+    written = [llm.TextUntil(tokenizer, prompt, strings) for prompt in prompts]
 
     def line(number: int, generation: llm.Generation) -> dict:
-        stream = TextStream(tokenizer, prompts[number])
         return {
             "number": number,
-            "text": "".join(map(stream.push, generation.tokens)),
+            "text": written[number].finish(),
             "tokens": generation.tokens,
             "stopped": generation.stopped,
             "prompt_tokens": generation.prompt_tokens,
             "cached_tokens": generation.cached_tokens,
+            "logprobs": None if settings["logprobs"] is None else [vars(each) for each in generation.logprobs],
         }
 
     def on_end(number: int, generation: llm.Generation) -> None:
@@ -217,7 +251,9 @@ def _many(
             print(json.dumps(line(number, generation)), flush=True)
 
     begin = time.perf_counter()
-    found = llm.generate_batch(cast(llm.Decoder, decoder), prompts, max_new_tokens, at_once=at_once, on_end=on_end, **settings)
+    found = llm.generate_batch(
+        cast(llm.Decoder, decoder), prompts, max_new_tokens, at_once=at_once, until=written, on_end=on_end, **settings
+    )
     seconds = time.perf_counter() - begin
     tokens, memory = sum(len(each.tokens) for each in found), peak_memory()
     if output.as_json:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from lowbit import LowBitConfig
+
+
+def finite(number: float | None) -> float | None:
+    """A callback of options: neither NaN nor infinite, which are numbers to Python and within every range or none."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number")
+    return number
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead (docs/cli.md has its keys).")]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of a checkpoint, float or packed.", show_default=False)]
@@ -49,11 +59,66 @@ Cache = Annotated[
 ]
 
 
-def finite(number: float | None) -> float | None:
-    """A callback of options: neither NaN nor infinite, which are numbers to Python and within every range or none."""
-    if number is not None and not math.isfinite(number):
-        raise typer.BadParameter(f"{number} is not a finite number")
-    return number
+def _number(option: str, help: str, most: float | None = None, least: float | None = 0) -> typer.models.OptionInfo:
+    return typer.Option(option, min=least, max=most, callback=finite, help=help, show_default=False)
+
+
+# How tokens are drawn; None: as the model's files say, or not at all.
+MinP = Annotated[float | None, _number("--min-p", "Draw from tokens at least so many times as likely as the likeliest.", 1)]
+RepetitionPenalty = Annotated[float | None, _number("--repetition-penalty", "Above 1: what came before becomes less likely.")]
+PresencePenalty = Annotated[
+    float | None, _number("--presence-penalty", "Subtracted from logits of tokens that the text has.", least=None)
+]
+FrequencyPenalty = Annotated[
+    float | None, _number("--frequency-penalty", "The same, as many times as the text has the token.", least=None)
+]
+DryMultiplier = Annotated[float | None, _number("--dry-multiplier", "Above 0: repetitions become less likely (DRY); 0.8.")]
+DryBase = Annotated[float | None, _number("--dry-base", "DRY's growth with each token of a repetition; 1.75.", least=1)]
+DryAllowedLength = Annotated[
+    int | None,
+    typer.Option("--dry-allowed-length", min=1, help="Tokens of a repetition that DRY allows; 2.", show_default=False),
+]
+DryBreakers = Annotated[
+    list[str] | None,
+    typer.Option("--dry-breaker", help="Text that no repetition goes beyond; several times.", show_default=False),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option("--logit-bias", metavar="TOKEN=BIAS", help="Added to a token's logit; several times.", show_default=False),
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="Text that ends the new text; several times.", show_default=False)
+]
+
+
+def sampling_of(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of lowbit.llm.Sampling that options say, of those by their names; None: not given.
+
+    Args:
+        tokenizer: that knows which tokens have DRY's breakers.
+    """
+    from lowbit.llm.stopping import BREAKERS, breakers, check_stop_strings
+
+    found = {name: value for name, value in given.items() if value not in (None, [])}
+    if not found.get("dry_multiplier"):
+        names = ("dry_base", "dry_allowed_length", "dry_breakers")
+        refuse_unused("without --dry-multiplier", **{name.removesuffix("s"): name in found for name in names})
+    else:
+        strings = check_stop_strings(found.get("dry_breakers", BREAKERS), "--dry-breaker")
+        found["dry_breakers"] = breakers(tokenizer, strings)
+    if "logit_bias" in found:
+        found["logit_bias"] = dict(map(_parse_bias, found["logit_bias"]))
+    return found
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r}; expected a token id and a number, as in 42=-5", param_hint="--logit-bias"
+        ) from None
 
 
 def refuse_unused(why: str, **given: bool) -> None:
@@ -90,6 +155,15 @@ def parse_group_size(text: str, option: str = "--group-size") -> int | None:
     if size <= 0 or size % 16:
         raise typer.BadParameter(f"{text!r} is no group size; expected a positive multiple of 16, or none", param_hint=option)
     return size
+
+
+def parse_size(text: str, option: str) -> int:
+    """1.2GB, 800 MB, 1.1GiB, or a number of bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise typer.BadParameter(f"{text!r}; expected a size, as in 1.2GB, 800MB or 1.1GiB", param_hint=option)
+    number, unit, binary = found.groups()
+    return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def parse_widths(text: str) -> list[int]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,6 +23,7 @@ from .options import (
     finite,
     make_config,
     parse_group_size,
+    parse_size,
     refuse_unused,
 )
 from .output import Output, packed_figures, size, table
@@ -111,7 +110,7 @@ def quantize(
     config = make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
     if target_size is not None and target_bits is not None:
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
-    target_bytes = None if target_size is None else _bytes(target_size)
+    target_bytes = None if target_size is None else parse_size(target_size, "--target-size")
     text = None if calibrate is None else read_text(calibrate)
     with as_float(output, source, target) as floats:
         if text is None:
@@ -213,15 +212,6 @@ def _calibrated(calibration: Calibration) -> str:
     part = "" if calibration.there == calibration.tokens else f" of {calibration.there}"
     resumed = f"; {calibration.resumed} were there from an earlier run" if calibration.resumed else ""
     return f"layers calibrated on {calibration.tokens}{part} tokens: {ways}{resumed}"
-
-
-def _bytes(text: str) -> int:
-    """1.2GB, 800 MB, 1.1GiB, or a number of bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text.strip())
-    if found is None or (found[3] and not found[2]):
-        raise typer.BadParameter(f"{text!r}; expected a size, as in 1.2GB, 800MB or 1.1GiB", param_hint="--target-size")
-    number, unit, binary = found.groups()
-    return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def _stays_float(summary: CheckpointSummary) -> list[str]:

@@ -9,8 +9,10 @@ from .compiled import Step, compile_decoder
 from .decoder import Decoder
 from .fallback import Fallback
 from .generation import Generation, generate
-from .sampling import sample
+from .penalties import TokenLogprobs
+from .sampling import Sampling, sample
 from .shapes import random_model, shape_config
+from .stopping import TextUntil, breakers
 
 if TYPE_CHECKING:
     from ..exports.decoder import ExportedDecoder, export_decoder, load_decoder
@@ -32,7 +34,11 @@ __all__ = [
     "Fallback",
     "Generation",
     "Refusal",
+    "Sampling",
     "Step",
+    "TextUntil",
+    "TokenLogprobs",
+    "breakers",
     "compile_decoder",
     "export_decoder",
     "generate",

@@ -2,66 +2,277 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from .caches import Caches, common
 from .decoder import Decoder
 from .generation import Generation, Writer, check_lengths
+from .penalties import Constraint, TokenLogprobs, token_logprobs
 from .proof import check_texts
-from .sampling import Sampling, check_seed, prompt_ids, token_ids, without_mask
+from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
 
 # Fewer tokens than these are computed rather than copied, which has its cost, too.
 _LEAST = 16
+# Of prompts whose logits are all asked for, so many tokens at a time: a vocabulary of floats each.
+_SCORED = 64
 
 
-@dataclass
-class _Running:
-    number: int
-    caches: Caches
+@dataclass(eq=False)
+class Text:
+    """A text that :class:`Batch` is to write, as :func:`generate` writes it alone."""
+
     prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    stop: frozenset[int] = frozenset()
+    until: Callable[[int], bool] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # also of the prompt's tokens but the first, with so many of the likeliest
+    constraint: Constraint | None = None
+    on_token: Callable[[int], None] | None = None
+    on_end: Callable[[Generation], None] | None = None
+    on_error: Callable[[Exception], None] | None = None  # what ends this text alone; None: it is raised
+    result: Generation | None = None  # what there is of it, from when it begins
+
+
+@dataclass(eq=False)
+class _Running:
+    text: Text
+    caches: Caches
     pending: list[int]  # tokens that are to be computed next
     source: tuple[Caches, int] | None  # where the prompt's beginning is copied from, and how much
     writer: Writer
+    scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt, as far as it is computed
 
     @property
     def known(self) -> list[int]:
         """Tokens that are in the caches, or certainly will be: a prompt is computed before the text can end."""
-        return self.caches.tokens if self.writer.result.tokens else self.prompt
+        return self.caches.tokens if self.writer.result.tokens else self.text.prompt
 
 
-@torch.inference_mode()
+class Batch:
+    """Texts that are written in the same calls of the model. They come and go between the calls.
+
+    A call has the next token of every text, and those of prompts that have begun; only attention goes text by text. Where all
+    linear layers are packed each text is the one that it is alone, to the token.
+    """
+
+    def __init__(self, decoder: Decoder, at_once: int = 16, rows: int = 512):
+        """
+        Args:
+            decoder: not compiled. Its own caches stay as they are.
+            at_once: so many texts are in memory and in a call; the others wait.
+            rows: so many tokens of prompts are in a call; longer prompts come in several.
+
+        Raises:
+            ValueError: a decoder that is none, or whose model cannot take several texts; or a number out of its range.
+            RuntimeError: the decoder was released.
+        """
+        if not isinstance(decoder, Decoder):
+            raise ValueError(f"a {type(decoder).__name__} takes one text at a time; expected a Decoder, not compiled")
+        decoder.check()
+        check_texts(decoder)
+        for name, value in (("at_once", at_once), ("rows", rows)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; expected 1 or more")
+        self.decoder, self.at_once, self.rows = decoder, at_once, rows
+        self.waiting: deque[Text] = deque()
+        self._running: list[_Running] = []  # those that began earlier come first
+
+    @property
+    def running(self) -> list[Text]:
+        """The texts that have begun."""
+        return [each.text for each in self._running if not each.writer.ended]
+
+    def check(self, text: Text, name: str = "the prompt") -> None:
+        """Raises ValueError for a text that cannot be written: see :func:`generate`."""
+        check_lengths(name, text.prompt, text.max_new_tokens, self.decoder.max_length)
+        bad = next((token for token in text.prompt if not 0 <= token < self.decoder.vocabulary), None)
+        if bad is not None:
+            raise ValueError(f"{name} has a token {bad}; expected 0 to {self.decoder.vocabulary - 1}")
+        text.sampling.check_vocabulary(self.decoder.vocabulary)
+        check_seed(text.seed)
+
+    def add(self, text: Text) -> None:
+        """A text that :meth:`check` has let pass waits for its place."""
+        self.waiting.append(text)
+
+    def remove(self, text: Text) -> None:
+        """Ends a text, wherever it is; its place is free for the next one. ``on_end`` is not called."""
+        if text in self.waiting:
+            self.waiting.remove(text)
+        gone = [each for each in self._running if each.text is text]
+        self._running = [each for each in self._running if each.text is not text]
+        for each in self._running:
+            if each.source is not None and any(each.source[0] is other.caches for other in gone):
+                # No more of that beginning comes.
+                same = min(each.source[1], len(each.source[0].tokens))
+                each.source = (each.source[0], same) if same else None
+                each.pending = each.text.prompt[same:]
+                each.writer.result.cached_tokens = same
+
+    def beginnings(self) -> Iterator[tuple[Caches, list[int]]]:
+        """Caches that a prompt's beginning can be copied from, and the tokens that they have, or will have before it."""
+        return ((each.caches, each.known) for each in self._running)
+
+    def ending(self, text: Text, caches: Caches) -> None:
+        """A text has ended, and these are its caches, which nobody changes any more."""
+
+    def step(self) -> bool:
+        """Computes the next call. The result says whether there was one: nothing is left to do where there was none.
+
+        Raises:
+            ValueError: logits that are not finite, or what a text's functions raise, where it has no ``on_error``. The text is
+                removed; the others have their tokens of this call.
+        """
+        still = [each for each in self._running if not each.writer.ended]
+        failed: list[tuple[Text, Exception]] = []
+        with torch.inference_mode():
+            while self.waiting and len(still) < self.at_once:
+                text = self.waiting.popleft()
+                try:
+                    still.append(self._begin(text))  # also from those that have just ended
+                    self._running.append(still[-1])
+                except Exception as error:  # no memory for its caches
+                    failed.append((text, error))
+            self._running = still
+            for each, behind in self._compute(_plan(still, self.rows)):
+                try:
+                    self._take(each, behind)
+                except Exception as error:
+                    self.remove(each.text)
+                    failed.append((each.text, error))
+        for text, error in failed:
+            if text.on_error is None:
+                raise error
+            text.on_error(error)
+        return bool(still or failed)
+
+    def _take(self, each: _Running, logits: Tensor) -> None:
+        result = each.writer.result
+        result.decode_calls += bool(result.tokens)
+        result.prompt_logprobs = each.scores
+        token = each.writer.take(logits)
+        each.pending = [] if token is None else [token]
+        if each.writer.ended:
+            self.ending(each.text, each.caches)
+            if each.text.on_end is not None:
+                each.text.on_end(result)
+
+    def _begin(self, text: Text) -> _Running:
+        prompt, source, same = text.prompt, None, 0
+        for caches, tokens in self.beginnings() if text.prompt_logprobs is None else ():
+            found = min(common(tokens, prompt), len(prompt) - 1)
+            if found >= max(_LEAST, same + 1):
+                source, same = caches, found
+        length = min(len(prompt) + text.max_new_tokens, self.decoder.max_length)
+        writer = Writer(
+            prompt, text.max_new_tokens, self.decoder.max_length, text.sampling, text.seed, stop=text.stop,
+            until=text.until, logprobs=text.logprobs, constraint=text.constraint, cached=same, on_token=text.on_token,
+        )  # fmt: skip
+        text.result = writer.result
+        caches = self.decoder.new_caches(-(-length // 16) * 16)
+        return _Running(text, caches, prompt[same:], None if source is None else (source, same), writer)
+
+    def _compute(self, plan: list[tuple[_Running, list[int]]]) -> Iterator[tuple[_Running, Tensor]]:
+        """The logits behind the last token of each text whose pending tokens are computed with these."""
+        together = []
+        for each, tokens in plan:
+            if each.text.prompt_logprobs is not None and not each.writer.result.tokens:
+                tokens = tokens[:_SCORED]
+                (logits,) = self.decoder.run_texts([(each.caches, tokens)], everywhere=True)
+                each.scores += _scores(each, logits)
+                each.pending = each.pending[len(tokens) :]
+                if not each.pending:
+                    yield each, logits[-1]
+            else:
+                call = (each.caches, tokens) if each.source is None else (each.caches, tokens, each.source)
+                together.append((each, call))
+        if not together:
+            return
+        rows = self.decoder.run_texts([call for _, call in together])
+        for (each, (_, tokens, *_)), row in zip(together, rows, strict=True):
+            each.source = None
+            each.pending = each.pending[len(tokens) :]
+            if not each.pending:
+                yield each, row
+
+
+def _scores(each: _Running, logits: Tensor) -> list[TokenLogprobs]:
+    """The log-probabilities of a prompt's tokens that these logits, of the last tokens in its caches, say."""
+    end = len(each.caches.tokens)
+    following = each.text.prompt[end - len(logits) + 1 : end + 1]
+    count = each.text.prompt_logprobs or 0
+    return [token_logprobs(row, token, count) for row, token in zip(logits, following)]
+
+
+def _plan(running: Sequence[_Running], rows: int) -> list[tuple[_Running, list[int]]]:
+    """What the next call computes: the next token of each text, and prompts as far as `rows` reach.
+
+    Half of the rows are the prompt's that came first, so that a long one goes on always; all others are those of the shortest
+    prompts, which do not wait for the long ones.
+    """
+    prompts = [each for each in running if not each.writer.result.tokens]
+    there: dict[int, int] = {}  # tokens that caches will have by then
+    share: dict[int, int] = {}
+
+    def later(each: _Running) -> tuple[bool, int]:
+        # What has to wait for another prompt's beginning takes no rows from that one.
+        waits = each.source is not None and len(each.source[0].tokens) < each.source[1]
+        return waits, len(each.pending)
+
+    for each in sorted(prompts, key=later):
+        others = 0 if each is prompts[0] or id(prompts[0]) in share else min(len(prompts[0].pending), -(-rows // 2))
+        share[id(each)] = min(len(each.pending), max(0, rows - others - sum(share.values())))
+    plan: list[tuple[_Running, list[int]]] = []
+    for each in running:
+        if each.source is not None:
+            caches, count = each.source
+            if there.get(id(caches), len(caches.tokens)) < count:
+                continue  # it is being computed
+        tokens = each.pending[: share.get(id(each), len(each.pending))]
+        if tokens:
+            there[id(each.caches)] = len(tokens) + (len(each.caches.tokens) if each.source is None else each.source[1])
+            plan.append((each, tokens))
+    return plan
+
+
 def generate_batch(
     decoder: Decoder,
     prompts: Iterable[Iterable[int]],
     max_new_tokens: int | Sequence[int],
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float = 1.0,
     seed: int | Sequence[int] = 0,
     stop: Iterable[int] = (),
+    until: Sequence[Callable[[int], bool] | None] | None = None,
+    logprobs: int | None = None,
     prefixes: Iterable[Caches] = (),
     at_once: int = 16,
     rows: int = 512,
     on_token: Callable[[int, int], None] | None = None,
     on_end: Callable[[int, Generation], None] | None = None,
+    **sampling: Unpack[SamplingArguments],
 ) -> list[Generation]:
     """Continues several prompts of any lengths, each as :func:`generate` does alone.
 
     A call of the model has the next token of every text, and those of prompts that have begun; only attention goes text by
     text. Where all linear layers are packed each text is the one that it is alone, to the token: their results do not depend
     on how many rows a call has. A text that ends makes room for the next prompt. Prompts that begin alike compute the
-    beginning once.
+    beginning once. :class:`Batch` takes texts while others are written.
 
     Args:
         decoder: not compiled. Its own caches stay as they are: each text has caches of the length that it needs.
         prompts: token ids of each, at least one; or a dict of a tokenizer, without padding.
         max_new_tokens: at most so many of each text; or a number for each.
-        temperature, top_k, top_p, repetition_penalty, stop: as for :func:`generate`, for all texts.
+        stop, logprobs, sampling: as for :func:`generate`, for all texts.
+        until: of each text; as for :func:`generate`.
         seed: of the draws of the first text, each further one has the next number; or one for each.
         prefixes: of :meth:`Decoder.read`: beginnings that are there already.
         at_once: so many texts are in memory and in a call; the others wait.
@@ -79,114 +290,46 @@ def generate_batch(
             kind of cache; or a decoder that is none, or whose model cannot take several texts.
         RuntimeError: the decoder was released.
     """
-    if not isinstance(decoder, Decoder):
-        raise ValueError(f"a {type(decoder).__name__} takes one text at a time; expected a Decoder, not compiled")
-    decoder.check()
-    check_texts(decoder)
-    given, counts = _checked_prompts(decoder, prompts, max_new_tokens)
-    seeds = _each("seed", seed, len(given), 1)
-    for each in seeds:
-        check_seed(each)
-    for name, value in (("at_once", at_once), ("rows", rows)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; expected 1 or more")
-    sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-    stop, prefixes = frozenset(token_ids("stop", stop)), list(prefixes)
-    for prefix in prefixes:
-        decoder.check_caches(prefix)
-
-    def begin(number: int, others: Iterable[tuple[Caches, list[int]]]) -> _Running:
-        prompt = given[number]
-        source, same = None, 0
-        for caches, tokens in others:
-            found = min(common(tokens, prompt), len(prompt) - 1)
-            if found >= max(_LEAST, same + 1):
-                source, same = caches, found
-        told = None if on_token is None else lambda token: on_token(number, token)
-        length = min(len(prompt) + counts[number], decoder.max_length)
-        return _Running(
-            number=number,
-            caches=decoder.new_caches(-(-length // 16) * 16),
-            prompt=prompt,
-            pending=prompt[same:],
-            source=None if source is None else (source, same),
-            writer=Writer(
-                prompt, counts[number], decoder.max_length, sampling, seeds[number], stop=stop, cached=same, on_token=told
-            ),
-        )
-
-    results: dict[int, Generation] = {}
-    waiting = iter(range(len(given)))
-    running: list[_Running] = []  # those that began earlier come first
-    while True:
-        still = [text for text in running if not text.writer.ended]
-        for number in waiting if len(still) < at_once else ():
-            # Also from those that have just ended.
-            others = [(each, each.tokens) for each in prefixes] + [(text.caches, text.known) for text in running]
-            still.append(begin(number, others))
-            running.append(still[-1])
-            if len(still) == at_once:
-                break
-        running = still
-        if not running:
-            return [results[number] for number in range(len(given))]
-        calls = _plan(running, rows)
-        logits = decoder.run_texts([call for _, call in calls])
-        for (text, (_, tokens, *_)), row in zip(calls, logits, strict=True):
-            text.source = None
-            text.pending = text.pending[len(tokens) :]
-            if text.pending:
-                continue
-            writer = text.writer
-            writer.result.decode_calls += bool(writer.result.tokens)
-            token = writer.take(row)
-            text.pending = [] if token is None else [token]
-            if writer.ended:
-                results[text.number] = writer.result
-                if on_end is not None:
-                    on_end(text.number, writer.result)
-
-
-def _checked_prompts(
-    decoder: Decoder, prompts: Iterable[Iterable[int]], max_new_tokens: int | Sequence[int]
-) -> tuple[list[list[int]], list[int]]:
-    """The tokens of each prompt, and how many may follow.
-
-    Raises:
-        ValueError: no prompts, or one that is empty, leaves no room, or has a token that is not in the vocabulary.
-    """
-    prompts = without_mask("a prompt", prompts)
-    given = [prompt_ids(f"prompt {number}", prompt) for number, prompt in enumerate(prompts)]
+    batch = _WithPrefixes(decoder, at_once, rows)
+    given = [prompt_ids(f"prompt {number}", each) for number, each in enumerate(without_mask("a prompt", prompts))]
     if not given:
         raise ValueError("there are no prompts; expected at least one")
     counts = _each("max_new_tokens", max_new_tokens, len(given), 0)
-    for number, (prompt, count) in enumerate(zip(given, counts, strict=True)):
-        name = f"prompt {number}"
-        check_lengths(name, prompt, count, decoder.max_length)
-        bad = next((token for token in prompt if not 0 <= token < decoder.vocabulary), None)
-        if bad is not None:
-            raise ValueError(f"{name} has a token {bad}; expected 0 to {decoder.vocabulary - 1}")
-    return given, counts
+    seeds = _each("seed", seed, len(given), 1)
+    ends = [None] * len(given) if until is None else list(until)
+    if len(ends) != len(given):
+        raise ValueError(f"until has {len(ends)} functions; expected {len(given)}, one for each prompt")
+    drawn, ids = Sampling(**sampling), frozenset(token_ids("stop", stop))
+    batch.prefixes = list(prefixes)
+    for prefix in batch.prefixes:
+        decoder.check_caches(prefix)
+    results: dict[int, Generation] = {}
+
+    def text(number: int) -> Text:
+        def end(result: Generation) -> None:
+            results[number] = result
+            if on_end is not None:
+                on_end(number, result)
+
+        told = None if on_token is None else lambda token: on_token(number, token)
+        return Text(given[number], counts[number], drawn, seeds[number], ids, ends[number], logprobs, on_token=told, on_end=end)
+
+    texts = [text(number) for number in range(len(given))]
+    for number, each in enumerate(texts):
+        batch.check(each, f"prompt {number}")
+    for each in texts:
+        batch.add(each)
+    while batch.step():
+        pass
+    return [results[number] for number in range(len(given))]
 
 
-def _plan(running: Iterable[_Running], rows: int) -> list[tuple[_Running, tuple]]:
-    """What the next call computes: the next token of each text, and prompts as far as `rows` reach."""
-    plan: list[tuple[_Running, tuple]] = []
-    there: dict[int, int] = {}  # tokens that caches will have by then
-    for text in running:
-        if text.source is not None:
-            caches, count = text.source
-            if there.get(id(caches), len(caches.tokens)) < count:
-                continue  # it is being computed
-        tokens = text.pending
-        if len(tokens) > 1 or not text.writer.result.tokens:
-            tokens = tokens[:rows]
-            rows -= len(tokens)
-        if not tokens:
-            continue
-        there[id(text.caches)] = len(tokens) + (len(text.caches.tokens) if text.source is None else text.source[1])
-        plan.append((text, (text.caches, tokens) if text.source is None else (text.caches, tokens, text.source)))
-    return plan
+class _WithPrefixes(Batch):
+    prefixes: Sequence[Caches] = ()
+
+    def beginnings(self) -> Iterator[tuple[Caches, list[int]]]:
+        yield from ((each, each.tokens) for each in self.prefixes)
+        yield from super().beginnings()
 
 
 def _each(name: str, value: int | Sequence[int], count: int, step: int) -> list[int]:

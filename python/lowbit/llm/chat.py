@@ -13,14 +13,15 @@ from torch import Tensor
 
 from ..files.untrusted import interpreting
 from .generation import generate
-from .loading import TextStream, check_tokens
+from .loading import check_tokens
 from .sampling import Sampling
+from .stopping import TextUntil
 
 Message = dict[str, str]
 
 # Settings of transformers that change which tokens are drawn, with the values that change nothing; lowbit has none.
 _OTHER_SETTINGS = {
-    "min_p": (0,), "top_h": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "num_beams": (1,),
+    "top_h": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "num_beams": (1,),
     "no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "guidance_scale": (1,),
     "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": ([],), "begin_suppress_tokens": ([],),
     "forced_bos_token_id": (), "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "stop_strings": ([],),
@@ -83,12 +84,12 @@ def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]
     ]
     try:
         drawn = (number("temperature", 1.0, int, float), number("top_k", 50, int), number("top_p", None, int, float))
-        penalty = number("repetition_penalty", 1.0, int, float)
+        penalty, min_p = number("repetition_penalty", 1.0, int, float), number("min_p", 0.0, int, float)
         most = number("max_new_tokens", None, int)
         if most is not None and most < 1:
             raise ValueError(f"max_new_tokens is {most}; expected 1 or more")
-        temperature, top_k, top_p = drawn if getattr(config, "do_sample", None) else (0.0, None, None)
-        return Sampling(temperature, top_k or None, top_p, penalty), most, ignored  # top_k 0: all
+        temperature, top_k, top_p, min_p = (*drawn, min_p) if getattr(config, "do_sample", None) else (0.0, None, None, 0.0)
+        return Sampling(temperature, top_k or None, top_p, penalty, min_p), most, ignored  # top_k 0: all
     except ValueError as error:
         raise ValueError(f"the generation_config.json of the model: {error}") from error
 
@@ -101,7 +102,7 @@ class Answer:
     tokens: list[int]
     prompt_tokens: int
     cached_tokens: int  # of these, that the caches had from earlier turns
-    stopped: str  # "stop", "max_new_tokens", "max_length" or "interrupted"
+    stopped: str  # "stop", "until" (a stop string), "max_new_tokens", "max_length" or "interrupted"
     forgotten: int  # turns that were left out from here on, because the context was full
     seconds: float  # until the last token
 
@@ -120,6 +121,7 @@ class Chat:
     max_new_tokens: int = 1024
     seed: int = 0  # of the first answer; each further one has the next number
     stop: Iterable[int] = ()
+    stop_strings: Iterable[str] = ()  # end an answer, and are not part of it
     turns: list[tuple[str, str]] = field(default_factory=list)  # messages and answers that the model sees
     answers: int = 0
     _cached: list[int] = field(default_factory=list)  # the tokens whose keys and values the caches hold
@@ -199,13 +201,8 @@ class Chat:
         same = min(len(ids) - 1, len(self._cached) if same is None else same)
         same = getattr(self.step, "kept", int)(same)  # a Fallback may have to begin anew
         self._cached = ids[:same]  # what is behind is written over
-        stream, tokens, pieces = TextStream(self.tokenizer, ids), [], []
-
-        def on_token(token: int) -> None:
-            tokens.append(token)
-            pieces.append(stream.push(token))
-            if on_text is not None:
-                on_text(pieces[-1])
+        written = TextUntil(self.tokenizer, ids, self.stop_strings, on_text)
+        tokens: list[int] = []
 
         stopped, seconds = "interrupted", 0.0
         try:
@@ -216,8 +213,9 @@ class Chat:
                 max_length=self.max_length,
                 seed=self.seed + self.answers,
                 stop=self.stop,
+                until=written,
                 cached=same,
-                on_token=on_token,
+                on_token=tokens.append,
                 **vars(self.sampling),
             )
             stopped, seconds = generation.stopped, generation.prefill_seconds + generation.decode_seconds
@@ -226,8 +224,8 @@ class Chat:
             if tokens:  # the last one may not have been computed
                 self._cached = ids + tokens[:-1]
         if tokens or stopped != "interrupted":
-            self.turns = [*self.turns[forgotten:], (text, "".join(pieces))]
+            self.turns = [*self.turns[forgotten:], (text, written.finish())]
             self.answers += 1
         else:
             forgotten = 0
-        return Answer("".join(pieces), tokens, len(ids), same, stopped, forgotten, seconds)
+        return Answer(written.text, tokens, len(ids), same, stopped, forgotten, seconds)

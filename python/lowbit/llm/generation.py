@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from .guessing import Draft, Lookup
-from .sampling import Sampling, check_seed, penalize, prompt_ids, sample, token_ids
+from .penalties import Constraint, Drawer, TokenLogprobs, token_logprobs
+from .sampling import Sampling, SamplingArguments, prompt_ids, token_ids
 
 
 def rate(count: int, seconds: float) -> float:
@@ -33,7 +34,9 @@ class Generation:
     decode_calls: int = 0  # of the model for these: as many, and fewer where guesses were right
     guessed: int = 0  # tokens that were computed beside others, before it was known whether they come
     right: int = 0  # of these
-    stopped: str = "max_new_tokens"  # what ended the text: that, "max_length" or "stop"
+    stopped: str = "max_new_tokens"  # what ended the text: that, "max_length", "stop" or "until"
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the new tokens, where they were asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's but the first, likewise
 
     @property
     def prefill_rate(self) -> float:
@@ -63,16 +66,15 @@ def generate(
     max_new_tokens: int,
     *,
     max_length: int | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: Iterable[int] = (),
+    until: Callable[[int], bool] | None = None,
+    logprobs: int | None = None,
     cached: int = 0,
     guesses: int = 0,
     draft: Any = None,
     on_token: Callable[[int], None] | None = None,
+    **sampling: Unpack[SamplingArguments],
 ) -> Generation:
     """Continues a prompt, token by token.
 
@@ -82,11 +84,10 @@ def generate(
             ``input_ids``, also as a batch of one text.
         max_new_tokens: at most so many; fewer when max_length is reached or a stop token comes.
         max_length: the longest text in tokens, prompt included; None: the decoder's.
-        temperature: 0 takes the most likely token; otherwise tokens are drawn with this temperature.
-        top_k, top_p: draw only from the k most likely tokens, or the most likely ones that together reach p.
-        repetition_penalty: above 1 makes tokens of the prompt and of the text less likely.
         seed: of the draws.
         stop: tokens that end the text; they are not part of the result.
+        until: called with every new token; True ends the text behind it. :class:`TextUntil` ends it at a string.
+        logprobs: with a number, also 0, the result has the log-probability of each new token and so many of the likeliest.
         cached: so many tokens at the beginning of the prompt are in the step's caches already, and are not computed
             again.
         guesses: at most so many tokens are guessed from the text before, and computed in the same call as the token before
@@ -96,6 +97,8 @@ def generate(
         draft: a decoder of a smaller model with the same tokens, compiled or not, that makes the guesses: the tokens that it
             finds likeliest. Its caches are written anew. None: they are looked up in the text.
         on_token: called with every new token as soon as it is known.
+        sampling: how tokens are drawn, by the fields of :class:`Sampling`: temperature, top_k, top_p, min_p, the penalties and
+            logit_bias. Without any the most likely token is taken.
 
     Raises:
         ValueError: an empty prompt, one that leaves no room for a new token, or a token of it that is not in the
@@ -121,8 +124,13 @@ def generate(
         raise ValueError("guesses is 0; expected 1 or more with a draft")
     if draft is not None and draft.max_length < max_length:
         raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
-    sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-    text = Writer(prompt, max_new_tokens, max_length, sampling, seed, stop=stop, cached=cached, on_token=on_token)
+    drawn = Sampling(**sampling)
+    if (vocabulary := getattr(step, "vocabulary", None)) is not None:
+        drawn.check_vocabulary(vocabulary)
+    text = Writer(
+        prompt, max_new_tokens, max_length, drawn, seed,
+        stop=stop, until=until, logprobs=logprobs, cached=cached, on_token=on_token,
+    )  # fmt: skip
     result = text.result
     guesser = None
     if guesses:
@@ -165,25 +173,27 @@ class Writer:
         seed: int,
         *,
         stop: Iterable[int],
+        until: Callable[[int], bool] | None = None,
+        logprobs: int | None = None,
+        constraint: Constraint | None = None,
         cached: int = 0,
         on_token: Callable[[int], None] | None = None,
     ):
-        check_seed(seed)
+        if logprobs is not None and logprobs < 0:
+            raise ValueError(f"logprobs is {logprobs}; expected 0 or more")
         self.result = Generation(prompt_tokens=len(prompt), cached_tokens=cached)
         self.room = min(max_new_tokens, max_length - len(prompt))  # tokens that may come still
         if len(prompt) + max_new_tokens > max_length:
             self.result.stopped = "max_length"
         self.ended = False
-        self._sampling, self._generator = sampling, torch.Generator().manual_seed(seed)
-        self._came = set(prompt)
-        self._stop, self._on_token = frozenset(stop), on_token
+        self._drawer = Drawer(sampling, prompt, seed, constraint)
+        self._stop, self._until, self._on_token = frozenset(stop), until, on_token
+        self._logprobs = logprobs
         self._began, self._first = time.perf_counter(), math.nan
 
     def take(self, logits: Tensor) -> int | None:
         """The next token, or None where it ends the text."""
-        drawn = self._sampling
-        logits = penalize(logits, self._came, drawn.repetition_penalty)
-        token = sample(logits, drawn.temperature, drawn.top_k, drawn.top_p, self._generator)
+        token = self._drawer.draw(logits)
         result, now = self.result, time.perf_counter()
         if math.isnan(self._first):
             result.prefill_seconds, self._first = now - self._began, now
@@ -194,9 +204,13 @@ class Writer:
             result.stopped, self.ended = "stop", True
             return None
         result.tokens.append(token)
-        self._came.add(token)
+        if self._logprobs is not None:
+            result.logprobs.append(token_logprobs(logits, token, self._logprobs))
+        self._drawer.append(token)
         self.room -= 1
         self.ended = not self.room
         if self._on_token is not None:
             self._on_token(token)
+        if self._until is not None and self._until(token):
+            result.stopped, self.ended = "until", True
         return token

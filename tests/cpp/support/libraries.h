@@ -20,6 +20,9 @@ inline const LinearKernel& choose_linear_of(int bits, int64_t m, IsaBits isa) {
   return choose_linear(layout_of(16, 64, bits, 32, Mapping::symmetric, false), m, isa);
 }
 
+// A function for rows of any width that are right: others are refused.
+inline void right_linear(const LinearArgs& args) { portable_linear(args.layout.bits).run(args); }
+
 inline const LinearKernel& named(const char* name) {
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
     if (std::strcmp(linear_kernel(i).name, name) == 0) return linear_kernel(i);
