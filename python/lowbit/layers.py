@@ -11,11 +11,12 @@ from typing import TypeAlias
 import torch
 
 from . import nn, ops
+from .embeddings import table_of
 from .memory import in_huge_pages
 from .quantize import Config, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
 
-# What can be packed. Exact types: a subclass may use its weight in its own way (the output projection of
-# nn.MultiheadAttention does, and a scaled embedding).
+# What can be packed, beside the tables of embeddings.py. Exact types: a subclass may use its weight in its own way (the
+# output projection of nn.MultiheadAttention does).
 KINDS: dict[type, type] = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
 
 
@@ -72,7 +73,9 @@ Layer: TypeAlias = torch.nn.Module | Experts
 
 def kind_of(layer: Layer | None) -> type | None:
     """The kind of config that a float layer takes; None: it cannot be packed."""
-    return LinearConfig if isinstance(layer, Experts) else KINDS.get(type(layer))
+    if isinstance(layer, Experts):
+        return LinearConfig
+    return EmbeddingConfig if table_of(layer) is not None else KINDS.get(type(layer))
 
 
 def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
@@ -248,7 +251,7 @@ def warn_of_floats(
     parts = [f"as {name} does: {why}" for why, name in examples.items()]
     if kinds:
         more = "" if len(kinds) == 1 else f" and {len(kinds) - 1} other kinds of layers"
-        packs = "torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D, FalconLinear and experts"
+        packs = "torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D, FalconLinear, experts and scaled tables"
         parts.append(f"in {kinds[0]}{more}; lowbit packs {packs}")
     warnings.warn(f"{only}{share}, {'; and '.join(parts)}", stacklevel=stacklevel + 1)
 
@@ -363,7 +366,7 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
     """Packs layers of a model, in place.
 
     Args:
-        selected: qualified names of layers, of the exact types in ``KINDS`` or ``Prepared``, or of experts, each with its
+        selected: qualified names of layers that :func:`kind_of` knows, or ``Prepared``, or of experts, each with its
             config. What shares a tensor is packed once, and stays shared.
 
     Raises:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import ops
 from .computed_tensor import ComputedTensor
+from .embeddings import NORM, Table, give_state, table_of
 from .memory import in_huge_pages
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
@@ -290,31 +291,39 @@ class Linear(Packed):
 class Embedding(Packed):
     """An embedding table of 1 to 8 bits per weight.
 
-    Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``.
+    Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``. Some of
+    transformers' tables multiply their rows by a number, or normalize them: what takes their place does the same, and
+    ``weight`` is as stored.
     """
 
     def __init__(
-        self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32, padding_idx: int | None = None
+        self,
+        packed_weight: Tensor | ops.PackedInfo,
+        dtype: torch.dtype = torch.float32,
+        padding_idx: int | None = None,
+        table: Table = Table(),
     ):
         """
         Args:
             packed_weight: from :func:`lowbit.pack`, or a description as for :class:`Linear`.
             dtype: of the output: float32, bfloat16 or float16.
             padding_idx: kept for information; the row is stored like any other.
+            table: what is done with rows that were looked up; a norm is a module that is then set as ``embed_norm``.
 
         Raises:
             ValueError: not a valid packed weight, or another dtype.
         """
         super().__init__(packed_weight, dtype)
-        self.padding_idx = padding_idx
+        self.padding_idx, self._table = padding_idx, table
 
     @classmethod
     def from_float(cls, embedding: torch.nn.Embedding, config: EmbeddingConfig) -> Embedding:
         """Quantizes a float table by round-to-nearest.
 
         Raises:
-            TypeError, ValueError: a config of the wrong type, a table with ``max_norm`` (it rescales its rows at each
-                lookup), or weights that are not finite, not on the CPU, or computed by a hook.
+            TypeError, ValueError: a config of the wrong type, a table of a class that lowbit does not know or with
+                ``max_norm`` (it rescales its rows at each lookup), or weights that are not finite, not on the CPU, or computed
+                by a hook.
         """
         if not isinstance(embedding, torch.nn.Embedding):
             raise TypeError(f"expected a torch.nn.Embedding; found {type(embedding).__name__}")
@@ -335,11 +344,17 @@ class Embedding(Packed):
         return self.info.in_features
 
     def forward(self, indices: Tensor) -> Tensor:
-        return torch.ops.lowbit.embedding(indices, self.packed_weight, self.info.in_features, dtype=self._dtype)
+        rows = torch.ops.lowbit.embedding(indices, self.packed_weight, self.info.in_features, dtype=self._dtype)
+        return self.finish(rows)
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """The output for rows that were looked up: as they are, scaled, or normalized."""
+        return self._table.finish(rows, getattr(self, NORM) if self._table.normed else None)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
-        return f"{self.num_embeddings}, {self.embedding_dim}, {padding}" + self._format_repr()
+        scale = "" if self._table.scale is None else f"scale={self._table.scale.value:g}, "
+        return f"{self.num_embeddings}, {self.embedding_dim}, {padding}{scale}" + self._format_repr()
 
 
 class LinearExperts(Packed):
@@ -430,11 +445,16 @@ def in_place_of(
     """The module with this packed weight that replaces a float layer, with the layer's hooks, its mode and what its users
     have set on it; ``dtype`` is that of an embedding's output, and of ``weight``; ``input_order`` that of a linear layer."""
     if isinstance(layer, torch.nn.Embedding):
-        packed = Embedding(packed_weight, dtype, layer.padding_idx)
-    else:
-        packed = Linear(packed_weight, dtype, input_order)
-    take_place(packed, layer)
-    return packed
+        table = table_of(layer)
+        if table is None:
+            raise TypeError(f"a {type(layer).__name__} may use its weight in its own way; expected a torch.nn.Embedding")
+        packed = Embedding(packed_weight, dtype, layer.padding_idx, table)
+        take_place(packed, layer)
+        give_state(packed, table, layer)
+        return packed
+    linear = Linear(packed_weight, dtype, input_order)
+    take_place(linear, layer)
+    return linear
 
 
 def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from . import ops
+from .embeddings import NORM, Table
 from .groups import in_groups
 from .layers import Prepared
 from .quantize import Config
@@ -252,7 +253,9 @@ class Linear(LinearLayer, torch.nn.Linear):
 
 
 class Embedding(Layer, torch.nn.Embedding):
-    """What :func:`lowbit.qat.prepare_` makes of a torch.nn.Embedding."""
+    """What :func:`lowbit.qat.prepare_` makes of a torch.nn.Embedding, and of others that :mod:`lowbit.embeddings` knows."""
+
+    _table: Table
 
     def forward(self, indices: Tensor) -> Tensor:
         _refuse_export()
@@ -266,7 +269,8 @@ class Embedding(Layer, torch.nn.Embedding):
             for table in (self.weight, *self.grid())
         ]
         values = _FakeQuantized.apply(*rows, config)
-        return values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
+        rows = values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
+        return self._table.finish(rows, getattr(self, NORM) if self._table.normed else None)
 
 
 # A float layer -> what it becomes in training. hf/conv1d.py adds transformers' kind.

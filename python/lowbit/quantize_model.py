@@ -14,7 +14,6 @@ import torch
 from . import nn, ops
 from ._sizes import size
 from .layers import (
-    KINDS,
     Experts,
     check_whole_experts,
     kind_of,
@@ -64,7 +63,7 @@ def select_layers(
 
 
 def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
-    layers = {name: layer for name, layer in named_layers(model) if type(layer) in KINDS}
+    layers = {name: layer for name, layer in named_layers(model) if not isinstance(layer, Experts) and kind_of(layer)}
     for names in names_by_weight(layers).values():
         packed, left = [name for name in names if name in selected], [name for name in names if name not in selected]
         if packed and left:
@@ -179,7 +178,8 @@ def quantize_(
     """Replaces the linear layers and embedding tables of a model by quantized ones, in place.
 
     Args:
-        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth. Linear
+        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules at any depth. Of their subclasses those of
+            transformers' tables are taken that scale or normalize their rows (Gemma, BART), no others. Linear
             layers are also transformers' ``Conv1D``, and its parameters that have the weights of all experts of a mixture,
             which are called as the parameter is (``"*.experts.down_proj"``).
         config: one config, for all layers of its kind; or shell-style patterns of qualified names (``"*embed*"``) to

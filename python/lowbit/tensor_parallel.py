@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import nn
-from .layers import KINDS
+from .layers import kind_of
 from .memory import give_back, in_huge_pages
 from .slices import concat, slice_columns, slice_rows
 
@@ -322,7 +322,7 @@ def _cut_all(
             raise ValueError(f"{name} is a packed {type(layer).__name__}; lowbit cuts linear layers and experts")
         elif style == EXPERTS_TOGETHER and not any(isinstance(child, nn.LinearExperts) for child in layer.children()):
             raise ValueError(f"{name} is float; {ranks} ranks can share packed experts only: quantize it")
-        elif type(layer) in KINDS and style in (*_LOCAL_OUTPUTS, *_LOCAL_INPUTS):
+        elif kind_of(layer) is not None and style in (*_LOCAL_OUTPUTS, *_LOCAL_INPUTS):
             raise ValueError(f"{name} is float; {ranks} ranks can share packed layers only: quantize it")
     return parts, sharing
 

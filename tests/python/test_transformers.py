@@ -182,10 +182,10 @@ def test_a_new_head_on_a_packed_model(tmp_path):
     assert torch.equal(model.model(TOKENS).last_hidden_state, expected(TOKENS).last_hidden_state)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "ModernBert", "OPT", "SeamlessM4T"])
+@pytest.mark.parametrize("name", ["Mixtral", "Gemma3", "T5", "Bert", "ModernBert", "OPT", "SeamlessM4T", "Bart"])
 def test_other_architectures(tmp_path, name):
     """Experts that transformers fuses, scaled embeddings, three ways of tying, a tied head that the model initializes by name,
-    two tables that stay float and share a packed one's weight, layers that stay in float32."""
+    tables of an encoder and a decoder that share a weight and are scaled, layers that stay in float32."""
     import transformers
 
     small = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -225,6 +225,20 @@ def test_other_architectures(tmp_path, name):
                 decoder_ffn_dim=96,
             ),
         ),
+        "Bart": (
+            "BartForConditionalGeneration",
+            lambda: transformers.BartConfig(
+                vocab_size=160,
+                d_model=64,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                encoder_ffn_dim=96,
+                decoder_ffn_dim=96,
+                scale_embedding=True,
+            ),
+        ),
     }[name]
     model_class = getattr(transformers, model_class)
     model_class(config()).save_pretrained(tmp_path / "source")
@@ -232,7 +246,9 @@ def test_other_architectures(tmp_path, name):
     expected = quantized(model_class.from_pretrained(tmp_path / "source"), CONFIG)
     first = model_class.from_pretrained(tmp_path / "packed")
     first.save_pretrained(tmp_path / "saved")
-    inputs = {"input_ids": TOKENS % 160} | ({"decoder_input_ids": TOKENS % 160} if name in ("T5", "SeamlessM4T") else {})
+    inputs = {"input_ids": TOKENS % 160} | (
+        {"decoder_input_ids": TOKENS % 160} if name in ("T5", "SeamlessM4T", "Bart") else {}
+    )
     for model in (
         first,
         model_class.from_pretrained(tmp_path / "source", quantization_config=CONFIG),

@@ -9,7 +9,7 @@ import torch
 
 from .. import nn
 from ..hf import conv1d  # noqa: F401 - lets named_layers find them
-from ..layers import KINDS, Experts, as_linear, check_layers, layer_at, named_layers
+from ..layers import Experts, as_linear, check_layers, kind_of, layer_at, named_layers
 from ..quantize import LinearConfig, check_layer
 from ..quantize_model import select_layers
 from .grid import Config
@@ -56,7 +56,7 @@ def left_float(model: torch.nn.Module) -> dict[str, str]:
     """Modules whose weights multiply activations, but which cannot be packed."""
     left = {}
     for name, module in model.named_modules():
-        if type(module) in KINDS or as_linear(module) is not None or isinstance(module, nn.Linear | nn.Embedding):
+        if kind_of(module) is not None or as_linear(module) is not None or isinstance(module, nn.Linear | nn.Embedding):
             continue
         kind = type(module).__name__
         if isinstance(module, torch.nn.Linear):

@@ -12,7 +12,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from .. import nn
-from ..layers import KINDS
+from ..layers import kind_of
 from ..packed import PackedInfo
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def tied_layers(model: torch.nn.Module) -> dict[str, str]:
     found = {}
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         names = target.removesuffix(".weight"), source.removesuffix(".weight")
-        if all(type(modules.get(name)) in KINDS for name in names):
+        if all(kind_of(modules.get(name)) is not None for name in names):
             found[names[0]] = names[1]
     return found
 
