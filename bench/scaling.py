@@ -35,7 +35,7 @@ class Model:
     layers: int
     hidden: int
     heads: int  # outputs of all heads of queries
-    keys: int  # outputs of all heads of keys
+    keys: int  # outputs of all KV heads
     mlp: int
     vocabulary: int
 

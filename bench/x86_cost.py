@@ -155,7 +155,7 @@ def llvm_mca() -> tuple[str, str]:
 
 
 def cycles_of(mca: str, core: str, blocks: Iterable[Block]) -> dict[Block, float]:
-    """Cycles of each block when it repeats for ever."""
+    """Cycles of each block when it repeats forever."""
     blocks = list(blocks)
     if not blocks:
         return {}
@@ -336,7 +336,7 @@ def document(data: dict) -> str:
         "## How the cycles come about",
         "",
         "A call's basic blocks, and how often each ran, come from the counted addresses. llvm-mca says how many cycles a",
-        "block needs when it repeats for ever, by LLVM's model of a core; a call is the sum of times x cycles. So every load",
+        "block needs when it repeats forever, by LLVM's model of a core; a call is the sum of times x cycles. So every load",
         "hits the first-level cache, every branch is predicted, and blocks neither overlap nor wait for one another. One row",
         "waits for memory as a rule: 128 weights at 4 bits are 64 bytes, and at 15 to 30 GB/s those are some 10 cycles.",
         "",

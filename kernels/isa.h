@@ -50,7 +50,7 @@ LOWBIT_API IsaBits cpu_isa();
 // cpu_isa() reduced by the environment variable LOWBIT_ISA, read once, and by streams().
 LOWBIT_API IsaBits active_isa();
 
-// How one row of activations reads its weights: panel after panel, one stream from memory, or several panels in step.
+// How one row of activations reads its weights: one panel at a time, or several interleaved (streams from memory).
 // The bits of a result are the same; which is faster depends on whose CPU it is.
 enum class Streams { one, several };
 

@@ -89,7 +89,7 @@ Tensor allocate(const Shape& shape, ScalarType type) {
 
 #ifdef __linux__
 // A forked process has the thread that forked and no other. GNU's OpenMP, which torch has on Linux, does not know that:
-// where this thread had used others before, it would wait for them for ever. So it computes alone; threads that are
+// where this thread had used others before, it would wait for them forever. So it computes alone; threads that are
 // started later are not concerned.
 std::atomic<bool> forks_with_threads{false}, alone_after_fork{false};
 std::atomic<pthread_t> forked{};

@@ -50,8 +50,9 @@ def load() -> str:
 
 
 def kernels() -> list[dict]:
-    """The ukernel table: one dict per row; in each family the built-in rows, best ISA first, then those of
-    :func:`load_kernels`.
+    """The kernel table, one dict per row.
+
+    Each family has the built-in rows, best ISA first, then those of :func:`load_kernels`.
 
     Keys: ``name``, ``family`` ("linear", "embedding", "quantize" or "attention"), ``isa``, ``format``, ``bits`` and
     ``tile`` (where they apply), ``supported`` (by this CPU), ``enabled`` (under ``LOWBIT_ISA``), ``active`` (some call
@@ -100,10 +101,10 @@ def isa() -> dict:
 
 
 def streams(pin: str | None = None) -> str:
-    """How one row of activations reads its weights: in "one" stream (panel after panel) or "several" (panels in step).
+    """How one row of activations reads its weights: in "one" stream (one panel at a time) or "several" (interleaved).
 
-    Which is faster depends on the CPU's maker: "several" on Intel's, "one" on all others; ``LOWBIT_STREAMS``, read once,
-    changes that. No bit of a result depends on it. Rows in step are written for AVX-512 VNNI.
+    The default depends on the CPU's maker: "several" is faster on Intel's CPUs, "one" on others. ``LOWBIT_STREAMS``, read
+    once, changes it. Results do not depend on it. Only AVX-512 VNNI has interleaved kernels.
 
     Args:
         pin: from now on, for all threads; None asks only.

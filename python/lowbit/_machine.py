@@ -45,7 +45,7 @@ def cpp_compiler() -> str:
 
     try:
         return cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, OSError) as error:  # OSError: CXX names what is no program
+    except (exc.InvalidCxxCompiler, OSError) as error:  # OSError: CXX does not name a program
         named = config.cpp.cxx
         tried = named if isinstance(named, str) else named[-1]
         raise OSError(

@@ -84,8 +84,10 @@ def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
 
 
 def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
-    """All modules of a model by their qualified names, shared ones by each, and the float experts in them; what is a linear
-    layer in another form comes as a torch.nn.Linear."""
+    """All modules of a model and their float experts, by qualified names.
+
+    A shared module comes with each of its names, a linear layer of another class as a torch.nn.Linear.
+    """
     for name, module in model.named_modules(remove_duplicate=False):
         yield name, _in_its_form(module)
         for leaf, experts in experts_of(module).items():
@@ -93,7 +95,7 @@ def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def as_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
-    """The torch.nn.Linear that a layer of another kind is; None for all else."""
+    """The torch.nn.Linear that is equivalent to a layer of another class; None for other modules."""
     make = LINEAR_OF.get(f"{type(module).__module__}.{type(module).__qualname__}")
     return None if make is None else make(module)
 

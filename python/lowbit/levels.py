@@ -30,8 +30,10 @@ FACTORS = (1.0, 0.93, 0.87, 0.81, 0.75, 1.08)
 
 
 def sampled_rows(n: int, k: int) -> range:
-    """The rows of a matrix [n, k] that :func:`fit_levels` looks at: all, or some at equal distances, with a quarter of
-    a million weights or twice as many."""
+    """The rows of a matrix [n, k] that :func:`fit_levels` samples.
+
+    All rows, or equidistant ones with 250,000 to 500,000 weights.
+    """
     return range(0, n, max(1, n * k // SAMPLE))
 
 

@@ -50,10 +50,10 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def give_back(tensor: Tensor) -> None:
-    """Takes the pages that a tensor has of a mapped file out of this process's memory. Who reads them again gets them
-    from the system's cache of files, or from the disk.
+    """Releases a tensor's pages of a mapped file from this process's memory.
 
-    Nothing happens to a tensor in memory of its own, to one that was written to, or on another system than Linux.
+    Later reads get them from the page cache or the disk. Tensors in other memory and tensors that were written to stay,
+    and so do all tensors on other systems than Linux.
     """
     if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
         return

@@ -442,8 +442,10 @@ def in_place_of(
     dtype: torch.dtype,
     input_order: Tensor | None = None,
 ) -> Linear | Embedding:
-    """The module with this packed weight that replaces a float layer, with the layer's hooks, its mode and what its users
-    have set on it; ``dtype`` is that of an embedding's output, and of ``weight``; ``input_order`` that of a linear layer."""
+    """The module with this packed weight that replaces a float layer, with the layer's hooks, mode and attributes.
+
+    ``dtype`` is the type of an embedding's output and of ``weight``; ``input_order`` is for linear layers.
+    """
     if isinstance(layer, torch.nn.Embedding):
         table = table_of(layer)
         if table is None:

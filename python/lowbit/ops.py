@@ -300,8 +300,9 @@ def attention(
 
 
 def cache_width(width: int, dtype: torch.dtype) -> int:
-    """The last dimension of a cache of :func:`attention` for keys or values of that width; ``torch.int4`` stands for 4-bit
-    caches, whose tensors are int8.
+    """The last dimension of a cache of :func:`attention` for keys or values of this width.
+
+    ``torch.int4`` stands for 4-bit caches, whose tensors are int8.
 
     Raises:
         ValueError: a width that 4-bit caches cannot have.

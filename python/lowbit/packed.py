@@ -41,8 +41,10 @@ class PackedInfo:
 
 
 class Unpacked(NamedTuple):
-    """What :func:`pack` took: ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n],
-    ``levels`` int8 [2**bits]."""
+    """The arguments that :func:`pack` got.
+
+    ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n], ``levels`` int8 [2**bits].
+    """
 
     codes: Tensor
     scales: Tensor
@@ -114,8 +116,9 @@ def verify(packed: Tensor) -> PackedInfo:
 def describe(
     shape: tuple[int, int], bits: int, group_size: int | None, mapping: str, has_bias: bool, levels: Sequence[int] | None = None
 ) -> PackedInfo:
-    """What :func:`info` will say about a weight of ``shape`` [n, k] once it is packed. Mapping "levels" without its
-    ``levels`` (they are not known before they are fitted): all of them zero.
+    """What :func:`info` will return for a weight of ``shape`` [n, k] once it is packed.
+
+    Without ``levels``, which may not be fitted yet, mapping "levels" has zeros.
 
     Raises:
         ValueError: as :func:`pack`.

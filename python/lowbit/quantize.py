@@ -109,8 +109,11 @@ def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str
 
 
 def table_of(config: Config, weight: Tensor, importance: Tensor | None = None) -> tuple[int, ...]:
-    """The levels of a config with mapping "levels"; fitted to ``weight`` [n, k] where the config says so, each squared
-    error counted by ``importance`` [k] or [n, k]."""
+    """The levels of a config with mapping "levels".
+
+    If the config says "fit", they are fitted to ``weight`` [n, k], with squared errors weighted by ``importance`` [k] or
+    [n, k].
+    """
     if config.levels == FIT:
         return fit_levels(weight, config.bits, config.group_size, importance)
     return TABLES[config.levels] if isinstance(config.levels, str) else tuple(config.levels or ())

@@ -245,7 +245,7 @@ def shard_(
     Every rank calls it with the same model, and then the model with the same inputs; each gets the whole result. What
     is loaded from files stays mapped until it is cut, and is then given back, matrix by matrix: a rank's memory is its
     part, one matrix, and of the tables of embeddings, which stay whole, what it has looked up. Where an attention has
-    fewer heads of keys than there are ranks, several ranks have the same one.
+    fewer KV heads than there are ranks, several ranks have the same one.
 
     Args:
         model: with :class:`lowbit.nn.Linear` layers or :class:`lowbit.nn.LinearExperts`; of transformers, or any with a
@@ -291,7 +291,7 @@ def _cut_all(
     modules: Mapping[str, torch.nn.Module], styles: Mapping[str, str], exact: bool, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Part | ExpertsPart], dict[str, int]]:
     """This rank's part of each packed layer that a plan names; the modules stay as they are. And for each attention whose
-    heads of keys several ranks have: how many of a rank's heads of queries go to one of keys.
+    KV heads are replicated over ranks: how many of a rank's query heads use one KV head.
 
     Raises:
         ValueError: as :func:`shard_`.

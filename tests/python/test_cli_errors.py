@@ -218,7 +218,10 @@ def test_a_model_of_sentences_is_not_taken_for_half_a_language_model(tmp_path):
     )
     transformers.BertModel(config).save_pretrained(tmp_path)
     message = error(invoke("tune", tmp_path))
-    assert "tensors of BertLMHeadModel" in message and "says that it has a BertModel, which is not that" in message
+    assert (
+        "tensors of BertLMHeadModel" in message
+        and "says that it has a BertModel, which is not a causal language model" in message
+    )
 
 
 def test_usage_errors():
@@ -305,7 +308,7 @@ def test_options_that_would_not_count_are_refused(packed, tmp_path):
     ):
         result = invoke(*arguments)
         assert (result.exit_code, result.stdout) == (2, ""), (arguments, result.output)
-        assert f"Invalid value for {option}: it means nothing" in result.stderr.replace("\n", " "), result.stderr
+        assert f"Invalid value for {option}: it has no effect" in result.stderr.replace("\n", " "), result.stderr
         assert why in " ".join(result.stderr.replace("│", " ").split()), result.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -374,7 +374,7 @@ def test_the_last_decoder_of_a_model_has_it():
             run(first, PROMPT)
         first.release()  # has nothing to give back
         expected = run(second, PROMPT)
-        del second  # without a word
+        del second  # no warning
         third = Decoder(model, 64)
         assert torch.equal(run(third, PROMPT), expected)
         copied = copy.deepcopy(third)

@@ -16,8 +16,10 @@ from .grid import Config
 
 
 def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, Config], dict[str, Config]]:
-    """What :func:`lowbit.quantize_` would pack, or what a LowBitConfig selects: modules by their names, each with its
-    config, and likewise the tensors that hold a matrix of each expert."""
+    """The modules that :func:`lowbit.quantize_` would pack or a LowBitConfig selects, and tensors of experts.
+
+    Both by name, with their configs.
+    """
     if hasattr(config, "select"):
         selected = config.select(model)
     else:

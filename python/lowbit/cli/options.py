@@ -122,7 +122,7 @@ def _parse_bias(text: str) -> tuple[int, float]:
 
 
 def refuse_unused(why: str, **given: bool) -> None:
-    """Refuses options that mean nothing here: a user who gives one expects that it counts.
+    """Refuses options that would have no effect, because a user who gives one expects an effect.
 
     Args:
         why: "without --bits", for example.
@@ -130,11 +130,11 @@ def refuse_unused(why: str, **given: bool) -> None:
     """
     for name, other in given.items():
         if other:
-            raise typer.BadParameter(f"it means nothing {why}", param_hint=f"--{name.replace('_', '-')}")
+            raise typer.BadParameter(f"it has no effect {why}", param_hint=f"--{name.replace('_', '-')}")
 
 
 def refuse_without_bits(bits: int | str | None, group_size: str, mapping: str, embedding_bits: int | None) -> None:
-    """Refuses options that say how a float checkpoint is quantized, where none is."""
+    """Refuses options for quantizing a float checkpoint if nothing is quantized."""
     if not bits:
         refuse_unused("without --bits", **said_how(group_size, mapping, embedding_bits))
 

@@ -193,7 +193,7 @@ def check_complete(model, given: set[str], where: Path) -> None:
         others = getattr(model.config, "architectures", None)
         if isinstance(others, list) and others and type(model).__name__ not in others:
             raise ValueError(
-                f"{lacking} Its config.json says that it has a {others[0]}, which is not that: what is no language model runs, "
-                "and is exported, from Python."
+                f"{lacking} Its config.json says that it has a {others[0]}, which is not a causal language "
+                "model; use the Python API."
             )
         raise ValueError(f"{lacking} A shard, or its entry in the index, is missing: copy all files again.")
