@@ -1,4 +1,4 @@
-"""Loads the compiled part of the package and asks it about itself."""
+"""Loads the compiled part of the package and queries it."""
 
 import os
 import sysconfig

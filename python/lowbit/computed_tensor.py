@@ -1,4 +1,4 @@
-"""What the ``weight`` of a packed layer is: a tensor without memory, whose values are computed when they are used."""
+"""The ``weight`` of a packed layer: a tensor without memory whose values are computed when they are used."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Packed(torch.nn.Module):
         return ops.verify(packed_weight)
 
     def verify(self) -> None:
-        """Checks every byte against the checksums, and reads the description anew.
+        """Checks every byte against the checksums, and rereads the header.
 
         Raises:
             ValueError: not a packed weight, or the packed bytes were altered.
@@ -66,7 +66,7 @@ class Packed(torch.nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as a float layer has it, [out, in] of the dtype that the layer had, which follows ``module.to(dtype)``.
+        """The dequantized weight, [out, in], of the float layer's dtype, which follows ``module.to(dtype)``.
 
         Its shape, dtype and device cost nothing; whoever uses its values has them computed, each time anew. It cannot be
         changed, and is neither a parameter nor in the state dict.
@@ -95,7 +95,7 @@ class Packed(torch.nn.Module):
         super().register_parameter(name, param)
 
     def requires_grad_(self, requires_grad: bool = True) -> Packed:
-        """Nothing, if it is False: packed weights have no gradients.
+        """Does nothing if False: packed weights have no gradients.
 
         Raises:
             ValueError: this layer alone is to be trained. (A model with packed layers may be asked: its float parameters
@@ -103,8 +103,8 @@ class Packed(torch.nn.Module):
         """
         if requires_grad and not any(True for _ in self.parameters()):
             raise ValueError(
-                f"a packed {type(self).__name__} cannot be trained: its weight is fixed. Leave a layer float that is to be "
-                "trained (config None), or put adapters beside it"
+                f"a packed {type(self).__name__} cannot be trained: its weight is fixed. To train a layer, leave it float "
+                "(config None), or put adapters beside it"
             )
         return super().requires_grad_(requires_grad)
 
@@ -238,7 +238,7 @@ class Linear(Packed):
 
     @property
     def bias(self) -> Tensor | None:
-        """[out] of the same dtype as ``weight``, and computed as that is; None: there is none."""
+        """The bias, [out], of the same dtype as ``weight``, computed when used; None without a bias."""
         if not self.info.has_bias:
             return None
 
@@ -281,7 +281,7 @@ class Linear(Packed):
         return ops.linear(x, self.packed_weight, self.info.out_features)
 
     def extra_repr(self) -> str:
-        order = "" if self.input_order is None else "inputs in an order of their own, "
+        order = "" if self.input_order is None else "act-order permutation, "
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.info.has_bias}, {order}"
             + self._format_repr()
@@ -419,7 +419,7 @@ class LinearExperts(Packed):
 
 
 def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
-    """Refuses a float layer whose weight or bias a hook computes anew before each call.
+    """Refuses a float layer whose weight or bias a hook computes before each call.
 
     Raises:
         ValueError: as weight_norm, spectral_norm and pruning of torch.nn.utils leave a layer.
@@ -427,7 +427,7 @@ def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
     for name in ("weight", "bias"):
         if isinstance(layer.__dict__.get(name), Tensor):  # where a parameter is, it is not here
             raise ValueError(
-                f"{prefix}{name} is no parameter: a hook computes it before each call, as weight_norm, spectral_norm and "
+                f"{prefix}{name} is not a parameter: a hook computes it before each call, as weight_norm, spectral_norm and "
                 "pruning do; make it one first (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
             )
 
@@ -460,7 +460,7 @@ def in_place_of(
 
 
 def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
-    """Gives a layer another one's hooks and mode, and what its users have set on it."""
+    """Copies another layer's hooks, mode and user-set attributes to a layer."""
     packed.train(layer.training)
     if "forward" in layer.__dict__ and isinstance(packed, Packed):
         warnings.warn(
@@ -477,7 +477,7 @@ def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
 
 
 def use_huge_pages(model: torch.nn.Module) -> int:
-    """Moves the packed weights of a model into huge pages, where Linux gives them on request.
+    """Moves the packed weights of a model into huge pages if Linux provides them on request.
 
     Then a matrix that is read from memory comes faster: the CPU looks up a five-hundredth of the addresses, and fetches
     ahead beyond 4 KiB. :func:`lowbit.quantize_` does it by itself; call this for weights that were loaded, and above all

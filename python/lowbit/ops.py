@@ -39,7 +39,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _StraightThroughForward(_StraightThrough):
-    """With derivatives in forward mode (torch.func.jvp, jacfwd). Apart, as torch.compile takes no function with a jvp."""
+    """Adds forward-mode derivatives (torch.func.jvp, jacfwd); a class of its own, as torch.compile accepts no jvp."""
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -55,7 +55,7 @@ class _StraightThroughForward(_StraightThrough):
 
 
 def _for_this_place() -> bool:
-    """Whether what Dynamo traces will run here. A program for other places holds the bare operators."""
+    """Whether the traced program will run in this process. Exported programs contain the bare operators."""
     # It looks at the level, which is -1 or more, so that a call on another one is traced anew.
     return forward_ad._current_level >= -1 and not torch.compiler.is_exporting()
 
@@ -80,7 +80,7 @@ def _has_tangent(operator: str, *arguments) -> bool:
 
 
 def _differentiated(x: Tensor) -> bool:
-    """Whether somebody wants derivatives with respect to x. A program for other places holds the bare operator."""
+    """Whether derivatives with respect to x are requested. Exported programs contain the bare operator."""
     # A tangent does not show in requires_grad; without this it would be lost.
     if not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
         return False
@@ -219,7 +219,7 @@ def embedding(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dty
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Attention in a program with gradients: the result can be used, but not gone back through."""
+    """Attention in a program with gradients: its result has none."""
 
     @staticmethod
     def forward(*arguments):
@@ -247,7 +247,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over static caches: writes ``k`` and ``v`` behind what the caches hold, then attends.
+    """Causal attention over static caches: appends ``k`` and ``v`` to the caches, then attends.
 
     Time grows with the positions that the caches hold, not with ``max_length``. The result of a position has the same
     bits however a text was cut into calls.
@@ -315,7 +315,7 @@ def cache_width(width: int, dtype: torch.dtype) -> int:
 
 
 def cache_storage(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the tensors of such caches: int8 for ``torch.int4``, else itself."""
+    """The dtype of the tensors of a cache: int8 for ``torch.int4``, otherwise ``dtype``."""
     return torch.int8 if dtype is torch.int4 else dtype
 
 

@@ -1,4 +1,4 @@
-"""LoRA on packed layers, through peft: the packed weights stay as they are, beside each float matrices are trained.
+"""LoRA on packed layers through peft: packed weights stay, float matrices beside them are trained.
 
 >>> import peft
 >>> model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))  # doctest: +SKIP
@@ -58,7 +58,7 @@ class LoraLinear(lora.Linear):
         )
 
     def unmerge(self) -> None:
-        """Nothing: adapters are never merged."""
+        """Does nothing: adapters are never merged."""
 
 
 def _check(config: peft.LoraConfig) -> None:

@@ -1,4 +1,4 @@
-"""Training of models that will be packed: layers that compute, in float and with gradients, what packed ones will.
+"""Training before packing: float layers that compute, with gradients, what packed layers will.
 
 >>> import torch, lowbit
 >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
@@ -30,7 +30,7 @@ def _kind(name: str, module: torch.nn.Module) -> type:
         return Embedding
     if isinstance(module, torch.nn.Linear) and as_linear(module) is not None:  # FalconLinear
         return Linear
-    raise ValueError(f"{name} is a {type(module).__name__}, which cannot be trained packed; give it the config None")
+    raise ValueError(f"{name} is a {type(module).__name__}, which lowbit.qat cannot train; give it the config None")
 
 
 def prepare_(

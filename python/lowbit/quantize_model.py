@@ -33,7 +33,7 @@ def select_layers(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     experts: bool = False,
 ) -> dict[str, Config]:
-    """The qualified names to quantize, each with its config; those of experts in one tensor only if they are asked for."""
+    """The qualified names to quantize, with their configs; names of expert tensors only if requested."""
     if isinstance(config, Config):
         patterns: dict[str, Config | None] = {"*": config}
     elif isinstance(config, Mapping):
@@ -84,8 +84,8 @@ def _refuse_adapters(model: torch.nn.Module, selected: Mapping[str, Config]) -> 
             adapters = [each for each in selected if each.startswith(f"{name}.{kind}.") and kind != "modules_to_save"]
             if adapters:
                 raise ValueError(
-                    f"{adapters[0]} is an adapter of peft, which could then learn nothing; choose what it stands beside "
-                    "('*.base_layer') and leave adapters out ('*.lora_*': None), or merge them first"
+                    f"{adapters[0]} is an adapter of peft, which could no longer be trained; select the layers below "
+                    "adapters ('*.base_layer') and exclude adapters ('*.lora_*': None), or merge them first"
                 )
 
 
@@ -133,7 +133,7 @@ def _refuse_diffusers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
-    """Models of transformers and diffusers, also inside others: what their save_pretrained must know."""
+    """Prepares save_pretrained of models of transformers and diffusers, also inside other models."""
     with _described_to_transformers(model):
         yield
     _refuse_diffusers(model)
@@ -163,7 +163,7 @@ def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
 
 
 def know_transformers() -> None:
-    """Lets its own kinds of layers be found; a model of it can only be there if it is loaded."""
+    """Registers layer classes of transformers if it is loaded."""
     if "transformers.modeling_utils" in sys.modules:
         with suppress(ImportError):  # of another version: these stay float, and a warning says so
             import_module("lowbit.hf.experts")

@@ -208,7 +208,7 @@ def test_stdout_that_takes_nothing(arguments):
         found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (found.returncode, found.stderr) == (1, "lowbit: error: No space left on device\n")
     found = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
-    expected = "lowbit: error: stdout is closed; expected somewhere to write the result to\n"
+    expected = "lowbit: error: stdout is closed; expected an open stream for the result\n"
     assert (found.returncode, found.stderr) == (1, expected)
 
 

@@ -223,7 +223,7 @@ def test_what_cannot_be_cut_is_refused(found):
         assert case["twice"] == f"{first} is a part already"
         assert case["save"] == f"{first} is a part of a layer: a model that is spread over ranks cannot be saved"
     for case in of(found, "layers"):
-        assert case["order refused"] == "0 has inputs in an order of their own, which 2 ranks cannot share: use exact"
+        assert case["order refused"] == "0 has an act-order permutation, which 2 ranks cannot share; use exact=True"
 
 
 def test_without_processes_it_is_refused():

@@ -34,7 +34,7 @@ ModelOrShape = Annotated[
 Bits = Annotated[int, typer.Option("--bits", min=1, max=8, help="Bits per weight.")]
 OptionalBits = Annotated[
     int | None,
-    typer.Option("--bits", min=1, max=8, help="Quantize a float checkpoint to so many bits first.", show_default=False),
+    typer.Option("--bits", min=1, max=8, help="Quantize a float checkpoint to this number of bits first.", show_default=False),
 ]
 GroupSize = Annotated[
     str, typer.Option("--group-size", help="Inputs that share a scale, a multiple of 16; or none: a scale per output.")
@@ -45,17 +45,19 @@ Mapping = Annotated[
 ]
 EmbeddingBits = Annotated[
     int | None,
-    typer.Option("--embedding-bits", min=1, max=8, help="Of embedding tables and heads that share one.", show_default="--bits"),
+    typer.Option(
+        "--embedding-bits", min=1, max=8, help="Bits of embedding tables and of heads that share one.", show_default="--bits"
+    ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="Threads to run on.", show_default="torch's")]
-Compile = Annotated[bool, typer.Option("--compile", help="Make machine code of the whole model first; needs a C++ compiler.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the whole model first; needs a C++ compiler.")]
 MaxLength = Annotated[
     int | None, typer.Option("--max-length", min=16, help="Tokens in the KV cache, a multiple of 16.", show_default=False)
 ]
 
 Cache = Annotated[
     Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
-    typer.Option("--cache", help="What keys and values are kept in.", show_default="the model's type"),
+    typer.Option("--cache", help="Type of the KV cache.", show_default="the model's type"),
 ]
 
 

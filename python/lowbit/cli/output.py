@@ -250,7 +250,7 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         if sys.stdout is None:
-            raise OSError("stdout is closed; expected somewhere to write the result to")
+            raise OSError("stdout is closed; expected an open stream for the result")
         set_stdout_errors("backslashreplace")  # names of files may be no text
         yield
         sys.stdout.flush()

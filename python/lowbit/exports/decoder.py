@@ -102,7 +102,8 @@ def export_decoder(
 ) -> None:
     """Exports a decoder to a file that runs without Python.
 
-    The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format. **.pte**, for ExecuTorch: the caches live in the loaded program and take no room in the file.
+    The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format. **.pte**, for
+    ExecuTorch: the caches live in the loaded program and take no room in the file.
     Constant methods say what a runner must know, under the names that ExecuTorch's own ``TextLLMRunner`` reads: it runs
     the file, and so does ``examples/cpp/llm_runner``. **.pt2**, by AOTInductor, which needs a C++ compiler here: the
     program also takes all caches, which it changes in place, so the file has none. Its metadata says what a runner must
