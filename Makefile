@@ -442,24 +442,14 @@ format: $(VENV)/requirements
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Files that take longest come first, so that no core waits for one of them at the end; of itself xdist begins with those of
-# most tests.
-PYTHON_LONG := test_executorch test_llm test_experts_models test_cli_quantize test_cli_machine test_checkpoint_targets \
-  test_export test_isa test_tensor_parallel test_cli_generate test_concurrency test_bench test_cli_errors test_import \
-  test_autoload test_guesses test_file_faults test_crashes test_calibrate test_cli_fuzz test_builds test_attention_surfaces \
-  test_parity
-PYTHON_REST = $(filter-out $(PYTHON_LONG) $(PYTHON_MORE),$(basename $(notdir $(wildcard tests/python/test_*.py))))
+# The markers are in pyproject.toml: `more` are the files that compile, calibrate or train whole models.
 test-python: $(VENV)/installed
 	scripts/need.sh test
-	HF_HUB_OFFLINE=1 $(PYTEST) $(foreach file,$(PYTHON_LONG) $(PYTHON_REST),tests/python/$(file).py)
+	HF_HUB_OFFLINE=1 $(PYTEST) -m 'not more'
 
-# Those that compile, calibrate or train whole models.
-PYTHON_MORE := test_llm_export test_cpp_runners test_readme test_calibrate_trained test_calibrate_resumed test_doctor \
-  test_report test_notebook test_demo test_cli_export test_qat_example test_calibrate_models test_calibrate_budget \
-  test_calibrate_experts test_calibrate_files test_calibrate_placed
 test-python-more: $(VENV)/installed
 	scripts/need.sh test
-	HF_HUB_OFFLINE=1 $(PYTEST) $(PYTHON_MORE:%=tests/python/%.py)
+	HF_HUB_OFFLINE=1 $(PYTEST) -m more
 
 # With the oldest versions that pyproject.toml allows of what the language models and the command line need; the newest
 # are those of requirements.txt, which all other tests have.

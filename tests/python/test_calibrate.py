@@ -12,6 +12,8 @@ from lowbit.calibration.learning import Learning
 from reference import MAPPINGS, WIDTHS
 from torch import Tensor
 
+pytestmark = pytest.mark.first
+
 TOKENS = 400
 
 

@@ -15,6 +15,8 @@ from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, 
 from lowbit.cli import models
 from lowbit.cli.app import app
 
+pytestmark = pytest.mark.first
+
 READING = {
     "quantize": lambda model, out: ("quantize", model, out / "new"),
     "generate": lambda model, out: ("generate", model, "--prompt", PROMPT),

@@ -8,9 +8,12 @@ import shutil
 import signal
 
 import lowbit
+import pytest
 import torch
 from command_line import FLOAT, document, documented_keys, error, invoke
 from transformers import JetMoeConfig, JetMoeForCausalLM
+
+pytestmark = pytest.mark.first
 
 
 def test_quantize_writes_what_the_library_writes(packed, tmp_path):

@@ -9,6 +9,8 @@ from pathlib import Path
 import lowbit
 import pytest
 
+pytestmark = pytest.mark.first
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,6 +12,8 @@ from command_line import document, documented_keys, invoke, keys_in, run
 from lowbit import memory
 from lowbit.doctor import machine, surfaces
 
+pytestmark = pytest.mark.more
+
 COMPILER = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
 REMEDY = f"pip install executorch=={lowbit._C.executorch_version.partition('+')[0]}, which this lowbit was built for"
 

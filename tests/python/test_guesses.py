@@ -12,6 +12,8 @@ from lowbit import llm
 from lowbit.llm.guessing import Draft, Lookup
 from lowbit.llm.loading import load_tokenizer
 
+pytestmark = pytest.mark.first
+
 MAX_LENGTH = 256
 REPEATED = "The list contains the following items: one, two, three. " * 3 + "The list contains"
 PLAIN = "Return the number of items"

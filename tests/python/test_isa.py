@@ -9,6 +9,8 @@ import reference
 import torch
 from reference import assert_same_bits
 
+pytestmark = pytest.mark.first
+
 # Saves what the capped package says of itself, and results of every width, mapping and dtype.
 SCRIPT = """
 import json, sys

@@ -8,6 +8,8 @@ import lowbit
 import pytest
 import torch
 
+pytestmark = pytest.mark.first
+
 transformers = pytest.importorskip("transformers")
 
 from lowbit.llm import Decoder, compile_decoder, generate

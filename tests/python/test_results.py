@@ -11,6 +11,8 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import results
 
+pytestmark = pytest.mark.more
+
 CASE = results.HEADINGS[:4]
 
 

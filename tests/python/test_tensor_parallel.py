@@ -27,6 +27,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+pytestmark = pytest.mark.first
+
 RANKS = Path(__file__).with_name("tensor_parallel_ranks.py")
 TINY = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
 CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)

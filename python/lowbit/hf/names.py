@@ -163,7 +163,14 @@ def keep_names(model: PreTrainedModel) -> None:
         transforms = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [each for each in transforms if type(each).__name__ != "PrefixChange"]
 
+    experts = [name for name in packed if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.LinearExperts)]
+
     def concerns(transform) -> bool:
+        if type(transform) is WeightRenaming:
+            # No float checkpoint has experts in one tensor under the new name: a version of transformers that renames them
+            # otherwise would not find them, and go on with random ones.
+            back = transform.reverse_transform()
+            return any(back.rename_source_key(name)[0] != name for name in experts)
         if not isinstance(transform, WeightConverter):
             return False
         try:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from .. import ops
+from ..files.safetensors import is_guard
 from ..memory import give_back, in_huge_pages
 from ..nn import _check_order
 from ..quantize import quantize_tensor
@@ -74,7 +75,7 @@ class PackedMethod(LinearMethodBase):
             layer._lowbit_orders[each] = loaded
 
     def _load(self, layer: torch.nn.Module, _, loaded: Tensor, part: str | int | None = None) -> None:
-        if loaded.numel() == 0:
+        if is_guard(loaded):
             return  # the guard beside a packed weight
         if isinstance(part, tuple):
             raise ValueError(f"{self.prefix} has the parts {part} in one matrix, which lowbit does not serve in vLLM")
