@@ -149,10 +149,10 @@ class Batch:
                 except Exception as error:
                     self.remove(each.text)
                     failed.append((each.text, error))
-        for text, error in failed:
+        for text, why in failed:
             if text.on_error is None:
-                raise error
-            text.on_error(error)
+                raise why
+            text.on_error(why)
         return bool(still or failed)
 
     def _take(self, each: _Running, logits: Tensor) -> None:
