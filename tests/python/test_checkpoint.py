@@ -84,7 +84,7 @@ def test_two_files_have_an_index_and_every_tensor_may_have_its_own(source, tmp_p
         found, expected = tensors_of(tmp_path / name), tensors_of(tmp_path / "whole")
         assert found.keys() == expected.keys()
         assert index["weight_map"].keys() == {each for each, tensor in expected.items() if not is_guard(tensor)}
-        assert all(torch.equal(found[each], expected[each]) for each in expected)
+        assert all(torch.equal(found[each], expected[each]) for each in expected if not is_guard(expected[each]))
         load(tmp_path / name)
 
 
