@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import lowbit
+import lowbit.llm
 import pytest
 import torch
 import transformers
@@ -249,3 +250,24 @@ def test_calibration_shares_the_table_with_its_head(method):
     ids = torch.arange(100)
     assert torch.equal(table(ids), table.dequantize()[ids] * table._table.scale.value)
     assert bool(call(model).isfinite().all())
+
+
+def test_decoding_and_export(tmp_path):
+    torch.manual_seed(0)
+    model = gemma3().eval()
+    lowbit.quantize_(model, lowbit.LowBitConfig(4, 16).select(model))
+    expected = call(model)
+    decoder = lowbit.llm.Decoder(model, 32)
+    ids, start = (torch.arange(12)[None] * 7 + 3) % 128, torch.zeros(1, dtype=torch.int64)
+    with torch.inference_mode():
+        assert (decoder(ids, start) - expected[:, -1]).norm() < 1e-2 * expected[:, -1].norm()
+        decoder(ids[:, :-1], start)
+        whole = decoder(ids[:, -1:], start + 11)
+    for name in ("m.pte", "m.pt2"):
+        lowbit.llm.export_decoder(decoder, tmp_path / name, chunk=4)
+        step = lowbit.llm.load_decoder(tmp_path / name)
+        step(ids[:, :-1], start)
+        assert (step(ids[:, -1:], start + 11) - whole).norm() < 1e-2 * whole.norm()
+        # 128 rows of 64 weights at 4 bits, once.
+        packed = model.lm_head.packed_weight.numpy().tobytes()
+        assert (tmp_path / name).read_bytes().count(packed[64:1024]) <= 1

@@ -15,6 +15,8 @@ from lowbit.files.safetensors import read_file
 from lowbit.tensor_parallel import Part, shard_
 from reference import random_packed
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -55,6 +57,8 @@ def found(tmp_path_factory) -> list[dict]:
     # Every rank needs the one head of keys.
     models["one head"] = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1))
     models["mixtral"] = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=4))
+    # A head that shares its weight with a table that multiplies its rows.
+    models["gemma3"] = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_key_value_heads=3, head_dim=16))
     # Matrices of many pages: the table of tokens is the largest.
     large = {"hidden_size": 768, "intermediate_size": 1536, "vocab_size": 2400}
     models["large"] = LlamaForCausalLM(LlamaConfig(**sizes | large, num_key_value_heads=3))
@@ -122,7 +126,7 @@ def test_experts(found):
         }
 
 
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "one head", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "one head", "mixtral", "gemma3"])
 def test_transformers_cuts_by_its_own_plan(found, name):
     assert len(of(found, name)) == 3
     for case in of(found, name):
