@@ -27,7 +27,7 @@ def bench(
     group_size: GroupSize = "32",
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt.")] = 512,
     new: Annotated[int, typer.Option("--new", min=1, help="Tokens that are decoded after the prompt.")] = 64,
-    mode: Annotated[list[_Mode], typer.Option("--mode", help="How to run; several modes take turns.")] = [_Mode.aot],  # noqa: B006
+    mode: Annotated[list[_Mode], typer.Option("--mode", help="Ways to run, in turns.")] = [_Mode.aot],  # noqa: B006
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of runs; the median counts.")] = 3,
     cache: Cache = None,
     threads: Threads = None,
