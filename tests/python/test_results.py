@@ -1,4 +1,4 @@
-"""tests/results.csv: bytes, checksums and quality of each method and width, as bench/results.py measures them today."""
+"""tests/results.csv: bytes, checksums and quality of each method and width, as bench/method_results.py measures them today."""
 
 import csv
 import sys

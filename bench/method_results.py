@@ -1,6 +1,6 @@
 """Bytes, checksums and quality of every method and width on the model in examples/tiny_llama: tests/results.csv.
 
-    python bench/results.py > tests/results.csv
+    python bench/method_results.py > tests/results.csv
 
 tests/python/test_results.py compares the file with what the code gives, so that a change of behavior stands in the diff.
 """
