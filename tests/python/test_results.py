@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
-import results
+import method_results as results
 
 pytestmark = pytest.mark.more
 
