@@ -287,8 +287,8 @@ test-macos-build: $(VENV)/requirements $(MACOS)/libc++.tbd
 	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --quick --output build/macos-wheel
 
 # liblowbit.dylib of a release wheel, made into a library that Linux loads: the C++ tests of the build for Linux on Arm call its
-# code under QEMU, as if on Macs from M1 to M4. It builds the wheel for CPython 3.11; with MACOS_WHEEL=FILE it takes that one. Not
-# in test-all: the optimized wheel takes minutes to compile, and that of test-macos-build has other code.
+# code under QEMU, as if on Macs from M1 to M4. It builds the wheel for CPython 3.11; with MACOS_WHEEL=FILE it takes that one.
+# Not in test-all: the optimized wheel takes minutes to compile, and that of test-macos-build has other code.
 .PHONY: test-macos-run
 test-macos-run: $(VENV)/requirements $(MACOS)/libc++.tbd build-test-arm build/arm-emulator
 	[ -n "$(MACOS_WHEEL)" ] || $(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --output build/macos-release

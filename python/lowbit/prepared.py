@@ -253,7 +253,7 @@ class Linear(LinearLayer, torch.nn.Linear):
 
 
 class Embedding(Layer, torch.nn.Embedding):
-    """The prepared form (:func:`lowbit.qat.prepare_`) of a torch.nn.Embedding, or of a class that :mod:`lowbit.embeddings` knows."""
+    """The prepared form (:func:`lowbit.qat.prepare_`) of torch.nn.Embedding and of classes that :mod:`lowbit.embeddings` knows."""
 
     _table: Table
 
