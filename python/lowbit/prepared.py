@@ -253,7 +253,7 @@ class Linear(LinearLayer, torch.nn.Linear):
 
 
 class Embedding(Layer, torch.nn.Embedding):
-    """The prepared form (:func:`lowbit.qat.prepare_`) of torch.nn.Embedding and of classes that :mod:`lowbit.embeddings` knows."""
+    """What :func:`lowbit.qat.prepare_` makes of torch.nn.Embedding and of the classes in :mod:`lowbit.embeddings`."""
 
     _table: Table
 
