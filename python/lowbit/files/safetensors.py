@@ -25,8 +25,6 @@ ORDER_SUFFIX = ".input_order"  # int32 [inputs], beside the packed weight of a l
 
 _ALIGNMENT = 64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
 _CHUNK = 8 << 20
-_GUARD = "F4"  # the dtype of guards, and their bytes
-_GUARD_BYTES = 1
 
 
 @dataclass(frozen=True)
@@ -116,23 +114,12 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
 def float_name(packed: str, shape: tuple[int, ...]) -> str:
     """The name of a packed tensor if it were not packed: that of a layer's weight, or of the parameter that holds experts.
 
-    In a file a tensor of this name lies beside the packed weight, its guard. A program that does not know lowbit looks for
-    the float weight, finds none, and goes on with random values. It finds the guard instead, and stops: torch converts no
-    4-bit floats, and the shape is wrong. The dtype matters because transformers' ``ignore_mismatched_sizes=True`` gives
-    tensors of a wrong shape random values as well.
+    In a file an empty tensor of this name lies beside the packed weight, its guard. A program that does not know
+    lowbit looks for the float weight, finds none, and goes on with random values. It finds the guard instead, which has
+    the wrong shape, and stops.
     """
     name = packed.removesuffix(PACKED_SUFFIX)
     return f"{name}.weight" if len(shape) == 1 else name
-
-
-def make_guard() -> Tensor:
-    """A guard (:func:`float_name`) with memory of its own."""
-    return torch.zeros(_GUARD_BYTES, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-
-
-def is_guard(tensor: Tensor) -> bool:
-    """Whether a tensor of a file is a guard: those of earlier files are empty."""
-    return tensor.dtype == torch.float4_e2m1fn_x2 or tensor.numel() == 0
 
 
 def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) -> dict[str, Stored]:
@@ -154,8 +141,7 @@ def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) 
             found = "nowhere" if name not in tensors else f"in {tensors[name].path.name}"
             raise ValueError(f"{INDEX} says that {name} is in {file}; found it {found}: copy all files again")
     guards = {float_name(name, stored.shape) for name, stored in tensors.items() if name.endswith(PACKED_SUFFIX)}
-    left_out = {name for name in guards & tensors.keys() if tensors[name].dtype == _GUARD or tensors[name].shape == (0,)}
-    return {name: stored for name, stored in tensors.items() if name not in left_out}
+    return {name: stored for name, stored in tensors.items() if name not in guards or stored.shape != (0,)}
 
 
 def read_bytes(stored: Stored, begin: int = 0, end: int | None = None) -> Tensor:
@@ -237,19 +223,16 @@ def header_of(
 ) -> tuple[bytes, int]:
     """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them.
 
-    Packed weights get their guards (:func:`float_name`), whose bytes come last: the weights stay aligned. ``metadata``: what
-    the file says of itself besides its format.
+    Packed weights get their guards (:func:`float_name`), which have no bytes. ``metadata``: what the file says of itself
+    besides its format.
     """
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, dtype, shape, size in tensors:
+        if name.endswith(PACKED_SUFFIX):
+            header[float_name(name, shape)] = {"dtype": dtype, "shape": [0], "data_offsets": [at, at]}
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
-    for name, _, shape, _ in tensors:
-        if name.endswith(PACKED_SUFFIX):
-            offsets = [at, at + _GUARD_BYTES]
-            header[float_name(name, shape)] = {"dtype": _GUARD, "shape": [2 * _GUARD_BYTES], "data_offsets": offsets}
-            at += _GUARD_BYTES
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, at
@@ -262,7 +245,6 @@ class Writer:
         self, path: Path, tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
     ):
         header, size = header_of(tensors, metadata)
-        self._guards = bytes(_GUARD_BYTES * sum(name.endswith(PACKED_SUFFIX) for name, *_ in tensors))
         # Unbuffered: after an error nothing is left that closing would try to write.
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
         self._end = len(header) + size
@@ -288,7 +270,6 @@ class Writer:
     def __exit__(self, kind, error, trace) -> None:
         with self._file:
             if kind is None:
-                self.write(self._guards)
                 if self._file.tell() != self._end:
                     raise AssertionError(f"{self._file.tell()} bytes were written; the header says {self._end}")
                 sync(self._file)

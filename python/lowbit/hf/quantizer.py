@@ -15,17 +15,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, auto
 
 from .. import nn
-from ..files.safetensors import (
-    INDEX,
-    WEIGHTS,
-    Stored,
-    float_name,
-    make_guard,
-    orders_of,
-    packed_info,
-    read_files,
-    read_metadata,
-)
+from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
 from ..files.untrusted import read_json
 from ..layers import Experts, kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
 from ..memory import in_huge_pages
@@ -72,8 +62,8 @@ class LowBitQuantizer(HfQuantizer):
         tied = getattr(model, "all_tied_weights_keys", None) or {}  # these are saved under the other name
         for name in [name for name in state if name.rpartition(".")[2] == PACKED]:
             if name not in tied:
-                # With memory of its own: transformers takes tensors at the same address for one.
-                state[float_name(name, state[name].shape)] = make_guard()
+                # Empty, but with memory of its own: transformers takes tensors at the same address for one.
+                state[float_name(name, state[name].shape)] = torch.zeros(1, dtype=torch.uint8)[:0]
         # In every shard of a save the same: what a killed save leaves of an older one must not pass for a part of it.
         return state, {_SAVE: uuid.uuid4().hex}
 

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from .. import ops
-from ..files.safetensors import is_guard
 from ..memory import give_back, in_huge_pages
 from ..quantize import quantize_tensor
 from ..slices import concat, slice_columns, slice_rows
@@ -96,7 +95,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             if kind == PACKED and leaf in _MATRICES:
                 self._take_packed(layer, _MATRICES[leaf], loaded)
                 yield name
-            elif not is_guard(loaded):
+            elif loaded.numel():  # else the guard beside a packed weight
                 yield from type(layer).load_weights(layer, [(name, loaded)])
 
     def _load_parameter(self, layer: torch.nn.Module, which: int, _, loaded: Tensor) -> None:
