@@ -8,16 +8,11 @@
 namespace lowbit {
 namespace {
 
-// Vectors of 16 bytes, which every CPU has: compilers compare wider ones lane by lane.
-using Vector = float __attribute__((vector_size(16)));
+using Vector = WeightVector;
 constexpr int kVectors = 4;
 constexpr int64_t kRows = 16;  // computed together: kVectors vectors
 
-Vector load(const float* from) {
-  Vector vector;
-  std::memcpy(&vector, from, sizeof vector);
-  return vector;
-}
+Vector load(const float* from) { return load_weights(from); }
 
 void store(float* to, const Vector& vector) { std::memcpy(to, &vector, sizeof vector); }
 
@@ -44,10 +39,7 @@ struct Grid {
       return level;
     }
     if (signs) return x >= Vector{} ? Vector{} + 1.0f : Vector{} - 1.0f;
-    // Clamped first: the rounding takes values below 2^22 only.
-    Vector clamped = x > low ? x : low;
-    clamped = clamped < high ? clamped : high;
-    return (clamped + kRoundShift) - kRoundShift;
+    return round_within(x, low, high);
   }
 };
 
