@@ -70,16 +70,11 @@ class Table:
     scale: Scale | None = None
     normed: bool = False
 
-    def finish(self, rows: Tensor, norm: torch.nn.Module | None) -> Tensor:
-        """The table's output.
-
-        Args:
-            rows: as looked up.
-            norm: the table's, if it is normed.
-        """
+    def finish(self, rows: Tensor, layer: torch.nn.Module) -> Tensor:
+        """The output of a table, ``layer``, for rows that were looked up."""
         if self.scale is not None:
             return self.scale.of(rows)
-        return rows if norm is None else norm(rows)
+        return getattr(layer, NORM)(rows) if self.normed else rows
 
 
 def table_of(layer: object) -> Table | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import ops
 from .computed_tensor import ComputedTensor
-from .embeddings import NORM, Table, give_state, table_of
+from .embeddings import Table, give_state, table_of
 from .memory import in_huge_pages
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
@@ -349,7 +349,7 @@ class Embedding(Packed):
 
     def finish(self, rows: Tensor) -> Tensor:
         """The output for rows that were looked up: as they are, scaled, or normalized."""
-        return self._table.finish(rows, getattr(self, NORM) if self._table.normed else None)
+        return self._table.finish(rows, self)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from . import ops
-from .embeddings import NORM, Table
+from .embeddings import Table
 from .groups import in_groups
 from .layers import Prepared
 from .quantize import Config
@@ -270,7 +270,7 @@ class Embedding(Layer, torch.nn.Embedding):
         ]
         values = _FakeQuantized.apply(*rows, config)
         rows = values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
-        return self._table.finish(rows, getattr(self, NORM) if self._table.normed else None)
+        return self._table.finish(rows, self)
 
 
 # A float layer -> what it becomes in training. hf/conv1d.py adds transformers' kind.
