@@ -234,7 +234,7 @@ typedef struct lowbit_attention_args {
   const void* context LOWBIT_DEFAULT(nullptr);
 } lowbit_attention_args;
 
-// What lowbit_attention_args.partial has of some rows, of all spans that they see, one behind the other. Changed.
+// What lowbit_attention_args.partial has of some rows: all spans that they see, consecutively. Changed.
 typedef struct lowbit_attention_join_args {
   int64_t rows, spans;
   float* partials;   // 64-byte aligned

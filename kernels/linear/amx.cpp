@@ -340,7 +340,7 @@ template <bool Affine, bool Several, int Vectors>
       sum[i] = _mm512_fmadd_ps(scale, sum[i], _mm512_load_ps(acc + i * kPanelRows));
       if constexpr (Affine) sum[i] = _mm512_fmadd_ps(min, _mm512_set1_ps(group_sums[i]), sum[i]);
     });
-    store<Vectors>(sum, acc);  // the next group starts anew
+    store<Vectors>(sum, acc);  // the next group starts from zero
   }
 }
 

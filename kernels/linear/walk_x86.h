@@ -114,7 +114,7 @@ template <Groups Kind, class Tile, class Ahead>
           add_block();
           add_block();
           tile.end_segment(segment++);
-          // GCC 12 would compute the addresses behind the loop anew, for every group.
+          // GCC 12 would compute the addresses behind the loop again for every group.
           if constexpr (Tile::kPanels == 1) __asm__("" : "+r"(at), "+r"(a), "+r"(segment), "+r"(count));
         }
         if (count > 0) {

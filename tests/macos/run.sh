@@ -23,7 +23,7 @@ under() {
     qemu-aarch64 -L /usr/aarch64-linux-gnu -E LD_LIBRARY_PATH="$output" "$@"
 }
 
-# finds MAC CPU EXPECTED: the instruction sets, and how many clusters have a unit for SME2 (one where nobody says).
+# finds MAC CPU EXPECTED: the instruction sets, and how many clusters have a unit for SME2 (one if the system does not say).
 finds() {
   found=$(under "$1" "$2" "$output/mac" cpu)
   [ "$found" = "$3" ] || { echo "$1 on a $2 finds '$found'; expected '$3'" >&2; exit 1; }

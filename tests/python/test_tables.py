@@ -45,7 +45,7 @@ NORMED = sorted(name for name in CLASSES if name.endswith("NormedEmbedding"))
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Embedding:
-    """A table of 64 rows; 7.3 is no number of bfloat16."""
+    """A table of 64 rows; bfloat16 cannot represent 7.3."""
     torch.manual_seed(0)
     more = {"norm_eps": 1e-5} if name in NORMED else {"embed_scale": 7.3}
     table = CLASSES[name](64, 96, 0, **more)
@@ -255,6 +255,7 @@ def test_calibration_shares_the_table_with_its_head(method):
 def test_decoding_and_export(tmp_path):
     torch.manual_seed(0)
     model = gemma3().eval()
+    unpacked = call(model)[:, -1]
     lowbit.quantize_(model, lowbit.LowBitConfig(4, 16).select(model))
     expected = call(model)
     decoder = lowbit.llm.Decoder(model, 32)
@@ -267,7 +268,8 @@ def test_decoding_and_export(tmp_path):
         lowbit.llm.export_decoder(decoder, tmp_path / name, chunk=4)
         step = lowbit.llm.load_decoder(tmp_path / name)
         step(ids[:, :-1], start)
-        assert (step(ids[:, -1:], start + 11) - whole).norm() < 1e-2 * whole.norm()
+        # Compiled float code may round activations to other integers. Packing has lost more than that.
+        assert (step(ids[:, -1:], start + 11) - whole).norm() < 0.5 * (whole - unpacked).norm()
         # 128 rows of 64 weights at 4 bits, once.
         packed = model.lm_head.packed_weight.numpy().tobytes()
         assert (tmp_path / name).read_bytes().count(packed[64:1024]) <= 1

@@ -26,7 +26,7 @@ inline const LinearKernel& choose_linear_of(int bits, int64_t m, IsaBits isa) {
 // A function for rows of any width that are right: others are refused.
 inline void right_linear(const LinearArgs& args) { portable_linear(args.layout.bits).run(args); }
 
-// For formats whose bytes nobody reads, and those that hold nothing.
+// For formats whose bytes are never read, and those that hold nothing.
 inline const char* pack_nothing(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
 inline const char* refuse_to_pack(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return ""; }
 
