@@ -21,7 +21,7 @@ CTEST := $(BIN)/ctest -j $(JOBS) --output-on-failure --no-tests=error
 ARM_CPUS := max:neon,neondot,i8mm cortex-a53:neon a64fx:neon cortex-a76:neon,neondot
 
 # The same for Python on Arm; torch's own kernels need more than a cortex-a53.
-ARM_PYTHON_CPUS := max:neon,neondot,i8mm a64fx:neon cortex-a76:neon,neondot
+ARM_PYTHON_CPUS := max:neon,neondot,i8mm,bf16 a64fx:neon cortex-a76:neon,neondot
 
 # QEMU's name of a CPU of ours: its SVE is switched off, for it is slow and lowbit has nothing for it.
 qemu_cpu = $(patsubst max,max$(comma)sve=off,$(1))
@@ -179,7 +179,7 @@ fetch: fetch-first build/x86-emulator build/arm-emulator build/docs-env vllm-env
 # and shorter vectors until a thread asks for long ones, as on Linux; and shorter ones alone: other kernels are chosen.
 SME2_CPUS := max,sve=off,sme512=on:sme2 max,sme-default-vector-length=32:sme2 \
   max,sve=off,sme128=on:i8mm max,sve=off,sme256=on:i8mm
-SME2_PYTHON_CPU := $(firstword $(SME2_CPUS:%:sme2=%)):neon,neondot,i8mm,sme2
+SME2_PYTHON_CPU := $(firstword $(SME2_CPUS:%:sme2=%)):neon,neondot,i8mm,bf16,sme2
 SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme
 SME2_TESTS_i8mm := ^isa_cap[.]sme2$$|^isa_cap[.]none$$
 .PHONY: test-arm-sme2
