@@ -19,7 +19,7 @@ _BATCH = 2048  # tokens that the model sees at a time, or those of one window
 _SHORTEST = 8  # tokens of a window that is worth running
 
 
-def batches(model, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS) -> tuple[list[Batch], int]:
+def batches(model: Any, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS) -> tuple[list[Batch], int]:
     """The inputs, without padding where they are made here, and how many tokens there are.
 
     Of texts with more than ``most`` tokens, windows (or texts, for models that see each by itself) are taken that lie
@@ -101,7 +101,7 @@ def _as_batch(item: Any) -> Batch:
     return batch
 
 
-def _of_texts(model, texts: list[str], tokenizer: Any, window: int, most: int) -> tuple[list[Batch], int]:
+def _of_texts(model: Any, texts: list[str], tokenizer: Any, window: int, most: int) -> tuple[list[Batch], int]:
     config = model.config.get_text_config()
     limit = position_limit(config) or window
     if window < _SHORTEST:

@@ -16,7 +16,7 @@ from ..layers import with_linears
 from ..levels import FIT
 from ..quantize import EmbeddingConfig, LinearConfig
 from ..quantize_model import described_to_transformers
-from .capture import Call, Stop, blocks_of, inputs_of, slow_paths
+from .capture import Call, Recorded, Stop, blocks_of, inputs_of, slow_paths
 from .collect import HELD, HELD_PART, add_to, inputs_in_a_run, part_held, rows_of, sets_of
 from .data import Batch, batches, mask_of, tokens_of
 from .distilling import Teacher, distilled
@@ -31,7 +31,7 @@ from .tuning import tuned
 
 
 def run(
-    model,
+    model: Any,
     data: Iterable[Any],
     config: Any,
     method: str,
@@ -65,7 +65,7 @@ def check_method(method: Any) -> None:
 
 
 @contextmanager
-def evaluating(model) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """The model in eval mode, without a cache, which would grow from run to run, and without gradients."""
     # A model of texts and images has the settings of its texts in a config of their own.
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
@@ -91,7 +91,18 @@ def _run(calls: list[Call], block: torch.nn.Module, hidden: list[Tensor], i: int
 
 
 class _Run:
-    def __init__(self, model, selected, experts, method, inputs: list[Batch], there: int, progress, options, kept: Kept | None):
+    def __init__(
+        self,
+        model: Any,
+        selected: dict[str, Config],
+        experts: dict[str, Config],
+        method: str,
+        inputs: list[Batch],
+        there: int,
+        progress: Callable[[int, int, str], None] | None,
+        options: dict[str, Any],
+        kept: Kept | None,
+    ):
         self.model, self.method, self.inputs, self.options = model, method, inputs, options
         self.masks = [mask_of(batch) for batch in inputs]
         self.result = Calibration(sum(map(tokens_of, inputs)), there)
@@ -172,10 +183,10 @@ class _Run:
         with suppress(Stop):
             self.model(**batch)
 
-    def _first_pass(self, lists: list[str], early: list[str]):
+    def _first_pass(self, lists: list[str], early: list[str]) -> tuple[dict[str, list[Recorded]], dict[str, Moments]]:
         """The float model once over the text: how its blocks are called, and the moments of some layers."""
         blocks = {name: list(self.model.get_submodule(name)) for name in lists}
-        calls: dict[str, list] = {name: [] for name in lists}
+        calls: dict[str, list[Recorded]] = {name: [] for name in lists}
         chained = dict.fromkeys(lists, True)
         moments: dict[str, Moments] = {}
         layers = {name: self.model.get_submodule(name) for name in early}
@@ -185,7 +196,7 @@ class _Run:
             missing = set(layers)
             recorded: dict[str, Any] = {}
 
-            def take(name: str, x: Tensor, mask=mask, missing=missing, recorded=recorded) -> None:
+            def take(name: str, x: Tensor, mask: Any = mask, missing: set[str] = missing, recorded: Any = recorded) -> None:
                 add_to(moments, name, rows_of(x, mask), None, diagonal=self.method == "importance")
                 missing.discard(name)
                 # The logits of all tokens, which nobody needs, would take more memory than all else.
@@ -206,7 +217,7 @@ class _Run:
 
     # -- blocks
 
-    def _list(self, name: str, floats: list, alone: Mapping[str, Config]) -> None:
+    def _list(self, name: str, floats: list[Recorded], alone: Mapping[str, Config]) -> None:
         blocks = list(self.model.get_submodule(name))
         packed = []
         for batch in self.inputs:
@@ -234,7 +245,7 @@ class _Run:
                 for i in range(len(self.inputs)):
                     ours[i] = now[i].run(block, ours[i])
 
-    def _tune(self, block, prefix: str, run, wanted: list[Tensor]) -> None:
+    def _tune(self, block: torch.nn.Module, prefix: str, run: Callable[..., Tensor], wanted: list[Tensor]) -> None:
         """Fits the scales of a block's new layers to the outputs of the float block, and keeps the layers."""
         names = [name.removeprefix(prefix) for (name,), _, _ in self.packer.pending]
         tables = {name.removeprefix(prefix) for name in self.tables}
@@ -292,7 +303,16 @@ class _Run:
     def _whole_run(self, model: torch.nn.Module, i: int) -> Any:
         return model(**self.inputs[i])
 
-    def _segment(self, module, twin, prefix: str, targets: Mapping[str, Config], ours, theirs, tune: bool = False) -> None:
+    def _segment(
+        self,
+        module: torch.nn.Module,
+        twin: torch.nn.Module | None,
+        prefix: str,
+        targets: Mapping[str, Config],
+        ours: Callable[[int], Any],
+        theirs: Callable[[int], Any] | None,
+        tune: bool = False,
+    ) -> None:
         """Quantizes layers of a module in the order of its calls, those that share an input at a time."""
         known = self.kept.packed
         if all(prefix + name in known for name in targets):
@@ -305,7 +325,9 @@ class _Run:
             moments: dict[str, Moments] = {}
             leaders = sorted({leader for name, leader in layers.items() if prefix + name not in known})
             for i, mask in enumerate(self.masks if leaders else ()):
-                float_inputs = inputs_in_a_run(twin, leaders, partial(theirs, i)) if twin is not None else {}
+                float_inputs = (
+                    inputs_in_a_run(twin, leaders, partial(theirs, i)) if twin is not None and theirs is not None else {}
+                )
                 for name, values in inputs_in_a_run(module, leaders, partial(ours, i)).items():
                     others = float_inputs.get(name, ())
                     # An expert may get other tokens than in the float model.

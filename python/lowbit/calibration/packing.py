@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..layers import experts_of, leave_fused_paths, named_layers, put_packed
+from ..layers import Experts, experts_of, leave_fused_paths, named_layers, put_packed
 from ..quantize import LinearConfig
 from ..quantize_model import quantize_
 from .bands import packed_in_bands
@@ -57,7 +57,7 @@ class Packer:
 
     def __init__(
         self,
-        model,
+        model: torch.nn.Module,
         selected: Mapping[str, Config],
         experts: Mapping[str, Config],
         method: str,
@@ -78,7 +78,7 @@ class Packer:
     def expert_matrices(self) -> int:
         return sum(layer.num_experts for name, layer in named_layers(self.model) if name in self.experts)
 
-    def pack_experts(self, module, prefix: str, call: Callable[[int], Any], tune: bool = False) -> None:
+    def pack_experts(self, module: torch.nn.Module, prefix: str, call: Callable[[int], Any], tune: bool = False) -> None:
         """Packs the float experts in a module, one by one: the inputs of each are the tokens that are routed to it."""
         for at, leaves in list(holders_in(module, self.experts, prefix)):
             holder = module.get_submodule(at)
@@ -106,7 +106,9 @@ class Packer:
             for name, experts, packed in done:
                 put_packed(module, name, experts, packed, experts.weight.dtype)
 
-    def _of_experts(self, name: str, holder, experts, rows: Tensor, chosen: Tensor, before: Tensor | None):
+    def _of_experts(
+        self, name: str, holder: torch.nn.Module, experts: Experts, rows: Tensor, chosen: Tensor, before: Tensor | None
+    ) -> tuple[str, Tensor]:
         """The methods of the experts' matrices, with commas between, and their packed weights [experts, bytes]."""
         methods, result = [], []
         for number in range(experts.num_experts):
@@ -127,7 +129,7 @@ class Packer:
 
     def pack_layers(
         self,
-        root,
+        root: torch.nn.Module,
         names: list[str],
         configs: Mapping[str, Config],
         moments: Moments | None,
@@ -155,7 +157,7 @@ class Packer:
         leave_fused_paths(root)
 
     @staticmethod
-    def _place(root, name: str, packed: Tensor) -> None:
+    def _place(root: torch.nn.Module, name: str, packed: Tensor) -> None:
         layer = root.get_submodule(name)
         root.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
 
@@ -172,7 +174,7 @@ class Packer:
         for batch in self.inputs:
             found: list[str] = []
 
-            def take(name: str, x: Tensor, found=found) -> None:
+            def take(name: str, x: Tensor, found: list[str] = found) -> None:
                 if not bool(torch.isfinite(x).all()):
                     found.append(name)
                     raise Stop

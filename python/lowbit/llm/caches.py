@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Caches:
         self.tokens: list[int] = []  # whose keys and values these are
         self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_model": None}  # of which model a file's are nobody knows
 
     def is_of(self, model: torch.nn.Module) -> bool:
@@ -36,7 +37,7 @@ class Caches:
     @property
     def length(self) -> int:
         """Tokens that there is room for."""
-        return self.layers[0][0].shape[2]
+        return int(self.layers[0][0].shape[2])
 
     @property
     def nbytes(self) -> int:

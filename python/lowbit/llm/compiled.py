@@ -27,7 +27,7 @@ _OPTIONS: dict[int, dict[str, Any]] = {
 class Step:
     """A compiled decoder: one graph for one token, one for any larger number; they share weights and caches."""
 
-    def __init__(self, one: Callable, many: Callable, decoder: Decoder):
+    def __init__(self, one: Callable[..., Tensor], many: Callable[..., Tensor], decoder: Decoder):
         self._one, self._many, self.max_length = one, many, decoder.max_length
         self.vocabulary = decoder.vocabulary
         self._decoder = decoder  # owns memory that the graphs use, until it is released

@@ -188,7 +188,7 @@ class Decoder(torch.nn.Module):
         tokens: Tensor,
         positions: Tensor,
         start: Tensor,
-        caches: Sequence | decoding.Asked | decoding.Texts,
+        caches: Sequence[Any] | decoding.Asked | decoding.Texts,
         keep: int | Tensor = 0,
     ) -> Tensor:
         """Logits [1, s, vocabulary] behind the last ``keep`` tokens, or behind all with 0, or behind those at these places."""

@@ -130,14 +130,14 @@ def _size(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == b, 0.0, a - b).square().mean(-1).sqrt()
 
 
-class _Counted(list):
+class _Counted(list[Any]):
     """The caches of all layers; counts which ones are asked for."""
 
-    def __init__(self, caches: Sequence):
+    def __init__(self, caches: Sequence[Any]):
         super().__init__(caches)
         self.asked: Counter[int] = Counter()
 
-    def __getitem__(self, layer):
+    def __getitem__(self, layer: Any) -> Any:
         self.asked[layer] += 1
         return super().__getitem__(layer)
 
