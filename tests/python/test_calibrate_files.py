@@ -29,7 +29,7 @@ def test_files_have_what_memory_has(kind, method, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     again = lowbit.calibrate(model, [words(2000)], CONFIG, method, tokenizer=tokenizer)
     assert result.methods == again.methods and set(result.methods.values()) == {method}
-    assert result.tokens == again.tokens == result.there == 2000
+    assert result.tokens == again.tokens == result.text_tokens == 2000
     model.save_pretrained(tmp_path / "memory")
     ours, theirs = packed_of(tmp_path / "out"), packed_of(tmp_path / "memory")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

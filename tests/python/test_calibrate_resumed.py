@@ -150,7 +150,7 @@ def test_what_an_earlier_run_left_is_only_used_where_it_is_the_same(change, sour
     if change == "damage":
         assert warnings == []
     else:
-        assert len(warnings) == 1 and f"had another {change}: begun anew" in warnings[0]
+        assert len(warnings) == 1 and f"had another {change}; its layers were removed" in warnings[0]
     assert invoke(*[*options[:2], tmp_path / "whole", *options[3:]], *more).exit_code == 0
     ours, theirs = packed_of(tmp_path / "out"), packed_of(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

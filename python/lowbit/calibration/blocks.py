@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .capture import Call, Recorded, Stop, blocks_of
+from .capture import BlockCall, Recorded, StopRun, blocks_of
 from .collect import add_to, inputs_in_a_run, rows_of, sets_of
 from .data import Sample
 from .gptq import Moments
@@ -83,7 +83,7 @@ def quantize_blocks(
     blocks = list(model.get_submodule(name))
     recordings = []
     for batch in sample.batches:
-        with blocks_of(blocks, stop_after=True) as recorded, suppress(Stop):
+        with blocks_of(blocks, stop_after=True) as recorded, suppress(StopRun):
             model(**batch)
         recordings.append(recorded)
     hidden, float_hidden = [one.first for one in recordings], [one.first for one in originals]
@@ -107,7 +107,7 @@ def quantize_blocks(
                 hidden[i] = quantized.run(i)
 
 
-def _run(calls: list[Call], hidden: list[Tensor], block: torch.nn.Module, i: int) -> Tensor:
+def _run(calls: list[BlockCall], hidden: list[Tensor], block: torch.nn.Module, i: int) -> Tensor:
     """A block's outputs of batch i."""
     return calls[i].run(block, hidden[i])
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .capture import Stop, inputs_of
+from .capture import StopRun, inputs_of
 from .gptq import Moments
 from .grid import Config
 
@@ -51,12 +51,12 @@ def inputs_in_a_run(module: torch.nn.Module, names: list[str], call: Callable[[]
     def take(name: str, x: Tensor) -> None:
         inputs.setdefault(name, []).append(x.detach())
         if len(names) == 1 and "expert" not in name:
-            raise Stop
+            raise StopRun
 
     with inputs_of({name: module.get_submodule(name) for name in names}, take):
         try:
             call()
-        except Stop:
+        except StopRun:
             pass
     return inputs
 
@@ -73,12 +73,12 @@ def sets_of(module: torch.nn.Module, targets: Mapping[str, Config], call: Callab
         order.append((name, x))
         missing.discard(name)
         if not missing:
-            raise Stop
+            raise StopRun
 
     with inputs_of({name: module.get_submodule(name) for name in targets}, take):
         try:
             call()
-        except Stop:
+        except StopRun:
             pass
     sets: list[dict[str, str]] = []
     place: dict[str, int] = {}

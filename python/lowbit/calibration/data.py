@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..hf.decoding import position_limit
 
-Batch = dict[str, Any]
+Inputs = dict[str, Any]
 
 HELD_OUT_TOKENS = 1024  # at most, ...
 HELD_OUT_PART = 4  # ... and at most one of this many batches
@@ -30,7 +30,7 @@ class Sample:
         held_out: numbers of the batches that are held out.
     """
 
-    def __init__(self, batches: list[Batch]):
+    def __init__(self, batches: list[Inputs]):
         self.batches = batches
         self.masks = [mask_of(batch) for batch in batches]
         self.tokens = sum(map(tokens_of, batches))
@@ -49,7 +49,7 @@ class Sample:
         return model(**self.batches[i])
 
 
-def batches(model: Any, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS) -> tuple[list[Batch], int]:
+def batches(model: Any, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS) -> tuple[list[Inputs], int]:
     """Batches of a model's inputs, and the number of tokens of the texts.
 
     Batches of texts have no padding. If texts have more than ``most`` tokens, evenly spread windows are used (or texts, for
@@ -88,19 +88,19 @@ def batches(model: Any, data: Iterable[Any], tokenizer: Any, window: int, most: 
     return result, text_tokens
 
 
-def mask_of(batch: Batch) -> Tensor | None:
+def mask_of(batch: Inputs) -> Tensor | None:
     """Which tokens of a batch are not padding, bool [batch, tokens]; None: all."""
     mask = batch.get("attention_mask")
     return None if mask is None else mask != 0
 
 
-def tokens_of(batch: Batch) -> int:
+def tokens_of(batch: Inputs) -> int:
     """Number of tokens of a batch, without padding."""
     mask = mask_of(batch)
     return batch["input_ids"].numel() if mask is None else int(mask.sum())
 
 
-def rows_in_parts(batch: Batch, most: int) -> list[Batch]:
+def rows_in_parts(batch: Inputs, most: int) -> list[Inputs]:
     """A batch in parts of at most ``most`` rows; tensors with another first dimension go to each part."""
     rows = batch["input_ids"].shape[0]
     return [
@@ -112,8 +112,8 @@ def rows_in_parts(batch: Batch, most: int) -> list[Batch]:
     ]
 
 
-def _as_batch(item: Any) -> Batch:
-    batch: Batch = {}
+def _as_batch(item: Any) -> Inputs:
+    batch: Inputs = {}
     if isinstance(item, Tensor):
         batch = {"input_ids": item}
     elif not isinstance(item, str):
@@ -131,7 +131,7 @@ def _as_batch(item: Any) -> Batch:
     return batch
 
 
-def _of_texts(model: Any, texts: list[str], tokenizer: Any, window: int, most: int) -> tuple[list[Batch], int]:
+def _of_texts(model: Any, texts: list[str], tokenizer: Any, window: int, most: int) -> tuple[list[Inputs], int]:
     config = model.config.get_text_config()
     limit = position_limit(config) or window
     if window < _SHORTEST:

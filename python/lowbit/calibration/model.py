@@ -17,16 +17,16 @@ from ..levels import FIT
 from ..quantize import EmbeddingConfig, LinearConfig
 from ..quantize_model import described_to_transformers
 from .blocks import Tuner, quantize_blocks, quantize_rest
-from .capture import Recorded, Stop, blocks_of, inputs_of, slow_paths
+from .capture import Recorded, StopRun, blocks_of, inputs_of, slow_paths
 from .collect import add_to, rows_of
-from .data import Batch, Sample, batches
+from .data import Inputs, Sample, batches
 from .distilling import Teacher, distilled
 from .gptq import Moments
 from .grid import Config
 from .learning import put_weights
 from .packing import Kept, Packer, by_name
 from .result import METHODS, Calibration
-from .selection import check_experts, check_weights, left_float, lists_of_blocks, select
+from .selection import check_experts, check_weights, lists_of_blocks, select, unquantized
 from .tables import moments_of_tables
 
 
@@ -93,7 +93,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 @dataclass
-class _Plan:
+class _Order:
     """The order in which a method quantizes the selected modules."""
 
     shared: list[list[str]]  # names of modules that share a weight
@@ -104,7 +104,7 @@ class _Plan:
     matrices: int  # linear layers with a weight of their own
 
     @classmethod
-    def of(cls, model: torch.nn.Module, selected: Mapping[str, Config], experts: Iterable[str], method: str) -> _Plan:
+    def of(cls, model: torch.nn.Module, selected: Mapping[str, Config], experts: Iterable[str], method: str) -> _Order:
         weights = names_by_weight({name: model.get_submodule(name) for name in selected}).values()
         shared = [names for names in weights if len(names) > 1]
         # An error of a shared weight is corrected by what follows, so it comes first.
@@ -143,7 +143,7 @@ class _Run:
         selected: dict[str, Config],
         experts: dict[str, Config],
         method: str,
-        inputs: list[Batch],
+        inputs: list[Inputs],
         text_tokens: int,
         progress: Callable[[int, int, str], None] | None,
         options: dict[str, Any],
@@ -157,7 +157,7 @@ class _Run:
         self.packer = Packer(
             model, selected, experts, method, self.sample, options, self.kept, self.result, self.progress.add
         )  # fmt: skip
-        self.plan = _Plan.of(model, selected, experts, method)
+        self.plan = _Order.of(model, selected, experts, method)
         self.tables = {name for name, config in self.configs.items() if config.levels == FIT}
 
     def run(self) -> Calibration:
@@ -194,7 +194,7 @@ class _Run:
         if teacher is not None:
             self._distil(teacher)
         put_weights(model, {name: packed for name, packed in distilled_before.items() if self._is_embedding(name)})
-        self.result.left = left_float(model)
+        self.result.unquantized = unquantized(model)
         return self.result
 
     def _is_embedding(self, name: str) -> bool:
@@ -226,13 +226,13 @@ class _Run:
                 missing.discard(name)
                 # The logits of all tokens, which are not needed, would take more memory than all else.
                 if not missing and all(len(one.calls) == len(blocks[key]) for key, one in running.items()):
-                    raise Stop
+                    raise StopRun
 
             with ExitStack() as stack:
                 stack.enter_context(inputs_of(layers, take))
                 for name in lists:
                     running[name] = stack.enter_context(blocks_of(blocks[name], stop_after=lists == [name] and not layers))
-                with suppress(Stop):
+                with suppress(StopRun):
                     model(**batch)
             for name in list(recordings):
                 recordings[name].append(running[name])

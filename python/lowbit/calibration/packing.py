@@ -16,7 +16,7 @@ from ..layers import Experts, experts_of, leave_fused_paths, named_layers, put_p
 from ..quantize import LinearConfig
 from ..quantize_model import quantize_
 from .bands import packed_in_bands
-from .capture import Stop, inputs_of
+from .capture import StopRun, inputs_of
 from .choice import Quantizer, choose
 from .collect import add_to
 from .data import Sample
@@ -185,11 +185,11 @@ class Packer:
         def take(name: str, x: Tensor) -> None:
             if not bool(torch.isfinite(x).all()):
                 names.append(name)
-                raise Stop
+                raise StopRun
 
         with inputs_of({name: self.model.get_submodule(name) for name in self.linears}, take):
             for i in range(len(self.sample.batches)):
-                with suppress(Stop):
+                with suppress(StopRun):
                     self.sample.run(self.model, i)
                 if names:
                     return names[0]

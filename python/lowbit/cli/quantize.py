@@ -179,7 +179,7 @@ def _calibrate(
 
         def progress(step: str, done: int, total: int, detail: str) -> None:
             if step not in shown:
-                stack.close()  # the bar of the step before
+                stack.close()  # ends the bar of the previous step
                 shown[step] = stack.enter_context(
                     output.progress(f"{step}: {target if step == 'writing' else named}", _UNITS.get(step, "layers"))
                 )
@@ -193,27 +193,27 @@ def _calibrate(
 
 @contextmanager
 def _resumable(output: Output, journal: Path) -> Iterator[None]:
-    """Says how to go on where a calibration ends before its time, by Ctrl-C or by an error."""
+    """Notes how to continue a calibration that Ctrl-C or an error ends."""
     try:
         yield
     except BaseException as error:
-        if journal.exists() and not isinstance(error, BlockingIOError):  # another run has it then
+        if journal.exists() and not isinstance(error, BlockingIOError):  # another run holds it
             how = "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else "ended by an error"
             output.note(f"{how}: the finished layers are kept in {journal}; the same command goes on from there")
         raise
 
 
 def _calibrated(calibration: Calibration) -> str:
-    """What calibration did, in a line."""
+    """A line about the calibration."""
     counted = Counter(calibration.methods.values())
     ways = ", ".join(f"{count} by {method}" for method, count in sorted(counted.items()))
-    part = "" if calibration.there == calibration.tokens else f" of {calibration.there}"
-    resumed = f"; {calibration.resumed} were there from an earlier run" if calibration.resumed else ""
+    part = "" if calibration.text_tokens == calibration.tokens else f" of {calibration.text_tokens}"
+    resumed = f"; {calibration.resumed} are from an earlier run" if calibration.resumed else ""
     return f"layers calibrated on {calibration.tokens}{part} tokens: {ways}{resumed}"
 
 
 def _stays_float(summary: CheckpointSummary) -> list[str]:
-    """A line for each reason why matrices stay float: how many, their share of the bytes written, and one of them."""
+    """A line for each reason why matrices stay float, with their number, an example and their share of the bytes."""
     lines = []
     for why in dict.fromkeys(summary.left.values()):
         names = [name for name, reason in summary.left.items() if reason == why]
@@ -224,7 +224,7 @@ def _stays_float(summary: CheckpointSummary) -> list[str]:
 
 
 def _override(text: str) -> tuple[str, dict[str, Any] | None]:
-    """PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float, as LowBitConfig takes it."""
+    """An override of LowBitConfig from PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float."""
     pattern, _, value = text.rpartition("=")
     if pattern and value == "float":
         return pattern, None

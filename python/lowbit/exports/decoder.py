@@ -22,35 +22,36 @@ from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
 from .module import export_pt2, export_pte
 
-# Of a .pte, methods without arguments: names that ExecuTorch's own runners of language models read too.
+# Methods without arguments in a .pte, by the names that ExecuTorch's runners of language models read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
 _PTE_STOP = "get_eos_ids"
-_PT2 = "lowbit.llm."  # what the names of our metadata in a .pt2 begin with
+_PT2 = "lowbit.llm."  # prefix of the names of our metadata in a .pt2
 
-Progress = Callable[[int, int, str], None]
+ExportProgress = Callable[[int, int, str], None]
 
 
 @dataclass
 class ExportedDecoder:
-    """A decoder loaded from a file. It is called like the exported :class:`Decoder`, and has its own caches."""
+    """A decoder loaded from a file, with its own caches; called as the exported :class:`Decoder`."""
 
     max_length: int  # of a text, in tokens
-    chunk: int  # the most tokens of one run of the program; a call may have more
+    chunk: int  # largest number of tokens of one run of the program; longer calls are split
     vocabulary: int
     stop: tuple[int, ...]  # tokens that end a text
     _run: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """
+        """Computes a step, as :meth:`Decoder.forward`.
+
         Args:
             tokens: [1, s] int64, s at least 1.
-            start: [1] int64: how many tokens are in the caches already.
+            start: [1] int64, the number of tokens in the caches.
 
         Returns:
-            [1, vocabulary] of the model's dtype: the logits behind the last token.
+            [1, vocabulary] of the model's dtype: the logits after the last token.
 
         Raises:
-            ValueError: another shape or dtype, or a token that is not in the vocabulary.
+            ValueError: tokens or start has another shape or dtype, or a token is not in the vocabulary.
             IndexError: the text is longer than max_length.
             RuntimeError: the program failed.
         """
@@ -61,7 +62,7 @@ class ExportedDecoder:
 
 
 class _CachesAsInputs(torch.nn.Module):
-    """A decoder whose caches come with each call: as constants, a .pt2 would hold all of their zeros."""
+    """A decoder that takes its caches as inputs; as constants, their zeros would fill the .pt2."""
 
     def __init__(self, decoder: Decoder, names: Sequence[str]):
         super().__init__()
@@ -84,7 +85,7 @@ def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[
 
 
 def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
-    """Inputs, and which of their sizes is dynamic."""
+    """Example inputs, and their dynamic sizes."""
     tokens = torch.zeros((1, min(chunk, 3)), dtype=torch.int64)
     sizes = {1: torch.export.Dim("s", min=1, max=chunk)} if chunk > 1 else None
     return (tokens, torch.zeros(1, dtype=torch.int64)), (sizes, None)
@@ -98,24 +99,27 @@ def export_decoder(
     chunk: int = 128,
     stop: Iterable[int] | None = None,
     xnnpack: bool = True,
-    progress: Progress | None = None,
+    progress: ExportProgress | None = None,
 ) -> None:
     """Exports a decoder to a file that runs without Python.
 
-    The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format. **.pte**, for
-    ExecuTorch: the caches live in the loaded program and take no room in the file.
-    Constant methods say what a runner must know, under the names that ExecuTorch's own ``TextLLMRunner`` reads: it runs
-    the file, and so does ``examples/cpp/llm_runner``. **.pt2**, by AOTInductor, which needs a C++ compiler here: the
-    program also takes all caches, which it changes in place, so the file has none. Its metadata says what a runner must
-    know; ``examples/cpp/llm_runner_pt2`` reads it. :func:`load_decoder` runs both.
+    The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format:
+
+    * **.pte**, for ExecuTorch. The caches live in the loaded program and take no room in the file. Constant methods hold the
+      settings of a runner, under the names that ExecuTorch's ``TextLLMRunner`` reads. It runs the file;
+      ``examples/cpp/llm_runner`` does too.
+    * **.pt2**, by AOTInductor, which needs a C++ compiler here. The program also takes all caches and changes them in place,
+      so the file has none. Its metadata holds the settings of a runner; ``examples/cpp/llm_runner_pt2`` reads it.
+
+    :func:`load_decoder` runs both.
 
     Args:
         decoder: quantized, in eval mode.
         path: a name that ends in .pte or .pt2; replaced in one step, and untouched when the export fails.
-        chunk: the most tokens of one call. Longer prompts come in pieces; a .pte reserves memory for a piece.
-        stop: tokens that end a text; None: those that the model's configuration names.
-        xnnpack: in a .pte leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own
-            kernels.
+        chunk: largest number of tokens of one call. Longer prompts come in pieces; a .pte reserves memory for a piece.
+        stop: tokens that end a text; None: those of the model's configuration.
+        xnnpack: in a .pte, run the operators that XNNPACK supports there; otherwise all but lowbit's operators run on
+            ExecuTorch's kernels.
         progress: called as ``progress(steps done, steps, what begins)``.
 
     Raises:
@@ -134,7 +138,7 @@ def export_decoder(
 
 
 def _export_pte(
-    decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], xnnpack: bool, progress: Progress | None
+    decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], xnnpack: bool, progress: ExportProgress | None
 ) -> None:
     config = decoder.model.config.get_text_config()
     constants = {method: about[name] for name, method in _PTE_NUMBERS.items()}
@@ -146,10 +150,10 @@ def _export_pte(
     export_pte(decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants, progress=progress)
 
 
-def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], progress: Progress | None) -> None:
+def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], progress: ExportProgress | None) -> None:
     caches = {name: cache for name, cache in decoder.named_buffers() if "_cache_" in name and "." not in name}
     shapes = [list(cache.shape) for cache in caches.values()]
-    # One shape where all have the same, as in DeepSeek's attention and with alibi they have not.
+    # One shape if all are equal; in DeepSeek's attention and with alibi they differ.
     sizes = shapes[0] if all(shape == shapes[0] for shape in shapes) else sum(shapes, [])
     dtypes = {cache.dtype for cache in caches.values()}
     about |= {"caches": len(caches), "cache_shape": sizes, "cache_dtype": str(*dtypes).removeprefix("torch.")}
@@ -200,14 +204,14 @@ _LOADERS: dict[str, Callable[[str], ExportedDecoder]] = {".pte": _load_pte, ".pt
 
 
 def load_decoder(path: str | os.PathLike[str]) -> ExportedDecoder:
-    """Loads what :func:`export_decoder` wrote: a .pte into ExecuTorch's runtime in this process, a .pt2 into torch.
+    """Loads a file of :func:`export_decoder`: a .pte into ExecuTorch's runtime in this process, a .pt2 into torch.
 
     A .pt2 holds machine code: load only files that you trust as much as a program.
 
     Raises:
-        ImportError: for a .pte: executorch is not installed, or lowbit was built without it.
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no program of a decoder, or has another ending.
+        ImportError: for a .pte, executorch is not installed, or lowbit was built without it.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not a decoder's program, or has another ending.
     """
     path = os.fspath(path)
     load = _LOADERS.get(Path(path).suffix)

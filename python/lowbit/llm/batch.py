@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .caches import Caches, common
 from .decoder import Decoder
-from .generation import Generation, Writer, check_lengths
+from .generation import Generation, TextWriter, check_lengths
 from .penalties import Constraint, TokenLogprobs, token_logprobs
 from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
 
@@ -47,7 +47,7 @@ class _Running:
     caches: Caches
     pending: list[int]  # tokens that are to be computed next
     source: tuple[Caches, int] | None  # where the prompt's beginning is copied from, and how much
-    writer: Writer
+    writer: TextWriter
     scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt, as far as it is computed
 
     @property
@@ -172,7 +172,7 @@ class Batch:
             if found >= max(_LEAST, same + 1):
                 source, same = caches, found
         length = min(len(prompt) + text.max_new_tokens, self.decoder.max_length)
-        writer = Writer(
+        writer = TextWriter(
             prompt, text.max_new_tokens, self.decoder.max_length, text.sampling, text.seed, stop=text.stop,
             until=text.until, logprobs=text.logprobs, constraint=text.constraint, cached=same, on_token=text.on_token,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Shapes of well-known language models, and models of these shapes with random weights, for measuring speed."""
+"""Random models with the shapes of well-known language models, to measure speed."""
 
 from __future__ import annotations
 
@@ -104,8 +104,7 @@ _LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 
 
 def shape_config(name: str) -> Any:
-    """The configuration (a class of transformers) of a named shape: "llama-3.2-1b", "llama-3.2-3b",
-    "llama-3.1-8b" or "qwen3-0.6b".
+    """The transformers configuration of a shape: "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b" or "qwen3-0.6b".
 
     Raises:
         ValueError: an unknown name.
@@ -118,10 +117,10 @@ def shape_config(name: str) -> Any:
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> torch.nn.Module:
-    """The model of a configuration. Linear layers and embeddings have no memory; all else is 1, or 0 (biases)."""
+    """A model with linear layers and embeddings on the meta device; other parameters are 1, biases 0."""
     with torch.device("meta"):
         model = import_module("transformers").AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()  # the first versions of transformers 5 do not do so here
+    model.tie_weights()  # the first versions of transformers 5 do not
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if any(buffer.is_meta for buffer in child.buffers(recurse=False)):
@@ -138,7 +137,7 @@ def _skeleton(config: Any, dtype: torch.dtype) -> torch.nn.Module:
 def _random_packed(
     pool: Tensor, n: int, k: int, bias: bool, config: LinearConfig | EmbeddingConfig, generator: torch.Generator
 ) -> Tensor:
-    """Packed weights [n, k] of mean 0 and a variance of about 1 / k, with codes from somewhere in the pool."""
+    """Packed weights [n, k] of mean 0 and a variance of about 1 / k, with codes from a random part of the pool."""
     offset = int(torch.randint(pool.numel() - n * k + 1, (), generator=generator))
     codes = pool[offset : offset + n * k].view(n, k)
     groups = 1 if config.group_size is None else -(-k // config.group_size)
@@ -168,16 +167,15 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> torch.nn.Module:
-    """A language model with random weights, made in its packed form: the float model never exists.
+    """A language model with random weights, made in packed form without a float model.
 
-    Weights have mean 0 and a variance of about 1 / in_features, norms are 1: activations stay within a sane range. It
+    Weights have mean 0 and a variance of about 1 / in_features, norms are 1, so that activations stay in a normal range. It
     is saved and loaded as any packed model.
 
     Args:
         shape: a name, as for :func:`shape_config`, or a configuration of transformers.
-        linear, embedding: how weights are packed; None leaves that kind in floats of ``dtype``. With a tied head the
-            table counts, and the head shares its buffer.
-        dtype: of activations, and of whatever is not packed: float32, bfloat16 or float16.
+        linear, embedding: how weights are packed; None: floats of ``dtype``. A tied head shares the table's buffer.
+        dtype: of activations and of unpacked parameters: float32, bfloat16 or float16.
         seed: of the weights.
 
     Raises:
@@ -190,7 +188,7 @@ def random_model(
     largest = max(layer.weight.numel() for layer in model.modules() if isinstance(layer, _LAYERS))
 
     @functools.cache
-    def pool(bits: int) -> Tensor:  # random codes, enough for the largest matrix and different parts for the others
+    def pool(bits: int) -> Tensor:  # random codes, more than the largest matrix has
         words = torch.empty(largest // 8 + (1 << 16), dtype=torch.int64)
         words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
         return words.view(torch.uint8).bitwise_and_((1 << bits) - 1)
