@@ -4,83 +4,40 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
 
 from . import nn, ops
+from ._experts import Experts, experts_of
+from ._linear_forms import TRANSPOSED, equivalent_linear
 from .embeddings import table_of
 from .memory import in_huge_pages
 from .quantize import Config, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
 
-# What can be packed, beside the tables of embeddings.py. Exact types: a subclass may use its weight in its own way (the
-# output projection of nn.MultiheadAttention does).
-KINDS: dict[type, type] = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
-
-
-class Experts:
-    """The weights of one linear layer per expert of a mixture, stored in one parameter of a module.
-
-    Attributes:
-        weight: [experts, out, in].
-        bias: [experts, out], or None.
-    """
-
-    def __init__(self, holder: torch.nn.Module, leaf: str, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool):
-        """
-        Args:
-            holder: the module, whose parameter is called ``leaf``, and its bias ``leaf_bias``.
-            weight: the parameter; [experts, in, out] if ``transposed``.
-        """
-        self.holder, self.leaf, self.transposed = holder, leaf, transposed
-        self.weight, self.bias = self.oriented(weight), bias
-
-    def oriented(self, weight: torch.Tensor) -> torch.Tensor:
-        """A tensor in the layout of the parameter as [experts, out, in]."""
-        return weight.transpose(1, 2) if self.transposed else weight
-
-    @property
-    def num_experts(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[2]
-
-    def put(self, packed: torch.nn.Module) -> None:
-        """Replaces the parameter and its bias by a packed layer."""
-        for leaf in (self.leaf, f"{self.leaf}_bias"):
-            self.holder._parameters.pop(leaf, None)
-        setattr(self.holder, self.leaf, packed)
-
-
-# Functions that find the experts of a module, by the names of its parameters. hf/experts.py adds transformers' kind.
-EXPERTS_IN: list[Callable[[torch.nn.Module], Mapping[str, Experts]]] = []
-
-# Modules that compute what a torch.nn.Linear does, by the full names of their classes, which need not be imported so -> that
-# layer, over the same memory. hf/conv1d.py adds transformers' kinds.
-LINEAR_OF: dict[str, Callable[[torch.nn.Module], torch.nn.Linear]] = {}
-TRANSPOSED = "_lowbit_transposed"  # the attribute of such a layer whose module keeps its weight as [in, out]
-
 Layer: TypeAlias = torch.nn.Module | Experts
 
 
-def kind_of(layer: Layer | None) -> type | None:
+class Prepared:
+    """A float layer prepared by :func:`lowbit.qat.prepare_`: it computes what the packed layer will."""
+
+    def pack(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """uint8 [bytes], as :func:`lowbit.pack`."""
+        raise NotImplementedError
+
+    def as_linear(self) -> torch.nn.Linear | None:
+        """The equivalent torch.nn.Linear of a prepared layer of another class; None for a torch.nn.Linear or a table."""
+        return None
+
+
+def kind_of(layer: Layer | None) -> type[LinearConfig | EmbeddingConfig] | None:
     """The config class of a float layer; None if it cannot be packed."""
-    if isinstance(layer, Experts):
+    # Exact types: a subclass may use its weight in its own way (the output projection of nn.MultiheadAttention does).
+    if isinstance(layer, Experts) or type(layer) is torch.nn.Linear:
         return LinearConfig
-    return EmbeddingConfig if table_of(layer) is not None else KINDS.get(type(layer))
-
-
-def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
-    """The float experts in a module, by the names of its parameters."""
-    return {leaf: experts for find in EXPERTS_IN for leaf, experts in find(module).items()}
+    return EmbeddingConfig if table_of(layer) is not None else None
 
 
 def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
@@ -96,8 +53,7 @@ def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
 
 def as_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
     """The torch.nn.Linear that is equivalent to a layer of another class; None for other modules."""
-    make = LINEAR_OF.get(f"{type(module).__module__}.{type(module).__qualname__}")
-    return None if make is None else make(module)
+    return module.as_linear() if isinstance(module, Prepared) else equivalent_linear(module)
 
 
 def _in_its_form(module: torch.nn.Module) -> torch.nn.Module:
@@ -189,14 +145,6 @@ def check_whole_experts(layers: Mapping[str, Layer], selected: Collection[str]) 
                     raise ValueError(
                         f"{name} has a config and {other}, of the same experts, has none; give both a config, or None to both"
                     )
-
-
-class Prepared:
-    """A float layer prepared by :func:`lowbit.qat.prepare_`: it computes what the packed layer will."""
-
-    def pack(self, bias: torch.Tensor | None) -> torch.Tensor:
-        """uint8 [bytes], as :func:`lowbit.pack`."""
-        raise NotImplementedError
 
 
 def refuse_prepared(model: torch.nn.Module) -> None:

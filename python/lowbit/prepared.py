@@ -271,7 +271,3 @@ class Embedding(Layer, torch.nn.Embedding):
         values = _FakeQuantized.apply(*rows, config)
         rows = values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
         return self._table.finish(rows, self)
-
-
-# A float layer -> what it becomes in training. hf/conv1d.py adds transformers' kind.
-KINDS: dict[type, type[Layer]] = {torch.nn.Linear: Linear, torch.nn.Embedding: Embedding}

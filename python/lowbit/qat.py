@@ -12,24 +12,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 
 import torch
 
 from .embeddings import table_of
-from .layers import Prepared, as_linear, check_layers, layer_at, leave_fused_paths, names_by_weight, replace_layers
+from .layers import (
+    Prepared,
+    as_linear,
+    check_layers,
+    is_transposed,
+    layer_at,
+    leave_fused_paths,
+    names_by_weight,
+    replace_layers,
+)
 from .nn import Packed
-from .prepared import KINDS, Embedding, Layer, Linear, fake_quantize_activations, stored
+from .prepared import Embedding, Layer, Linear, fake_quantize_activations, stored
 from .quantize import EmbeddingConfig, LinearConfig
-from .quantize_model import choose_layers, described_to_transformers, know_transformers
+from .quantize_model import choose_layers, described_to_transformers
 
 
-def _kind(name: str, module: torch.nn.Module) -> type:
-    if type(module) in KINDS:
-        return KINDS[type(module)]
+def _trained_class(name: str, module: torch.nn.Module) -> type[Layer]:
     if table_of(module) is not None:
         return Embedding
-    if isinstance(module, torch.nn.Linear) and as_linear(module) is not None:  # FalconLinear
+    linear = as_linear(module)
+    if type(module) is torch.nn.Linear or (linear is not None and not is_transposed(linear)):
         return Linear
+    if linear is not None:
+        return import_module("lowbit.hf.conv1d").TrainedConv1D
     raise ValueError(f"{name} is a {type(module).__name__}, which lowbit.qat cannot train; give it the config None")
 
 
@@ -65,13 +76,12 @@ def prepare_(
         for name, module in model.named_modules():
             if isinstance(module, Packed):
                 raise ValueError(f"{name or 'model'} is packed already; expected a float model to prepare")
-    know_transformers()
     selected = choose_layers(model, config, filter_fn)
     for name, chosen in selected.items():
         if chosen.mapping not in ("symmetric", "affine"):
             raise ValueError(f"{name} has mapping {chosen.mapping!r}; expected 'symmetric' or 'affine' for training")
     modules = {name: model.get_submodule(name) for name in selected}
-    kinds = {name: _kind(name, module) for name, module in modules.items()}
+    classes = {name: _trained_class(name, module) for name, module in modules.items()}
     check_layers({name: layer_at(model, name) for name in selected}, selected)
     for names in names_by_weight(modules).values():
         owner = None
@@ -80,7 +90,7 @@ def prepare_(
             if not isinstance(module, Prepared):  # else it is there under several names
                 if isinstance(module, torch.nn.Embedding):
                     module._table = table_of(module)  # its class is about to go
-                module.__class__ = kinds[name]  # keeps its hooks, its attributes, and who else refers to it
+                module.__class__ = classes[name]  # keeps its hooks, its attributes, and who else refers to it
                 module.prepare(selected[name], owner)
             owner = owner or module
     leave_fused_paths(model)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from importlib import import_module
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -162,14 +161,6 @@ def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def know_transformers() -> None:
-    """Registers layer classes of transformers if it is loaded."""
-    if "transformers.modeling_utils" in sys.modules:
-        with suppress(ImportError):  # of another version: these stay float, and a warning says so
-            import_module("lowbit.hf.experts")
-            import_module("lowbit.hf.conv1d")
-
-
 def quantize_(
     model: torch.nn.Module,
     config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
@@ -203,7 +194,6 @@ def quantize_(
         TypeError, ValueError: a wrong config, nothing to quantize, an adapter of peft, weights that are not finite or not
             on the CPU, or different configs for layers that share a weight. The model is then unchanged.
     """
-    know_transformers()
     selected = choose_layers(model, config, filter_fn, experts=True)
     with described_to_transformers(model):
         replace_layers(model, selected)

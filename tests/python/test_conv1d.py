@@ -1,6 +1,8 @@
 """transformers' Conv1D, a linear layer whose weight is [in, out]: packed wherever a torch.nn.Linear is."""
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import lowbit
@@ -8,8 +10,8 @@ import lowbit.transformers
 import pytest
 import torch
 import transformers
+from lowbit._linear_forms import of_conv1d
 from lowbit.calibration import assign_widths, calibrate
-from lowbit.hf.conv1d import of_conv1d
 from lowbit.layers import with_linears
 from reference import close_to_packed
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -239,3 +241,26 @@ def test_a_weight_with_new_memory_is_not_taken_for_the_old_one():
         made = of_conv1d(layer).weight
         assert made.dtype == layer.weight.dtype and made.device == layer.weight.device
         assert made.requires_grad == layer.weight.requires_grad
+
+
+_FRESH = """
+import sys, torch, lowbit, transformers
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
+from lowbit.layers import named_layers
+class Holder(torch.nn.Module):
+    is_transposed = has_bias = False
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.ones(2, 8, 16))
+        self.down_proj = torch.nn.Parameter(torch.ones(2, 16, 4))
+model = torch.nn.ModuleList([Conv1D(32, 16), FalconLinear(16, 32), Holder()])
+print(sorted((name, type(layer).__name__) for name, layer in named_layers(model) if name), "lowbit.hf" in sys.modules)
+"""
+
+
+def test_a_fresh_process_finds_the_same_layers():
+    """What named_layers() yields does not depend on what was imported before."""
+    run = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=600)
+    layers = [("0", "Linear"), ("1", "Linear"), ("2", "Holder"), ("2.down_proj", "Experts"), ("2.gate_up_proj", "Experts")]
+    assert run.stdout.strip() == f"{layers} False"

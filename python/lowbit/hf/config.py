@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
-from ..layers import KINDS, Experts, check_whole_experts, kind_of, named_layers
+from ..layers import Experts, check_whole_experts, kind_of, named_layers
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
-from . import conv1d, experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 METHOD = "lowbit"
@@ -116,7 +115,7 @@ class LowBitConfig(QuantizationConfigMixin):
         if embedding_bits is not None and (isinstance(embedding_bits, bool) or not isinstance(embedding_bits, int)):
             raise TypeError(f"embedding_bits is {embedding_bits!r}; expected an int or None")
         self.overrides = [_pair(entry) for entry in _pairs(overrides)]
-        for kind in KINDS.values():
+        for kind in (LinearConfig, EmbeddingConfig):
             self._layer_config(kind)
             for pattern, change in self.overrides:
                 try:

@@ -13,7 +13,6 @@ from .. import nn, ops
 from ..computed_tensor import ComputedTensor
 from ..layers import Experts, check_whole_experts, kind_of, named_layers, put_packed
 from ..memory import give_back
-from . import conv1d, experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 PACKED, ORDER = "packed_weight", "input_order"
