@@ -65,7 +65,7 @@ def test_every_way_gives_the_same_bits(source, expected, tmp_path):
         lowbit.quantize_(in_memory, CONFIG.select(in_memory))
         at_load = load(source, quantization_config=CONFIG)
         summary = lowbit.quantize_checkpoint(source, tmp_path / "packed", CONFIG)
-    assert not summary.left and not [1 for module in in_memory.modules() if isinstance(module, Conv1D)]
+    assert not summary.unquantized and not [1 for module in in_memory.modules() if isinstance(module, Conv1D)]
     in_memory.save_pretrained(tmp_path / "memory")
     at_load.save_pretrained(tmp_path / "load")
     models = [in_memory, at_load, *(load(tmp_path / name) for name in ("packed", "memory", "load"))]
@@ -78,7 +78,7 @@ def test_every_way_gives_the_same_bits(source, expected, tmp_path):
 def test_what_stays_float_is_as_it_was(source, tmp_path):
     config = lowbit.LowBitConfig(bits=4, overrides={"*.c_proj": None})
     summary = lowbit.quantize_checkpoint(source, tmp_path / "packed", config)
-    assert set(summary.left) == {f"transformer.h.{i}.{part}.c_proj.weight" for i in range(2) for part in ("attn", "mlp")}
+    assert set(summary.unquantized) == {f"transformer.h.{i}.{part}.c_proj.weight" for i in range(2) for part in ("attn", "mlp")}
     model, at_load = load(tmp_path / "packed"), load(source, quantization_config=config)
     for found in (model, at_load):
         assert type(found.transformer.h[1].mlp.c_proj) is Conv1D

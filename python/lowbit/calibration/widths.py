@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..layers import Experts, Layer, layer_at
+from .._experts import Experts
+from ..layers import Layer, layer_at
 from ..levels import FIT
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
-from ..layers import Experts, check_whole_experts, kind_of, named_layers
+from .._experts import Experts
+from ..layers import check_whole_experts, kind_of, named_layers
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
 from .names import tied_layers
@@ -28,7 +29,7 @@ BY_ARCHITECTURE = "the architecture keeps it in float32; an override of its own 
 _NO_CHANGE: dict[str, Any] = {}
 
 
-def _kept_in_float32(model: torch.nn.Module) -> re.Pattern | None:
+def _kept_in_float32(model: torch.nn.Module) -> re.Pattern[str] | None:
     """What matches the names of tensors that an architecture keeps in float32, whose code may read them (T5's "wo").
 
     As transformers matches them: each stands for whole parts of a name, one or several ("indexer.weights_proj").
@@ -38,7 +39,7 @@ def _kept_in_float32(model: torch.nn.Module) -> re.Pattern | None:
     return re.compile("|".join(rf"((^|\.){part}($|\.))" for part in parts)) if parts else None
 
 
-def _pairs(overrides: Any) -> list:
+def _pairs(overrides: Any) -> list[Any]:
     if overrides is None:
         return []
     if isinstance(overrides, Mapping):
@@ -48,7 +49,7 @@ def _pairs(overrides: Any) -> list:
     raise TypeError(f"overrides is a {type(overrides).__name__}; expected a dict of name patterns, or a list of pairs")
 
 
-def _pair(entry: Any) -> list:
+def _pair(entry: Any) -> list[Any]:
     if isinstance(entry, list | tuple) and len(entry) == 2:
         pattern, change = entry
         if isinstance(pattern, str) and (change is None or (isinstance(change, Mapping) and set(change) <= set(_FIELDS))):
@@ -149,7 +150,7 @@ class LowBitConfig(QuantizationConfigMixin):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
-        return self.to_dict()
+        return dict(self.to_dict())
 
     def select(self, model: torch.nn.Module, experts: bool = True) -> dict[str, LinearConfig | EmbeddingConfig]:
         """The layers of a float model to quantize, by qualified name: a config for :func:`lowbit.quantize_`.

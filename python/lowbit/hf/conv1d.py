@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.pytorch_utils import Conv1D
 
@@ -15,7 +17,7 @@ class TrainedConv1D(prepared.LinearLayer, Conv1D):
     def matrix(self) -> torch.Tensor:
         return self.weight.T
 
-    def as_linear(self) -> prepared.Linear:
+    def as_linear(self) -> Any:
         linear = of_conv1d(self)
         linear.__class__ = prepared.Linear
         linear.follow(self)
