@@ -21,7 +21,7 @@ CTEST := $(BIN)/ctest -j $(JOBS) --output-on-failure --no-tests=error
 ARM_CPUS := max:neon,neondot,i8mm cortex-a53:neon a64fx:neon cortex-a76:neon,neondot
 
 # The same for Python on Arm; torch's own kernels need more than a cortex-a53.
-ARM_PYTHON_CPUS := max:neon,neondot,i8mm a64fx:neon cortex-a76:neon,neondot
+ARM_PYTHON_CPUS := max:neon,neondot,i8mm,bf16 a64fx:neon cortex-a76:neon,neondot
 
 # QEMU's name of a CPU of ours: its SVE is switched off, for it is slow and lowbit has nothing for it.
 qemu_cpu = $(patsubst max,max$(comma)sve=off,$(1))
@@ -159,6 +159,7 @@ NEON_CPU := $(word 2,$(ARM_CPUS))
 test-arm: build-test-arm
 	$(call test-arm-cpu,$(NEON_CPU),-R '$(NEON_LONG)')
 	$(call test-arm-cpu,$(firstword $(ARM_CPUS)),-LE soak -E '$(NEON_LONG)')
+	QEMU_CPU=max $(CTEST) --test-dir build/test-arm -R '^isa_cap[.](none|bf16|sve2)$$'  # with SVE2
 	QEMU_PAGESIZE=65536 QEMU_CPU=cortex-a76 $(CTEST) --test-dir build/test-arm \
 	  -R '^(format|fuzz[.]packed|kernels[.]neon[.](quantize|embedding))$$'  # pages of 64 KiB, around every buffer
 
@@ -178,7 +179,7 @@ fetch: fetch-first build/x86-emulator build/arm-emulator build/docs-env vllm-env
 # and shorter vectors until a thread asks for long ones, as on Linux; and shorter ones alone: other kernels are chosen.
 SME2_CPUS := max,sve=off,sme512=on:sme2 max,sme-default-vector-length=32:sme2 \
   max,sve=off,sme128=on:i8mm max,sve=off,sme256=on:i8mm
-SME2_PYTHON_CPU := $(firstword $(SME2_CPUS:%:sme2=%)):neon,neondot,i8mm,sme2
+SME2_PYTHON_CPU := $(firstword $(SME2_CPUS:%:sme2=%)):neon,neondot,i8mm,bf16,sme2
 SME2_TESTS_sme2 := ^(kernels|isa_cap)[.]sme
 SME2_TESTS_i8mm := ^isa_cap[.]sme2$$|^isa_cap[.]none$$
 .PHONY: test-arm-sme2
@@ -284,6 +285,15 @@ wheel-macos: $(VENV)/requirements $(MACOS)/libc++.tbd
 
 test-macos-build: $(VENV)/requirements $(MACOS)/libc++.tbd
 	$(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --quick --output build/macos-wheel
+
+# liblowbit.dylib of a release wheel, made into a library that Linux loads: the C++ tests of the build for Linux on Arm call its
+# code under QEMU, as if on Macs from M1 to M4. It builds the wheel for CPython 3.11; with MACOS_WHEEL=FILE it takes that one.
+# Not in test-all: the optimized wheel takes minutes to compile, and that of test-macos-build has other code.
+.PHONY: test-macos-run
+test-macos-run: $(VENV)/requirements $(MACOS)/libc++.tbd build-test-arm build/arm-emulator
+	[ -n "$(MACOS_WHEEL)" ] || $(ZIG_CACHES) $(BIN)/python scripts/wheel_macos.py --pythons 3.11 --output build/macos-release
+	tests/macos/run.sh "$$(ls $(or $(MACOS_WHEEL),build/macos-release/*.whl))" build/test-arm $(abspath build/macos-run) \
+	  $(abspath build/arm-emulator)
 
 # The static libraries for iOS, with the operators for ExecuTorch. Zig's linker makes no programs for it: every symbol is
 # looked up.
@@ -441,24 +451,14 @@ format: $(VENV)/requirements
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Files that take longest come first, so that no core waits for one of them at the end; of itself xdist begins with those of
-# most tests.
-PYTHON_LONG := test_executorch test_llm test_experts_models test_cli_quantize test_cli_machine test_checkpoint_targets \
-  test_export test_isa test_tensor_parallel test_cli_generate test_concurrency test_bench test_cli_errors test_import \
-  test_autoload test_guesses test_file_faults test_crashes test_calibrate test_cli_fuzz test_builds test_attention_surfaces \
-  test_parity
-PYTHON_REST = $(filter-out $(PYTHON_LONG) $(PYTHON_MORE),$(basename $(notdir $(wildcard tests/python/test_*.py))))
+# The markers are in pyproject.toml: `more` are the files that compile, calibrate or train whole models.
 test-python: $(VENV)/installed
 	scripts/need.sh test
-	HF_HUB_OFFLINE=1 $(PYTEST) $(foreach file,$(PYTHON_LONG) $(PYTHON_REST),tests/python/$(file).py)
+	HF_HUB_OFFLINE=1 $(PYTEST) -m 'not more'
 
-# Those that compile, calibrate or train whole models.
-PYTHON_MORE := test_llm_export test_cpp_runners test_readme test_calibrate_trained test_calibrate_resumed test_doctor \
-  test_report test_notebook test_demo test_cli_export test_qat_example test_calibrate_models test_calibrate_budget \
-  test_calibrate_experts test_calibrate_files test_calibrate_placed
 test-python-more: $(VENV)/installed
 	scripts/need.sh test
-	HF_HUB_OFFLINE=1 $(PYTEST) $(PYTHON_MORE:%=tests/python/%.py)
+	HF_HUB_OFFLINE=1 $(PYTEST) -m more
 
 # With the oldest versions that pyproject.toml allows of what the language models and the command line need; the newest
 # are those of requirements.txt, which all other tests have.

@@ -1,7 +1,7 @@
 """A model of the cycles that counted calls need on some cores.
 
 The QEMU plugin says which basic blocks a call executed, and how often. llvm-mca says how many cycles one block needs
-when it repeats for ever, by LLVM's model of a core. A call costs the sum over its blocks of times x cycles. So there
+when it repeats forever, by LLVM's model of a core. A call costs the sum over its blocks of times x cycles. So there
 are no cache misses, no mispredicted branches, and neither waiting nor overlap between one block and another; a loop
 whose body is one block is modeled best, and that is what the kernels' inner loops are.
 """

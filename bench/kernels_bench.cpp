@@ -258,7 +258,7 @@ void register_all() {
       for (const int64_t group_size : kGroupSizes) {
         for (size_t i = 0; i < linear_kernel_count(); ++i) {
           const LinearKernel* row = &linear_kernel(i);
-          if (row->bits != bits || !runs_here(row->isa) || group_size % row->group_step != 0) continue;
+          if (row->bits != bits || !runs_here(row->isa)) continue;
           if ((row->mappings & bit_of(mapping)) == 0) continue;
           for (const int64_t m : kRows) {
             if (m < row->m_least || (row->m_least == 1 && m > 1)) continue;

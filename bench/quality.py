@@ -38,13 +38,10 @@ CALIBRATED = {
     "auto": ("auto", {}),
     "tuned": ("tuned", {}),
     "distilled": ("distilled", {}),
-    "gptq": ("gptq", {"correction": 0.0, "sweeps": 0}),
-    "gptaq-0.25": ("gptq", {"correction": 0.25, "sweeps": 0}),
-    "gptaq": ("gptq", {"correction": 1.0, "sweeps": 0}),
-    "gptaq-act-order": ("gptq", {"correction": 1.0, "sweeps": 0, "by_importance": True}),
-    "gptaq-0.25+1": ("gptq", {"correction": 0.25, "sweeps": 1}),
-    "gptq+2": ("gptq", {"correction": 0.0, "sweeps": 2}),
-    "gptaq+4": ("gptq", {"correction": 1.0, "sweeps": 4}),
+    "gptq": ("gptq", {"correction": 0.0}),
+    "gptaq-0.25": ("gptq", {"correction": 0.25}),
+    "gptaq": ("gptq", {"correction": 1.0}),
+    "gptaq-act-order": ("gptq", {"correction": 1.0, "by_importance": True}),
 }
 
 

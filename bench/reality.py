@@ -2,7 +2,7 @@
 
     make bench-reality          prints the tables, writes build/bench/reality.{json,md}
     make bench-reality-doc      the same, and writes the tables into docs/reality.md
-    python3 bench/reality.py [--only gemma tiny_llama minilm] [--parts table layers sensitivity bfloat16] [--tokens N]
+    python3 bench/reality.py [--only gemma tiny_llama minilm] [--parts table layers bfloat16 sensitivity rotations] [--tokens N]
 
 docs/reality.md says what is measured and how. Models and reference logits are kept in build/reality (2.5 GB).
 """
@@ -10,12 +10,13 @@ docs/reality.md says what is measured and how. Models and reference logits are k
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from lowbit.llm.perplexity import predictions
 from reality_models import Pair
 from reality_rounding import (
     KINDS,
+    MATRICES,
     PARTS,
+    Rounding,
     blocks,
     blocks_of,
     in_bfloat16,
@@ -47,7 +50,7 @@ from torch import Tensor
 BEGIN, END = "<!-- figures: written by bench/reality.py -->", "<!-- end of figures -->"
 MODELS = ("gemma", "tiny_llama", "minilm")
 WINDOW = 512
-NOISE, SEEDS, LIKELIEST = 1e-7, 3, 10
+NOISE, SEEDS, LIKELIEST, NOISE_TOKENS = 1e-7, 3, 10, 128
 CONTRACT = "blocks of min(group, 64)"
 
 
@@ -65,7 +68,7 @@ class Judge:
         with within:
             self._add(name, predictions(model, self.pair.tokens, self.window, self.stride))
 
-    def rounded(self, name: str, layers: dict[str, Callable[[Tensor], Tensor]]) -> None:
+    def rounded(self, name: str, layers: dict[str, Rounding]) -> None:
         """The float model with the inputs of these layers rounded."""
         self.model(name, self.pair.floats, rounded_inputs(self.pair.floats, layers))
 
@@ -91,31 +94,50 @@ class Judge:
 def judge_table(judge: Judge) -> None:
     pair, all_layers = judge.pair, list(judge.pair.groups)
     down = [name for name in all_layers if kind_of(name) == "down"]
-    judge.model("float", pair.floats)
+    judge.model("float, float32", pair.floats)
+    judge.model("float, bfloat16", copy.deepcopy(pair.floats).bfloat16())
     if pair.gguf is not None:
         judge.llama_cpp()
     for dtype in (torch.float32, torch.bfloat16):
         judge.model(f"lowbit, {str(dtype).removeprefix('torch.')}", pair.load(dtype))
-    judge.rounded("simulated: a row, with zero point", dict.fromkeys(all_layers, rows_with_zero_point))
+    judge.rounded(f"simulated: {CONTRACT}, as lowbit", {name: blocks_of(group) for name, group in pair.groups.items()})
+    judge.rounded("a row, with zero point, as lowbit once had", dict.fromkeys(all_layers, rows_with_zero_point))
     judge.rounded("a row, symmetric", dict.fromkeys(all_layers, rows))
     for size in (256, 128, 64, 32):
-        judge.rounded(f"blocks of {size}, symmetric", dict.fromkeys(all_layers, blocks(size)))
-    judge.rounded(f"{CONTRACT}, symmetric", {name: blocks_of(group) for name, group in pair.groups.items()})
+        judge.rounded(f"blocks of {size}", dict.fromkeys(all_layers, blocks(size)))
     judge.rounded("a row, with zero point, only down", dict.fromkeys(down, rows_with_zero_point))
     others = [name for name in all_layers if name not in down]
     judge.rounded("a row, with zero point, all but down", dict.fromkeys(others, rows_with_zero_point))
 
 
+def contract(pair: Pair, *, head: bool) -> dict[str, Rounding]:
+    """What lowbit does to the inputs of each packed layer, and of the head, where it is packed."""
+    layers = pair.groups | ({"lm_head": pair.head_group} if head else {})
+    return {name: blocks_of(group) for name, group in layers.items()}
+
+
+def only(layers: dict[str, Rounding], kind: str) -> dict[str, Rounding]:
+    return {name: rounding for name, rounding in layers.items() if kind_of(name) == kind}
+
+
 def judge_layers(judge: Judge) -> None:
-    """The contract for one kind of layers, for all others, and with the inputs of down rotated."""
-    layers = judge.pair.groups | {"lm_head": judge.pair.head_group}
-    contract = {name: blocks_of(group) for name, group in layers.items()}
-    down = [name for name in layers if kind_of(name) == "down"]
-    judge.rounded("all layers and the head", contract)
+    """The contract for one kind of layers, the largest share first, and for all others."""
+    layers = contract(judge.pair, head=True)
+    judge.rounded("all layers and the head", layers)
+    first = len(judge.rows)
     for kind in KINDS:
-        judge.rounded(f"only {kind}", {name: rounding for name, rounding in contract.items() if kind_of(name) == kind})
+        judge.rounded(f"only {kind}", only(layers, kind))
+    alone = judge.rows[first:]
+    for row in alone:
+        row["share"] = row["kld"] / sum(row["kld"] for row in alone)
+    judge.rows[first:] = sorted(alone, key=lambda row: -row["kld"])
     for kind in KINDS:
-        judge.rounded(f"all but {kind}", {name: rounding for name, rounding in contract.items() if kind_of(name) != kind})
+        judge.rounded(f"all but {kind}", {name: rounding for name, rounding in layers.items() if kind_of(name) != kind})
+
+
+def judge_rotations(judge: Judge) -> None:
+    """The inputs of down rotated before they are rounded."""
+    down = [name for name in judge.pair.groups if kind_of(name) == "down"]
     for name, rounding in (("64", blocks(64)), ("32", blocks(32))):
         judge.rounded(f"only down, blocks of {name}", dict.fromkeys(down, rounding))
         for size, title in ((64, "64"), (None, "all")):
@@ -124,46 +146,61 @@ def judge_layers(judge: Judge) -> None:
 
 
 def judge_bfloat16(judge: Judge) -> None:
-    """The packed model in float32, with parts rounded to bfloat16."""
-    model = judge.pair.load(torch.float32)
-    judge.model("float32", model)
+    """The float model and the packed one in float32, with parts rounded to bfloat16."""
+    floats = judge.pair.floats
+    judge.model("float model: bfloat16, as it runs", copy.deepcopy(floats).bfloat16())
+    judge.model("simulated: all of these parts in bfloat16", floats, in_bfloat16(floats, {*PARTS, *MATRICES}))
+    for part, title in (PARTS | MATRICES).items():
+        judge.model(f"only {title}", floats, in_bfloat16(floats, {part}))
+    packed = judge.pair.load(torch.float32)
+    judge.model("lowbit: float32", packed)
     judge.model("bfloat16, as it runs", judge.pair.load(torch.bfloat16))
-    judge.model("simulated: all of these parts in bfloat16", model, in_bfloat16(model, set(PARTS)))
+    judge.model("simulated: all of these parts in bfloat16", packed, in_bfloat16(packed, set(PARTS)))
     for part, title in PARTS.items():
-        judge.model(f"only {title}", model, in_bfloat16(model, {part}))
-    for part, title in PARTS.items():
-        judge.model(f"all but {title}", model, in_bfloat16(model, set(PARTS) - {part}))
+        judge.model(f"only {title}", packed, in_bfloat16(packed, {part}))
 
 
 @torch.inference_mode()
 def sensitivity(pair: Pair) -> list[dict[str, Any]]:
     """How far tiny noise in the embeddings moves the log-probabilities of the likeliest tokens."""
-    window = min(WINDOW, len(pair.tokens))
-    contract = {name: blocks_of(group) for name, group in pair.groups.items()}
-    packed = pair.load(torch.float32)
-    cases = {
-        "float": (pair.floats, nullcontext),
-        "lowbit, float32": (packed, nullcontext),
-        f"simulated: {CONTRACT}": (pair.floats, lambda: rounded_inputs(pair.floats, contract)),
-    }
+    tokens = pair.tokens[:NOISE_TOKENS]
 
-    def log_probabilities(model: torch.nn.Module) -> Iterator[Tensor]:
-        with closing(predictions(model, pair.tokens, window, max(1, window // 2))) as windows:
-            for logits, _ in windows:
-                yield logits.log_softmax(-1)
+    def log_probabilities(model: torch.nn.Module) -> Tensor:
+        with closing(predictions(model, tokens, len(tokens), len(tokens) // 2)) as windows:
+            return torch.cat([logits for logits, _ in windows]).log_softmax(-1)
 
+    expected = log_probabilities(pair.floats)
+    ids = expected.topk(LIKELIEST, dim=-1).indices
+    expected = expected.gather(1, ids)
     found = []
-    for name, (model, within) in cases.items():
-        with within():
-            before = [tuple(rows.topk(LIKELIEST, dim=-1)) for rows in log_probabilities(model)]
+
+    def add(name: str, model: torch.nn.Module, layers: dict[str, Rounding] | None = None) -> None:
+        with rounded_inputs(model, layers or {}):
+            before = log_probabilities(model).gather(1, ids)
             moved = []
             for seed in range(SEEDS):
                 with noisy_embeddings(model, NOISE, seed):
-                    for (values, ids), rows_ in zip(before, log_probabilities(model), strict=True):
-                        moved.append((rows_.gather(1, ids) - values).abs())
+                    moved.append((log_probabilities(model).gather(1, ids) - before).abs())
         each = torch.cat(moved)
-        found.append({"name": name, "mean": each.mean().item(), "most": each.max().item()})
-        say(f"{name}: moved by {found[-1]['mean']:.2g} in the mean, {found[-1]['most']:.2g} at most")
+        row = {
+            "name": name, "mean": each.mean().item(), "most_99": each.flatten().quantile(0.99).item(),
+            "most": each.max().item(), "from_float": (before - expected).abs().mean().item(),
+        }  # fmt: skip
+        found.append(row)
+        say(f"{name}: moved by {row['mean']:.2g} in the mean, {row['most']:.2g} at most; {row['from_float']:.2g} from float")
+
+    add("float", pair.floats)
+    add("lowbit, float32", pair.load(torch.float32))
+    for bits in (8, 6):
+        config = {name: lowbit.LinearConfig(bits, 32) for name in pair.groups if name != "lm_head"}  # tied: float
+        add(f"lowbit, float32, {bits} bits in groups of 32", lowbit.quantize_(copy.deepcopy(pair.floats), config))
+    layers = contract(pair, head=False)
+    add(f"simulated: {CONTRACT}", pair.floats, layers)
+    for kind in KINDS:
+        if some := only(layers, kind):
+            add(f"only {kind}", pair.floats, some)
+    for size in (32, 16):
+        add(f"blocks of {size}", pair.floats, dict.fromkeys(layers, blocks(size)))
     return found
 
 
@@ -184,8 +221,9 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def divergence_table(first: str, rows: list[dict[str, Any]]) -> list[str]:
+    shares = any("share" in row for row in rows)
     return table(
-        [first, "perplexity", "over float's, %", "KLD, nats", "KLD, 99 %", "top-1"],
+        [first, "perplexity", "over float's, %", "KLD, nats", "KLD, 99 %", "top-1", *["share of KLD"] * shares],
         [
             [
                 row["name"],
@@ -194,6 +232,7 @@ def divergence_table(first: str, rows: list[dict[str, Any]]) -> list[str]:
                 f"{row['kld']:.5f}",
                 f"{row['kld_99']:.4f}",
                 f"{row['top1']:.3f}",
+                *[f"{row['share']:.0%}" if "share" in row else ""] * shares,
             ]  # fmt: skip
             for row in rows
         ],
@@ -204,8 +243,10 @@ def document(results: dict[str, Any]) -> str:
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [f"Written by `{results['command']}` on {results['date']}. {machine['cpu']}, ISA {machine['isa']}; {versions}.", ""]
-    titles = {"table": "Activations", "layers": "Layers", "bfloat16": "bfloat16"}
-    firsts = {"table": "activations", "layers": f"rounded in {CONTRACT}", "bfloat16": "rounded to bfloat16"}
+    titles = {"table": "Activations", "layers": "Layers", "rotations": "Rotations", "bfloat16": "bfloat16"}
+    firsts = {
+        "table": "model, activations", "layers": f"rounded in {CONTRACT}", "rotations": "rounded", "bfloat16": "in bfloat16",
+    }  # fmt: skip
     for name, found in results["models"].items():
         if name == "minilm":
             lines += ["## all-MiniLM-L6-v2", "", f"Cosine of packed and float embeddings, {found['sentences']} sentences.", ""]
@@ -218,8 +259,9 @@ def document(results: dict[str, Any]) -> str:
                 lines += [f"### {title}", "", *divergence_table(firsts[part], found[part])]
         if "sensitivity" in found:
             lines += ["### Sensitivity", ""]
-            rows = [[row["name"], f"{row['mean']:.2g}", f"{row['most']:.2g}"] for row in found["sensitivity"]]
-            lines += table(["model", "log-probabilities moved, mean", "at most"], rows)
+            numbers = ("mean", "most_99", "most", "from_float")
+            rows = [[row["name"], *(f"{row[number]:.2g}" for number in numbers)] for row in found["sensitivity"]]
+            lines += table(["model", "log-probabilities moved, mean", "99 %", "at most", "distance from float, mean"], rows)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -232,18 +274,22 @@ def insert(text: str, section: str) -> str:
     return f"{head}{BEGIN}\n{section}{END}{tail}"
 
 
+def write(results: dict[str, Any], output: Path) -> None:
+    output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
 
 def main() -> int:
-    judges = {"table": judge_table, "layers": judge_layers, "bfloat16": judge_bfloat16}
+    judges = {"table": judge_table, "layers": judge_layers, "rotations": judge_rotations, "bfloat16": judge_bfloat16}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS, help="models; default: all")
     parser.add_argument(
         "--parts",
         nargs="+",
-        default=["table", "layers", "sensitivity"],
+        default=["table", "layers", "bfloat16", "sensitivity"],
         choices=[*judges, "sensitivity"],
         help="of each language model; default: %(default)s",
     )
@@ -276,10 +322,11 @@ def main() -> int:
                 say(f"# {part}")
                 judging.rows = found[part] = []
                 run(judging)
+                write(results, options.output)
         if "sensitivity" in options.parts:
             say("# sensitivity")
             found["sensitivity"] = sensitivity(pair)
-    options.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write(results, options.output)
     section = document(results)
     options.output.with_suffix(".md").write_text(section, encoding="utf-8")
     if options.document is not None:

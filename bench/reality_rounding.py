@@ -126,7 +126,7 @@ def to_bfloat16(x: Tensor) -> Tensor:
 PARTS = {
     "weights": "float weights: embedding, head and norms",
     "embedding": "output of the embedding",
-    "packed": "outputs of packed layers",
+    "linear": "outputs of linear layers",
     "norms": "outputs of norms",
     "keys": "keys and values, as a cache has them",
     "attention": "queries and the output of attention",
@@ -134,6 +134,7 @@ PARTS = {
     "residual": "the residual stream",
     "logits": "logits",
 }
+MATRICES = {"matrices": "weights of linear layers"}  # which packed layers do not have
 
 
 @contextmanager
@@ -155,12 +156,15 @@ def in_bfloat16(model: torch.nn.Module, parts: set[str]) -> Iterator[None]:
         def after(module: torch.nn.Module) -> None:
             stack.enter_context(_removing(module.register_forward_hook(of_output)))
 
+        matrices = {module.weight for module in layers.modules() if isinstance(module, torch.nn.Linear)}
         if "weights" in parts:
-            stack.enter_context(_rounded_weights(model))
+            stack.enter_context(_rounded_weights(set(model.parameters()) - matrices))
+        if "matrices" in parts:
+            stack.enter_context(_rounded_weights(matrices))
         if "embedding" in parts:
             after(model.get_input_embeddings())
         for module in model.modules():
-            if "packed" in parts and isinstance(module, lowbit.nn.Linear) and module is not model.lm_head:
+            if "linear" in parts and isinstance(module, torch.nn.Linear | lowbit.nn.Linear) and module is not model.lm_head:
                 after(module)
             if "norms" in parts and type(module).__name__.endswith("Norm"):
                 after(module)
@@ -180,8 +184,8 @@ def in_bfloat16(model: torch.nn.Module, parts: set[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _rounded_weights(model: torch.nn.Module) -> Iterator[None]:
-    kept = {parameter: parameter.data for parameter in model.parameters()}
+def _rounded_weights(parameters: set[torch.nn.Parameter]) -> Iterator[None]:
+    kept = {parameter: parameter.data for parameter in parameters}
     for parameter in kept:
         parameter.data = to_bfloat16(parameter.data)
     try:

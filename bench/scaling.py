@@ -35,7 +35,7 @@ class Model:
     layers: int
     hidden: int
     heads: int  # outputs of all heads of queries
-    keys: int  # outputs of all heads of keys
+    keys: int  # outputs of all KV heads
     mlp: int
     vocabulary: int
 
@@ -99,10 +99,10 @@ COUNTS = (1, 2, 4, 8)
 def table(machines: list[Machine]) -> None:
     for machine in machines:
         print(
-            f"\n### {machine.name}\n\nMemory read at {machine.bandwidth:g} GB/s, {machine.memory:g} GB of it; network "
-            f"{machine.network:g} Gbit/s, {machine.latency:g} ms one way.\n"
+            f"\n### {machine.name}\n\n{machine.memory:g} GB of memory, read at {machine.bandwidth:g} GB/s; network with "
+            f"{machine.network:g} Gbit/s and {machine.latency:g} ms one way.\n"
         )
-        print("| tokens/s, modeled | " + " | ".join(f"{count} machine{'s' * (count > 1)}" for count in COUNTS) + " |")
+        print("| Model | " + " | ".join(f"{count} machine{'s' * (count > 1)}, tokens/s" for count in COUNTS) + " |")
         print("|---|" + "---|" * len(COUNTS))
         for model in MODELS:
             cells = []
@@ -141,7 +141,8 @@ def check(rounds: int, tokens: int) -> None:
                 found[delay].append(run(delay, packed, tokens))
     gathers = len(model.gathers())
     print(f"{model.name}, {gathers} gathers a token, {tokens} tokens, {rounds} rounds in turns, medians\n")
-    print("| latency, ms | ms a token | more than without | modeled |\n|---|---|---|---|")
+    print("| Latency one way, ms | Time per token, ms | Added by the latency, ms | Added according to the model, ms |")
+    print("|---|---|---|---|")
     without = statistics.median(found[0.0])
     for delay in delays:
         seconds = statistics.median(found[delay])

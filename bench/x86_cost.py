@@ -3,6 +3,7 @@ docs/x86_cost.md and .json.
 
     python3 bench/x86_cost.py [--native]            builds, counts on this CPU and on emulated ones, writes both files;
                                                     --native: without rows that this CPU lacks, in minutes
+    python3 bench/x86_cost.py --rows PART...        only rows whose names contain a PART; the others' numbers stay
     python3 bench/x86_cost.py --check --program P   counts some rows that this CPU runs; fails when one needs over 3 %
                                                     more than in the JSON
 
@@ -26,7 +27,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT, DATA = ROOT / "docs/x86_cost.md", ROOT / "docs/x86_cost.json"
 SKIPPED = 77
 ITERATIONS = 100
-EMULATED = {"avxvnni": "arrow_lake", "amx": "sapphire_rapids"}  # where this CPU lacks an ISA
+# Where this CPU lacks an ISA.
+EMULATED = {"avx512vnni": "sapphire_rapids", "avxvnni": "arrow_lake", "amx": "sapphire_rapids"}
 # LLVM's name of a core, how it is written, and the ISAs of the rows that it runs.
 CORES = {
     "alderlake": ("Alder Lake P", ("avx2", "avxvnni")),
@@ -153,8 +155,10 @@ def llvm_mca() -> tuple[str, str]:
 
 
 def cycles_of(mca: str, core: str, blocks: Iterable[Block]) -> dict[Block, float]:
-    """Cycles of each block when it repeats for ever."""
+    """Cycles of each block when it repeats forever."""
     blocks = list(blocks)
+    if not blocks:
+        return {}
     lines = []
     for number, block in enumerate(blocks):
         lines += [f"# LLVM-MCA-BEGIN {number}", *map(plain, block), "0:", f"# LLVM-MCA-END {number}"]
@@ -201,18 +205,37 @@ def model(traced: dict, code: dict[int, str]) -> dict:
     return found
 
 
-def trace(program: pathlib.Path, native: bool) -> dict:
-    """All rows: those of this CPU natively, the others emulated."""
-    found = parse(run([program, "--blocks"], "counting"))
+def trace(program: pathlib.Path, native: bool, parts: list[str]) -> dict:
+    """All rows, or those with a part in their names: those of this CPU natively, the others emulated."""
+    found = parse(run([program, "--blocks", *parts], "counting"))
     for isa, cpu in EMULATED.items():
-        if not native and not any(name.endswith(f"_{isa}") for name in found):
+        names = [f"_{isa}"]
+        if parts:
+            counts = json.loads(DATA.read_text(encoding="utf-8"))["counts"]
+            names = [name for name in counts if name.endswith(f"_{isa}") and any(part in name for part in parts)]
+        if names and not native and not any(name.endswith(f"_{isa}") for name in found):
             found |= parse_emulated(
                 run(
-                    [ROOT / "scripts/emulate_x86.sh", cpu, program, "--blocks", f"_{isa}"],
+                    [ROOT / "scripts/emulate_x86.sh", cpu, program, "--blocks", *names],
                     f"counting on an emulated {cpu} (make build/x86-emulator)",
                 )
             )
     return found
+
+
+def merged(data: dict) -> dict:
+    """What is in the JSON, with the rows that were counted now."""
+    before = json.loads(DATA.read_text(encoding="utf-8"))
+    for what, old, new in (
+        ("compiler", before["compiler"], data["compiler"]),
+        ("llvm-mca", before["cycles"]["llvm"], data["cycles"]["llvm"]),
+    ):
+        if old != new:
+            sys.exit(f"x86_cost: {DATA.name} was counted with {what} {old}, this is {new}: count all rows")
+    before["counts"] |= data["counts"]
+    for core in CORES:
+        before["cycles"][core] |= data["cycles"][core]
+    return before
 
 
 def parse_emulated(text: str) -> dict:
@@ -313,7 +336,7 @@ def document(data: dict) -> str:
         "## How the cycles come about",
         "",
         "A call's basic blocks, and how often each ran, come from the counted addresses. llvm-mca says how many cycles a",
-        "block needs when it repeats for ever, by LLVM's model of a core; a call is the sum of times x cycles. So every load",
+        "block needs when it repeats forever, by LLVM's model of a core; a call is the sum of times x cycles. So every load",
         "hits the first-level cache, every branch is predicted, and blocks neither overlap nor wait for one another. One row",
         "waits for memory as a rule: 128 weights at 4 bits are 64 bytes, and at 15 to 30 GB/s those are some 10 cycles.",
         "",
@@ -343,12 +366,15 @@ def main() -> int:
     parser.add_argument("--program", type=pathlib.Path, help="a counting program that is built already")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--native", action="store_true")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="PART")
     args = parser.parse_args()
     program = args.program or build(args.build)
     if args.check:
         return check(program)
-    traced = trace(program, args.native)
+    traced = trace(program, args.native, args.rows)
     data = {"compiler": compiler_of(program), "counts": per_unit(traced), "cycles": model(traced, disassemble(program))}
+    if args.rows:
+        data = merged(data)
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     DOCUMENT.write_text(document(data), encoding="utf-8")
     print(f"{len(data['counts'])} kernel rows: {DOCUMENT.relative_to(ROOT)}, {DATA.relative_to(ROOT)}")

@@ -17,9 +17,12 @@ set(LOWBIT_ISAS
   "neon|aarch64|"
   "neondot|aarch64|-march=armv8.2-a+dotprod ${no_early_scheduling}"
   "i8mm|aarch64|-march=armv8.2-a+dotprod+i8mm ${no_early_scheduling}"
+  "bf16|aarch64|"  # this and sve2: for kernel libraries
+  "sve2|aarch64|"
   "sme2|aarch64|-march=armv8-a+sme2"  # never with SVE: CPUs with SME2 need not have it, and compilers would use it
   "avx2|x86_64|-mavx2 -mfma -mf16c ${additions_in_order}"
   "avxvnni|x86_64|-mavx2 -mfma -mf16c -mavxvnni"
+  "avxvnniint8|x86_64|"  # for kernel libraries
   "avx512vnni|x86_64|-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mf16c"
   "amx|x86_64|-mamx-tile -mamx-int8 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx2 -mfma -mf16c"
 )

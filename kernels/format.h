@@ -22,21 +22,18 @@
 
 #include "bits/codec.h"
 #include "export.h"
+#include "lowbit_ukernel.h"
 #include "status.h"
 
 namespace lowbit {
-
-enum class Mapping : uint8_t { symmetric, affine, levels };
 
 // Sets of mappings, as rows of the kernel table have them.
 constexpr uint8_t bit_of(Mapping mapping) { return static_cast<uint8_t>(1u << static_cast<unsigned>(mapping)); }
 inline constexpr uint8_t kPlainMappings = bit_of(Mapping::symmetric) | bit_of(Mapping::affine);
 inline constexpr uint8_t kAllMappings = kPlainMappings | bit_of(Mapping::levels);
 
-// How the bytes behind the header are laid out: as above, or as a loaded library (library.h) says.
-enum class Format : uint32_t { panel16 = 0 };
-
-// The format with a name of one to four letters, digits, '-' or '_'.
+// How the bytes behind the header are laid out: as above, or as a loaded library (library.h) says. The format with a name of
+// one to four letters, digits, '-' or '_'.
 constexpr Format vendor_format(const char* name) {
   uint32_t id = 0;
   for (int i = 0; i < 4 && name[i] != '\0'; ++i) id |= uint32_t{static_cast<unsigned char>(name[i])} << (8 * i);
@@ -54,44 +51,11 @@ inline constexpr int64_t kHeaderBytes = 64, kLevelsHeaderBytes = 128;
 inline constexpr int64_t kHeadBytes = 3 * kPanelRows * 4;
 inline constexpr int64_t kMaxDimension = int64_t{1} << 31;
 // The most inputs that share a scale of the activations: ukernel.h.
-inline constexpr int64_t kSegmentInputs = 64;
+inline constexpr int64_t kSegmentInputs = LOWBIT_SEGMENT_INPUTS;
 
-// A packed weight matrix: what its header says, and the sizes that follow from it.
-struct Layout {
-  Format format;
-  int bits;            // 1-8
-  Mapping mapping;
-  bool has_bias;
-  int64_t n, k;        // output rows, inputs
-  int64_t group_size;  // inputs per group, a multiple of 16; 0: one group per row (per channel)
-
-  int64_t groups;        // per row
-  int64_t segments;      // per row: ukernel.h
-  int64_t blocks;        // of 32 inputs, per row
-  int64_t panels;        // of 16 rows
-  int64_t block_bytes;   // codes of one block of a panel
-  int64_t group_bytes;   // scales (and mins) of one group of a panel
-  int64_t head_offset;   // in a panel
-  int64_t panel_bytes;
-  int64_t total_bytes;   // header included
-  int64_t header_bytes;  // before panel 0
-
-  int8_t levels[kMostLevels];  // Mapping::levels: 2^bits of -127 to 127; zeros behind them, and without
-
-  int64_t group_inputs() const { return group_size == 0 ? blocks * kBlockInputs : group_size; }
-  int64_t group_segments() const { return segments_of(group_inputs()); }  // of a group that is not cut short by k
-
-  static constexpr int64_t segments_of(int64_t inputs) { return (inputs + kSegmentInputs - 1) / kSegmentInputs; }
-
-  // Offsets in a panel. A group ends in the block that holds its last input; a short last group ends in the last block.
-  int64_t block_offset(int64_t block) const {
-    return block * block_bytes + block * kBlockInputs / group_inputs() * group_bytes;
-  }
-  int64_t scales_offset(int64_t group) const {
-    const int64_t end = ((group + 1) * group_inputs() + kBlockInputs - 1) / kBlockInputs;  // in blocks
-    return (end < blocks ? end : blocks) * block_bytes + group * group_bytes;
-  }
-};
+using Layout = ::lowbit_layout;
+static_assert(kPanelRows == LOWBIT_PANEL_ROWS && kBlockInputs == LOWBIT_BLOCK_INPUTS && kHalfInputs == LOWBIT_HALF_INPUTS);
+static_assert(kLineBytes == LOWBIT_LINE_BYTES && kMostLevels == LOWBIT_MOST_LEVELS);
 
 // Checks the parameters and fills in the sizes. `levels`: 2^bits of them, only and always with Mapping::levels.
 LOWBIT_API Status make_layout(int64_t n, int64_t k, int bits, int64_t group_size, Mapping mapping, bool has_bias,

@@ -60,26 +60,31 @@ uint64_t vendor_checksum(const void* data, const Layout& layout) {
 
 }  // namespace
 
-Status make_vendor_layout(const Layout& layout, Format format, Layout* vendor_layout) {
+Status make_vendor_layout(const Layout& layout, Format format, Layout* result) {
   const PackedFormat* const found = find_format(format);
   if (found == nullptr) {
     return Status::error("packed weight has the format '%s', which no loaded library has; load its kernels first",
                          name_of(format).text);
   }
+  return vendor_layout(layout, *found, result);
+}
+
+Status vendor_layout(const Layout& layout, const PackedFormat& format, Layout* result) {
+  const FormatName name = name_of(format.format);
   if (layout.mapping == Mapping::levels) {
-    return Status::error("format '%s' does not hold weights with a table of levels", name_of(format).text);
+    return Status::error("format '%s' does not hold weights with a table of levels", name.text);
   }
   Layout l = layout;
-  l.format = format;
+  l.format = format.format;
   l.block_bytes = l.group_bytes = l.head_offset = l.panel_bytes = l.total_bytes = 0;
-  const int64_t bytes = found->bytes(l);
+  const int64_t bytes = format.bytes(format.context, l);
   if (bytes < 1 || bytes > kMaxVendorBytes) {
     return Status::error("format '%s' does not hold %" PRId64 " x %" PRId64 " weights of %d bits, %s, group size %"
-                         PRId64, name_of(format).text, l.n, l.k, l.bits,
+                         PRId64, name.text, l.n, l.k, l.bits,
                          l.mapping == Mapping::affine ? "affine" : "symmetric", l.group_size);
   }
   l.total_bytes = kHeaderBytes + round_up(bytes, 64);
-  *vendor_layout = l;
+  *result = l;
   return {};
 }
 

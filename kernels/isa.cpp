@@ -35,7 +35,9 @@ constexpr IsaName kNames[] = {
     {"neon", kNeon, kNeon},
     {"neondot", kNeonDot, kNeon | kNeonDot},
     {"i8mm", kI8mm, kNeon | kNeonDot | kI8mm},
-    {"sme2", kSme2, kNeon | kNeonDot | kI8mm | kSme2},
+    {"bf16", kBf16, kNeon | kNeonDot | kI8mm | kBf16},
+    {"sve2", kSve2, kNeon | kNeonDot | kI8mm | kBf16 | kSve2},
+    {"sme2", kSme2, kNeon | kNeonDot | kI8mm | kBf16 | kSve2 | kSme2},
 };
 
 // To be asked only where SME is.
@@ -57,15 +59,19 @@ IsaBits detect(IsaBits) {
   // macOS 11 lacks the name, and every Mac with Arm has the instructions. iOS 14 lacks it too, and runs on older CPUs.
   if (sysctl_flag("hw.optional.arm.FEAT_DotProd", TARGET_OS_OSX != 0)) bits |= kNeonDot;
   if (sysctl_flag("hw.optional.arm.FEAT_I8MM")) bits |= kI8mm;
+  if (sysctl_flag("hw.optional.arm.FEAT_BF16")) bits |= kBf16;
   if (sysctl_flag("hw.optional.arm.FEAT_SME2") && has_long_vectors()) bits |= kSme2;
   return bits;
 }
 #elif defined(_WIN32)
-// Numbers of PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE and PF_ARM_V82_I8MM_...: older headers lack the second.
+// Numbers of PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, PF_ARM_V82_I8MM_..., PF_ARM_V86_BF16_... and PF_ARM_SVE2_...: older headers
+// lack all but the first.
 IsaBits detect(IsaBits) {
   IsaBits bits = kNeon;
   if (IsProcessorFeaturePresent(43)) bits |= kNeonDot;
   if (IsProcessorFeaturePresent(66)) bits |= kI8mm;
+  if (IsProcessorFeaturePresent(68)) bits |= kBf16;
+  if (IsProcessorFeaturePresent(47)) bits |= kSve2;
   return bits;
 }
 #else
@@ -77,10 +83,12 @@ unsigned long getauxval(int type) {
 }
 #endif
 
-// Bit numbers of the Linux ABI; older C libraries lack the second name.
+// Bit numbers of the Linux ABI; older C libraries lack the names for AT_HWCAP2.
 constexpr unsigned long kHwcapAsimd = 1ul << 1;
 constexpr unsigned long kHwcapAsimdDp = 1ul << 20;
+constexpr unsigned long kHwcap2Sve2 = 1ul << 1;
 constexpr unsigned long kHwcap2I8mm = 1ul << 13;
+constexpr unsigned long kHwcap2Bf16 = 1ul << 14;
 constexpr unsigned long kHwcap2Sme2 = 1ul << 37;
 
 IsaBits detect(IsaBits) {
@@ -90,6 +98,8 @@ IsaBits detect(IsaBits) {
   if (hwcap & kHwcapAsimd) bits |= kNeon;
   if (hwcap & kHwcapAsimdDp) bits |= kNeonDot;
   if (hwcap2 & kHwcap2I8mm) bits |= kI8mm;
+  if (hwcap2 & kHwcap2Bf16) bits |= kBf16;
+  if (hwcap2 & kHwcap2Sve2) bits |= kSve2;
   if ((hwcap2 & kHwcap2Sme2) && has_long_vectors()) bits |= kSme2;
   return bits;
 }
@@ -101,8 +111,9 @@ constexpr IsaName kNames[] = {
     {"portable", kPortable, kPortable},
     {"avx2", kAvx2, kAvx2},
     {"avxvnni", kAvxVnni, kAvx2 | kAvxVnni},
-    {"avx512vnni", kAvx512Vnni, kAvx2 | kAvxVnni | kAvx512Vnni},
-    {"amx", kAmx, kAvx2 | kAvxVnni | kAvx512Vnni | kAmx},
+    {"avxvnniint8", kAvxVnniInt8, kAvx2 | kAvxVnni | kAvxVnniInt8},
+    {"avx512vnni", kAvx512Vnni, kAvx2 | kAvxVnni | kAvxVnniInt8 | kAvx512Vnni},
+    {"amx", kAmx, kAvx2 | kAvxVnni | kAvxVnniInt8 | kAvx512Vnni | kAmx},
 };
 
 // XCR0 says which registers the operating system saves: without it a feature bit is only a promise.
@@ -145,6 +156,7 @@ IsaBits detect(IsaBits allowed) {
   const bool avx2 = (state & kYmm) == kYmm && has(leaf7.b, 5) && has(leaf1.c, 12) && has(leaf1.c, 29);
   if (avx2) bits |= kAvx2;
   if (avx2 && has(leaf71.a, 4)) bits |= kAvxVnni;
+  if (avx2 && has(leaf71.d, 4)) bits |= kAvxVnniInt8;
   const bool avx512 = avx2 && (state & kZmm) == kZmm && has(leaf7.b, 16) && has(leaf7.b, 17) &&
                       has(leaf7.b, 30) && has(leaf7.b, 31) && has(leaf7.c, 11);
   if (avx512) bits |= kAvx512Vnni;
@@ -153,7 +165,7 @@ IsaBits detect(IsaBits allowed) {
   return bits | kInStep;
 }
 
-// Measured on both makers' CPUs: docs/design.md, Memory.
+// Measured on both makers' CPUs: docs/internals/kernels.md, Memory.
 bool reads_several_streams_faster() {
   unsigned highest, name[3];
   return __get_cpuid(0, &highest, &name[0], &name[2], &name[1]) && std::memcmp(name, "GenuineIntel", sizeof name) == 0;

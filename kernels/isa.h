@@ -5,23 +5,27 @@
 #include <cstdint>
 
 #include "export.h"
+#include "lowbit_ukernel.h"
 #include "status.h"
 
 namespace lowbit {
 
-using IsaBits = uint32_t;
+using IsaBits = lowbit_isa;
 
-// One bit per feature set that a kernel can require. A kernel needs all of the bits that it names.
+// One bit per feature set that a kernel can require (lowbit_ukernel.h). A kernel needs all of the bits that it names.
 enum Isa : IsaBits {
   kPortable = 0,
-  kNeon = 1u << 0,
-  kNeonDot = 1u << 1,  // sdot, udot (Armv8.2 dotprod)
-  kI8mm = 1u << 2,     // smmla, usmmla
-  kSme2 = 1u << 3,     // SME2 with vectors of 512 bits
-  kAvx2 = 1u << 8,     // with FMA and F16C
-  kAvxVnni = 1u << 9,
-  kAvx512Vnni = 1u << 10,  // with F, BW, DQ, VL
-  kAmx = 1u << 11,         // AMX-TILE and AMX-INT8
+  kNeon = LOWBIT_ISA_NEON,
+  kNeonDot = LOWBIT_ISA_NEONDOT,
+  kI8mm = LOWBIT_ISA_I8MM,
+  kSme2 = LOWBIT_ISA_SME2,
+  kBf16 = LOWBIT_ISA_BF16,
+  kSve2 = LOWBIT_ISA_SVE2,
+  kAvx2 = LOWBIT_ISA_AVX2,
+  kAvxVnni = LOWBIT_ISA_AVXVNNI,
+  kAvx512Vnni = LOWBIT_ISA_AVX512VNNI,
+  kAmx = LOWBIT_ISA_AMX,
+  kAvxVnniInt8 = LOWBIT_ISA_AVXVNNIINT8,
   // No instructions: rows that read memory in several streams (Streams). Every CPU can run them, so cpu_isa() has it;
   // active_isa() has it where they are faster.
   kInStep = 1u << 31,
@@ -46,7 +50,7 @@ LOWBIT_API IsaBits cpu_isa();
 // cpu_isa() reduced by the environment variable LOWBIT_ISA, read once, and by streams().
 LOWBIT_API IsaBits active_isa();
 
-// How one row of activations reads its weights: panel after panel, one stream from memory, or several panels in step.
+// How one row of activations reads its weights: one panel at a time, or several interleaved (streams from memory).
 // The bits of a result are the same; which is faster depends on whose CPU it is.
 enum class Streams { one, several };
 

@@ -3,6 +3,7 @@
 #include "library.h"
 
 #include <cinttypes>
+#include <cstddef>
 #include <cstring>
 
 #include "registry.h"
@@ -34,8 +35,8 @@ Status check_name(const char* what, const char* name) {
   return {};
 }
 
-template <class Row>
-Status check_table(const char* family, const Table<Row>& table) {
+template <class Table>
+Status check_table(const char* family, const Table& table) {
   if (table.count > kMostRows) {
     return Status::error("it has %zu %s rows; expected at most %zu", table.count, family, kMostRows);
   }
@@ -54,6 +55,9 @@ bool is_built_in_or_loaded(const char* name) {
   }
   for (size_t i = 0; i < quantize_kernel_count(); ++i) {
     if (std::strcmp(quantize_kernel(i).name, name) == 0) return true;
+  }
+  for (size_t i = 0; i < attention_kernel_count(); ++i) {
+    if (std::strcmp(attention_kernel(i).name, name) == 0) return true;
   }
   return false;
 }
@@ -83,7 +87,7 @@ Status check_row(const char* family, size_t index, const Row& row) {
 }
 
 template <class Row>
-Status check_format_and_bits(const KernelLibrary& library, const Row& row) {
+Status check_format_and_bits(const LoadedLibrary& library, const Row& row) {
   if (row.format != Format::panel16 && find_format(row.format) == nullptr) {
     bool own = false;
     for (const PackedFormat& format : library.formats) own = own || format.format == row.format;
@@ -94,14 +98,19 @@ Status check_format_and_bits(const KernelLibrary& library, const Row& row) {
     }
   }
   if (row.bits < 1 || row.bits > 8) return Status::error("row '%s' has %d bits; expected 1 to 8", row.name, row.bits);
-  if (row.mappings == 0 || (row.mappings & ~kAllMappings) != 0) {
+  if ((row.mappings & ~kAllMappings) != 0) {
     return Status::error("row '%s' reads the mappings 0x%02x; expected some of 0x%02x", row.name, row.mappings,
                          kAllMappings);
   }
   return {};
 }
 
-Status check_linear(const KernelLibrary& library, const LinearKernel& row) {
+Status check_attention(const AttentionKernel& row) {
+  if (row.write != nullptr && row.join != nullptr) return {};
+  return Status::error("row '%s' has no function %s", row.name, row.write == nullptr ? "write" : "join");
+}
+
+Status check_linear(const LoadedLibrary& library, const LinearKernel& row) {
   if (Status status = check_format_and_bits(library, row); !status.ok()) return status;
   const bool n_fits = row.n_step > 0 && (kPanelRows % row.n_step == 0 || row.n_step % kPanelRows == 0);
   if (row.m_least < 1 || !n_fits) {
@@ -109,13 +118,8 @@ Status check_linear(const KernelLibrary& library, const LinearKernel& row) {
                          "columns",
                          row.name, row.m_least, row.n_step, kPanelRows);
   }
-  if (row.m_most != 0 && row.m_most < row.m_least) {
-    return Status::error("row '%s' is for at most %d rows of m; expected 0 or at least its tile's %d", row.name,
-                         row.m_most, row.m_least);
-  }
-  if (row.group_step != kHalfInputs && row.group_step != kBlockInputs) {
-    return Status::error("row '%s' is for groups of multiples of %d inputs; expected %d or %d", row.name,
-                         row.group_step, kHalfInputs, kBlockInputs);
+  if ((row.x_types & ~(bit_of(DType::f32) | bit_of(DType::bf16) | bit_of(DType::f16))) != 0) {
+    return Status::error("row '%s' prepares the types 0x%02x; expected some of 0x07", row.name, row.x_types);
   }
   if ((row.prepare == nullptr) != (row.activation_bytes == nullptr)) {
     return Status::error("row '%s' has only one of prepare and activation_bytes; expected both or none", row.name);
@@ -128,7 +132,7 @@ Status check_linear(const KernelLibrary& library, const LinearKernel& row) {
   return {};
 }
 
-Status check_format(const KernelLibrary& library, const PackedFormat& format) {
+Status check_format(const LoadedLibrary& library, const PackedFormat& format) {
   const uint32_t id = static_cast<uint32_t>(format.format);
   bool ended = false, is_name = id != 0;
   for (int i = 0; i < 4; ++i) {
@@ -145,6 +149,13 @@ Status check_format(const KernelLibrary& library, const PackedFormat& format) {
   if (format.bytes == nullptr || format.pack == nullptr) {
     return Status::error("format '%s' has no function %s", name.text, format.bytes == nullptr ? "bytes" : "pack");
   }
+  if (!(format.tolerance >= 0.0f && format.tolerance <= 1.0f)) {
+    return Status::error("format '%s' has the tolerance %g; expected 0 to 1", name.text,
+                         static_cast<double>(format.tolerance));
+  }
+  if (format.rows_at_once < 0) {
+    return Status::error("format '%s' is packed by %" PRId32 " rows; expected 0 or more", name.text, format.rows_at_once);
+  }
   size_t count = 0;
   for (const PackedFormat& other : library.formats) count += other.format == format.format;
   if (count > 1 || find_format(format.format) != nullptr) {
@@ -153,29 +164,78 @@ Status check_format(const KernelLibrary& library, const PackedFormat& format) {
   return {};
 }
 
-Status check_sizes(const AbiSizes& found) {
-  constexpr AbiSizes expected = KernelLibrary{}.sizes;
-  constexpr const char* kNames[] = {"KernelLibrary", "PackedFormat", "QuantizeKernel", "LinearKernel",
-                                    "EmbeddingKernel", "QuantizeArgs", "PrepareArgs", "LinearArgs",
-                                    "EmbeddingArgs", "PackArgs", "UnpackArgs"};
-  constexpr size_t count = sizeof expected / sizeof(uint32_t);
-  static_assert(sizeof kNames / sizeof kNames[0] == count);
-  uint32_t a[count], b[count];
-  std::memcpy(a, &found, sizeof a);
-  std::memcpy(b, &expected, sizeof b);
-  for (size_t i = 0; i < count; ++i) {
-    if (a[i] != b[i]) {
-      return Status::error("its structure %s has %" PRIu32 " bytes; expected %" PRIu32
-                           ": build it with the headers of this version of lowbit",
-                           kNames[i], a[i], b[i]);
+// A structure that both sides see. A library's may be smaller than this build's: it ends with the field that every version of
+// this interface has, or behind.
+struct SharedStructure {
+  const char* name;
+  size_t least, bytes;
+};
+#define SHARED(structure, last) \
+  { #structure, offsetof(structure, last) + sizeof(structure::last), sizeof(structure) }
+constexpr SharedStructure kShared[] = {
+    SHARED(lowbit_library, formats),
+    SHARED(lowbit_format, pack),
+    SHARED(lowbit_quantize_row, run),
+    SHARED(lowbit_linear_row, run),
+    SHARED(lowbit_embedding_row, run),
+    SHARED(lowbit_attention_row, join),
+    SHARED(lowbit_layout, levels),
+    SHARED(lowbit_quantize_args, group_sums),
+    SHARED(lowbit_prepare_args, activations),
+    SHARED(lowbit_linear_args, scratch),
+    SHARED(lowbit_embedding_args, out_dtype),
+    SHARED(lowbit_attention_args, partial),
+    SHARED(lowbit_attention_join_args, value_width),
+    SHARED(lowbit_attention_write_args, value_width),
+    SHARED(lowbit_pack_args, bias),
+    SHARED(lowbit_unpack_args, bias),
+};
+#undef SHARED
+constexpr size_t kSharedCount = sizeof kShared / sizeof kShared[0];
+static_assert(sizeof(lowbit_sizes) == kSharedCount * sizeof(uint32_t));
+
+Status check_sizes(const lowbit_sizes& sizes) {
+  uint32_t found[kSharedCount];
+  std::memcpy(found, &sizes, sizeof found);
+  for (size_t i = 0; i < kSharedCount; ++i) {
+    const SharedStructure& shared = kShared[i];
+    const size_t least = (shared.least + alignof(void*) - 1) / alignof(void*) * alignof(void*);
+    if (found[i] < least || found[i] > shared.bytes || found[i] % alignof(void*) != 0) {
+      return Status::error("its structure %s has %" PRIu32 " bytes; expected %zu to %zu, a multiple of %zu: build it with the "
+                           "headers of this version of lowbit",
+                           shared.name, found[i], least, shared.bytes, alignof(void*));
     }
   }
   return {};
 }
 
+// What zero stands for.
+template <class Row>
+void fill_in(Row&) {}
+void fill_in(EmbeddingKernel& row) {
+  if (row.mappings == 0) row.mappings = kPlainMappings;
+}
+void fill_in(LinearKernel& row) {
+  if (row.mappings == 0) row.mappings = kPlainMappings;
+  if (row.x_types == 0) row.x_types = bit_of(DType::f32);
+}
+
+// A table at `memory`, which goes on behind it. `bytes`: of a row of the library's.
+template <class Row, class Found>
+Table<Row> copy_table(const Found& found, uint32_t bytes, char** memory) {
+  Row* const rows = reinterpret_cast<Row*>(*memory);
+  *memory += found.count * sizeof(Row);
+  for (size_t i = 0; i < found.count; ++i) {
+    std::memset(static_cast<void*>(rows + i), 0, sizeof(Row));
+    std::memcpy(static_cast<void*>(rows + i), reinterpret_cast<const char*>(found.rows) + i * bytes, bytes);
+    fill_in(rows[i]);
+  }
+  return {rows, found.count};
+}
+
 }  // namespace
 
-Status check_library(const KernelLibrary& library) {
+Status check_tables(const lowbit_library& library) {
   if (library.abi != kKernelAbi) {
     return Status::error("its kernel interface is version %" PRIu32 "; this build of lowbit has version %" PRIu32,
                          library.abi, kKernelAbi);
@@ -188,29 +248,55 @@ Status check_library(const KernelLibrary& library) {
   if (Status s = check_table("linear", library.linear); !s.ok()) return s;
   if (Status s = check_table("embedding", library.embedding); !s.ok()) return s;
   if (Status s = check_table("quantize", library.quantize); !s.ok()) return s;
+  if (Status s = check_table("attention", library.attention); !s.ok()) return s;
   if (Status s = check_table("format", library.formats); !s.ok()) return s;
-  if (library.linear.count + library.embedding.count + library.quantize.count + library.formats.count == 0) {
+  if (library.linear.count + library.embedding.count + library.quantize.count + library.attention.count +
+          library.formats.count == 0) {
     return Status::error("it has no rows and no formats");
   }
+  return {};
+}
+
+size_t copy_bytes(const lowbit_library& library) {
+  return library.linear.count * sizeof(LinearKernel) + library.embedding.count * sizeof(EmbeddingKernel) +
+         library.quantize.count * sizeof(QuantizeKernel) + library.attention.count * sizeof(AttentionKernel) +
+         library.formats.count * sizeof(PackedFormat);
+}
+
+LoadedLibrary copy_tables(const lowbit_library& library, void* memory) {
+  char* next = static_cast<char*>(memory);
+  LoadedLibrary copy{};
+  copy.library = &library;
+  copy.linear = copy_table<LinearKernel>(library.linear, library.sizes.linear_row, &next);
+  copy.embedding = copy_table<EmbeddingKernel>(library.embedding, library.sizes.embedding_row, &next);
+  copy.quantize = copy_table<QuantizeKernel>(library.quantize, library.sizes.quantize_row, &next);
+  copy.attention = copy_table<AttentionKernel>(library.attention, library.sizes.attention_row, &next);
+  copy.formats = copy_table<PackedFormat>(library.formats, library.sizes.format, &next);
+  return copy;
+}
+
+Status check_rows(const LoadedLibrary& library) {
   for (const PackedFormat& format : library.formats) {
     if (Status s = check_format(library, format); !s.ok()) return s;
   }
   Status status;
-  const auto check_rows = [&](const char* family, const auto& table, auto check) {
+  const auto check_table = [&](const char* family, const auto& table, auto check) {
     for (size_t i = 0; status.ok() && i < table.count; ++i) {
       status = check_row(family, i, table.rows[i]);
       if (status.ok()) status = check(table.rows[i]);
     }
   };
-  check_rows("linear", library.linear, [&](const LinearKernel& row) { return check_linear(library, row); });
-  check_rows("embedding", library.embedding, [&](const EmbeddingKernel& row) {
+  check_table("linear", library.linear, [&](const LinearKernel& row) { return check_linear(library, row); });
+  check_table("embedding", library.embedding, [&](const EmbeddingKernel& row) {
     return check_format_and_bits(library, row);
   });
-  check_rows("quantize", library.quantize, [](const QuantizeKernel&) { return Status(); });
+  check_table("quantize", library.quantize, [](const QuantizeKernel&) { return Status(); });
+  check_table("attention", library.attention, check_attention);
   const auto check_unique = [&](const auto& table) {
     for (size_t i = 0; status.ok() && i < table.count; ++i) {
       const char* name = table.rows[i].name;
-      if (count_of(library.linear, name) + count_of(library.embedding, name) + count_of(library.quantize, name) > 1 ||
+      if (count_of(library.linear, name) + count_of(library.embedding, name) + count_of(library.quantize, name) +
+                  count_of(library.attention, name) > 1 ||
           is_built_in_or_loaded(name)) {
         status = Status::error("row '%s' has the name of another row; expected a name of its own", name);
       }
@@ -219,6 +305,7 @@ Status check_library(const KernelLibrary& library) {
   check_unique(library.linear);
   check_unique(library.embedding);
   check_unique(library.quantize);
+  check_unique(library.attention);
   return status;
 }
 

@@ -1,17 +1,15 @@
-// Rows of the kernel table, and packed formats, from a shared library: what it exports. The operators load it at run
-// time (ops/load_kernels.h); nothing is built again.
+// Rows of the kernel table, and packed formats, from a shared library: what it exports, for libraries in C++. The operators
+// load it at run time (ops/load_kernels.h); nothing is built again. lowbit_ukernel.h has the structures, and is all that a
+// library in C needs.
 //
 // The library defines one function:
 //
 //   extern "C" __attribute__((visibility("default")))
 //   const lowbit::KernelLibrary* lowbit_kernels(uint32_t abi);
 //
-// `abi` is the kKernelAbi of the program that loads it. The result stays valid, and constant, for the life of the
-// process; null says that the library has nothing for this ABI. It is called at load, on the CPU that will run the
-// rows: a row that needs more than IsaBits can say (SVE2, SME) is left out where the CPU lacks it.
-//
 // Rows of Format::panel16 keep the contract of ukernel.h to the bit, so that a result does not depend on who computed
-// it. A format of the vendor's own has its own rounding.
+// it. A format of the vendor's own has its own rounding, and says how much that is. All rows are tried at load, and a library
+// with a row that computes something else is refused.
 #pragma once
 
 #include "pack.h"
@@ -19,45 +17,17 @@
 
 namespace lowbit {
 
-// Changes with every structure that a library and its host share.
-inline constexpr uint32_t kKernelAbi = 4;
+// Changes with every structure that a library and its host share, unless that only grew at its end.
+inline constexpr uint32_t kKernelAbi = LOWBIT_KERNEL_ABI;
 
-// A vendor's layout of the bytes behind the 64-byte header, which stays lowbit's. `bytes` is asked on each call, for
-// sizes that come from outside: it takes any n and k up to kMaxDimension.
-struct PackedFormat {
-  Format format;  // vendor_format("NAME")
-  // How many bytes such a matrix takes; 0: the format does not hold it.
-  int64_t (*bytes)(const Layout&);
-  // Writes them (they start as zeros) / reads them back. Returns null, or a sentence that says why not.
-  // unpack may be null: weights of this format cannot be unpacked then.
-  const char* (*pack)(const Layout&, const PackArgs&, void* bytes);
-  const char* (*unpack)(const Layout&, const void* bytes, const UnpackArgs&) = nullptr;
+using PackedFormat = ::lowbit_format;
+
+// As the library was built with them: leave `abi` and `sizes` as they are.
+struct KernelLibrary : ::lowbit_library {
+  constexpr KernelLibrary() : ::lowbit_library{} {
+    abi = kKernelAbi;
+    sizes = LOWBIT_SIZES;
+  }
 };
-
-// Whether a library's rows are asked before or after those that are built in. Among libraries, the first loaded comes
-// first. After, unless a library claims more: a row that is preferred gets every call that it fits, on every CPU that can
-// run it, and a scalar row fits all of them.
-enum class Preference : uint32_t { before_built_in, after_built_in };
-
-struct AbiSizes {
-  uint32_t library, format, quantize_row, linear_row, embedding_row;
-  uint32_t quantize_args, prepare_args, linear_args, embedding_args, pack_args, unpack_args;
-};
-
-struct KernelLibrary {
-  // The first field of every version. Leave it and `sizes` as they are.
-  uint32_t abi = kKernelAbi;
-  AbiSizes sizes = {sizeof(KernelLibrary), sizeof(PackedFormat),  sizeof(QuantizeKernel), sizeof(LinearKernel),
-                    sizeof(EmbeddingKernel), sizeof(QuantizeArgs), sizeof(PrepareArgs), sizeof(LinearArgs),
-                    sizeof(EmbeddingArgs), sizeof(PackArgs), sizeof(UnpackArgs)};
-  const char* vendor = nullptr;  // as lowbit.kernels() shows it
-  Preference preference = Preference::after_built_in;
-  Table<LinearKernel> linear = {};
-  Table<EmbeddingKernel> embedding = {};
-  Table<QuantizeKernel> quantize = {};
-  Table<PackedFormat> formats = {};
-};
-
-using KernelLibraryFunction = const KernelLibrary*(uint32_t abi);
 
 }  // namespace lowbit

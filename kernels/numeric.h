@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
-namespace lowbit {
+#include "lowbit_ukernel.h"
 
-enum class DType : uint8_t { f32, bf16, f16 };
+namespace lowbit {
 
 namespace {
 

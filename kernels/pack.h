@@ -11,20 +11,8 @@ inline int64_t rows_in_panel(const Layout& layout, int64_t panel) {
   return left < kPanelRows ? left : kPanelRows;
 }
 
-// Row-major inputs (pack) or outputs (unpack) of a whole matrix, contiguous; any alignment the type needs.
-struct PackArgs {
-  const uint8_t* codes;  // n x k, below 2^bits
-  const float* scales;   // n x groups, finite
-  const float* mins;     // n x groups, finite; nullptr unless affine
-  const float* bias;     // n, finite; nullptr without bias
-};
-
-struct UnpackArgs {
-  uint8_t* codes;
-  float* scales;
-  float* mins;  // nullptr unless affine
-  float* bias;  // nullptr without bias
-};
+using PackArgs = ::lowbit_pack_args;
+using UnpackArgs = ::lowbit_unpack_args;
 
 // Packs panels [begin, end) into `packed`, the start of a buffer of layout.total_bytes, and writes the checksum of
 // panel p to panel_checksums[p]. The header is written last, with seal().

@@ -44,14 +44,14 @@ LoadedLibrary loaded[kMostLibraries];
 std::atomic<size_t> loaded_count{0};
 
 template <class Kernel>
-using Rows = Table<Kernel> KernelLibrary::*;
+using Rows = Table<Kernel> LoadedLibrary::*;
 
 template <class Tables, class Kernel>
 size_t count_rows(const Tables& tables, Rows<Kernel> rows) {
   size_t count = 0;
   for (const auto* table : tables) count += table->count;
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
-  for (size_t i = 0; i < libraries; ++i) count += (loaded[i].library->*rows).count;
+  for (size_t i = 0; i < libraries; ++i) count += (loaded[i].*rows).count;
   return count;
 }
 
@@ -63,7 +63,7 @@ const Kernel& row(const Tables& tables, Rows<Kernel> rows, size_t index) {
   }
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {
-    const Table<Kernel>& table = loaded[i].library->*rows;
+    const Table<Kernel>& table = loaded[i].*rows;
     if (index < table.count) return table.rows[index];
     index -= table.count;
   }
@@ -86,7 +86,7 @@ const Kernel* first_with(const BuiltIn& first_built_in, Rows<Kernel> rows, IsaBi
   const auto first_loaded = [&](Preference preference) {
     const Kernel* found = nullptr;
     for (size_t i = 0; found == nullptr && i < libraries; ++i) {
-      if (loaded[i].library->preference == preference) found = first_of(loaded[i].library->*rows, isa, fits);
+      if (loaded[i].library->preference == preference) found = first_of(loaded[i].*rows, isa, fits);
     }
     return found;
   };
@@ -134,7 +134,7 @@ const LinearKernel* first_linear(int bits, IsaBits isa, const Fits& fits) {
     }
     return nullptr;
   };
-  return first_with(built_in, &KernelLibrary::linear, isa, fits);
+  return first_with(built_in, &LoadedLibrary::linear, isa, fits);
 }
 
 template <class Kernel>
@@ -145,71 +145,70 @@ bool can_read(const Kernel& kernel, const Layout& layout) {
 
 }  // namespace
 
-size_t quantize_kernel_count() { return count_rows(kQuantize, &KernelLibrary::quantize); }
-const QuantizeKernel& quantize_kernel(size_t index) { return row(kQuantize, &KernelLibrary::quantize, index); }
-size_t linear_kernel_count() { return count_rows(kLinear, &KernelLibrary::linear); }
-const LinearKernel& linear_kernel(size_t index) { return row(kLinear, &KernelLibrary::linear, index); }
-size_t embedding_kernel_count() { return count_rows(kEmbedding, &KernelLibrary::embedding); }
-const EmbeddingKernel& embedding_kernel(size_t index) { return row(kEmbedding, &KernelLibrary::embedding, index); }
+size_t quantize_kernel_count() { return count_rows(kQuantize, &LoadedLibrary::quantize); }
+const QuantizeKernel& quantize_kernel(size_t index) { return row(kQuantize, &LoadedLibrary::quantize, index); }
+size_t linear_kernel_count() { return count_rows(kLinear, &LoadedLibrary::linear); }
+const LinearKernel& linear_kernel(size_t index) { return row(kLinear, &LoadedLibrary::linear, index); }
+size_t embedding_kernel_count() { return count_rows(kEmbedding, &LoadedLibrary::embedding); }
+const EmbeddingKernel& embedding_kernel(size_t index) { return row(kEmbedding, &LoadedLibrary::embedding, index); }
 
-size_t attention_kernel_count() {
-  size_t count = 0;
-  for (const auto* table : kAttention) count += table->count;
-  return count;
-}
-
-const AttentionKernel& attention_kernel(size_t index) {
-  for (const auto* table : kAttention) {
-    if (index < table->count) return table->rows[index];
-    index -= table->count;
-  }
-  assert(!"kernel index out of range");
-  __builtin_unreachable();
-}
+size_t attention_kernel_count() { return count_rows(kAttention, &LoadedLibrary::attention); }
+const AttentionKernel& attention_kernel(size_t index) { return row(kAttention, &LoadedLibrary::attention, index); }
 
 const QuantizeKernel& choose_quantize(IsaBits isa) {
-  return *first(kQuantize, &KernelLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
+  return *first(kQuantize, &LoadedLibrary::quantize, isa, [](const QuantizeKernel&) { return true; });
 }
 
 const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) {
   const auto reads = [&](const LinearKernel& kernel) { return can_read(kernel, layout); };
-  const auto suits = [&](const LinearKernel& kernel) {
-    return reads(kernel) && kernel.m_least <= m && (kernel.m_most == 0 || m <= kernel.m_most) &&
-           layout.group_inputs() % kernel.group_step == 0;
+  const auto takes = [&](const LinearKernel& kernel) {
+    return reads(kernel) && (kernel.supports == nullptr || kernel.supports(kernel.context, layout, m, isa));
   };
+  const auto suits = [&](const LinearKernel& kernel) { return kernel.m_least <= m && takes(kernel); };
   if (const LinearKernel* found = first_linear(layout.bits, isa, suits)) return *found;
-  // Every row takes any m and any groups; one that is not made for these is better than none.
-  if (const LinearKernel* found = first_linear(layout.bits, isa, reads)) return *found;
+  // A row whose tile is for more rows of m is better than none.
+  if (const LinearKernel* found = first_linear(layout.bits, isa, takes)) return *found;
   static constexpr LinearKernel kNone{"none", kPortable, Format::panel16, 0, 0, 0, nullptr};
   return kNone;
 }
 
 const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa) {
   const auto reads = [&](const EmbeddingKernel& kernel) { return can_read(kernel, layout); };
-  if (const EmbeddingKernel* found = first(kEmbedding, &KernelLibrary::embedding, isa, reads)) return *found;
+  if (const EmbeddingKernel* found = first(kEmbedding, &LoadedLibrary::embedding, isa, reads)) return *found;
   static constexpr EmbeddingKernel kNone{"none", kPortable, Format::panel16, 0, nullptr};
   return kNone;
 }
 
 const AttentionKernel& choose_attention(IsaBits isa) {
-  for (const auto* table : kAttention) {
-    const AttentionKernel* found = first_of(*table, isa, [](const AttentionKernel&) { return true; });
-    if (found != nullptr) return *found;
-  }
-  assert(!"the portable row fits every CPU");
-  __builtin_unreachable();
+  return *first(kAttention, &LoadedLibrary::attention, isa, [](const AttentionKernel&) { return true; });
 }
+
+const QuantizeKernel& portable_quantize() { return kQuantizePortable.rows[0]; }
+
+const LinearKernel& portable_linear(int bits) {
+  assert(kLinearPortable.rows[bits - 1].bits == bits);
+  return kLinearPortable.rows[bits - 1];
+}
+
+const EmbeddingKernel& portable_embedding(int bits) {
+  assert(kEmbeddingPortable.rows[bits - 1].bits == bits);
+  return kEmbeddingPortable.rows[bits - 1];
+}
+
+const AttentionKernel& portable_attention() { return kAttentionPortable.rows[0]; }
 
 const LoadedLibrary* library_of(const void* row) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {
-    const KernelLibrary& library = *loaded[i].library;
+    const LoadedLibrary& library = loaded[i];
     const auto holds = [row](const auto& table) {
       bool found = false;
       for (const auto& kernel : table) found = found || &kernel == row;
       return found;
     };
-    if (holds(library.linear) || holds(library.embedding) || holds(library.quantize)) return &loaded[i];
+    if (holds(library.linear) || holds(library.embedding) || holds(library.quantize) || holds(library.attention)) {
+      return &library;
+    }
   }
   return nullptr;
 }
@@ -217,14 +216,14 @@ const LoadedLibrary* library_of(const void* row) {
 const PackedFormat* find_format(Format format) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {
-    for (const PackedFormat& found : loaded[i].library->formats) {
+    for (const PackedFormat& found : loaded[i].formats) {
       if (found.format == format) return &found;
     }
   }
   return nullptr;
 }
 
-bool is_loaded(const KernelLibrary& library) {
+bool is_loaded(const lowbit_library& library) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < libraries; ++i) {
     if (loaded[i].library == &library) return true;
@@ -232,12 +231,12 @@ bool is_loaded(const KernelLibrary& library) {
   return false;
 }
 
-Status add_library(const KernelLibrary& library, const char* path) {
+Status add_library(const LoadedLibrary& library) {
   const size_t libraries = loaded_count.load(std::memory_order_acquire);
   if (libraries == kMostLibraries) {
     return Status::error("%zu kernel libraries are loaded; there is room for no more", libraries);
   }
-  loaded[libraries] = {&library, path};
+  loaded[libraries] = library;
   loaded_count.store(libraries + 1, std::memory_order_release);
   return {};
 }

@@ -15,7 +15,6 @@ LOWBIT_API size_t linear_kernel_count();
 LOWBIT_API const LinearKernel& linear_kernel(size_t index);
 LOWBIT_API size_t embedding_kernel_count();
 LOWBIT_API const EmbeddingKernel& embedding_kernel(size_t index);
-// Attention has no rows of libraries.
 LOWBIT_API size_t attention_kernel_count();
 LOWBIT_API const AttentionKernel& attention_kernel(size_t index);
 
@@ -27,9 +26,21 @@ LOWBIT_API const LinearKernel& choose_linear(const Layout& layout, int64_t m, Is
 LOWBIT_API const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa);
 LOWBIT_API const AttentionKernel& choose_attention(IsaBits isa);
 
+// The portable rows for panel16, whatever libraries are loaded: all other rows give the same bits.
+LOWBIT_API const QuantizeKernel& portable_quantize();
+LOWBIT_API const LinearKernel& portable_linear(int bits);
+LOWBIT_API const EmbeddingKernel& portable_embedding(int bits);
+LOWBIT_API const AttentionKernel& portable_attention();
+
+// A library's rows and formats as they are used: copies of them, whatever the library's structures had at their ends.
 struct LoadedLibrary {
-  const KernelLibrary* library;
+  const lowbit_library* library;
   const char* path;
+  Table<LinearKernel> linear;
+  Table<EmbeddingKernel> embedding;
+  Table<QuantizeKernel> quantize;
+  Table<AttentionKernel> attention;
+  Table<PackedFormat> formats;
 };
 
 // Where a row of the table comes from; null: it is built in.
@@ -38,10 +49,17 @@ LOWBIT_API const LoadedLibrary* library_of(const void* row);
 // A loaded library's format; null when there is none, and for panel16.
 LOWBIT_API const PackedFormat* find_format(Format format);
 
-// For ops/load_kernels.cpp. check_library() says whether a table can be taken; add_library() takes it. One thread at a
-// time; others may be choosing kernels meanwhile. Both pointers stay valid for the life of the process.
-Status check_library(const KernelLibrary& library);
-Status add_library(const KernelLibrary& library, const char* path);
-bool is_loaded(const KernelLibrary& library);
+// make_vendor_layout() for a format that no library has to be loaded for.
+Status vendor_layout(const Layout& layout, const PackedFormat& format, Layout* result);
+
+// For ops/load_kernels.cpp. check_tables() says whether a library's tables can be copied, copy_bytes() how much memory their
+// copies need, copy_tables() makes them there, check_rows() says whether the copies can be used, and add_library() takes them.
+// One thread at a time; others may be choosing kernels meanwhile. All pointers stay valid for the life of the process.
+Status check_tables(const lowbit_library& library);
+size_t copy_bytes(const lowbit_library& library);
+LoadedLibrary copy_tables(const lowbit_library& library, void* memory);
+Status check_rows(const LoadedLibrary& library);
+Status add_library(const LoadedLibrary& library);
+bool is_loaded(const lowbit_library& library);
 
 }  // namespace lowbit

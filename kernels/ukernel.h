@@ -1,5 +1,5 @@
-// The ukernel table: what a kernel row promises, and the arguments that it takes. This header is the whole contract
-// between the operators and the kernels; neither knows anything else of the other.
+// The ukernel table: what a kernel row promises. lowbit_ukernel.h has the rows and the arguments that they take, for C as well;
+// both are the whole contract between the operators and the kernels; neither knows anything else of the other.
 //
 // Arithmetic (every kernel returns the same bits; the order of float operations is part of the contract):
 //
@@ -61,71 +61,27 @@
 
 namespace lowbit {
 
-// One row of activations to int8, with a scale and a sum for each segment. Only x may be unaligned.
-struct QuantizeArgs {
-  const void* x;         // k values of x_dtype
-  DType x_dtype;
-  int64_t k;
-  int64_t k_padded;      // a multiple of 32, less than k + 32
-  int64_t group_inputs;  // a multiple of 16; the last group may be short
-  int8_t* a;             // out: k_padded values, zero from k on
-  float* scales;         // out: t, one per segment
-  int32_t* sums;         // out: A, one per segment
-  float* group_sums;     // out: S, one per group, ceil(k / group_inputs); null: not wanted
-};
+using QuantizeArgs = ::lowbit_quantize_args;
+using LinearArgs = ::lowbit_linear_args;
+using PrepareArgs = ::lowbit_prepare_args;
+using EmbeddingArgs = ::lowbit_embedding_args;
+using AttentionArgs = ::lowbit_attention_args;
+using AttentionJoinArgs = ::lowbit_attention_join_args;
+using AttentionWriteArgs = ::lowbit_attention_write_args;
+using QuantizeKernel = ::lowbit_quantize_row;
+using LinearKernel = ::lowbit_linear_row;
+using EmbeddingKernel = ::lowbit_embedding_row;
+using AttentionKernel = ::lowbit_attention_row;
 
-// Memory for a linear row's own use during a call. The operator owns it: threads may have little stack (musl's have 128
-// KiB), and a row allocates nothing.
-inline constexpr int64_t kLinearScratchBytes = 160 << 10;
-
-// Some rows of activations times some panels of a packed matrix.
-struct LinearArgs {
-  const uint8_t* panels;     // panel 0 of the matrix (behind the header)
-  Layout layout;
-  int64_t panel_begin, panel_end;
-  const int8_t* a;           // m rows of layout.blocks * 32 values
-  const float* scales;       // m rows of layout.segments values
-  const int32_t* sums;       // m rows of layout.segments values
-  const float* group_sums;   // m rows of layout.groups values; null unless layout.mapping is affine
-  int64_t m;                 // at least 1
-  void* out;                 // row 0, column 0 of the whole output, in out_dtype
-  DType out_dtype;
-  int64_t out_stride;        // elements from one row of the output to the next, at least layout.n
-  // What the row's own prepare() wrote, 64-byte aligned; then a, scales, sums and group_sums are null.
-  const void* activations = nullptr;
-  void* scratch = nullptr;   // kLinearScratchBytes, 64-byte aligned, of undefined content; of this call alone
-};
-
-// Some rows of activations into the form that a row of a vendor's packed format wants.
-struct PrepareArgs {
-  const float* x;      // row 0: k values
-  int64_t x_stride;    // elements from one row to the next
-  Layout layout;
-  int64_t m;           // rows in all
-  int64_t begin, end;  // those to prepare; begin is a multiple of the row's m_least, and so is end unless it is m
-  void* activations;   // activation_bytes(layout, m) bytes for all rows
-};
-
-// One row of a packed matrix, dequantized.
-struct EmbeddingArgs {
-  const uint8_t* panels;
-  Layout layout;
-  int64_t row;               // in [0, layout.n)
-  void* out;                 // layout.k values of out_dtype
-  DType out_dtype;
-};
-
-// Sizes of attention. Blocks and spans are part of the arithmetic, and a panel of the layout of keys.
-inline constexpr int64_t kKeyPositions = 16;      // of a panel
-inline constexpr int64_t kAttentionBlock = 256;   // positions
-inline constexpr int64_t kAttentionSpan = 512;    // positions that nothing before them enters: threads may share spans
-inline constexpr int64_t kAttentionRows = 16;     // at once
-inline constexpr int64_t kAttentionWidth = 512;   // of a head's keys or values, at most; a multiple of 16
+inline constexpr int64_t kLinearScratchBytes = LOWBIT_LINEAR_SCRATCH_BYTES;
+inline constexpr int64_t kKeyPositions = LOWBIT_KEY_POSITIONS;
+inline constexpr int64_t kAttentionBlock = LOWBIT_ATTENTION_BLOCK;
+inline constexpr int64_t kAttentionSpan = LOWBIT_ATTENTION_SPAN;
+inline constexpr int64_t kAttentionRows = LOWBIT_ATTENTION_ROWS;
+inline constexpr int64_t kAttentionWidth = LOWBIT_ATTENTION_WIDTH;
 
 // What keys and values are kept in. int8: codes from -127 to 127, and a scale for each position of a head. 4 bits: rotated,
 // codes from 0 to 15, which stand for kCacheLevels, and such a scale; widths are multiples of 32.
-enum class CacheType : uint8_t { f32, bf16, f16, i8, i4 };
-
 constexpr bool has_scales(CacheType type) { return type == CacheType::i8 || type == CacheType::i4; }
 
 // Of so many keys or values, without their scales.
@@ -145,108 +101,15 @@ constexpr CacheType cache_type_of(DType dtype) {
   return dtype == DType::f32 ? CacheType::f32 : dtype == DType::bf16 ? CacheType::bf16 : CacheType::f16;
 }
 
-// Some rows of queries that read the same keys and values. Rows, keys, values and scales may be unaligned.
-struct AttentionArgs {
-  int64_t rows;            // 1 to kAttentionRows
-  const void* const* q;    // a pointer for each row: `width` values
-  void* const* out;        // a pointer for each row: `value_width` values
-  const int64_t* begins;   // the first position that each row sees, not less than that of the row before
-  const int64_t* ends;     // the position behind the last that it sees: more than its begin, not less than the row before
-  const float* sinks;      // for each row a score times log2(e) that has no value; null: none
-  const void* keys;        // panels: position p, input i at element (p / 16 * width + i) * 16 + p % 16; whole panels
-  const void* values;      // position p, input i at element p * value_width + i
-                           // 4 bits: two inputs of a position in a byte, so that no byte has two positions. Keys: byte
-                           // (p / 16 * width / 2 + i / 2) * 16 + p % 16, the upper half for odd i. Values: byte
-                           // p * value_width / 2 + i / 32 * 16 + i % 16, the upper half where i % 32 is 16 or more
-  const void* key_scales;  // codes: a float32 for each position, whole panels of 16; else null
-  const void* value_scales;
-  DType dtype;             // of q and out
-  CacheType cache;         // of keys and values
-  int64_t width, value_width;
-  float factor;            // scale * log2(e), or with a cap: scale / softcap * 2 log2(e)
-  float cap;               // softcap * log2(e); 0: none
-  float* scratch;          // attention_scratch(width, value_width) floats, 64-byte aligned
-  // Null: outputs are written. Else all rows see the same positions, those of one span; sinks are null but for a row's
-  // first span; and what the span comes to is written here, for AttentionKernel::join: attention_partial(rows,
-  // value_width) floats, 64-byte aligned.
-  float* partial = nullptr;
-};
-
-// What AttentionArgs::partial has of some rows, of all spans that they see, one behind the other. Changed.
-struct AttentionJoinArgs {
-  int64_t rows, spans;
-  float* partials;   // 64-byte aligned
-  void* const* out;  // as in AttentionArgs
-  DType dtype;
-  CacheType cache;
-  int64_t value_width;
-};
-
-// A new position of one head: into the keys and values that AttentionArgs has. `k`, `v` and the caches may be unaligned.
-struct AttentionWriteArgs {
-  const void* k;     // `width` values, k_step elements from one to the next
-  const void* v;     // `value_width` values
-  int64_t k_step, v_step;
-  void* keys;        // position 0
-  void* values;
-  void* key_scales;  // position 0; null unless the cache has codes
-  void* value_scales;
-  int64_t position;
-  DType dtype;       // of k and v
-  CacheType cache;   // of keys and values
-  int64_t width, value_width;
-};
-
-// Outputs, 16 sums and a maximum per row; there are 16 maxima always, so that what follows is aligned.
 constexpr int64_t attention_partial(int64_t rows, int64_t value_width) {
-  return rows * (value_width + kKeyPositions) + kAttentionRows;
+  return lowbit_attention_partial(rows, value_width);
 }
 
-// Queries, what a span and those before it come to, and the scores of 4 rows in a block.
 constexpr int64_t attention_scratch(int64_t width, int64_t value_width) {
-  return kAttentionRows * width + 2 * attention_partial(kAttentionRows, value_width) + 4 * kAttentionBlock;
+  return lowbit_attention_scratch(width, value_width);
 }
 
-struct QuantizeKernel {
-  const char* name;  // quantize_<isa>
-  IsaBits isa;
-  void (*run)(const QuantizeArgs&);
-};
-
-struct LinearKernel {
-  const char* name;  // linear_a8w<bits>_<m_least>x<n_step>_<isa>
-  IsaBits isa;
-  Format format;
-  uint8_t bits;
-  uint8_t m_least, n_step;  // chosen from so many rows of m on; rows of weights at once. It takes any m, and all of n
-  void (*run)(const LinearArgs&);
-  // Calls of more rows than this go to another row of the table if one fits; 0: no limit.
-  uint8_t m_most = 0;
-  // Both or none, and only for a vendor's packed format: activations in a form of its own instead of QuantizeArgs'.
-  int64_t (*activation_bytes)(const Layout&, int64_t m) = nullptr;
-  void (*prepare)(const PrepareArgs&) = nullptr;
-  // Made for groups of so many inputs or a multiple: 32, whole blocks, or 16, all groups. Other groups go to another row
-  // if one fits, but a row is right for any.
-  uint8_t group_step = kHalfInputs;
-  uint8_t mappings = kPlainMappings;  // that it reads: bit_of() each. Weights with others go to another row
-};
-
-struct EmbeddingKernel {
-  const char* name;  // embedding_w<bits>_<isa>
-  IsaBits isa;
-  Format format;
-  uint8_t bits;
-  void (*run)(const EmbeddingArgs&);
-  uint8_t mappings = kPlainMappings;
-};
-
-struct AttentionKernel {
-  const char* name;  // attention_<isa>
-  IsaBits isa;
-  void (*run)(const AttentionArgs&);
-  void (*write)(const AttentionWriteArgs&);
-  void (*join)(const AttentionJoinArgs&);
-};
+constexpr uint8_t bit_of(DType type) { return static_cast<uint8_t>(1u << static_cast<unsigned>(type)); }
 
 // A row that reads every mapping that its width can have.
 template <class Kernel>

@@ -1,5 +1,7 @@
-// What both searches of weight scales share: round_to_nearest.cpp and weighted_search.cpp.
+// What the code that rounds weights shares: round_to_nearest.cpp, weighted_search.cpp and error_feedback.cpp.
 #pragma once
+
+#include <cstring>
 
 namespace lowbit {
 
@@ -8,5 +10,22 @@ constexpr float kSmallestScale = 0x1p-120f;
 
 // x + kRoundShift - kRoundShift is x rounded to an integer, ties to even, for x below 2^22: the sum has no room for a fraction.
 constexpr float kRoundShift = 0x1.8p23f;
+
+// Vectors of 16 bytes, which every CPU has: compilers compare wider ones lane by lane.
+using WeightVector = float __attribute__((vector_size(16)));
+
+inline WeightVector load_weights(const float* from) {
+  WeightVector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// To the nearest integer from `low` to `high`, ties to even. Clamped first: the rounding takes values below 2^22 only.
+[[gnu::always_inline]] inline WeightVector round_within(const WeightVector& value, const WeightVector& low,
+                                                        const WeightVector& high) {
+  WeightVector clamped = value > low ? value : low;
+  clamped = clamped < high ? clamped : high;
+  return (clamped + kRoundShift) - kRoundShift;
+}
 
 }  // namespace lowbit

@@ -9,9 +9,8 @@
 namespace lowbit {
 namespace {
 
-// Sums are kept in eight lanes of a fixed order: vector code, and the same bits on every machine. Vectors of 16 bytes, which
-// every CPU has: compilers compare wider ones lane by lane.
-using Vector = float __attribute__((vector_size(16)));
+// Sums are kept in eight lanes of a fixed order: vector code, and the same bits on every machine.
+using Vector = WeightVector;
 constexpr int64_t kLanes = 8;
 
 struct Lanes {
@@ -27,13 +26,6 @@ constexpr float kStep = 0.03f;  // between the ranges of a symmetric group that 
 
 // Symmetric ranges that are tried below the whole range. Fewer levels gain from cutting off more.
 constexpr int kShrinks[] = {0, 24, 24, 20, 16, 12, 10, 8, 8};
-
-// To the nearest integer from `low` to `high`, ties to even. Clamped first: the rounding takes values below 2^22 only.
-[[gnu::always_inline]] inline Vector round_within(const Vector& value, const Vector& low, const Vector& high) {
-  Vector clamped = value > low ? value : low;
-  clamped = clamped < high ? clamped : high;
-  return (clamped + kRoundShift) - kRoundShift;
-}
 
 float inverse_of(float scale) { return std::fabs(scale) < kSmallestScale ? 0.0f : 1.0f / scale; }
 
@@ -119,11 +111,7 @@ class Group {
     return sums.sum();
   }
 
-  static Vector load(const float* from) {
-    Vector vector;
-    std::memcpy(&vector, from, sizeof vector);
-    return vector;
-  }
+  static Vector load(const float* from) { return load_weights(from); }
 
   // Calls use(first input, half) for every half of eight inputs.
   template <class Use>

@@ -182,7 +182,7 @@ class Call {
   void write(int64_t cache_head, int64_t i) const {
     kernel_.write({element(k_, cache_head, i), element(v_, cache_head, i), k_.stride[3], v_.stride[3], keys(cache_head),
                    values(cache_head), key_scales(cache_head), value_scales(cache_head), sizes_.start + i,
-                   dtype_of(q_.type), cache_, sizes_.width, sizes_.value_width});
+                   dtype_of(q_.type), cache_, sizes_.width, sizes_.value_width, kernel_.context});
   }
 
   // Rows [begin, end) of the queries of one head of the caches, at most kAttentionRows: position by position, the heads
@@ -207,7 +207,7 @@ class Call {
   void join(int64_t cache_head, int64_t begin, int64_t end, int64_t spans, float* partials) const {
     void* out[kAttentionRows];
     for (int64_t row = begin; row < end; ++row) out[row - begin] = output(cache_head, row);
-    kernel_.join({end - begin, spans, partials, out, dtype_of(q_.type), cache_, sizes_.value_width});
+    kernel_.join({end - begin, spans, partials, out, dtype_of(q_.type), cache_, sizes_.value_width, kernel_.context});
   }
 
   // The spans that rows of a single position see: the first, and the one behind the last.
@@ -253,7 +253,7 @@ class Call {
     AttentionArgs arguments(float* partial) const {
       return {count, q, out, begins, ends, has_sinks ? sinks : nullptr, call.keys(cache_head), call.values(cache_head),
               call.key_scales(cache_head), call.value_scales(cache_head), dtype_of(call.q_.type), call.cache_,
-              call.sizes_.width, call.sizes_.value_width, call.factor_, call.cap_, scratch, partial};
+              call.sizes_.width, call.sizes_.value_width, call.factor_, call.cap_, scratch, partial, call.kernel_.context};
     }
   };
 

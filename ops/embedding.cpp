@@ -63,6 +63,7 @@ Status embedding(const TensorView& indices, const TensorView& packed, int64_t em
   args.panels = static_cast<const uint8_t*>(packed.data) + layout.header_bytes;
   args.layout = layout;
   args.out_dtype = dtype_of(out.type);
+  args.context = kernel.context;
   const int64_t row_bytes = layout.k * element_bytes(out.type);
   const Parallel alone;
   parallel_1d(count * layout.k < kParallelValues ? alone : parallel, count, 1 + kParallelValues / 4 / layout.k,

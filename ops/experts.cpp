@@ -1,6 +1,8 @@
+#include <memory>
 #include <new>
 
 #include "../kernels/registry.h"
+#include "aligned_memory.h"
 #include "check.h"
 #include "operators.h"
 #include "rows.h"
@@ -21,6 +23,8 @@ constexpr int64_t kTileBytes = 256 << 10;
 // Some rows of one expert: places [first, first + rows) in the order of experts.
 struct ExpertRows {
   int64_t expert, first, rows;
+  const LinearKernel* kernel;
+  const LinearKernel* beside;  // for threads that have no matrix unit: sme_threads.h
 };
 
 // A tensor of `size[0]` packed matrices of `size[1]` bytes each.
@@ -39,15 +43,15 @@ const uint8_t* expert_bytes(const TensorView& packed, int64_t expert) {
   return static_cast<const uint8_t*>(packed.data) + expert * packed.shape.size[1];
 }
 
-// The matrix of an expert, which has to fit x and `out_features`. `group_inputs`: of the others, or 0.
-Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x, int64_t out_features,
-                   int64_t group_inputs, Layout* layout) {
+// The matrix of an expert, which has to fit x, `out_features` and that of expert 0, if there is `first`.
+Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x, int64_t out_features, const Layout* first,
+                   Layout* layout) {
   if (Status s = read_header(expert_bytes(packed, expert), packed.shape.size[1], layout); !s.ok()) {
     return Status::error("expert %" PRId64 ": %.400s", expert, s.message());
   }
-  if (layout->format != Format::panel16) {
-    return Status::error("expert %" PRId64 " is packed in format '%s'; expected panel16", expert,
-                         name_of(layout->format).text);
+  if (first != nullptr && layout->format != first->format) {
+    return Status::error("expert %" PRId64 " is packed in format '%s'; expected '%s', as expert 0", expert,
+                         name_of(layout->format).text, name_of(first->format).text);
   }
   if (out_features != layout->n) {
     return Status::error("out_features is %" PRId64 "; expected %" PRId64 ", the rows of expert %" PRId64,
@@ -57,9 +61,9 @@ Status read_expert(const TensorView& packed, int64_t expert, const TensorView& x
     return Status::error("x has shape %s; expected [..., %" PRId64 "], the inputs of expert %" PRId64,
                          describe(x.shape).text, layout->k, expert);
   }
-  if (group_inputs != 0 && group_inputs != layout->group_inputs()) {
+  if (first != nullptr && first->group_inputs() != layout->group_inputs()) {
     return Status::error("expert %" PRId64 " has groups of %" PRId64 " inputs; expected %" PRId64 ", as expert 0",
-                         expert, layout->group_inputs(), group_inputs);
+                         expert, layout->group_inputs(), first->group_inputs());
   }
   return {};
 }
@@ -130,7 +134,7 @@ class Call {
     const int64_t place = places[0];
     quantize_.run({source, dtype_of(x_.type), layout_.k, row_values_, layout_.group_inputs(),
                    memory_.a + place * row_values_, memory_.scales + place * layout_.segments,
-                   memory_.sums + place * layout_.segments, memory_.group_sums + place * layout_.groups});
+                   memory_.sums + place * layout_.segments, memory_.group_sums + place * layout_.groups, quantize_.context});
     for (int64_t i = 1; i < each_; ++i) {
       copy_row(memory_.a, place, places[i], row_values_);
       copy_row(memory_.scales, place, places[i], layout_.segments);
@@ -140,8 +144,8 @@ class Call {
   }
 
   // Panels [begin, end) for some rows of an expert. Panels are a matrix of their own: the kernel writes its rows to the
-  // worker's memory, from where they go to their places in the output. `isa`: what the worker may use.
-  void run(const ExpertRows& part, int64_t begin, int64_t end, IsaBits isa, char* worker) const {
+  // worker's memory, from where they go to their places in the output. `scratch`: the kernel's.
+  void run(const ExpertRows& part, int64_t begin, int64_t end, const LinearKernel& kernel, char* worker, char* scratch) const {
     const Layout& whole = memory_.layouts[part.expert];
     LinearArgs args{};
     args.layout = whole;
@@ -156,13 +160,14 @@ class Call {
     if (whole.mapping == Mapping::affine) args.group_sums = memory_.group_sums + part.first * whole.groups;
     args.m = part.rows;
     args.out_dtype = dtype_of(x_.type);
-    args.scratch = worker;
+    args.scratch = scratch;
     const int64_t* const results = memory_.results + part.first;
     char* const column = out_ + begin * kPanelRows * item_;
     const bool alone = part.rows == 1;
     args.out = alone ? column + results[0] * whole.n * item_ : worker + kLinearScratchBytes;
     args.out_stride = alone ? whole.n : args.layout.n;
-    choose_linear(whole, part.rows, isa).run(args);
+    args.context = kernel.context;
+    kernel.run(args);
     const int64_t bytes = args.layout.n * item_;
     for (int64_t i = 0; i < part.rows && !alone; ++i) {
       std::memcpy(column + results[i] * whole.n * item_, static_cast<const char*>(args.out) + i * bytes,
@@ -195,7 +200,8 @@ int64_t sort_by_expert(const Memory& memory, int64_t experts, int64_t first, int
     const int64_t begin = memory.next[expert], rows = memory.next[expert + 1];
     const int64_t pieces = (rows + most - 1) / most;
     for (int64_t i = 0; i < pieces; ++i) {  // equal ones: no last one of a row or two that pays for all unpacking
-      memory.parts[parts++] = {expert, begin + rows * i / pieces, rows * (i + 1) / pieces - rows * i / pieces};
+      const int64_t from = rows * i / pieces, to = rows * (i + 1) / pieces;
+      memory.parts[parts++] = {expert, begin + from, to - from, nullptr, nullptr};
     }
     memory.next[expert + 1] += begin;
   }
@@ -223,9 +229,17 @@ Status check(const TensorView& x, const TensorView& packed, const TensorView& ex
     return Status::error("experts has dtype %s; expected int64", name_of(experts.type));
   }
   if (Status status = check_packed(packed); !status.ok()) return status;
-  if (Status status = read_expert(packed, 0, x, out_features, 0, layout); !status.ok()) return status;
+  if (Status status = read_expert(packed, 0, x, out_features, nullptr, layout); !status.ok()) return status;
   if (Status status = check_tensor("out", out, x.type, out_shape); !status.ok()) return status;
   return check_apart({{"out", &out}}, {{"x", &x}, {"packed_weights", &packed}, {"experts", &experts}});
+}
+
+// Which expert result `i` is of.
+Status read_index(const TensorView& experts, int64_t i, int64_t results, int64_t count, int64_t* expert) {
+  *expert = index_at(experts, i);
+  if (*expert >= 0 && *expert < count) return {};
+  return Status::out_of_range("expert %" PRId64 " (number %" PRId64 " of %" PRId64 ") is out of range; expected 0 to %" PRId64,
+                              *expert, i, results, count - 1);
 }
 
 // The experts chosen, and the layouts of their matrices. All that can be refused is refused here, before a result is
@@ -235,31 +249,124 @@ Status read_chosen(const TensorView& x, const TensorView& packed, const TensorVi
   const int64_t results = experts.shape.numel(), count = packed.shape.size[0];
   for (int64_t expert = 0; expert < count; ++expert) new (memory.layouts + expert) Layout{};
   for (int64_t i = 0; i < results; ++i) {
-    const int64_t expert = index_at(experts, i);
-    if (expert < 0 || expert >= count) {
-      return Status::out_of_range("expert %" PRId64 " (number %" PRId64 " of %" PRId64
-                                  ") is out of range; expected 0 to %" PRId64, expert, i, results, count - 1);
-    }
-    memory.chosen[i] = expert;
+    if (Status s = read_index(experts, i, results, count, memory.chosen + i); !s.ok()) return s;
+    const int64_t expert = memory.chosen[i];
     Layout& own = memory.layouts[expert];
     if (own.n != 0) continue;
-    if (Status s = read_expert(packed, expert, x, layout.n, layout.group_inputs(), &own); !s.ok()) return s;
+    if (Status s = read_expert(packed, expert, x, layout.n, &layout, &own); !s.ok()) return s;
     if (choose_linear(own, 1, active_isa()).run == nullptr) return no_kernel("linear", own);
   }
   return {};
 }
 
+// The kernels of all parts.
+void choose_kernels(const Memory& memory, int64_t parts, int threads) {
+  for (ExpertRows* part = memory.parts; part < memory.parts + parts; ++part) {
+    const Layout& layout = memory.layouts[part->expert];
+    part->kernel = part->beside = &choose_linear(layout, part->rows, active_isa());
+    if ((part->kernel->isa & kSme2) != 0 && threads > sme_threads()) {
+      part->beside = &choose_linear(layout, part->rows, active_isa() & ~IsaBits{kSme2});
+    }
+  }
+}
+
+// Experts in a vendor's format, whose panels only its own rows can find: the rows of each are gathered, and go through
+// linear(). All has been checked but the experts chosen.
+Status experts_of_vendor(const TensorView& x, const TensorView& packed, const TensorView& experts, const Layout& layout,
+                         const TensorView& out, const Parallel& parallel) {
+  const int64_t results = experts.shape.numel(), count = packed.shape.size[0];
+  const int64_t each = experts.shape.size[experts.shape.ndim - 1], item = element_bytes(x.type);
+  const int last = x.shape.ndim - 1;
+  int64_t *chosen, *next, *order;
+  char *rows, *products;
+  const auto place = [&](char* memory, int64_t most) {
+    Pieces pieces(memory);
+    chosen = pieces.take<int64_t>(results);
+    next = pieces.take<int64_t>(count + 1);
+    order = pieces.take<int64_t>(results);
+    rows = pieces.take<char>(most * layout.k * item);
+    products = pieces.take<char>(most * layout.n * item);
+    return pieces.bytes();
+  };
+  // Rows of an expert at a time.
+  const int64_t most = at_least_1(kScratchBytes / ((layout.k + layout.n) * item));
+  const int64_t at_once = results < most ? results : most;
+  const int64_t bytes = place(nullptr, at_once);
+  const std::unique_ptr<char, FreeAligned> memory(static_cast<char*>(allocate_aligned(bytes)));
+  if (memory == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of activations", bytes);
+  place(memory.get(), at_once);
+
+  std::memset(next, 0, static_cast<size_t>(count + 1) * sizeof(int64_t));
+  for (int64_t i = 0; i < results; ++i) {
+    if (Status s = read_index(experts, i, results, count, chosen + i); !s.ok()) return s;
+    if (next[chosen[i] + 1]++ != 0) continue;
+    Layout own;
+    if (Status s = read_expert(packed, chosen[i], x, layout.n, &layout, &own); !s.ok()) return s;
+    if (choose_linear(own, 1, active_isa()).run == nullptr) return no_kernel("linear", own);
+  }
+  for (int64_t expert = 0; expert < count; ++expert) next[expert + 1] += next[expert];
+  for (int64_t i = 0; i < results; ++i) order[next[chosen[i]]++] = i;
+
+  for (int64_t begin = 0, end; begin < results; begin = end) {
+    const int64_t expert = chosen[order[begin]];
+    for (end = begin + 1; end < results && end - begin < at_once && chosen[order[end]] == expert;) ++end;
+    TensorView some_x = x, some_out = out, matrix = packed;
+    for (int64_t i = begin; i < end; ++i) {
+      const char* const row = static_cast<const char*>(x.data) + item * offset_of(x, last, order[i] / each);
+      gather(item, row, x.stride[last], rows + (i - begin) * layout.k * item, layout.k);
+    }
+    some_x.data = rows;
+    some_x.shape = {2, {end - begin, layout.k}};
+    some_x.stride[0] = layout.k;
+    some_out.data = products;
+    some_out.shape = {2, {end - begin, layout.n}};
+    some_out.stride[0] = layout.n;
+    some_x.stride[1] = some_out.stride[1] = matrix.stride[0] = 1;
+    matrix.data = const_cast<uint8_t*>(expert_bytes(packed, expert));
+    matrix.shape = {1, {packed.shape.size[1]}};
+    if (Status s = linear(some_x, matrix, layout.n, some_out, parallel); !s.ok()) return s;
+    const int64_t row_bytes = layout.n * item;
+    for (int64_t i = begin; i < end; ++i) {
+      std::memcpy(static_cast<char*>(out.data) + order[i] * row_bytes, products + (i - begin) * row_bytes,
+                  static_cast<size_t>(row_bytes));
+    }
+  }
+  return {};
+}
+
+// Memory for the kernels of all parts, if one asks for more than the workers have: `*bytes` for each thread.
+Status make_scratch(const Memory& memory, int64_t parts, int threads, int64_t* bytes,
+                    std::unique_ptr<char, FreeAligned>* more) {
+  const int64_t before = *bytes;
+  for (int64_t i = 0; i < parts; ++i) {
+    const ExpertRows& part = memory.parts[i];
+    for (const LinearKernel* kernel : {part.kernel, part.beside}) {
+      if (Status s = add_scratch(*kernel, memory.layouts[part.expert], part.rows, threads, bytes); !s.ok()) return s;
+    }
+  }
+  if (*bytes == before) return {};
+  more->reset(static_cast<char*>(allocate_aligned(threads * *bytes)));
+  return *more != nullptr ? Status() : Status::no_memory("no memory for %" PRId64 " bytes of scratch", threads * *bytes);
+}
+
 // How many panels a tile of a part has. One row of an expert reads its weights once, so its tiles are as long as there
-// are enough of them for all threads; those of more rows have what fits their memory, `tile_bytes`.
+// are enough of them for all threads; those of more rows have what fits their memory, `tile_bytes`. Either way they are
+// multiples of what the kernels compute at once.
 int64_t panels_per_tile(const Memory& memory, int64_t parts, int64_t results, const Layout& layout, int64_t item,
                         int64_t tile_bytes, int threads) {
-  int64_t most_rows = 1;
-  for (int64_t i = 0; i < parts; ++i) most_rows = memory.parts[i].rows > most_rows ? memory.parts[i].rows : most_rows;
+  int64_t most_rows = 1, at_once = 1;
+  for (int64_t i = 0; i < parts; ++i) {
+    const ExpertRows& part = memory.parts[i];
+    if (part.rows > most_rows) most_rows = part.rows;
+    if (cut_in_step(*part.kernel, parts * layout.panels, threads) && panels_at_once(*part.kernel) > at_once) {
+      at_once = panels_at_once(*part.kernel);
+    }
+  }
   const int64_t least = 1 + kClaimProducts * parts / (results * layout.k * kPanelRows);
   const int64_t fits = most_rows == 1 ? layout.panels : at_least_1(tile_bytes / (most_rows * kPanelRows * item));
   int64_t step = at_least_1(parts * layout.panels / (kTilesPerThread * threads));
-  step = step < least ? least : step;
-  return step < fits ? step : fits;
+  step = rounded_up(step < least ? least : step, at_once);
+  return step < fits ? step : fits < at_once ? fits : fits / at_once * at_once;
 }
 
 }  // namespace
@@ -291,6 +398,7 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   if (Status s = check(x, packed, experts, out_features, out, parallel, &layout); !s.ok()) return s;
   const int64_t results = experts.shape.numel();
   if (results == 0) return {};
+  if (layout.format != Format::panel16) return experts_of_vendor(x, packed, experts, layout, out, parallel);
   const int64_t count = packed.shape.size[0], each = experts.shape.size[experts.shape.ndim - 1];
   const int64_t rows = results / each;
   const int64_t row_values = layout.blocks * kBlockInputs;
@@ -318,9 +426,13 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
   if (Status s = read_chosen(x, packed, experts, layout, memory); !s.ok()) return s;
 
   const Call call(x, packed, out, layout, each, memory);
+  std::unique_ptr<char, FreeAligned> more;  // scratch
+  int64_t scratch_bytes = kLinearScratchBytes;
   for (int64_t first = 0; first < results; first += chunk) {
     const int64_t here = results - first < chunk ? results - first : chunk;
     const int64_t parts = sort_by_expert(memory, count, first, here, most);
+    choose_kernels(memory, parts, threads.threads);
+    if (Status s = make_scratch(memory, parts, threads.threads, &scratch_bytes, &more); !s.ok()) return s;
     const int64_t begin = first / each;
     parallel_1d(here / each * layout.k < kParallelValues ? Parallel() : threads, here / each,
                 at_least_1(kClaimValues / layout.k), [&](int worker, int64_t from, int64_t to) {
@@ -332,11 +444,12 @@ Status linear_experts(const TensorView& x, const TensorView& packed, const Tenso
     const int64_t tiles = (layout.panels + step - 1) / step;  // of a part
     parallel_1d(threads, parts * tiles, 1, [&](int worker, int64_t from, int64_t to) {
       char* const own = memory.workers + worker * worker_bytes;
-      const IsaBits isa = worker < sme_threads() ? active_isa() : active_isa() & ~IsaBits{kSme2};
+      char* const kernel_scratch = more == nullptr ? own : more.get() + worker * scratch_bytes;
       for (int64_t tile = from; tile < to; ++tile) {
         const int64_t panel = tile % tiles * step;
         const int64_t end = panel + step < layout.panels ? panel + step : layout.panels;
-        call.run(memory.parts[tile / tiles], panel, end, isa, own);
+        const ExpertRows& part = memory.parts[tile / tiles];
+        call.run(part, panel, end, worker < sme_threads() ? *part.kernel : *part.beside, own, kernel_scratch);
       }
     });
   }

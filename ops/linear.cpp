@@ -115,6 +115,7 @@ class QuantizedRows {
       const RowKind& kind = matrices_.kinds[i];
       const Rows& to = rows_[i];
       args.group_inputs = kind.group_inputs;
+      args.context = kernel_.context;
       args.a = to.a + index * args.k_padded;
       args.scales = to.scales + index * kind.segments;
       args.sums = to.sums + index * kind.segments;
@@ -161,7 +162,9 @@ void run_panels(const Matrices& matrices, const QuantizedRows& quantized, int wo
     args.panel_end = (end < behind ? end : behind) - matrix.first_panel;
     args.out = matrix.out + out_offset;
     quantized.give(args, matrix, first_row);
-    (worker < sme_threads() ? matrix.kernel : matrix.beside)->run(args);
+    const LinearKernel& kernel = *(worker < sme_threads() ? matrix.kernel : matrix.beside);
+    args.context = kernel.context;
+    kernel.run(args);
   }
 }
 
@@ -172,22 +175,25 @@ Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, 
   const Layout& layout = matrix.layout;
   const int last = x.shape.ndim - 1;
   const DType dtype = dtype_of(x.type);
-  const int64_t row_bytes = layout.k * static_cast<int64_t>(sizeof(float));
+  // The kernel reads x itself where it can; else it gets a copy, in float32 or in x's own type.
+  const bool reads_type = (kernel.x_types & bit_of(dtype)) != 0;
+  const bool reads_x = reads_type && x.is_contiguous();
+  const int64_t item = reads_type ? element_bytes(x.type) : static_cast<int64_t>(sizeof(float));
+  const int64_t row_bytes = layout.k * item;
   const int64_t chunk = rows_at_once(rows, row_bytes);
-  const int64_t activation_bytes = kernel.activation_bytes(layout, chunk);
-  if (activation_bytes < 1) {
-    return Status::error("kernel '%s' wants %" PRId64 " bytes for %" PRId64 " rows of activations; expected 1 or more",
-                         kernel.name, activation_bytes, chunk);
-  }
+  const int64_t activation_bytes = kernel.activation_bytes(kernel.context, layout, chunk);
+  if (Status s = check_asked(kernel, "activations", activation_bytes, 1); !s.ok()) return s;
   const Parallel threads = rows * layout.k * layout.n < kParallelProducts ? Parallel() : parallel;
-  const int64_t float_bytes = aligned(chunk * row_bytes);
-  const int64_t bytes = aligned(activation_bytes) + float_bytes + threads.threads * kLinearScratchBytes;
+  int64_t scratch_bytes = kLinearScratchBytes;
+  if (Status s = add_scratch(kernel, layout, chunk, threads.threads, &scratch_bytes); !s.ok()) return s;
+  const int64_t copy_bytes = reads_x ? 0 : aligned(chunk * row_bytes);
+  const int64_t bytes = aligned(activation_bytes) + copy_bytes + threads.threads * scratch_bytes;
   const Scratch memory(bytes);
   if (memory.data() == nullptr) return Status::no_memory("no memory for %" PRId64 " bytes of activations", bytes);
-  float* const floats = reinterpret_cast<float*>(memory.data() + aligned(activation_bytes));
-  char* const kernel_scratch = memory.data() + aligned(activation_bytes) + float_bytes;
+  char* const copy = memory.data() + aligned(activation_bytes);
+  char* const kernel_scratch = copy + copy_bytes;
   const int64_t rows_per_claim = (1 + kClaimValues / layout.k / kernel.m_least) * kernel.m_least;
-  const int64_t panels_per_claim = 1 + kClaimProducts / (layout.k * kPanelRows);
+  const int64_t panels_per_claim = rounded_up(1 + kClaimProducts / (layout.k * kPanelRows), panels_at_once(kernel));
 
   for (int64_t first = 0; first < rows; first += chunk) {
     LinearArgs args{};
@@ -198,16 +204,33 @@ Status linear_prepared(const Matrix& matrix, const TensorView& x, int64_t rows, 
     args.out_dtype = dtype;
     args.out_stride = out_stride;
     args.activations = memory.data();
+    args.context = kernel.context;
+    PrepareArgs prepare{};
+    prepare.x = reads_x ? static_cast<const char*>(x.data) + first * row_bytes : copy;
+    prepare.x_dtype = reads_type ? dtype : DType::f32;
+    prepare.x_stride = layout.k;
+    prepare.layout = layout;
+    prepare.m = args.m;
+    prepare.activations = memory.data();
+    prepare.context = kernel.context;
     parallel_1d(threads, args.m, rows_per_claim, [&](int, int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
+      for (int64_t i = begin; i < end && !reads_x; ++i) {
         const char* row = static_cast<const char*>(x.data) + element_bytes(x.type) * offset_of(x, last, first + i);
-        for (int64_t j = 0; j < layout.k; ++j) floats[i * layout.k + j] = load_as_f32(row, dtype, j * x.stride[last]);
+        char* const to = copy + i * row_bytes;
+        if (reads_type) {
+          gather(item, row, x.stride[last], to, layout.k);
+          continue;
+        }
+        for (int64_t j = 0; j < layout.k; ++j) store_from_f32(to, DType::f32, j, load_as_f32(row, dtype, j * x.stride[last]));
       }
-      kernel.prepare({floats, layout.k, layout, args.m, begin, end, memory.data()});
+      PrepareArgs claim = prepare;
+      claim.begin = begin;
+      claim.end = end;
+      kernel.prepare(claim);
     });
     parallel_1d(threads, layout.panels, panels_per_claim, [&](int worker, int64_t begin, int64_t end) {
       LinearArgs tile = args;
-      tile.scratch = kernel_scratch + worker * kLinearScratchBytes;
+      tile.scratch = kernel_scratch + worker * scratch_bytes;
       tile.panel_begin = begin;
       tile.panel_end = end;
       kernel.run(tile);
@@ -230,13 +253,12 @@ Grid make_grid(int64_t rows, const Matrices& matrices, int threads) {
   grid.columns = matrices.panels;
   const int64_t panel_products = grid.rows_of(0) * matrices.k * kPanelRows;
   grid.least_columns = 1 + kClaimProducts / panel_products;
+  int64_t at_once = 1;
   for (int i = 0; i < matrices.count; ++i) {
     const LinearKernel& kernel = *matrices.of[i].kernel;
-    const int64_t at_once = kernel.n_step / kPanelRows;
-    // Panels in step serve memory: a thread without work would lose more.
-    if ((kernel.isa & kInStep) != 0 && matrices.panels < at_once * threads) continue;
-    if (grid.least_columns < at_once) grid.least_columns = at_once;
+    if (cut_in_step(kernel, matrices.panels, threads) && panels_at_once(kernel) > at_once) at_once = panels_at_once(kernel);
   }
+  grid.least_columns = rounded_up(grid.least_columns, at_once);
   grid.most_columns = grid.least_columns < kClaimPanels ? kClaimPanels : grid.least_columns;
   return grid;
 }
@@ -250,7 +272,13 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
   Grid grid = make_grid(chunk, matrices, threads);
   const int64_t quantized_bytes = quantized.bytes(chunk);
   const int64_t bands_bytes = grid.bands() * static_cast<int64_t>(sizeof(Band));
-  const int64_t worker_bytes = kLinearScratchBytes + quantized.gather_bytes();
+  int64_t scratch_bytes = kLinearScratchBytes;
+  for (int i = 0; i < matrices.count; ++i) {
+    for (const LinearKernel* kernel : {matrices.of[i].kernel, matrices.of[i].beside}) {
+      if (Status s = add_scratch(*kernel, matrices.of[i].layout, grid.rows_of(0), threads, &scratch_bytes); !s.ok()) return s;
+    }
+  }
+  const int64_t worker_bytes = scratch_bytes + quantized.gather_bytes();
   const int64_t bytes = bands_bytes + quantized_bytes + threads * worker_bytes;
   const Scratch scratch(bytes);
   if (scratch.data() == nullptr) {
@@ -266,7 +294,7 @@ Status linear_quantized(const Matrices& matrices, const TensorView& x, int64_t r
     grid.rows = rows - begin < chunk ? rows - begin : chunk;
     Band* const bands = new (band_memory) Band[static_cast<size_t>(grid.bands())];
     const auto quantize_rows = [&](int worker, int64_t first, int64_t end) {
-      char* const gathered = workers + worker * worker_bytes + kLinearScratchBytes;
+      char* const gathered = workers + worker * worker_bytes + scratch_bytes;
       for (int64_t i = first; i < end; ++i) quantized.quantize(begin + i, i, gathered);
     };
     const bool few = grid.rows * matrices.k < kParallelValues;

@@ -3,10 +3,11 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <new>
 
 #include "../kernels/registry.h"
+#include "aligned_memory.h"
 #include "shared_library.h"
+#include "try_kernels.h"
 
 namespace lowbit {
 namespace {
@@ -22,20 +23,27 @@ const char* tail(const char* path) {
 
 }  // namespace
 
-Status add_kernels(const KernelLibrary& library, const char* name) {
+Status add_kernels(const lowbit_library& library, const char* name) {
   if (name == nullptr) return Status::error("the kernel library has no name; expected one, as its origin");
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   if (is_loaded(library)) return {};
-  if (const Status status = check_library(library); !status.ok()) {
+  const auto refusal = [&](const Status& status) {
+    if (status.kind() == Status::Kind::no_memory) return status;
     return Status::error("'%s' cannot be used: %s", tail(name), status.message());
-  }
-  const size_t bytes = std::strlen(name) + 1;
-  std::unique_ptr<char[]> copy(new (std::nothrow) char[bytes]);
-  if (copy == nullptr) return Status::no_memory("no memory for a path of %zu bytes", bytes);
-  std::memcpy(copy.get(), name, bytes);
-  if (Status status = add_library(library, copy.get()); !status.ok()) return status;
-  copy.release();  // the registry's from now on
+  };
+  if (const Status status = check_tables(library); !status.ok()) return refusal(status);
+  // The copies of its tables, and of the path: the registry's if all goes well.
+  const size_t bytes = copy_bytes(library), name_bytes = std::strlen(name) + 1;
+  std::unique_ptr<void, FreeAligned> memory(allocate_aligned(static_cast<int64_t>(bytes + name_bytes)));
+  if (memory == nullptr) return Status::no_memory("no memory for the rows of '%s'", tail(name));
+  LoadedLibrary copy = copy_tables(library, memory.get());
+  copy.path = static_cast<char*>(memory.get()) + bytes;
+  std::memcpy(static_cast<char*>(memory.get()) + bytes, name, name_bytes);
+  if (const Status status = check_rows(copy); !status.ok()) return refusal(status);
+  if (const Status status = try_kernels(copy); !status.ok()) return refusal(status);
+  if (Status status = add_library(copy); !status.ok()) return status;
+  memory.release();
   return {};
 }
 
@@ -47,11 +55,11 @@ Status load_kernels(const char* path) {
   if (const Status status = SharedLibrary::open(path, &opened); !status.ok()) {
     return Status::system("kernel library does not load: %s", status.message());
   }
-  const auto kernels = reinterpret_cast<KernelLibraryFunction*>(opened.function(kFunction));
+  const auto kernels = reinterpret_cast<lowbit_kernels_function*>(opened.function(kFunction));
   if (kernels == nullptr) {
     return Status::error("'%s' is no kernel library: it has no function '%s'", tail(path), kFunction);
   }
-  const KernelLibrary* const library = kernels(kKernelAbi);
+  const lowbit_library* const library = kernels(kKernelAbi);
   if (library == nullptr) {
     return Status::error("'%s' has no kernels for version %d of lowbit's kernel interface on this CPU", tail(path),
                          static_cast<int>(kKernelAbi));

@@ -59,27 +59,28 @@ py::dict describe(const char* family, const Kernel& kernel) {
   return row;
 }
 
-// Whether `runs` holds for a layout with some mapping that the row reads.
+// Whether `runs` holds for some layout with a mapping that the row reads: rows may ask for sizes.
 template <class Kernel, class Runs>
 bool is_active(const Kernel& kernel, const Runs& runs) {
-  Layout layout{};
-  layout.format = kernel.format;
-  layout.bits = kernel.bits;
   for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
-    layout.mapping = mapping;
-    if ((kernel.mappings & bit_of(mapping)) != 0 && runs(&layout)) return true;
+    if ((kernel.mappings & bit_of(mapping)) == 0) continue;
+    for (const int64_t group_size : {32, 16, 64, 128, 0}) {
+      const int8_t levels[kMostLevels] = {};
+      Layout layout;
+      const Status status = make_layout(4096, 4096, kernel.bits, group_size, mapping, false, &layout,
+                                        mapping == Mapping::levels ? levels : nullptr);
+      layout.format = kernel.format;
+      if (status.ok() && runs(layout)) return true;
+    }
   }
   return false;
 }
 
 bool is_active(const LinearKernel& kernel, IsaBits isa) {
-  return is_active(kernel, [&](Layout* layout) {
-    for (const int64_t group_size : {kBlockInputs, kHalfInputs}) {
-      layout->group_size = group_size;
-      // Limits on m are bytes: beyond all of them the choice does not change any more.
-      for (int64_t m = 1; m <= 256; ++m) {
-        if (&choose_linear(*layout, m, isa) == &kernel) return true;
-      }
+  return is_active(kernel, [&](const Layout& layout) {
+    // Tiles have bytes: beyond all of them the choice changes only where rows ask for more.
+    for (int64_t m = 1; m <= 1024; m += m < 256 ? 1 : 256) {
+      if (&choose_linear(layout, m, isa) == &kernel) return true;
     }
     return false;
   });
@@ -103,7 +104,7 @@ py::list kernels() {
     py::dict row = describe("embedding", kernel);
     row["format"] = name_of(kernel.format).text;
     row["bits"] = int{kernel.bits};
-    row["active"] = is_active(kernel, [&](Layout* layout) { return &choose_embedding(*layout, isa) == &kernel; });
+    row["active"] = is_active(kernel, [&](const Layout& layout) { return &choose_embedding(layout, isa) == &kernel; });
     rows.append(row);
   }
   for (size_t i = 0; i < quantize_kernel_count(); ++i) {

@@ -29,7 +29,8 @@ LOWBIT_API Status linears(const TensorView& x, const TensorView* packed, const i
 
 // Rows to the matrices of experts: packed [experts, bytes] uint8, each row of it one packed matrix of n = out_features rows
 // and k inputs, all with groups of the same size; x [..., k], experts [..., e] int64, any strides: the e experts that each
-// row of x goes to.  out [..., e, n] of x's type, the bits of linear() for each; only the experts chosen are read.
+// row of x goes to.  out [..., e, n] of x's type, the bits of linear() for each; only the experts chosen are read. All have the
+// format of the first.
 LOWBIT_API Status linear_experts_shape(const TensorView& x, const TensorView& experts, int64_t out_features, Shape* out);
 LOWBIT_API Status linear_experts(const TensorView& x, const TensorView& packed, const TensorView& experts,
                                  int64_t out_features, const TensorView& out, const Parallel& parallel);
@@ -78,9 +79,11 @@ LOWBIT_API Status repack(const TensorView& packed, const char* format, const Ten
 
 // Rows (dim 0) or inputs (dim 1) begin to end - 1 of `count` packed matrices that lie below each other (dim 0) or side by
 // side (dim 1): a slice of one, all of several, or both. Codes, scales and row scales stay as they are; row sums and
-// checksums are new. All have format panel16, the same width, mapping, levels and group size, and the same number of
-// inputs (dim 0) or rows (dim 1). Inputs are cut between groups only. Side by side, only the first may have a bias, and
-// what does not begin with its first input has none: so the sum of the slices' results has it once.
+// checksums are new. All have the same format, width, mapping, levels and group size, and the same number of inputs (dim 0) or
+// rows (dim 1). Those in a vendor's format are unpacked and packed again, if its library can. Inputs are cut between
+// groups only.
+// Side by side, only the first may have a bias, and what does not begin with its first input has none: so the sum of the
+// slices' results has it once.
 // Checksums are verified first.  out: uint8 [total_bytes].
 LOWBIT_API Status splice_shape(const TensorView* packed, int64_t count, int dim, int64_t begin, int64_t end,
                                Layout* layout);
@@ -98,6 +101,14 @@ LOWBIT_API Status quantize(const TensorView& weight, int bits, int64_t group_siz
 // m a multiple of p: row i of the weights counts by row i % p of the importance;  scales [m] float32, mins [m] (symmetric [0]).
 LOWBIT_API Status search_groups(const TensorView& weights, const TensorView& importance, int bits, bool affine,
                                 const TensorView& scales, const TensorView& mins, const Parallel& parallel);
+
+// Rounding in order with errors passed on (kernels/error_feedback.h), all float32.  weights [inputs, rows];  factor and pull
+// [inputs, inputs];  scales and mins [inputs, rows] or [1, rows];  levels [2^bits], ascending;  values, out_levels and errors
+// [inputs, rows]. pull, mins and levels may be null.
+LOWBIT_API Status error_feedback(const TensorView& weights, const TensorView& factor, const TensorView* pull,
+                                 const TensorView& scales, const TensorView* mins, const TensorView* levels, int bits,
+                                 const TensorView& values, const TensorView& out_levels, const TensorView& errors,
+                                 const Parallel& parallel);
 
 // Reads the header of a packed tensor: what every operator does first.
 LOWBIT_API Status read_packed(const TensorView& packed, Layout* layout);

@@ -7,17 +7,15 @@
 #include "check.h"
 #include "operators.h"
 #include "schedule.h"
+#include "vendor_rows.h"
 
 namespace lowbit {
 namespace {
 
-// A claim of panels is about this many weights.
-constexpr int64_t kTileWeights = 1 << 18;
-
 Shape shape_of(int64_t first) { return {1, {first}}; }
 Shape shape_of(int64_t first, int64_t second) { return {2, {first, second}}; }
 
-int64_t panels_per_claim(const Layout& layout) { return 1 + kTileWeights / (layout.k * kPanelRows); }
+int64_t panels_per_claim(const Layout& layout) { return 1 + kPackedWeights / (layout.k * kPanelRows); }
 
 }  // namespace
 
@@ -91,12 +89,17 @@ Status unpack(const TensorView& packed, const TensorView& codes, const TensorVie
   args.bias = layout.has_bias ? static_cast<float*>(bias.data) : nullptr;
   if (layout.format != Format::panel16) {
     const PackedFormat& format = *find_format(layout.format);
-    const char* reason = "its library has no function for it";
-    if (format.unpack != nullptr) {
-      reason = format.unpack(layout, static_cast<const uint8_t*>(packed.data) + layout.header_bytes, args);
-    }
-    if (reason == nullptr) return {};
-    return Status::error("a weight in format '%s' cannot be unpacked: %.200s", name_of(layout.format).text, reason);
+    const auto refusal = [&](const char* reason) {
+      return Status::error("a weight in format '%s' cannot be unpacked: %.200s", name_of(layout.format).text, reason);
+    };
+    if (format.unpack == nullptr) return refusal("its library has no function for it");
+    FirstError error;
+    vendor_rows(format, layout, parallel, [&](int64_t begin, int64_t end) {
+      const uint8_t* const bytes = static_cast<const uint8_t*>(packed.data) + layout.header_bytes;
+      const char* const reason = format.unpack(format.context, layout, bytes, begin, end, args);
+      if (reason != nullptr) error.report(begin, refusal(reason));
+    });
+    return error.status();
   }
   parallel_1d(parallel, layout.panels, panels_per_claim(layout),
               [&](int, int64_t begin, int64_t end) { unpack_panels(layout, packed.data, begin, end, args); });

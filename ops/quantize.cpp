@@ -1,7 +1,9 @@
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <utility>
 
+#include "../kernels/error_feedback.h"
 #include "../kernels/round_to_nearest.h"
 #include "../kernels/weighted_search.h"
 #include "check.h"
@@ -85,6 +87,52 @@ Status search_groups(const TensorView& weights, const TensorView& importance, in
       error.report(begin, Status::no_memory("no memory for a group of %" PRId64 " weights", inputs));
     } else {
       weighted_search(args, begin, end, scratch.get());
+    }
+  });
+  return error.status();
+}
+
+Status error_feedback(const TensorView& weights, const TensorView& factor, const TensorView* pull, const TensorView& scales,
+                      const TensorView* mins, const TensorView* levels, int bits, const TensorView& values,
+                      const TensorView& out_levels, const TensorView& errors, const Parallel& parallel) {
+  if (Status s = check_parallel(parallel); !s.ok()) return s;
+  if (bits < 1 || bits > 8) return Status::error("bits is %d; expected 1 to 8", bits);
+  if (mins != nullptr && levels != nullptr) return Status::error("there are levels and mins; expected one of them or none");
+  if (weights.shape.ndim != 2 || weights.shape.size[0] < 1 || weights.shape.size[1] < 1) {
+    return Status::error("weights have shape %s; expected [inputs, rows], each 1 or more", describe(weights.shape).text);
+  }
+  const int64_t inputs = weights.shape.size[0], rows = weights.shape.size[1];
+  const bool shared = scales.shape.ndim == 2 && scales.shape.size[0] == 1;
+  const Shape square{2, {inputs, inputs}}, grids{2, {shared ? 1 : inputs, rows}};
+  const auto check = [](const char* name, const TensorView* tensor, const Shape& shape) {
+    return tensor == nullptr ? Status() : check_tensor(name, *tensor, ElementType::f32, shape);
+  };
+  if (Status s = check("weights", &weights, weights.shape); !s.ok()) return s;
+  if (Status s = check("factor", &factor, square); !s.ok()) return s;
+  if (Status s = check("pull", pull, square); !s.ok()) return s;
+  if (Status s = check("scales", &scales, grids); !s.ok()) return s;
+  if (Status s = check("mins", mins, grids); !s.ok()) return s;
+  if (Status s = check("levels", levels, {1, {int64_t{1} << bits}}); !s.ok()) return s;
+  if (Status s = check("values", &values, weights.shape); !s.ok()) return s;
+  if (Status s = check("out_levels", &out_levels, weights.shape); !s.ok()) return s;
+  if (Status s = check("errors", &errors, weights.shape); !s.ok()) return s;
+  if (Status s = check_apart({{"values", &values}, {"out_levels", &out_levels}, {"errors", &errors}},
+                             {{"weights", &weights}, {"factor", &factor}, {"pull", pull}, {"scales", &scales},
+                              {"mins", mins}, {"levels", levels}});
+      !s.ok()) {
+    return s;
+  }
+  const auto data = [](const TensorView* tensor) { return tensor == nullptr ? nullptr : static_cast<float*>(tensor->data); };
+  const ErrorFeedbackArgs args{data(&weights), data(&factor), data(pull), data(&scales), data(mins), data(levels), inputs,
+                               rows, shared ? 0 : rows, bits, data(&values), data(&out_levels), data(&errors)};
+  FirstError error;
+  constexpr int64_t kTile = 16;  // rows
+  parallel_1d(parallel, (rows + kTile - 1) / kTile, 1, [&](int, int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> scratch(new (std::nothrow) float[static_cast<size_t>(error_feedback_scratch(inputs))]);
+    if (scratch == nullptr) {
+      error.report(begin, Status::no_memory("no memory for the errors of %" PRId64 " inputs", inputs));
+    } else {
+      error_feedback(args, begin * kTile, std::min(end * kTile, rows), scratch.get());
     }
   });
   return error.status();

@@ -6,6 +6,7 @@
 #include "aligned_memory.h"
 #include "check.h"
 #include "operators.h"
+#include "vendor_rows.h"
 
 namespace lowbit {
 
@@ -85,9 +86,14 @@ Status repack(const TensorView& packed, const char* format, const TensorView& ou
   args.bias = source.has_bias ? static_cast<const float*>(bias.data) : nullptr;
   std::memset(out.data, 0, static_cast<size_t>(target.total_bytes));
   void* const bytes = static_cast<char*>(out.data) + kHeaderBytes;
-  if (const char* reason = find_format(target.format)->pack(target, args, bytes)) {
-    return Status::error("format '%s' does not take this weight: %.200s", format, reason);
-  }
+  const PackedFormat& vendor_format = *find_format(target.format);
+  FirstError error;
+  vendor_rows(vendor_format, target, parallel, [&](int64_t begin, int64_t end) {
+    if (const char* reason = vendor_format.pack(vendor_format.context, target, args, begin, end, bytes)) {
+      error.report(begin, Status::error("format '%s' does not take this weight: %.200s", format, reason));
+    }
+  });
+  if (!error.status().ok()) return error.status();
   seal_vendor_format(target, out.data);
   return {};
 }

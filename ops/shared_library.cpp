@@ -1,7 +1,9 @@
 #include "shared_library.h"
 
+#include <cinttypes>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 
 #include "first_glibc.h"
 
@@ -11,6 +13,9 @@
 #else
 #include <dlfcn.h>
 #include <unistd.h>
+#ifdef __ELF__
+#include <elf.h>
+#endif
 #endif
 
 LOWBIT_FIRST_GLIBC(dlopen);
@@ -61,12 +66,40 @@ void* SharedLibrary::function(const char* name) const {
 
 #else
 
+// The loaders of ELF systems map what a file's table of segments says, and end the process by a signal where the file has less.
+// All else that is wrong they say themselves.
+Status check_whole([[maybe_unused]] const char* path) {
+#if defined(__ELF__) && defined(__LP64__)
+  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path, "rb"), std::fclose);
+  Elf64_Ehdr header;
+  if (file == nullptr || std::fread(&header, sizeof header, 1, file.get()) != 1) return {};
+  if (std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 || header.e_phentsize != sizeof(Elf64_Phdr)) return {};
+  if (std::fseek(file.get(), 0, SEEK_END) != 0) return {};
+  const uint64_t bytes = static_cast<uint64_t>(std::ftell(file.get()));
+  uint64_t end = header.e_phoff + uint64_t{header.e_phnum} * sizeof(Elf64_Phdr);
+  for (unsigned i = 0; i < header.e_phnum && end <= bytes; ++i) {
+    Elf64_Phdr segment;
+    const uint64_t at = header.e_phoff + i * sizeof segment;
+    if (std::fseek(file.get(), static_cast<long>(at), SEEK_SET) != 0) return {};
+    if (std::fread(&segment, sizeof segment, 1, file.get()) != 1) return {};
+    const uint64_t segment_end = segment.p_offset + segment.p_filesz;
+    if (segment.p_type == PT_LOAD && segment_end > end) end = segment_end;
+  }
+  if (end > bytes) {
+    return Status::system("%s is cut: it has %" PRIu64 " bytes; its header says %" PRIu64 " or more", tail(path), bytes, end);
+  }
+#endif
+  return {};
+}
+
 Status SharedLibrary::open(const char* path, SharedLibrary* library) {
   // dlopen() looks for a name without a slash elsewhere than in the current directory.
   char here[kLongestName + 3];
   const bool is_name = std::strchr(path, '/') == nullptr && std::strlen(path) <= kLongestName;
   if (is_name) std::snprintf(here, sizeof here, "./%s", path);
-  library->handle_ = dlopen(is_name && access(here, F_OK) == 0 ? here : path, RTLD_NOW | RTLD_LOCAL);
+  if (is_name && access(here, F_OK) == 0) path = here;
+  if (Status status = check_whole(path); !status.ok()) return status;
+  library->handle_ = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library->handle_ != nullptr) return {};
   return Status::system("%s", tail(dlerror()));
 }

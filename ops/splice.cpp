@@ -3,9 +3,11 @@
 #include <new>
 
 #include "../kernels/pack.h"
+#include "../kernels/registry.h"
 #include "check.h"
 #include "operators.h"
 #include "schedule.h"
+#include "vendor_rows.h"
 
 namespace lowbit {
 namespace {
@@ -37,6 +39,10 @@ Status check_alike(const Layout& first, const Layout& other, int64_t number, int
                          number, other.bits, name_of(other.mapping), other.group_size, first.bits,
                          name_of(first.mapping), first.group_size);
   }
+  if (other.format != first.format) {
+    return Status::error("matrix %" PRId64 " is in format '%s'; expected '%s', as matrix 0: repack it first", number,
+                         name_of(other.format).text, name_of(first.format).text);
+  }
   if (std::memcmp(first.levels, other.levels, sizeof first.levels) != 0) {
     return Status::error("matrix %" PRId64 " has another table of levels than matrix 0; expected the same", number);
   }
@@ -55,10 +61,6 @@ Status read_parts(const TensorView* packed, int64_t count, int dim, Parts* parts
   for (int64_t i = 0; i < count; ++i) {
     Part& part = parts->part[i];
     if (Status s = read_packed(packed[i], &part.layout); !s.ok()) return s;
-    if (part.layout.format != Format::panel16) {
-      return Status::error("matrix %" PRId64 " is in format '%s'; expected panel16: repack it first", i,
-                           name_of(part.layout.format).text);
-    }
     if (Status s = check_alike(parts->part[0].layout, part.layout, i, dim); !s.ok()) return s;
     if (dim == 1 && i > 0) {
       const int64_t group = part.layout.group_size, before = parts->part[i - 1].layout.k;
@@ -97,8 +99,17 @@ Status result_layout(const Parts& parts, int dim, int64_t total, int64_t begin, 
     const Part& part = parts.part[i];
     has_bias |= part.layout.has_bias && part.begin < end && begin < part.begin + part.layout.n;
   }
-  return make_layout(dim == 0 ? end - begin : first.n, dim == 0 ? first.k : end - begin, first.bits, first.group_size,
-                     first.mapping, has_bias, layout, first.mapping == Mapping::levels ? first.levels : nullptr);
+  if (Status s = make_layout(dim == 0 ? end - begin : first.n, dim == 0 ? first.k : end - begin, first.bits, first.group_size,
+                             first.mapping, has_bias, layout, first.mapping == Mapping::levels ? first.levels : nullptr);
+      !s.ok() || first.format == Format::panel16) {
+    return s;
+  }
+  if (find_format(first.format)->unpack == nullptr) {
+    return Status::error("a weight in format '%s' cannot be cut or joined: its library has no function unpack; expected "
+                         "panel16: cut it before repacking",
+                         name_of(first.format).text);
+  }
+  return make_vendor_layout(*layout, first.format, layout);
 }
 
 // 16 rows of a matrix, unpacked; scales and mins are in units of the row scales.
@@ -234,6 +245,99 @@ Status splice_inputs(const Parts& parts, int64_t begin, const Layout& layout, in
   return to.pack(layout, out, p, checksums);
 }
 
+// A whole matrix, unpacked; mins and bias are there in any case.
+struct Unpacked {
+  std::unique_ptr<uint8_t[]> codes;
+  std::unique_ptr<float[]> floats;
+  float *scales, *mins, *bias;
+
+  Status make(const Layout& layout) {
+    const size_t n = static_cast<size_t>(layout.n), groups = n * static_cast<size_t>(layout.groups);
+    codes.reset(new (std::nothrow) uint8_t[n * static_cast<size_t>(layout.k)]);
+    floats.reset(new (std::nothrow) float[2 * groups + n]());
+    if (codes == nullptr || floats == nullptr) {
+      return Status::no_memory("no memory for %" PRId64 " unpacked weights", layout.n * layout.k);
+    }
+    scales = floats.get();
+    mins = scales + groups;
+    bias = mins + groups;
+    return {};
+  }
+
+  PackArgs pack_args(const Layout& layout) const {
+    return {codes.get(), scales, layout.mapping == Mapping::affine ? mins : nullptr, layout.has_bias ? bias : nullptr};
+  }
+  UnpackArgs unpack_args(const Layout& layout) {
+    return {codes.get(), scales, layout.mapping == Mapping::affine ? mins : nullptr, layout.has_bias ? bias : nullptr};
+  }
+};
+
+// Puts what is wanted of an unpacked part into its place: `count` rows or inputs, from `from_at` on to `to_at`.
+Status place_part(int dim, const Layout& layout, const Unpacked& part, int64_t from_at, int64_t count, const Layout& whole,
+                  int64_t to_at, Unpacked& to) {
+  const int64_t rows = dim == 0 ? count : whole.n, inputs = dim == 0 ? layout.k : count;
+  const int64_t first_row = dim == 0 ? from_at : 0, to_row = dim == 0 ? to_at : 0;
+  const int64_t first_input = dim == 0 ? 0 : from_at, to_input = dim == 0 ? 0 : to_at;
+  const int64_t group = layout.group_size == 0 ? layout.k + whole.k : layout.group_size;  // more than all inputs
+  const int64_t groups = (inputs + group - 1) / group;
+  for (int64_t r = 0; r < rows; ++r) {
+    std::memcpy(to.codes.get() + (to_row + r) * whole.k + to_input, part.codes.get() + (first_row + r) * layout.k + first_input,
+                static_cast<size_t>(inputs));
+    const int64_t at = (to_row + r) * whole.groups + to_input / group;
+    const int64_t from = (first_row + r) * layout.groups + first_input / group;
+    const bool again = dim == 1 && layout.group_size == 0 && to_at > 0;  // scales of whole rows
+    if (again && (to.scales[at] != part.scales[from] || to.mins[at] != part.mins[from])) {
+      return Status::error("row %" PRId64 " has the scale %g and the min %g in one matrix, and %g and %g in the one before it; "
+                           "expected the same: matrices side by side are slices of one",
+                           r, static_cast<double>(part.scales[from]), static_cast<double>(part.mins[from]),
+                           static_cast<double>(to.scales[at]), static_cast<double>(to.mins[at]));
+    }
+    std::memcpy(to.scales + at, part.scales + from, static_cast<size_t>(groups) * sizeof(float));
+    std::memcpy(to.mins + at, part.mins + from, static_cast<size_t>(groups) * sizeof(float));
+    if (first_input == 0 && to_input == 0) to.bias[to_row + r] = part.bias[first_row + r];
+  }
+  return {};
+}
+
+// splice() of matrices in a vendor's format, which only its own functions read: by unpacking them, one after the other.
+Status splice_of_vendor(const Parts& parts, int dim, int64_t begin, int64_t end, const Layout& layout, uint8_t* out,
+                        const Parallel& parallel) {
+  const PackedFormat& format = *find_format(layout.format);
+  const FormatName format_name = name_of(layout.format);
+  const char* const name = format_name.text;
+  Unpacked whole;
+  if (Status s = whole.make(layout); !s.ok()) return s;
+  FirstError error;
+  for (int64_t i = 0; i < parts.count; ++i) {
+    const Part& part = parts.part[i];
+    const int64_t from = begin > part.begin ? begin : part.begin, part_end = part.begin + part.size(dim);
+    const int64_t count = (end < part_end ? end : part_end) - from;
+    if (count <= 0) continue;
+    Unpacked unpacked;
+    if (Status s = unpacked.make(part.layout); !s.ok()) return s;
+    vendor_rows(format, part.layout, parallel, [&](int64_t first, int64_t last) {
+      const char* const reason = format.unpack(format.context, part.layout, part.data + part.layout.header_bytes, first, last,
+                                               unpacked.unpack_args(part.layout));
+      if (reason != nullptr) {
+        error.report(first, Status::error("a weight in format '%s' cannot be unpacked: %.200s", name, reason));
+      }
+    });
+    if (!error.status().ok()) return error.status();
+    if (Status s = place_part(dim, part.layout, unpacked, from - part.begin, count, layout, from - begin, whole); !s.ok()) {
+      return s;
+    }
+  }
+  std::memset(out, 0, static_cast<size_t>(layout.total_bytes));
+  vendor_rows(format, layout, parallel, [&](int64_t first, int64_t last) {
+    const char* const reason =
+        format.pack(format.context, layout, whole.pack_args(layout), first, last, out + layout.header_bytes);
+    if (reason != nullptr) error.report(first, Status::error("format '%s' does not take this weight: %.200s", name, reason));
+  });
+  if (!error.status().ok()) return error.status();
+  seal_vendor_format(layout, out);
+  return {};
+}
+
 // Of about this many weights each, for a thread to claim.
 constexpr int64_t kClaimWeights = 1 << 18;
 
@@ -262,6 +366,8 @@ Status splice(const TensorView* packed, int64_t count, int dim, int64_t begin, i
   for (int64_t i = 0; i < count; ++i) {
     if (Status s = verify_payload(parts.part[i].data, parts.part[i].layout); !s.ok()) return s;
   }
+  uint8_t* const bytes = static_cast<uint8_t*>(out.data);
+  if (layout.format != Format::panel16) return splice_of_vendor(parts, dim, begin, end, layout, bytes, parallel);
   const std::unique_ptr<uint64_t[]> checksums(new (std::nothrow) uint64_t[static_cast<size_t>(layout.panels)]);
   if (checksums == nullptr) return Status::no_memory("no memory for %" PRId64 " checksums", layout.panels);
   const Layout* widest = &layout;
@@ -269,7 +375,6 @@ Status splice(const TensorView* packed, int64_t count, int dim, int64_t begin, i
     if (parts.part[i].layout.k > widest->k) widest = &parts.part[i].layout;
   }
 
-  uint8_t* const bytes = static_cast<uint8_t*>(out.data);
   FirstError error;
   parallel_1d(parallel, layout.panels, 1 + kClaimWeights / (layout.k * kPanelRows), [&](int, int64_t first, int64_t last) {
     Rows to, from;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../kernels/ukernel.h"
+
 namespace lowbit {
 
 // Below this many products a second thread costs more than it saves (a parallel region is 0.7 to 0.9 us).
@@ -29,5 +31,17 @@ inline constexpr int64_t kBandRows = 32;
 inline constexpr int64_t kTilesPerThread = 8;
 
 constexpr int64_t at_least_1(int64_t value) { return value < 1 ? 1 : value; }
+
+// The least multiple of `unit` that is not below `value`.
+constexpr int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// The panels that a kernel computes at once: claims are multiples of it.
+constexpr int64_t panels_at_once(const LinearKernel& kernel) { return at_least_1(kernel.n_step / kPanelRows); }
+
+// Whether `panels` panels are worth cutting at multiples of what the kernel computes at once. Panels in step serve memory: a
+// thread without work would lose more.
+constexpr bool cut_in_step(const LinearKernel& kernel, int64_t panels, int threads) {
+  return (kernel.isa & kInStep) == 0 || panels >= panels_at_once(kernel) * threads;
+}
 
 }  // namespace lowbit

@@ -89,7 +89,7 @@ Tensor allocate(const Shape& shape, ScalarType type) {
 
 #ifdef __linux__
 // A forked process has the thread that forked and no other. GNU's OpenMP, which torch has on Linux, does not know that:
-// where this thread had used others before, it would wait for them for ever. So it computes alone; threads that are
+// where this thread had used others before, it would wait for them forever. So it computes alone; threads that are
 // started later are not concerned.
 std::atomic<bool> forks_with_threads{false}, alone_after_fork{false};
 std::atomic<pthread_t> forked{};
@@ -266,6 +266,26 @@ std::tuple<Tensor, Tensor> search_groups(const Tensor& weights, const Tensor& im
   return {scales, mins};
 }
 
+std::tuple<Tensor, Tensor, Tensor> error_feedback(const Tensor& weights, const Tensor& factor,
+                                                  const std::optional<Tensor>& pull, const Tensor& scales,
+                                                  const std::optional<Tensor>& mins, const std::optional<Tensor>& levels,
+                                                  int64_t bits) {
+  const TensorView weights_view = view_of("weights", weights);
+  std::optional<TensorView> pull_view, mins_view, levels_view;
+  if (pull.has_value()) pull_view = view_of("pull", *pull);
+  if (mins.has_value()) mins_view = view_of("mins", *mins);
+  if (levels.has_value()) levels_view = view_of("levels", *levels);
+  const auto pointer = [](const std::optional<TensorView>& view) { return view ? &*view : nullptr; };
+  const Tensor values = allocate(weights_view.shape, ScalarType::Float);
+  const Tensor out_levels = allocate(weights_view.shape, ScalarType::Float);
+  const Tensor errors = allocate(weights_view.shape, ScalarType::Float);
+  raise_unless_ok(lowbit::error_feedback(weights_view, view_of("factor", factor), pointer(pull_view),
+                                         view_of("scales", scales), pointer(mins_view), pointer(levels_view),
+                                         width_of(bits), view_of("values", values), view_of("out_levels", out_levels),
+                                         view_of("errors", errors), torch_threads()));
+  return {values, out_levels, errors};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
@@ -296,6 +316,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
       "(Tensor codes, Tensor scales, Tensor mins)");
   library.def(
       "search_groups(Tensor weights, Tensor importance, int bits, bool affine) -> (Tensor scales, Tensor mins)");
+  library.def(
+      "error_feedback(Tensor weights, Tensor factor, Tensor? pull, Tensor scales, Tensor? mins, Tensor? levels, int bits) -> "
+      "(Tensor values, Tensor levels, Tensor errors)");
   library.def("unpack(Tensor packed_weight) -> (Tensor codes, Tensor scales, Tensor mins, Tensor bias)");
 }
 
@@ -308,5 +331,6 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("pack", TORCH_BOX(&pack));
   library.impl("quantize", TORCH_BOX(&quantize));
   library.impl("search_groups", TORCH_BOX(&search_groups));
+  library.impl("error_feedback", TORCH_BOX(&error_feedback));
   library.impl("unpack", TORCH_BOX(&unpack));
 }

@@ -1,7 +1,7 @@
 // For sources that use AMX through GCC's intrinsics, compiled with `-include`. GCC 12's do not say which memory they
 // read: the compiler leaves out the stores to a tile configuration, or to a tile, that nothing else reads.
 // `ldtilecfg` then finds tiles without rows, or what lay on the stack, and the process ends by a signal
-// (docs/design.md, "A peer on AMX").
+// (docs/measurements/design.md, "llama.cpp on AMX under emulation").
 #include <immintrin.h>
 
 #if defined(__GNUC__) && !defined(__clang__)

@@ -1,5 +1,5 @@
 """Says whether a library loads AMX tile configurations that it has not written: the fault of GCC's intrinsics that
-scripts/amx_intrinsics.h mends. In a process such a load is signal 11, and only on a CPU with AMX.
+scripts/amx_intrinsics.h fixes. In a process such a load is signal 11, and only on a CPU with AMX.
 
     objdump -d --no-show-raw-insn LIBRARY | python scripts/check_tile_config.py LIBRARY
 """

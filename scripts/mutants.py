@@ -9,7 +9,7 @@ C++: a mutant is compiled with -O1, linked with the objects of build/test-host (
 that hold its file. Python: each mutant gets a fork of a process that has imported torch and transformers, so that it
 costs its tests and nothing else. A tool that starts a Python for every mutant pays seconds for these imports each time.
 
-The same seed takes the same places. A mutant that does not compile is counted apart, and so is one that takes ten times as
+The same seed takes the same places. A mutant that does not compile is counted apart, and so is a mutant that takes ten times as
 long as the tests do without it: it was noticed, for it hangs.
 """
 

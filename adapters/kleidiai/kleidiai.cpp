@@ -46,39 +46,40 @@ bool is_held(const Layout& layout) {
   return layout.bits == 4 && layout.mapping == Mapping::symmetric && group % 32 == 0 && layout.k % group == 0;
 }
 
-int64_t bytes(const Layout& layout) {
+int64_t bytes(const void*, const Layout& layout) {
   if (!is_held(layout)) return 0;
   return static_cast<int64_t>(kai_get_rhs_packed_size_rhs_pack_nxk_qsi4c32p_qsu4c32s1s0(
       static_cast<size_t>(layout.n), static_cast<size_t>(layout.k), kDot.get_nr(), kDot.get_kr(), kDot.get_sr(),
       static_cast<size_t>(group_of(layout)), kai_dt_bf16));
 }
 
-const char* pack(const Layout& layout, const PackArgs& args, void* out) {
-  const size_t n = static_cast<size_t>(layout.n), k = static_cast<size_t>(layout.k);
+// Panels of nr rows are independent of each other: rows [begin, end) are packed as a matrix of their own.
+const char* pack(const void*, const Layout& layout, const PackArgs& args, int64_t begin, int64_t end, void* out) {
+  const size_t first = static_cast<size_t>(begin), n = static_cast<size_t>(end - begin), k = static_cast<size_t>(layout.k);
   const size_t groups = static_cast<size_t>(layout.groups), group = static_cast<size_t>(group_of(layout));
   const std::unique_ptr<uint8_t[]> codes(new (std::nothrow) uint8_t[n * k / 2]);
   const std::unique_ptr<uint16_t[]> scales(new (std::nothrow) uint16_t[n * groups]);
   const std::unique_ptr<float[]> bias(new (std::nothrow) float[n]());
   if (codes == nullptr || scales == nullptr || bias == nullptr) return "there is no memory for a copy of it";
-  for (size_t i = 0; i < n * k / 2; ++i) {
-    codes[i] = static_cast<uint8_t>(args.codes[2 * i] | args.codes[2 * i + 1] << 4);
-  }
+  const uint8_t* const from = args.codes + first * k;
+  for (size_t i = 0; i < n * k / 2; ++i) codes[i] = static_cast<uint8_t>(from[2 * i] | from[2 * i + 1] << 4);
   for (size_t i = 0; i < n * groups; ++i) {
-    scales[i] = bf16_from_f32(args.scales[i]);
+    scales[i] = bf16_from_f32(args.scales[first * groups + i]);
     if (!std::isfinite(f32_from_bf16(scales[i]))) return "one of its scales is beyond bfloat16";
   }
-  if (args.bias != nullptr) std::memcpy(bias.get(), args.bias, n * sizeof(float));
+  if (args.bias != nullptr) std::memcpy(bias.get(), args.bias + first, n * sizeof(float));
   kai_rhs_pack_nxk_qsi4c32p_qsu4c32s1s0_params params{};
   params.lhs_zero_point = 1;
   params.rhs_zero_point = 8;
   params.scale_dt = kai_dt_bf16;
   kai_run_rhs_pack_nxk_qsi4c32p_qsu4c32s1s0(1, n, k, kDot.get_nr(), kDot.get_kr(), kDot.get_sr(), group, codes.get(),
-                                            k / 2, bias.get(), scales.get(), groups * sizeof(uint16_t), out, 0, &params);
+                                            k / 2, bias.get(), scales.get(), groups * sizeof(uint16_t),
+                                            static_cast<char*>(out) + kDot.get_rhs_packed_offset(first, k, group), 0, &params);
   return nullptr;
 }
 
 template <const Ukernel& K>
-int64_t activation_bytes(const Layout& layout, int64_t m) {
+int64_t activation_bytes(const void*, const Layout& layout, int64_t m) {
   return static_cast<int64_t>(kai_get_lhs_packed_size_lhs_quant_pack_qai8dxp_f32(
       static_cast<size_t>(m), static_cast<size_t>(layout.k), K.get_mr(), K.get_kr(), K.get_sr()));
 }
@@ -89,7 +90,7 @@ void prepare(const PrepareArgs& args) {
   char* const to = static_cast<char*>(args.activations) +
                    kai_get_lhs_packed_offset_lhs_quant_pack_qai8dxp_f32(begin, k, K.get_mr(), K.get_kr(), K.get_sr());
   kai_run_lhs_quant_pack_qai8dxp_f32(static_cast<size_t>(args.end) - begin, k, K.get_mr(), K.get_kr(), K.get_sr(), 0,
-                                     args.x + args.begin * args.x_stride,
+                                     static_cast<const float*>(args.x) + args.begin * args.x_stride,
                                      static_cast<size_t>(args.x_stride) * sizeof(float), to);
 }
 
@@ -132,17 +133,23 @@ void run(const LinearArgs& args) {
 // One packed form serves both kernels, and their tiles are those of the rows below.
 bool is_as_expected() {
   return kDot.get_nr() == kMmla.get_nr() && kDot.get_kr() == kMmla.get_kr() && kDot.get_sr() == kMmla.get_sr() &&
-         kDot.get_mr() == 1 && kMmla.get_mr() == 4 && kDot.get_n_step() == 8 && kMmla.get_n_step() == 8 &&
+         kDot.get_nr() == 8 && kDot.get_mr() == 1 && kMmla.get_mr() == 4 && kDot.get_n_step() == 8 && kMmla.get_n_step() == 8 &&
          kDot.get_m_step() == 1 && kMmla.get_m_step() == 4;
 }
 
-constexpr PackedFormat kFormats[] = {{kFormat, bytes, pack}};
+// Activations have one scale and a zero point for each row, weights scales of 8 bits. Rows are packed by 8, the nr of both.
+constexpr PackedFormat kFormats[] = {{kFormat, bytes, pack, nullptr, 1.0f / 32, 8}};
+
+template <const Ukernel& K>
+constexpr LinearKernel row_of(const char* name, IsaBits isa, uint8_t m_least) {
+  LinearKernel row{name, isa, kFormat, 4, m_least, 8, run<K>};
+  row.activation_bytes = activation_bytes<K>;
+  row.prepare = prepare<K>;
+  return row;
+}
 constexpr IsaBits kDotBits = kNeon | kNeonDot;
-constexpr LinearKernel kRows[] = {
-    {"kleidiai_a8w4_4x8_i8mm", kDotBits | kI8mm, kFormat, 4, 4, 8, run<kMmla>, 0, activation_bytes<kMmla>,
-     prepare<kMmla>},
-    {"kleidiai_a8w4_1x8_neondot", kDotBits, kFormat, 4, 1, 8, run<kDot>, 0, activation_bytes<kDot>, prepare<kDot>},
-};
+constexpr LinearKernel kRows[] = {row_of<kMmla>("kleidiai_a8w4_4x8_i8mm", kDotBits | kI8mm, 4),
+                                  row_of<kDot>("kleidiai_a8w4_1x8_neondot", kDotBits, 1)};
 
 }  // namespace
 

@@ -113,7 +113,7 @@ inline Array read_npy(const std::string& path) {
   Array array;
   const std::string_view descr = npy::value_of(path, header, "descr");
   for (const Type& type : kTypes) {
-    // Byte order means nothing for raw and for single bytes; numpy writes either sign.
+    // Raw and single bytes have no byte order; numpy writes either sign.
     const bool any_order = type.bytes == 1 || type.descr[1] == 'V';
     const std::string_view found = descr.substr(0, 5);
     const std::string expected = std::string("'") + type.descr + "'";

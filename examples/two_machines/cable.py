@@ -39,7 +39,7 @@ def enter(namespace: str) -> None:
 
 
 def carry(source: int, target: int, delay: float, bytes_per_second: float) -> None:
-    """One direction, for ever."""
+    """One direction, until the process ends."""
     line: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
 
     def deliver() -> None:

@@ -18,7 +18,6 @@
 // that has none in use is cheaper to switch.
 
 #include <cassert>
-#include <cstring>
 
 #include "../bits/widths.h"
 #include "dispatch.h"
@@ -38,6 +37,7 @@ constexpr int kStepInputs = kStepHalves * kHalfInputs;
 constexpr int kSegmentHalves = kSegmentInputs / kHalfInputs;
 constexpr int kHalfBytes = kBlockLines / 2 * kLineBytes;
 constexpr int64_t kTileBytes = kTileRows * 64;
+constexpr int kBehind = 4;  // segments: how far float arithmetic is behind the products
 
 // What each tile register holds: A and B of 64, 32 and 16 inputs.
 constexpr int kC = 0, kA = 1, kB = 2, kA32 = 3, kB32 = 4, kA16 = 5, kB16 = 6;
@@ -70,7 +70,9 @@ template <int Tile>
 
 // C += A * B: A signed, B signed (levels) or unsigned (codes).
 template <bool Affine, int A, int B>
-[[gnu::always_inline]] inline void multiply() {
+[[gnu::always_inline]] inline void multiply(const int8_t* a, const uint8_t* lines) {
+  load_tile<A>(a, kStepInputs);
+  load_tile<B>(lines, kLineBytes);
   if constexpr (Affine) {
     __asm__ volatile("tdpbsud %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(B), "i"(A), "i"(kC));
   } else {
@@ -78,28 +80,74 @@ template <bool Affine, int A, int B>
   }
 }
 
-struct Scratch {
-  alignas(64) int8_t a[kChunkRows * kPieceHalves * kHalfInputs];  // tiles: steps of a tile of rows, rows, 64 inputs
-  alignas(64) uint8_t lines[kPieceHalves * kHalfBytes];
-  alignas(64) float scales[kPieceHalves][kPanelRows];             // of each group that ends in the piece
-  alignas(64) float mins[kPieceHalves][kPanelRows];
-  alignas(64) float acc[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];
-  alignas(64) float products[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];  // of the segments of a group, so far
-  alignas(64) int32_t parts[kChunkPanels][kChunkTiles][kTileRows][kPanelRows];   // of the segment at the piece's edge
-  alignas(64) int32_t sums[kTileRows][kPanelRows];
-  float segment_scales[kPieceHalves][kChunkRows];  // of each segment that ends in the piece
-  float group_sums[kPieceHalves][kChunkRows];      // affine: of each group that ends in the piece
+// A segment's inputs that lie in a piece.
+struct Segment {
+  int32_t a, lines;    // where they begin in a tile of rows and in a panel's lines, bytes
+  uint8_t begin, end;  // half blocks from the piece's first
+  uint8_t product;     // half blocks of their only product; 0: several, or the segment has begun before the piece
+  uint8_t group;       // of those that end in the piece
+  bool begins;         // not before the piece
+  bool first, last;    // of its group
 };
-static_assert(sizeof(Scratch) <= kLinearScratchBytes);
+
+// Of half blocks that begin at `half`, how many the next product takes.
+constexpr int64_t product_halves(int64_t half, int64_t count) {
+  return half % 4 == 0 && count >= 4 ? 4 : half % 2 == 0 && count >= 2 ? 2 : 1;
+}
+
+constexpr int32_t tile_offset(int64_t half) {
+  return static_cast<int32_t>(half / kStepHalves * kTileBytes + half % kStepHalves * kHalfInputs);
+}
 
 // Some half blocks of k.
 struct Piece {
   int64_t first, halves;
-  bool last;                   // the end of k is the end of its last group
+  bool last;  // the end of k is the end of its last group
   int64_t group_halves;
   int64_t first_group;
-  int64_t into_group;          // half blocks of the first group that lie before the piece
+  int64_t into_group;  // half blocks of the first group that lie before the piece
   int64_t first_segment;
+  int groups;    // that end in the piece
+  int segments;  // that end in the piece
+  bool cut;      // another segment begins in it and ends behind it
+  Segment segment[kPieceHalves];
+
+  Piece(const Layout& layout, int64_t from, int64_t all_halves)
+      : first(from),
+        halves(all_halves - first < kPieceHalves ? all_halves - first : kPieceHalves),
+        last(first + halves == all_halves),
+        group_halves(layout.group_inputs() / kHalfInputs),
+        first_group(first / group_halves),
+        into_group(first % group_halves),
+        first_segment(first_group * layout.group_segments() + into_group / kSegmentHalves) {
+    int64_t into = into_group;
+    groups = segments = 0;
+    cut = false;
+    for (int64_t half = 0; half < halves;) {
+      const int64_t group_left = group_halves - into, segment_left = kSegmentHalves - into % kSegmentHalves;
+      const int64_t left = segment_left < group_left ? segment_left : group_left;
+      const int64_t end = left < halves - half ? half + left : halves;
+      const bool at_end = last && end == halves;
+      cut = left > halves - half && !last;
+      const bool begins = into % kSegmentHalves == 0;
+      const int64_t product = product_halves(half, end - half);
+      Segment& each = segment[segments];
+      each = {tile_offset(half),
+              static_cast<int32_t>(half * kHalfBytes),
+              static_cast<uint8_t>(half),
+              static_cast<uint8_t>(end),
+              static_cast<uint8_t>(begins && product == end - half ? product : 0),
+              static_cast<uint8_t>(groups),
+              begins,
+              into < kSegmentHalves,
+              left == group_left || at_end};
+      half = end;
+      if (cut) break;
+      ++segments;
+      groups += each.last;
+      into = each.last ? 0 : into + left;
+    }
+  }
 };
 
 // Rows of m, and how they are cut into tiles.
@@ -109,6 +157,24 @@ struct Rows {
 
   int64_t tiles() const { return (count + tile_rows - 1) / tile_rows; }
 };
+
+using TileSums = int32_t[kTileRows][kPanelRows];
+using TileFloats = float[kTileRows][kPanelRows];
+
+struct Scratch {
+  alignas(64) int8_t a[kChunkRows * kPieceHalves * kHalfInputs];  // tiles: steps of a tile of rows, rows, 64 inputs
+  alignas(64) uint8_t lines[kPieceHalves * kHalfBytes];
+  alignas(64) float scales[kPieceHalves][kPanelRows];             // of each group that ends in the piece
+  alignas(64) float mins[kPieceHalves][kPanelRows];
+  alignas(64) TileFloats acc[kChunkPanels][kChunkTiles];
+  alignas(64) TileFloats products[kChunkPanels][kChunkTiles];  // of the segments of a group, so far
+  alignas(64) TileSums parts[kChunkPanels][kChunkTiles];       // of the segment at the piece's edge
+  alignas(64) TileSums sums[kBehind];
+  // A value for each row of each tile: of each segment, and affine of each group, that ends in the piece.
+  alignas(64) float segment_scales[kPieceHalves][kChunkTiles][kTileRows];
+  alignas(64) float group_sums[kPieceHalves][kChunkTiles][kTileRows];
+};
+static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
 template <int Bits, bool Affine>
 [[gnu::always_inline]] inline void block_to_bytes(const uint8_t* block, const Levels<Bits>& levels, uint8_t* lines) {
@@ -127,180 +193,221 @@ const uint8_t* unpack(const uint8_t* at, const Layout& layout, const Piece& piec
   Levels<Bits> levels;
   levels.load(layout);
   uint8_t* lines = scratch.lines;
-  int64_t left = piece.group_halves - piece.into_group;
+  int64_t end = piece.group_halves - piece.into_group;
   int group = 0;
+  const auto end_group = [&]() __attribute__((always_inline)) {
+    _mm512_store_ps(scratch.scales[group], load_scales(at));
+    if constexpr (Affine) _mm512_store_ps(scratch.mins[group], load_scales(at + 2 * kPanelRows));
+    at += (Affine ? 4 : 2) * kPanelRows;
+    ++group;
+    end += piece.group_halves;
+  };
   for (int64_t half = 0; half < piece.halves;) {
     block_to_bytes<Bits, Affine>(at, levels, lines);
     at += code_bits(Bits) * kLineBytes;
     lines += kBlockLines * kLineBytes;
-    for (int i = 0; i < 2 && half < piece.halves; ++i) {
-      const bool is_end = ++half == piece.halves && piece.last;
-      if (--left > 0 && !is_end) continue;
-      _mm512_store_ps(scratch.scales[group], load_scales(at));
-      if constexpr (Affine) _mm512_store_ps(scratch.mins[group], load_scales(at + 2 * kPanelRows));
-      at += (Affine ? 4 : 2) * kPanelRows;
-      left = piece.group_halves;
-      ++group;
-    }
+    half += 2;
+    while (end <= half && group < piece.groups) end_group();
   }
+  if (group < piece.groups) end_group();  // k ends before the group would
   return at;
 }
 
-// The activations of a piece, as tiles read them. The last tile may have fewer rows than the others: what lies in its
+// The activations of a piece, as tiles read them. The last tile may have fewer rows than the others: whatever lies in its
 // remaining rows is multiplied as well, and the products are not used.
 void copy_activations(const LinearArgs& args, const Piece& piece, const Rows& rows, Scratch& scratch) {
   const int64_t stride = args.layout.blocks * kBlockInputs;
-  const int64_t bytes = piece.halves * kHalfInputs, steps = (bytes + kStepInputs - 1) / kStepInputs;
-  for (int64_t i = 0; i < rows.count; ++i) {
-    const int8_t* from = args.a + (rows.first + i) * stride + piece.first * kHalfInputs;
-    int8_t* to = scratch.a + i / rows.tile_rows * steps * kTileBytes + i % rows.tile_rows * kStepInputs;
-    for (int64_t at = 0; at < bytes; at += kStepInputs, to += kTileBytes) {
-      const int64_t count = bytes - at < kStepInputs ? bytes - at : kStepInputs;
-      const __mmask64 inputs = ~__mmask64{0} >> (kStepInputs - count);
-      _mm512_mask_storeu_epi8(to, inputs, _mm512_maskz_loadu_epi8(inputs, from + at));
+  const int64_t bytes = piece.halves * kHalfInputs, whole = bytes / kStepInputs, rest = bytes % kStepInputs;
+  const int64_t steps = whole + (rest > 0);
+  const __mmask64 inputs = (__mmask64{1} << rest) - 1;
+  const int8_t* from = args.a + rows.first * stride + piece.first * kHalfInputs;
+  int8_t* tile = scratch.a;
+  for (int64_t left = rows.count; left > 0; left -= rows.tile_rows, tile += steps * kTileBytes) {
+    int8_t* to = tile;
+    for (int64_t i = left < rows.tile_rows ? left : rows.tile_rows; i > 0; --i, from += stride, to += kStepInputs) {
+      for (int64_t step = 0; step < whole; ++step) {
+        _mm512_store_si512(to + step * kTileBytes, _mm512_loadu_si512(from + step * kStepInputs));
+      }
+      if (rest > 0) {
+        _mm512_mask_storeu_epi8(to + whole * kTileBytes, inputs,
+                                _mm512_maskz_loadu_epi8(inputs, from + whole * kStepInputs));
+      }
     }
   }
 }
 
-// Scales of the segments, and sums of the groups, that may end in a piece: of each a value for every row.
-template <bool Affine>
-void copy_scales(const LinearArgs& args, const Piece& piece, const Rows& rows, Scratch& scratch) {
-  const Layout& layout = args.layout;
-  const auto copy = [&](const float* from, int64_t count, int64_t first, float(*to)[kChunkRows]) {
-    const int64_t here = count - first < kPieceHalves ? count - first : kPieceHalves;
-    for (int64_t i = 0; i < rows.count; ++i) {
-      for (int64_t at = 0; at < here; ++at) to[at][i] = from[(rows.first + i) * count + first + at];
-    }
-  };
-  copy(args.scales, layout.segments, piece.first_segment, scratch.segment_scales);
-  if constexpr (Affine) copy(args.group_sums, layout.groups, piece.first_group, scratch.group_sums);
+// Of rows that have `stride` values each, `count` values from `from` on: of each the rows' beside each other, by tiles.
+// What a tile lacks in rows takes other rows' values: their products are not used.
+void copy_values(const float* from, int64_t stride, int count, const Rows& rows,
+                 float (*to)[kChunkTiles][kTileRows]) {
+  const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i last_row = _mm512_set1_epi32(static_cast<int>(rows.count - 1));
+  from += rows.first * stride;
+  for (int64_t tile = 0; tile < rows.tiles(); ++tile) {
+    const __m512i first = _mm512_set1_epi32(static_cast<int>(tile * rows.tile_rows));
+    const __m512i row = _mm512_min_epi32(_mm512_add_epi32(first, numbers), last_row);
+    const __m512i at = _mm512_mullo_epi32(row, _mm512_set1_epi32(static_cast<int>(stride)));
+    for (int i = 0; i < count; ++i) _mm512_store_ps(to[i][tile], _mm512_i32gather_ps(at, from + i, 4));
+  }
 }
 
-// The float part of a segment: from scratch.sums to `products`, or where it is the last of its group to `total`.
-template <bool Affine, bool First, bool Last, int Vectors>
-[[gnu::always_inline]] inline void end_segment(const Scratch& scratch, const float* segment_scales, int group,
-                                               const float* group_sums, float (*products)[kPanelRows],
-                                               __m512 (&total)[Vectors]) {
-  const __m512 scale = _mm512_load_ps(scratch.scales[group]);
-  for (int i = 0; i < Vectors; ++i) {
-    const __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(scratch.sums[i]));
-    const __m512 t = _mm512_set1_ps(segment_scales[i]);
-    const __m512 product = First ? _mm512_mul_ps(t, sum) : _mm512_fmadd_ps(t, sum, _mm512_load_ps(products[i]));
-    if constexpr (!Last) {
-      _mm512_store_ps(products[i], product);
-      continue;
+// Calls run(i) for i = 0 to Count - 1, which are constants.
+template <int Count, class Run>
+[[gnu::always_inline]] inline void for_each(Run run) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (run(std::integral_constant<int, I>()), ...);
+  }(std::make_integer_sequence<int, Count>());
+}
+
+// A value of each of a tile's rows, in registers: GCC 12 puts the array into memory where a loop indexes it, or where a
+// lambda that outlives a branch refers to it.
+template <int Vectors>
+using Registers = __m512[Vectors];
+
+template <int Vectors>
+[[gnu::always_inline]] inline void load(const float* from, Registers<Vectors>& to) {
+  for_each<Vectors>([&](auto i) __attribute__((always_inline)) { to[i] = _mm512_load_ps(from + i * kPanelRows); });
+}
+
+template <int Vectors>
+[[gnu::always_inline]] inline void store(const Registers<Vectors>& from, float* to) {
+  for_each<Vectors>([&](auto i) __attribute__((always_inline)) { _mm512_store_ps(to + i * kPanelRows, from[i]); });
+}
+
+// A segment's integer sums, to `to`. `parts`: those of its inputs before the piece.
+template <bool Affine>
+[[gnu::always_inline]] inline void multiply_segment(const Segment& segment, const int8_t* tiles, const uint8_t* lines,
+                                                    const int32_t* parts, int32_t* to) {
+  if (segment.product == 4) {
+    zero_tile<kC>();
+    multiply<Affine, kA, kB>(tiles + segment.a, lines + segment.lines);
+  } else if (segment.product == 2) {
+    zero_tile<kC>();
+    multiply<Affine, kA32, kB32>(tiles + segment.a, lines + segment.lines);
+  } else {
+    if (segment.begins) {
+      zero_tile<kC>();
+    } else {
+      load_tile<kC>(parts, kLineBytes);
     }
-    total[i] = _mm512_fmadd_ps(scale, product, total[i]);
-    if constexpr (Affine) {
-      total[i] = _mm512_fmadd_ps(_mm512_load_ps(scratch.mins[group]), _mm512_set1_ps(group_sums[i]), total[i]);
+    for (int64_t half = segment.begin; half < segment.end;) {
+      const int8_t* const a = tiles + tile_offset(half);
+      const uint8_t* const b = lines + half * kHalfBytes;
+      const int64_t count = product_halves(half, segment.end - half);
+      switch (count) {
+        case 4: multiply<Affine, kA, kB>(a, b); break;
+        case 2: multiply<Affine, kA32, kB32>(a, b); break;
+        default: multiply<Affine, kA16, kB16>(a, b);
+      }
+      half += count;
     }
+  }
+  store_tile<kC>(to);
+}
+
+// The float part of segment `index` of a piece, and of its group where it is the last. `sum`: of the rows, or with
+// `Several` of their groups, and then of the rows in `acc`.
+template <bool Affine, bool Several, int Vectors>
+[[gnu::always_inline]] inline void end_segment(const Piece& piece, int index, int64_t number, const Scratch& scratch,
+                                               float* acc, Registers<Vectors>& sum) {
+  const Segment& segment = piece.segment[index];
+  const int32_t* const sums = scratch.sums[index % kBehind][0];
+  const float* const t = scratch.segment_scales[index][number];
+  const float* const group_sums = scratch.group_sums[segment.group][number];
+  const __m512 scale = _mm512_load_ps(scratch.scales[segment.group]);
+  const __m512 min = Affine ? _mm512_load_ps(scratch.mins[segment.group]) : scale;
+  const auto integer = [&](auto i) __attribute__((always_inline)) {
+    return _mm512_cvtepi32_ps(_mm512_load_si512(sums + i * kPanelRows));
+  };
+  if constexpr (!Several) {
+    for_each<Vectors>([&](auto i) __attribute__((always_inline)) {
+      sum[i] = _mm512_fmadd_ps(scale, _mm512_mul_ps(_mm512_set1_ps(t[i]), integer(i)), sum[i]);
+      if constexpr (Affine) sum[i] = _mm512_fmadd_ps(min, _mm512_set1_ps(group_sums[i]), sum[i]);
+    });
+    return;
+  }
+  if (segment.first) {
+    for_each<Vectors>([&](auto i) __attribute__((always_inline)) {
+      sum[i] = _mm512_mul_ps(_mm512_set1_ps(t[i]), integer(i));
+    });
+  } else {
+    for_each<Vectors>([&](auto i) __attribute__((always_inline)) {
+      sum[i] = _mm512_fmadd_ps(_mm512_set1_ps(t[i]), integer(i), sum[i]);
+    });
+  }
+  if (segment.last) {
+    for_each<Vectors>([&](auto i) __attribute__((always_inline)) {
+      sum[i] = _mm512_fmadd_ps(scale, sum[i], _mm512_load_ps(acc + i * kPanelRows));
+      if constexpr (Affine) sum[i] = _mm512_fmadd_ps(min, _mm512_set1_ps(group_sums[i]), sum[i]);
+    });
+    store<Vectors>(sum, acc);  // the next group starts from zero
   }
 }
 
 // Tile `number` of the rows times one panel, for a piece. `Vectors` is the number of a tile's rows or a bit more.
-template <bool Affine, int Vectors>
-void multiply_tile(const Piece& piece, const Rows& rows, int64_t number, int panel, Scratch& scratch) {
+// `Several`: groups have several segments. Then what a group has come to is in registers, and the row's sums are in memory;
+// where each segment is a group, the row's sums are in registers.
+template <bool Affine, bool Several, int Vectors>
+void multiply_tile(const Piece& piece, int64_t number, int panel, Scratch& scratch) {
   const int64_t steps = (piece.halves + kStepHalves - 1) / kStepHalves;
-  float(*const acc)[kPanelRows] = scratch.acc[panel][number];
-  float(*const products)[kPanelRows] = scratch.products[panel][number];
-  int32_t(*const parts)[kPanelRows] = scratch.parts[panel][number];
-  __m512 total[Vectors];
-  for (int i = 0; i < Vectors; ++i) total[i] = _mm512_load_ps(acc[i]);
-
   const int8_t* const tiles = scratch.a + number * steps * kTileBytes;
-  const int64_t first_row = number * rows.tile_rows;
-  int64_t half = 0, into = piece.into_group;
-  int group = 0;
-  for (int segment = 0; half < piece.halves; ++segment) {
-    const int64_t group_left = piece.group_halves - into, segment_left = kSegmentHalves - into % kSegmentHalves;
-    const int64_t left = segment_left < group_left ? segment_left : group_left;
-    const bool ends = left <= piece.halves - half || piece.last;
-    const int64_t end = left < piece.halves - half ? half + left : piece.halves;
-    if (into % kSegmentHalves == 0) {
-      zero_tile<kC>();
-    } else {
-      load_tile<kC>(parts, 64);
-    }
-    while (half < end) {
-      const int64_t place = half % kStepHalves, count = end - half;
-      const int8_t* const a = tiles + half / kStepHalves * kTileBytes + place * kHalfInputs;
-      const uint8_t* const lines = scratch.lines + half * kHalfBytes;
-      if (place == 0 && count >= 4) {
-        load_tile<kA>(a, kStepInputs);
-        load_tile<kB>(lines, kLineBytes);
-        multiply<Affine, kA, kB>();
-        half += 4;
-      } else if (place % 2 == 0 && count >= 2) {
-        load_tile<kA32>(a, kStepInputs);
-        load_tile<kB32>(lines, kLineBytes);
-        multiply<Affine, kA32, kB32>();
-        half += 2;
-      } else {
-        load_tile<kA16>(a, kStepInputs);
-        load_tile<kB16>(lines, kLineBytes);
-        multiply<Affine, kA16, kB16>();
-        half += 1;
-      }
-    }
-    if (!ends) {
-      store_tile<kC>(parts);
-      break;
-    }
-    store_tile<kC>(scratch.sums);
-    const float* const t = scratch.segment_scales[segment] + first_row;
-    const float* const group_sums = scratch.group_sums[group] + first_row;
-    const bool is_first = into < kSegmentHalves, is_last = left == group_left || (piece.last && half == piece.halves);
-    if (is_last) {
-      is_first ? end_segment<Affine, true, true>(scratch, t, group, group_sums, products, total)
-               : end_segment<Affine, false, true>(scratch, t, group, group_sums, products, total);
-      into = 0;
-      ++group;
-    } else {
-      is_first ? end_segment<Affine, true, false>(scratch, t, group, group_sums, products, total)
-               : end_segment<Affine, false, false>(scratch, t, group, group_sums, products, total);
-      into += left;
+  float* const acc = scratch.acc[panel][number][0];
+  float* const kept = Several ? scratch.products[panel][number][0] : acc;
+  int32_t* const parts = scratch.parts[panel][number][0];
+  Registers<Vectors> sum;
+  if (piece.first > 0) {
+    load<Vectors>(kept, sum);
+  } else {
+    for_each<Vectors>([&](auto i) __attribute__((always_inline)) { sum[i] = _mm512_setzero_ps(); });
+    if constexpr (Several) store<Vectors>(sum, acc);
+  }
+  // The float part of a segment comes behind the products of some later ones, so that it need not wait for its own.
+  for (int i = 0; i < piece.segments + kBehind; ++i) {
+    if (i >= kBehind) end_segment<Affine, Several, Vectors>(piece, i - kBehind, number, scratch, acc, sum);
+    if (i < piece.segments) {
+      multiply_segment<Affine>(piece.segment[i], tiles, scratch.lines, parts, scratch.sums[i % kBehind][0]);
     }
   }
-  for (int i = 0; i < Vectors; ++i) _mm512_store_ps(acc[i], total[i]);
+  if (piece.cut) multiply_segment<Affine>(piece.segment[piece.segments], tiles, scratch.lines, parts, parts);
+  store<Vectors>(sum, kept);
+}
+
+using MultiplyTile = void (*)(const Piece&, int64_t, int, Scratch&);
+
+template <bool Affine, bool Several>
+MultiplyTile multiply_tiles_of(int rows) {
+  return rows <= 4 ? multiply_tile<Affine, Several, 4> : rows <= 8 ? multiply_tile<Affine, Several, 8>
+       : rows <= 12 ? multiply_tile<Affine, Several, 12> : multiply_tile<Affine, Several, 16>;
 }
 
 template <int Bits, bool Affine>
 void chunk(const LinearArgs& args, const Rows& rows, int64_t first_panel, int panels, Scratch& scratch) {
   const Layout& layout = args.layout;
   const int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
-  const int64_t group_halves = layout.group_inputs() / kHalfInputs;
+  const MultiplyTile multiply_tile = layout.group_inputs() > kSegmentInputs
+                                         ? multiply_tiles_of<Affine, true>(rows.tile_rows)
+                                         : multiply_tiles_of<Affine, false>(rows.tile_rows);
   const uint8_t* at[kChunkPanels];
   for (int p = 0; p < panels; ++p) at[p] = args.panels + (first_panel + p) * layout.panel_bytes;
-  std::memset(scratch.acc, 0, static_cast<size_t>(panels) * sizeof scratch.acc[0]);
 
   for (int64_t first = 0; first < halves; first += kPieceHalves) {
-    Piece piece{};
-    piece.first = first;
-    piece.halves = halves - first < kPieceHalves ? halves - first : kPieceHalves;
-    piece.last = first + piece.halves == halves;
-    piece.group_halves = group_halves;
-    piece.first_group = first / group_halves;
-    piece.into_group = first % group_halves;
-    piece.first_segment = piece.first_group * layout.group_segments() + piece.into_group / kSegmentHalves;
-
+    const Piece piece(layout, first, halves);
     copy_activations(args, piece, rows, scratch);
-    copy_scales<Affine>(args, piece, rows, scratch);
+    copy_values(args.scales + piece.first_segment, layout.segments, piece.segments, rows, scratch.segment_scales);
+    if constexpr (Affine) {
+      copy_values(args.group_sums + piece.first_group, layout.groups, piece.groups, rows, scratch.group_sums);
+    }
     for (int p = 0; p < panels; ++p) {
       at[p] = unpack<Bits, Affine>(at[p], layout, piece, scratch);
-      for (int64_t number = 0; number < rows.tiles(); ++number) {
-        switch ((rows.tile_rows + 3) / 4) {
-          case 1: multiply_tile<Affine, 4>(piece, rows, number, p, scratch); break;
-          case 2: multiply_tile<Affine, 8>(piece, rows, number, p, scratch); break;
-          case 3: multiply_tile<Affine, 12>(piece, rows, number, p, scratch); break;
-          default: multiply_tile<Affine, 16>(piece, rows, number, p, scratch);
-        }
-      }
+      for (int64_t number = 0; number < rows.tiles(); ++number) multiply_tile(piece, number, p, scratch);
     }
   }
   for (int p = 0; p < panels; ++p) {
     const Outputs outputs(args, first_panel + p);
-    for (int64_t i = 0; i < rows.count; ++i) {
-      outputs.store(args, rows.first + i, _mm512_load_ps(scratch.acc[p][i / rows.tile_rows][i % rows.tile_rows]));
+    for (int64_t number = 0, row = 0; row < rows.count; ++number) {
+      for (int i = 0; i < rows.tile_rows && row < rows.count; ++i, ++row) {
+        outputs.store(args, rows.first + row, _mm512_load_ps(scratch.acc[p][number][i]));
+      }
     }
   }
 }
@@ -328,10 +435,6 @@ void run_chunks(const LinearArgs& args) {
   configure(config);
 
   Scratch& scratch = *static_cast<Scratch*>(args.scratch);
-  std::memset(scratch.a, 0, sizeof scratch.a);  // what a tile lacks in rows is read, too
-  std::memset(scratch.sums, 0, sizeof scratch.sums);
-  std::memset(scratch.segment_scales, 0, sizeof scratch.segment_scales);
-  std::memset(scratch.group_sums, 0, sizeof scratch.group_sums);
   for (int64_t panel = args.panel_begin; panel < args.panel_end; panel += kChunkPanels) {
     const int64_t panels = args.panel_end - panel < kChunkPanels ? args.panel_end - panel : kChunkPanels;
     for (int64_t row = 0; row < args.m; row += chunk_rows) {

@@ -3,8 +3,9 @@
 //   line (64 bytes): row 0: 4 codes | row 1: 4 codes | ... | row 15: 4 codes       two ymm registers
 //   vpdpbusd sums, codes, broadcast of 4 activations: 16 rows x 4 products, one int32 lane per row, no horizontal adds
 //
-// Nothing saturates and every width goes the same way. One row of activations has 8 accumulators, to hide the
-// latency of vpdpbusd (5 cycles, up to 2 per cycle), and so have 2; 4 rows have as many without splitting.
+// Nothing saturates and every width goes the same way. Two rows of activations have 8 accumulators, to hide the latency of
+// vpdpbusd (5 cycles, up to 2 per cycle), and 4 rows have as many without splitting. One row has 4: a segment is short, and
+// the products of the next one do not wait.
 
 #include "../bits/widths.h"
 #include "linear_avx2.h"
@@ -12,7 +13,7 @@
 namespace lowbit {
 namespace {
 
-constexpr int split_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int split_for(int rows) { return rows <= 2 ? 2 : 1; }
 
 template <int Bits, bool Affine, bool Halves, int Rows>
 struct Sums {

@@ -163,15 +163,47 @@ struct Tile {
   }
 };
 
-// The blocks of a panel in turn, each group from its first to its last input, and ahead() before each block. Not walk() of
+// The blocks of a panel in turn, each group from its first to its last input, and ahead(block) before each. Not walk() of
 // walk_x86.h, which ends a group of several segments apart from its last one: that would store the products once more.
-template <bool Halves, class Tile, class Ahead>
+// `Short`: groups have one segment; for one row, which has little to do in such a group, the number of its blocks is known.
+template <bool Halves, bool Short, class Tile, class Ahead>
 [[gnu::always_inline]] inline void walk_segments(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
                                                  Ahead ahead) {
   if constexpr (!Halves) {
     constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
     int64_t blocks = layout.blocks;
+    const auto add_block = [&]() __attribute__((always_inline)) {
+      ahead(at);
+      tile.begin_block(at);
+      tile.template add<0, kBlockLines>(a);
+      at += Tile::kBlockBytes;
+      a += kBlockInputs;
+      forget(at);
+      forget(a);
+    };
+    if constexpr (Short) {
+      static_assert(kSegmentBlocks == 2);
+      const auto end_group = [&]() __attribute__((always_inline)) {
+        tile.finish(at);
+        at += Tile::kGroupBytes;
+      };
+      if (group_blocks == 2) {
+        for (; blocks >= 2; blocks -= 2) {
+          tile.start();
+          add_block();
+          tile.next_block();
+          add_block();
+          end_group();
+        }
+      }
+      for (; blocks > 0; --blocks) {
+        tile.start();
+        add_block();
+        end_group();
+      }
+      return;
+    }
     for (int64_t group = 0; group < layout.groups; ++group) {
       int64_t left = blocks < group_blocks ? blocks : group_blocks;
       const bool is_long = left > kSegmentBlocks;
@@ -181,13 +213,7 @@ template <bool Halves, class Tile, class Ahead>
         int64_t count = left < kSegmentBlocks ? left : kSegmentBlocks;
         left -= count;
         while (true) {
-          ahead();
-          tile.begin_block(at);
-          tile.template add<0, kBlockLines>(a);
-          at += Tile::kBlockBytes;
-          a += kBlockInputs;
-          forget(at);
-          forget(a);
+          add_block();
           if (--count == 0) break;
           tile.next_block();
         }
@@ -223,7 +249,7 @@ template <bool Halves, class Tile, class Ahead>
     };
     start();
     for (; halves > 0; a += kBlockInputs) {
-      ahead();
+      ahead(at);
       tile.begin_block(at);
       at += Tile::kBlockBytes;
       tile.template add<0, kHalfLines>(a);
@@ -236,7 +262,7 @@ template <bool Halves, class Tile, class Ahead>
 }
 
 // Some rows of activations times one panel.
-template <class Sums>
+template <class Sums, bool Short>
 [[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number,
                                         int64_t tiles) {
   const Layout& layout = args.layout;
@@ -244,14 +270,24 @@ template <class Sums>
   Sums32 memory[2 * Sums::kRows];
   Tile<Sums> tile;
   tile.begin(args, row, floats, memory);
-  // Measured on Zen 4: two rows of 1 or 2 bits are read faster without.
+  // Measured on Zen 4: two rows of 1 or 2 bits are read faster without. On Zen 3, one row from memory takes 0.8 to 0.9 times
+  // the time with prefetch.
   constexpr bool kAhead = Sums::kRows > 2 || (Sums::kRows == 2 && code_bits(Sums::kBits) > 2);
   const uint8_t* const at = args.panels + panel * layout.panel_bytes;
   const int8_t* const a = args.a + row * tile.stride;
-  if constexpr (kAhead) {
-    walk_segments<Sums::kHalves>(layout, at, a, tile, Prefetch(layout, at, panel + 1 == args.panel_end, number, tiles));
+  if constexpr (Sums::kRows == 1) {
+    walk_segments<Sums::kHalves, Short>(layout, at, a, tile, [](const uint8_t* block) __attribute__((always_inline)) {
+      constexpr int64_t kBytes = 2 << 10;  // behind the last panel as well: a prefetch does not fault
+      for (int line = 0; line < code_bits(Sums::kBits); ++line) {
+        _mm_prefetch(reinterpret_cast<const char*>(block) + line * kLineBytes + kBytes, _MM_HINT_T0);
+      }
+    });
+  } else if constexpr (kAhead) {
+    Prefetch prefetch(layout, at, panel + 1 == args.panel_end, number, tiles);
+    walk_segments<Sums::kHalves, Short>(layout, at, a, tile,
+                                        [&](const uint8_t*) __attribute__((always_inline)) { prefetch(); });
   } else {
-    walk_segments<Sums::kHalves>(layout, at, a, tile, []() __attribute__((always_inline)) {});
+    walk_segments<Sums::kHalves, Short>(layout, at, a, tile, [](const uint8_t*) __attribute__((always_inline)) {});
   }
 
   const uint8_t* head = at + layout.head_offset;
@@ -265,12 +301,13 @@ template <class Sums>
   }
 }
 
-template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits, bool Affine, bool Halves, int MostRows>
+template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits, bool Affine, bool Halves, int MostRows,
+          bool Short>
 void run_panels(const LinearArgs& args) {
   for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
     for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
                                         __attribute__((always_inline)) {
-      tile<Sums<Bits, Affine, Halves, rows()>>(args, panel, row, number, tiles);
+      tile<Sums<Bits, Affine, Halves, rows()>, Short>(args, panel, row, number, tiles);
     });
   }
 }
@@ -278,7 +315,10 @@ void run_panels(const LinearArgs& args) {
 template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits, int MostRows>
 void run(const LinearArgs& args) {
   dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) __attribute__((always_inline)) {
-    run_panels<Sums, bits(), affine(), halves(), MostRows>(args);
+    if constexpr (MostRows == 1 && !halves()) {
+      if (args.layout.group_inputs() <= kSegmentInputs) return run_panels<Sums, bits(), affine(), false, 1, true>(args);
+    }
+    run_panels<Sums, bits(), affine(), halves(), MostRows, false>(args);
   });
 }
 

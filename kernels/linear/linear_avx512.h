@@ -7,10 +7,10 @@
 // position p; sums of different p have their own accumulators, joined by a shift once per segment. More rows have no
 // registers for that, and groups of half a block would join too often: there the fields are shifted down when they are
 // unpacked, once for all rows.
-// Several accumulators per row hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
+// Accumulators of several lines, rows and segments hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
 // One row or two take one panel after the other, without software prefetch: one stream is what Zen 4 reads fastest from
 // memory. More rows have more to multiply than to read, and prefetch (walk_x86.h).
-// Intel's cores want several (docs/design.md, Memory): for them a row goes through panels in step.
+// Intel's cores want several (docs/internals/kernels.md, Memory): for them a row goes through panels in step.
 #pragma once
 
 #include <immintrin.h>
@@ -56,7 +56,8 @@ constexpr int line_shift(int j) {
 }
 
 // How the eight lines share accumulators: one chain per distinct shift, or several for few shifts and few sums: `Rows`
-// rows of m, or as many panels in step.
+// rows of m, or as many panels in step. A sum lasts for a segment of two blocks, so that the products of several segments
+// hide the latency, and chains that are joined for each cost more than they hide.
 template <int Bits, bool Affine, int Rows, bool Down>
 struct Chains {
   int shift[8] = {};  // of each chain
@@ -65,8 +66,8 @@ struct Chains {
   int started = 0;  // a chain without shift
 
   constexpr Chains() {
-    constexpr int kFew = Bits == 8 || is_by_table(Bits) ? 4 : Bits >= 4 ? 2 : 1;
-    constexpr int kSplit = Down ? 1 : Rows > 2 ? kFew == 4 ? 2 : 1 : kFew;
+    constexpr bool kAlike = Bits == 8 || is_by_table(Bits);  // all lines
+    constexpr int kSplit = !Down && (kAlike || (Bits >= 6 && Rows <= 2)) ? 2 : 1;
     int key[8] = {};
     for (int j = 0; j < 8; ++j) {
       const int wanted_shift = Down ? 0 : line_shift<Bits, Affine>(j);
@@ -245,6 +246,7 @@ template <int Bits, bool Affine, Groups Kind, int Rows, int Panels = 1>
 struct Tile {
   static constexpr bool kDown = kShiftedDown<Rows, Kind == Groups::halves>;
   static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
+  static constexpr int kPanels = Rows == 1 ? Panels : 0;
 
   const int32_t* segment_sums;  // one row
   const float *segment_scales, *group_sums;

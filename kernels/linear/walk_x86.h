@@ -4,6 +4,7 @@
 #include <xmmintrin.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../ukernel.h"
 
@@ -58,6 +59,7 @@ constexpr Groups groups_of(bool halves, bool several) {
 
 // What a kernel gives walk() for one tile:
 //   kBlockBytes, kGroupBytes   of the panel
+//   kPanels                    one row of m: how many panels it goes through in step; several rows: 0
 //   start(segment)             clears the integer sums
 //   begin_block(at)            the packed lines of a block, for the calls of add() that follow
 //   add<First, Lines>(a)       adds the products of some of its eight lines; a: the block's activations, first row
@@ -67,14 +69,15 @@ constexpr Groups groups_of(bool halves, bool several) {
 //   end_segment(segment)       P = fma(t, I, P), which for the first segment is t * I
 //   finish(group, scales)      acc = fma(scale, P, acc), affine also mins and group sums
 // and ahead(), called before each block. Segments and groups come in order. Groups of one segment have a walk of their own,
-// because their products need no registers from one segment to the next.
+// because their products need no registers from one segment to the next. For one row, which has little to do in a group,
+// that walk knows how many blocks a group has.
 template <Groups Kind, class Tile, class Ahead>
 [[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
                                         Ahead ahead) {
   const int64_t groups = layout.groups;
   if constexpr (Kind != Groups::halves) {
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
-    int64_t left = layout.blocks;
+    int64_t left = layout.blocks, group = 0, segment = 0;
     const auto add_block = [&]() __attribute__((always_inline)) {
       ahead();
       tile.begin_block(at);
@@ -82,8 +85,22 @@ template <Groups Kind, class Tile, class Ahead>
       at += Tile::kBlockBytes;
       a += kBlockInputs;
     };
-    int64_t segment = 0;
-    for (int64_t group = 0; group < groups; ++group, at += Tile::kGroupBytes) {
+    constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
+    static_assert(kSegmentBlocks == 2);
+    if constexpr (Kind == Groups::one_segment && Tile::kPanels > 0) {
+      const auto add_group = [&](auto blocks) __attribute__((always_inline)) {
+        tile.start(group);
+        for (int i = 0; i < blocks(); ++i) add_block();
+        tile.finish_only(group++, at);
+        at += Tile::kGroupBytes;
+      };
+      if (group_blocks == kSegmentBlocks) {
+        for (const int64_t whole = left / kSegmentBlocks; group < whole;) add_group(std::integral_constant<int, 2>());
+      }
+      while (group < groups) add_group(std::integral_constant<int, 1>());
+      return;
+    }
+    for (; group < groups; ++group, at += Tile::kGroupBytes) {
       int64_t count = left < group_blocks ? left : group_blocks;
       left -= count;
       if constexpr (Kind == Groups::one_segment) {
@@ -91,14 +108,14 @@ template <Groups Kind, class Tile, class Ahead>
         for (; count > 0; --count) add_block();
         tile.finish_only(group, at);
       } else {
-        constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
-        static_assert(kSegmentBlocks == 2);
         tile.begin_group();
         for (; count >= kSegmentBlocks; count -= kSegmentBlocks) {
           tile.start(segment);
           add_block();
           add_block();
           tile.end_segment(segment++);
+          // GCC 12 would compute the addresses behind the loop again for every group.
+          if constexpr (Tile::kPanels == 1) __asm__("" : "+r"(at), "+r"(a), "+r"(segment), "+r"(count));
         }
         if (count > 0) {
           tile.start(segment);
@@ -175,6 +192,7 @@ template <Groups Kind, bool Ahead, class Tile>
 template <class Tile, int Panels, int64_t Ahead>
 struct InStep {
   static constexpr int64_t kBlockBytes = Tile::kBlockBytes, kGroupBytes = Tile::kGroupBytes;
+  static constexpr int kPanels = Panels;
 
   Tile panel[Panels];
   int64_t panel_bytes;

@@ -1,4 +1,4 @@
-"""Why an import failed: libraries that import lazily say so several exceptions away from the cause."""
+"""Finds the cause of a failed import, which lazily importing libraries hide behind several exceptions."""
 
 import sys
 

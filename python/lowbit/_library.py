@@ -1,4 +1,4 @@
-"""Loads the compiled part of the package and asks it about itself."""
+"""Loads the compiled part of the package and queries it."""
 
 import os
 import sysconfig
@@ -50,8 +50,9 @@ def load() -> str:
 
 
 def kernels() -> list[dict]:
-    """The ukernel table: one dict per row; in each family the built-in rows, best ISA first, then those of
-    :func:`load_kernels`.
+    """The kernel table, one dict per row.
+
+    Each family has the built-in rows, best ISA first, then those of :func:`load_kernels`.
 
     Keys: ``name``, ``family`` ("linear", "embedding", "quantize" or "attention"), ``isa``, ``format``, ``bits`` and
     ``tile`` (where they apply), ``supported`` (by this CPU), ``enabled`` (under ``LOWBIT_ISA``), ``active`` (some call
@@ -66,7 +67,8 @@ def load_kernels(path: str | os.PathLike) -> None:
     """Adds the kernels and packed formats of a vendor's shared library to the table, for the rest of the process.
 
     Rows that claim preference are used from the next call on, wherever they fit and this CPU and ``LOWBIT_ISA`` allow
-    the instruction sets that they name. Loading a library again does nothing. How to write one: CONTRIBUTING.md.
+    the instruction sets that they name. Every row is first tried on small matrices, against the portable kernels. Loading a
+    library again does nothing. How to write one: CONTRIBUTING.md.
 
     Args:
         path: the library. A name without a directory is a file in the current one, or else, but not on Windows, what
@@ -74,8 +76,8 @@ def load_kernels(path: str | os.PathLike) -> None:
 
     Raises:
         OSError: there is no such file, or the system cannot load it.
-        ValueError: it is no kernel library, or of another version of the interface, or a row is invalid. Nothing was
-            added then.
+        ValueError: it is no kernel library, or of another version of the interface, or a row is invalid or computes
+            something else than the portable kernel. Nothing was added then.
     """
     from . import _C
 
@@ -90,7 +92,8 @@ def isa() -> dict:
     """The instruction sets: ``cpu`` (what this CPU has), ``cap`` (``LOWBIT_ISA`` or None), ``active`` (what is used).
 
     ``LOWBIT_ISA`` is read once, when the package is imported, and caps the ISA: on Arm at ``portable``, ``neon``,
-    ``neondot``, ``i8mm`` or ``sme2``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avx512vnni`` or ``amx``.
+    ``neondot``, ``i8mm``, ``bf16``, ``sve2`` or ``sme2``; on x86 at ``portable``, ``avx2``, ``avxvnni``, ``avxvnniint8``,
+    ``avx512vnni`` or ``amx``. lowbit's own kernels need no ``bf16``, ``sve2`` or ``avxvnniint8``; kernel libraries may.
     """
     from . import _C
 
@@ -98,10 +101,10 @@ def isa() -> dict:
 
 
 def streams(pin: str | None = None) -> str:
-    """How one row of activations reads its weights: in "one" stream (panel after panel) or "several" (panels in step).
+    """How one row of activations reads its weights: in "one" stream (one panel at a time) or "several" (interleaved).
 
-    Which is faster depends on the CPU's maker: "several" on Intel's, "one" on all others; ``LOWBIT_STREAMS``, read once,
-    changes that. No bit of a result depends on it. Rows in step are written for AVX-512 VNNI.
+    The default depends on the CPU's maker: "several" is faster on Intel's CPUs, "one" on others. ``LOWBIT_STREAMS``, read
+    once, changes it. Results do not depend on it. Only AVX-512 VNNI has interleaved kernels.
 
     Args:
         pin: from now on, for all threads; None asks only.

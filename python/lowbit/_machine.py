@@ -1,4 +1,4 @@
-"""What the machine is called, for whatever prints measurements."""
+"""Facts about the machine, for printed measurements."""
 
 import platform
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """What the CPU calls itself; at least its architecture."""
+    """The CPU's model name, or at least its architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -26,7 +26,7 @@ def cpu_name() -> str:
 
 
 def peak_memory() -> int | None:
-    """The most memory that this process has had at once, in bytes (resident); None where the system does not say."""
+    """Peak resident memory of this process in bytes; None if the system does not report it."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -36,7 +36,7 @@ def peak_memory() -> int | None:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that torch's own compilers call; asked for before a long step.
+    """The C++ compiler that torch's compilers use; checked before a long step.
 
     Raises:
         OSError: there is none.
@@ -45,7 +45,7 @@ def cpp_compiler() -> str:
 
     try:
         return cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, OSError) as error:  # OSError: CXX names what is no program
+    except (exc.InvalidCxxCompiler, OSError) as error:  # OSError: CXX does not name a program
         named = config.cpp.cxx
         tried = named if isinstance(named, str) else named[-1]
         raise OSError(

@@ -1,4 +1,4 @@
-"""Numbers of bytes for people."""
+"""Formats numbers of bytes."""
 
 from __future__ import annotations
 

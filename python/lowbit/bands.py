@@ -14,12 +14,12 @@ PANEL_ROWS = 16
 
 
 def rows_of_band(k: int, weights: int) -> int:
-    """Whole panels of rows of k inputs, about so many weights, and one panel at least."""
+    """The number of rows of k inputs in a band: whole panels with about this number of weights, at least one."""
     return max(1, weights // k // PANEL_ROWS) * PANEL_ROWS
 
 
 class Bands:
-    """What the bands of a packed matrix have in common, and the header of all of them together.
+    """Joins bands of packed rows into one packed matrix.
 
     Attributes:
         header_bytes: how many bytes a band begins with that the whole matrix does not have.

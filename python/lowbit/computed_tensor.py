@@ -1,4 +1,4 @@
-"""What the ``weight`` of a packed layer is: a tensor without memory, whose values are computed when they are used."""
+"""The ``weight`` of a packed layer: a tensor without memory whose values are computed when they are used."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FIXED = "the weight of a packed layer cannot be changed: it is computed from pa
 
 
 class ComputedTensor(Tensor):
-    """A tensor that knows its shape, dtype and device, and computes its values when an operator wants them.
+    """A tensor that knows its shape, dtype and device, and computes its values when an operator needs them.
 
-    It has no memory: what would write to it, or to a view of it, is refused, and so is who asks for its address.
+    It has no memory: writes to it or to a view of it raise, and so does ``data_ptr()``.
     """
 
     _is_hf_initialized = True  # transformers asks: what has not been loaded it initializes, as Mamba's dt_proj
@@ -29,7 +29,7 @@ class ComputedTensor(Tensor):
 
     @classmethod
     def _view(cls, result: Tensor) -> ComputedTensor:
-        """A view of the values: to be read only, as who writes to it means the weight."""
+        """A read-only view of the values: a write to it would mean the weight."""
         layout = {"strides": result.stride(), "storage_offset": result.storage_offset()}
         return cls(lambda: result, result.shape, result.dtype, result.device, **layout)
 

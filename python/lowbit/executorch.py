@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def register_with(runtime: ModuleType) -> None:
-    """As :func:`register`, when the module with ExecuTorch's compiled part is there."""
+    """Like :func:`register`, with the module of ExecuTorch's compiled part."""
     # The runtime ends the process when an operator is registered twice.
     present = _OPERATORS.intersection(runtime._get_operator_names())
     if present == _OPERATORS:

@@ -1,4 +1,4 @@
-"""Matrices in groups of inputs, each of which has one scale: runs of a row, the last of which may be shorter."""
+"""Matrices in groups of consecutive inputs with one scale each; the last group of a row may be shorter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 
 def in_groups(values: Tensor, group_size: int | None) -> Tensor:
-    """[n, k] -> [n, groups, group size], with zeros behind a short last group; None: a group is a row."""
+    """[n, k] -> [n, groups, group size], a short last group padded with zeros; None: one group per row."""
     n, k = values.shape
     size = group_size or k
     missing = -k % size
@@ -15,5 +15,5 @@ def in_groups(values: Tensor, group_size: int | None) -> Tensor:
 
 
 def per_input(values: Tensor, group_size: int | None, k: int) -> Tensor:
-    """What each group has, [n, groups], for each of its inputs: [n, k]."""
+    """Values of groups, [n, groups], repeated for each input: [n, k]."""
     return values.repeat_interleave(group_size or k, 1)[:, :k]

@@ -1,4 +1,4 @@
-"""Puts packed layers in the place of float ones."""
+"""Replaces float layers by packed ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import TypeAlias
 import torch
 
 from . import nn, ops
+from .embeddings import table_of
 from .memory import in_huge_pages
 from .quantize import Config, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
 
-# What can be packed. Exact types: a subclass may use its weight in its own way (the output projection of
-# nn.MultiheadAttention does, and a scaled embedding).
+# What can be packed, beside the tables of embeddings.py. Exact types: a subclass may use its weight in its own way (the
+# output projection of nn.MultiheadAttention does).
 KINDS: dict[type, type] = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
 
 
 class Experts:
-    """The weights of one linear layer for each expert of a mixture, in one parameter of a module: a layer to pack.
+    """The weights of one linear layer per expert of a mixture, stored in one parameter of a module.
 
     Attributes:
         weight: [experts, out, in].
@@ -37,7 +38,7 @@ class Experts:
         self.weight, self.bias = self.oriented(weight), bias
 
     def oriented(self, weight: torch.Tensor) -> torch.Tensor:
-        """[experts, out, in] of a tensor that lies as the parameter does."""
+        """A tensor in the layout of the parameter as [experts, out, in]."""
         return weight.transpose(1, 2) if self.transposed else weight
 
     @property
@@ -53,7 +54,7 @@ class Experts:
         return self.weight.shape[2]
 
     def put(self, packed: torch.nn.Module) -> None:
-        """Puts a packed layer in the place of the parameter and its bias."""
+        """Replaces the parameter and its bias by a packed layer."""
         for leaf in (self.leaf, f"{self.leaf}_bias"):
             self.holder._parameters.pop(leaf, None)
         setattr(self.holder, self.leaf, packed)
@@ -71,8 +72,10 @@ Layer: TypeAlias = torch.nn.Module | Experts
 
 
 def kind_of(layer: Layer | None) -> type | None:
-    """The kind of config that a float layer takes; None: it cannot be packed."""
-    return LinearConfig if isinstance(layer, Experts) else KINDS.get(type(layer))
+    """The config class of a float layer; None if it cannot be packed."""
+    if isinstance(layer, Experts):
+        return LinearConfig
+    return EmbeddingConfig if table_of(layer) is not None else KINDS.get(type(layer))
 
 
 def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
@@ -81,8 +84,10 @@ def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
 
 
 def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
-    """All modules of a model by their qualified names, shared ones by each, and the float experts in them; what is a linear
-    layer in another form comes as a torch.nn.Linear."""
+    """All modules of a model and their float experts, by qualified names.
+
+    A shared module comes with each of its names, a linear layer of another class as a torch.nn.Linear.
+    """
     for name, module in model.named_modules(remove_duplicate=False):
         yield name, _in_its_form(module)
         for leaf, experts in experts_of(module).items():
@@ -90,7 +95,7 @@ def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def as_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
-    """The torch.nn.Linear that a layer of another kind is; None for all else."""
+    """The torch.nn.Linear that is equivalent to a layer of another class; None for other modules."""
     make = LINEAR_OF.get(f"{type(module).__module__}.{type(module).__qualname__}")
     return None if make is None else make(module)
 
@@ -106,14 +111,14 @@ def is_transposed(layer: Layer | None) -> bool:
 
 
 def oriented(layer: Layer, weight: torch.Tensor) -> torch.Tensor:
-    """[out, in], or [experts, out, in], of a tensor that lies as the layer's parameter does."""
+    """A tensor in the layout of the layer's parameter as [out, in] or [experts, out, in]."""
     if isinstance(layer, Experts):
         return layer.oriented(weight)
     return weight.T if is_transposed(layer) else weight
 
 
 def put_linears(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.nn.Module]:
-    """Puts torch.nn.Linear in the place of layers that are such a layer in another form: the model computes the same.
+    """Replaces linear layers of other classes by an equivalent torch.nn.Linear.
 
     Returns:
         The layers that were there.
@@ -130,7 +135,7 @@ def put_linears(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch
 
 @contextmanager
 def with_linears(model: torch.nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """:func:`put_linears`, for a while: what has not been replaced meanwhile is as it was."""
+    """A context with :func:`put_linears`; afterwards layers that were not replaced otherwise are restored."""
     before = put_linears(model, names)
     put = {name: model.get_submodule(name) for name in before}
     try:
@@ -159,7 +164,7 @@ def put_packed(
     dtype: torch.dtype,
     input_order: torch.Tensor | None = None,
 ):
-    """Puts the packed layer of this weight, or of this description, in the place of a float one; returns it."""
+    """Replaces a float layer by the packed layer of this weight or description; returns the packed layer."""
     if isinstance(layer, Experts):
         made = nn.LinearExperts(packed, dtype).train(layer.holder.training)
         layer.put(made)
@@ -170,7 +175,7 @@ def put_packed(
 
 
 def check_whole_experts(layers: Mapping[str, Layer], selected: Collection[str]) -> None:
-    """Refuses a choice of some of the matrices of experts: a layer runs all packed, or all float.
+    """Refuses a selection of only some of a layer's expert matrices: all must be packed, or all float.
 
     Raises:
         ValueError: another matrix of the same experts is not chosen.
@@ -187,7 +192,7 @@ def check_whole_experts(layers: Mapping[str, Layer], selected: Collection[str]) 
 
 
 class Prepared:
-    """A float layer in training, as :func:`lowbit.qat.prepare_` makes them: it computes what a packed one will."""
+    """A float layer prepared by :func:`lowbit.qat.prepare_`: it computes what the packed layer will."""
 
     def pack(self, bias: torch.Tensor | None) -> torch.Tensor:
         """uint8 [bytes], as :func:`lowbit.pack`."""
@@ -195,7 +200,7 @@ class Prepared:
 
 
 def refuse_prepared(model: torch.nn.Module) -> None:
-    """Raises ValueError where layers are in training."""
+    """Raises ValueError if layers are prepared for training."""
     for name, module in model.named_modules():
         if isinstance(module, Prepared):
             raise ValueError(f"{name or type(module).__name__} is prepared for training; lowbit.qat.convert_ packs it")
@@ -208,7 +213,7 @@ def warn_of_floats(
     reasons: Mapping[str, str] | None = None,
     stacklevel: int = 2,
 ) -> None:
-    """Warns, in one line, when more than a hundredth of the bytes of a float model's matrices stay float unasked.
+    """Warns if more than 1 % of the bytes of a model's matrices stay float without being asked to.
 
     Args:
         model: also on the meta device.
@@ -248,13 +253,13 @@ def warn_of_floats(
     parts = [f"as {name} does: {why}" for why, name in examples.items()]
     if kinds:
         more = "" if len(kinds) == 1 else f" and {len(kinds) - 1} other kinds of layers"
-        packs = "torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D, FalconLinear and experts"
+        packs = "torch.nn.Linear, torch.nn.Embedding and transformers' Conv1D, FalconLinear, experts and scaled tables"
         parts.append(f"in {kinds[0]}{more}; lowbit packs {packs}")
     warnings.warn(f"{only}{share}, {'; and '.join(parts)}", stacklevel=stacklevel + 1)
 
 
 def warn_of_training(model: torch.nn.Module) -> None:
-    """Warns, in one line, when most weights of a model about to be trained are packed, and it has no adapters."""
+    """Warns if most weights of a model about to be trained are packed and it has no adapters."""
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         return
     infos = [module.info for module in model.modules() if isinstance(module, nn.Packed)]
@@ -271,7 +276,7 @@ def warn_of_training(model: torch.nn.Module) -> None:
 
 
 def leave_fused_paths(model: torch.nn.Module) -> None:
-    """Makes torch's encoder layers call their linear layers where these are quantized, or prepared for it."""
+    """Makes torch's encoder layers call their linear layers if these are quantized or prepared for training."""
 
     # In evaluation torch's encoder layers hand the float weights of their linear layers to one fused operator. These
     # two attributes are what they themselves set to call the linear layers instead.
@@ -298,7 +303,7 @@ def names_by_weight(modules: Mapping[str, Layer]) -> dict[int, list[str]]:
 
 
 def check_weights(name: str, layer: Layer, config: Config) -> None:
-    """Refuses what the quantizer or the packer would refuse.
+    """Refuses weights that the quantizer or the packer would refuse.
 
     Raises:
         TypeError, ValueError: as :func:`lowbit.quantize_tensor`.
@@ -349,7 +354,7 @@ def pack_experts(weight: torch.Tensor, config: Config, bias: torch.Tensor | None
 
 
 def pack_layer(layer: Layer, config: Config, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The packed weight of a layer; ``weight`` is its own, or one to take in its place."""
+    """The packed weight of a layer; ``weight`` is the layer's own or one to use instead."""
     if isinstance(layer, Experts):
         return pack_experts(weight, config, bias)
     return quantize_tensor(weight, config, bias=bias)
@@ -363,7 +368,7 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
     """Packs layers of a model, in place.
 
     Args:
-        selected: qualified names of layers, of the exact types in ``KINDS`` or ``Prepared``, or of experts, each with its
+        selected: qualified names of layers that :func:`kind_of` knows, or ``Prepared``, or of experts, each with its
             config. What shares a tensor is packed once, and stays shared.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tables of levels for codes of 2, 3 and 4 bits: the usual ones, tables fitted to a matrix, and rounding to a table."""
+"""Tables of levels for codes of 2, 3 and 4 bits: standard tables, fitting to a matrix, rounding to a table."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ FACTORS = (1.0, 0.93, 0.87, 0.81, 0.75, 1.08)
 
 
 def sampled_rows(n: int, k: int) -> range:
-    """The rows of a matrix [n, k] that :func:`fit_levels` looks at: all, or some at equal distances, with a quarter of
-    a million weights or twice as many."""
+    """The rows of a matrix [n, k] that :func:`fit_levels` samples.
+
+    All rows, or equidistant ones with 250,000 to 500,000 weights.
+    """
     return range(0, n, max(1, n * k // SAMPLE))
 
 
@@ -44,7 +46,7 @@ def _per_weight(importance: Tensor | None, weight: Tensor) -> Tensor | None:
 
 
 class Table:
-    """Levels in order, for looking up the nearest."""
+    """Sorted levels, to look up the nearest one."""
 
     def __init__(self, levels: Tensor):
         self.levels, self.order = levels.float().sort()
@@ -52,17 +54,17 @@ class Table:
 
     @property
     def by_code(self) -> tuple[int, ...]:
-        """The levels as a packed weight has them."""
+        """The levels by code, as in a packed weight."""
         found = torch.empty_like(self.levels)
         found[self.order] = self.levels
         return tuple(map(int, found))
 
     def codes(self, levels: Tensor) -> Tensor:
-        """The codes, uint8, of levels that are in the table."""
+        """The uint8 codes of levels from the table."""
         return self.order[torch.searchsorted(self.levels, levels.contiguous())].to(torch.uint8)
 
     def nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The places of the nearest levels, and the levels."""
+        """The indices of the nearest levels, and the levels."""
         above = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
         for border in self.between:  # at most 15: torch.bucketize takes twice as long
             above += x <= border
@@ -87,7 +89,7 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def best_scales(x: Tensor, table: Table, importance: Tensor | None, factors: Sequence[float]) -> Tensor:
-    """The best of some scales for each group, of both signs where the table is not symmetric, then fitted to its levels."""
+    """The best of several scales per group (both signs if the table is not symmetric), refitted to its levels."""
     largest = x.abs().amax(1, keepdim=True)
     ends = {float(table.levels[-1]), float(table.levels[0])} - {0.0}
     if len({abs(end) for end in ends}) == 1 and torch.equal(table.levels, -table.levels.flip(0)):
@@ -187,7 +189,7 @@ def _fit(x: Tensor, importance: Tensor | None, bits: int, start: Tensor) -> tupl
 
 
 def fit_levels(weight: Tensor, bits: int, group_size: int | None, importance: Tensor | None = None) -> tuple[int, ...]:
-    """The table for which rounding a matrix to it leaves the least squared error, in a local optimum.
+    """The table that minimizes the squared error of rounding a matrix to it (a local optimum).
 
     Lloyd-Max (Lloyd, 1982; Max, 1960) over the weights of the sampled rows, each divided by the scale of its group: by
     turns weights go to their nearest levels, scales and levels to the least squares. Deterministic.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import ops
 from .computed_tensor import ComputedTensor
+from .embeddings import Table, give_state, table_of
 from .memory import in_huge_pages
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
 
@@ -47,7 +48,7 @@ class Packed(torch.nn.Module):
         return ops.verify(packed_weight)
 
     def verify(self) -> None:
-        """Checks every byte against the checksums, and reads the description anew.
+        """Checks every byte against the checksums, and rereads the header.
 
         Raises:
             ValueError: not a packed weight, or the packed bytes were altered.
@@ -65,7 +66,7 @@ class Packed(torch.nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as a float layer has it, [out, in] of the dtype that the layer had, which follows ``module.to(dtype)``.
+        """The dequantized weight, [out, in], of the float layer's dtype, which follows ``module.to(dtype)``.
 
         Its shape, dtype and device cost nothing; whoever uses its values has them computed, each time anew. It cannot be
         changed, and is neither a parameter nor in the state dict.
@@ -94,7 +95,7 @@ class Packed(torch.nn.Module):
         super().register_parameter(name, param)
 
     def requires_grad_(self, requires_grad: bool = True) -> Packed:
-        """Nothing, if it is False: packed weights have no gradients.
+        """Does nothing if False: packed weights have no gradients.
 
         Raises:
             ValueError: this layer alone is to be trained. (A model with packed layers may be asked: its float parameters
@@ -102,8 +103,8 @@ class Packed(torch.nn.Module):
         """
         if requires_grad and not any(True for _ in self.parameters()):
             raise ValueError(
-                f"a packed {type(self).__name__} cannot be trained: its weight is fixed. Leave a layer float that is to be "
-                "trained (config None), or put adapters beside it"
+                f"a packed {type(self).__name__} cannot be trained: its weight is fixed. To train a layer, leave it float "
+                "(config None), or put adapters beside it"
             )
         return super().requires_grad_(requires_grad)
 
@@ -237,7 +238,7 @@ class Linear(Packed):
 
     @property
     def bias(self) -> Tensor | None:
-        """[out] of the same dtype as ``weight``, and computed as that is; None: there is none."""
+        """The bias, [out], of the same dtype as ``weight``, computed when used; None without a bias."""
         if not self.info.has_bias:
             return None
 
@@ -280,7 +281,7 @@ class Linear(Packed):
         return ops.linear(x, self.packed_weight, self.info.out_features)
 
     def extra_repr(self) -> str:
-        order = "" if self.input_order is None else "inputs in an order of their own, "
+        order = "" if self.input_order is None else "act-order permutation, "
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.info.has_bias}, {order}"
             + self._format_repr()
@@ -290,31 +291,39 @@ class Linear(Packed):
 class Embedding(Packed):
     """An embedding table of 1 to 8 bits per weight.
 
-    Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``.
+    Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``. Some of
+    transformers' tables multiply their rows by a number, or normalize them: what takes their place does the same, and
+    ``weight`` is as stored.
     """
 
     def __init__(
-        self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32, padding_idx: int | None = None
+        self,
+        packed_weight: Tensor | ops.PackedInfo,
+        dtype: torch.dtype = torch.float32,
+        padding_idx: int | None = None,
+        table: Table = Table(),
     ):
         """
         Args:
             packed_weight: from :func:`lowbit.pack`, or a description as for :class:`Linear`.
             dtype: of the output: float32, bfloat16 or float16.
             padding_idx: kept for information; the row is stored like any other.
+            table: what is done with rows that were looked up; a norm is a module that is then set as ``embed_norm``.
 
         Raises:
             ValueError: not a valid packed weight, or another dtype.
         """
         super().__init__(packed_weight, dtype)
-        self.padding_idx = padding_idx
+        self.padding_idx, self._table = padding_idx, table
 
     @classmethod
     def from_float(cls, embedding: torch.nn.Embedding, config: EmbeddingConfig) -> Embedding:
         """Quantizes a float table by round-to-nearest.
 
         Raises:
-            TypeError, ValueError: a config of the wrong type, a table with ``max_norm`` (it rescales its rows at each
-                lookup), or weights that are not finite, not on the CPU, or computed by a hook.
+            TypeError, ValueError: a config of the wrong type, a table of a class that lowbit does not know or with
+                ``max_norm`` (it rescales its rows at each lookup), or weights that are not finite, not on the CPU, or computed
+                by a hook.
         """
         if not isinstance(embedding, torch.nn.Embedding):
             raise TypeError(f"expected a torch.nn.Embedding; found {type(embedding).__name__}")
@@ -335,11 +344,17 @@ class Embedding(Packed):
         return self.info.in_features
 
     def forward(self, indices: Tensor) -> Tensor:
-        return torch.ops.lowbit.embedding(indices, self.packed_weight, self.info.in_features, dtype=self._dtype)
+        rows = torch.ops.lowbit.embedding(indices, self.packed_weight, self.info.in_features, dtype=self._dtype)
+        return self.finish(rows)
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """The output for rows that were looked up: as they are, scaled, or normalized."""
+        return self._table.finish(rows, self)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
-        return f"{self.num_embeddings}, {self.embedding_dim}, {padding}" + self._format_repr()
+        scale = "" if self._table.scale is None else f"scale={self._table.scale.value:g}, "
+        return f"{self.num_embeddings}, {self.embedding_dim}, {padding}{scale}" + self._format_repr()
 
 
 class LinearExperts(Packed):
@@ -404,7 +419,7 @@ class LinearExperts(Packed):
 
 
 def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
-    """Refuses a float layer whose weight or bias a hook computes anew before each call.
+    """Refuses a float layer whose weight or bias a hook computes before each call.
 
     Raises:
         ValueError: as weight_norm, spectral_norm and pruning of torch.nn.utils leave a layer.
@@ -412,7 +427,7 @@ def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
     for name in ("weight", "bias"):
         if isinstance(layer.__dict__.get(name), Tensor):  # where a parameter is, it is not here
             raise ValueError(
-                f"{prefix}{name} is no parameter: a hook computes it before each call, as weight_norm, spectral_norm and "
+                f"{prefix}{name} is not a parameter: a hook computes it before each call, as weight_norm, spectral_norm and "
                 "pruning do; make it one first (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
             )
 
@@ -427,18 +442,25 @@ def in_place_of(
     dtype: torch.dtype,
     input_order: Tensor | None = None,
 ) -> Linear | Embedding:
-    """The module with this packed weight that replaces a float layer, with the layer's hooks, its mode and what its users
-    have set on it; ``dtype`` is that of an embedding's output, and of ``weight``; ``input_order`` that of a linear layer."""
+    """The module with this packed weight that replaces a float layer, with the layer's hooks, mode and attributes.
+
+    ``dtype`` is the type of an embedding's output and of ``weight``; ``input_order`` is for linear layers.
+    """
     if isinstance(layer, torch.nn.Embedding):
-        packed = Embedding(packed_weight, dtype, layer.padding_idx)
-    else:
-        packed = Linear(packed_weight, dtype, input_order)
-    take_place(packed, layer)
-    return packed
+        table = table_of(layer)
+        if table is None:
+            raise TypeError(f"a {type(layer).__name__} may use its weight in its own way; expected a torch.nn.Embedding")
+        packed = Embedding(packed_weight, dtype, layer.padding_idx, table)
+        take_place(packed, layer)
+        give_state(packed, table, layer)
+        return packed
+    linear = Linear(packed_weight, dtype, input_order)
+    take_place(linear, layer)
+    return linear
 
 
 def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
-    """Gives a layer another one's hooks and mode, and what its users have set on it."""
+    """Copies another layer's hooks, mode and user-set attributes to a layer."""
     packed.train(layer.training)
     if "forward" in layer.__dict__ and isinstance(packed, Packed):
         warnings.warn(
@@ -455,7 +477,7 @@ def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
 
 
 def use_huge_pages(model: torch.nn.Module) -> int:
-    """Moves the packed weights of a model into huge pages, where Linux gives them on request.
+    """Moves the packed weights of a model into huge pages if Linux provides them on request.
 
     Then a matrix that is read from memory comes faster: the CPU looks up a five-hundredth of the addresses, and fetches
     ahead beyond 4 KiB. :func:`lowbit.quantize_` does it by itself; call this for weights that were loaded, and above all

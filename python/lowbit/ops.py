@@ -39,7 +39,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _StraightThroughForward(_StraightThrough):
-    """With derivatives in forward mode (torch.func.jvp, jacfwd). Apart, as torch.compile takes no function with a jvp."""
+    """Adds forward-mode derivatives (torch.func.jvp, jacfwd); a class of its own, as torch.compile accepts no jvp."""
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -55,7 +55,7 @@ class _StraightThroughForward(_StraightThrough):
 
 
 def _for_this_place() -> bool:
-    """Whether what Dynamo traces will run here. A program for other places holds the bare operators."""
+    """Whether the traced program will run in this process. Exported programs contain the bare operators."""
     # It looks at the level, which is -1 or more, so that a call on another one is traced anew.
     return forward_ad._current_level >= -1 and not torch.compiler.is_exporting()
 
@@ -80,7 +80,7 @@ def _has_tangent(operator: str, *arguments) -> bool:
 
 
 def _differentiated(x: Tensor) -> bool:
-    """Whether somebody wants derivatives with respect to x. A program for other places holds the bare operator."""
+    """Whether derivatives with respect to x are requested. Exported programs contain the bare operator."""
     # A tangent does not show in requires_grad; without this it would be lost.
     if not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
         return False
@@ -219,7 +219,7 @@ def embedding(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dty
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Attention in a program with gradients: the result can be used, but not gone back through."""
+    """Attention in a program with gradients: its result has none."""
 
     @staticmethod
     def forward(*arguments):
@@ -247,7 +247,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over static caches: writes ``k`` and ``v`` behind what the caches hold, then attends.
+    """Causal attention over static caches: appends ``k`` and ``v`` to the caches, then attends.
 
     Time grows with the positions that the caches hold, not with ``max_length``. The result of a position has the same
     bits however a text was cut into calls.
@@ -263,8 +263,8 @@ def attention(
             example), and leave the rest to it. :func:`cache_width` has the size of the last dimension: int8 caches have
             4 bytes more, for a float32 scale for each position of a head. 4-bit caches are int8, too, with half as many
             bytes and these 4; their widths are multiples of 32. What goes into a smaller type is rounded to nearest, into
-            4 bits behind a rotation; docs/design.md has the formula. A position with a key or value that is not finite is
-            NaN in a cache of codes.
+            4 bits after a rotation; docs/internals/operators.md explains both. In caches of codes a position with a key or
+            value that is not finite is NaN.
         start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
             ``start + i`` of the text and sees all up to itself.
         scale: of the products of q and k; None: ``width ** -0.5``.
@@ -300,8 +300,9 @@ def attention(
 
 
 def cache_width(width: int, dtype: torch.dtype) -> int:
-    """The last dimension of a cache of :func:`attention` for keys or values of that width; ``torch.int4`` stands for 4-bit
-    caches, whose tensors are int8.
+    """The last dimension of a cache of :func:`attention` for keys or values of this width.
+
+    ``torch.int4`` stands for 4-bit caches, whose tensors are int8.
 
     Raises:
         ValueError: a width that 4-bit caches cannot have.
@@ -314,7 +315,7 @@ def cache_width(width: int, dtype: torch.dtype) -> int:
 
 
 def cache_storage(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the tensors of such caches: int8 for ``torch.int4``, else itself."""
+    """The dtype of the tensors of a cache: int8 for ``torch.int4``, otherwise ``dtype``."""
     return torch.int8 if dtype is torch.int4 else dtype
 
 
@@ -422,6 +423,11 @@ def _(codes, scales, mins, bias, bits, group_size, levels=None):
 def _(weights, importance, bits, affine):
     groups = weights.shape[0]
     return weights.new_empty(groups), weights.new_empty(groups if affine else 0)
+
+
+@torch.library.register_fake("lowbit::error_feedback")
+def _(weights, factor, pull, scales, mins, levels, bits):
+    return tuple(torch.empty_like(weights) for _ in range(3))
 
 
 @torch.library.register_fake("lowbit::quantize")

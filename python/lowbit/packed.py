@@ -1,4 +1,4 @@
-"""Packed weights as bytes: what the header says, packing and unpacking, and other formats of the same values."""
+"""Packed weights as bytes: headers, packing and unpacking, conversion to other formats."""
 
 import struct
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from . import _C
 
 @dataclass(frozen=True)
 class PackedInfo:
-    """What the header of a packed weight says."""
+    """The header of a packed weight."""
 
     bits: int  # of a code, 1 to 8
     mapping: str  # "symmetric", "affine" or "levels"
@@ -30,7 +30,7 @@ class PackedInfo:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight: (out_features, in_features), behind the number of experts if there are some."""
+        """The shape of the weight: (out_features, in_features), with the number of experts first if there are any."""
         one = (self.out_features, self.in_features)
         return one if self.experts is None else (self.experts, *one)
 
@@ -41,8 +41,10 @@ class PackedInfo:
 
 
 class Unpacked(NamedTuple):
-    """What :func:`pack` took: ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n],
-    ``levels`` int8 [2**bits]."""
+    """The arguments that :func:`pack` got.
+
+    ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n], ``levels`` int8 [2**bits].
+    """
 
     codes: Tensor
     scales: Tensor
@@ -114,8 +116,9 @@ def verify(packed: Tensor) -> PackedInfo:
 def describe(
     shape: tuple[int, int], bits: int, group_size: int | None, mapping: str, has_bias: bool, levels: Sequence[int] | None = None
 ) -> PackedInfo:
-    """What :func:`info` will say about a weight of ``shape`` [n, k] once it is packed. Mapping "levels" without its
-    ``levels`` (they are not known before they are fitted): all of them zero.
+    """What :func:`info` will return for a weight of ``shape`` [n, k] once it is packed.
+
+    Without ``levels``, which may not be fitted yet, mapping "levels" has zeros.
 
     Raises:
         ValueError: as :func:`pack`.
@@ -127,7 +130,7 @@ def describe(
 
 
 def check_format(bits: int, group_size: int | None, mapping: str) -> None:
-    """Refuses what no packed weight can be.
+    """Refuses invalid bits, group sizes and mappings.
 
     Raises:
         TypeError, ValueError: bits are not an int from 1 to 8, the group size is neither a positive multiple of 16 nor
@@ -207,7 +210,7 @@ def pack(
 
 
 def _check_parts(codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None) -> None:
-    """What the operator cannot say in the terms of Python; it checks shapes and values.
+    """Checks types, dtypes and devices; the operator checks shapes and values.
 
     Raises:
         TypeError, ValueError: no tensor, or one of another dtype or on another device than :func:`pack` takes.
@@ -270,7 +273,7 @@ def unpack(packed: Tensor) -> Unpacked:
 
 
 def repack(packed: Tensor, format: str) -> Tensor:
-    """The same weights in another packed format, for kernels that read no other.
+    """The same weights in a vendor's packed format.
 
     Args:
         packed: from :func:`pack`, or of a vendor's format.

@@ -1,4 +1,4 @@
-"""Which of several patterns counts for a name."""
+"""Name patterns with values."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 
 class Patterns:
-    """Shell-style patterns of qualified names (``"*embed*"``), each with a value. The last that matches counts."""
+    """Shell-style patterns of qualified names (``"*embed*"``), each with a value. The last matching pattern wins."""
 
     def __init__(self, pairs: Iterable[tuple[str, Any]]):
         self._pairs = list(pairs)
         self._used: set[int] = set()
 
     def last(self, name: str, applies: Callable[[Any], bool] = lambda value: True) -> tuple[str, Any] | None:
-        """The last pattern that matches `name` among those whose value applies, with its value; None: there is none."""
+        """The last matching pattern whose value applies, with its value; None if no pattern matches."""
         matching = [at for at, (pattern, value) in enumerate(self._pairs) if fnmatchcase(name, pattern) and applies(value)]
         self._used.update(matching)
         return self._pairs[matching[-1]] if matching else None
 
     def warn_unused(self, what: str, stacklevel: int = 2) -> None:
-        """Warns of each pattern that no name has matched so far: the user had something in mind that is not there."""
+        """Warns of each pattern that has matched no name: it probably has a typo."""
         for at, (pattern, _) in enumerate(self._pairs):
             if at not in self._used:
                 warnings.warn(f"the pattern {pattern!r} matches no {what}", stacklevel=stacklevel + 1)

@@ -1,4 +1,4 @@
-"""LoRA on packed layers, through peft: the packed weights stay as they are, beside each float matrices are trained.
+"""LoRA on packed layers through peft: packed weights stay, float matrices beside them are trained.
 
 >>> import peft
 >>> model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))  # doctest: +SKIP
@@ -58,7 +58,7 @@ class LoraLinear(lora.Linear):
         )
 
     def unmerge(self) -> None:
-        """Nothing: adapters are never merged."""
+        """Does nothing: adapters are never merged."""
 
 
 def _check(config: peft.LoraConfig) -> None:
@@ -69,8 +69,10 @@ def _check(config: peft.LoraConfig) -> None:
 
 
 def know_packed_layers(config: peft.LoraConfig, model: torch.nn.Module) -> None:
-    """What peft's LoraModel does before it puts adapters on a model with packed layers: these get adapters too, and
-    "all-linear" selects them, all but the output head."""
+    """Prepares a config so that peft's LoraModel puts adapters on packed layers, too.
+
+    "all-linear" then selects all of them except the output head.
+    """
     config._register_custom_module({nn.Linear: LoraLinear})
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from . import ops
+from .embeddings import Table
 from .groups import in_groups
 from .layers import Prepared
 from .quantize import Config
@@ -102,7 +103,7 @@ def _levels(codes: Tensor, config: Config) -> Tensor:
 
 
 def fake_quantize_activations(x: Tensor, group_size: int | None) -> Tensor:
-    """Activations as the packed linear layers round them: to int8, with a scale per segment of at most 64 inputs.
+    """Rounds activations like packed linear layers: to int8, with a scale per segment of at most 64 inputs.
 
     Args:
         x: [..., k] of any float dtype.
@@ -190,7 +191,7 @@ class Layer(Prepared):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def follow(self, other: Layer) -> None:
-        """Takes the config and the scales of another layer in training."""
+        """Shares the config and the scales of another prepared layer."""
         self._config, self._owner = other._config, other._owner or (other,)
 
     def grid(self) -> tuple[Tensor, Tensor | None]:
@@ -231,7 +232,7 @@ def _refuse(exported: bool) -> None:
 
 
 class LinearLayer(Layer):
-    """A linear layer in training, however its weight lies."""
+    """A linear layer prepared for training, with a weight of either orientation."""
 
     bias: Tensor | None
 
@@ -248,11 +249,13 @@ class LinearLayer(Layer):
 
 
 class Linear(LinearLayer, torch.nn.Linear):
-    """What :func:`lowbit.qat.prepare_` makes of a torch.nn.Linear."""
+    """The prepared form of a torch.nn.Linear (:func:`lowbit.qat.prepare_`)."""
 
 
 class Embedding(Layer, torch.nn.Embedding):
-    """What :func:`lowbit.qat.prepare_` makes of a torch.nn.Embedding."""
+    """What :func:`lowbit.qat.prepare_` makes of torch.nn.Embedding and of the classes in :mod:`lowbit.embeddings`."""
+
+    _table: Table
 
     def forward(self, indices: Tensor) -> Tensor:
         _refuse_export()
@@ -266,7 +269,8 @@ class Embedding(Layer, torch.nn.Embedding):
             for table in (self.weight, *self.grid())
         ]
         values = _FakeQuantized.apply(*rows, config)
-        return values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
+        rows = values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
+        return self._table.finish(rows, self)
 
 
 # A float layer -> what it becomes in training. hf/conv1d.py adds transformers' kind.

@@ -1,4 +1,4 @@
-"""Training of models that will be packed: layers that compute, in float and with gradients, what packed ones will.
+"""Training before packing: float layers that compute, with gradients, what packed layers will.
 
 >>> import torch, lowbit
 >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from .embeddings import table_of
 from .layers import Prepared, as_linear, check_layers, layer_at, leave_fused_paths, names_by_weight, replace_layers
 from .nn import Packed
 from .prepared import KINDS, Embedding, Layer, Linear, fake_quantize_activations, stored
@@ -25,9 +26,11 @@ from .quantize_model import choose_layers, described_to_transformers, know_trans
 def _kind(name: str, module: torch.nn.Module) -> type:
     if type(module) in KINDS:
         return KINDS[type(module)]
+    if table_of(module) is not None:
+        return Embedding
     if isinstance(module, torch.nn.Linear) and as_linear(module) is not None:  # FalconLinear
         return Linear
-    raise ValueError(f"{name} is a {type(module).__name__}, which cannot be trained packed; give it the config None")
+    raise ValueError(f"{name} is a {type(module).__name__}, which lowbit.qat cannot train; give it the config None")
 
 
 def prepare_(
@@ -75,6 +78,8 @@ def prepare_(
         for name in names:
             module = modules[name]
             if not isinstance(module, Prepared):  # else it is there under several names
+                if isinstance(module, torch.nn.Embedding):
+                    module._table = table_of(module)  # its class is about to go
                 module.__class__ = kinds[name]  # keeps its hooks, its attributes, and who else refers to it
                 module.prepare(selected[name], owner)
             owner = owner or module

@@ -19,11 +19,11 @@ _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
 
 @dataclass(frozen=True)
 class Config:
-    """What :class:`LinearConfig` and :class:`EmbeddingConfig` have in common."""
+    """Base class of :class:`LinearConfig` and :class:`EmbeddingConfig`."""
 
     bits: int = 4
     group_size: int | None = 32
-    mapping: str = ""  # so that one that was given is told from one that was not; never empty behind __post_init__
+    mapping: str = ""  # empty: not given; __post_init__ replaces it
     scale: str = "mse"
     levels: str | Sequence[int] | None = None
 
@@ -98,7 +98,7 @@ def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
 
 
 def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str = "") -> None:
-    """Refuses whatever the quantizer or the packer would refuse, before either starts."""
+    """Refuses weights that the quantizer or the packer would refuse, before either starts."""
     if isinstance(weight, Tensor) and (weight.dim() != 2 or weight.numel() == 0):
         raise ValueError(f"{prefix}weight has shape {list(weight.shape)}; expected [n, k] with n and k at least 1")
     _check_values(weight, f"{prefix}weight", weight.shape if isinstance(weight, Tensor) else ())
@@ -109,8 +109,11 @@ def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str
 
 
 def table_of(config: Config, weight: Tensor, importance: Tensor | None = None) -> tuple[int, ...]:
-    """The levels of a config with mapping "levels"; fitted to ``weight`` [n, k] where the config says so, each squared
-    error counted by ``importance`` [k] or [n, k]."""
+    """The levels of a config with mapping "levels".
+
+    If the config says "fit", they are fitted to ``weight`` [n, k], with squared errors weighted by ``importance`` [k] or
+    [n, k].
+    """
     if config.levels == FIT:
         return fit_levels(weight, config.bits, config.group_size, importance)
     return TABLES[config.levels] if isinstance(config.levels, str) else tuple(config.levels or ())

@@ -14,7 +14,6 @@ import torch
 from . import nn, ops
 from ._sizes import size
 from .layers import (
-    KINDS,
     Experts,
     check_whole_experts,
     kind_of,
@@ -34,7 +33,7 @@ def select_layers(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     experts: bool = False,
 ) -> dict[str, Config]:
-    """The qualified names to quantize, each with its config; those of experts in one tensor only if they are asked for."""
+    """The qualified names to quantize, with their configs; names of expert tensors only if requested."""
     if isinstance(config, Config):
         patterns: dict[str, Config | None] = {"*": config}
     elif isinstance(config, Mapping):
@@ -64,7 +63,7 @@ def select_layers(
 
 
 def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
-    layers = {name: layer for name, layer in named_layers(model) if type(layer) in KINDS}
+    layers = {name: layer for name, layer in named_layers(model) if not isinstance(layer, Experts) and kind_of(layer)}
     for names in names_by_weight(layers).values():
         packed, left = [name for name in names if name in selected], [name for name in names if name not in selected]
         if packed and left:
@@ -85,8 +84,8 @@ def _refuse_adapters(model: torch.nn.Module, selected: Mapping[str, Config]) -> 
             adapters = [each for each in selected if each.startswith(f"{name}.{kind}.") and kind != "modules_to_save"]
             if adapters:
                 raise ValueError(
-                    f"{adapters[0]} is an adapter of peft, which could then learn nothing; choose what it stands beside "
-                    "('*.base_layer') and leave adapters out ('*.lora_*': None), or merge them first"
+                    f"{adapters[0]} is an adapter of peft, which could no longer be trained; select the layers below "
+                    "adapters ('*.base_layer') and exclude adapters ('*.lora_*': None), or merge them first"
                 )
 
 
@@ -134,7 +133,7 @@ def _refuse_diffusers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
-    """Models of transformers and diffusers, also inside others: what their save_pretrained must know."""
+    """Prepares save_pretrained of models of transformers and diffusers, also inside other models."""
     with _described_to_transformers(model):
         yield
     _refuse_diffusers(model)
@@ -164,7 +163,7 @@ def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
 
 
 def know_transformers() -> None:
-    """Lets its own kinds of layers be found; a model of it can only be there if it is loaded."""
+    """Registers layer classes of transformers if it is loaded."""
     if "transformers.modeling_utils" in sys.modules:
         with suppress(ImportError):  # of another version: these stay float, and a warning says so
             import_module("lowbit.hf.experts")
@@ -179,7 +178,8 @@ def quantize_(
     """Replaces the linear layers and embedding tables of a model by quantized ones, in place.
 
     Args:
-        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules (not subclasses of them) at any depth. Linear
+        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules at any depth. Of their subclasses those of
+            transformers' tables are taken that scale or normalize their rows (Gemma, BART), no others. Linear
             layers are also transformers' ``Conv1D``, and its parameters that have the weights of all experts of a mixture,
             which are called as the parameter is (``"*.experts.down_proj"``).
         config: one config, for all layers of its kind; or shell-style patterns of qualified names (``"*embed*"``) to

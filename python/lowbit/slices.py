@@ -1,4 +1,4 @@
-"""Packed matrices joined and cut, exactly: for layers that are fused, or spread over several machines."""
+"""Joins and cuts packed matrices exactly, for fused layers and tensor parallelism."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from .packed import check_packed, info
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Packed matrices as one: below each other (dim 0, their outputs are joined) or side by side (dim 1, their inputs).
+    """Joins packed matrices: along the outputs (dim 0) or the inputs (dim 1).
 
     Codes, scales and row scales stay as they are, so :func:`lowbit.linear` gives with ``dim=0`` the results of the parts
     next to each other, with the same bits. ``concat`` of slices gives the bytes of what was cut.

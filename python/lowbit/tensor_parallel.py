@@ -1,4 +1,4 @@
-"""One model on several processes, also of several machines: each computes a part of its packed layers' outputs.
+"""Tensor parallelism: each process computes a part of the outputs of a model's packed layers.
 
 Start the processes with torchrun; gloo connects CPUs.
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import nn
-from .layers import KINDS
+from .layers import kind_of
 from .memory import give_back, in_huge_pages
 from .slices import concat, slice_columns, slice_rows
 
@@ -73,7 +73,7 @@ class Part(nn.Linear):
 
 
 class ExpertsPart(nn.LinearExperts):
-    """A rank's part of the packed layers of experts, of each of them the same; made by :func:`shard_`.
+    """A rank's part of packed experts, the same part of each expert; made by :func:`shard_`.
 
     Attributes:
         group, gathers_inputs, whole, sums: as those of :class:`Part`.
@@ -101,7 +101,7 @@ class ExpertsPart(nn.LinearExperts):
         return out if self.late else self.join(out)
 
     def join(self, out: Tensor) -> Tensor:
-        """The outputs of all ranks, [..., out], as the plan wants them."""
+        """Joins the outputs of all ranks, [..., out], as the plan says."""
         return _joined(out, self.whole, self.sums, self.group)
 
     def extra_repr(self) -> str:
@@ -122,7 +122,7 @@ PARTS = (Part, ExpertsPart)
 
 
 def _gathered(x: Tensor, whole: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The last dimensions of all ranks, one after another: all of one size, but the last ones', which may have less."""
+    """Gathers the last dimension over ranks; the last ranks may have less than the others."""
     ranks, lead = dist.get_world_size(group), x.shape[:-1]
     each = _each(whole, ranks)
     own = x.reshape(-1, x.shape[-1])
@@ -136,7 +136,7 @@ def _gathered(x: Tensor, whole: int, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _each(count: int, ranks: int) -> int:
-    """How many of `count` outputs a rank has: the same for all if that goes, else whole panels of 16."""
+    """Outputs per rank: `count` divided evenly if possible, otherwise in whole panels of 16."""
     if count % ranks == 0:
         return count // ranks
     panels = -(-count // (16 * ranks)) * 16
@@ -157,7 +157,7 @@ def _shared_heads(attention: torch.nn.Module, rows: int, ranks: int) -> int | No
 
 
 def _head_of(attention: torch.nn.Module, rows: int) -> int | None:
-    """How many outputs of a layer belong together; None: it is not known to have heads."""
+    """Outputs per head; None if the layer has no known heads."""
     head = getattr(attention, "head_dim", None)
     if head is None and hasattr(attention, "head_size"):  # GPT-NeoX: a head's queries, keys and values are in a row
         queries = getattr(getattr(attention, "config", None), "num_attention_heads", None)
@@ -175,7 +175,7 @@ def _cut(
         raise ValueError(f"{name} has {inputs} inputs, which {ranks} ranks cannot share evenly")
     if (local_inputs or style in _WHOLE_INPUTS) and not exact:
         if order is not None:
-            raise ValueError(f"{name} has inputs in an order of their own, which {ranks} ranks cannot share: use exact")
+            raise ValueError(f"{name} has an act-order permutation, which {ranks} ranks cannot share; use exact=True")
         each, size = -(-inputs // ranks), layer.info.group_size
         if inputs % ranks or each % (size or each):
             raise ValueError(f"{name} has {inputs} inputs in groups of {size}, which {ranks} ranks cannot share evenly")
@@ -245,7 +245,7 @@ def shard_(
     Every rank calls it with the same model, and then the model with the same inputs; each gets the whole result. What
     is loaded from files stays mapped until it is cut, and is then given back, matrix by matrix: a rank's memory is its
     part, one matrix, and of the tables of embeddings, which stay whole, what it has looked up. Where an attention has
-    fewer heads of keys than there are ranks, several ranks have the same one.
+    fewer KV heads than there are ranks, several ranks have the same one.
 
     Args:
         model: with :class:`lowbit.nn.Linear` layers or :class:`lowbit.nn.LinearExperts`; of transformers, or any with a
@@ -291,7 +291,7 @@ def _cut_all(
     modules: Mapping[str, torch.nn.Module], styles: Mapping[str, str], exact: bool, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Part | ExpertsPart], dict[str, int]]:
     """This rank's part of each packed layer that a plan names; the modules stay as they are. And for each attention whose
-    heads of keys several ranks have: how many of a rank's heads of queries go to one of keys.
+    KV heads are replicated over ranks: how many of a rank's query heads use one KV head.
 
     Raises:
         ValueError: as :func:`shard_`.
@@ -322,18 +322,18 @@ def _cut_all(
             raise ValueError(f"{name} is a packed {type(layer).__name__}; lowbit cuts linear layers and experts")
         elif style == EXPERTS_TOGETHER and not any(isinstance(child, nn.LinearExperts) for child in layer.children()):
             raise ValueError(f"{name} is float; {ranks} ranks can share packed experts only: quantize it")
-        elif type(layer) in KINDS and style in (*_LOCAL_OUTPUTS, *_LOCAL_INPUTS):
+        elif kind_of(layer) is not None and style in (*_LOCAL_OUTPUTS, *_LOCAL_INPUTS):
             raise ValueError(f"{name} is float; {ranks} ranks can share packed layers only: quantize it")
     return parts, sharing
 
 
 def styles_of(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The modules that a plan wants cut, by their names, and how."""
+    """The modules that a plan cuts, by name, with their styles."""
     names = (name for name, _ in model.named_modules(remove_duplicate=False))
     styles = {name: plan.get(pattern_of(name)) for name in names}
     return {name: style for name, style in styles.items() if style is not None and style not in _LEFT_WHOLE}
 
 
 def pattern_of(name: str) -> str:
-    """A qualified name as plans have it: "layers.3.mlp" is "layers.*.mlp"."""
+    """A qualified name in the form of plans: "layers.3.mlp" gives "layers.*.mlp"."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -1,4 +1,4 @@
-"""How many threads a model should run on.
+"""Finds the best number of threads for a model.
 
 Decoding is bound by memory: beyond some number of threads it gets no faster, and with cores of different speeds or busy
 neighbors even slower. Which number that is depends on the machine and on the layers, so it is measured.
@@ -29,7 +29,7 @@ class ThreadTuning:
 
 
 def available_cpus() -> int:
-    """The CPUs that this process may use: its affinity, and the CPU time that its control groups allow, rounded up."""
+    """The number of CPUs that this process may use, by affinity and by control groups (rounded up)."""
     try:
         count = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -77,7 +77,7 @@ def _quota_v1(group: Path) -> float | None:
 
 
 def _candidates(cpus: int) -> list[int]:
-    """Every number up to 8, then eight in each doubling, and all CPUs."""
+    """The numbers of threads to try: 1 to 8, then eight per doubling, and all CPUs."""
     counts = list(range(1, min(cpus, 8) + 1))
     while counts[-1] < cpus:
         counts.append(min(cpus, counts[-1] + max(1, 1 << (counts[-1].bit_length() - 4))))

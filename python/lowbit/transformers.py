@@ -1,4 +1,4 @@
-"""Hugging Face transformers: ``from_pretrained`` quantizes, and loads what is quantized.
+"""Registers lowbit with transformers: ``from_pretrained`` quantizes models and loads packed ones.
 
 transformers imports this module when it first meets the method "lowbit" (``lowbit_autoload.imports``). With
 ``LOWBIT_AUTOLOAD=0`` importing it, or using ``lowbit.LowBitConfig``, registers the method.

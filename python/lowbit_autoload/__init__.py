@@ -1,9 +1,9 @@
-"""Registers lowbit's operators while torch is imported, so that files that use them load without naming lowbit, and tells
-other libraries of it (:mod:`lowbit_autoload.imports`).
+"""Registers lowbit's operators while torch is imported.
 
-torch calls :func:`register` (an entry point of the group "torch.backends") at the end of ``import torch``, unless
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0``. It is not part of the package ``lowbit`` because that raises where it cannot work,
-and torch makes of any error here a failed ``import torch``.
+Files that use them then load without importing lowbit, and other libraries know packed layers
+(:mod:`lowbit_autoload.imports`). torch calls :func:`register` (an entry point of the group "torch.backends") at the end of
+``import torch``, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``. It is not part of the package ``lowbit``, because an error here
+would make ``import torch`` fail.
 """
 
 import sys

@@ -93,7 +93,7 @@ TEST(Codec, EveryCodeSurvivesAmongRandomOnes) {
   });
 }
 
-// One position: its eight codes and its byte in each packed line. Fixed for ever: format v1.
+// One position: its eight codes and its byte in each packed line. Never changes: format v1.
 struct Golden {
   int bits;
   uint8_t codes[kBlockLines];

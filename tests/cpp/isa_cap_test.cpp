@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <fstream>
 #include <mutex>
 #include <set>
 #include <string>
@@ -96,7 +97,7 @@ const QuantizeKernel& choose_quantize(IsaBits isa) {
 
 const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) {
   static auto* const real =
-      next<const LinearKernel&(const Layout&, int64_t, IsaBits)>("_ZN6lowbit13choose_linearERKNS_6LayoutElj");
+      next<const LinearKernel&(const Layout&, int64_t, IsaBits)>("_ZN6lowbit13choose_linearERK13lowbit_layoutlj");
   if ((active_isa() & ~isa & kSme2) != 0) {  // asked for second
     real_beside = &real(layout, m, isa);
     static thread_local LinearKernel copy_beside;
@@ -115,7 +116,7 @@ const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa) 
 
 const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa) {
   static auto* const real =
-      next<const EmbeddingKernel&(const Layout&, IsaBits)>("_ZN6lowbit16choose_embeddingERKNS_6LayoutEj");
+      next<const EmbeddingKernel&(const Layout&, IsaBits)>("_ZN6lowbit16choose_embeddingERK13lowbit_layoutj");
   real_embedding = &real(layout, isa);
   static EmbeddingKernel copy;
   copy = *real_embedding;
@@ -161,6 +162,22 @@ TEST(IsaCap, HoldsForActiveIsa) {
 }
 
 #if defined(__linux__) && defined(__x86_64__)
+// What the system says of the CPU: it has what the CPU has, but for what it does not save the registers of.
+TEST(IsaCap, TheBitsAreThoseOfTheSystem) {
+  if (std::getenv("QEMU_CPU") != nullptr) GTEST_SKIP() << "QEMU shows the /proc/cpuinfo of the machine that it runs on";
+  std::ifstream file("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(file, line) && line.rfind("flags", 0) != 0) continue;
+  if (line.rfind("flags", 0) != 0) GTEST_SKIP() << "no flags in /proc/cpuinfo";
+  line += ' ';
+  const auto has = [&](const char* flag) { return line.find(std::string(" ") + flag + ' ') != std::string::npos; };
+  EXPECT_EQ((cpu_isa() & kAvx2) != 0, has("avx2") && has("fma") && has("f16c"));
+  EXPECT_EQ((cpu_isa() & kAvxVnni) != 0, has("avx_vnni"));
+  EXPECT_EQ((cpu_isa() & kAvx512Vnni) != 0, has("avx512_vnni"));
+  // Linux does not list it; only CPUs with AVX-VNNI have it.
+  EXPECT_TRUE((cpu_isa() & kAvxVnniInt8) == 0 || has("avx_vnni"));
+}
+
 // The permission for tile registers is for good, and demands larger signal stacks: it is not asked for in vain.
 TEST(IsaCap, HoldsForThePermissionToUseTiles) {
   constexpr long kGetPermission = 0x1022;
@@ -186,6 +203,17 @@ TEST(IsaCap, ASmallSignalStackLeavesOutTiles) {
 #endif
 
 #if defined(__linux__) && defined(__aarch64__)
+// What the system says of the CPU, by the numbers of Linux.
+TEST(IsaCap, TheBitsAreThoseOfTheSystem) {
+  const unsigned long hwcap = getauxval(AT_HWCAP), hwcap2 = getauxval(AT_HWCAP2);
+  const auto has = [](unsigned long word, int bit) { return (word >> bit & 1) != 0; };
+  EXPECT_EQ((cpu_isa() & kNeon) != 0, has(hwcap, 1));
+  EXPECT_EQ((cpu_isa() & kNeonDot) != 0, has(hwcap, 20));
+  EXPECT_EQ((cpu_isa() & kI8mm) != 0, has(hwcap2, 13));
+  EXPECT_EQ((cpu_isa() & kBf16) != 0, has(hwcap2, 14));
+  EXPECT_EQ((cpu_isa() & kSve2) != 0, has(hwcap2, 1));
+}
+
 TEST(IsaCap, Sme2WantsACpuWithVectorsOf512Bits) {
   constexpr unsigned long kHwcap2Sme2 = 1ul << 37;
   bool has = false;
@@ -406,7 +434,7 @@ TEST(IsaCap, OperatorsRefuseAWrongName) {
 const LinearKernel* best_linear(const Layout& layout, int64_t m, IsaBits isa) {
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
     const LinearKernel& row = linear_kernel(i);
-    const bool fits = row.bits == layout.bits && row.m_least <= m && layout.group_size % row.group_step == 0;
+    const bool fits = row.bits == layout.bits && row.m_least <= m;
     if (fits && (row.isa & ~isa) == 0) return &row;
   }
   return nullptr;

@@ -69,6 +69,107 @@ TEST(C_OwnFormat, GoesThroughTheOperators) {
                       "no embedding kernel for weights of 8 bits in format 'ROWS'"));
 }
 
+// Experts, slices and joins of a vendor's format: what the same in panel16 gives.
+TEST(C_OwnFormat, ExpertsAndSlices) {
+  ASSERT_TRUE(load_kernels(path_of("own_format").c_str()).ok());
+  Random random(4);
+  const auto to_rows = [](const Tensor& weight) {
+    Layout own;
+    EXPECT_TRUE(repack_shape(weight.view, "ROWS", &own).ok());
+    Tensor rows(ElementType::u8, {own.total_bytes});
+    EXPECT_TRUE(repack(weight.view, "ROWS", rows.view, threads(3)).ok());
+    return rows;
+  };
+  const auto cut = [](const std::vector<const Tensor*>& parts, int dim, int64_t begin, int64_t end) {
+    std::vector<TensorView> views;
+    for (const Tensor* part : parts) views.push_back(part->view);
+    const int64_t count = static_cast<int64_t>(views.size());
+    Layout layout;
+    Status status = splice_shape(views.data(), count, dim, begin, end, &layout);
+    EXPECT_TRUE(status.ok()) << status.message();
+    Tensor out(ElementType::u8, {layout.total_bytes});
+    status = splice(views.data(), count, dim, begin, end, out.view, threads(3));
+    EXPECT_TRUE(status.ok()) << status.message();
+    return out;
+  };
+  for (const Mapping mapping : {Mapping::symmetric, Mapping::affine}) {
+    for (const int64_t group_size : {0, 32}) {
+      std::vector<Tensor> panels, own;
+      for (int i = 0; i < 2; ++i) {
+        panels.push_back(bytes_tensor(packed(random_weights(layout_of(37, 96, 8, group_size, mapping, true), random))));
+        own.push_back(to_rows(panels.back()));
+      }
+      const auto same = [&](const std::vector<int>& which, int dim, int64_t begin, int64_t end) {
+        std::vector<const Tensor*> a, b;
+        for (const int i : which) a.push_back(&panels[static_cast<size_t>(i)]), b.push_back(&own[static_cast<size_t>(i)]);
+        const Tensor expected = to_rows(cut(a, dim, begin, end)), found = cut(b, dim, begin, end);
+        EXPECT_EQ(found.bytes(), expected.bytes()) << dim << " " << begin << " " << end;
+        EXPECT_TRUE(found.memory->intact());
+      };
+      same({0}, 0, 3, 30);
+      same({0, 1}, 0, 5, 70);
+      same({0, 1}, 0, 0, 74);
+      if (group_size == 0) continue;
+      same({0}, 1, 32, 96);
+      same({0}, 1, 0, 64);
+    }
+  }
+
+  constexpr int64_t kExperts = 3, kM = 40;
+  const Layout layout = layout_of(37, 100, 4, 32, Mapping::affine, true);
+  std::vector<Tensor> own;
+  for (int i = 0; i < kExperts; ++i) own.push_back(to_rows(bytes_tensor(packed(random_weights(layout, random)))));
+  const int64_t bytes = own[0].memory->size();
+  const Tensor weights(ElementType::u8, {kExperts, bytes});
+  for (int64_t i = 0; i < kExperts; ++i) {
+    std::memcpy(weights.memory->data() + i * bytes, own[static_cast<size_t>(i)].memory->data(), static_cast<size_t>(bytes));
+  }
+  for (const ElementType type : {ElementType::f32, ElementType::bf16}) {
+    const Tensor x = random_tensor(type, {kM, 100}, random);
+    std::vector<int64_t> chosen;
+    for (int64_t i = 0; i < 2 * kM; ++i) chosen.push_back(i * i % 5 % kExperts);
+    Tensor experts = index_tensor(chosen);
+    experts.view = view_of(experts.memory->data(), ElementType::i64, {kM, 2}, {2, 1});
+    Tensor out(type, {kM, 2, 37});
+    const Status status = linear_experts(x.view, weights.view, experts.view, 37, out.view, threads(3));
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_TRUE(out.memory->intact());
+    for (int64_t expert = 0; expert < kExperts; ++expert) {
+      const Tensor all(type, {kM, 37});
+      ASSERT_TRUE(linear(x.view, own[static_cast<size_t>(expert)].view, 37, all.view, {}).ok());
+      const size_t row = static_cast<size_t>(37 * element_bytes(type));
+      for (size_t i = 0; i < chosen.size(); ++i) {
+        if (chosen[i] != expert) continue;
+        EXPECT_EQ(std::memcmp(out.memory->data() + i * row, all.memory->data() + i / 2 * row, row), 0) << i;
+      }
+    }
+    Tensor wrong = index_tensor(std::vector<int64_t>(2 * kM, kExperts));
+    wrong.view = experts.view;
+    wrong.view.data = wrong.memory->data();
+    EXPECT_TRUE(refused(linear_experts(x.view, weights.view, wrong.view, 37, out.view, {}), "expert 3 (number 0 of 80) is out",
+                        Status::Kind::out_of_range));
+  }
+}
+
+TEST(C_OwnFormat, WithoutUnpackItIsNotCut) {
+  static const PackedFormat kFormats[] = {
+      {vendor_format("NOUN"), [](const void*, const Layout&) { return int64_t{64}; }, pack_nothing}};
+  static KernelLibrary library;
+  library.vendor = "test";
+  library.formats = {kFormats, 1};
+  ASSERT_TRUE(add_kernels(library, "linked").ok());
+  Random random(1);
+  const Tensor weight = bytes_tensor(packed(random_weights(layout_of(8, 32, 4, 32, Mapping::symmetric, false), random)));
+  Layout layout;
+  ASSERT_TRUE(repack_shape(weight.view, "NOUN", &layout).ok());
+  Tensor own(ElementType::u8, {layout.total_bytes});
+  ASSERT_TRUE(repack(weight.view, "NOUN", own.view, {}).ok());
+  EXPECT_TRUE(refused(splice_shape(&own.view, 1, 0, 0, 4, &layout), "format 'NOUN' cannot be cut or joined"));
+  const TensorView both[] = {weight.view, own.view};
+  EXPECT_TRUE(refused(splice_shape(both, 2, 0, 0, 4, &layout),
+                      "matrix 1 is in format 'NOUN'; expected 'panel16', as matrix 0"));
+}
+
 // A header that changes between two readings of it: what is packed is what was read first. The format's own function
 // changes it, which is when another thread could.
 namespace changing {
@@ -78,15 +179,15 @@ int readings = 0, changed_at = 0;  // another matrix's header, after this readin
 bool mixed = false;
 constexpr int64_t kRows = 20;
 
-int64_t bytes(const Layout&) {
+int64_t bytes(const void*, const Layout&) {
   if (header != nullptr) std::memcpy(header, headers[++readings == changed_at], kHeaderBytes);
   return 4096;
 }
-const char* pack(const Layout& layout, const PackArgs&, void*) {
+const char* pack(const void*, const Layout& layout, const PackArgs&, int64_t, int64_t, void*) {
   mixed = mixed || layout.n != kRows;
   return nullptr;
 }
-const char* unpack(const Layout&, const void*, const UnpackArgs&) { return nullptr; }
+const char* unpack(const void*, const Layout&, const void*, int64_t, int64_t, const UnpackArgs&) { return nullptr; }
 }  // namespace changing
 
 TEST(C_OwnFormat, AHeaderThatChangesIsReadOnce) {
@@ -118,7 +219,7 @@ TEST(C_OwnFormat, AHeaderThatChangesIsReadOnce) {
 }
 
 TEST(D_Threads, ChooseWhileRowsAreAdded) {
-  constexpr int kLibraries = 40;
+  constexpr int kLibraries = 32;
   static char names[kLibraries][32];
   static LinearKernel rows_of[kLibraries];
   static KernelLibrary libraries[kLibraries];
@@ -140,7 +241,7 @@ TEST(D_Threads, ChooseWhileRowsAreAdded) {
     writers.emplace_back([&, t] {
       for (int i = t; i < kLibraries; i += 2) {
         std::snprintf(names[i], sizeof names[i], "added_%d", i);
-        rows_of[i] = {names[i], kPortable, Format::panel16, 2, 1, 16, [](const LinearArgs&) {}};
+        rows_of[i] = {names[i], kPortable, Format::panel16, 2, 1, 16, right_linear};
         libraries[i].vendor = "test";
         libraries[i].preference = Preference::before_built_in;
         libraries[i].linear = {&rows_of[i], 1};
@@ -161,7 +262,7 @@ TEST(D_Threads, RoomForSixtyFour) {
   static KernelLibrary libraries[64];
   for (int i = 0; i < 64; ++i) {
     std::snprintf(names[i], sizeof names[i], "more_%d", i);
-    rows_of[i] = {names[i], kPortable, [](const QuantizeArgs&) {}};
+    rows_of[i] = {names[i], kPortable, portable_quantize().run};
     libraries[i].vendor = "test";
     libraries[i].quantize = {&rows_of[i], 1};
     const size_t before = rows();

@@ -22,12 +22,26 @@ struct Fault {
   const char* message;
 };
 
+template <size_t N>
+void expect_refused(const Fault (&faults)[N]) {
+  const size_t before = rows();
+  for (const Fault& fault : faults) {
+    const std::string path = path_of((std::string("fault_") + fault.library).c_str());
+    EXPECT_TRUE(refused(load_kernels(path.c_str()), fault.message));
+    EXPECT_EQ(rows(), before);
+    EXPECT_EQ(find_format(vendor_format("FLT1")), nullptr);
+    EXPECT_EQ(find_format(vendor_format("FLT2")), nullptr);
+  }
+}
+
 TEST(A_Refused, BrokenLibraries) {
   const Fault faults[] = {
       {"no_function", "has no function 'lowbit_kernels'"},
-      {"null_library", "has no kernels for version 4"},
-      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 4"},
-      {"other_size", "its structure LinearKernel has 56 bytes; expected 64"},
+      {"null_library", "has no kernels for version 5"},
+      {"other_abi", "its kernel interface is version 7; this build of lowbit has version 5"},
+      {"other_size", "its structure lowbit_linear_row has 88 bytes; expected 32 to 80, a multiple of 8"},
+      {"small_size", "its structure lowbit_linear_args has 232 bytes; expected 240 to 248"},
+      {"odd_size", "its structure lowbit_format has 47 bytes; expected 24 to 48, a multiple of 8"},
       {"no_vendor", "the vendor has no name"},
       {"bad_preference", "its preference is 9; expected 0 or 1"},
       {"no_rows", "no rows and no formats"},
@@ -42,8 +56,13 @@ TEST(A_Refused, BrokenLibraries) {
       {"bad_bits", "has 9 bits; expected 1 to 8"},
       {"bad_m_least", "has the tile 0 x 16"},
       {"bad_n_step", "has the tile 1 x 24"},
-      {"bad_m_most", "at most 3 rows of m"},
-      {"bad_group_step", "for groups of multiples of 24 inputs; expected 16 or 32"},
+      {"bad_x_types", "row 'fault_linear_2' prepares the types 0x08; expected some of 0x07"},
+      {"bad_scratch", "row 'fault_linear_2' asks for -1 bytes of scratch; expected 0 to 2^40"},
+      {"bad_activation_bytes", "row 'fault_linear' asks for 9223372036854775807 bytes of activations; expected 1 to 2^40"},
+      {"bad_rows_at_once", "format 'FLT1' is packed by -1 rows; expected 0 or more"},
+      {"null_attention", "row 'fault_attention' has no function"},
+      {"null_attention_write", "row 'fault_attention' has no function write"},
+      {"null_attention_join", "row 'fault_attention' has no function join"},
       {"half_prepare", "only one of prepare and activation_bytes"},
       {"prepare_panel16", "prepares activations in its own way"},
       {"unknown_isa", "requires the ISA bits 0x"},
@@ -57,15 +76,70 @@ TEST(A_Refused, BrokenLibraries) {
       {"null_format_pack", "has no function pack"},
       {"twice_formatted", "format 'FLT1' is there twice"},
       {"second_row_bad", "row 'fault_linear_2' has 0 bits"},
+      {"bad_tolerance", "format 'FLT2' has the tolerance 1.5; expected 0 to 1"},
   };
-  const size_t before = rows();
-  for (const Fault& fault : faults) {
-    const std::string path = path_of((std::string("fault_") + fault.library).c_str());
-    EXPECT_TRUE(refused(load_kernels(path.c_str()), fault.message));
-    EXPECT_EQ(rows(), before);
-    EXPECT_EQ(find_format(vendor_format("FLT1")), nullptr);
-    EXPECT_EQ(find_format(vendor_format("FLT2")), nullptr);
-  }
+  expect_refused(faults);
+}
+
+// Rows that compute something else, each in its own corner.
+TEST(A_Refused, RowsThatLie) {
+  const Fault faults[] = {
+      {"lies_by_a_hundredth",
+       "row 'fault_linear' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group size "
+       "32, 1 rows of activations, float32 outputs: [0, 0] is "},
+      {"lies_at_three_rows", ", 3 rows of activations, float32 outputs: [2, 0] is "},
+      {"lies_in_the_last_column", ", symmetric, group size 32, 1 rows of activations, float32 outputs: [0, 20] is "},
+      {"lies_about_levels",
+       "row 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, levels"},
+      {"lies_where_groups_are_cut", ": 21 x 130 weights of 4 bits, symmetric, group size 48, 1 rows"},
+      {"lies_in_its_tile",
+       "row 'fault_linear_2' computes something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "size 32, 8 rows of activations, float32 outputs: [0, 0] is "},
+      {"lies_from_the_second_panel", ", 1 rows of activations, float32 outputs: [0, 16] is "},
+      {"lies_in_bfloat16", ", group size 64, 1 rows of activations, bfloat16 outputs: [0, 0] is "},
+      {"lies_about_not_a_number", "is 0; expected nan"},
+      {"writes_nothing", "float32 outputs: [0, 0] is -nan; expected "},
+      {"writes_the_gap", "float32 outputs: [0, 21] is 1; expected -nan"},
+      {"lies_in_an_embedding",
+       "row 'fault_embedding' reads something else than the portable kernel: 21 x 128 weights of 4 bits, symmetric, group "
+       "size 32, float32 outputs: [20, 127] is 0.5; expected "},
+      {"lies_in_a_sum",
+       "row 'fault_quantize' computes something else than the portable kernel: 128 float32 values, group size 32: sums[0] is "},
+      {"lies_in_a_scale", "128 float16 values, group size 32: scales[0] is 0; expected nan"},
+  };
+  expect_refused(faults);
+}
+
+TEST(A_Refused, AttentionRowsThatLie) {
+  static AttentionKernel row;
+  const auto refuses = [](const char* message) {
+    static KernelLibrary library;
+    library.vendor = "test";
+    library.attention = {&row, 1};
+    EXPECT_TRUE(refused(add_kernels(library, "linked"), message));
+  };
+  const AttentionKernel right{"test_attention", kPortable, portable_attention().run, portable_attention().write,
+                              portable_attention().join};
+  row = right;
+  row.run = [](const AttentionArgs& args) {
+    portable_attention().run(args);
+    if (args.cap > 0.0f && args.cache == CacheType::i8) store_from_f32(args.out[args.rows - 1], args.dtype, 31, 1.0f);
+  };
+  refuses("'test_attention' computes something else than the portable kernel: 600 positions of float32 in a cache of type 3: "
+          "[2, 31] is 1; expected ");
+  row = right;
+  row.join = [](const AttentionJoinArgs& args) {
+    portable_attention().join(args);
+    store_from_f32(args.out[0], args.dtype, 0, 1.0f);
+  };
+  refuses("600 positions of float32 in a cache of type 0 in spans: [0, 0] is 1; expected ");
+  row = right;
+  row.write = [](const AttentionWriteArgs& args) {
+    portable_attention().write(args);
+    if (args.cache == CacheType::i4 && args.position == 599) ++static_cast<uint8_t*>(args.values)[599 * 16];
+  };
+  refuses("writes something else than the portable kernel: 600 positions of float32 to a cache of type 4: byte 9584 of the "
+          "values and scales is 0x");
 }
 
 TEST(A_Refused, WhatIsNoLibrary) {
@@ -77,8 +151,7 @@ TEST(A_Refused, WhatIsNoLibrary) {
 // Each single bit of an id, and ids with a gap, a foreign letter or none.
 TEST(A_Refused, FormatIds) {
   for (const uint32_t id : {0x0u, 0x20u, 0x41004100u, 0x410041u, 0x4141ffu, 0x2e414141u, 0x41u << 8}) {
-    PackedFormat format{static_cast<Format>(id), [](const Layout&) { return int64_t{64}; },
-                        [](const Layout&, const PackArgs&, void*) { return static_cast<const char*>(nullptr); }};
+    PackedFormat format{static_cast<Format>(id), [](const void*, const Layout&) { return int64_t{64}; }, pack_nothing};
     KernelLibrary library;
     library.vendor = "test";
     library.formats = {&format, 1};
@@ -102,9 +175,8 @@ TEST(A_Refused, TablesOfRandomFaults) {
   };
   static const auto run_linear = [](const LinearArgs&) {};
   static const auto run_embedding = [](const EmbeddingArgs&) {};
-  static const auto bytes = [](const Layout&) { return int64_t{64}; };
-  static const auto pack = [](const Layout&, const PackArgs&, void*) { return static_cast<const char*>(nullptr); };
-  static const auto activation_bytes = [](const Layout&, int64_t) { return int64_t{64}; };
+  static const auto bytes = [](const void*, const Layout&) { return int64_t{64}; };
+  static const auto activation_bytes = [](const void*, const Layout&, int64_t) { return int64_t{64}; };
   Random random(5);
   const auto far = [&] { return random.below(2) == 0 ? random.next() : uint64_t{1} << random.below(64); };
   struct Damage {
@@ -114,11 +186,11 @@ TEST(A_Refused, TablesOfRandomFaults) {
   const Damage damages[] = {
       {[&](Rows& r) { return (r.library.abi = static_cast<uint32_t>(far())) != kKernelAbi; }, "kernel interface is version"},
       {[&](Rows& r) {
-         uint32_t sizes[sizeof(AbiSizes) / 4];
+         uint32_t sizes[sizeof(lowbit_sizes) / 4];
          std::memcpy(sizes, &r.library.sizes, sizeof sizes);
-         uint32_t& size = sizes[random.below(11)];
+         uint32_t& size = sizes[random.below(16)];
          const uint32_t before = size;
-         size = static_cast<uint32_t>(far());
+         size = static_cast<uint32_t>(far() | 1);  // odd: as large as it may be, it is not right
          const bool wrong = size != before;
          std::memcpy(&r.library.sizes, sizes, sizeof sizes);
          return wrong;
@@ -151,12 +223,11 @@ TEST(A_Refused, TablesOfRandomFaults) {
          return true;
        },
        "bits; expected 1 to 8"},
-      {[&](Rows& r) { return (r.linear[1].mappings = static_cast<uint8_t>(random.below(2) * 0x80)) != 1; },
+      {[&](Rows& r) { return (r.linear[1].mappings = static_cast<uint8_t>(0x80 | random.below(8))) != 1; },
        "reads the mappings"},
       {[&](Rows& r) { return (r.linear[2].m_least = 0) == 0; }, "has the tile"},
       {[&](Rows& r) { return (r.linear[0].n_step = static_cast<uint8_t>(9 + random.below(7))) > 0; }, "has the tile"},
-      {[&](Rows& r) { return (r.linear[1].m_most = 3) == 3; }, "is for at most 3 rows of m"},
-      {[&](Rows& r) { return (r.linear[1].group_step = static_cast<uint8_t>(33 + random.below(223))) > 0; }, "is for groups"},
+      {[&](Rows& r) { return (r.linear[1].x_types = static_cast<uint8_t>(8 + random.below(248))) > 0; }, "prepares the types"},
       {[&](Rows& r) { return (r.linear[2].activation_bytes = nullptr) == nullptr; }, "only one of prepare"},
       {[&](Rows& r) { return (r.linear[2].format = Format::panel16) == Format::panel16; }, "prepares activations"},
       {[&](Rows& r) { return (r.embedding[1].format = static_cast<Format>(far() | 0x80000000u)) != Format::panel16; },
@@ -173,13 +244,13 @@ TEST(A_Refused, TablesOfRandomFaults) {
     Rows r;
     r.linear[0] = {r.names[0], kPortable, Format::panel16, 4, 1, 16, run_linear};
     r.linear[1] = {r.names[1], kPortable, Format::panel16, 4, 4, 16, run_linear};
-    r.linear[2] = {r.names[2], kPortable, vendor_format("WLK1"), 4, 1, 16, run_linear, 0, activation_bytes,
-                   [](const PrepareArgs&) {}};
+    r.linear[2] = {r.names[2], kPortable, vendor_format("WLK1"), 4, 1, 16, run_linear, 3, 1, nullptr, nullptr,
+                   activation_bytes, [](const PrepareArgs&) {}};
     r.embedding[0] = {r.names[3], kPortable, Format::panel16, 4, run_embedding};
     r.embedding[1] = {r.names[4], kPortable, vendor_format("WLK2"), 4, run_embedding};
     r.quantize[0] = {r.names[5], kPortable, [](const QuantizeArgs&) {}};
-    r.formats[0] = {vendor_format("WLK1"), bytes, pack};
-    r.formats[1] = {vendor_format("WLK2"), bytes, pack};
+    r.formats[0] = {vendor_format("WLK1"), bytes, pack_nothing};
+    r.formats[1] = {vendor_format("WLK2"), bytes, pack_nothing};
     r.library.vendor = "walk";
     r.library.linear = {r.linear, 3};
     r.library.embedding = {r.embedding, 2};
@@ -213,20 +284,25 @@ TEST(A_Refused, TablesOfRandomFaults) {
 }
 
 // The structures that libraries are compiled with. A change here needs another kKernelAbi.
-TEST(A_Refused, TheInterfaceIsVersion4) {
-  EXPECT_EQ(kKernelAbi, 4u);
-  const AbiSizes sizes = KernelLibrary{}.sizes;
-  EXPECT_EQ(offsetof(KernelLibrary, abi), 0u);
-  EXPECT_EQ(offsetof(KernelLibrary, sizes), 4u);
-  EXPECT_EQ(sizes.library, 128u);
-  EXPECT_EQ(sizes.format, 32u);
-  EXPECT_EQ(sizes.quantize_row, 24u);
-  EXPECT_EQ(sizes.linear_row, 64u);
-  EXPECT_EQ(sizes.embedding_row, 40u);
-  EXPECT_EQ(sizes.quantize_args, 72u);
-  EXPECT_EQ(sizes.prepare_args, 184u);
-  EXPECT_EQ(sizes.linear_args, 240u);
-  EXPECT_EQ(sizes.embedding_args, 168u);
+TEST(A_Refused, TheInterfaceIsVersion5) {
+  EXPECT_EQ(kKernelAbi, 5u);
+  const lowbit_sizes sizes = KernelLibrary{}.sizes;
+  EXPECT_EQ(offsetof(lowbit_library, abi), 0u);
+  EXPECT_EQ(offsetof(lowbit_library, sizes), 4u);
+  EXPECT_EQ(sizes.library, 168u);
+  EXPECT_EQ(sizes.format, 48u);
+  EXPECT_EQ(sizes.quantize_row, 32u);
+  EXPECT_EQ(sizes.linear_row, 80u);
+  EXPECT_EQ(sizes.embedding_row, 48u);
+  EXPECT_EQ(sizes.attention_row, 48u);
+  EXPECT_EQ(sizes.layout, 136u);
+  EXPECT_EQ(sizes.quantize_args, 80u);
+  EXPECT_EQ(sizes.prepare_args, 200u);
+  EXPECT_EQ(sizes.linear_args, 248u);
+  EXPECT_EQ(sizes.embedding_args, 176u);
+  EXPECT_EQ(sizes.attention_args, 136u);
+  EXPECT_EQ(sizes.attention_join_args, 56u);
+  EXPECT_EQ(sizes.attention_write_args, 104u);
   EXPECT_EQ(sizes.pack_args, 32u);
   EXPECT_EQ(sizes.unpack_args, 32u);
 }

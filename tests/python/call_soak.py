@@ -20,7 +20,7 @@ from reference import random_packed, random_rows
 
 warnings.simplefilter("ignore")
 calls, acme, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-faulthandler.dump_traceback_later(250 + calls // 100, exit=True)  # of all threads, should some wait for ever
+faulthandler.dump_traceback_later(250 + calls // 100, exit=True)  # of all threads, should some wait forever
 lowbit.executorch.register()
 from executorch.runtime import Runtime
 

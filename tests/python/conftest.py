@@ -24,6 +24,11 @@ hypothesis.settings.register_profile("soak", max_examples=5000, deadline=None, p
 hypothesis.settings.load_profile(os.environ.get("LOWBIT_HYPOTHESIS", "lowbit"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files marked `first` begin. Of itself xdist begins with those of most tests."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed_and_threads():
     # One thread: the reference's many small operations wait for each other on a busy machine. Some tests set more.

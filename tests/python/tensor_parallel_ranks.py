@@ -247,7 +247,7 @@ def main(tiny, directory) -> None:
     with torch.no_grad():
         if dist.get_rank() < 2:
             found |= {"layers": of_layers(two, x), "experts": of_experts(two, x)}
-        for name in ("qwen2", "phi3", "one head", "mixtral"):
+        for name in ("qwen2", "phi3", "one head", "mixtral", "gemma3"):
             found[name] = of_random(f"{directory}/{name} packed", f"{directory}/{name}", ids)
         found["refusals"] = of_refusals()
         found["memory"] = of_memory(f"{directory}/large packed")

@@ -10,8 +10,11 @@ from reference import assert_same_bits
 from torch._inductor.utils import run_and_get_code
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:" + what)
-    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental", "Mutation on a buffer")
+    pytest.mark.first,
+    *(
+        pytest.mark.filterwarnings("ignore:" + what)
+        for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental", "Mutation on a buffer")
+    ),
 ]
 
 

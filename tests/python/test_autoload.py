@@ -9,6 +9,8 @@ import torch
 from models import Small
 from reference import assert_same_bits
 
+pytestmark = pytest.mark.first
+
 MODULES = "import sys, torch; print(*sys.modules)"
 
 

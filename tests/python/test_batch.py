@@ -216,7 +216,7 @@ def test_what_is_refused(decoder, prompts):
 
 
 def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
-    """Bytes of one kind are numbers of another: the text would be another one, without a word."""
+    """Bytes of one kind are numbers of another: the text would be another one, silently."""
     kept = {kind: llm.Decoder(model, MAX_LENGTH, kind).read(prompts[5]) for kind in (None, "int8", "int4", "bfloat16")}
     for kind in kept:
         decoder = llm.Decoder(model, MAX_LENGTH, kind)

@@ -14,6 +14,8 @@ import lowbit
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.first
+
 BENCH = Path(__file__).parents[2] / "bench"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 SHAPES = ((256, 512), (512, 256))

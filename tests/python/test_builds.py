@@ -16,8 +16,11 @@ from runners import EXAMPLE, Runner, build, tool
 ROOT = Path(__file__).parents[2]
 # executorch and torch.export warn of their own and each other's old calls.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:" + what)
-    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+    pytest.mark.first,
+    *(
+        pytest.mark.filterwarnings("ignore:" + what)
+        for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+    ),
 ]
 
 

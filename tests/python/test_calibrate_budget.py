@@ -15,6 +15,8 @@ from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.widths import Item, Option, _hull, assign, extremes, options_of
 from lowbit.checkpoint import planned_size
 
+pytestmark = pytest.mark.more
+
 
 def mean_bits(model) -> float:
     """Bits per packed weight; small matrices have more than their codes and scales."""

@@ -9,6 +9,8 @@ from lowbit import LinearConfig
 from lowbit.calibration import calibrate, learning, widths
 from torch import nn
 
+pytestmark = pytest.mark.more
+
 
 def mixtral() -> nn.Module:
     """Experts in one tensor, of which a token gets one, and the last of four none: its logit is the mean of the others'."""

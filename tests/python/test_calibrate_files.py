@@ -16,6 +16,8 @@ from command_line import document, error, invoke
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.llm.loading import load_tokenizer
 
+pytestmark = pytest.mark.more
+
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize("method", ["gptq", "importance"])

@@ -13,6 +13,8 @@ from lowbit.calibration import model as implementation
 from lowbit.calibration.tables import moments_of_tables
 from torch import nn
 
+pytestmark = pytest.mark.more
+
 
 def test_llama_gets_better():
     for bits in (2, 3):

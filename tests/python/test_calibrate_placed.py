@@ -12,6 +12,8 @@ from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration import calibrate, choice
 from torch import nn
 
+pytestmark = pytest.mark.more
+
 
 def test_inputs_come_from_the_quantized_blocks_before(monkeypatch):
     """The moments of the last block are those of its inputs in the model as it is when the block's turn comes."""

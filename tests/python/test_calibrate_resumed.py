@@ -20,6 +20,8 @@ from lowbit.calibration.journal import Journal
 from lowbit.cli import output
 from reference import random_packed
 
+pytestmark = pytest.mark.more
+
 STEPS = 8  # that layers are tuned with: as many as it takes to change them
 
 

@@ -5,11 +5,14 @@ import sys
 from pathlib import Path
 
 import lowbit
+import pytest
 import torch
 import transformers
 from lowbit import EmbeddingConfig, LinearConfig
 from lowbit.calibration import calibrate
 from needs import need_packages
+
+pytestmark = pytest.mark.more
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"
 

@@ -14,6 +14,8 @@ from checkpoints import CONFIG, load, refuse, save_model
 from lowbit import inspect_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import quantizing
 
+pytestmark = pytest.mark.first
+
 
 @pytest.fixture
 def source(tmp_path):

@@ -125,7 +125,8 @@ def test_messages_from_a_pipe(talking):
 def test_settings_come_from_the_model(talking, tmp_path):
     shutil.copytree(talking, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(
-        '{"do_sample": true, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 3, "min_p": 0.1, "top_h": 0.5, "eos_token_id": 1}'
+        '{"do_sample": true, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 3, "min_p": 0.1, "top_h": 0.5, '
+        '"eos_token_id": 1}'
     )
     result = invoke("chat", tmp_path / "model", "--top-p", 0.5, "--json", stdin="Return\n")
     said = document(result)

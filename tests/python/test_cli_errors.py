@@ -15,6 +15,8 @@ from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, 
 from lowbit.cli import models
 from lowbit.cli.app import app
 
+pytestmark = pytest.mark.first
+
 READING = {
     "quantize": lambda model, out: ("quantize", model, out / "new"),
     "generate": lambda model, out: ("generate", model, "--prompt", PROMPT),
@@ -208,7 +210,7 @@ def test_stdout_that_takes_nothing(arguments):
         found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (found.returncode, found.stderr) == (1, "lowbit: error: No space left on device\n")
     found = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
-    expected = "lowbit: error: stdout is closed; expected somewhere to write the result to\n"
+    expected = "lowbit: error: stdout is closed; expected an open stream for the result\n"
     assert (found.returncode, found.stderr) == (1, expected)
 
 
@@ -218,7 +220,10 @@ def test_a_model_of_sentences_is_not_taken_for_half_a_language_model(tmp_path):
     )
     transformers.BertModel(config).save_pretrained(tmp_path)
     message = error(invoke("tune", tmp_path))
-    assert "tensors of BertLMHeadModel" in message and "says that it has a BertModel, which is not that" in message
+    assert (
+        "tensors of BertLMHeadModel" in message
+        and "says that it has a BertModel, which is not a causal language model" in message
+    )
 
 
 def test_usage_errors():
@@ -305,7 +310,7 @@ def test_options_that_would_not_count_are_refused(packed, tmp_path):
     ):
         result = invoke(*arguments)
         assert (result.exit_code, result.stdout) == (2, ""), (arguments, result.output)
-        assert f"Invalid value for {option}: it means nothing" in result.stderr.replace("\n", " "), result.stderr
+        assert f"Invalid value for {option}: it has no effect" in result.stderr.replace("\n", " "), result.stderr
         assert why in " ".join(result.stderr.replace("│", " ").split()), result.stderr
     assert list(tmp_path.iterdir()) == []
 

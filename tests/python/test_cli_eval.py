@@ -97,4 +97,4 @@ def test_what_a_reference_is_not(packed, text, tmp_path):
     found = error(invoke("eval", packed[0], "--text", text, *OPTIONS, "--reference", tmp_path / "none"))
     assert "none" in found
     result = invoke("eval", FLOAT, "--text", text, "--save-logits", logits, "--bits", "4")
-    assert result.exit_code == 2 and "it means nothing with --save-logits" in result.stderr
+    assert result.exit_code == 2 and "it has no effect with --save-logits" in result.stderr

@@ -7,6 +7,8 @@ from command_line import FLOAT, PROMPT, document, documented_keys, invoke, short
 from lowbit import llm
 from lowbit.llm.loading import load_model, load_tokenizer
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):

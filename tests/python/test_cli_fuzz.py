@@ -18,6 +18,8 @@ from command_line import FLOAT, PROMPT, invoke
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.first
+
 MANY = int(os.environ.get("LOWBIT_FUZZ_EXAMPLES", 0))
 FUZZ = settings(
     max_examples=MANY or 20,

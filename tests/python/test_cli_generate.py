@@ -14,6 +14,8 @@ from lowbit import llm
 from lowbit.cli.generate import _lines
 from lowbit.llm.loading import TextStream, load_model, load_tokenizer
 
+pytestmark = pytest.mark.first
+
 
 def test_generate_streams_text(packed, expected):
     result = run("generate", packed[0], "--prompt", PROMPT, "--max-new-tokens", 40)

@@ -4,10 +4,13 @@ import math
 import re
 
 import lowbit
+import pytest
 import torch
 from command_line import FLOAT, document, documented_keys, error, invoke, run
 from lowbit.llm.loading import load_model
 from lowbit.threads import _candidates, available_cpus
+
+pytestmark = pytest.mark.first
 
 
 def test_bench(packed):

@@ -8,9 +8,12 @@ import shutil
 import signal
 
 import lowbit
+import pytest
 import torch
 from command_line import FLOAT, document, documented_keys, error, invoke
 from transformers import JetMoeConfig, JetMoeForCausalLM
+
+pytestmark = pytest.mark.first
 
 
 def test_quantize_writes_what_the_library_writes(packed, tmp_path):
@@ -81,7 +84,7 @@ def test_quantize_keeps_what_is_there(packed, tmp_path):
 
 
 # A process that has imported all that takes seconds forks one for each case: a signal, "nohup" or "full".
-SIGNALLED = """
+SIGNALED = """
 import json, os, resource, shutil, signal, sys
 import lowbit.hf.loading, lowbit.hf.placing, transformers.models.llama.modeling_llama
 from lowbit.checkpoint import quantizing
@@ -145,7 +148,7 @@ print(json.dumps(found))
 
 def test_interrupted_and_no_space(tmp_path, run_python):
     codes = {str(int(number)): 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    done = run_python(SIGNALLED, tmp_path, FLOAT, *codes, "nohup", "full")
+    done = run_python(SIGNALED, tmp_path, FLOAT, *codes, "nohup", "full")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for number, code in codes.items():

@@ -143,7 +143,7 @@ DERIVATIVES = {
     "kind, several", [(kind, several) for several in (False, True) for kind in list(DERIVATIVES)[: 3 if several else None]]
 )
 def test_compiled_derivatives_are_those_of_eager(kind, several):
-    """Dynamo sees neither an input of torch.func.grad nor a tangent: without a word they all were zeros.
+    """Dynamo sees neither an input of torch.func.grad nor a tangent: they silently were zeros.
 
     torch.func's are left to Python, which whole graphs cannot."""
     layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine", bias=True))

@@ -1,5 +1,5 @@
 """Many Python threads, both runtimes in one process, kernels that are loaded while calls run, processes that fork, and
-an interpreter that ends during calls: the same bits, flat memory, and nothing that waits for ever."""
+an interpreter that ends during calls: the same bits, flat memory, and nothing that waits forever."""
 
 import os
 import subprocess
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import lowbit
 import pytest
+
+pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +52,7 @@ torch.set_num_threads(3)
 expected = lowbit.linear(x, packed, 600).numpy().tobytes(), lowbit.embedding(indices, packed, 512).numpy().tobytes()
 
 def call():
-    # No operator of torch's: with threads these would wait for ever.
+    # No operator of torch's: with threads these would wait forever.
     assert torch.get_num_threads() == 3
     found = lowbit.linear(x, packed, 600).numpy().tobytes(), lowbit.embedding(indices, packed, 512).numpy().tobytes()
     assert found == expected

@@ -20,8 +20,11 @@ from runners import EXAMPLE, HERE, KINDS, KINDS_AND_CPUS, KINDS_AND_PROCESSORS, 
 
 # executorch and torch.export warn of their own and each other's old calls.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:" + what)
-    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+    pytest.mark.more,
+    *(
+        pytest.mark.filterwarnings("ignore:" + what)
+        for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+    ),
 ]
 
 

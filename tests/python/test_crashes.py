@@ -18,6 +18,8 @@ from crash_states import DIRECTORY, killed, make, tree_of, without_power
 from lowbit.calibration.journal import Journal
 from needs import lacking
 
+pytestmark = pytest.mark.first
+
 if shutil.which("strace") is None:
     lacking("there is no strace; scripts/need.sh test installs it")
 # All subsets of as many uncertain changes, and as many of others at random. `make soak` takes more.

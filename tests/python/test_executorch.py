@@ -12,8 +12,11 @@ from reference import HEADER_BYTES, assert_same_bits, random_packed, random_rows
 
 # executorch and torch.export warn of their own and each other's old calls.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:" + what)
-    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+    pytest.mark.first,
+    *(
+        pytest.mark.filterwarnings("ignore:" + what)
+        for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+    ),
 ]
 
 

@@ -31,7 +31,7 @@ KINDS = {
     "gpt_oss": lambda: transformers.GptOssConfig(**SMALL, num_local_experts=4, layer_types=["sliding_attention"]),
 }
 EXPERTS = {"granitemoe": "model.layers.0.block_sparse_moe.experts"}
-pytestmark = pytest.mark.filterwarnings("error:.*stay float")
+pytestmark = [pytest.mark.first, pytest.mark.filterwarnings("error:.*stay float")]
 
 
 def make(kind: str) -> torch.nn.Module:

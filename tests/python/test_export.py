@@ -12,8 +12,11 @@ from models import Small
 
 # executorch and torch.export warn of their own and each other's old calls.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:" + what)
-    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+    pytest.mark.first,
+    *(
+        pytest.mark.filterwarnings("ignore:" + what)
+        for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental")
+    ),
 ]
 
 

@@ -186,15 +186,19 @@ def test_tokenizers_that_are_refused(mistral, tmp_path, change, message):
 
 @pytest.mark.parametrize("kind", ["gemma", "gemma2"])
 def test_a_head_beside_the_table_is_refused(tmp_path, kind):
-    """ggml's first two Gemmas read one table; a packed head is another, because the table of tokens stays float."""
+    """ggml's first two Gemmas read one table; a head that is packed beside a float table is another matrix."""
     random_model(kind).save_pretrained(tmp_path / "float")
     tokenizer_of(tmp_path, vocabulary()).save_pretrained(tmp_path / "float")
-    lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "packed", lowbit.LowBitConfig())
+    config = lowbit.LowBitConfig(overrides={"*embed_tokens": None, "lm_head": {"bits": 4}})
+    lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "apart", config)
     with pytest.raises(ValueError, match=f"has a head of its own .*GGUF's {kind} .*--override lm_head=float"):
-        export_gguf(tmp_path / "packed", tmp_path / "m.gguf")
-    config = lowbit.LowBitConfig(overrides={"lm_head": None})
-    lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "left", config)
-    assert "output.weight" not in {each.name for each in export_gguf(tmp_path / "left", tmp_path / "m.gguf")}
+        export_gguf(tmp_path / "apart", tmp_path / "m.gguf")
+    for name, overrides in {"packed": {}, "left": {"*embed_tokens": None}}.items():
+        config = lowbit.LowBitConfig(scale="absmax", overrides=overrides)
+        lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / name, config)
+        types = {each.name: each.type for each in export_gguf(tmp_path / name, tmp_path / "m.gguf")}
+        assert "output.weight" not in types
+        assert types["token_embd.weight"] == ("Q4_0" if name == "packed" else "F32")
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_what_needs_the_decoder_is_refused(checkpoint):
         message = error(invoke(*base, *options))
         assert message.startswith(f"{options[0]} needs lowbit's decoder; lowbit's decoder is not for ")
     step = llm.Fallback(load_model(checkpoint), 64)
-    with pytest.raises(ValueError, match="a Fallback gives no logits behind guessed tokens"):
+    with pytest.raises(ValueError, match="a Fallback gives no logits for guesses"):
         llm.generate(step, [5], 4, max_length=64, guesses=2)
     with pytest.raises(IndexError, match="start is 5; expected at most 0, the tokens that came before"):
         step(torch.tensor([[1]]), torch.tensor([5]))

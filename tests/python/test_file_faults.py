@@ -14,6 +14,8 @@ from command_line import error, invoke
 from crash_actions import CONFIG
 from needs import lacking
 
+pytestmark = pytest.mark.first
+
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:

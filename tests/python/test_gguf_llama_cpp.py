@@ -77,8 +77,7 @@ def test_families(llama_cpp, tokenizer, tmp_path, kind):
     with LlamaCpp(llama_cpp, tmp_path / "float.gguf") as theirs:
         assert theirs.greedy(PROMPT, COUNT) == tokens[len(PROMPT) :]
     # Packed: llama.cpp rounds activations to 8 bits by 32, lowbit by rows.
-    overrides = {"lm_head": None} if kind in ("gemma", "gemma2") else {}
-    config = lowbit.LowBitConfig(scale="absmax", overrides=overrides)
+    config = lowbit.LowBitConfig(scale="absmax")
     lowbit.quantize_checkpoint(tmp_path / "float", tmp_path / "packed", config)
     edit_json(tmp_path / "packed" / "config.json", dtype="float32")
     written = export_gguf(tmp_path / "packed", tmp_path / "packed.gguf")

@@ -12,6 +12,8 @@ from lowbit import llm
 from lowbit.llm.guessing import Draft, Lookup
 from lowbit.llm.loading import load_tokenizer
 
+pytestmark = pytest.mark.first
+
 MAX_LENGTH = 256
 REPEATED = "The list contains the following items: one, two, three. " * 3 + "The list contains"
 PLAIN = "Return the number of items"
@@ -162,7 +164,7 @@ def test_what_is_refused_of_a_draft(decoder, small, packed, tmp_path):
 def test_what_is_refused(decoder):
     with pytest.raises(ValueError, match="guesses is -1; expected 0 or more"):
         llm.generate(decoder, [1, 2], 5, max_length=MAX_LENGTH, guesses=-1)
-    with pytest.raises(ValueError, match="a function gives no logits behind guessed tokens; expected a Decoder"):
+    with pytest.raises(ValueError, match="a function gives no logits for guesses; expected a Decoder"):
         llm.generate(lambda tokens, start: decoder(tokens, start), [1, 2], 5, max_length=MAX_LENGTH, guesses=2)
     result = invoke("generate", FLOAT, "--prompt", "a", "--guesses", 4, "--compile")
     assert result.exit_code == 2 and "compiled decoders give no logits behind guesses" in result.stderr

@@ -7,6 +7,8 @@ import lowbit
 import pytest
 import torch
 
+pytestmark = pytest.mark.first
+
 # Imports the copy in argv[1], also where an editable install would redirect the name to the checkout.
 SCRIPT = """
 import sys

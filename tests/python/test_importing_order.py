@@ -44,7 +44,7 @@ def imported(tmp_path_factory):
 def test_a_layer(layer):
     linear, weight = layer
     assert torch.equal(linear.dequantize(), weight) and torch.equal(linear.weight + 0, weight)
-    assert "inputs in an order of their own" in repr(linear)
+    assert "act-order permutation" in repr(linear)
     x = torch.randn(2, 5, K, generator=torch.Generator().manual_seed(2))
     expected = lowbit.linear(x[..., linear.input_order.long()], linear.packed_weight, N)
     assert torch.equal(linear(x), expected)

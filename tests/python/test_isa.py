@@ -9,6 +9,8 @@ import reference
 import torch
 from reference import assert_same_bits
 
+pytestmark = pytest.mark.first
+
 # Saves what the capped package says of itself, and results of every width, mapping and dtype.
 SCRIPT = """
 import json, sys
@@ -41,7 +43,10 @@ torch.save(tensors, sys.argv[1])
 print(json.dumps([lowbit.isa(), lowbit.kernels()]))
 """
 IMPORT = "import lowbit"
-FAMILIES = {"x86": ["avx2", "avxvnni", "avx512vnni", "amx"], "arm": ["neon", "neondot", "i8mm", "sme2"]}
+FAMILIES = {
+    "x86": ["avx2", "avxvnni", "avxvnniint8", "avx512vnni", "amx"],
+    "arm": ["neon", "neondot", "i8mm", "bf16", "sve2", "sme2"],
+}
 
 
 def test_a_wrong_name_is_refused_and_the_right_ones_are_told(fork_python):

@@ -8,6 +8,8 @@ import lowbit
 import pytest
 import torch
 
+pytestmark = pytest.mark.first
+
 transformers = pytest.importorskip("transformers")
 
 from lowbit.llm import Decoder, compile_decoder, generate
@@ -374,7 +376,7 @@ def test_the_last_decoder_of_a_model_has_it():
             run(first, PROMPT)
         first.release()  # has nothing to give back
         expected = run(second, PROMPT)
-        del second  # without a word
+        del second  # no warning
         third = Decoder(model, 64)
         assert torch.equal(run(third, PROMPT), expected)
         copied = copy.deepcopy(third)

@@ -22,8 +22,11 @@ transformers = pytest.importorskip("transformers")
 
 # executorch and torch.export warn of their own and each other's old calls.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:" + what)
-    for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental", "Mutation on a buffer")
+    pytest.mark.more,
+    *(
+        pytest.mark.filterwarnings("ignore:" + what)
+        for what in (":DeprecationWarning", ":FutureWarning", "This API is experimental", "Mutation on a buffer")
+    ),
 ]
 
 MODEL = EXAMPLE.parent / "tiny_llama" / "model"

@@ -12,6 +12,8 @@ import pytest
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.more
+
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "first_steps.ipynb"
 NUMBER = r"\d+\.\d+"
 

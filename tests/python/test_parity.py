@@ -8,6 +8,8 @@ import pytest
 import torch
 from models import Every, check_every, inputs
 
+pytestmark = pytest.mark.first
+
 SIZES = (1, 7, 128)
 
 

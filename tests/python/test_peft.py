@@ -155,7 +155,7 @@ def test_quantizing_beside_adapters():
     """Adapters on float layers, which are then packed beneath them."""
     model = peft.get_peft_model(checkpoints.make_model("untied"), peft.LoraConfig(r=4, target_modules=TARGETS))
     for change in (lowbit.quantize_, lowbit.qat.prepare_):
-        with pytest.raises(ValueError, match="q_proj.lora_A.default is an adapter of peft, which could then learn nothing"):
+        with pytest.raises(ValueError, match="q_proj.lora_A.default is an adapter of peft, which could no longer be trained"):
             change(model, LinearConfig(4, 32))
     lowbit.quantize_(model, {"*.base_layer": LinearConfig(4, 32)})
     model(checkpoints.TOKENS, labels=checkpoints.TOKENS).loss.backward()

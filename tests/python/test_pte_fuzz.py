@@ -3,7 +3,7 @@
 Half of the mutants have other arguments: values of another kind, hostile numbers, tensors of other sizes, types and places,
 lists of wrong lengths, altered packed weights. The others are files with bytes that were changed anywhere. Each is run in a
 process of its own. What ends it while ExecuTorch reads the file, or by a check of ExecuTorch's around the call, is
-ExecuTorch's to mend (SECURITY.md), and counted; nothing else may end it while the program runs, which is a single call of an
+ExecuTorch's to fix (SECURITY.md), and counted; nothing else may end it while the program runs, which is a single call of an
 operator.
 
 `make fuzz-pte` tries more of them; LOWBIT_FUZZ is how many, LOWBIT_FUZZ_SEED the first seed.

@@ -12,6 +12,8 @@ from command_line import ONE_THREAD, ROOT, TINY, shortened
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
 
+pytestmark = pytest.mark.more
+
 SCRIPT = ROOT / "examples" / "qat" / "train.py"
 
 

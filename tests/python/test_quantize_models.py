@@ -207,7 +207,7 @@ def test_weights_that_hooks_compute_are_refused(name):
         change(model[1])
     x = random_rows(3, 32)
     expected = model(x)
-    said = r"(1\.)?(weight|bias) is no parameter: a hook computes it before each call"
+    said = r"(1\.)?(weight|bias) is not a parameter: a hook computes it before each call"
     for call in (
         lambda: lowbit.quantize_(model, LinearConfig(8)),
         lambda: lowbit.qat.prepare_(model, LinearConfig(8)),

@@ -14,6 +14,8 @@ import typer.main
 from command_line import LOWBIT, ROOT, TINY, shortened
 from lowbit.cli.app import app
 
+pytestmark = pytest.mark.more
+
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 MINUTES = ("bench", "eval")  # commands that take minutes: that they and their options are there, and no more

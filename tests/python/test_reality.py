@@ -107,7 +107,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert reality.main() == 0
     found = json.loads((tmp_path / "out" / "reality.json").read_text(encoding="utf-8"))["models"]["tiny_llama"]
     rows = {row["name"]: row for row in found["table"]}
-    assert rows["float"]["kld"] < 1e-6 < rows["blocks of 32, symmetric"]["kld"] < rows["a row, symmetric"]["kld"]
+    assert rows["float, float32"]["kld"] < 1e-6 < rows["blocks of 32"]["kld"] < rows["a row, symmetric"]["kld"]
     assert 1e-6 < rows["lowbit, float32"]["kld"] < 0.1
     moved = {row["name"]: row["most"] for row in found["sensitivity"]}
     assert moved["float"] < 1e-3 < moved["lowbit, float32"]

@@ -19,6 +19,8 @@ from lowbit.llm.perplexity import perplexity
 from lowbit.report.measure import same_neighbors
 from needs import lacking, need_packages
 
+pytestmark = pytest.mark.more
+
 # Runs in the page before everything else of it, and at the end: what went wrong, and where the plots are.
 WATCH = """<script>
 window.problems = [];

@@ -17,12 +17,12 @@ def test_numbers():
     assert re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)[1] == lowbit.__version__
     document = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| of (?:the |a )(.*?) \| (.*?) \|", document, re.M))
-    interface = (ROOT / "kernels" / "library.h").read_text(encoding="utf-8")
+    interface = (ROOT / "kernels" / "lowbit_ukernel.h").read_text(encoding="utf-8")
     assert rows == {
         "package": lowbit.__version__,
         "packed format": "1, 2 with a table of levels",
         "checkpoint": f"1, {FORMAT_VERSION} with layers whose inputs are in an order of their own",
-        "vendor interface": re.search(r"kKernelAbi = (\d+);", interface)[1],
+        "vendor interface": re.search(r"LOWBIT_KERNEL_ABI (\d+)u", interface)[1],
     }
     weight = torch.randn(16, 32)
     plain = lowbit.quantize_tensor(weight, lowbit.LinearConfig(bits=4))

@@ -80,3 +80,26 @@ def test_the_document_is_that_of_its_data():
         assert set(tasks) == {
             f"{cache} {call}" for cache in ("f32", "bf16", "f16", "int8", "int4") for call in ("prompt", "token")
         }
+
+
+def test_rows_that_were_counted_anew_replace_their_own_numbers_alone(tmp_path, monkeypatch):
+    cores = dict.fromkeys(x86_cost.CORES)
+    before = {
+        "compiler": "c",
+        "counts": {"a": {"t": 1.0}, "b": {"t": 2.0}},
+        "cycles": {"llvm": "19"} | {core: {"a": {"t": 3.0}, "b": {"t": 4.0}} for core in cores},
+    }
+    monkeypatch.setattr(x86_cost, "DATA", tmp_path / "cost.json")
+    x86_cost.DATA.write_text(json.dumps(before), encoding="utf-8")
+    counted = {
+        "compiler": "c",
+        "counts": {"b": {"t": 5.0}},
+        "cycles": {"llvm": "19"} | {core: {"b": {"t": 6.0}} for core in cores},
+    }
+    assert x86_cost.merged(counted) == {
+        "compiler": "c",
+        "counts": {"a": {"t": 1.0}, "b": {"t": 5.0}},
+        "cycles": {"llvm": "19"} | {core: {"a": {"t": 3.0}, "b": {"t": 6.0}} for core in cores},
+    }
+    with pytest.raises(SystemExit, match="counted with compiler c, this is d"):
+        x86_cost.merged(counted | {"compiler": "d"})

@@ -1,31 +1,80 @@
 // A kernel library with one fault, named on the command line (FAULT_...), or none.
 
-#include <lowbit/kernels/library.h>
+#include "plain.h"
 
 using namespace lowbit;
 
 namespace {
 
-void run_linear(const LinearArgs&) {}
-void run_embedding(const EmbeddingArgs&) {}
-void run_quantize(const QuantizeArgs&) {}
+// What a row that lies makes of the right result.
+[[maybe_unused]] float lie(const LinearArgs& args, int64_t row, int64_t column, float value) {
+  [[maybe_unused]] const bool last = column == args.layout.n - 1 && row == args.m - 1;
+#if defined(FAULT_lies_by_a_hundredth)
+  return value * 1.01f;
+#elif defined(FAULT_lies_at_three_rows)
+  return args.m == 3 && row == 2 ? -value : value;
+#elif defined(FAULT_lies_in_the_last_column)
+  return last ? float_from_bits(bits_of_float(value) ^ 1u) : value;
+#elif defined(FAULT_lies_about_levels)
+  return args.layout.mapping == Mapping::levels ? value + 1.0f : value;
+#elif defined(FAULT_lies_where_groups_are_cut)
+  return args.layout.k % 32 != 0 && args.layout.group_size == 48 ? value + 1.0f : value;
+#elif defined(FAULT_lies_in_its_tile)
+  return args.m == 8 ? value + 1.0f : value;
+#elif defined(FAULT_lies_from_the_second_panel)
+  return args.panel_begin > 0 ? value + 1.0f : value;
+#elif defined(FAULT_lies_in_bfloat16)
+  return args.out_dtype == DType::bf16 ? value * 1.1f : value;
+#elif defined(FAULT_lies_about_not_a_number)
+  return std::isnan(value) ? 0.0f : value;
+#else
+  return value;
+#endif
+}
+
+void run_linear(const LinearArgs& args) {
+#if defined(FAULT_writes_nothing)
+  return;
+#elif defined(FAULT_writes_the_gap)
+  if (args.panel_end == args.layout.panels) store_from_f32(args.out, args.out_dtype, args.layout.n, 1.0f);
+#endif
+  plain::linear_but(args, lie);
+}
+void run_embedding(const EmbeddingArgs& args) {
+  plain::embedding(args);
+#if defined(FAULT_lies_in_an_embedding)
+  if (args.row == args.layout.n - 1) store_from_f32(args.out, args.out_dtype, args.layout.k - 1, 0.5f);
+#endif
+}
+void run_quantize(const QuantizeArgs& args) {
+  plain::quantize(args);
+#if defined(FAULT_lies_in_a_sum)
+  ++args.sums[0];
+#elif defined(FAULT_lies_in_a_scale)
+  if (!(args.scales[0] == args.scales[0])) args.scales[0] = 0.0f;
+#endif
+}
 [[maybe_unused]] void prepare(const PrepareArgs&) {}
-[[maybe_unused]] int64_t activation_bytes(const Layout&, int64_t) { return 64; }
-int64_t format_bytes(const Layout&) { return 64; }
-const char* pack_format(const Layout&, const PackArgs&, void*) { return nullptr; }
+[[maybe_unused]] int64_t activation_bytes(const void*, const Layout&, int64_t) { return 64; }
+void run_attention(const AttentionArgs&) {}
+[[maybe_unused]] void write_attention(const AttentionWriteArgs&) {}
+[[maybe_unused]] void join_attention(const AttentionJoinArgs&) {}
+int64_t format_bytes(const void*, const Layout&) { return 64; }
+const char* pack_format(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
 
 // ISA bits of another processor's family, and all of this one's: hardly any CPU has them all.
 #if defined(__aarch64__)
-[[maybe_unused]] constexpr IsaBits kForeignIsa = kAvx2, kMissingIsa = kNeon | kNeonDot | kI8mm;
+[[maybe_unused]] constexpr IsaBits kForeignIsa = kAvx2, kMissingIsa = kNeon | kNeonDot | kI8mm | kBf16 | kSve2;
 #else
-[[maybe_unused]] constexpr IsaBits kForeignIsa = kNeon, kMissingIsa = kAvx2 | kAvxVnni | kAvx512Vnni | kAmx;
+[[maybe_unused]] constexpr IsaBits kForeignIsa = kNeon, kMissingIsa = kAvx2 | kAvxVnni | kAvxVnniInt8 | kAvx512Vnni | kAmx;
 #endif
 
-// After the built-in rows, so that these rows, which do nothing, are never run.
+// After the built-in rows.
 struct Rows {
   LinearKernel linear[2] = {{"fault_linear", kPortable, Format::panel16, 4, 1, 16, run_linear},
                             {"fault_linear_2", kPortable, Format::panel16, 4, 4, 16, run_linear}};
   EmbeddingKernel embedding[1] = {{"fault_embedding", kPortable, Format::panel16, 4, run_embedding}};
+  AttentionKernel attention[1] = {{"fault_attention", kPortable, run_attention, write_attention, join_attention}};
   QuantizeKernel quantize[1] = {{"fault_quantize", kPortable, run_quantize}};
   PackedFormat formats[2] = {{vendor_format("FLT1"), format_bytes, pack_format},
                              {vendor_format("FLT2"), format_bytes, pack_format}};
@@ -41,7 +90,11 @@ struct Rows {
 #if defined(FAULT_other_abi)
     library.abi = 7;
 #elif defined(FAULT_other_size)
-    library.sizes.linear_row -= 8;
+    library.sizes.linear_row += 8;
+#elif defined(FAULT_small_size)
+    library.sizes.linear_args -= 16;
+#elif defined(FAULT_odd_size)
+    library.sizes.format -= 1;
 #elif defined(FAULT_no_vendor)
     library.vendor = nullptr;
 #elif defined(FAULT_bad_preference)
@@ -73,10 +126,25 @@ struct Rows {
     linear[0].m_least = 0;
 #elif defined(FAULT_bad_n_step)
     linear[0].n_step = 24;
-#elif defined(FAULT_bad_m_most)
-    linear[1].m_most = 3;
-#elif defined(FAULT_bad_group_step)
-    linear[0].group_step = 24;
+#elif defined(FAULT_bad_x_types)
+    linear[1].x_types = 8;
+#elif defined(FAULT_bad_scratch)
+    linear[1].scratch_bytes = [](const void*, const Layout&, int64_t, int) { return int64_t{-1}; };
+#elif defined(FAULT_bad_activation_bytes)
+    linear[0].format = vendor_format("FLT1");
+    linear[0].prepare = prepare;
+    linear[0].activation_bytes = [](const void*, const Layout&, int64_t) { return INT64_MAX; };
+#elif defined(FAULT_bad_rows_at_once)
+    formats[0].rows_at_once = -1;
+#elif defined(FAULT_null_attention)
+    library.attention = {attention, 1};
+    attention[0].run = nullptr;
+#elif defined(FAULT_null_attention_write)
+    library.attention = {attention, 1};
+    attention[0].write = nullptr;
+#elif defined(FAULT_null_attention_join)
+    library.attention = {attention, 1};
+    attention[0].join = nullptr;
 #elif defined(FAULT_half_prepare)
     linear[0].format = vendor_format("FLT1");
     linear[0].prepare = prepare;
@@ -115,6 +183,12 @@ struct Rows {
     formats[1].pack = nullptr;
 #elif defined(FAULT_twice_formatted)
     formats[1].format = formats[0].format;
+#elif defined(FAULT_bad_tolerance)
+    formats[1].tolerance = 1.5f;
+#elif defined(FAULT_lies_about_levels)
+    linear[1].mappings = kAllMappings;
+#elif defined(FAULT_lies_in_its_tile)
+    linear[1].m_least = 8;
 #elif defined(FAULT_second_row_bad)
     linear[1].bits = 0;
 #endif

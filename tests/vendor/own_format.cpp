@@ -24,26 +24,34 @@ struct Parts {
 };
 
 // Not more than a test needs; it also shows what happens to others.
-int64_t bytes(const Layout& layout) { return layout.k > 4096 || layout.n > 4096 ? 0 : Parts(layout).end; }
+int64_t bytes(const void*, const Layout& layout) { return layout.k > 4096 || layout.n > 4096 ? 0 : Parts(layout).end; }
 
-const char* pack(const Layout& layout, const PackArgs& args, void* out) {
+const char* pack(const void*, const Layout& layout, const PackArgs& args, int64_t begin, int64_t end, void* out) {
   const Parts at(layout);
   uint8_t* to = static_cast<uint8_t*>(out);
   if (args.scales[0] == 42.0f) return "its first scale is 42";  // a vendor may have reasons
-  std::memcpy(to, args.codes, static_cast<size_t>(layout.n * layout.k));
-  std::memcpy(to + at.scales, args.scales, static_cast<size_t>(at.mins - at.scales));
-  if (args.mins != nullptr) std::memcpy(to + at.mins, args.mins, static_cast<size_t>(at.bias - at.mins));
-  if (args.bias != nullptr) std::memcpy(to + at.bias, args.bias, static_cast<size_t>(at.end - at.bias));
+  const auto copy = [&](int64_t at, const void* from, int64_t row_bytes) {
+    std::memcpy(to + at + begin * row_bytes, static_cast<const char*>(from) + begin * row_bytes,
+                static_cast<size_t>((end - begin) * row_bytes));
+  };
+  copy(at.codes, args.codes, layout.k);
+  copy(at.scales, args.scales, layout.groups * 4);
+  if (args.mins != nullptr) copy(at.mins, args.mins, layout.groups * 4);
+  if (args.bias != nullptr) copy(at.bias, args.bias, 4);
   return nullptr;
 }
 
-const char* unpack(const Layout& layout, const void* from, const UnpackArgs& args) {
+const char* unpack(const void*, const Layout& layout, const void* from, int64_t begin, int64_t end, const UnpackArgs& args) {
   const Parts at(layout);
   const uint8_t* in = static_cast<const uint8_t*>(from);
-  std::memcpy(args.codes, in, static_cast<size_t>(layout.n * layout.k));
-  std::memcpy(args.scales, in + at.scales, static_cast<size_t>(at.mins - at.scales));
-  if (args.mins != nullptr) std::memcpy(args.mins, in + at.mins, static_cast<size_t>(at.bias - at.mins));
-  if (args.bias != nullptr) std::memcpy(args.bias, in + at.bias, static_cast<size_t>(at.end - at.bias));
+  const auto copy = [&](void* to, int64_t at, int64_t row_bytes) {
+    std::memcpy(static_cast<char*>(to) + begin * row_bytes, in + at + begin * row_bytes,
+                static_cast<size_t>((end - begin) * row_bytes));
+  };
+  copy(args.codes, at.codes, layout.k);
+  copy(args.scales, at.scales, layout.groups * 4);
+  if (args.mins != nullptr) copy(args.mins, at.mins, layout.groups * 4);
+  if (args.bias != nullptr) copy(args.bias, at.bias, 4);
   return nullptr;
 }
 
@@ -58,12 +66,15 @@ float weight(const Layout& layout, const uint8_t* in, int64_t row, int64_t i) {
   return scale * static_cast<float>(level_factor(layout.bits) * code - level_offset(layout.bits));
 }
 
-int64_t activation_bytes(const Layout& layout, int64_t m) { return m * layout.k * 4; }
+int64_t activation_bytes(const void*, const Layout& layout, int64_t m) { return m * layout.k * 4; }
 
+// Reads activations of each type.
 void prepare(const PrepareArgs& args) {
   for (int64_t i = args.begin; i < args.end; ++i) {
-    std::memcpy(static_cast<char*>(args.activations) + i * args.layout.k * 4, args.x + i * args.x_stride,
-                static_cast<size_t>(args.layout.k * 4));
+    for (int64_t j = 0; j < args.layout.k; ++j) {
+      const float value = load_as_f32(args.x, args.x_dtype, i * args.x_stride + j);
+      store_from_f32(args.activations, DType::f32, i * args.layout.k + j, value);
+    }
   }
 }
 
@@ -89,12 +100,17 @@ void embedding(const EmbeddingArgs& args) {
 }
 
 constexpr Format kRowsFormat = vendor_format("ROWS");
-const PackedFormat kFormats[] = {{kRowsFormat, bytes, pack, unpack}};
+// Its activations are not rounded to int8.
+const PackedFormat kFormats[] = {{kRowsFormat, bytes, pack, unpack, 1.0f / 64, 8}};
 // The tile of 4 rows is the only one at 8 bits: it must then take a single row too.
-const LinearKernel kLinear[] = {
-    {"rows_linear_w4", kPortable, kRowsFormat, 4, 1, 16, linear, 0, activation_bytes, prepare},
-    {"rows_linear_w8", kPortable, kRowsFormat, 8, 4, 16, linear, 0, activation_bytes, prepare},
-};
+constexpr LinearKernel row_of(const char* name, uint8_t bits, uint8_t m_least, uint8_t x_types) {
+  LinearKernel row{name, kPortable, kRowsFormat, bits, m_least, 16, linear};
+  row.x_types = x_types;
+  row.activation_bytes = activation_bytes;
+  row.prepare = prepare;
+  return row;
+}
+const LinearKernel kLinear[] = {row_of("rows_linear_w4", 4, 1, 7), row_of("rows_linear_w8", 8, 4, 1)};
 const EmbeddingKernel kEmbedding[] = {{"rows_embedding_w4", kPortable, kRowsFormat, 4, embedding}};
 
 }  // namespace

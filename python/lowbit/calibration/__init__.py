@@ -1,4 +1,4 @@
-"""Quantization with a calibration text: better than rounding to nearest, from 4 bits down by far.
+"""Quantization with a calibration text: better than rounding to nearest, above all at 4 bits and below.
 
 ``calibrate`` does a model; ``calibration.gptq`` and ``calibration.importance`` do one matrix.
 """

@@ -1,4 +1,4 @@
-"""Codes that make up for each other's errors: GPTQ, GPTAQ's correction, and coordinate descent."""
+"""Codes that make up for each other's errors: GPTQ and GPTAQ's correction."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..groups import in_groups
-from .grid import Config, Quantized, levels_near, stored, table_in, with_table
+from .grid import Config, Quantized, stored, table_in, with_table
 from .importance import search, search_groups
 
-_LEAST_COLUMNS = 64  # of a block whose errors are passed on together
+_COLUMNS = 128  # of a block whose errors are passed on together, where groups are not longer
 _MOST_COLUMNS = 512
 _TRIAL_ROWS = 256
 CORRECTIONS = (0.0, 0.25, 0.5, 1.0)
@@ -96,14 +96,11 @@ class Solver:
         self.order = torch.argsort(diagonal, descending=True, stable=True) if by_importance else torch.arange(k)
         if by_importance:
             square = square[self.order][:, self.order]
-        factor = _inverse_factor(square)
+        self.factor = factor = _inverse_factor(square).float()
         self.pull = None
         if moments.drift is not None:
-            drift = moments.drift.double()
-            if by_importance:
-                drift = drift[self.order][:, self.order]
-            self.pull = ((drift @ factor.T).triu_(1) @ factor).float()
-        self.factor = factor.float()
+            drift = moments.drift[self.order][:, self.order] if by_importance else moments.drift
+            self.pull = (drift @ factor.T).triu_(1) @ factor
         self.diagonal = self.factor.diagonal()
         # What an error of an input costs once the inputs behind it have made up for what they can.
         self.costs = self.diagonal.square().reciprocal()
@@ -127,45 +124,45 @@ class Solver:
         largest = scales.abs().amax(1, keepdim=True)
         if mins is not None:
             largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
-        width = group * -(-_LEAST_COLUMNS // group) if in_order else 128
+        # Where inputs keep their order, a group's scales are searched when all inputs before it are rounded.
+        step = group if in_order else _COLUMNS
+        width = step * max(1, _COLUMNS // step)
+        sorted_levels = None if table is None else table.levels
         work = weight.float()[:, order].T.contiguous()  # [k, n]: an input is a row
         levels = torch.empty_like(work)
         for begin in range(0, k, width):
             end = min(begin + width, k)
-            block = work[begin:end]
-            errors = torch.empty_like(block)
-            for i in range(begin, end):
-                at = i - begin
-                column = int(order[i])
-                g = column // group
-                if in_order and column % group == 0:
-                    last = min(i + group, end)
-                    scale, low = search_groups(
-                        in_groups(block[at : last - begin].T, group)[:, :1],
-                        in_groups(self.costs[None, i:last], group)[:, :1],
-                        config,
-                    )
-                    scales[:, g] = stored(scale, largest)[:, 0]
+            errors = torch.empty_like(work[begin:end])
+            for first in range(begin, end, step):
+                last = min(first + step, end)
+                run, groups = slice(first, last), order[first:last] // group
+                if in_order:
+                    groups = groups[:1]
+                    scale, low = search_groups(in_groups(work[run].T, group), in_groups(self.costs[None, run], group), config)
+                    scales[:, groups] = stored(scale, largest)
                     if mins is not None:
-                        mins[:, g] = stored(low, largest)[:, 0]
-                values = block[at]
-                level = levels_near(values, scales[:, g], None if mins is None else mins[:, g], config.bits, table)
-                rounded = scales[:, g] * level
-                if mins is not None:
-                    rounded = rounded + mins[:, g]
-                levels[i] = level
-                errors[at] = (values - rounded) / self.diagonal[i]
-                rest = block[at + 1 :]
-                rest.addr_(factor[i, i + 1 : end], errors[at], alpha=-1.0)
-                if pull is not None:
-                    rest.addr_(pull[i, i + 1 : end], values, alpha=correction)
-            if end < k:
-                work[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1.0)
-                if pull is not None:
-                    work[end:].addmm_(pull[begin:end, end:].T, block, alpha=correction)
+                        mins[:, groups] = stored(low, largest)
+                work[run], levels[run], errors[first - begin : last - begin] = torch.ops.lowbit.error_feedback(
+                    work[run],
+                    factor[run, run].T.contiguous(),
+                    None if pull is None else (correction * pull[run, run]).T.contiguous(),
+                    scales.T[groups].contiguous(),
+                    None if mins is None else mins.T[groups].contiguous(),
+                    sorted_levels,
+                    config.bits,
+                )
+                self._pass_on(work, errors[first - begin : last - begin], run, slice(last, end), pull, correction)
+            self._pass_on(work, errors, slice(begin, end), slice(end, k), pull, correction)
         result = Quantized(torch.empty_like(weight), scales, mins, config)
         result.levels[:, order] = levels.T
         return result
+
+    def _pass_on(self, work: Tensor, errors: Tensor, run: slice, rest: slice, pull: Tensor | None, correction: float) -> None:
+        """Adds to the inputs of ``rest`` what makes up for the errors [inputs, n] of the inputs of ``run``."""
+        if rest.start < rest.stop:
+            work[rest].addmm_(self.factor[run, rest].T, errors, alpha=-1.0)
+            if pull is not None:
+                work[rest].addmm_(pull[run, rest].T, work[run], alpha=correction)
 
 
 def gptq(
@@ -176,7 +173,6 @@ def gptq(
     damping: float = 0.01,
     correction: float = 1.0,
     by_importance: bool = False,
-    sweeps: int = 0,
 ) -> Quantized:
     """Quantizes a matrix so that the layer's outputs on the calibration text change little.
 
@@ -197,15 +193,11 @@ def gptq(
         correction: the factor of GPTAQ's term, 0 to 1; :func:`best_correction` measures it.
         by_importance: rounds the inputs with the largest mean square first ("act-order"). Groups stay runs of inputs,
             and so their scales are chosen before the first code.
-        sweeps: of coordinate descent behind it (:func:`descend`).
 
     Raises:
         ValueError: moments of another shape, that are not finite, or of no tokens.
     """
-    result = Solver(moments, damping, by_importance).quantize(weight, config, correction)
-    if sweeps:
-        descend(result, target(weight, moments, damping, correction), moments, damping=damping, sweeps=sweeps)
-    return result
+    return Solver(moments, damping, by_importance).quantize(weight, config, correction)
 
 
 def best_correction(solver: Solver, weight: Tensor, config: Config, held: list[tuple[Tensor, Tensor]]) -> float:
@@ -224,85 +216,3 @@ def best_correction(solver: Solver, weight: Tensor, config: Config, held: list[t
         found = solver.quantize(rows, config, correction).dequantize()
         errors.append(sum(float((x @ found.T - y @ rows.T).square().sum()) for x, y in held))
     return CORRECTIONS[errors.index(min(errors))]
-
-
-def target(weight: Tensor, moments: Moments, damping: float, correction: float) -> Tensor:
-    """The matrix [n, k] whose outputs in the quantized model are nearest to the float layer's in the float one.
-
-    With a drift this is the weight plus ``correction`` times what least squares adds for it; without, the weight.
-    """
-    if moments.drift is None or not correction:
-        return weight.float()
-    solved = torch.cholesky_solve(
-        moments.drift.double().T, torch.linalg.cholesky(_damped(moments.square, damping))
-    )  # [k, k]: the transpose of drift @ inverse(square)
-    return (weight.double() + correction * (weight.double() @ solved.T)).float()
-
-
-def descend(quantized: Quantized, wanted: Tensor, moments: Moments, *, damping: float = 0.01, sweeps: int = 2) -> None:
-    """Improves a quantized matrix in place by coordinate descent on ``|(wanted - quantized) X|^2``.
-
-    A sweep goes through the inputs in order and moves each weight to the level that is best while all others stay as
-    they are (Behdin et al.: "QuantEase", 2023); behind each group its scale (and min) is fitted anew. Both only ever
-    lower the error, but for the rounding of scales to what is stored.
-
-    Args:
-        quantized: for example from :func:`gptq`.
-        wanted: float32 [n, k], for example from :func:`target`.
-        moments: as for :func:`gptq`; damping too.
-        sweeps: each takes as long as :func:`gptq`.
-    """
-    config = quantized.config
-    table = table_in(config)
-    n, k = wanted.shape
-    group = config.group_size or k
-    square = _damped(moments.square, damping)
-    square = (square / square.diagonal().mean()).float()
-    diagonal = square.diagonal().clone()
-    levels = quantized.levels.T.contiguous()  # [k, n]
-    scales, mins = quantized.scales, quantized.mins
-    largest = scales.abs().amax(1, keepdim=True)
-    if mins is not None:
-        largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
-    for _ in range(sweeps):
-        # For each weight, half of what the error grows by when the weight falls.
-        slopes = square @ (wanted - quantized.dequantize()).T
-        for g, begin in enumerate(range(0, k, group)):
-            end = min(begin + group, k)
-            inner = square[begin:end, begin:end]
-            scale, low = scales[:, g], None if mins is None else mins[:, g]
-            block = slopes[begin:end].clone()
-            before = scale * levels[begin:end] if low is None else scale * levels[begin:end] + low
-            now = before.clone()
-            for at in range(end - begin):
-                level = levels_near(now[at] + block[at] / diagonal[begin + at], scale, low, config.bits, table)
-                value = scale * level if low is None else scale * level + low
-                block.addr_(inner[at], value - now[at], alpha=-1.0)
-                levels[begin + at], now[at] = level, value
-            refitted = _refit(levels[begin:end], block, inner, scale, low, largest)
-            if refitted is not None:
-                scales[:, g] = refitted[0]
-                now = scales[:, g] * levels[begin:end]
-                if mins is not None:
-                    mins[:, g] = refitted[1]
-                    now = now + mins[:, g]
-            slopes.addmm_(square[begin:end].T, now - before, alpha=-1.0)
-        quantized.levels = levels.T.contiguous()
-
-
-def _refit(levels: Tensor, slopes: Tensor, square: Tensor, scale: Tensor, low: Tensor | None, largest: Tensor):
-    """The scale and min [n] of one group with the least error for its levels [g, n]; slopes are those of now."""
-    products = square @ levels
-    ll = (levels * products).sum(0)
-    le = (levels * slopes).sum(0)
-    bound = largest[:, 0]
-    if low is None:
-        step = torch.where(ll > 0, le / torch.where(ll > 0, ll, 1.0), 0.0)
-        return stored((scale + step)[:, None], bound[:, None])[:, 0], None
-    lo, oo, oe = products.sum(0), square.sum(), slopes.sum(0)
-    determinant = ll * oo - lo * lo
-    fine = determinant > 1e-6 * ll * oo
-    safe = torch.where(fine, determinant, 1.0)
-    step = torch.where(fine, (le * oo - lo * oe) / safe, 0.0)
-    shift = torch.where(fine, (ll * oe - lo * le) / safe, 0.0)
-    return (stored((scale + step)[:, None], bound[:, None])[:, 0], stored((low + shift)[:, None], bound[:, None])[:, 0])

@@ -36,8 +36,10 @@ def stored(values: Tensor, largest: Tensor) -> Tensor:
 
 
 def with_table(config: Config, weight: Tensor, importance: Tensor | None = None) -> Config:
-    """A config whose table of levels, if it has one, is there in numbers: fitted to ``weight`` [n, k] where the config says
-    so, each squared error counted by ``importance`` [k]."""
+    """The config with its table of levels, if any, as numbers.
+
+    If the config says "fit", they are fitted to ``weight`` [n, k], with squared errors weighted by ``importance`` [k].
+    """
     if config.mapping != "levels" or not isinstance(config.levels, str):
         return config
     step = max(1, weight.numel() // _FITTED)
@@ -80,7 +82,7 @@ class Quantized:
     config: Config
 
     def per_input(self, values: Tensor) -> Tensor:
-        """[n, groups] -> [n, k]"""
+        """Values of groups, [n, groups], as values of inputs, [n, k]."""
         return per_input(values, self.config.group_size, self.levels.shape[1])
 
     def dequantize(self) -> Tensor:

@@ -142,8 +142,9 @@ class Journal:
         sync_path(self.path)
 
     def keep(self, layers: list[tuple[list[str], str, Tensor]]) -> list[Tensor]:
-        """Writes layers, all of them or, should the run be killed, none, and returns their weights as they lie in the files,
-        in no memory of their own.
+        """Writes layers and returns their weights as mapped files.
+
+        If the run is killed, either all of these layers are kept or none.
 
         Args:
             layers: those that share a packed weight, their method, and the weight; of experts [experts, bytes].

@@ -155,7 +155,7 @@ class LearningLinear(_InPlaceOf):
 
 class LearningEmbedding(_InPlaceOf):
     def forward(self, indices: Tensor) -> Tensor:
-        return self.shared.embedding(indices).to(self.layer.weight.dtype)
+        return self.layer.finish(self.shared.embedding(indices).to(self.layer.weight.dtype))
 
 
 class LearningExperts(_InPlaceOf):

@@ -43,8 +43,11 @@ def run(
     options: Mapping[str, Any] | None = None,
     kept: Kept | None = None,
 ) -> Calibration:
-    """:func:`lowbit.calibrate`; ``progress`` is also called when a layer begins, with its name; ``options`` are keyword
-    arguments of :func:`gptq`, and steps and rate of :func:`tuned` and :func:`distilled`, for measurements."""
+    """Runs :func:`lowbit.calibrate`.
+
+    ``progress`` is also called when a layer begins, with its name. ``options`` are keyword arguments of :func:`gptq`, and
+    steps and rate of :func:`tuned` and :func:`distilled`, for measurements.
+    """
     check_method(method)
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model is a {type(model).__name__}; expected a model of transformers")

@@ -9,15 +9,17 @@ import torch
 
 from .. import nn
 from ..hf import conv1d  # noqa: F401 - lets named_layers find them
-from ..layers import KINDS, Experts, as_linear, check_layers, layer_at, named_layers
+from ..layers import Experts, as_linear, check_layers, kind_of, layer_at, named_layers
 from ..quantize import LinearConfig, check_layer
 from ..quantize_model import select_layers
 from .grid import Config
 
 
 def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, Config], dict[str, Config]]:
-    """What :func:`lowbit.quantize_` would pack, or what a LowBitConfig selects: modules by their names, each with its
-    config, and likewise the tensors that hold a matrix of each expert."""
+    """The modules that :func:`lowbit.quantize_` would pack or a LowBitConfig selects, and tensors of experts.
+
+    Both by name, with their configs.
+    """
     if hasattr(config, "select"):
         selected = config.select(model)
     else:
@@ -56,7 +58,7 @@ def left_float(model: torch.nn.Module) -> dict[str, str]:
     """Modules whose weights multiply activations, but which cannot be packed."""
     left = {}
     for name, module in model.named_modules():
-        if type(module) in KINDS or as_linear(module) is not None or isinstance(module, nn.Linear | nn.Embedding):
+        if kind_of(module) is not None or as_linear(module) is not None or isinstance(module, nn.Linear | nn.Embedding):
             continue
         kind = type(module).__name__
         if isinstance(module, torch.nn.Linear):

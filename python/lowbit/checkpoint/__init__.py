@@ -1,7 +1,7 @@
-"""Checkpoints in Hugging Face's form: :func:`quantize_checkpoint` packs one without ever holding it in memory,
-:func:`inspect_checkpoint` says what is in one.
+"""Checkpoints in Hugging Face's format, quantized from file to file.
 
-A packed checkpoint is loaded by transformers (:mod:`lowbit.transformers`).
+:func:`quantize_checkpoint` packs a checkpoint without holding it in memory, :func:`inspect_checkpoint` lists its tensors.
+transformers loads packed checkpoints (:mod:`lowbit.transformers`).
 """
 
 from .dequantizing import dequantize_checkpoint

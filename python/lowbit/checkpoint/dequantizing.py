@@ -1,4 +1,4 @@
-"""From a packed checkpoint back to a float one."""
+"""Converts packed checkpoints to float ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def dequantize_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[CheckpointEntry]:
-    """Writes a packed checkpoint as a float one, with the weights that the packed one computes with.
+    """Writes a packed checkpoint as a float one with the dequantized weights.
 
     What quantization has lost stays lost. The model is in memory meanwhile, as floats.
 

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: its tensors, packed or not."""
+"""Lists the tensors of a checkpoint, packed or not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DTYPES_OF_TORCH = {
 
 
 def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
-    """What a tensor is; `info` of a packed one."""
+    """Describes a tensor; `info` is the header of a packed one."""
     if info is not None:
         shape = info.shape
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
@@ -50,7 +50,7 @@ def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEnt
 
 
 def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
-    """What is in a checkpoint, packed or not, in the order of the files. Only headers are read.
+    """The tensors of a checkpoint, packed or not, in the order of the files. Only headers are read.
 
     Args:
         path: a directory with model.safetensors or model.safetensors.index.json, or one .safetensors file.

@@ -1,4 +1,4 @@
-"""What :func:`lowbit.quantize_checkpoint` will write, from the headers of the files alone."""
+"""Plans what :func:`lowbit.quantize_checkpoint` writes, from the headers of the files alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXTRA = "not in {}"
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix to pack, in one or several tensors of the files that lie below each other."""
+    """A matrix to pack, from one tensor of the files or several stacked ones."""
 
     parts: tuple[Stored, ...]
     transposed: bool = False  # in the files
@@ -210,7 +210,7 @@ def _users(by_name: Mapping[str, Stored], ties: Mapping[str, str]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What is known of a model and its files when they are packed."""
+    """Facts about a model and its files that planning needs."""
 
     layers: Mapping[str, torch.nn.Module | Experts]
     state: Collection[str]  # names of the model's tensors
@@ -228,7 +228,7 @@ class _Chosen:
         return self.by_name.get(name) or self.by_name[self.ties[name]]
 
     def follows(self, layer: str) -> bool:
-        """Whether the weight and the bias of a selected layer can be read from the files as they lie there."""
+        """Whether the weight and the bias of a selected layer can be read from the files without conversion."""
         for leaf in ("weight", "bias"):
             name = f"{layer}.{leaf}"
             if leaf == "bias" and (name not in self.state or not isinstance(self.selected[layer], LinearConfig)):
@@ -298,7 +298,7 @@ class _Chosen:
 
 
 def _left(model, outputs: Iterable[Output], names: Mapping, unselected: Mapping[str, str]) -> dict[str, str]:
-    """Which matrices stay float, and why."""
+    """The matrices that stay float, with the reasons."""
     state, left = model.state_dict(), {}
     for output in outputs:
         # Integers are no weights: BERT's old files have their positions as [1, 512].
@@ -322,7 +322,7 @@ def _left(model, outputs: Iterable[Output], names: Mapping, unselected: Mapping[
 
 
 def _plan(model, config: LowBitConfig, tensors: dict[str, Stored], source: Path) -> tuple[list[Output], dict[str, str]]:
-    """What to write, and which matrices stay float, and why."""
+    """The tensors to write, and the matrices that stay float with the reasons."""
     from ..hf.config import BY_OVERRIDES
     from ..hf.names import check_complete, given_by, names_in_model, parts_of_experts
 
@@ -389,7 +389,7 @@ def _plan(model, config: LowBitConfig, tensors: dict[str, Stored], source: Path)
 
 
 def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dict[str, str], dict]:
-    """What to write, which matrices stay float and why, and config.json; from the headers of the files alone."""
+    """The tensors to write, the matrices that stay float with the reasons, and config.json; reads only headers."""
     from ..hf.loading import meta_model
     from ..hf.names import names_in_model
     from ..hf.placing import place_packed
@@ -435,7 +435,7 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dic
 
 @dataclass(frozen=True)
 class PlannedSize:
-    """What a quantized checkpoint would take."""
+    """The size of a quantized checkpoint."""
 
     bytes: int  # of its files of weights, headers included
     packed_bytes: int
@@ -443,7 +443,7 @@ class PlannedSize:
 
 
 def planned_size(source: str | os.PathLike, config: LowBitConfig, max_shard_bytes: int = MAX_SHARD_BYTES) -> PlannedSize:
-    """The bytes that :func:`quantize_checkpoint` would write, to the byte; only headers are read.
+    """The exact number of bytes that :func:`quantize_checkpoint` would write; reads only headers.
 
     Raises:
         OSError, ValueError: as :func:`quantize_checkpoint`.

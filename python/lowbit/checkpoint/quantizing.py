@@ -1,4 +1,4 @@
-"""A checkpoint quantized to nearest, or with layers that are packed already, without ever being in memory."""
+"""Quantizes checkpoints to nearest, or writes packed layers, without holding the checkpoint in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """What :func:`quantize_checkpoint` has written."""
+    """The result of :func:`quantize_checkpoint`."""
 
     target: Path
     entries: list[CheckpointEntry]
@@ -101,7 +101,7 @@ def quantize_checkpoint(
     packed: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> CheckpointSummary:
-    """Quantizes a checkpoint of transformers, a band of rows at a time: memory stays at some tens of megabytes.
+    """Quantizes a checkpoint of transformers a band of rows at a time, in some tens of megabytes of memory.
 
     The result has the same bytes as ``from_pretrained(source, quantization_config=config)``, and is loaded by
     ``from_pretrained(target)`` wherever lowbit is installed.

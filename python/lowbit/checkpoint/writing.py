@@ -1,4 +1,4 @@
-"""A new directory in Hugging Face's form: files of weights, their index, what lies beside them; whole or not there."""
+"""Writes a checkpoint directory in Hugging Face's format in one step: weights, index and other files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ T = TypeVar("T", bound=Planned)
 
 
 def _shards(outputs: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Cuts the outputs, in their order, into files. In a file packed tensors come first, at multiples of 64 bytes."""
+    """Divides the outputs, in order, into files. In a file packed tensors come first, at multiples of 64 bytes."""
 
     def place(output: T) -> int:  # packed first, then the wider elements, so that all are aligned
         return -512 if output.info() is not None else -DTYPES_OF_TORCH.get(output.stored(Path()).dtype, ("", 8))[1]
@@ -62,7 +62,7 @@ def _shards(outputs: Iterable[T], most: int) -> Iterator[list[T]]:
 
 
 def _check_space(directory: Path, needed: int) -> None:
-    """Raises OSError where the disk has fewer bytes free."""
+    """Raises OSError if the disk has fewer free bytes."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{directory} has {size(free)} free; the packed checkpoint takes {size(needed)}")
@@ -70,7 +70,7 @@ def _check_space(directory: Path, needed: int) -> None:
 
 @contextmanager
 def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
-    """A hidden directory to write a checkpoint into, which takes the place of `target` when all went well.
+    """A context with a hidden directory for a checkpoint, which replaces `target` on success.
 
     Args:
         target: an absolute path, empty or not there yet.
@@ -112,7 +112,7 @@ def counted(progress: Callable[[int, int, str], None] | None, total: int) -> Cal
 def write_tensors(
     directory: Path, outputs: Iterable[T], max_shard_bytes: int, write: Callable[[T, Writer], None]
 ) -> list[CheckpointEntry]:
-    """Writes files of weights, and their index where there are several; `write` writes the bytes of each tensor."""
+    """Writes files of weights, and an index if there are several; `write` writes the bytes of each tensor."""
     entries = []
     shards = list(_shards(outputs, max_shard_bytes))
     for number, shard in enumerate(shards, 1):
@@ -152,7 +152,7 @@ def _is_weights(name: str) -> bool:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copies what belongs to a checkpoint beside its weights: the tokenizer, settings, templates, a license."""
+    """Copies the other files of a checkpoint: tokenizer, settings, templates, license."""
     modules = _modules(source)
     for entry in sorted(source.iterdir()):
         if entry.is_file():
@@ -179,7 +179,7 @@ def _modules(source: Path) -> set[str]:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Writes a file that is not there yet, and sees that it is on the disk."""
+    """Writes a new file and syncs it to the disk."""
     with open(path, "x", encoding="utf-8") as file:
         json.dump(content, file, indent=2, ensure_ascii=False)
         file.write("\n")

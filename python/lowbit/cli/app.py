@@ -61,7 +61,7 @@ _state = {"debug": False}
 @app.callback(invoke_without_command=True)
 def _common(
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where in the code an error comes from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     _state["debug"] = debug
     if show_version:

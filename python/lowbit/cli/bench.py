@@ -26,11 +26,9 @@ def bench(
     bits: OptionalBits = None,
     group_size: GroupSize = "32",
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt.")] = 512,
-    new: Annotated[int, typer.Option("--new", min=1, help="Tokens that are decoded behind it.")] = 64,
-    mode: Annotated[
-        list[_Mode], typer.Option("--mode", help="As it is, with torch.compile, with AOTInductor; several take turns.")
-    ] = [_Mode.aot],  # noqa: B006 - typer reads it, and nobody changes it
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often; medians count.")] = 3,
+    new: Annotated[int, typer.Option("--new", min=1, help="Tokens that are decoded after the prompt.")] = 64,
+    mode: Annotated[list[_Mode], typer.Option("--mode", help="Ways to run, in turns.")] = [_Mode.aot],  # noqa: B006
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of runs; the median counts.")] = 3,
     cache: Cache = None,
     threads: Threads = None,
     as_json: Json = False,

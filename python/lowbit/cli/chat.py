@@ -67,11 +67,12 @@ def chat(
     temperature: Annotated[
         float | None,
         typer.Option(
-            "--temperature", min=0, callback=finite, help="0 takes the most likely token, always.", show_default="the model's"
+            "--temperature", min=0, callback=finite, help="0 always takes the most likely token.", show_default="the model's"
         ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Draw from so many tokens.", show_default="the model's")
+        int | None,
+        typer.Option("--top-k", min=1, help="Sample from this number of most likely tokens.", show_default="the model's"),
     ] = None,
     top_p: Annotated[
         float | None,
@@ -80,7 +81,7 @@ def chat(
             min=0,
             max=1,
             callback=finite,
-            help="Draw from the likeliest that reach this probability.",
+            help="Sample from the most likely tokens that reach this probability.",
             show_default="the model's",
         ),
     ] = None,
@@ -94,9 +95,10 @@ def chat(
     dry_breaker: DryBreakers = None,
     logit_bias: LogitBias = None,
     stop: Stop = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the draws of the first answer.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of sampling, for the first answer.")] = 0,
     max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="Of one answer.", show_default=f"the model's, or {_NEW}")
+        int | None,
+        typer.Option("--max-new-tokens", min=1, help="New tokens per answer.", show_default=f"the model's, or {_NEW}"),
     ] = None,
     bits: OptionalBits = None,
     group_size: GroupSize = "32",
@@ -271,7 +273,7 @@ def _answer(output: Output, talk: Chat, message: str) -> Answer:
     except KeyboardInterrupt:
         if not typed:
             raise
-        raise ValueError("stopped before the answer: the message is taken back") from None
+        raise ValueError("stopped before the answer: the message was removed from the conversation") from None
     if answer.stopped == "interrupted" and not typed:
         raise KeyboardInterrupt  # as in every command
     if not output.as_json:
@@ -286,7 +288,9 @@ def _answer(output: Output, talk: Chat, message: str) -> Answer:
     elif answer.stopped == "max_new_tokens":
         output.note(f"(cut off after {talk.max_new_tokens} tokens, see --max-new-tokens)")
     elif answer.stopped == "interrupted":
-        output.note("(stopped)" if answer.tokens else "(stopped before the answer: the message is taken back)")
+        output.note(
+            "(stopped)" if answer.tokens else "(stopped before the answer: the message was removed from the conversation)"
+        )
     return answer
 
 

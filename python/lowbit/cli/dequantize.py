@@ -20,12 +20,10 @@ from .output import Output, packed_figures, size
 
 def dequantize(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a packed checkpoint.", show_default=False)],
-    target: Annotated[
-        Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or not there yet.", show_default=False)
-    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option("--dtype", help="Of the weights that were packed.", show_default="as config.json says"),
+        typer.Option("--dtype", help="Type of the weights that were packed.", show_default="as config.json says"),
     ] = None,
     threads: Threads = None,
     as_json: Json = False,

@@ -42,7 +42,7 @@ def export(
     max_length: MaxLength = None,
     cache: Cache = None,
     chunk: Annotated[
-        int, typer.Option("--chunk", min=1, help="The most tokens of one call; longer prompts come in pieces.")
+        int, typer.Option("--chunk", min=1, help="Largest number of tokens in one call; longer prompts are split.")
     ] = 128,
     bits: OptionalBits = None,
     group_size: GroupSize = "32",

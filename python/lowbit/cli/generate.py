@@ -62,13 +62,15 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Of --prompts, so many in one call.")] = 16,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the text into the model's chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")] = 128,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Number of texts of --prompts in one call.")] = 16,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Largest number of new tokens.")] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0, callback=finite, help="0 takes the most likely token, always.")
+        float, typer.Option("--temperature", min=0, callback=finite, help="0 always takes the most likely token.")
     ] = 0.0,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Draw from so many tokens.", show_default="all")] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=1, help="Sample from this number of most likely tokens.", show_default="all")
+    ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
@@ -76,7 +78,7 @@ def generate(
             min=0,
             max=1,
             callback=finite,
-            help="Draw from the likeliest that reach this probability.",
+            help="Sample from the most likely tokens that reach this probability.",
             show_default="1",
         ),
     ] = None,
@@ -92,21 +94,25 @@ def generate(
     stop: Stop = None,
     logprobs: Annotated[
         int | None,
-        typer.Option("--logprobs", min=0, help="Say how likely each token was, and so many others.", show_default=False),
+        typer.Option(
+            "--logprobs",
+            min=0,
+            help="Print the log-probability of each token, and of this many alternatives.",
+            show_default=False,
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of sampling.")] = 0,
     guesses: Annotated[
         int | None,
         typer.Option(
             "--guesses",
             min=0,
-            help="Guess so many tokens from the text before; the text is the same.",
+            help="Speculative decoding: guess this number of tokens; the text is the same.",
             show_default="0; 4 with --draft",
         ),
     ] = None,
     draft: Annotated[
-        Path | None,
-        typer.Option("--draft", help="A smaller model with the same tokens, which guesses instead.", show_default=False),
+        Path | None, typer.Option("--draft", help="Draft model: a smaller model with the same tokens.", show_default=False)
     ] = None,
     bits: OptionalBits = None,
     group_size: GroupSize = "32",

@@ -22,11 +22,9 @@ def import_(
         Path,
         typer.Argument(metavar="SOURCE", help="A .gguf file, or the directory of a quantized checkpoint.", show_default=False),
     ],
-    target: Annotated[
-        Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or not there yet.", show_default=False)
-    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
     i2s_order: Annotated[
-        str | None, typer.Option(help="Of a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False)
+        str | None, typer.Option(help="Order of weights in a GGUF file of bitnet.cpp: x86, arm or rows.", show_default=False)
     ] = None,
     threads: Threads = None,
     as_json: Json = False,

@@ -71,8 +71,10 @@ def make_step(
 
 @contextmanager
 def imported(output: Output, model: Path) -> Iterator[Path]:
-    """A checkpoint as it is; of a GGUF file the import, from the directory beside it, or made there. No other process
-    replaces that in the context, in which the model and its tokenizer are loaded."""
+    """A checkpoint as it is; for a GGUF file its import, from the directory beside it or made there.
+
+    Load the model and its tokenizer inside the context: no other process replaces the import meanwhile.
+    """
     from lowbit.importing.cache import cache_of, is_current, loading_from_cache
 
     if model.suffix != ".gguf" or not model.is_file():

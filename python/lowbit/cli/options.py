@@ -34,7 +34,7 @@ ModelOrShape = Annotated[
 Bits = Annotated[int, typer.Option("--bits", min=1, max=8, help="Bits per weight.")]
 OptionalBits = Annotated[
     int | None,
-    typer.Option("--bits", min=1, max=8, help="Quantize a float checkpoint to so many bits first.", show_default=False),
+    typer.Option("--bits", min=1, max=8, help="Quantize a float checkpoint to this number of bits first.", show_default=False),
 ]
 GroupSize = Annotated[
     str, typer.Option("--group-size", help="Inputs that share a scale, a multiple of 16; or none: a scale per output.")
@@ -45,17 +45,19 @@ Mapping = Annotated[
 ]
 EmbeddingBits = Annotated[
     int | None,
-    typer.Option("--embedding-bits", min=1, max=8, help="Of embedding tables and heads that share one.", show_default="--bits"),
+    typer.Option(
+        "--embedding-bits", min=1, max=8, help="Bits of embedding tables and of heads that share one.", show_default="--bits"
+    ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="Threads to run on.", show_default="torch's")]
-Compile = Annotated[bool, typer.Option("--compile", help="Make machine code of the whole model first; needs a C++ compiler.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the whole model first; needs a C++ compiler.")]
 MaxLength = Annotated[
     int | None, typer.Option("--max-length", min=16, help="Tokens in the KV cache, a multiple of 16.", show_default=False)
 ]
 
 Cache = Annotated[
     Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
-    typer.Option("--cache", help="What keys and values are kept in.", show_default="the model's type"),
+    typer.Option("--cache", help="Type of the KV cache.", show_default="the model's type"),
 ]
 
 
@@ -122,7 +124,7 @@ def _parse_bias(text: str) -> tuple[int, float]:
 
 
 def refuse_unused(why: str, **given: bool) -> None:
-    """Refuses options that mean nothing here: a user who gives one expects that it counts.
+    """Refuses options that would have no effect, because a user who gives one expects an effect.
 
     Args:
         why: "without --bits", for example.
@@ -130,11 +132,11 @@ def refuse_unused(why: str, **given: bool) -> None:
     """
     for name, other in given.items():
         if other:
-            raise typer.BadParameter(f"it means nothing {why}", param_hint=f"--{name.replace('_', '-')}")
+            raise typer.BadParameter(f"it has no effect {why}", param_hint=f"--{name.replace('_', '-')}")
 
 
 def refuse_without_bits(bits: int | str | None, group_size: str, mapping: str, embedding_bits: int | None) -> None:
-    """Refuses options that say how a float checkpoint is quantized, where none is."""
+    """Refuses options for quantizing a float checkpoint if nothing is quantized."""
     if not bits:
         refuse_unused("without --bits", **said_how(group_size, mapping, embedding_bits))
 

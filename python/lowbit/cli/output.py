@@ -65,8 +65,7 @@ def table(*columns: str, title: str | None = None) -> Table:
 
 
 def packed_figures(entries: Iterable[CheckpointEntry]) -> tuple[int, dict[str, Any]]:
-    """How many tensors of a checkpoint are packed, and of these what JSON documents say: bytes, weights, and bits per
-    weight, None where there are none."""
+    """The number of packed tensors, and their JSON figures: bytes, weights, bits per weight (None without weights)."""
     packed = [entry for entry in entries if entry.kind == "packed"]
     bytes_, weights = sum(entry.bytes for entry in packed), sum(math.prod(entry.shape) for entry in packed)
     density = 8 * bytes_ / weights if weights else None
@@ -74,9 +73,9 @@ def packed_figures(entries: Iterable[CheckpointEntry]) -> tuple[int, dict[str, A
 
 
 def _print_whole(out: Console, shown: Table) -> None:
-    """Prints a table of which nothing is cut off, however narrow the terminal.
+    """Prints a table without truncating cells, also in a narrow terminal.
 
-    Where a row does not fit, its first cell has a line of its own; in a file the lines are as long as they have to be.
+    If a row does not fit, its first cell has a line of its own. In a file lines have any length.
     """
     columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
     widths = [max(map(cell_len, cells)) for cells in columns]
@@ -251,7 +250,7 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         if sys.stdout is None:
-            raise OSError("stdout is closed; expected somewhere to write the result to")
+            raise OSError("stdout is closed; expected an open stream for the result")
         set_stdout_errors("backslashreplace")  # names of files may be no text
         yield
         sys.stdout.flush()

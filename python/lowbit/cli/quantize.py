@@ -37,9 +37,7 @@ _UNITS = {"writing": "bytes"}
 
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a float checkpoint.", show_default=False)],
-    target: Annotated[
-        Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or not there yet.", show_default=False)
-    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
     bits: Bits = 4,
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
@@ -52,7 +50,7 @@ def quantize(
         typer.Option(
             "--override",
             metavar="PATTERN=...",
-            help="For layers of these names: PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float. The last match counts.",
+            help="For layers whose names match: PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float. The last match wins.",
             show_default=False,
         ),
     ] = None,
@@ -61,7 +59,7 @@ def quantize(
         typer.Option(
             "--calibrate",
             metavar="TEXT",
-            help="A text, UTF-8, like what the model will be used on: scales and codes are chosen for it.",
+            help="Calibration text, UTF-8, similar to what the model will be used on.",
             show_default=False,
         ),
     ] = None,
@@ -74,7 +72,7 @@ def quantize(
         ),
     ] = "auto",
     calibrate_tokens: Annotated[
-        int, typer.Option("--calibrate-tokens", min=128, help="The most tokens of the text that are used.")
+        int, typer.Option("--calibrate-tokens", min=128, help="Largest number of tokens used from the text.")
     ] = 32768,
     window: Annotated[int, typer.Option("--window", min=8, help="Tokens that the model sees at once.")] = 512,
     target_size: Annotated[
@@ -82,7 +80,7 @@ def quantize(
         typer.Option(
             "--target-size",
             metavar="SIZE",
-            help="With --calibrate: widths by layer, for files of weights of at most this size, as in 1.2GB or 800MB.",
+            help="With --calibrate: mixed precision per layer, for weight files of at most this size, such as 1.2GB or 800MB.",
             show_default=False,
         ),
     ] = None,
@@ -90,7 +88,7 @@ def quantize(
         float | None,
         typer.Option(
             "--target-bits",
-            help="With --calibrate: widths by layer, for this mean of bits per weight.",
+            help="With --calibrate: mixed precision per layer, for this mean of bits per weight.",
             callback=finite,
             show_default=False,
         ),

@@ -27,11 +27,11 @@ def _methods(given: str, option: str) -> list[str]:
 def report(
     model: Model,
     output_path: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The page, a name in .html; or a directory for it.", show_default=False)
+        Path, typer.Argument(metavar="OUT", help="The page, a name in .html, or its directory.", show_default=False)
     ],
     text: Annotated[Path, typer.Option("--text", help="File of text to measure on, UTF-8.", show_default=False)],
     calibrate: Annotated[
-        Path | None, typer.Option("--calibrate", help="File of text for the methods that need one; another one than --text.")
+        Path | None, typer.Option("--calibrate", help="Calibration text for the methods that need one; not the same as --text.")
     ] = None,
     bits: Annotated[str, typer.Option("--bits", metavar="N,N,...", help="Widths, 1 to 8.")] = "8,4,3,2",
     target_bits: Annotated[
@@ -39,25 +39,26 @@ def report(
         typer.Option(
             "--target-bits",
             metavar="N,N,...",
-            help="With --calibrate: also widths by layer, for these means of bits per weight; or none.",
+            help="With --calibrate: also mixed precision per layer, for these means of bits per weight; or none.",
         ),
     ] = "1.5,2,2.5,3,3.5,4.5,6.5,8.5",
     methods: Annotated[
         str,
-        typer.Option("--methods", metavar="NAME,...", help="With --calibrate: how one width for all is calibrated; or none."),
+        typer.Option("--methods", metavar="NAME,...", help="With --calibrate: methods for one width in all layers; or none."),
     ] = "importance,auto",
     target_methods: Annotated[
-        str, typer.Option("--target-methods", metavar="NAME,...", help="Likewise with widths by layer.")
+        str,
+        typer.Option("--target-methods", metavar="NAME,...", help="With --calibrate: methods for mixed precision per layer."),
     ] = "auto",
     group_size: GroupSize = "32",
     mapping: Mapping = "symmetric",
     embedding_bits: EmbeddingBits = None,
     calibrate_tokens: Annotated[
-        int, typer.Option("--calibrate-tokens", min=128, help="The most tokens of the text that are used.")
+        int, typer.Option("--calibrate-tokens", min=128, help="Largest number of tokens used from the text.")
     ] = 32768,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
-    skip_layers: Annotated[bool, typer.Option("--skip-layers", help="Without what each layer costs.")] = False,
-    skip_speed: Annotated[bool, typer.Option("--skip-speed", help="Without decoding speed.")] = False,
+    skip_layers: Annotated[bool, typer.Option("--skip-layers", help="Skip the cost of each layer.")] = False,
+    skip_speed: Annotated[bool, typer.Option("--skip-speed", help="Skip the decoding speed.")] = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -100,7 +101,7 @@ def report(
     calibration = None if calibrate is None else read_text(calibrate)
     content = read_text(text)
     if calibration is not None and calibration == content:
-        raise ValueError(f"{calibrate} and {text} are the same text; calibrate on one that is not measured on")
+        raise ValueError(f"{calibrate} and {text} are the same text; calibrate on another text to avoid data leakage")
     options = Options(
         model, content, calibration, widths, targets, parse_group_size(group_size), mapping, embedding_bits, of_bits,
         of_targets, window, calibrate_tokens, sensitivity=not skip_layers, speed=not skip_speed,

@@ -22,7 +22,7 @@ def tune(
     bits: OptionalBits = None,
     group_size: GroupSize = "32",
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of activations: 1 for decoding, more for a prompt.")] = 1,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.001, callback=finite, help="How long to measure, about.")] = 2.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.001, callback=finite, help="Approximate time to measure.")] = 2.0,
     as_json: Json = False,
 ) -> None:
     """Measure with how many threads the linear layers run fastest."""

@@ -189,10 +189,10 @@ SURFACES: dict[str, Callable[[Path], None]] = {
 
 
 def _gist(text: str) -> str:
-    """Of what a program wrote: the first line that names an error, else the last."""
+    """The first line of a program's output that names an error, otherwise the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.search(r"\berror\b", line, re.I)]
-    return (named or lines[-1:] or ["without a word"])[0][:300]
+    return (named or lines[-1:] or ["no message"])[0][:300]
 
 
 def _try_here(name: str) -> Surface:

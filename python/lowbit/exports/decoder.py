@@ -32,8 +32,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class ExportedDecoder:
-    """A decoder that was loaded from a file. Called as the :class:`Decoder` was that was exported, with the same caches
-    of its own."""
+    """A decoder loaded from a file. It is called like the exported :class:`Decoder`, and has its own caches."""
 
     max_length: int  # of a text, in tokens
     chunk: int  # the most tokens of one run of the program; a call may have more
@@ -101,10 +100,10 @@ def export_decoder(
     xnnpack: bool = True,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a decoder to a file that runs without Python: a program that takes tokens [1, s], s from 1 to ``chunk``, and
-    start [1].
+    """Exports a decoder to a file that runs without Python.
 
-    The name says which. **.pte**, for ExecuTorch: the caches live in the loaded program and take no room in the file.
+    The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format. **.pte**, for
+    ExecuTorch: the caches live in the loaded program and take no room in the file.
     Constant methods say what a runner must know, under the names that ExecuTorch's own ``TextLLMRunner`` reads: it runs
     the file, and so does ``examples/cpp/llm_runner``. **.pt2**, by AOTInductor, which needs a C++ compiler here: the
     program also takes all caches, which it changes in place, so the file has none. Its metadata says what a runner must

@@ -42,8 +42,11 @@ _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor of the file. ``kind``: "exact", "float", or "rounded": scales were, by which no weight moved more than
-    ``steps`` of its group's step."""
+    """A tensor of the file.
+
+    ``kind`` is "exact", "float", or "rounded": scales were rounded, which moved no weight by more than ``steps`` times its
+    group's quantization step.
+    """
 
     name: str
     type: str
@@ -98,8 +101,11 @@ def _nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def encode(type_name: str, info: ops.PackedInfo, codes: Tensor, scales: Tensor, mins: Tensor | None) -> np.ndarray:
-    """Rows of codes, uint8 [rows, k], with the scales and mins of their groups, float32 [rows, groups], as blocks:
-    uint8 [rows, bytes]. Scales are rounded to float16."""
+    """Rows of codes with their scales and mins as blocks of a GGUF type.
+
+    ``codes`` uint8 [rows, k] and ``scales``, ``mins`` float32 [rows, groups] give uint8 [rows, bytes]. Scales are rounded to
+    float16.
+    """
     rows, k = codes.shape
     taken = np.minimum(np.arange(k // _BLOCK) * _BLOCK // (info.group_size or k), scales.shape[1] - 1)
     scale = _half_bytes(scales.numpy()[:, taken])

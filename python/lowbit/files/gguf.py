@@ -1,7 +1,7 @@
-"""GGUF files: metadata, and what is where; read and written. Nothing that a file says is believed before it is held
-against its size.
+"""Reads and writes GGUF files: metadata, and the places of tensors.
 
-Read with plain reads, not through a mapping: a mapped file that another process shortens ends the reader with SIGBUS.
+Every number in a file is compared with the file's size before it is used. Files are read, not mapped: if another process
+shortens a mapped file, the reader ends with SIGBUS.
 """
 
 from __future__ import annotations

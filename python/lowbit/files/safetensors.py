@@ -123,8 +123,9 @@ def float_name(packed: str, shape: tuple[int, ...]) -> str:
 
 
 def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) -> dict[str, Stored]:
-    """The tensors of all files of a checkpoint, checked against its index if there is one; without the guards
-    (:func:`float_name`).
+    """The tensors of all files of a checkpoint, without the guards (:func:`float_name`).
+
+    An index is compared with the files.
 
     Raises:
         OSError, ValueError: as :func:`read_file`, or the same name twice, or an index that disagrees with the files.
@@ -178,8 +179,9 @@ def same_bytes(first: Stored, second: Stored) -> bool:
 
 
 def packed_info(stored: Stored) -> ops.PackedInfo:
-    """What the header of a packed tensor in a file says; of [experts, bytes] that of the first expert. No other byte is
-    read.
+    """The header of a packed tensor in a file; of [experts, bytes] that of the first expert.
+
+    No other byte is read.
 
     Raises:
         ValueError: not a packed weight, of another version, or with an altered header.

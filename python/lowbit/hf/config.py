@@ -188,7 +188,9 @@ class LowBitConfig(QuantizationConfigMixin):
         for head, table in tied_layers(model).items():
             if head not in overridden and isinstance(modules[table], torch.nn.Embedding) and head in selected:
                 if table in selected:
-                    selected[head] = KINDS[type(modules[head])](**vars(selected[table]))
+                    kind = kind_of(modules[head])
+                    assert kind is not None  # for it is selected
+                    selected[head] = kind(**vars(selected[table]))
                 elif table in overridden:
                     del selected[head]  # left as it is, as its table is
                     left[head] = BY_OVERRIDES

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import nn
+from ..embeddings import give_state
 from ..layers import Experts, is_transposed, named_layers
 from .parallel import refuse_parts
 
@@ -82,6 +83,8 @@ def _put_layer(
 ) -> None:
     bias = getattr(packed, "bias", None)
     layer.weight = weight
+    if isinstance(packed, nn.Embedding):
+        give_state(layer, packed._table, packed)
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias.clone().to(weight.dtype))
     nn.take_place(layer, packed)

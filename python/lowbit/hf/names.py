@@ -12,7 +12,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from .. import nn
-from ..layers import KINDS
+from ..layers import kind_of
 from ..packed import PackedInfo
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def tied_layers(model: torch.nn.Module) -> dict[str, str]:
     found = {}
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         names = target.removesuffix(".weight"), source.removesuffix(".weight")
-        if all(type(modules.get(name)) in KINDS for name in names):
+        if all(kind_of(modules.get(name)) is not None for name in names):
             found[names[0]] = names[1]
     return found
 
@@ -163,7 +163,14 @@ def keep_names(model: PreTrainedModel) -> None:
         transforms = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [each for each in transforms if type(each).__name__ != "PrefixChange"]
 
+    experts = [name for name in packed if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.LinearExperts)]
+
     def concerns(transform) -> bool:
+        if type(transform) is WeightRenaming:
+            # No float checkpoint has experts in one tensor under the new name: a version of transformers that renames them
+            # otherwise would not find them, and go on with random ones.
+            back = transform.reverse_transform()
+            return any(back.rename_source_key(name)[0] != name for name in experts)
         if not isinstance(transform, WeightConverter):
             return False
         try:
@@ -193,7 +200,7 @@ def check_complete(model, given: set[str], where: Path) -> None:
         others = getattr(model.config, "architectures", None)
         if isinstance(others, list) and others and type(model).__name__ not in others:
             raise ValueError(
-                f"{lacking} Its config.json says that it has a {others[0]}, which is not that: what is no language model runs, "
-                "and is exported, from Python."
+                f"{lacking} Its config.json says that it has a {others[0]}, which is not a causal language "
+                "model; use the Python API."
             )
         raise ValueError(f"{lacking} A shard, or its entry in the index, is missing: copy all files again.")

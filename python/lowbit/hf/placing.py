@@ -88,8 +88,8 @@ def place_packed(
 
 
 def _float_ties(ties: Mapping[str, str], packed: Collection[str], first: Collection[str] = ()) -> dict[str, str]:
-    """Ties between float tensors whose common source is packed, as those of an encoder's and a decoder's table that are
-    scaled, and so stay float: else each but one of them would be nowhere in the files.
+    """Ties between float tensors whose common source is packed, as those of an encoder's and a decoder's table of a class
+    that stays float: else each but one of them would be nowhere in the files.
 
     Args:
         ties: target -> source.
@@ -181,7 +181,8 @@ def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
     def layer_of(part: torch.nn.Module, tensor: str) -> torch.nn.Module:
         return part.get_submodule(tensor.rpartition(".")[0])
 
-    for name, ties in expanded.items():
+    changed = False
+    for name, ties in reversed(expanded.items()):  # a part after those in it, whose ties it has too
         part = model.get_submodule(name)
         kept = {}
         for target, source in ties.items():
@@ -194,8 +195,10 @@ def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
         # Only of layers that are never packed: what a loader finds in no file, and could be packed, it shares packed.
         never = {target: source for target, source in ties.items() if kind_of(layer_of(part, target)) is None}
         kept |= _float_ties(never, {name for name, layer in part.named_modules() if isinstance(layer, nn.Packed)})
+        changed |= kept != ties
         if kept != ties:
             part._tied_weights_keys = kept
+        if changed:
             part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
 
 

@@ -23,7 +23,7 @@ _SHIFTS = np.array([6, 4, 2, 0], np.uint8)[:, None]
 
 
 def check_order(order: str | None) -> None:
-    """Raises ValueError for what is no order."""
+    """Raises ValueError unless the argument is an order."""
     if order is not None and order not in ORDERS:
         raise ValueError(f"the order of I2_S is {order!r}; expected {', '.join(ORDERS)}")
 

@@ -126,7 +126,7 @@ class Batch:
         return ((each.caches, each.known) for each in self._running)
 
     def ending(self, text: Text, caches: Caches) -> None:
-        """A text has ended, and these are its caches, which nobody changes any more."""
+        """Called when a text has ended, with its caches, which no longer change."""
 
     def step(self) -> bool:
         """Computes the next call. The result says whether there was one: nothing is left to do where there was none.

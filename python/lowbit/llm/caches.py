@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-_PANEL = 16  # positions of a head's keys lie together, docs/design.md
+_PANEL = 16  # positions of a head's keys lie together, docs/internals/operators.md
 
 
 class Caches:

@@ -180,7 +180,7 @@ class Decoder(torch.nn.Module):
             )
 
     def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer; docs/design.md says how they lie."""
+        """Keys and values of each layer; docs/internals/operators.md says how they lie."""
         return [(getattr(self, f"k_cache_{i}"), getattr(self, f"v_cache_{i}")) for i in range(self.layers)]
 
     def run(

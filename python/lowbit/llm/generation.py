@@ -119,7 +119,7 @@ def generate(
         raise ValueError(f"guesses is {guesses}; expected 0 or more")
     all_logits = getattr(step, "all_logits", None)
     if guesses and all_logits is None:
-        raise ValueError(f"a {type(step).__name__} gives no logits behind guessed tokens; expected a Decoder, not compiled")
+        raise ValueError(f"a {type(step).__name__} gives no logits for guesses; expected a Decoder, not compiled")
     if draft is not None and guesses == 0:
         raise ValueError("guesses is 0; expected 1 or more with a draft")
     if draft is not None and draft.max_length < max_length:

@@ -54,7 +54,7 @@ def perplexity(
 
     The first window is the first ``window`` tokens. Each further one begins ``stride`` tokens later and predicts the
     tokens that the one before did not reach, the last ``stride`` of its own. So every token but the first is predicted
-    once, behind at least ``window - stride`` others, as far as there are so many.
+    once, with at least ``window - stride`` tokens of context where available.
 
     Args:
         model: a causal language model of transformers, quantized or not, in eval mode.

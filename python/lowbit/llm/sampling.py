@@ -77,7 +77,7 @@ def check_seed(seed: int) -> None:
 
 
 def _ranges(name: str, value: Any, least: float, most: float, expected: str) -> None:
-    if not least <= value <= most:  # also what is no number
+    if not least <= value <= most:  # false for NaN, too
         raise ValueError(f"{name} is {value}; expected {expected}")
 
 

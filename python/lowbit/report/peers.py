@@ -69,8 +69,10 @@ _HQQ_BITS = (8, 4, 3, 2, 1)
 
 
 def peers(bits: list[int], importance: bool) -> dict[str, Peer]:
-    """What is installed: GGUF's types that the package ``gguf`` can quantize, those that the library of llama-cpp-python
-    can, torchao's integers of these widths, symmetric, in groups of 32, and HQQ's, with a zero point, in groups of 64.
+    """The peers that are installed.
+
+    GGUF's types that the package ``gguf`` or llama-cpp-python's library can quantize, torchao's symmetric integers of these
+    widths in groups of 32, and HQQ's with a zero point in groups of 64.
 
     Args:
         bits: for torchao and HQQ.

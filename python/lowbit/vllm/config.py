@@ -49,7 +49,7 @@ class ServedConfig(QuantizationConfig):
     def __init__(self, options: dict[str, Any] | None = None):
         super().__init__()
         self.options = dict(options or {})
-        LowBitConfig(**self.options)  # refuses what is none
+        LowBitConfig(**self.options)  # refuses invalid options
         self.packed = self.ordered = False
         self.selected: dict[str, LinearConfig | EmbeddingConfig] = {}
         self.quantized: set[str] = set()

@@ -217,7 +217,7 @@ def _own_rows(layer: torch.nn.Module, part: str | int | None) -> tuple[int, int]
         return layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
     if isinstance(layer, RowParallelLinear | ReplicatedLinear):
         return 0, rows
-    if isinstance(layer, QKVParallelLinear) and part != "q":  # several ranks may have the same heads of keys
+    if isinstance(layer, QKVParallelLinear) and part != "q":  # several ranks may have the same KV heads
         rank, ranks = rank // layer.num_kv_head_replicas, ranks // layer.num_kv_head_replicas
     each = rows // ranks
     return rank * each, (rank + 1) * each

@@ -14,11 +14,21 @@ namespace lowbit::test {
 
 inline std::string path_of(const char* library) { return std::string(kTestLibraries) + library + ".so"; }
 
-inline size_t rows() { return linear_kernel_count() + embedding_kernel_count() + quantize_kernel_count(); }
+inline size_t rows() {
+  return linear_kernel_count() + embedding_kernel_count() + quantize_kernel_count() +
+         attention_kernel_count();
+}
 
 inline const LinearKernel& choose_linear_of(int bits, int64_t m, IsaBits isa) {
   return choose_linear(layout_of(16, 64, bits, 32, Mapping::symmetric, false), m, isa);
 }
+
+// A function for rows of any width that are right: others are refused.
+inline void right_linear(const LinearArgs& args) { portable_linear(args.layout.bits).run(args); }
+
+// For formats whose bytes are never read, and those that hold nothing.
+inline const char* pack_nothing(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return nullptr; }
+inline const char* refuse_to_pack(const void*, const Layout&, const PackArgs&, int64_t, int64_t, void*) { return ""; }
 
 inline const LinearKernel& named(const char* name) {
   for (size_t i = 0; i < linear_kernel_count(); ++i) {

@@ -13,8 +13,8 @@ std::vector<uint8_t> expected_linear(const TensorView& x, const uint8_t* packed,
   std::vector<int8_t> a(static_cast<size_t>(layout.blocks * 32));
   std::vector<int32_t> sums(static_cast<size_t>(layout.segments));
   std::vector<float> scales(static_cast<size_t>(layout.segments)), group_sums(static_cast<size_t>(layout.groups));
-  const QuantizeKernel& quantize = choose_quantize(kPortable);
-  const LinearKernel& kernel = choose_linear(layout, 1, kPortable);
+  const QuantizeKernel& quantize = portable_quantize();
+  const LinearKernel& kernel = portable_linear(layout.bits);
   void* const scratch = linear_scratch();
   const bool together = x.stride[x.shape.ndim - 1] == 1;  // the inputs of a row
   for (int64_t i = 0; i < rows; ++i) {
