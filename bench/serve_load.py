@@ -3,9 +3,9 @@
     .venv/bin/python bench/serve_load.py --users 1 8 32 --requests 100
     .venv/bin/python bench/serve_load.py --port 8080 --users 8     # a server that runs already: figures only, no texts
 
-Each user sends one request after the other: prompts that share a beginning or not, greedy or drawn, chats or completions, streamed or
-not. One in ten goes away after its first piece. Without --port it starts `lowbit serve` on the model, and compares each text with the
-one that the library writes alone; the first difference ends it with code 1.
+Each user sends one request after the other: prompts with a shared prefix or without, greedy or sampled, streamed or not. Some
+clients disconnect after the first piece. Without --port the script starts `lowbit serve` on the model and compares each text
+with the one that the library writes alone. Any difference gives exit code 1.
 """
 
 from __future__ import annotations

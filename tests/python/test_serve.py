@@ -236,7 +236,7 @@ def test_logprobs_and_echo(loaded, served, client):
     (echoed,) = client.post("/v1/completions", **body, echo=True)["choices"]
     shown = tokenizer.decode(prompt, skip_special_tokens=True)
     assert echoed["text"] == shown + text
-    logits = served[2].batch.decoder.all_logits(torch.tensor([prompt]), torch.tensor([0]))[0].float().log_softmax(1)
+    logits = served[2].batch.decoder.all_logits(torch.tensor([prompt]), torch.tensor([0]))[0].detach().float().log_softmax(1)
     expected = [None] + [float(row[token]) for row, token in zip(logits, prompt[1:])]
     assert echoed["logprobs"]["token_logprobs"] == expected + said["token_logprobs"]
     assert echoed["logprobs"]["text_offset"][len(prompt)] == len(shown)
@@ -321,15 +321,16 @@ def test_a_beginning_is_kept(loaded, served, client):
 
 
 def test_kept_beginnings_have_a_limit(loaded):
-    model = made(loaded, prefix_bytes=300_000)
+    most = 5 * made(loaded).batch.decoder.new_caches(64).nbytes // 2  # two texts and a half
+    model = made(loaded, prefix_bytes=most)
     made_ = [loaded[1](text)["input_ids"][:60] for text in (SYSTEM, "def " + SYSTEM, "class " + SYSTEM, "for " + SYSTEM)]
     for tokens in made_:
         model.batch.add(llm.batch.Text(tokens, 2))
         while model.batch.step():
             pass
         kept = [each for each, _ in model.batch.beginnings()]
-        assert model.batch.kept_bytes == sum(each.nbytes for each in kept) <= 300_000
-    assert 0 < len(kept) < 4 and kept[-1].tokens[:60] == made_[-1]
+        assert model.batch.kept_bytes == sum(each.nbytes for each in kept) <= most
+    assert len(kept) == 2 and kept[-1].tokens[:60] == made_[-1]
     longer = llm.batch.Text([*kept[-1].tokens, 5], 2)
     model.batch.add(longer)
     while model.batch.step():
@@ -453,7 +454,7 @@ def test_figures_are_those_of_prometheus(client):
     ):
         assert value(after, name) - value(before, name) == grown, name
     for line in after.splitlines():
-        assert re.fullmatch(r"# (HELP|TYPE) lowbit_\w+ .+|lowbit_\w+({[^}]*})? [0-9.e+-]+", line), line
+        assert re.fullmatch(r"# (HELP|TYPE) lowbit_\w+ .+|lowbit_\w+({.*})? [0-9.e+-]+", line), line
     counts = [int(count) for count in re.findall(r"^lowbit_request_seconds_bucket.* (\d+)$", after, re.M)]
     assert counts == sorted(counts) and counts[-1] == value(after, "lowbit_request_seconds_count")
 
@@ -531,7 +532,7 @@ def test_a_text_of_a_schema(served, client):
     need_packages("llguidance")
     for seed in range(4):
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-        body = {"model": "tiny", "messages": CHAT["messages"], "max_tokens": 60, "temperature": 1.0, "seed": seed}
+        body = {"model": "tiny", "messages": CHAT["messages"], "max_tokens": 150, "temperature": 1.0, "seed": seed}
         (choice,) = client.post("/v1/chat/completions", **body, response_format=form)["choices"]
         found = json.loads(choice["message"]["content"])
         assert choice["finish_reason"] == "stop" and found["name"] in ("list", "dict") and isinstance(found["empty"], bool)

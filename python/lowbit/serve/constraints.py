@@ -13,6 +13,9 @@ from torch import Tensor
 from .errors import ApiError, bad
 from .models import LanguageModel
 
+# Between the parts of a JSON document: enough for an indented one, but a text of nothing else has an end.
+_SPACE = r"[ \t\n\r]{0,20}"
+
 
 class Matcher:
     """A :class:`lowbit.llm.penalties.Constraint`: tokens that go on with a text of a grammar."""
@@ -56,7 +59,7 @@ def make_constraint(model: LanguageModel, schema: Any) -> Matcher:
     if model.grammar_tokenizer is None:
         model.grammar_tokenizer = wrap(model.tokenizer, eos_token=sorted(model.stop))
     try:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
         found = llguidance.LLMatcher(model.grammar_tokenizer, grammar, log_level=0)
         message = found.get_error()
     except ValueError as error:

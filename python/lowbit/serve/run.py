@@ -79,9 +79,8 @@ def run(
         names = ", ".join(model.name for model in models)
         # The socket listens already: whoever reads this line can connect.
         listener.listen(config.backlog)
-        note(
-            f"{names} on http://{shown}:{listener.getsockname()[1]}/v1, a chat page on http://{shown}:{listener.getsockname()[1]}/"
-        )
+        url = f"http://{shown}:{listener.getsockname()[1]}"
+        note(f"{names} on {url}/v1, a chat page on {url}/")
         await server.serve(sockets=[listener])
 
     asyncio.run(live())
