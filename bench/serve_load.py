@@ -4,8 +4,9 @@
     .venv/bin/python bench/serve_load.py --port 8080 --users 8     # a server that runs already: figures only, no texts
 
 Each user sends one request after the other: prompts with a shared prefix or without, greedy or sampled, streamed or not. Some
-clients disconnect after the first piece. Without --port the script starts `lowbit serve` on the model and compares each text
-with the one that the library writes alone. Any difference gives exit code 1.
+clients disconnect: before the answer, or after some pieces of a stream. After each round no text may run or wait.
+Without --port the script starts `lowbit serve` on the model and compares each text with the one that the library writes alone.
+Any difference gives exit code 1.
 """
 
 from __future__ import annotations
@@ -55,14 +56,22 @@ def body_of(chance: random.Random, text: str, longest: int) -> dict:
     }  # fmt: skip
 
 
-def ask(port: int, body: dict, goes: bool, into: Round) -> None:
-    """Sends a request, again where the queue is full, and notes what comes."""
+def ask(port: int, body: dict, pieces: int | None, into: Round) -> None:
+    """Sends a request, again where the queue is full, and notes what comes.
+
+    Args:
+        pieces: after so many pieces of a stream the client disconnects, with 0 before any answer; None: it stays.
+    """
     sent = body | {"stream_options": {"include_usage": True}} if body["stream"] else body
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        begin, first, text, tokens = time.perf_counter(), None, "", 0
+        begin, first, text, tokens, left = time.perf_counter(), None, "", 0, pieces
         with contextlib.closing(connection):
             connection.request("POST", "/v1/completions", json.dumps(sent), {"Content-Type": "application/json"})
+            if left == 0:
+                with into.lock:
+                    into.requests, into.gone = into.requests + 1, into.gone + 1
+                return
             response = connection.getresponse()
             if response.status == 429:
                 response.read()
@@ -83,7 +92,7 @@ def ask(port: int, body: dict, goes: bool, into: Round) -> None:
                     for choice in document["choices"]:
                         first = first or time.perf_counter()
                         text += choice["text"]
-                    if goes and first:
+                    if left is not None and (left := left - 1) == 0:
                         break
                     tokens = (document.get("usage") or {}).get("completion_tokens", tokens)
         with into.lock:
@@ -91,11 +100,25 @@ def ask(port: int, body: dict, goes: bool, into: Round) -> None:
             into.tokens += tokens
             if first:
                 into.firsts.append(first - begin)
-            if goes and body["stream"]:
+            if left == 0:
                 into.gone += 1
             else:
                 into.texts.append((body, text))
         return
+
+
+def idle(port: int) -> bool:
+    """Whether no text runs or waits, after at most a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            found = connection.getresponse().read().decode()
+        if re.search(r"^lowbit_running_texts 0$", found, re.M) and re.search(r"^lowbit_waiting_texts 0$", found, re.M):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def play(port: int, users: int, requests: int, longest: int, seed: int) -> tuple[Round, float]:
@@ -111,7 +134,8 @@ def play(port: int, users: int, requests: int, longest: int, seed: int) -> tuple
                 if number is None or errors:
                     return
                 chance = random.Random(seed * 1_000_003 + number)
-                ask(port, body_of(chance, text, longest), chance.random() < 0.15, into)
+                body = body_of(chance, text, longest)
+                ask(port, body, None if chance.random() > 0.15 else chance.randrange(4 if body["stream"] else 1), into)
         except Exception as error:
             errors.append(error)
 
@@ -197,7 +221,8 @@ def main() -> int:
                 wrong = [body for body, text in seen.texts if alone is not None and alone.text(body) != text]
                 row = {
                     "users": users, "round": number, "requests": seen.requests, "gone": seen.gone, "refused": seen.refused,
-                    "compared": len(seen.texts) if alone else 0, "wrong": len(wrong), "seconds": seconds,
+                    "compared": len(seen.texts) if alone else 0, "wrong": len(wrong),
+                    "idle": None if process is None else idle(port), "seconds": seconds,
                     "tokens_per_second": seen.tokens / seconds,
                     "first_text_seconds": statistics.median(seen.firsts) if seen.firsts else None,
                     "memory_mib": None if process is None else memory(process),
@@ -222,7 +247,7 @@ def main() -> int:
             rounds(port, process, Alone(model, 512))
     if options.output is not None:
         options.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    return int(any(row["wrong"] for row in rows))
+    return int(any(row["wrong"] or row["idle"] is False for row in rows))
 
 
 if __name__ == "__main__":

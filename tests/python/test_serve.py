@@ -323,7 +323,7 @@ def test_a_beginning_is_kept(loaded, served, client):
 def test_kept_beginnings_have_a_limit(loaded):
     most = 5 * made(loaded).batch.decoder.new_caches(64).nbytes // 2  # two texts and a half
     model = made(loaded, prefix_bytes=most)
-    made_ = [loaded[1](text)["input_ids"][:60] for text in (SYSTEM, "def " + SYSTEM, "class " + SYSTEM, "for " + SYSTEM)]
+    made_ = [loaded[1](begin + SYSTEM * 3)["input_ids"][:60] for begin in ("", "def ", "class ", "for ")]
     for tokens in made_:
         model.batch.add(llm.batch.Text(tokens, 2))
         while model.batch.step():

@@ -43,7 +43,8 @@ class LanguageModel:
         cls, name: str, model: torch.nn.Module, tokenizer: Any, template: str | None, *, max_length: int, cache: str | None,
         at_once: int, rows: int, prefix_bytes: int,
     ) -> LanguageModel:  # fmt: skip
-        """
+        """Prepares a loaded model.
+
         Args:
             max_length: tokens of the longest text, a multiple of 16.
             cache: as for :class:`Decoder`.
@@ -152,7 +153,8 @@ class Encoder:
 
     @classmethod
     def of(cls, name: str, path: Path) -> Encoder:
-        """
+        """Loads a model from a directory.
+
         Raises:
             ImportError: sentence-transformers is not installed.
             ValueError: the files are no such model.
