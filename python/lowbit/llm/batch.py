@@ -14,7 +14,6 @@ from .caches import Caches, common, copy_layer
 from .decoder import Decoder
 from .generation import Generation, Writer, check_lengths
 from .penalties import Constraint, TokenLogprobs, token_logprobs
-from .proof import check_texts
 from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
 
 # Fewer tokens than these are computed rather than copied, which has its cost, too.
@@ -81,7 +80,7 @@ class Batch:
         if not isinstance(decoder, Decoder):
             raise ValueError(f"a {type(decoder).__name__} takes one text at a time; expected a Decoder, not compiled")
         decoder.check()
-        check_texts(decoder)
+        decoder.check_texts()
         for name, value in (("at_once", at_once), ("rows", rows)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
