@@ -91,6 +91,16 @@ def test_logits_do_not_depend_on_what_else_is_in_the_call(prompts, dtype):
     assert [each.tokens for each in caches] == prompts
 
 
+def test_caches_grow_with_their_text(decoder, prompts, monkeypatch):
+    monkeypatch.setattr(llm.batch, "_ROOM", 3)
+    lengths = []
+    new = decoder.new_caches
+    decoder.new_caches = lambda length: lengths.append(length) or new(length)
+    found = llm.generate_batch(decoder, prompts[:3], 70)
+    assert written(found) == written(alone(decoder, prompts[:3], 70))
+    assert len(lengths) > 8 and max(lengths) <= -(-(max(map(len, prompts[:3])) + 70) // 16) * 16
+
+
 def test_a_text_that_ends_makes_room(decoder, prompts):
     plain = alone(decoder, prompts, 16)
     stop = plain[1].tokens[3]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..layers import Experts, experts_of, leave_fused_paths, named_layers, put_packed
+from .._experts import Experts, experts_of
+from ..layers import leave_fused_paths, named_layers, put_packed
 from ..quantize import LinearConfig
 from ..quantize_model import quantize_
 from .bands import packed_in_bands

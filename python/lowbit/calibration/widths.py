@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..layers import Experts, Layer, layer_at, names_by_weight
+from .._experts import Experts
+from ..layers import Layer, layer_at, names_by_weight
 from ..levels import FIT
 from ..packed import describe
 from ..patterns import Patterns

@@ -28,6 +28,7 @@ from .inspect import inspect
 from .output import quieten, reporting
 from .quantize import quantize
 from .report import report
+from .serve import serve
 from .tune import tune
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "dequantize": dequantize,
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
@@ -98,7 +100,7 @@ def _register(name: str, command: Callable[..., None]) -> None:
     def run(**arguments: Any) -> None:
         quieten()
         model = next((arguments[name] for name in ("model", "source") if name in arguments), None)
-        with reporting(arguments["as_json"], _state["debug"], model):
+        with reporting(arguments.get("as_json", False), _state["debug"], model):
             command(**arguments)
 
 
