@@ -9,12 +9,14 @@ from torch import Tensor
 
 from ..bands import Bands, rows_of_band
 from ..packed import describe
-from .grid import Config, Quantized, table_in
+from .grid import MatrixConfig, Quantized, table_in
 
 _BAND_WEIGHTS = 1 << 22  # weights that are quantized at a time, to bound the memory
 
 
-def packed_in_bands(weight: Tensor, config: Config, quantize: Callable[[Tensor], Quantized], bias: Tensor | None) -> Tensor:
+def packed_in_bands(
+    weight: Tensor, config: MatrixConfig, quantize: Callable[[Tensor], Quantized], bias: Tensor | None
+) -> Tensor:
     """A packed matrix, uint8 [bytes], quantized by ``quantize`` in bands of rows.
 
     Each band is packed as a separate matrix, whose panels are part of the whole. A table of levels must be numbers.

@@ -16,7 +16,7 @@ from .capture import BlockCall, Recorded, StopRun, blocks_of
 from .collect import add_to, inputs_in_a_run, rows_of, sets_of
 from .data import Sample
 from .gptq import Moments
-from .grid import Config
+from .grid import MatrixConfig
 from .learning import put_weights
 from .packing import Packer, by_name
 from .tuning import tuned
@@ -67,7 +67,7 @@ def quantize_blocks(
     model: torch.nn.Module,
     name: str,
     originals: list[Recorded],
-    targets: Mapping[str, Config],
+    targets: Mapping[str, MatrixConfig],
     packer: Packer,
     sample: Sample,
     tuner: Tuner | None,
@@ -112,7 +112,7 @@ def _run(calls: list[BlockCall], hidden: list[Tensor], block: torch.nn.Module, i
     return calls[i].run(block, hidden[i])
 
 
-def quantize_rest(model: torch.nn.Module, targets: Mapping[str, Config], packer: Packer, sample: Sample) -> None:
+def quantize_rest(model: torch.nn.Module, targets: Mapping[str, MatrixConfig], packer: Packer, sample: Sample) -> None:
     """Quantizes the linear layers that are not quantized yet, by runs of the whole model."""
     rest = {name: config for name, config in targets.items() if name not in packer.result.methods}
     if not rest:
@@ -128,7 +128,7 @@ def quantize_segment(
     quantized: Runnable,
     original: Runnable | None,
     prefix: str,
-    targets: Mapping[str, Config],
+    targets: Mapping[str, MatrixConfig],
     packer: Packer,
     sample: Sample,
     tune: bool = False,

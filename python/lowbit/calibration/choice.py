@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from .gptq import Moments, Solver, best_correction, gptq
-from .grid import Config, Quantized, with_table
+from .grid import MatrixConfig, Quantized, with_table
 from .importance import search
 
 # A config, with its table of levels if it has one, and the function that quantizes rows of the weight.
-Quantizer = tuple[Config, Callable[[Tensor], Quantized]]
+Quantizer = tuple[MatrixConfig, Callable[[Tensor], Quantized]]
 
 
 def choose(
     weights: Mapping[str, Tensor],
-    configs: Mapping[str, Config],
+    configs: Mapping[str, MatrixConfig],
     moments: Moments | None,
     method: str,
     options: Mapping[str, Any],
@@ -70,6 +70,8 @@ def choose(
     return "gptq", {name: (fitted[name], partial(quantize, name=name)) for name in weights}
 
 
-def _searching(weights: Mapping[str, Tensor], configs: Mapping[str, Config], importance: Tensor | None) -> dict[str, Quantizer]:
+def _searching(
+    weights: Mapping[str, Tensor], configs: Mapping[str, MatrixConfig], importance: Tensor | None
+) -> dict[str, Quantizer]:
     fitted = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
     return {name: (fitted[name], partial(search, importance=importance, config=fitted[name])) for name in weights}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .capture import StopRun, inputs_of
 from .gptq import Moments
-from .grid import Config
+from .grid import MatrixConfig
 
 
 def rows_of(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -61,7 +61,7 @@ def inputs_in_a_run(module: torch.nn.Module, names: list[str], call: Callable[[]
     return inputs
 
 
-def sets_of(module: torch.nn.Module, targets: Mapping[str, Config], call: Callable[[], Any]) -> Iterable[dict[str, str]]:
+def sets_of(module: torch.nn.Module, targets: Mapping[str, MatrixConfig], call: Callable[[], Any]) -> Iterable[dict[str, str]]:
     """Sets of layers that can be quantized at the same time, in the order of their calls: layer -> a layer with its input.
 
     All experts of a block count as one layer.

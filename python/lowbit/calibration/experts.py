@@ -15,10 +15,10 @@ from .. import nn
 from .._experts import Experts, between, experts_of
 from .capture import MeanSquares, StopRun
 from .data import Inputs, mask_of
-from .grid import Config
+from .grid import MatrixConfig
 
 
-def holders_in(module: torch.nn.Module, targets: Mapping[str, Config], prefix: str) -> Iterator[tuple[str, list[str]]]:
+def holders_in(module: torch.nn.Module, targets: Mapping[str, MatrixConfig], prefix: str) -> Iterator[tuple[str, list[str]]]:
     """Yields the modules that hold experts to calibrate, with the names of their parameters, in the model's order.
 
     Args:
@@ -100,7 +100,7 @@ def weight_of(experts: Experts, number: int) -> tuple[Tensor, Tensor | None]:
     return experts.weight[number].detach().contiguous(), None if bias is None else bias[number].detach()
 
 
-def mean_squares(model: torch.nn.Module, targets: Mapping[str, Config], batches: Iterable[Inputs]) -> dict[str, Tensor]:
+def mean_squares(model: torch.nn.Module, targets: Mapping[str, MatrixConfig], batches: Iterable[Inputs]) -> dict[str, Tensor]:
     """Mean squares of the inputs of experts' matrices in a float model, float32 [k] for each tensor of experts.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..groups import in_groups
-from .grid import Config, Quantized, stored, table_in, with_table
+from .grid import MatrixConfig, Quantized, stored, table_in, with_table
 from .importance import search, search_groups
 
 _COLUMNS = 128  # of a block whose errors are applied to later columns together, if groups are not longer
@@ -106,11 +106,11 @@ class Solver:
         # Cost of an error of an input after later inputs have compensated for it.
         self.costs = self.diagonal.square().reciprocal()
 
-    def table(self, weight: Tensor, config: Config) -> Config:
+    def table(self, weight: Tensor, config: MatrixConfig) -> MatrixConfig:
         """The config with its table of levels fitted to a whole matrix, if it says "fit"."""
         return with_table(config, weight, self.importance)
 
-    def quantize(self, weight: Tensor, config: Config, correction: float) -> Quantized:
+    def quantize(self, weight: Tensor, config: MatrixConfig, correction: float) -> Quantized:
         """Quantizes rows of a matrix, float32 [n, k], as :func:`gptq`."""
         config = self.table(weight, config)
         table = table_in(config)
@@ -171,7 +171,7 @@ class Solver:
 def gptq(
     weight: Tensor,
     moments: Moments,
-    config: Config,
+    config: MatrixConfig,
     *,
     damping: float = 0.01,
     correction: float = 1.0,
@@ -203,7 +203,7 @@ def gptq(
     return Solver(moments, damping, by_importance).quantize(weight, config, correction)
 
 
-def best_correction(solver: Solver, weight: Tensor, config: Config, held: list[tuple[Tensor, Tensor]]) -> float:
+def best_correction(solver: Solver, weight: Tensor, config: MatrixConfig, held: list[tuple[Tensor, Tensor]]) -> float:
     """The weight of GPTAQ's term with the least error of the outputs on held-out tokens.
 
     On a short text much of the inputs' error that the term corrects is chance. The weights 0, 0.25, 0.5 and 1 are tried on

@@ -12,7 +12,7 @@ from ..levels import TABLES, Table
 from ..packed import pack
 from ..quantize import EmbeddingConfig, LinearConfig, table_of
 
-Config = LinearConfig | EmbeddingConfig
+MatrixConfig = LinearConfig | EmbeddingConfig
 
 _SCALE_BITS = 11  # significant bits of a float16
 # Scales below this part of the row's largest become 0. float16 holds 29 powers of two with all bits; the rest is room for a
@@ -33,7 +33,7 @@ def stored(values: Tensor, largest: Tensor) -> Tensor:
     return torch.where(values.abs() < largest * _SMALLEST, 0.0, rounded)
 
 
-def with_table(config: Config, weight: Tensor, importance: Tensor | None = None) -> Config:
+def with_table(config: MatrixConfig, weight: Tensor, importance: Tensor | None = None) -> MatrixConfig:
     """The config with its table of levels, if any, as numbers.
 
     The levels "fit" are fitted to ``weight`` [n, k], with squared errors weighted by ``importance`` [k].
@@ -44,7 +44,7 @@ def with_table(config: Config, weight: Tensor, importance: Tensor | None = None)
     return replace(config, levels=table_of(config, weight[::step], importance))
 
 
-def table_in(config: Config) -> Table | None:
+def table_in(config: MatrixConfig) -> Table | None:
     """The table of a config; None: its levels are consecutive integers."""
     if config.mapping != "levels":
         return None
@@ -77,7 +77,7 @@ class Quantized:
     levels: Tensor
     scales: Tensor  # float32 [n, groups], as stored
     mins: Tensor | None  # float32 [n, groups], as stored; None: symmetric
-    config: Config
+    config: MatrixConfig
 
     def per_input(self, values: Tensor) -> Tensor:
         """Values of groups [n, groups] repeated for their inputs [n, k]."""
@@ -114,7 +114,7 @@ class Quantized:
         )
 
 
-def nearest(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) -> Quantized:
+def nearest(weight: Tensor, scales: Tensor, mins: Tensor | None, config: MatrixConfig) -> Quantized:
     """Rounds each weight to the nearest level of its group."""
     quantized = Quantized(weight, scales, mins, config)
     quantized.levels = levels_near(

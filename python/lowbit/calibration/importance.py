@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ..groups import in_groups
 from ..levels import FACTORS, Table, best_scales, refit
-from .grid import Config, Quantized, nearest, stored, table_in, with_table
+from .grid import MatrixConfig, Quantized, nearest, stored, table_in, with_table
 
 _FITS = 3
 _CHUNK = 1 << 20  # weights that are searched at a time, to bound the memory
 
 
-def search(weight: Tensor, importance: Tensor | None, config: Config) -> Quantized:
+def search(weight: Tensor, importance: Tensor | None, config: MatrixConfig) -> Quantized:
     """Quantizes a matrix by searched scales (and mins), rounding to nearest.
 
     The search minimizes the sum of ``importance * (weight - rounded)^2`` in each group: it tries some ranges, refits the
@@ -53,7 +53,7 @@ def stored_grid(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | N
     return stored(scales, largest), stored(mins, largest)
 
 
-def search_groups(x: Tensor, importance: Tensor, config: Config) -> tuple[Tensor, Tensor | None]:
+def search_groups(x: Tensor, importance: Tensor, config: MatrixConfig) -> tuple[Tensor, Tensor | None]:
     """Scales and mins, float32 [n, groups], of weights [n, groups, group size], before rounding as they are stored.
 
     Args:

@@ -19,10 +19,10 @@ from ..quantize_model import described_to_transformers
 from .blocks import Tuner, quantize_blocks, quantize_rest
 from .capture import Recorded, StopRun, blocks_of, inputs_of, slow_paths
 from .collect import add_to, rows_of
-from .data import Inputs, Sample, batches
+from .data import Sample, batches
 from .distilling import Teacher, distilled
 from .gptq import Moments
-from .grid import Config
+from .grid import MatrixConfig
 from .learning import put_weights
 from .packing import Kept, Packer, by_name
 from .result import METHODS, Calibration
@@ -58,8 +58,13 @@ def run(
     check_weights(model, selected)
     check_experts(model, experts)
     inputs, text_tokens = batches(model, data, tokenizer, window, max_tokens)
+    sample, report, settings = Sample(inputs), _Progress(progress), dict(options or {})
+    result = Calibration(sample.tokens, text_tokens)
+    fitting: dict[str, Any] = {name: settings.pop(name) for name in ("steps", "rate") if name in settings}
+    in_memory = Kept({}, lambda layers: [packed for _, _, packed in layers])
+    packer = Packer(model, selected, experts, method, sample, settings, kept or in_memory, result, report.add)
     with with_linears(model, selected), evaluating(model), described_to_transformers(model):
-        result = _Run(model, selected, experts, method, inputs, text_tokens, progress, dict(options or {}), kept).run()
+        _Run(packer, report, fitting).run()
         if kept is None:
             nn.use_huge_pages(model)
     return result
@@ -98,13 +103,13 @@ class _Order:
 
     shared: list[list[str]]  # names of modules that share a weight
     early: list[str]  # linear layers that are calibrated on the float model, before all blocks
-    in_blocks: Mapping[str, Config]  # linear layers that are calibrated block by block
-    tables: dict[str, Config]  # embeddings with a weight of their own
+    in_blocks: Mapping[str, MatrixConfig]  # linear layers that are calibrated block by block
+    tables: dict[str, MatrixConfig]  # embeddings with a weight of their own
     lists: list[str]  # of blocks to go through
     matrices: int  # linear layers with a weight of their own
 
     @classmethod
-    def of(cls, model: torch.nn.Module, selected: Mapping[str, Config], experts: Iterable[str], method: str) -> _Order:
+    def of(cls, model: torch.nn.Module, selected: Mapping[str, MatrixConfig], experts: Iterable[str], method: str) -> _Order:
         weights = names_by_weight({name: model.get_submodule(name) for name in selected}).values()
         shared = [names for names in weights if len(names) > 1]
         # An error of a shared weight is corrected by what follows, so it comes first.
@@ -137,30 +142,20 @@ class _Progress:
 class _Run:
     """One calibration of a model."""
 
-    def __init__(
-        self,
-        model: Any,
-        selected: dict[str, Config],
-        experts: dict[str, Config],
-        method: str,
-        inputs: list[Inputs],
-        text_tokens: int,
-        progress: Callable[[int, int, str], None] | None,
-        options: dict[str, Any],
-        kept: Kept | None,
-    ):
-        self.model, self.method, self.sample = model, method, Sample(inputs)
-        self.configs, self.progress = selected | experts, _Progress(progress)
-        self.result = Calibration(self.sample.tokens, text_tokens)
-        self.kept = kept or Kept({}, lambda layers: [packed for _, _, packed in layers])
-        self.fitting: dict[str, Any] = {name: options.pop(name) for name in ("steps", "rate") if name in options}
-        self.packer = Packer(
-            model, selected, experts, method, self.sample, options, self.kept, self.result, self.progress.add
-        )  # fmt: skip
-        self.plan = _Order.of(model, selected, experts, method)
+    def __init__(self, packer: Packer, progress: _Progress, fitting: dict[str, Any]):
+        """
+        Args:
+            packer: with the model, the configs and the sample.
+            fitting: ``steps`` and ``rate`` of :func:`tuned` and :func:`distilled`, if given.
+        """
+        self.packer, self.progress, self.fitting = packer, progress, fitting
+        self.model: Any = packer.model
+        self.method, self.sample, self.kept = packer.method, packer.sample, packer.kept
+        self.configs = {**packer.selected, **packer.experts}
+        self.plan = _Order.of(self.model, packer.selected, packer.experts, packer.method)
         self.tables = {name for name, config in self.configs.items() if config.levels == FIT}
 
-    def run(self) -> Calibration:
+    def run(self) -> None:
         model, plan, packer, sample = self.model, self.plan, self.packer, self.sample
         kept = self.kept.packed
         distilled_before = {name: packed for name, (method, packed) in kept.items() if method.startswith("distilled")}
@@ -194,8 +189,7 @@ class _Run:
         if teacher is not None:
             self._distil(teacher)
         put_weights(model, {name: packed for name, packed in distilled_before.items() if self._is_embedding(name)})
-        self.result.unquantized = unquantized(model)
-        return self.result
+        packer.result.unquantized = unquantized(model)
 
     def _is_embedding(self, name: str) -> bool:
         return isinstance(self.configs[name], EmbeddingConfig)
@@ -264,4 +258,4 @@ class _Run:
             put_weights(self.model, dict.fromkeys(names, packed))
             for name in names:
                 if not self._is_embedding(name):
-                    self.result.methods |= by_name(name, method, packed)
+                    self.packer.result.methods |= by_name(name, method, packed)

@@ -23,7 +23,7 @@ from .collect import add_to
 from .data import Sample
 from .experts import holders_in, inputs_of_expert, routed, weight_of
 from .gptq import Moments, Solver
-from .grid import Config, with_table
+from .grid import MatrixConfig, with_table
 from .result import Calibration
 from .tables import DAMPING
 
@@ -61,8 +61,8 @@ class Packer:
     def __init__(
         self,
         model: torch.nn.Module,
-        selected: Mapping[str, Config],
-        experts: Mapping[str, Config],
+        selected: Mapping[str, MatrixConfig],
+        experts: Mapping[str, MatrixConfig],
         method: str,
         sample: Sample,
         options: Mapping[str, Any],
@@ -141,7 +141,7 @@ class Packer:
         self,
         root: torch.nn.Module,
         names: list[str],
-        configs: Mapping[str, Config],
+        configs: Mapping[str, MatrixConfig],
         moments: Moments | None,
         prefix: str = "",
         tune: bool = False,
@@ -172,7 +172,7 @@ class Packer:
         leave_fused_paths(root)
 
     def _quantizers(
-        self, prefix: str, weights: Mapping[str, Tensor], configs: Mapping[str, Config], moments: Moments | None
+        self, prefix: str, weights: Mapping[str, Tensor], configs: Mapping[str, MatrixConfig], moments: Moments | None
     ) -> tuple[str, dict[str, Quantizer]]:
         def first_not_finite() -> str:
             return self._first_not_finite() or prefix + next(iter(weights))
@@ -196,7 +196,7 @@ class Packer:
                     return names[0]
         return None
 
-    def pack_tables(self, tables: Mapping[str, Config], moments: dict[str, Moments]) -> None:
+    def pack_tables(self, tables: Mapping[str, MatrixConfig], moments: dict[str, Moments]) -> None:
         """Packs tables of embeddings that no head shares: by GPTQ those with moments, others rounded to nearest."""
         to_nearest = {}
         for name, config in tables.items():

@@ -12,10 +12,10 @@ from .._experts import Experts
 from ..layers import as_linear, check_layers, kind_of, layer_at, named_layers
 from ..quantize import LinearConfig, check_layer
 from ..quantize_model import select_layers
-from .grid import Config
+from .grid import MatrixConfig
 
 
-def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, Config], dict[str, Config]]:
+def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, MatrixConfig], dict[str, MatrixConfig]]:
     """Configs by name of the modules to quantize, and of the tensors of experts.
 
     Args:
@@ -37,19 +37,19 @@ def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, Config], dict
     )
 
 
-def check_experts(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
+def check_experts(model: torch.nn.Module, selected: Mapping[str, MatrixConfig]) -> None:
     """Checks the weights of tensors of experts, as :func:`check_layers`."""
     layers = {name: layer for name, layer in named_layers(model) if name in selected}
     check_layers(layers, {name: selected[name] for name in layers})
 
 
-def check_weights(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
+def check_weights(model: torch.nn.Module, selected: Mapping[str, MatrixConfig]) -> None:
     """Checks dtypes, values and shared weights of the selected modules.
 
     Raises:
         TypeError, ValueError: a weight cannot be quantized, or a shared weight has two configs.
     """
-    configs: dict[int, tuple[str, Config]] = {}
+    configs: dict[int, tuple[str, MatrixConfig]] = {}
     for name, config in selected.items():
         layer = layer_at(model, name)
         weight = layer.weight

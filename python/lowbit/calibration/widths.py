@@ -22,7 +22,7 @@ from .capture import MeanSquares, inputs_of
 from .collect import rows_of
 from .data import Inputs, mask_of, rows_in_parts, tokens_of
 from .experts import mean_squares
-from .grid import Config, with_table
+from .grid import MatrixConfig, with_table
 from .importance import search
 from .selection import check_experts, check_weights, select
 
@@ -48,7 +48,7 @@ class Option:
 
     bytes: int
     loss: float
-    config: Config
+    config: MatrixConfig
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Item:
     layers: list[str]
     weights: int
     options: list[Option]
-    config: Config  # the selected config
+    config: MatrixConfig  # the selected config
 
 
 # ---- sensitivities
@@ -96,7 +96,7 @@ def options_of(model: torch.nn.Module, config: LowBitConfig, alternatives: Colle
     return items
 
 
-def _choices(config: Config, inputs: int, alternatives: Collection[str]) -> list[Config]:
+def _choices(config: MatrixConfig, inputs: int, alternatives: Collection[str]) -> list[MatrixConfig]:
     configs = []
     for bits in BITS:
         mappings = [config.mapping if config.mapping != "levels" or bits in LEVELS_BITS else "symmetric"]
@@ -150,7 +150,7 @@ def measure_losses(
             loss = _distance(_outputs(model, batch)[0], expected, predictions)
         rows = weight[:: -(-len(weight) // _ROWS)].float()
         reference_error = _error(rows, counts, reference)
-        tables: dict[int, Config] = {}  # by width; tables for different group sizes differ little
+        tables: dict[int, MatrixConfig] = {}  # by width; tables for different group sizes differ little
         options = []
         for option in item.options:
             choice = option.config
@@ -165,7 +165,7 @@ def measure_losses(
         progress(len(items), len(items))
 
 
-def _bytes(weight: Tensor, config: Config, bias: bool) -> int:
+def _bytes(weight: Tensor, config: MatrixConfig, bias: bool) -> int:
     """Packed bytes of a matrix [n, k], or of experts [experts, n, k]."""
     linear = isinstance(config, LinearConfig)
     matrix = describe(weight.shape[-2:], config.bits, config.group_size, config.mapping, bias and linear)
@@ -197,7 +197,7 @@ def _replaced_weight(layers: list[Layer], weight: Tensor) -> Iterator[None]:
 
 
 def _importance(
-    model: torch.nn.Module, inputs: list[Inputs], trial: list[Inputs], configs: Mapping[str, Config]
+    model: torch.nn.Module, inputs: list[Inputs], trial: list[Inputs], configs: Mapping[str, MatrixConfig]
 ) -> dict[str, Tensor]:
     """Mean squares of the inputs of layers; for experts, which need extra computation, on the trial only."""
     squares = MeanSquares()
@@ -259,7 +259,7 @@ def _distance(outputs: Tensor, expected: Tensor, predictions: bool) -> float:
     return float((outputs - expected).square().sum() / expected.square().sum())
 
 
-def _rounded(weight: Tensor, importance: Tensor | None, config: Config) -> Tensor:
+def _rounded(weight: Tensor, importance: Tensor | None, config: MatrixConfig) -> Tensor:
     """Quantized and dequantized weights, in the dtype of ``weight``."""
     result = torch.empty_like(weight)
     rows = max(1, _BAND_WEIGHTS // weight.shape[1])
@@ -269,7 +269,7 @@ def _rounded(weight: Tensor, importance: Tensor | None, config: Config) -> Tenso
     return result
 
 
-def _error(rows: Tensor, importance: Tensor | None, config: Config) -> float:
+def _error(rows: Tensor, importance: Tensor | None, config: MatrixConfig) -> float:
     error = (search(rows, importance, config).dequantize() - rows).square()
     return float((error if importance is None else error * importance).double().mean())
 
@@ -363,7 +363,7 @@ def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> Lo
     return LowBitConfig(base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides, base.levels)
 
 
-def pinned_by(config: LowBitConfig, selected: Mapping[str, Config]) -> set[str]:
+def pinned_by(config: LowBitConfig, selected: Mapping[str, MatrixConfig]) -> set[str]:
     """Names of layers whose width a pattern or ``embedding_bits`` sets."""
     patterns = Patterns((pattern, change) for pattern, change in config.overrides)
     return {

@@ -13,34 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import options
 from .models import check_text, positions, read_text
-from .options import (
-    Cache,
-    Compile,
-    DryAllowedLength,
-    DryBase,
-    DryBreakers,
-    DryMultiplier,
-    EmbeddingBits,
-    FrequencyPenalty,
-    GroupSize,
-    Json,
-    LogitBias,
-    Mapping,
-    MaxLength,
-    MinP,
-    Model,
-    OptionalBits,
-    PresencePenalty,
-    RepetitionPenalty,
-    Stop,
-    Threads,
-    optional_config,
-    refuse_unused,
-    temperature_option,
-    top_k_option,
-    top_p_option,
-)
 from .output import Output, describe, print_piece, set_stdout_errors
 from .session import Session
 
@@ -68,37 +42,37 @@ _MaxNewTokens = Annotated[
 
 
 def chat(
-    model: Model,
+    model: options.Model,
     system: _System = None,
     template: _Template = None,
-    temperature: Annotated[float | None, temperature_option("the model's")] = None,
-    top_k: Annotated[int | None, top_k_option("the model's")] = None,
-    top_p: Annotated[float | None, top_p_option("the model's")] = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    dry_multiplier: DryMultiplier = None,
-    dry_base: DryBase = None,
-    dry_allowed_length: DryAllowedLength = None,
-    dry_breaker: DryBreakers = None,
-    logit_bias: LogitBias = None,
-    stop: Stop = None,
+    temperature: Annotated[float | None, options.temperature_option("the model's")] = None,
+    top_k: Annotated[int | None, options.top_k_option("the model's")] = None,
+    top_p: Annotated[float | None, options.top_p_option("the model's")] = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    dry_multiplier: options.DryMultiplier = None,
+    dry_base: options.DryBase = None,
+    dry_allowed_length: options.DryAllowedLength = None,
+    dry_breaker: options.DryBreakers = None,
+    logit_bias: options.LogitBias = None,
+    stop: options.Stop = None,
     seed: _Seed = 0,
     max_new_tokens: _MaxNewTokens = None,
-    bits: OptionalBits = None,
-    group_size: GroupSize = "32",
-    mapping: Mapping = "symmetric",
-    embedding_bits: EmbeddingBits = None,
-    max_length: MaxLength = None,
-    cache: Cache = None,
-    threads: Threads = None,
-    compile_: Compile = False,
-    as_json: Json = False,
+    bits: options.OptionalBits = None,
+    group_size: options.GroupSize = "32",
+    mapping: options.Mapping = "symmetric",
+    embedding_bits: options.EmbeddingBits = None,
+    max_length: options.MaxLength = None,
+    cache: options.Cache = None,
+    threads: options.Threads = None,
+    compile_: options.Compile = False,
+    as_json: options.Json = False,
 ) -> None:
     """Talk with a model: answers go to stdout as they come, all else to stderr."""
     output = Output(as_json)
-    config = optional_config(bits, group_size, mapping, embedding_bits)
+    config = options.optional_config(bits, group_size, mapping, embedding_bits)
     messages = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
     system = None if system is None else check_text(system, "--system")
     text = None if template is None else read_text(template)
@@ -125,7 +99,7 @@ def _start(session: Session, system: str | None, seed: int, max_length: int | No
     sampling.check_vocabulary(model.config.get_text_config().vocab_size)
     if not sampling.temperature:
         unused = {name: name in session.sampling for name in ("top_k", "top_p", "min_p")}
-        refuse_unused("at --temperature 0, which draws nothing", **unused)
+        options.refuse_unused("at --temperature 0, which draws nothing", **unused)
     if ignored:
         output.warn(f"generation_config.json of {session.path} sets {', '.join(ignored)}, which lowbit does not do")
     session.start(min(_CONTEXT, positions(model) // 16 * 16) if max_length is None else max_length)

@@ -14,34 +14,8 @@ import typer
 
 from lowbit._machine import peak_memory
 
+from . import options
 from .models import check_text, positions, read_text
-from .options import (
-    Cache,
-    Compile,
-    DryAllowedLength,
-    DryBase,
-    DryBreakers,
-    DryMultiplier,
-    EmbeddingBits,
-    FrequencyPenalty,
-    GroupSize,
-    Json,
-    LogitBias,
-    Mapping,
-    MaxLength,
-    MinP,
-    Model,
-    OptionalBits,
-    PresencePenalty,
-    RepetitionPenalty,
-    Stop,
-    Threads,
-    optional_config,
-    refuse_unused,
-    temperature_option,
-    top_k_option,
-    top_p_option,
-)
 from .output import Output, print_piece, set_stdout_errors, size
 from .session import Session
 
@@ -87,43 +61,43 @@ _Draft = Annotated[
 
 
 def generate(
-    model: Model,
+    model: options.Model,
     prompt: _Prompt = None,
     prompt_file: _PromptFile = None,
     prompts: _Prompts = None,
     at_once: _AtOnce = 16,
     chat: _Chat = False,
     max_new_tokens: _MaxNewTokens = 128,
-    temperature: Annotated[float, temperature_option("0")] = 0.0,
-    top_k: Annotated[int | None, top_k_option("all")] = None,
-    top_p: Annotated[float | None, top_p_option("1")] = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    dry_multiplier: DryMultiplier = None,
-    dry_base: DryBase = None,
-    dry_allowed_length: DryAllowedLength = None,
-    dry_breaker: DryBreakers = None,
-    logit_bias: LogitBias = None,
-    stop: Stop = None,
+    temperature: Annotated[float, options.temperature_option("0")] = 0.0,
+    top_k: Annotated[int | None, options.top_k_option("all")] = None,
+    top_p: Annotated[float | None, options.top_p_option("1")] = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    dry_multiplier: options.DryMultiplier = None,
+    dry_base: options.DryBase = None,
+    dry_allowed_length: options.DryAllowedLength = None,
+    dry_breaker: options.DryBreakers = None,
+    logit_bias: options.LogitBias = None,
+    stop: options.Stop = None,
     logprobs: _Logprobs = None,
     seed: _Seed = 0,
     guesses: _Guesses = None,
     draft: _Draft = None,
-    bits: OptionalBits = None,
-    group_size: GroupSize = "32",
-    mapping: Mapping = "symmetric",
-    embedding_bits: EmbeddingBits = None,
-    max_length: MaxLength = None,
-    cache: Cache = None,
-    threads: Threads = None,
-    compile_: Compile = False,
-    as_json: Json = False,
+    bits: options.OptionalBits = None,
+    group_size: options.GroupSize = "32",
+    mapping: options.Mapping = "symmetric",
+    embedding_bits: options.EmbeddingBits = None,
+    max_length: options.MaxLength = None,
+    cache: options.Cache = None,
+    threads: options.Threads = None,
+    compile_: options.Compile = False,
+    as_json: options.Json = False,
 ) -> None:
     """Continue a text: the new text goes to stdout as it comes, all else to stderr."""
     output = Output(as_json)
-    config = optional_config(bits, group_size, mapping, embedding_bits)
+    config = options.optional_config(bits, group_size, mapping, embedding_bits)
     _check_sampling(as_json, prompts, at_once, temperature, logprobs, {"top_k": top_k, "top_p": top_p, "min_p": min_p})
     guesses = _check_guesses(guesses, draft, prompts, compile_)
     texts = _read_prompts(prompt, prompt_file, prompts)
@@ -151,9 +125,11 @@ def _check_sampling(
 ) -> None:
     """Refuses sampling options that would have no effect; ``draws`` has those that only change draws."""
     if prompts is None:
-        refuse_unused("without --prompts", at_once=at_once != 16)
+        options.refuse_unused("without --prompts", at_once=at_once != 16)
     if not temperature:
-        refuse_unused("at --temperature 0, which draws nothing", **{name: value is not None for name, value in draws.items()})
+        options.refuse_unused(
+            "at --temperature 0, which draws nothing", **{name: value is not None for name, value in draws.items()}
+        )
     if logprobs is not None and not as_json and prompts is None:
         raise typer.BadParameter("it requires --json or --prompts", param_hint="--logprobs")
 

@@ -11,21 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from . import options
 from .dequantize import as_float
 from .models import read_text, set_threads
-from .options import (
-    Bits,
-    EmbeddingBits,
-    GroupSize,
-    Json,
-    Mapping,
-    Threads,
-    finite,
-    make_config,
-    parse_group_size,
-    parse_size,
-    refuse_unused,
-)
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
@@ -38,13 +26,13 @@ _UNITS = {"writing": "bytes"}
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a float checkpoint.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
-    bits: Bits = 4,
-    group_size: GroupSize = "32",
-    mapping: Mapping = "symmetric",
+    bits: options.Bits = 4,
+    group_size: options.GroupSize = "32",
+    mapping: options.Mapping = "symmetric",
     scale: Annotated[
         Literal["mse", "absmax"], typer.Option("--scale", help="Least squared error, or the whole range of a group.")
     ] = "mse",
-    embedding_bits: EmbeddingBits = None,
+    embedding_bits: options.EmbeddingBits = None,
     override: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,12 +77,12 @@ def quantize(
         typer.Option(
             "--target-bits",
             help="With --calibrate: mixed precision per layer, for this mean of bits per weight.",
-            callback=finite,
+            callback=options.finite,
             show_default=False,
         ),
     ] = None,
-    threads: Threads = None,
-    as_json: Json = False,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
 ) -> None:
     """Quantize a checkpoint, without ever holding it in memory."""
     begin = time.perf_counter()
@@ -103,12 +91,12 @@ def quantize(
     if calibrate is None:
         given = {"method": method != "auto", "calibrate_tokens": calibrate_tokens != 32768, "window": window != 512}
         given |= {"target_size": target_size is not None, "target_bits": target_bits is not None}
-        refuse_unused("without --calibrate", **given)
+        options.refuse_unused("without --calibrate", **given)
     overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
-    config = make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
+    config = options.make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
     if target_size is not None and target_bits is not None:
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
-    target_bytes = None if target_size is None else parse_size(target_size, "--target-size")
+    target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")
     text = None if calibrate is None else read_text(calibrate)
     with as_float(output, source, target) as floats:
         if text is None:
@@ -233,7 +221,7 @@ def _override(text: str) -> tuple[str, dict[str, Any] | None]:
         raise typer.BadParameter(f"{text!r}; expected PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float", param_hint="--override")
     changes: dict[str, Any] = {"bits": int(bits)}
     if rest:
-        changes["group_size"] = parse_group_size(rest[0], "--override")
+        changes["group_size"] = options.parse_group_size(rest[0], "--override")
     if len(rest) == 2:
         changes["mapping"] = rest[1]
     return pattern, changes

@@ -18,86 +18,39 @@ from ..quantize import EmbeddingConfig, LinearConfig
 from ..quantize_model import described_to_transformers
 
 _LLAMA_3 = {
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
+    "vocab_size": 128256, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
 
 
 def _llama_3_rope(factor: float) -> dict[str, Any]:
     return {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }
+    }  # fmt: skip
 
 
 # name: the configuration class of transformers, and its arguments.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-3.2-1b": (
-        "LlamaConfig",
-        _LLAMA_3
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-            "rope_parameters": _llama_3_rope(32.0),
-        },
-    ),
-    "llama-3.2-3b": (
-        "LlamaConfig",
-        _LLAMA_3
-        | {
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 24,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-            "rope_parameters": _llama_3_rope(32.0),
-        },
-    ),
-    "llama-3.1-8b": (
-        "LlamaConfig",
-        _LLAMA_3
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
-            "rope_parameters": _llama_3_rope(8.0),
-        },
-    ),
-    "qwen3-0.6b": (
-        "Qwen3Config",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-            "bos_token_id": 151643,
-            "eos_token_id": 151645,
-        },
-    ),
-}
+    "llama-3.2-1b": ("LlamaConfig", _LLAMA_3 | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
+        "tie_word_embeddings": True, "rope_parameters": _llama_3_rope(32.0),
+    }),
+    "llama-3.2-3b": ("LlamaConfig", _LLAMA_3 | {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128,
+        "tie_word_embeddings": True, "rope_parameters": _llama_3_rope(32.0),
+    }),
+    "llama-3.1-8b": ("LlamaConfig", _LLAMA_3 | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": 128,
+        "tie_word_embeddings": False, "rope_parameters": _llama_3_rope(8.0),
+    }),
+    "qwen3-0.6b": ("Qwen3Config", {
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "bos_token_id": 151643, "eos_token_id": 151645,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    }),
+}  # fmt: skip
 
 NAMES = tuple(_SHAPES)
 _LAYERS = (torch.nn.Linear, torch.nn.Embedding)
