@@ -119,6 +119,12 @@ py::list kernels() {
     row["active"] = &choose_attention(isa) == &kernel;
     rows.append(row);
   }
+  for (size_t i = 0; i < recurrence_kernel_count(); ++i) {
+    const RecurrenceKernel& kernel = recurrence_kernel(i);
+    py::dict row = describe("recurrence", kernel);
+    row["active"] = &choose_recurrence(isa) == &kernel;
+    rows.append(row);
+  }
   return rows;
 }
 

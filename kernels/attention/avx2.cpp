@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx2.h"
 #include "attention_impl.h"
+#include "recurrence_impl.h"
 #include "write_cache.h"
 
 namespace lowbit {
@@ -86,9 +87,13 @@ struct Vector {
 
 constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
+constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_avx2", kAvx2, linear_attention<Vector>, short_conv<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionAvx2;
 const Table<AttentionKernel> kAttentionAvx2{kRows, 1};
+extern const Table<RecurrenceKernel> kRecurrenceAvx2;
+const Table<RecurrenceKernel> kRecurrenceAvx2{kRecurrenceRows, 1};
 
 }  // namespace lowbit

@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx512.h"
 #include "attention_impl.h"
+#include "recurrence_impl.h"
 #include "write_cache.h"
 
 namespace lowbit {
@@ -67,9 +68,13 @@ struct Vector {
 constexpr AttentionKernel kRows[] = {
     {"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
+constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_avx512vnni", kAvx512Vnni, linear_attention<Vector>, short_conv<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionAvx512Vnni;
 const Table<AttentionKernel> kAttentionAvx512Vnni{kRows, 1};
+extern const Table<RecurrenceKernel> kRecurrenceAvx512Vnni;
+const Table<RecurrenceKernel> kRecurrenceAvx512Vnni{kRecurrenceRows, 1};
 
 }  // namespace lowbit

@@ -8,6 +8,7 @@
 
 #include "../bits/unpack_neon.h"
 #include "attention_impl.h"
+#include "recurrence_impl.h"
 #include "write_cache.h"
 
 namespace lowbit {
@@ -114,9 +115,13 @@ struct Vector {
 
 constexpr AttentionKernel kRows[] = {{"attention_neon", kNeon, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
+constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_neon", kNeon, linear_attention<Vector>, short_conv<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionNeon;
 const Table<AttentionKernel> kAttentionNeon{kRows, 1};
+extern const Table<RecurrenceKernel> kRecurrenceNeon;
+const Table<RecurrenceKernel> kRecurrenceNeon{kRecurrenceRows, 1};
 
 }  // namespace lowbit

@@ -23,6 +23,7 @@ from .ops import attention, embedding, linear, linear_experts, linears  # noqa: 
 from .packed import PackedInfo, Unpacked, info, pack, repack, unpack, verify  # noqa: E402
 from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
 from .quantize_model import quantize_  # noqa: E402
+from .recurrence import linear_attention, short_conv  # noqa: E402
 from .slices import concat, slice_columns, slice_rows  # noqa: E402
 from .threads import ThreadTuning, tune_threads  # noqa: E402
 
@@ -93,6 +94,7 @@ __all__ = [
     "isa",
     "kernels",
     "linear",
+    "linear_attention",
     "linear_experts",
     "linears",
     "load_kernels",
@@ -102,6 +104,7 @@ __all__ = [
     "quantize_",
     "quantize_tensor",
     "repack",
+    "short_conv",
     "slice_columns",
     "slice_rows",
     "streams",

@@ -14,7 +14,10 @@ from types import ModuleType
 
 from . import _C
 
-_OPERATORS = {f"lowbit::{name}.out" for name in ("linear", "linears", "linear_experts", "embedding", "attention")}
+_OPERATORS = {
+    f"lowbit::{name}.out"
+    for name in ("linear", "linears", "linear_experts", "embedding", "attention", "linear_attention", "short_conv")
+}
 _BUILT = _C.executorch_version.partition("+")[0]
 _INSTALL = (
     f"Install it with `pip install executorch=={_BUILT}`."
