@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import own_attention
+from . import own_attention, recurrent
 from .activations import RowWise, is_activation
 
 ATTENTION = "lowbit"  # the name of :func:`attend` among transformers' attention functions
@@ -44,6 +44,12 @@ class Asked:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}  # heads, width of keys, width of values
         self.windows: dict[int, int | None] = {}
+        self.states: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}  # of layers with states: each one's shape
+
+    def note_state(self, layer: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A state for this text alone."""
+        self.states.setdefault(layer, [])[number:] = [(shape, dtype)]
+        return torch.zeros(shape, dtype=dtype)
 
     def note(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Caches for this text alone."""
@@ -60,8 +66,8 @@ class Part:
     begin: int  # its tokens in the call
     end: int
     start: Tensor  # [1] int64: how many tokens of the text came before
-    layers: Sequence[tuple[Tensor, Tensor]]
-    before: Callable[[int], None] | None = None  # called with each layer, before its attention
+    layers: Sequence[tuple[Tensor, ...]]
+    before: Callable[[int, bool], None] | None = None  # called with each layer before its attention, or (True) its states are used
 
 
 class Texts:
@@ -78,9 +84,9 @@ class Texts:
         outputs = []
         for part in self.parts:
             if part.before is not None:
-                part.before(layer)
+                part.before(layer, False)
             own = (each[:, :, part.begin : part.end] for each in inputs)
-            outputs.append(torch.ops.lowbit.attention(*own, *part.layers[layer], part.start, *more))
+            outputs.append(torch.ops.lowbit.attention(*own, *part.layers[layer][:2], part.start, *more))
         return torch.cat(outputs, dim=1)
 
 
@@ -122,7 +128,7 @@ def attend(
     if isinstance(caches, Asked):
         k_cache, v_cache = caches.note(module.layer_idx, key, value, sliding_window)
     else:
-        k_cache, v_cache = caches[module.layer_idx]
+        k_cache, v_cache = caches[module.layer_idx][:2]
     return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, *more), None
 
 
@@ -167,7 +173,7 @@ def tells_positions(model: torch.nn.Module) -> bool | None:
         return None
     if _takes_positions(model):
         return True
-    if not found:
+    if not found and not any(recurrent.find(model)):
         raise Unsupported("it takes no position_ids, so it cannot be told where a text goes on")
     return False
 
@@ -212,6 +218,8 @@ class RotaryTable(torch.nn.Module):
             # The decoder, or else attention, refuses positions beyond the caches. Compiled code would end the process
             # over them here.
             position_ids = position_ids.clamp(0, self.cos.shape[0] - 1)
+        if position_ids.dim() == 3:  # of text, height and width, which are the same in a text
+            position_ids = position_ids[0]
         try:
             return self.cos[position_ids], self.sin[position_ids]
         except IndexError as error:  # no call of the decoder comes here
@@ -290,6 +298,9 @@ class Takeover:
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._hooks: list[Any] = []
         self._own: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        self.takes_positions = _takes_positions(model)
+        self.states = recurrent.States()
+        self.mixers = [recurrent.Mixer(module, self.states) for module in recurrent.find(model)]
         self.call: own_attention.Call | None = None  # of a model whose attention is code of its own
         setattr(model, _TAKEOVER, self)
         self._replace_attention(model, positions)
@@ -357,6 +368,8 @@ class Takeover:
             setattr(module, name, replaced)
         for hook in self._hooks:
             hook.remove()
+        for mixer in self.mixers:
+            mixer.end()
         delattr(model, _TAKEOVER)
 
 

@@ -170,6 +170,8 @@ class Batch:
         prompt, source, same = text.prompt, None, 0
         for caches, tokens in self.beginnings() if text.prompt_logprobs is None else ():
             found = min(common(tokens, prompt), len(prompt) - 1)
+            if self.decoder.recurrent and (found != len(caches.tokens) or any(each.caches is caches for each in self._running)):
+                continue  # states cannot be cut back, and those of a text that runs do not stay
             if found >= max(_LEAST, same + 1):
                 source, same = caches, found
         length = min(len(prompt) + text.max_new_tokens, self.decoder.max_length)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..hf.recurrent import is_state
+
 _PANEL = 16  # positions of a head's keys lie together, docs/internals/operators.md
 
 
@@ -15,14 +17,17 @@ class Caches:
     """Keys and values of one text, apart from a decoder's own: :meth:`Decoder.new_caches` and :meth:`Decoder.read` make
     them."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, model: torch.nn.Module):
+    def __init__(self, layers: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, model: torch.nn.Module, length: int):
         """
         Args:
+            layers: keys, values and states of each.
+            length: tokens that there is room for.
             dtype: of keys and values; ``torch.int4`` stands for 4 bits.
             model: that computes them.
         """
         self.layers = list(layers)
         self.dtype = dtype
+        self.length = length
         self.tokens: list[int] = []  # whose keys and values these are
         self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
 
@@ -34,14 +39,18 @@ class Caches:
         return self._model is None or self._model() is model
 
     @property
-    def length(self) -> int:
-        """Tokens that there is room for."""
-        return self.layers[0][0].shape[2]
+    def recurrent(self) -> bool:
+        """Whether layers have states, which are those of all tokens and cannot be cut back."""
+        return any(is_state(tensor) for layer in self.layers for tensor in layer)
+
+    def usable(self, count: int) -> int:
+        """How many of the first `count` tokens can be copied from here: with states all that there are, or none."""
+        return count if not self.recurrent or count == len(self.tokens) else 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers, those that hold nothing yet included."""
-        return sum(cache.nbytes for pair in self.layers for cache in pair)
+        return sum(cache.nbytes for layer in self.layers for cache in layer)
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -49,13 +58,19 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int) -> None:
-    """Copies keys and values of a layer for the first `count` positions; the caches may differ in length.
+def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int, states: bool | None = None) -> None:
+    """Copies keys and values of a layer for the first `count` positions, and its states, which must be those of so many tokens;
+    the caches may differ in length. With `states` only these, or (False) all but these.
 
     Whole panels are copied: what is behind `count` in the last one is written anew before it is read.
     """
     count = -(-count // _PANEL) * _PANEL
     for read, write in zip(source, target, strict=True):
+        if states is not None and is_state(read) is not states:
+            continue
+        if is_state(read):
+            write.copy_(read)
+            continue
         # Of each head first the values, then, with codes, the scales of all positions. A width in bytes, of 4-bit codes.
         bytes_of_scale = 4 if read.dtype is torch.int8 else 0
         width = read.shape[3] - bytes_of_scale

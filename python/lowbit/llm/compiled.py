@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._machine import cpp_compiler
 from ..exports.module import machine_code
-from .decoder import Decoder, check_call, pieces
+from .decoder import Decoder, check_call
 
 # Loops over fewer values than this for each thread run on one thread. At one token there are a few thousand values,
 # and a parallel region would take longer than they do.
@@ -37,10 +37,11 @@ class Step:
         self._decoder.check()
         check_call(tokens, start, self._decoder.vocabulary, self.max_length)
         graph = self._one if tokens.shape[1] == 1 else self._many
-        *before, last = pieces(tokens, start)
-        for piece in before:
-            graph(*piece)
-        return graph(*last)
+        return self._decoder.whole(graph, tokens, start)
+
+    def kept(self, count: int) -> int:
+        """As :meth:`Decoder.kept`."""
+        return self._decoder.kept(count)
 
 
 def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:

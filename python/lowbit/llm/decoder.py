@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..hf import decoding
+from ..hf.recurrent import is_state
 from ..ops import cache_storage, cache_width
 from .caches import Caches, common, copy_layer
 from .proof import Reference, ask, measure_caches, prove
 from .sampling import prompt_ids
+from .states import StateKeeper
 
 # What keys and values can be kept in.
 CACHES = {
@@ -59,12 +61,15 @@ def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) 
 
 
 class Decoder(torch.nn.Module):
-    """One step of a causal language model, with static KV caches of its own.
+    """One step of a causal language model, with static KV caches of its own, and states of recurrent layers.
 
     The same module runs in eager, under torch.compile, and exported to .pte and .pt2. Its caches are buffers that each
     call updates, so a text may come in any pieces; ``start`` says how many tokens came before. A new text starts at 0.
 
-    Not every model can be decoded over keys and values alone. At construction a few tokens go through the model as it
+    Recurrent layers (linear attention, Mamba-2, short convolutions) have states, which cannot be cut back: their text continues
+    where it ended, where a longer call of the decoder ended, or from 0. :meth:`kept` says how far it is there.
+
+    Not every model can be decoded so. At construction a few tokens go through the model as it
     came, and through the decoder whole and in pieces: either all agree, or the model is refused and left as it was.
     """
 
@@ -126,30 +131,52 @@ class Decoder(torch.nn.Module):
         except decoding.NoCaches:
             self._takeover.hand_on(self.model)
             asked = ask(self, reference)
-        self._shapes, self.exact = asked.shapes, reference.exact
+        self._shapes, self._states, self.exact = asked.shapes, asked.states, reference.exact
         decoding.check_windows(config, asked, self.max_length)
-        for layer, pair in enumerate(self._make(self.max_length, self.cache_dtype)):
-            for name, cache in zip("kv", pair, strict=True):
-                self.register_buffer(f"{name}_cache_{layer}", cache, persistent=False)
+        for layer, tensors in enumerate(self._make(self.max_length, self.cache_dtype)):
+            for name, cache in zip(self._names(layer), tensors, strict=True):
+                self.register_buffer(name, cache, persistent=False)
+        states = [tensor for layer in self._caches() for tensor in layer if is_state(tensor)]
+        self._keeper = StateKeeper(states) if states else None
         if self.cache_dtype is self.model.dtype:
-            self.measured = prove(self, reference, self.caches())
+            self.measured = prove(self, reference, self._caches())
             return
         # Whether the model can be decoded is judged without the rounding of the caches; these are for a short text.
         self.measured = prove(self, reference, self._make(reference.tokens.shape[1], self.model.dtype))
         self.measured["cache"] = measure_caches(self, reference)
 
-    def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    def _names(self, layer: int) -> list[str]:
+        """The buffers of a layer: keys and values, where it has attention, and then states."""
+        attention = [f"{name}_cache_{layer}" for name in "kv"] if layer in self._shapes else []
+        return attention + [f"state_{number}_cache_{layer}" for number in range(len(self._states.get(layer, ())))]
+
+    def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
         caches = []
         length = -(-length // 16) * 16
         for layer in range(self.layers):
-            heads, *widths = self._shapes[layer]
+            tensors = []
+            heads, *widths = self._shapes.get(layer, (0,))
             try:
-                shapes = [(1, heads, length, cache_width(width, dtype)) for width in widths]
+                for width in widths:
+                    tensors.append(torch.zeros((1, heads, length, cache_width(width, dtype)), dtype=cache_storage(dtype)))
             except ValueError as error:
                 raise decoding.Unsupported(str(error)) from error
-            k_cache, v_cache = (torch.zeros(shape, dtype=cache_storage(dtype)) for shape in shapes)
-            caches.append((k_cache, v_cache))
+            tensors += [torch.zeros(shape, dtype=kind) for shape, kind in self._states.get(layer, ())]
+            caches.append(tuple(tensors))
         return caches
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers have states, which cannot be cut back."""
+        return self._keeper is not None
+
+    def uses(self, layer: int) -> int:
+        """How often a call asks for the caches of a layer: once for its attention, once for its states."""
+        return (layer in self._shapes) + (layer in self._states)
+
+    def kept(self, count: int) -> int:
+        """How many of the first `count` tokens of the decoder's text a call can continue behind."""
+        return count if self._keeper is None else self._keeper.kept(count)
 
     @property
     def released(self) -> bool:
@@ -179,9 +206,14 @@ class Decoder(torch.nn.Module):
                 "the model of this decoder was given another attention implementation; call release(), and make a new Decoder"
             )
 
-    def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer; docs/internals/operators.md says how they lie."""
-        return [(getattr(self, f"k_cache_{i}"), getattr(self, f"v_cache_{i}")) for i in range(self.layers)]
+    def caches(self) -> list[tuple[Tensor, ...]]:
+        """Keys, values and states of each layer; docs/internals/operators.md says how they lie."""
+        if self._keeper is not None:
+            self._keeper.position = None  # the caller may change them
+        return self._caches()
+
+    def _caches(self) -> list[tuple[Tensor, ...]]:
+        return [tuple(getattr(self, name) for name in self._names(layer)) for layer in range(self.layers)]
 
     def run(
         self,
@@ -193,16 +225,22 @@ class Decoder(torch.nn.Module):
     ) -> Tensor:
         """Logits [1, s, vocabulary] behind the last ``keep`` tokens, or behind all with 0, or behind those at these places."""
         more: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "logits_to_keep": keep}
-        own = None if self._takeover is None else self._takeover.call
-        if own is None:
+        takeover = self._takeover
+        if takeover is None:
             return self.model(position_ids=positions[None], caches=caches, start=start, **more).logits
-        if own.takes_positions:
+        if takeover.takes_positions:
             more["position_ids"] = positions[None]
-        own.give(caches, start, positions)
+        if takeover.call is None:
+            more |= {"caches": caches, "start": start}
+        else:
+            takeover.call.give(caches, start, positions)
+        takeover.states.give(caches, start)
         try:
             return self.model(**more).logits
         finally:
-            own.clear()
+            takeover.states.clear()
+            if takeover.call is not None:
+                takeover.call.clear()
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
         """A long prompt is computed in pieces, which packed layers do not notice: the bits are the same.
@@ -223,19 +261,33 @@ class Decoder(torch.nn.Module):
             return self._step(tokens, start)
         self.check()
         check_call(tokens, start, self.vocabulary, self.max_length)
+        return self.whole(self._step, tokens, start)
+
+    def whole(self, step: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, start: Tensor) -> Tensor:
+        """A call of any length in pieces that `step` takes; the states are known before and behind it."""
+        if self._keeper is not None:
+            self._keeper.begin(int(start))
         *before, last = pieces(tokens, start)
         for piece in before:
-            self._step(*piece)
-        return self._step(*last)
+            step(*piece)
+        logits = step(*last)
+        if self._keeper is not None:
+            self._keeper.end(int(start) + tokens.shape[1], keep=tokens.shape[1] > 1)
+        return logits
 
     def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
-        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches(), keep=1)[:, -1]
+        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self._caches(), keep=1)[:, -1]
 
     def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:
         """As a call, but [1, s, vocabulary]: the logits behind each token."""
         self.check()
         check_call(tokens, start, self.vocabulary, self.max_length)
-        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches())
+        if self._keeper is not None:
+            self._keeper.begin(int(start), keep=True)
+        logits = self.run(tokens, start + torch.arange(tokens.shape[1]), start, self._caches())
+        if self._keeper is not None:
+            self._keeper.end(int(start) + tokens.shape[1])
+        return logits
 
     def new_caches(self, length: int, dtype: torch.dtype | None = None) -> Caches:
         """Caches for another text.
@@ -254,7 +306,7 @@ class Decoder(torch.nn.Module):
             raise ValueError(f"length is {length}; expected a positive multiple of 16")
         if dtype not in CACHES.values():
             raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, CACHES.values()))}")
-        return Caches(self._make(length, dtype), dtype, self.model)
+        return Caches(self._make(length, dtype), dtype, self.model, length)
 
     def check_caches(self, caches: Caches, dtype: torch.dtype | None = None) -> None:
         """Refuses caches that cannot be copied from.
@@ -288,7 +340,7 @@ class Decoder(torch.nn.Module):
             self.check_caches(begin)
         check_call(torch.tensor([tokens]).long(), torch.tensor([0]), self.vocabulary, self.max_length)
         caches = self.new_caches(-(-len(tokens) // 16) * 16)
-        same = 0 if begin is None else common(begin.tokens, tokens)
+        same = 0 if begin is None else begin.usable(common(begin.tokens, tokens))
         if begin is not None:
             for source, target in zip(begin.layers, caches.layers, strict=True):
                 copy_layer(source, target, same)
@@ -313,9 +365,13 @@ class Decoder(torch.nn.Module):
         tokens = prompt_ids("the text", tokens)
         if not tokens:
             raise ValueError("the text has no tokens; expected at least one")
-        count = min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length)
-        for source, target in zip(caches.layers, self.caches(), strict=True):
-            copy_layer(source, target, count)
+        count = caches.usable(min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length))
+        if count:
+            for source, target in zip(caches.layers, self.caches(), strict=True):
+                copy_layer(source, target, count)
+            if self._keeper is not None:
+                self._keeper.begin(0)
+                self._keeper.end(count, keep=True)
         return count
 
     def run_texts(
@@ -335,7 +391,7 @@ class Decoder(torch.nn.Module):
 
         Raises:
             ValueError: no texts, one without tokens, or with one that is not in the vocabulary; or caches to copy from
-                that are of another model or kind.
+                that are of another model or kind, or have states of more tokens.
             IndexError: a text is longer than its caches.
             RuntimeError: the decoder was released.
         """
@@ -351,7 +407,13 @@ class Decoder(torch.nn.Module):
             if source:
                 other, count = source[0]
                 self.check_caches(other, caches.dtype)
-                start = min(count, lengths.get(id(other), len(other.tokens)))
+                there = lengths.get(id(other), len(other.tokens))
+                start = min(count, there)
+                if self.recurrent and start != there:
+                    raise ValueError(
+                        f"{start} tokens are to be copied from caches that have {there}; expected all of them, as their states "
+                        "cannot be cut back"
+                    )
                 before = _copy_from(other, caches, start)
             if not len(tokens):
                 raise ValueError("a text has no tokens; expected at least one")
@@ -381,8 +443,8 @@ class Decoder(torch.nn.Module):
         return [logits[part.begin : part.end] for part in parts] if everywhere else list(logits)
 
 
-def _copy_from(source: Caches, target: Caches, count: int) -> Callable[[int], None]:
-    def before(layer: int) -> None:
-        copy_layer(source.layers[layer], target.layers[layer], count)
+def _copy_from(source: Caches, target: Caches, count: int) -> Callable[[int, bool], None]:
+    def before(layer: int, states: bool) -> None:
+        copy_layer(source.layers[layer], target.layers[layer], count, states)
 
     return before

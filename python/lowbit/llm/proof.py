@@ -149,9 +149,13 @@ def _parts(logits: Tensor, expected: Tensor, effect: Tensor) -> Tensor:
     return (_size(logits, expected) / scale)[0]
 
 
-def _all_used(used: int, layers: int) -> None:
-    if used < layers:
-        raise Unsupported(f"{used} of its {layers} layers use the decoder's caches")
+def _all_used(used: set[int], decoder: Decoder) -> None:
+    """Refuses layers that use no caches, unless the configuration says that they are no more than an MLP."""
+    config = decoder.model.config.get_text_config()
+    kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
+    alone = {layer for layer, kind in enumerate(kinds) if kind in ("mlp", "moe")}
+    if len(used | alone) < decoder.layers:
+        raise Unsupported(f"{len(used)} of its {decoder.layers} layers use the decoder's caches")
 
 
 @torch.inference_mode()
@@ -164,7 +168,7 @@ def ask(decoder: Decoder, reference: Reference) -> Asked:
     """
     asked, count = Asked(), reference.tokens.shape[1]
     decoder.run(reference.tokens, torch.arange(count), torch.tensor([0]), asked)
-    _all_used(sum(layer in asked.shapes for layer in range(decoder.layers)), decoder.layers)
+    _all_used({*asked.shapes, *asked.states} & {*range(decoder.layers)}, decoder)
     return asked
 
 
@@ -187,9 +191,7 @@ def prove(decoder: Decoder, reference: Reference, exact: Sequence[tuple[Tensor, 
     def run(text: Tensor, positions: Tensor, start: int) -> Tensor:
         caches = _Counted(exact)
         logits = decoder.run(text, positions, torch.tensor([start]), caches)
-        used = [layer for layer in range(decoder.layers) if caches.asked[layer]]
-        _all_used(len(used), decoder.layers)
-        if len(caches.asked) > len(used) or max(caches.asked.values()) > 1:
+        if any(caches.asked[layer] != decoder.uses(layer) for layer in {*caches.asked, *range(decoder.layers)}):
             times = caches.asked.total()
             raise Unsupported(f"its {decoder.layers} layers use the decoder's caches {times} times a call")
         return logits
