@@ -1,8 +1,9 @@
-"""The ``weight`` of a packed layer: a tensor without memory whose values are computed when they are used."""
+"""The ``weight`` of a packed layer: a tensor without memory whose values are computed on every use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,54 +18,62 @@ class ComputedTensor(Tensor):
     It has no memory: writes to it or to a view of it raise, and so does ``data_ptr()``.
     """
 
-    _is_hf_initialized = True  # transformers asks: what has not been loaded it initializes, as Mamba's dt_proj
+    _is_hf_initialized = True  # else transformers would initialize it after loading, as Mamba's dt_proj
+    _compute: Callable[[], Tensor]
+    _device: torch.device
 
     @staticmethod
-    def __new__(cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **layout):
-        # `other.data = made` takes over an address without asking this class, and there is none. But torch refuses to do it
-        # with a tensor of the meta device, which this one is inside; the device that it says it is on is asked for below.
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="meta", dispatch_device=True, **layout)
-        made._compute, made._device = compute, torch.device(device)
-        return made
+    def __new__(
+        cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, **layout: Any
+    ) -> ComputedTensor:
+        # `other.data = tensor` would take over an address, and there is none. torch refuses that for a tensor of the meta
+        # device, so this one is a meta tensor inside; __torch_dispatch__ returns the device that it stands for.
+        tensor: ComputedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device="meta", dispatch_device=True, **layout
+        )
+        tensor._compute, tensor._device = compute, torch.device(device)
+        return tensor
 
     @classmethod
     def _view(cls, result: Tensor) -> ComputedTensor:
-        """A read-only view of the values: a write to it would mean the weight."""
+        """A read-only view of the values: a write to it would be meant for the weight."""
         layout = {"strides": result.stride(), "storage_offset": result.storage_offset()}
         return cls(lambda: result, result.shape, result.dtype, result.device, **layout)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0]._device
         kwargs = kwargs or {}
-        for at, argument in enumerate(func._schema.arguments):
-            given = args[at] if at < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                if any(isinstance(each, cls) for each in (given if isinstance(given, list | tuple) else [given])):
+        for at, parameter in enumerate(func._schema.arguments):
+            argument = args[at] if at < len(args) else kwargs.get(parameter.name)
+            if parameter.alias_info is not None and parameter.alias_info.is_write:
+                if any(isinstance(value, cls) for value in (argument if isinstance(argument, list | tuple) else [argument])):
                     raise RuntimeError(_FIXED)
-        if func is torch.ops.aten.detach.default:  # through which weights are often set
+        if func is torch.ops.aten.detach.default:  # a weight is often set by way of a detached tensor
             return cls(args[0]._compute, args[0].shape, args[0].dtype, args[0]._device)
         computed = tree_map_only(cls, lambda tensor: tensor._compute(), (args, kwargs))
         result = func(*computed[0], **computed[1])
-        # Views; what is written to was a tensor of others.
+        # A view must be read-only, too. A result that was written to is a plain tensor, which the caller passed.
         if not torch.compiler.is_compiling() and any(
-            each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
+            value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns
         ):
             return tree_map_only(Tensor, cls._view, result)
         return result
 
     @property
-    def device(self) -> torch.device:  # what __torch_dispatch__ says, sooner
+    def device(self) -> torch.device:  # as from __torch_dispatch__, without its cost
         return self._device
 
     @property
     def data(self) -> Tensor:
-        # With memory: who takes it for the data of another tensor reads there, past this class.
+        # With memory: `other.data = weight.data` reads it without this class.
         values = self._compute()
-        made = torch.Tensor._make_subclass(type(self), values)
-        made._compute, made._device = lambda: values, values.device
-        return made
+        data: ComputedTensor = torch.Tensor._make_subclass(type(self), values)
+        data._compute, data._device = lambda: values, values.device
+        return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -73,26 +82,26 @@ class ComputedTensor(Tensor):
     def data_ptr(self) -> int:
         raise RuntimeError("the weight of a packed layer has no memory of its own; weight.clone() has")
 
-    def untyped_storage(self):
+    def untyped_storage(self) -> Any:
         raise RuntimeError("the weight of a packed layer has no memory of its own; weight.clone() has")
 
     def share_memory_(self) -> Tensor:
         raise RuntimeError("the weight of a packed layer has no memory of its own; share the module")
 
-    def numpy(self, *, force: bool = False):
+    def numpy(self, *, force: bool = False) -> Any:
         return self.clone().numpy()
 
-    def tolist(self) -> list:
+    def tolist(self) -> Any:
         return self.clone().tolist()
 
-    def __dlpack__(self, **options):
+    def __dlpack__(self, **options: Any) -> Any:
         return self.clone().__dlpack__(**options)
 
-    def __deepcopy__(self, memo) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
 
-    def __repr__(self, **kwargs):
+    def __repr__(self, **kwargs: Any) -> str:
         return repr(self._compute())

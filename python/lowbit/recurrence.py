@@ -8,7 +8,9 @@ from torch import Tensor
 
 def _without_gradients(operator: str, *tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(f"lowbit.{operator} has no gradients; call it under torch.no_grad(), or train with the model's own code")
+        raise RuntimeError(
+            f"lowbit.{operator} has no gradients; call it under torch.no_grad(), or train with the model's own code"
+        )
 
 
 def state_shape(batch: int, heads: int, width: int, value_width: int) -> tuple[int, int, int, int, int]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .. import nn
-from ..hf import conv1d  # noqa: F401 - lets named_layers find them
-from ..layers import Experts, as_linear, check_layers, kind_of, layer_at, named_layers
+from .._experts import Experts
+from ..layers import as_linear, check_layers, kind_of, layer_at, named_layers
 from ..quantize import LinearConfig, check_layer
 from ..quantize_model import select_layers
 from .grid import Config

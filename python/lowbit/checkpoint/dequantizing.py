@@ -19,8 +19,8 @@ _REPORT = "lowbit_import.json"  # of the packed tensors
 
 
 def dequantize_checkpoint(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -45,9 +45,9 @@ def dequantize_checkpoint(
         OSError: a file is missing or cannot be read; target is not empty or cannot be written; the disk is full.
         ValueError: source is not packed, or damaged. Nothing is left of target then.
     """
+    from ..hf.config import METHOD
     from ..hf.dequantizing import dequantize
     from ..hf.loading import counting, mapped_model
-    from ..hf.quantizer import METHOD
 
     source, target = Path(source), Path(target).absolute()
     check_shard_bytes(max_shard_bytes)

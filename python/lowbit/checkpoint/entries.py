@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import ops
 from ..files.config_json import refuse_gguf
 from ..files.safetensors import Stored, files_of, packed_info, read_files
+from ..packed import PackedInfo
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ DTYPES_OF_TORCH = {
 }  # fmt: skip
 
 
-def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+def describe_entry(stored: Stored, info: PackedInfo | None) -> CheckpointEntry:
     """Describes a tensor; `info` is the header of a packed one."""
     if info is not None:
         shape = info.shape
@@ -49,7 +49,7 @@ def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEnt
     return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name)
 
 
-def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
+def inspect_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointEntry]:
     """The tensors of a checkpoint, packed or not, in the order of the files. Only headers are read.
 
     Args:

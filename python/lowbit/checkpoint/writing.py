@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from .. import ops
 from .._sizes import size
 from ..files.config_json import CONFIG
 from ..files.replace import PartialDirectory, resolve_new_directory, sync
 from ..files.safetensors import INDEX, WEIGHTS, Stored, Writer, header_of
+from ..packed import PackedInfo
 from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -33,7 +33,7 @@ _WEIGHTS_OF_ALL_FRAMEWORKS = (
 class Planned(Protocol):
     """A tensor that will be written."""
 
-    def info(self) -> ops.PackedInfo | None:
+    def info(self) -> PackedInfo | None:
         """None: it is not packed."""
 
     def stored(self, path: Path) -> Stored:
@@ -178,7 +178,7 @@ def _modules(source: Path) -> set[str]:
         return set()
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a new file and syncs it to the disk."""
     with open(path, "x", encoding="utf-8") as file:
         json.dump(content, file, indent=2, ensure_ascii=False)

@@ -99,7 +99,7 @@ def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[
     }
 
 
-def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple]:
+def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
     """Inputs, and which of their sizes is dynamic."""
     tokens = torch.zeros((1, min(chunk, 3)), dtype=torch.int64)
     sizes = {1: torch.export.Dim("s", min=1, max=chunk)} if chunk > 1 else None
@@ -109,7 +109,7 @@ def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple]:
 @torch.no_grad()
 def export_decoder(
     decoder: Decoder,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     chunk: int = 128,
     stop: Iterable[int] | None = None,
@@ -150,7 +150,7 @@ def export_decoder(
 
 
 def _export_pte(
-    decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], xnnpack: bool, progress: Progress | None
+    decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], xnnpack: bool, progress: Progress | None
 ) -> None:
     config = decoder.model.config.get_text_config()
     constants = {method: about[name] for name, method in _PTE_NUMBERS.items()}
@@ -163,10 +163,14 @@ def _export_pte(
     export_pte(decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants, progress=progress)
 
 
-def _export_pt2(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], progress: Progress | None) -> None:
+def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], progress: Progress | None) -> None:
     caches = {name: cache for name, cache in decoder.named_buffers() if "_cache_" in name and "." not in name}
-    about["caches"] = [f"{str(cache.dtype).removeprefix('torch.')}:{'x'.join(map(str, cache.shape))}" for cache in caches.values()]
-    metadata = {_PT2 + name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in about.items()}
+    about["caches"] = [
+        f"{str(cache.dtype).removeprefix('torch.')}:{'x'.join(map(str, cache.shape))}" for cache in caches.values()
+    ]
+    metadata = {
+        _PT2 + name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in about.items()
+    }
     inputs, dynamic = _example(about["chunk"])
     export_pt2(
         _CachesAsInputs(decoder, list(caches)).eval(),
@@ -191,7 +195,9 @@ def _load_pte(path: str) -> ExportedDecoder:
     stop = tuple(program.load_method(_PTE_STOP).execute(()))
     recurrent = bool(program.load_method(_PTE_RECURRENT).execute(())[0])
     forward = program.load_method("forward")
-    return ExportedDecoder(**numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: forward.execute((tokens, start))[0])
+    return ExportedDecoder(
+        **numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: forward.execute((tokens, start))[0]
+    )
 
 
 def _load_pt2(path: str) -> ExportedDecoder:
@@ -203,9 +209,7 @@ def _load_pt2(path: str) -> ExportedDecoder:
     stop = tuple(int(token) for token in about["stop"].split(",") if token)
     caches = [_zeros(text) for text in about["caches"].split(",")]
     recurrent = any(is_state(cache) for cache in caches)
-    return ExportedDecoder(
-        **numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: package(tokens, start, caches)
-    )
+    return ExportedDecoder(**numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: package(tokens, start, caches))
 
 
 def _zeros(text: str) -> Tensor:
@@ -220,7 +224,7 @@ def _zeros(text: str) -> Tensor:
 _LOADERS: dict[str, Callable[[str], ExportedDecoder]] = {".pte": _load_pte, ".pt2": _load_pt2}
 
 
-def load_decoder(path: str | os.PathLike) -> ExportedDecoder:
+def load_decoder(path: str | os.PathLike[str]) -> ExportedDecoder:
     """Loads what :func:`export_decoder` wrote: a .pte into ExecuTorch's runtime in this process, a .pt2 into torch.
 
     A .pt2 holds machine code: load only files that you trust as much as a program.

@@ -17,7 +17,7 @@ def refuse_gguf(path: Path) -> None:
         raise NotADirectoryError(f"{path} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it")
 
 
-def read_config(directory: str | os.PathLike) -> dict[str, Any]:
+def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """What config.json of a checkpoint says.
 
     Raises:

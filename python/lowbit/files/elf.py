@@ -9,7 +9,7 @@ _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _GNU_STACK, _EXECUTABLE = 0x6474E551, 1
 
 
-def without_executable_stack(path: str | os.PathLike) -> None:
+def without_executable_stack(path: str | os.PathLike[str]) -> None:
     """Takes from a library, in place, the wish for a stack that can be executed. Other files than ELF stay as they are.
 
     torch puts weights into assembly that does not say it needs none. Linkers for x86-64 then take it to need one, and such

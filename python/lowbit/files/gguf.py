@@ -280,7 +280,7 @@ def parts_of(path: Path) -> Iterator[Path]:
         yield part
 
 
-def read_gguf(path: str | os.PathLike) -> Gguf:
+def read_gguf(path: str | os.PathLike[str]) -> Gguf:
     """The metadata and the tensors of a model in a GGUF file; of a split model any part may be named.
 
     Little-endian files of version 2 or 3. The data of the tensors is not read.
@@ -333,7 +333,7 @@ def _value(value: Any) -> bytes:
     if all(isinstance(item, str) for item in value):
         return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
     number, form = (6, "<f4") if any(isinstance(item, float) for item in value) else (5, "<i4")
-    return struct.pack("<IIQ", _ARRAY, number, len(value)) + np.array(value, form).tobytes()
+    return struct.pack("<IIQ", _ARRAY, number, len(value)) + bytes(np.array(value, form))
 
 
 class GgufWriter:
@@ -381,7 +381,7 @@ class GgufWriter:
     def __enter__(self) -> GgufWriter:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         with self._file:
             if kind is None:
                 if self._ends:

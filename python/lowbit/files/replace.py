@@ -13,11 +13,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 _PARTIAL = ".partial"
 
 
-def sync(file) -> None:
+def sync(file: IO[Any]) -> None:
     """Returns when what was written to an open file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
@@ -118,7 +119,7 @@ class PartialDirectory:
     def __enter__(self) -> PartialDirectory:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *_: Any) -> None:
         if not self._keep:
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
@@ -186,7 +187,7 @@ def check_utf8(path: Path) -> None:
         raise OSError(errno.EILSEQ, f"the path {os.fspath(path)!a} is not UTF-8, which safetensors needs") from error
 
 
-def resolve_new_directory(path: str | os.PathLike) -> Path:
+def resolve_new_directory(path: str | os.PathLike[str]) -> Path:
     """Where a new directory of this name will really be, which is not always there: symbolic links are followed.
 
     Raises:
@@ -219,7 +220,7 @@ def resolve_new_directory(path: str | os.PathLike) -> Path:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike, suffix: str) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str], suffix: str) -> Iterator[Path]:
     """A path to write a file to; when all went well it becomes `path`, whatever was there, in one step.
 
     A `path` that is a symbolic link stays one: what it points to is replaced. The permissions of a file that was there stay.

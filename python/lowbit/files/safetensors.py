@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C, ops
+from .. import _C
+from ..packed import PackedInfo
 from .config_json import refuse_gguf
 from .replace import check_utf8, sync
 from .untrusted import check_regular, read_json
@@ -69,7 +70,7 @@ def read_file(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _header(path: Path) -> tuple[int, dict]:
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return size, json.loads(file.read(size))
@@ -178,7 +179,7 @@ def same_bytes(first: Stored, second: Stored) -> bool:
     return all(torch.equal(a, b) for a, b in zip(chunks(first), chunks(second), strict=True))
 
 
-def packed_info(stored: Stored) -> ops.PackedInfo:
+def packed_info(stored: Stored) -> PackedInfo:
     """The header of a packed tensor in a file; of [experts, bytes] that of the first expert.
 
     No other byte is read.
@@ -193,7 +194,7 @@ def packed_info(stored: Stored) -> ops.PackedInfo:
             )
         size = stored.shape[-1]
         header = read_bytes(stored, 0, min(128, size))  # with levels; else 64
-        info = ops.PackedInfo(**_C.info(header.data_ptr(), size, False))
+        info = PackedInfo(**_C.info(header.data_ptr(), size, False))
         return info if len(stored.shape) == 1 else replace(info, experts=stored.shape[0])
     except ValueError as error:
         raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
@@ -250,7 +251,7 @@ class Writer:
         self._end = len(header) + size
         self.write(header)
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         """Appends a buffer; returns where it went."""
         at = self._file.tell()
         view = memoryview(data)
@@ -258,7 +259,7 @@ class Writer:
             view = view[self._file.write(view) :]
         return at
 
-    def write_at(self, at: int, data) -> None:
+    def write_at(self, at: int, data: Any) -> None:
         end = self._file.tell()
         self._file.seek(at)
         self.write(data)
@@ -267,7 +268,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         with self._file:
             if kind is None:
                 if self._file.tell() != self._end:

@@ -16,7 +16,7 @@ MOST_JSON = 64 << 20  # bytes: the index of 140,000 tensors has 15 million, a co
 _READERS = ("transformers", "huggingface_hub", "tokenizers", "safetensors", "jinja2")  # who interpret what files say
 
 
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A file of one JSON object.
 
     Raises:

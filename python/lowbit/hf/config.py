@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
-from ..layers import KINDS, Experts, check_whole_experts, kind_of, named_layers
+from .._experts import Experts
+from ..layers import check_whole_experts, kind_of, named_layers
 from ..patterns import Patterns
 from ..quantize import EmbeddingConfig, LinearConfig
-from . import conv1d, experts  # noqa: F401 - lets named_layers find them
 from .names import tied_layers
 
 METHOD = "lowbit"
@@ -29,7 +29,7 @@ BY_ARCHITECTURE = "the architecture keeps it in float32; an override of its own 
 _NO_CHANGE: dict[str, Any] = {}
 
 
-def _kept_in_float32(model: torch.nn.Module) -> re.Pattern | None:
+def _kept_in_float32(model: torch.nn.Module) -> re.Pattern[str] | None:
     """What matches the names of tensors that an architecture keeps in float32, whose code may read them (T5's "wo").
 
     As transformers matches them: each stands for whole parts of a name, one or several ("indexer.weights_proj").
@@ -39,7 +39,7 @@ def _kept_in_float32(model: torch.nn.Module) -> re.Pattern | None:
     return re.compile("|".join(rf"((^|\.){part}($|\.))" for part in parts)) if parts else None
 
 
-def _pairs(overrides: Any) -> list:
+def _pairs(overrides: Any) -> list[Any]:
     if overrides is None:
         return []
     if isinstance(overrides, Mapping):
@@ -49,7 +49,7 @@ def _pairs(overrides: Any) -> list:
     raise TypeError(f"overrides is a {type(overrides).__name__}; expected a dict of name patterns, or a list of pairs")
 
 
-def _pair(entry: Any) -> list:
+def _pair(entry: Any) -> list[Any]:
     if isinstance(entry, list | tuple) and len(entry) == 2:
         pattern, change = entry
         if isinstance(pattern, str) and (change is None or (isinstance(change, Mapping) and set(change) <= set(_FIELDS))):
@@ -116,7 +116,7 @@ class LowBitConfig(QuantizationConfigMixin):
         if embedding_bits is not None and (isinstance(embedding_bits, bool) or not isinstance(embedding_bits, int)):
             raise TypeError(f"embedding_bits is {embedding_bits!r}; expected an int or None")
         self.overrides = [_pair(entry) for entry in _pairs(overrides)]
-        for kind in KINDS.values():
+        for kind in (LinearConfig, EmbeddingConfig):
             self._layer_config(kind)
             for pattern, change in self.overrides:
                 try:
@@ -150,7 +150,7 @@ class LowBitConfig(QuantizationConfigMixin):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
-        return self.to_dict()
+        return dict(self.to_dict())
 
     def select(self, model: torch.nn.Module, experts: bool = True) -> dict[str, LinearConfig | EmbeddingConfig]:
         """The layers of a float model to quantize, by qualified name: a config for :func:`lowbit.quantize_`.

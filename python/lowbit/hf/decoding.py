@@ -27,11 +27,11 @@ _HARMLESS = frozenset(
 
 
 class Unsupported(ValueError):
-    """What a model has that a decoder does not support: a sentence about it, without its name."""
+    """A property of a model that the decoder does not support: a sentence about it, without the model's name."""
 
 
 class Refusal(ValueError):
-    """A model that is not taken, whatever its settings: the sentence names it and says why."""
+    """A model that the decoder refuses, whatever its settings: the sentence names the model and the reason."""
 
 
 class NoCaches(Unsupported):
@@ -67,7 +67,9 @@ class Part:
     end: int
     start: Tensor  # [1] int64: how many tokens of the text came before
     layers: Sequence[tuple[Tensor, ...]]
-    before: Callable[[int, bool], None] | None = None  # called with each layer before its attention, or (True) its states are used
+    before: Callable[[int, bool], None] | None = (
+        None  # called with each layer before its attention, or (True) its states are used
+    )
 
 
 class Texts:
@@ -91,20 +93,20 @@ class Texts:
 
 
 def attend(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    caches=None,
-    start=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    **others,
-):
-    """Attention over a decoder's caches, as transformers calls it.
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    caches: Any = None,
+    start: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention over a decoder's caches, as transformers calls it: [1, s, heads, e].
 
     query [1, heads, s, d], key [1, kv_heads, s, d], value [1, kv_heads, s, e]; s_aux [heads]: what lowbit.attention
     calls sinks.
@@ -257,7 +259,7 @@ class _Keep:
     def __init__(self, held: dict[str, Any]):
         self.held = held
 
-    def __call__(self, layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __call__(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.held.update({name: kwargs[name] for name in ("caches", "start") if name in kwargs})
 
 
@@ -267,7 +269,7 @@ class _Give:
     def __init__(self, held: dict[str, Any]):
         self.held = held
 
-    def __call__(self, attention: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    def __call__(self, attention: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         more = dict(self.held)
         self.held.clear()  # no tensor outlives the call
         return args, kwargs | more

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import transformers
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
 
 from ..files.untrusted import interpreting, printable
 from .loading import counting
@@ -27,14 +28,14 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 _PLAIN_CUTS = ("default", "gpt-2", "gpt2")  # those of GPT-2, which a converter starts from
 
 
-def _converter():
+def _converter() -> ModuleType:
     try:
         return import_module("transformers.integrations.gguf")
     except ImportError:  # earlier versions 5
         return import_module("transformers.integrations.ggml")
 
 
-def _cuts(converter) -> Mapping[str, str] | None:
+def _cuts(converter: ModuleType) -> Mapping[str, str] | None:
     """The rules of cutting words that transformers knows, by what GGUF files call them."""
     known = getattr(converter, "GGUF_PRE_TOKENIZER_SPLITS", None)
     if known is None and hasattr(converter, "__path__"):
@@ -121,7 +122,7 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
         tokenizer.save_pretrained(directory)
 
 
-def _without_others(backend, count: int):
+def _without_others(backend: Tokenizer, count: int) -> Tokenizer:
     """Without tokens that the file has not: the class of GPT-2's tokenizer adds its own, beyond the model's table."""
     content = json.loads(backend.to_str())
     own = [token for token in content["added_tokens"] if token["id"] < count]
@@ -130,7 +131,7 @@ def _without_others(backend, count: int):
     return type(backend).from_str(json.dumps(content | {"added_tokens": own}))
 
 
-def _with_spaces(backend, prefix: bool):
+def _with_spaces(backend: Tokenizer, prefix: bool) -> Tokenizer:
     """A SentencePiece tokenizer that puts a space before each text between special tokens, as llama.cpp does, or none.
 
     transformers' table has a space before the first text only, and none where there is one already.
@@ -156,7 +157,7 @@ def _flag(path: Path, metadata: Mapping[str, Any], name: str, default: bool) -> 
     return value
 
 
-def _add_ends(backend, special: Mapping[str, str], add_bos: bool, add_eos: bool, path: Path) -> None:
+def _add_ends(backend: Tokenizer, special: Mapping[str, str], add_bos: bool, add_eos: bool, path: Path) -> None:
     """Has the tokenizer put the first and the last token around a text."""
     wanted = {"bos_token": add_bos, "eos_token": add_eos}
     for name, wish in wanted.items():
@@ -175,7 +176,7 @@ _NORMAL, _UNKNOWN, _OUTSIDE_TEXT, _USER, _UNUSED, _BYTE = range(1, 7)  # types o
 _SPACE = "\u2581"  # a space in SentencePiece
 
 
-def tokenizer_metadata(directory: Path, tokenizer, vocabulary: int) -> dict[str, Any]:
+def tokenizer_metadata(directory: Path, tokenizer: Any, vocabulary: int) -> dict[str, Any]:
     """What a GGUF file says of the tokenizer of a checkpoint.
 
     Warns where llama.cpp has no name for its way of cutting words.
@@ -240,7 +241,7 @@ def _byte_level(directory: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sentencepiece(
-    directory: Path, tokenizer, content: dict[str, Any], texts: Mapping[int, str], types: dict[int, int]
+    directory: Path, tokenizer: Any, content: dict[str, Any], texts: Mapping[int, str], types: dict[int, int]
 ) -> dict[str, Any]:
     """What a file says of SentencePiece's BPE, but for its tokens; `types` gets those of its own.
 
@@ -298,7 +299,7 @@ def _prefix(directory: Path, content: dict[str, Any]) -> bool:
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepended = {"type": "Prepend", "prepend": _SPACE}
     if cut and cut["type"] == "Metaspace" and cut["replacement"] == _SPACE and not cut.get("split") and not changes:
-        return cut["prepend_scheme"] != "never"
+        return bool(cut["prepend_scheme"] != "never")
     # What is cut at spaces is whole where there are none left.
     uncut = cut is None or (cut["type"] == "Split" and cut["pattern"] == {"String": " "})
     if uncut and changes in ([replaced], [prepended, replaced]):

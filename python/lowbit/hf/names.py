@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -31,7 +31,7 @@ def tied_layers(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def names_in_model(model, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...] | None]]:
+def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...] | None]]:
     """What transformers calls the tensors of a checkpoint.
 
     Returns:
@@ -48,7 +48,7 @@ def names_in_model(model, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str
     return names
 
 
-def _converted(model, keys: Iterable[str]) -> Iterator[tuple[str, str, WeightConverter | None, str | None]]:
+def _converted(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str, WeightConverter | None, str | None]]:
     """For each tensor of a checkpoint: its name there and in the model, and who computes something of it, by which pattern."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -71,7 +71,7 @@ class Rows:
     bands: int  # 1: it is the whole tensor
 
 
-def rows_of(model, keys: Iterable[str]) -> dict[str, list[Rows]]:
+def rows_of(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, list[Rows]]:
     """Tensors that transformers cuts out of larger ones along their rows, as q, k and v of one matrix for all three, or
     puts below each other.
 
@@ -103,7 +103,9 @@ def rows_of(model, keys: Iterable[str]) -> dict[str, list[Rows]]:
     return found
 
 
-def parts_of_experts(model, names: Mapping[str, tuple[str, tuple[str, ...] | None]]) -> dict[str, list[list[str]]]:
+def parts_of_experts(
+    model: PreTrainedModel, names: Mapping[str, tuple[str, tuple[str, ...] | None]]
+) -> dict[str, list[list[str]]]:
     """Tensors that transformers stacks from one matrix for each expert, or from two that it puts below each other.
 
     Those that it makes in another way are not among them.
@@ -165,7 +167,7 @@ def keep_names(model: PreTrainedModel) -> None:
 
     experts = [name for name in packed if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.LinearExperts)]
 
-    def concerns(transform) -> bool:
+    def concerns(transform: Any) -> bool:
         if type(transform) is WeightRenaming:
             # No float checkpoint has experts in one tensor under the new name: a version of transformers that renames them
             # otherwise would not find them, and go on with random ones.
@@ -182,7 +184,7 @@ def keep_names(model: PreTrainedModel) -> None:
     model._weight_conversions = [transform for transform in transforms if not concerns(transform)]
 
 
-def check_complete(model, given: set[str], where: Path) -> None:
+def check_complete(model: PreTrainedModel, given: set[str], where: Path) -> None:
     """Refuses a checkpoint that does not give the float `model` all that it needs.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch.distributed as dist
+from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
 from .. import nn
@@ -22,7 +23,7 @@ _EARLIER = not hasattr(HfQuantizer, "update_parallel_plan")
 _NO_LAYER = "packed by lowbit"
 
 
-def take_rules(model, layers: Collection[str]) -> dict[str, str]:
+def take_rules(model: PreTrainedModel, layers: Collection[str]) -> dict[str, str]:
     """Takes the rules for these layers out of a model's plan, and returns them.
 
     Without processes to share the model nothing happens.
@@ -39,7 +40,7 @@ def take_rules(model, layers: Collection[str]) -> dict[str, str]:
     return taken
 
 
-def _group_of(model) -> dist.ProcessGroup | None:
+def _group_of(model: PreTrainedModel) -> dist.ProcessGroup | None:
     """The processes that ``from_pretrained`` was asked to cut a model for; None: it was not, or for one."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
@@ -48,14 +49,14 @@ def _group_of(model) -> dist.ProcessGroup | None:
     return mesh.get_group() if mesh.size() > 1 else None
 
 
-def layers_to_cut(model, rules: dict[str, str]) -> set[str]:
+def layers_to_cut(model: PreTrainedModel, rules: dict[str, str]) -> set[str]:
     """The packed layers of a model that :func:`shard_as_asked` will cut."""
     if _group_of(model) is None:
         return set()
     return {name for name in styles_of(model, rules) if isinstance(model.get_submodule(name), nn.Packed)}
 
 
-def shard_as_asked(model, rules: dict[str, str], where: Mapping[str, str]) -> None:
+def shard_as_asked(model: PreTrainedModel, rules: dict[str, str], where: Mapping[str, str]) -> None:
     """Gives a model its rules back, and cuts its packed layers by them if ``from_pretrained`` was asked to cut it.
 
     Args:
@@ -81,7 +82,7 @@ def shard_as_asked(model, rules: dict[str, str], where: Mapping[str, str]) -> No
         raise
 
 
-def refuse_parts(model) -> None:
+def refuse_parts(model: PreTrainedModel) -> None:
     """Raises ValueError where a model is one rank's part."""
     for name, layer in model.named_modules():
         if isinstance(layer, PARTS):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
-import transformers
+from transformers import PreTrainedModel
 
-from .. import nn, ops
+from .. import nn
+from .._experts import Experts
 from ..computed_tensor import ComputedTensor
-from ..layers import Experts, check_whole_experts, kind_of, named_layers, put_packed
+from ..layers import check_whole_experts, kind_of, named_layers, put_packed
 from ..memory import give_back
-from . import conv1d, experts  # noqa: F401 - lets named_layers find them
+from ..packed import PackedInfo
 from .names import tied_layers
 
 PACKED, ORDER = "packed_weight", "input_order"
@@ -33,7 +35,11 @@ class _Awaiting(torch.nn.Module):
 
 
 def place_packed(
-    model, packed: Mapping[str, tuple[str, ops.PackedInfo]], floats: set[str], dtype: torch.dtype, ordered: Collection[str] = ()
+    model: PreTrainedModel,
+    packed: Mapping[str, tuple[str, PackedInfo]],
+    floats: set[str],
+    dtype: torch.dtype,
+    ordered: Collection[str] = (),
 ) -> dict[str, tuple[str, torch.nn.Module]]:
     """Replaces layers of a float model on the meta device by packed ones, as a checkpoint has them.
 
@@ -107,7 +113,7 @@ def _float_ties(ties: Mapping[str, str], packed: Collection[str], first: Collect
     return found
 
 
-def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> None:
+def _check_fits(where: str, info: PackedInfo, layer: torch.nn.Module) -> None:
     found: list[int | str] = list(info.shape)
     expected: list[int | str] = list(layer.weight.shape)
     if not isinstance(layer, torch.nn.Embedding) and info.has_bias != (layer.bias is not None):
@@ -120,13 +126,13 @@ def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> Non
         )
 
 
-def share_packed(model, shared: Mapping[str, tuple[str, torch.nn.Module]], dtype: torch.dtype) -> None:
+def share_packed(model: PreTrainedModel, shared: Mapping[str, tuple[str, torch.nn.Module]], dtype: torch.dtype) -> None:
     """Puts a packed layer where :func:`place_packed` has left one out."""
     for name, (owner, layer) in shared.items():
         model.set_submodule(name, nn.in_place_of(layer, model.get_submodule(owner).packed_weight, dtype))
 
 
-def verify(model, where: Mapping[str, str], left_out: Collection[str] = (), keep: bool = True) -> None:
+def verify(model: PreTrainedModel, where: Mapping[str, str], left_out: Collection[str] = (), keep: bool = True) -> None:
     """Checks all bytes of packed weights against their checksums, on as many threads as torch has.
 
     Args:
@@ -157,7 +163,7 @@ def verify_layer(name: str, layer: nn.Packed, where: Mapping[str, str]) -> None:
         raise ValueError(f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantize, again.") from error
 
 
-def mark_initialized(model, layers: Iterable[str]) -> None:
+def mark_initialized(model: PreTrainedModel, layers: Iterable[str]) -> None:
     # Some architectures initialize the weights of a layer from the module around it (T5's attention).
     experts = {name for name, layer in named_layers(model) if isinstance(layer, Experts | nn.LinearExperts)}
     for name in layers:
@@ -166,7 +172,7 @@ def mark_initialized(model, layers: Iterable[str]) -> None:
             parent._is_hf_initialized = True
 
 
-def expanded_ties(model) -> dict[str, dict[str, str]]:
+def expanded_ties(model: PreTrainedModel) -> dict[str, dict[str, str]]:
     """For each part of a model that is a model itself: its tied tensors, target -> source."""
     return {
         name: part.get_expanded_tied_weights_keys(all_submodels=False)
@@ -175,7 +181,7 @@ def expanded_ties(model) -> dict[str, dict[str, str]]:
     }
 
 
-def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
+def tie_packed(model: PreTrainedModel, expanded: dict[str, dict[str, str]]) -> None:
     """Names tied tensors as they are after quantization, where transformers looks when it ties and saves."""
 
     def layer_of(part: torch.nn.Module, tensor: str) -> torch.nn.Module:
@@ -202,7 +208,9 @@ def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
             part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
 
 
-def _resize(model, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args, **kwargs):
+def _resize(
+    model: PreTrainedModel, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any
+) -> torch.nn.Module:
     """In place of resize_token_embeddings, which would change one of table and head and then meet the other."""
     table = model.get_input_embeddings()
     size = table.num_embeddings if new_num_tokens is None else new_num_tokens
@@ -216,10 +224,10 @@ def _resize(model, new_num_tokens: int | None = None, pad_to_multiple_of: int | 
     return table
 
 
-def refuse_resizing(model: transformers.PreTrainedModel) -> None:
+def refuse_resizing(model: PreTrainedModel) -> None:
     """For each model in `model` whose embedding table or head is packed."""
     for part in model.modules():
-        if isinstance(part, transformers.PreTrainedModel):
+        if isinstance(part, PreTrainedModel):
             try:
                 layers = part.get_input_embeddings(), part.get_output_embeddings()
             except (NotImplementedError, AttributeError):  # no text

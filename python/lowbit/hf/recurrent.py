@@ -23,7 +23,16 @@ _CONV = "causal_conv1d_fn"
 _TAPS = "_lowbit_taps"  # a mixer's buffer: the weight of its convolution, [taps, channels]
 # Arguments that change nothing here, or that a decoder gives to attention.
 _HARMLESS = frozenset(
-    ("caches", "start", "chunk_size", "output_final_state", "return_final_states", "use_cache", "position_ids", "position_embeddings")
+    (
+        "caches",
+        "start",
+        "chunk_size",
+        "output_final_state",
+        "return_final_states",
+        "use_cache",
+        "position_ids",
+        "position_embeddings",
+    )
     + ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position", "logits_to_keep")
 )
 
@@ -79,14 +88,16 @@ class Mixer:
         for child in module.children():
             if isinstance(child, torch.nn.Conv1d):
                 module.register_buffer(_TAPS, child.weight.detach()[:, 0].t().contiguous(), persistent=False)
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
     def end(self) -> None:
         del self.module.forward
         if _TAPS in self.module._buffers:
             delattr(self.module, _TAPS)
 
-    def run(self, shape: tuple[int, ...], dtype: torch.dtype, call: Callable[..., Tensor], tensors: list[Tensor | None]) -> Tensor:
+    def run(
+        self, shape: tuple[int, ...], dtype: torch.dtype, call: Callable[..., Tensor], tensors: list[Tensor | None]
+    ) -> Tensor:
         """The result of ``call(tensors, state, start)`` for the next state, of that shape and dtype; of several texts one by one."""
         number, self._taken = self._taken, self._taken + 1
         caches, start = self.states.caches, self.states.start
@@ -104,7 +115,9 @@ class Mixer:
             outputs.append(call(own, states_of(part.layers[self.layer])[number], part.start))
         return torch.cat(outputs, dim=1)
 
-    def conv(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any):
+    def conv(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+    ):
         """As ``causal_conv1d_fn``: [batch, channels, positions] of the same."""
         _check_others(others)
         if activation not in (None, "silu", "swish"):
@@ -171,7 +184,7 @@ _UNKNOWN = ("mamba_selective_scan",)  # scans that there is no operator for
 
 def is_state(tensor: Tensor) -> bool:
     """Whether a tensor of a layer's caches is a state, of a fixed size, and not keys or values: those have 4 dimensions."""
-    return tensor.dim() != 4
+    return bool(tensor.dim() != 4)
 
 
 def states_of(layer: tuple[Tensor, ...]) -> list[Tensor]:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..files.safetensors import Stored
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def read_awq(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_awq(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint in AWQ's layout.
 
     Raises:
@@ -30,7 +30,7 @@ def read_awq(stock: Stock) -> list[Matrix | Weights | Float]:
         value = stock.settings.get(name, "gemm")
         if not isinstance(value, str) or value.lower() != "gemm":
             raise ValueError(f"{stock.path} has quantization_config.{name} {value!r}; lowbit imports 'gemm'")
-    return [_layer(stock, layer) for layer in stock.layers("qweight")] + stock.rest()
+    return [*(_layer(stock, layer) for layer in stock.layers("qweight")), *stock.rest()]
 
 
 def _layer(stock: Stock, layer: str) -> Matrix:

@@ -16,13 +16,13 @@ import torch
 
 from ..files.safetensors import Stored
 from .bits import from_stream, from_words, words_of
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
 
 
-def read_compressed_tensors(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint of compressed-tensors.
 
     Raises:
@@ -37,12 +37,12 @@ def read_compressed_tensors(stock: Stock) -> list[Matrix | Weights | Float]:
         raise ValueError(f"{stock.path} has no quantization_config.config_groups; expected the widths of its layers")
     schemes = [_scheme(stock, scheme) for scheme in groups.values()]
     found = [_layer(stock, layer, schemes) for layer in stock.layers("weight_packed")]
-    return found + stock.rest()
+    return [*found, *stock.rest()]
 
 
 def _scheme(stock: Stock, scheme: Any) -> int:
     """The width of a group of layers."""
-    weights = scheme.get("weights") if isinstance(scheme, dict) else None
+    weights: Any = scheme.get("weights") if isinstance(scheme, dict) else None
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8 or weights.get("type", "int") != "int":
         raise ValueError(

@@ -179,7 +179,7 @@ class _Reader:
         key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(stored.name.split(".")[-2])
         if key is None:
             return 0
-        heads = self.config[key]
+        heads = int(self.config[key])
         if not heads or stored.shape[0] % (2 * heads):
             raise ValueError(
                 f"{stored.path}: {stored.name} has {stored.shape[0]} rows; expected a multiple "
@@ -241,7 +241,7 @@ def _dequantizer(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
     return lambda data: np.ascontiguousarray(gguf.dequantize(data, number), np.float32)
 
 
-def open_gguf(path: str | os.PathLike, i2s_order: str | None = None) -> Source:
+def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Source:
     """The model in a GGUF file, or in all parts of a split one.
 
     Args:

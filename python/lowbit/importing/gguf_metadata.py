@@ -61,7 +61,7 @@ class Metadata:
         return float(value)
 
     def positive(self, name: str, default: float) -> float:
-        value = self.real(name, default)
+        value = float(self.real(name, default))
         if value <= 0:
             raise ValueError(f"{self.path} has {self.architecture}.{name} {value:g}; expected a number above 0")
         return value

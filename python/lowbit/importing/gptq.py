@@ -16,20 +16,20 @@ import torch
 
 from ..files.safetensors import Stored
 from .bits import from_planes, from_stream, words_of
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _WIDTHS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "gptq_p": (2, 3, 4, 5, 6, 7, 8)}
 
 
-def read_gptq(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_gptq(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint in GPTQ's layout.
 
     Raises:
         ValueError: a layer is not whole, or has groups of several sizes, or a zero point that no code has.
     """
     version = stock.setting("checkpoint_format", tuple(_WIDTHS), "gptq")
-    return [_layer(stock, layer, version) for layer in stock.layers("qweight")] + stock.rest()
+    return [*(_layer(stock, layer, version) for layer in stock.layers("qweight")), *stock.rest()]
 
 
 def _layer(stock: Stock, layer: str, version: str) -> Matrix:
@@ -100,6 +100,6 @@ def _read(
     return Rows(found, scale, -zero * scale)
 
 
-def renamed(matrices: list[Matrix | Weights | Float], source: str) -> list[Matrix | Weights | Float]:
+def renamed(matrices: list[SourceTensor], source: str) -> list[SourceTensor]:
     """The same, said to be of another format."""
     return [replace(each, source=f"{source}, {each.bits} bits") if isinstance(each, Matrix) else each for each in matrices]

@@ -15,7 +15,7 @@ import torch
 
 from ..files.safetensors import Stored, read_bytes, read_metadata
 from ..files.untrusted import printable
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _CLASS = "IntxUnpackedToInt8Tensor"
@@ -25,7 +25,7 @@ _WIDTHS = {f"int{bits}": bits for bits in range(1, 9)}
 _ACTIVATIONS = (None, "int8_asym_per_token")
 
 
-def read_torchao(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_torchao(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint that torchao has quantized.
 
     Raises:
@@ -34,7 +34,7 @@ def read_torchao(stock: Stock) -> list[Matrix | Weights | Float]:
     described: dict[str, str] = {}
     for path in stock.paths():
         described |= read_metadata(path)
-    return [_layer(stock, layer, described) for layer in stock.layers(_LEAF)] + stock.rest()
+    return [*(_layer(stock, layer, described) for layer in stock.layers(_LEAF)), *stock.rest()]
 
 
 class _OtherClass(ValueError):
