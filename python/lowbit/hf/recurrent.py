@@ -117,7 +117,7 @@ class Mixer:
 
     def conv(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
-    ):
+    ) -> Tensor:
         """As ``causal_conv1d_fn``: [batch, channels, positions] of the same."""
         _check_others(others)
         if activation not in (None, "silu", "swish"):
