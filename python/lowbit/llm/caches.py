@@ -49,6 +49,23 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
+def stretches(cache: Tensor, begin: int, end: int) -> list[Tensor]:
+    """The parts [heads, n] of a layer's keys or values that hold these positions, whole panels.
+
+    Of each head first the values of all positions, then, with codes, their scales.
+    """
+    bytes_of_scale = 4 if cache.dtype is torch.int8 else 0
+    flat, length, width = (
+        cache.view(cache.shape[1], -1),
+        cache.shape[2],
+        cache.shape[3] - bytes_of_scale,
+    )  # of 4-bit codes in bytes
+    found = [flat[:, begin * width : end * width]]
+    if bytes_of_scale:
+        found.append(flat[:, length * width + begin * bytes_of_scale : length * width + end * bytes_of_scale])
+    return found
+
+
 def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int) -> None:
     """Copies keys and values of a layer for the first `count` positions; the caches may differ in length.
 
@@ -56,12 +73,5 @@ def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int) -
     """
     count = -(-count // _PANEL) * _PANEL
     for read, write in zip(source, target, strict=True):
-        # Of each head first the values, then, with codes, the scales of all positions. A width in bytes, of 4-bit codes.
-        bytes_of_scale = 4 if read.dtype is torch.int8 else 0
-        width = read.shape[3] - bytes_of_scale
-        (from_, to), lengths = (each.view(each.shape[1], -1) for each in (read, write)), (read.shape[2], write.shape[2])
-        to[:, : count * width] = from_[:, : count * width]
-        if bytes_of_scale:
-            begins = [length * width for length in lengths]
-            many = count * bytes_of_scale
-            to[:, begins[1] : begins[1] + many] = from_[:, begins[0] : begins[0] + many]
+        for from_, to in zip(stretches(read, 0, count), stretches(write, 0, count), strict=True):
+            to.copy_(from_)
