@@ -58,6 +58,23 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
+def stretches(cache: Tensor, begin: int, end: int) -> list[Tensor]:
+    """The parts [heads, n] of a layer's keys or values that hold these positions, whole panels.
+
+    Of each head first the values of all positions, then, with codes, their scales.
+    """
+    bytes_of_scale = 4 if cache.dtype is torch.int8 else 0
+    flat, length, width = (
+        cache.view(cache.shape[1], -1),
+        cache.shape[2],
+        cache.shape[3] - bytes_of_scale,
+    )  # of 4-bit codes in bytes
+    found = [flat[:, begin * width : end * width]]
+    if bytes_of_scale:
+        found.append(flat[:, length * width + begin * bytes_of_scale : length * width + end * bytes_of_scale])
+    return found
+
+
 def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int, states: bool | None = None) -> None:
     """Copies keys and values of a layer for the first ``count`` positions, and states; the caches may differ in length.
 
@@ -73,11 +90,5 @@ def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int, s
         if is_state(read):
             write.copy_(read)
             continue
-        # A head has the values of all positions, then, for int8 and int4, their float32 scales. A width is in bytes for int4.
-        scale_bytes = 4 if read.dtype is torch.int8 else 0
-        width = read.shape[3] - scale_bytes
-        from_, to = (cache.view(cache.shape[1], -1) for cache in (read, write))
-        to[:, : count * width] = from_[:, : count * width]
-        if scale_bytes:
-            begins, size = [cache.shape[2] * width for cache in (read, write)], count * scale_bytes
-            to[:, begins[1] : begins[1] + size] = from_[:, begins[0] : begins[0] + size]
+        for from_, to in zip(stretches(read, 0, count), stretches(write, 0, count), strict=True):
+            to.copy_(from_)
