@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..bands import Bands, rows_of_band
+from .._bands import Bands, rows_of_band
 from .grid import Config, Quantized, table_in
 
 _BAND_WEIGHTS = 1 << 22  # of a matrix that are quantized at a time, which bounds the memory

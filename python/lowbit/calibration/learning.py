@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from .. import nn, ops
-from ..groups import in_groups
+from .._groups import in_groups
 from .grid import stored
 
 _LARGEST_LEVEL = 127.0

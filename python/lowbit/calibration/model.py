@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..layers import with_linears
+from .._layers import with_linears
+from .._quantize_model import described_to_transformers
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..levels import FIT
-from ..quantize import EmbeddingConfig, LinearConfig
-from ..quantize_model import described_to_transformers
 from .capture import Call, Stop, blocks_of, inputs_of, slow_paths
 from .collect import HELD, HELD_PART, add_to, inputs_in_a_run, part_held, rows_of, sets_of
 from .data import Batch, batches, mask_of, tokens_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowbit.threads import available_cpus
+from lowbit._threads import available_cpus
 
 from .options import make_config, refuse_unused
 from .output import Output

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, ops
-from ..bands import PANEL_ROWS, Bands, rows_of_band
+from .._bands import PANEL_ROWS, Bands, rows_of_band
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf import TYPES, GgufWriter, TensorType
 from ..files.replace import replacing

@@ -14,9 +14,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
 from .._experts import Experts
-from ..layers import check_whole_experts, kind_of, named_layers
-from ..patterns import Patterns
-from ..quantize import EmbeddingConfig, LinearConfig
+from .._layers import check_whole_experts, kind_of, named_layers
+from .._patterns import Patterns
+from .._rounding import EmbeddingConfig, LinearConfig
 from .names import tied_layers
 
 METHOD = "lowbit"

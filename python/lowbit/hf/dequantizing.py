@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import nn
+from .._embeddings import give_state
 from .._experts import Experts
-from ..embeddings import give_state
-from ..layers import is_transposed, named_layers
+from .._layers import is_transposed, named_layers
 from .parallel import refuse_parts
 
 # What packing a model sets on it, or on a model in it (placing.py, names.py).

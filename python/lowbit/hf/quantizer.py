@@ -18,12 +18,12 @@ from transformers.quantizers import HfQuantizer, auto
 
 from .. import nn
 from .._experts import Experts
+from .._layers import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
+from .._memory import in_huge_pages
+from .._packed import PackedInfo
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
 from ..files.untrusted import read_json
-from ..layers import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
-from ..memory import in_huge_pages
-from ..packed import PackedInfo
-from ..quantize import EmbeddingConfig, LinearConfig
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .dequantizing import dequantize
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers

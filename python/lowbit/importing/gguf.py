@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._rounding import LinearConfig
 from ..files.gguf import Gguf, StoredBlocks, parts_of, read_gguf
 from ..files.replace import sync
-from ..quantize import LinearConfig
 from .codes import Float, Matrix, Rows, Stacked, Weights
 from .gguf_blocks import block_type, decode
 from .gguf_i2s import check_order, i2s_reader
