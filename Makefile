@@ -441,11 +441,12 @@ build/docs-env: docs/requirements.txt
 typecheck: $(VENV)/requirements
 	$(BIN)/python -m mypy --cache-dir build/mypy
 
-# Format and lint of all Python, by ruff; `make format` mends what it can. Seconds.
+# Format and lint of all Python, by ruff; `make format` mends what it can. Blocks that stand in two places. Seconds.
 .PHONY: lint format
 lint: $(VENV)/requirements
 	$(BIN)/ruff format --check --diff .
 	$(BIN)/ruff check .
+	$(BIN)/python tests/structure/check_duplicates.py .
 
 format: $(VENV)/requirements
 	$(BIN)/ruff check --fix .

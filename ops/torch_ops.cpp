@@ -227,15 +227,19 @@ Tensor pack(const Tensor& codes, const Tensor& scales, const std::optional<Tenso
   return out;
 }
 
+// The codes of a matrix, and the scales and mins of its groups; without mins unless it is affine.
+std::tuple<Tensor, Tensor, Tensor> allocate_codes(const Layout& layout, bool affine) {
+  const Shape per_group{2, {layout.n, layout.groups}};
+  return {allocate({2, {layout.n, layout.k}}, ScalarType::Byte), allocate(per_group, ScalarType::Float),
+          allocate(affine ? per_group : Shape{2, {0, 0}}, ScalarType::Float)};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> unpack(const Tensor& packed_weight) {
   const TensorView packed = view_of("packed_weight", packed_weight);
   Layout layout;
   raise_unless_ok(read_packed(packed, &layout));
   const bool affine = layout.mapping == lowbit::Mapping::affine;
-  const Shape per_group{2, {layout.n, layout.groups}};
-  const Tensor codes = allocate({2, {layout.n, layout.k}}, ScalarType::Byte);
-  const Tensor scales = allocate(per_group, ScalarType::Float);
-  const Tensor mins = allocate(affine ? per_group : Shape{2, {0, 0}}, ScalarType::Float);
+  const auto [codes, scales, mins] = allocate_codes(layout, affine);
   const Tensor bias = allocate(layout.has_bias ? Shape{1, {layout.n}} : Shape{1, {0}}, ScalarType::Float);
   raise_unless_ok(lowbit::unpack(packed, view_of("codes", codes), view_of("scales", scales), view_of("mins", mins),
                                  view_of("bias", bias), torch_threads()));
@@ -247,10 +251,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& weight, int64_t bits, 
   const TensorView weight_view = view_of("weight", weight);
   Layout layout;
   raise_unless_ok(quantize_shape(weight_view, width_of(bits), group_size, affine, &layout));
-  const Shape per_group{2, {layout.n, layout.groups}};
-  const Tensor codes = allocate({2, {layout.n, layout.k}}, ScalarType::Byte);
-  const Tensor scales = allocate(per_group, ScalarType::Float);
-  const Tensor mins = allocate(affine ? per_group : Shape{2, {0, 0}}, ScalarType::Float);
+  const auto [codes, scales, mins] = allocate_codes(layout, affine);
   raise_unless_ok(lowbit::quantize(weight_view, layout.bits, group_size, affine, search, view_of("codes", codes),
                                    view_of("scales", scales), view_of("mins", mins), torch_threads()));
   return {codes, scales, mins};

@@ -140,7 +140,7 @@ def test_lengths_that_are_refused():
 
 def test_falcon_that_adds_its_bias_twice_is_refused():
     model = transformers.AutoModelForCausalLM.from_config(MODELS["falcon"](), attn_implementation="eager").eval()
-    with pytest.raises(ValueError, match="its logits are others than with its own attention"):
+    with pytest.raises(ValueError, match="its logits differ from those of its own attention"):
         llm.Decoder(model, 64)
 
 

@@ -227,7 +227,7 @@ def generate(
 def _many(
     output: Output,
     model: Path,
-    tokenizer,
+    tokenizer: Any,
     decoder: Callable[..., torch.Tensor],
     prompts: list[list[int]],
     max_new_tokens: int,
@@ -241,7 +241,7 @@ def _many(
 
     written = [llm.TextUntil(tokenizer, prompt, strings) for prompt in prompts]
 
-    def line(number: int, generation: llm.Generation) -> dict:
+    def line(number: int, generation: llm.Generation) -> dict[str, Any]:
         return {
             "number": number,
             "text": written[number].finish(),
@@ -281,7 +281,9 @@ def _many(
     )
 
 
-def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int, cache: str | None):
+def _draft(
+    output: Output, draft: Path, tokenizer: Any, model: Path, max_length: int, cache: str | None
+) -> Callable[..., torch.Tensor]:
     """The decoder of a model that guesses for another one."""
     from lowbit.llm.loading import load_tokenizer
 

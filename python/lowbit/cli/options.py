@@ -61,7 +61,7 @@ Cache = Annotated[
 ]
 
 
-def _number(option: str, help: str, most: float | None = None, least: float | None = 0) -> typer.models.OptionInfo:
+def _number(option: str, help: str, most: float | None = None, least: float | None = 0) -> Any:
     return typer.Option(option, min=least, max=most, callback=finite, help=help, show_default=False)
 
 
@@ -180,7 +180,7 @@ def parse_widths(text: str) -> list[int]:
 
 
 def make_config(
-    bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others
+    bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others: Any
 ) -> LowBitConfig:
     from lowbit import LowBitConfig
 

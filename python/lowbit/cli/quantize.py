@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -223,7 +223,7 @@ def _stays_float(summary: CheckpointSummary) -> list[str]:
     return lines
 
 
-def _override(text: str) -> tuple[str, dict | None]:
+def _override(text: str) -> tuple[str, dict[str, Any] | None]:
     """PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float, as LowBitConfig takes it."""
     pattern, _, value = text.rpartition("=")
     if pattern and value == "float":
@@ -231,7 +231,7 @@ def _override(text: str) -> tuple[str, dict | None]:
     bits, *rest = value.split(",")
     if not pattern or not bits.isdecimal() or len(rest) > 2:
         raise typer.BadParameter(f"{text!r}; expected PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float", param_hint="--override")
-    changes: dict = {"bits": int(bits)}
+    changes: dict[str, Any] = {"bits": int(bits)}
     if rest:
         changes["group_size"] = parse_group_size(rest[0], "--override")
     if len(rest) == 2:

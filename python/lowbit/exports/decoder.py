@@ -83,7 +83,7 @@ def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[
     }
 
 
-def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple]:
+def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
     """Inputs, and which of their sizes is dynamic."""
     tokens = torch.zeros((1, min(chunk, 3)), dtype=torch.int64)
     sizes = {1: torch.export.Dim("s", min=1, max=chunk)} if chunk > 1 else None
@@ -93,7 +93,7 @@ def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple]:
 @torch.no_grad()
 def export_decoder(
     decoder: Decoder,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     chunk: int = 128,
     stop: Iterable[int] | None = None,
@@ -134,7 +134,7 @@ def export_decoder(
 
 
 def _export_pte(
-    decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], xnnpack: bool, progress: Progress | None
+    decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], xnnpack: bool, progress: Progress | None
 ) -> None:
     config = decoder.model.config.get_text_config()
     constants = {method: about[name] for name, method in _PTE_NUMBERS.items()}
@@ -146,7 +146,7 @@ def _export_pte(
     export_pte(decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants, progress=progress)
 
 
-def _export_pt2(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], progress: Progress | None) -> None:
+def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], progress: Progress | None) -> None:
     caches = {name: cache for name, cache in decoder.named_buffers() if "_cache_" in name and "." not in name}
     shapes = [list(cache.shape) for cache in caches.values()]
     # One shape where all have the same, as in DeepSeek's attention and with alibi they have not.
@@ -199,7 +199,7 @@ def _load_pt2(path: str) -> ExportedDecoder:
 _LOADERS: dict[str, Callable[[str], ExportedDecoder]] = {".pte": _load_pte, ".pt2": _load_pt2}
 
 
-def load_decoder(path: str | os.PathLike) -> ExportedDecoder:
+def load_decoder(path: str | os.PathLike[str]) -> ExportedDecoder:
     """Loads what :func:`export_decoder` wrote: a .pte into ExecuTorch's runtime in this process, a .pt2 into torch.
 
     A .pt2 holds machine code: load only files that you trust as much as a program.

@@ -141,17 +141,19 @@ def _runs(bytes_: np.ndarray) -> np.ndarray:
     return both.reshape(*bytes_.shape[:2], -1, 32)
 
 
-def _q4_k(blocks: np.ndarray) -> Decoded:
+def _of_sub_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scales and mins of a block's eight groups: each is a product of the block's own and a code."""
     sub, low = _sub_scales(blocks[..., 4:16])
-    scales, mins = _half(blocks, 0)[..., None] * sub, -_half(blocks, 2)[..., None] * low
-    return _flat(_runs(blocks[..., 16:])), _flat(scales), _flat(mins)
+    return _flat(_half(blocks, 0)[..., None] * sub), _flat(-_half(blocks, 2)[..., None] * low)
+
+
+def _q4_k(blocks: np.ndarray) -> Decoded:
+    return _flat(_runs(blocks[..., 16:])), *_of_sub_blocks(blocks)
 
 
 def _q5_k(blocks: np.ndarray) -> Decoded:
-    sub, low = _sub_scales(blocks[..., 4:16])
-    scales, mins = _half(blocks, 0)[..., None] * sub, -_half(blocks, 2)[..., None] * low
     high = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    return _flat(_runs(blocks[..., 48:]) | high << 4), _flat(scales), _flat(mins)
+    return _flat(_runs(blocks[..., 48:]) | high << 4), *_of_sub_blocks(blocks)
 
 
 def _q6_k(blocks: np.ndarray) -> Decoded:

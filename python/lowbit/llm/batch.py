@@ -10,17 +10,19 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from .caches import Caches, common
+from .caches import Caches, common, copy_layer
 from .decoder import Decoder
 from .generation import Generation, Writer, check_lengths
 from .penalties import Constraint, TokenLogprobs, token_logprobs
-from .proof import check_texts
 from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
 
 # Fewer tokens than these are computed rather than copied, which has its cost, too.
 _LEAST = 16
 # Of prompts whose logits are all asked for, so many tokens at a time: a vocabulary of floats each.
 _SCORED = 64
+# Caches have room for so many new tokens first, and for twice as many whenever that is not enough: most texts end long before
+# they have all tokens that they may have.
+_ROOM = 256
 
 
 @dataclass(eq=False)
@@ -78,7 +80,7 @@ class Batch:
         if not isinstance(decoder, Decoder):
             raise ValueError(f"a {type(decoder).__name__} takes one text at a time; expected a Decoder, not compiled")
         decoder.check()
-        check_texts(decoder)
+        decoder.check_texts()
         for name, value in (("at_once", at_once), ("rows", rows)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
@@ -143,6 +145,9 @@ class Batch:
                 except Exception as error:  # no memory for its caches
                     failed.append((text, error))
             self._running = still
+            for each in still:
+                if each.writer.result.tokens and len(each.caches.tokens) == each.caches.length:
+                    self._grow(each)
             for each, behind in self._compute(_plan(still, self.rows)):
                 try:
                     self._take(each, behind)
@@ -172,14 +177,25 @@ class Batch:
             found = min(common(tokens, prompt), len(prompt) - 1)
             if found >= max(_LEAST, same + 1):
                 source, same = caches, found
-        length = min(len(prompt) + text.max_new_tokens, self.decoder.max_length)
         writer = Writer(
             prompt, text.max_new_tokens, self.decoder.max_length, text.sampling, text.seed, stop=text.stop,
             until=text.until, logprobs=text.logprobs, constraint=text.constraint, cached=same, on_token=text.on_token,
         )  # fmt: skip
         text.result = writer.result
-        caches = self.decoder.new_caches(-(-length // 16) * 16)
+        caches = self._caches(text, _ROOM)
         return _Running(text, caches, prompt[same:], None if source is None else (source, same), writer)
+
+    def _caches(self, text: Text, new: int) -> Caches:
+        """Caches for a text with so many new tokens, or fewer where it cannot have as many."""
+        length = min(len(text.prompt) + min(new, text.max_new_tokens), self.decoder.max_length)
+        return self.decoder.new_caches(-(-length // 16) * 16)
+
+    def _grow(self, each: _Running) -> None:
+        before = each.caches
+        each.caches = self._caches(each.text, 2 * (before.length - len(each.text.prompt)))
+        for source, target in zip(before.layers, each.caches.layers, strict=True):
+            copy_layer(source, target, len(before.tokens))
+        each.caches.tokens = before.tokens
 
     def _compute(self, plan: list[tuple[_Running, list[int]]]) -> Iterator[tuple[_Running, Tensor]]:
         """The logits behind the last token of each text whose pending tokens are computed with these."""

@@ -29,13 +29,13 @@ _OTHER_SETTINGS = {
 }  # fmt: skip
 
 
-def chat_template(tokenizer, path: str | os.PathLike) -> str:
+def chat_template(tokenizer: Any, path: str | os.PathLike[str]) -> str:
     """The tokenizer's template, of several the default one.
 
     Raises:
         ValueError: it has none; `path` is where it came from.
     """
-    template = tokenizer.chat_template
+    template: str | dict[str, str] | None = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if not template:
@@ -47,7 +47,7 @@ def chat_template(tokenizer, path: str | os.PathLike) -> str:
     return template
 
 
-def render(tokenizer, messages: list[Message], template: str) -> list[int]:
+def render(tokenizer: Any, messages: list[Message], template: str) -> list[int]:
     """The tokens of a conversation up to where the model's answer begins. The template says all, also a first token.
 
     Raises:
@@ -55,7 +55,7 @@ def render(tokenizer, messages: list[Message], template: str) -> list[int]:
     """
     with interpreting("the chat template does not take this conversation"):
         text = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]]:
