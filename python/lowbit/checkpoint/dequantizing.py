@@ -56,18 +56,18 @@ def dequantize_checkpoint(
     resolve_new_directory(target)  # refused before the files are read
     method = quantization_method(read_config(source))
     if method != METHOD:
-        found = "is float" if method is None else f"is quantized by the method {method!r}"
-        raise ValueError(f"{source} {found}; expected a checkpoint with packed weights of lowbit")
+        state = "is float" if method is None else f"is quantized by the method {method!r}"
+        raise ValueError(f"{source} {state}; expected a checkpoint with packed weights of lowbit")
     model = mapped_model(source, len(read_files(*files_of(source))))
-    each = dtype or model.config.dtype or torch.float32
+    float_dtype = dtype or model.config.dtype or torch.float32
     needed = sum(
-        math.prod(entry.shape) * each.itemsize if entry.kind == "packed" else entry.bytes
+        math.prod(entry.shape) * float_dtype.itemsize if entry.kind == "packed" else entry.bytes
         for entry in inspect_checkpoint(source)
     )
     with new_checkpoint(target, needed) as directory:
         dequantize(model, dtype, progress)
         model.hf_quantizer.remove_quantization_config(model)
-        model.config.dtype = each
+        model.config.dtype = float_dtype
         copy_files(source, directory)
         (directory / _REPORT).unlink(missing_ok=True)
         with counting(None):

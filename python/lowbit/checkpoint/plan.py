@@ -209,7 +209,9 @@ class _Plan:
             for matrix in matrices.get(name, ()):
                 _check_float(*matrix.parts)
         holders = [layer.holder for name, layer in layers.items() if name not in matrices]
-        return {name: found for name, found in matrices.items() if not any(layers[name].holder is holder for holder in holders)}
+        return {
+            name: stored for name, stored in matrices.items() if all(layers[name].holder is not holder for holder in holders)
+        }
 
     def _check_experts(self, name: str, layer: Experts, matrices: tuple[SourceMatrix, ...]) -> None:
         expected = list(layer.weight.shape[1:])

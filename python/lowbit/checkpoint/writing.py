@@ -118,7 +118,7 @@ def write_tensors(
     for number, shard in enumerate(shards, 1):
         file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
         stored = [output.stored(file) for output in shard]
-        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        entries += [describe_entry(tensor, output.info()) for tensor, output in zip(stored, shard, strict=True)]
         with Writer(file, list(map(_described, stored))) as writer:
             for output in shard:
                 write(output, writer)

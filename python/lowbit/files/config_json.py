@@ -27,9 +27,9 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     directory = Path(directory)
     if not directory.is_dir():
         refuse_gguf(directory)
-        found = "is a file" if directory.exists() else "does not exist"
+        problem = "is a file" if directory.exists() else "does not exist"
         raise NotADirectoryError(
-            f"{directory} {found}; expected a directory with config.json and model.safetensors. "
+            f"{directory} {problem}; expected a directory with config.json and model.safetensors. "
             "From the Hugging Face Hub: hf download OWNER/NAME --local-dir DIRECTORY"
         )
     file = directory / CONFIG

@@ -94,11 +94,11 @@ class _Header:
         self.at = 0
 
     def need(self, count: int, what: str) -> None:
-        left = min(self.size, _MOST_METADATA) - self.at
-        if count > left:
+        available = min(self.size, _MOST_METADATA) - self.at
+        if count > available:
             end = "the file ends" if self.size <= _MOST_METADATA else "a header may end"
             raise ValueError(
-                f"{self.path}: {what} would take {count} bytes at byte {self.at}; {end} {max(left, 0)} bytes later"
+                f"{self.path}: {what} would take {count} bytes at byte {self.at}; {end} {max(available, 0)} bytes later"
             )
 
     def bytes(self, count: int, what: str) -> bytes:
@@ -251,7 +251,7 @@ def _read_file(path: Path) -> Gguf:
             )
         tensors[name] = StoredBlocks(name, path, kind, shape, start + offset, size)
     end, last = start, ""
-    for stored in sorted(tensors.values(), key=lambda each: each.offset):
+    for stored in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if stored.offset < end:
             before = f"the tensor {_quoted(last)}" if last else "the header"
             raise ValueError(f"{path}: the tensor {_quoted(stored.name)} overlaps {before}")

@@ -95,8 +95,8 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         return [directory / WEIGHTS], None
     index = directory / INDEX
     if not index.exists():
-        found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
-        raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}; found {found}")
+        present = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
+        raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}; found {present}")
     try:
         weight_map = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -139,8 +139,8 @@ def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) 
             tensors[name] = stored
     for name, file in (weight_map or {}).items():
         if name not in tensors or tensors[name].path.name != file:
-            found = "nowhere" if name not in tensors else f"in {tensors[name].path.name}"
-            raise ValueError(f"{INDEX} says that {name} is in {file}; found it {found}: copy all files again")
+            actual = "nowhere" if name not in tensors else f"in {tensors[name].path.name}"
+            raise ValueError(f"{INDEX} says that {name} is in {file}; found it {actual}: copy all files again")
     guards = {float_name(name, stored.shape) for name, stored in tensors.items() if name.endswith(PACKED_SUFFIX)}
     return {name: stored for name, stored in tensors.items() if name not in guards or stored.shape != (0,)}
 
@@ -206,7 +206,7 @@ def orders_of(tensors: Mapping[str, Stored]) -> set[str]:
     Raises:
         ValueError: an order beside no packed weight, or of another shape or dtype.
     """
-    found = set()
+    permuted = set()
     for name, stored in tensors.items():
         if name.endswith(ORDER_SUFFIX):
             packed = name.removesuffix(ORDER_SUFFIX) + PACKED_SUFFIX
@@ -215,8 +215,8 @@ def orders_of(tensors: Mapping[str, Stored]) -> set[str]:
             inputs = packed_info(tensors[packed]).in_features
             if stored.dtype != "I32" or stored.shape != (inputs,):
                 raise ValueError(f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}; expected I32 [{inputs}]")
-            found.add(packed)
-    return found
+            permuted.add(packed)
+    return permuted
 
 
 def header_of(

@@ -39,7 +39,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
     level: list[Any] = [content]
     for _ in range(_MOST_DEPTH):
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        level = [inner for container in level for inner in (container.values() if isinstance(container, dict) else container)
                  if isinstance(inner, dict | list)]  # fmt: skip
         if not level:
             return content

@@ -108,12 +108,12 @@ class _Checkpoint:
     def packed_layers(self, model: PreTrainedModel) -> dict[str, Stored]:
         """Layer of the model -> its packed weight. A class other than the checkpoint's may lack a head, or have another."""
         whole, layers = self._is_whole(model), dict(named_layers(model))
-        found = {}
+        layers_to_pack = {}
         for name, (target, _) in self.names.items():
             stored, layer = self.packed.get(self.float_names[name]), target.removesuffix(".weight")
             if stored is not None and (whole or layer in layers):
-                found[layer] = stored
-        return found
+                layers_to_pack[layer] = stored
+        return layers_to_pack
 
     def check_complete(self, model: PreTrainedModel, placed: Mapping[str, tuple[str, PackedInfo]]) -> set[str]:
         """The tensors of the model that the files have. Raises ValueError if the model's class is theirs and one is missing."""
