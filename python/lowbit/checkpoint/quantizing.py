@@ -126,7 +126,7 @@ def quantize_checkpoint(
     begin = time.perf_counter()
     source, target = Path(source), Path(target).absolute()
     check_shard_bytes(max_shard_bytes)
-    resolve_new_directory(target)  # refused before the files are read
+    resolve_new_directory(target)  # raises before the files are read
     outputs, unquantized, description = read_and_plan(source, config)
     total = sum(output.source_bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
