@@ -216,7 +216,7 @@ def main() -> int:
 
     import lowbit  # not earlier: the processes set up torch's memory before they import it
     from lowbit._machine import cpu_name
-    from lowbit.threads import available_cpus
+    from lowbit._threads import available_cpus
 
     results = {
         "command": " ".join(["python3", "bench/llm.py", *sys.argv[1:]]),

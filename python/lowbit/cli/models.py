@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from lowbit.threads import available_cpus
+from lowbit._threads import available_cpus
 
 from .options import PREFIX_SIZE, make_config, parse_size, refuse_unused
 from .output import Output

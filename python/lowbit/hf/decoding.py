@@ -56,7 +56,7 @@ class Asked:
         self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
         self.windows[layer] = window
         length = -(-key.shape[2] // 16) * 16
-        return tuple(each.new_zeros(*each.shape[:2], length, each.shape[3]) for each in (key, value))
+        return tuple(tensor.new_zeros(*tensor.shape[:2], length, tensor.shape[3]) for tensor in (key, value))
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Texts:
         for part in self.parts:
             if part.before is not None:
                 part.before(layer, False)
-            own = (each[:, :, part.begin : part.end] for each in inputs)
-            outputs.append(torch.ops.lowbit.attention(*own, *part.layers[layer][:2], part.start, *more))
+            queries_keys_values = (tensor[:, :, part.begin : part.end] for tensor in inputs)
+            outputs.append(torch.ops.lowbit.attention(*queries_keys_values, *part.layers[layer][:2], part.start, *more))
         return torch.cat(outputs, dim=1)
 
 
@@ -144,12 +144,12 @@ def check_windows(config: Any, asked: Asked, max_length: int) -> None:
     """
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", None) is not False else None
-    for layer, told in asked.windows.items():
-        said = window if kinds is None or "sliding" in kinds[layer] else None
-        if any(each is not None and each < max_length for each in (told, said)) and told != said:
+    for layer, in_call in asked.windows.items():
+        in_config = window if kinds is None or "sliding" in kinds[layer] else None
+        if any(size is not None and size < max_length for size in (in_call, in_config)) and in_call != in_config:
             raise Unsupported(
-                f"layer {layer} has a sliding window of {said} by its configuration, and tells its attention {told}; "
-                f"expected a max_length of at most {min(each for each in (told, said) if each is not None)}"
+                f"layer {layer} has a sliding window of {in_config} by its configuration, and tells its attention {in_call}; "
+                f"expected a max_length of at most {min(size for size in (in_call, in_config) if size is not None)}"
             )
 
 
@@ -170,12 +170,12 @@ def tells_positions(model: torch.nn.Module) -> bool | None:
     Raises:
         Unsupported: it cannot be told where a text goes on.
     """
-    found = [kind.is_relative(own) for _, _, own, kind in own_attention.find(model)]
-    if not all(found):
+    relative = [kind.is_relative(attention) for _, _, attention, kind in own_attention.find(model)]
+    if not all(relative):
         return None
     if _takes_positions(model):
         return True
-    if not found and not any(recurrent.find(model)):
+    if not relative and not any(recurrent.find(model)):
         raise Unsupported("it takes no position_ids, so it cannot be told where a text goes on")
     return False
 
@@ -242,15 +242,15 @@ def _tabulated(rotary: Any, positions: int, dtype: torch.dtype) -> RotaryTable |
 
 def _configs(model: torch.nn.Module) -> Iterator[Any]:
     """Every configuration in a model, each once: those of its modules, and theirs."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting = [module.config for module in model.modules() if hasattr(module, "config")]
     while waiting:
         config = waiting.pop()
-        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+        if id(config) in configs or not hasattr(config, "_attn_implementation_internal"):
             continue
-        found[id(config)] = config
+        configs[id(config)] = config
         waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return iter(found.values())
+    return iter(configs.values())
 
 
 class _Keep:
@@ -285,17 +285,17 @@ class Takeover:
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
         self.active = True
         # Another model may have the same configuration, so this one gets configurations of its own meanwhile.
-        own = {id(config): copy(config) for config in _configs(model)}
-        for config in own.values():
+        copies = {id(config): copy(config) for config in _configs(model)}
+        for config in copies.values():
             for name in getattr(config, "sub_configs", {}):
-                if id(part := getattr(config, name, None)) in own:
-                    setattr(config, name, own[id(part)])
-        self._attention = list(own.values())
+                if id(part := getattr(config, name, None)) in copies:
+                    setattr(config, name, copies[id(part)])
+        self._attention = list(copies.values())
         self._configs = [
-            (module, name, value) for module in model.modules() for name, value in vars(module).items() if id(value) in own
+            (module, name, value) for module in model.modules() for name, value in vars(module).items() if id(value) in copies
         ]
         for module, name, config in self._configs:
-            setattr(module, name, own[id(config)])
+            setattr(module, name, copies[id(config)])
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._hooks: list[Any] = []
@@ -322,10 +322,10 @@ class Takeover:
                     setattr(module, name, RowWise(child))
 
     def _replace_attention(self, model: torch.nn.Module, positions: int) -> None:
-        for module, name, own, kind in list(own_attention.find(model)):
+        for module, name, attention, kind in list(own_attention.find(model)):
             if self.call is None:
                 self.call = own_attention.Call(attend, _takes_positions(model))
-            replacement = kind(own, self.call)
+            replacement = kind(attention, self.call)
             if not self._own:
                 self.call.alibi = replacement.alibi(model, positions)
                 replacement.carried = self.call.alibi  # a part of the model: compiled code looks for its tensors there
@@ -335,7 +335,7 @@ class Takeover:
                     )
                 if kind.needs_mask:
                     self._attention = []
-            self._own.append((module, name, own))
+            self._own.append((module, name, attention))
             setattr(module, name, replacement)
 
     @property
@@ -384,14 +384,14 @@ def give_back(model: torch.nn.Module) -> None:
 
 def refusal(model: torch.nn.Module, error: Exception) -> Refusal:
     """Says in a sentence why a decoder does not take a model."""
-    found = str(error).strip().split("\n")[0].rstrip(".")
+    reason = str(error).strip().split("\n")[0].rstrip(".")
     if not getattr(model, "_can_set_attn_implementation", lambda: True)() and not any(own_attention.find(model)):
-        found = "its attention is code of its own, none that transformers lets others replace"
+        reason = "its attention is code of its own, none that transformers lets others replace"
     elif isinstance(error, NoCaches):
-        found = "its layers do not hand the decoder's caches on to their attention"
+        reason = "its layers do not hand the decoder's caches on to their attention"
     elif not isinstance(error, Unsupported):
-        found = f"the model raises {type(error).__name__}: {found}"
+        reason = f"the model raises {type(error).__name__}: {reason}"
     return Refusal(
-        f"lowbit's decoder is not for {type(model).__name__} (model_type {model.config.model_type}): {found}; use "
+        f"lowbit's decoder is not for {type(model).__name__} (model_type {model.config.model_type}): {reason}; use "
         "transformers' generate(), which takes quantized models too"
     )
