@@ -34,15 +34,12 @@ Status check_rows_of(const char* name, const TensorView& tensor, ElementType typ
   return {};
 }
 
-Status read_start(const TensorView& start, int64_t* value) {
-  if (Status status = check_memory("start", start); !status.ok()) return status;
-  if (start.type != ElementType::i64 || start.shape.ndim > 1 || start.shape.numel() != 1) {
-    return Status::error("start has dtype %s and shape %s; expected int64 and one element", name_of(start.type),
-                         describe(start.shape).text);
-  }
-  std::memcpy(value, start.data, sizeof *value);
-  __asm__ volatile("" : "+r"(*value));  // read once: another thread may write to it meanwhile
-  if (*value < 0) return Status::out_of_range("start is %" PRId64 "; expected 0 or more", *value);
+// Whether no positions of the text came before a call.
+Status begins_text(const TensorView& start, bool* fresh) {
+  int64_t position;
+  if (Status status = read_start(start, &position); !status.ok()) return status;
+  if (position < 0) return Status::out_of_range("start is %" PRId64 "; expected 0 or more", position);
+  *fresh = position == 0;
   return {};
 }
 
@@ -110,8 +107,8 @@ Status linear_attention(const TensorView& q, const TensorView& k, const TensorVi
     return Status::error("scale is %g and norm_epsilon %g; expected a scale from -%g to %g and a norm_epsilon from 0 to 1",
                          rule.scale, rule.norm_epsilon, kLargestScale, kLargestScale);
   }
-  int64_t begin_position;
-  if (Status status = read_start(start, &begin_position); !status.ok()) return status;
+  bool fresh;
+  if (Status status = begins_text(start, &fresh); !status.ok()) return status;
   if (Status status = check_apart({{"out", &out}, {"state", &state}},
                                   {{"q", &q}, {"k", &k}, {"v", &v}, {"decay", &decay}, {"beta", beta}, {"start", &start}});
       !status.ok()) {
@@ -148,7 +145,7 @@ Status linear_attention(const TensorView& q, const TensorView& k, const TensorVi
       args.beta = betas == nullptr ? nullptr : betas + b * positions * heads + head;
       args.beta_step = heads;
       args.decay_per_row = per_row;
-      args.fresh = begin_position == 0;
+      args.fresh = fresh;
       args.state = static_cast<float*>(state.data) + (row * all_panels + panel) * width * kColumns;
       args.out = static_cast<char*>(out.data) + ((b * positions * heads + head) * columns + first) * element_bytes(out.type);
       args.out_step = heads * columns;
@@ -187,8 +184,8 @@ Status short_conv(const TensorView& x, const TensorView& weight, const TensorVie
   }
   if (Status status = check_tensor("state", state, x.type, {3, {batch, taps - 1, channels}}); !status.ok()) return status;
   if (Status status = check_tensor("out", out, x.type, x.shape); !status.ok()) return status;
-  int64_t begin_position;
-  if (Status status = read_start(start, &begin_position); !status.ok()) return status;
+  bool fresh;
+  if (Status status = begins_text(start, &fresh); !status.ok()) return status;
   if (Status status = check_apart({{"out", &out}, {"state", &state}},
                                   {{"x", &x}, {"weight", &weight}, {"bias", bias}, {"start", &start}});
       !status.ok()) {
@@ -224,7 +221,7 @@ Status short_conv(const TensorView& x, const TensorView& weight, const TensorVie
       args.taps = taps;
       args.channels = (last < channels ? last : channels) - first;
       args.silu = silu;
-      args.fresh = begin_position == 0;
+      args.fresh = fresh;
       kernel.short_conv(args);
       begin = last < channels ? end : (b + 1) * pieces;
     }

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -79,7 +79,7 @@ def parse_prefix_size(directory: Path | None, size: str) -> int:
     return parse_size(size, "--prefix-cache-size")
 
 
-def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, step: Callable) -> PrefixCache | None:
+def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, step: Callable[..., Any]) -> PrefixCache | None:
     """The prefix cache of the option, or of the environment, if one of them names a directory.
 
     Raises:

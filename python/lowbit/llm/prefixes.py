@@ -41,7 +41,7 @@ class PrefixCache:
     time are removed. Several processes may use a directory. Damaged files are removed and computed again.
     """
 
-    def __init__(self, directory: str | os.PathLike, decoder: Decoder, most_bytes: int = MOST_BYTES):
+    def __init__(self, directory: str | os.PathLike[str], decoder: Decoder, most_bytes: int = MOST_BYTES):
         """
         Args:
             directory: made if it does not exist, for its owner alone: the files tell what the texts were.
@@ -104,7 +104,7 @@ class PrefixCache:
                 there = number
                 break
         self._touch([path for _, path in blocks[:there]])
-        return max(start, there * BLOCK)
+        return int(max(start, there * BLOCK))
 
     def write(self, tokens: Sequence[int], layers: Layers) -> int:
         """Keeps a text whose keys and values these caches have, as far as it is not here yet.
