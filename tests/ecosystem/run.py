@@ -70,11 +70,11 @@ class Result:
 def read(file: Path) -> Program:
     """Raises ValueError where the header of a program is not as the module's docstring says."""
     header = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    fields = dict(re.findall(r"^(Packages|Group|Imports lowbit): (.+)$", header, re.M))
-    if not header or "Packages" not in fields:
+    packages = re.findall(r"[^\s,]+", " ".join(re.findall(r"^Packages: (.+)$", header, re.M)))
+    group = re.search(r"^Group: (.+)$", header, re.M)
+    if not packages:
         raise ValueError(f"{file.name} begins with {header!r}; expected a line that says what comes out, and 'Packages: ...'")
-    packages = tuple(name.strip() for name in fields["Packages"].split(","))
-    return Program(file.stem, header.splitlines()[0], packages, fields.get("Group", "main"))
+    return Program(file.stem, header.splitlines()[0], tuple(packages), group[1] if group else "main")
 
 
 def programs() -> list[Program]:
