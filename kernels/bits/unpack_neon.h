@@ -56,6 +56,7 @@ LOWBIT_INLINE inline Pair test(const Pair& v, int mask) {
 
 template <int Count>
 LOWBIT_INLINE inline Pair shift_left(const Pair& v) {
+  if constexpr (Count == 0) return v;
   return {vshlq_n_u8(v.q0, Count), vshlq_n_u8(v.q1, Count)};
 }
 
@@ -76,135 +77,58 @@ LOWBIT_INLINE inline Pair insert_above(const Pair& lower, const Pair& upper) {
   return {vsliq_n_u8(lower.q0, upper.q0, Count), vsliq_n_u8(lower.q1, upper.q1, Count)};
 }
 
+// How far up the codes of line j lie in its bytes.
+constexpr int field_shift(int bits, int j) {
+  const CodePlacement where = placement(bits, j);
+  const BitRun run = where.run[0];
+  return bits == 1 || !is_whole(where) || run.line_bit + run.length == 8 ? 0 : run.line_bit;
+}
+
+// Joins run `Run` of line J's codes to those before it, which come from the top of a byte down. A tree would have less
+// latency, but keep more lines waiting in registers.
+template <int Bits, int J, int Run>
+LOWBIT_INLINE inline Pair join_run(const Pair& codes, const Pair& packed) {
+  constexpr CodePlacement where = placement(Bits, J);
+  constexpr BitRun run = where.run[Run];
+  if constexpr (Run == 0) return packed;
+  else if constexpr (ends_lowest(where)) return insert_above<run.length>(packed, shift_right<where.run[0].line_bit>(codes));
+  else return insert_below<bits_of_runs(where, Run)>(codes, shift_left<8 - run.line_bit - run.length>(packed));
+}
+
+// Line J, of all runs of its codes.
+template <int Bits, int J>
+LOWBIT_INLINE inline Pair finish_line(const Pair& codes) {
+  constexpr CodePlacement where = placement(Bits, J);
+  constexpr BitRun first = where.run[0];
+  if constexpr (Bits == 1) return test(codes, 1 << first.line_bit);
+  else if constexpr (Bits == 8 || ends_lowest(where)) return codes;  // 8 bits: code - 128 (stored_flip), signed already
+  else if constexpr (!is_whole(where)) return shift_right<8 - Bits>(codes);
+  else if constexpr (first.line_bit + Bits == 8) return shift_right<first.line_bit>(codes);
+  else return and_mask(codes, ((1 << Bits) - 1) << first.line_bit);
+}
+
 // lines() asks for every packed line once, by block.load(i), and hands over each unpacked line j as soon as it can, by
 // block.use(Index<j>, line), so that few registers are busy at any time.
 template <int Bits>
-struct Unpack;
-
-template <>
-struct Unpack<1> {
-  static constexpr int shift[8] = {};
+struct Unpack {
+  static constexpr int shift[8] = {field_shift(Bits, 0), field_shift(Bits, 1), field_shift(Bits, 2), field_shift(Bits, 3),
+                                   field_shift(Bits, 4), field_shift(Bits, 5), field_shift(Bits, 6), field_shift(Bits, 7)};
   template <class Block>
   LOWBIT_INLINE static void lines(Block block) {
-    const Pair p = block.load(0);
-    unroll<8>([&](auto j) LOWBIT_INLINE { block.use(j, test(p, 1 << j)); });
-  }
-};
-
-template <>
-struct Unpack<2> {
-  static constexpr int shift[8] = {0, 2, 4, 0, 0, 2, 4, 0};
-  template <class Block>
-  LOWBIT_INLINE static void lines(Block block) {
-    unroll<2>([&](auto h) LOWBIT_INLINE {
-      const Pair p = block.load(h);
-      block.use(Index<4 * h>{}, and_mask(p, 0x03));
-      block.use(Index<4 * h + 1>{}, and_mask(p, 0x0c));
-      block.use(Index<4 * h + 2>{}, and_mask(p, 0x30));
-      block.use(Index<4 * h + 3>{}, shift_right<6>(p));
+    Pair packed[Bits], codes[kBlockLines];
+    unroll<Bits>([&](auto step) LOWBIT_INLINE {
+      constexpr int kLine = line_of_step(Bits, step);
+      packed[kLine] = block.load(kLine);
+      unroll<kBlockLines>([&](auto j) LOWBIT_INLINE {
+        constexpr CodePlacement where = placement(Bits, j);
+        unroll<where.count>([&](auto run) LOWBIT_INLINE {
+          if constexpr (join_step(Bits, j, run) == step) {
+            codes[j] = join_run<Bits, j, run>(codes[j], packed[where.run[run].line]);
+          }
+        });
+        if constexpr (join_step(Bits, j, where.count - 1) == step) block.use(j, finish_line<Bits, j>(codes[j]));
+      });
     });
-  }
-};
-
-template <>
-struct Unpack<3> {
-  static constexpr int shift[8] = {0, 0, 0, 3, 3, 3, 0, 0};
-  template <class Block>
-  LOWBIT_INLINE static void lines(Block block) {
-    const auto next = [&](auto j) LOWBIT_INLINE {
-      const Pair p = block.load(j);
-      block.use(j, and_mask(p, 0x07));
-      block.use(Index<3 + j>{}, and_mask(p, 0x38));
-      return p;
-    };
-    const Pair p0 = next(Index<0>{}), p1 = next(Index<1>{});
-    block.use(Index<6>{}, shift_right<5>(insert_below<2>(p0, p1)));
-    const Pair p2 = next(Index<2>{});
-    block.use(Index<7>{}, shift_right<5>(insert_below<2>(p2, shift_left<1>(p1))));
-  }
-};
-
-template <>
-struct Unpack<4> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  LOWBIT_INLINE static void lines(Block block) {
-    unroll<4>([&](auto j) LOWBIT_INLINE {
-      const Pair p = block.load(j);
-      block.use(j, and_mask(p, 0x0f));
-      block.use(Index<4 + j>{}, shift_right<4>(p));
-    });
-  }
-};
-
-template <>
-struct Unpack<5> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  LOWBIT_INLINE static void lines(Block block) {
-    const auto next = [&](auto j) LOWBIT_INLINE {
-      const Pair p = block.load(j);
-      block.use(j, and_mask(p, 0x1f));
-      return p;
-    };
-    const Pair low = block.load(4);
-    const Pair p3 = next(Index<3>{});
-    block.use(Index<7>{}, shift_right<3>(insert_below<3>(p3, low)));
-    const Pair p2 = next(Index<2>{});
-    block.use(Index<6>{}, shift_right<3>(insert_below<3>(p2, shift_left<2>(low))));
-    const Pair p1 = next(Index<1>{});
-    block.use(Index<5>{}, shift_right<3>(insert_below<3>(p1, shift_left<4>(low))));
-    const Pair p0 = next(Index<0>{});
-    block.use(Index<4>{}, insert_above<2>(low, shift_right<5>(p0)));  // its two bits lie lowest already
-  }
-};
-
-template <>
-struct Unpack<6> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  LOWBIT_INLINE static void lines(Block block) {
-    unroll<2>([&](auto h) LOWBIT_INLINE {
-      const auto next = [&](auto j) LOWBIT_INLINE {
-        const Pair p = block.load(3 * h + j);
-        block.use(Index<4 * h + j>{}, and_mask(p, 0x3f));
-        return p;
-      };
-      const Pair p0 = next(Index<0>{}), p1 = next(Index<1>{}), p2 = next(Index<2>{});
-      block.use(Index<4 * h + 3>{}, shift_right<2>(insert_below<2>(p0, insert_below<2>(p1, p2))));
-    });
-  }
-};
-
-template <>
-struct Unpack<7> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  LOWBIT_INLINE static void lines(Block block) {
-    const auto next = [&](auto j) LOWBIT_INLINE {
-      const Pair p = block.load(j);
-      block.use(j, and_mask(p, 0x7f));
-      return p;
-    };
-    // The top bits, from line 0 down. A tree would have less latency, but keep more lines waiting in registers.
-    Pair top = next(Index<0>{});
-    top = insert_below<1>(top, next(Index<1>{}));
-    top = insert_below<2>(top, next(Index<2>{}));
-    top = insert_below<3>(top, next(Index<3>{}));
-    top = insert_below<4>(top, next(Index<4>{}));
-    top = insert_below<5>(top, next(Index<5>{}));
-    top = insert_below<6>(top, next(Index<6>{}));
-    block.use(Index<7>{}, shift_right<1>(top));
-  }
-};
-
-// The bytes are code - 128 (stored_flip): signed already.
-template <>
-struct Unpack<8> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  LOWBIT_INLINE static void lines(Block block) {
-    unroll<8>([&](auto j) LOWBIT_INLINE { block.use(j, block.load(j)); });
   }
 };
 
@@ -328,8 +252,7 @@ LOWBIT_INLINE inline void store16(void* at, const float32x4_t (&value)[4]) {
 
 // The first `count` of 16 values, from element `index` of `base` on; nothing is written behind them.
 template <DType T>
-LOWBIT_INLINE inline void store_first(void* base, int64_t index, const float32x4_t (&value)[4],
-                                               int64_t count) {
+LOWBIT_INLINE inline void store_first(void* base, int64_t index, const float32x4_t (&value)[4], int64_t count) {
   char* at = static_cast<char*>(base) + size_of(T) * index;
   if (count >= 16) return store16<T>(at, value);
   uint32_t buffer[16];

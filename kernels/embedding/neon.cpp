@@ -15,6 +15,7 @@
 #include <arm_neon.h>
 
 #include "../bits/unpack_neon.h"
+#include "../bits/widths.h"
 #include "../ukernel.h"
 
 namespace lowbit {
@@ -171,7 +172,7 @@ void run(const EmbeddingArgs& args) {
 
 #define ROW(bits) \
   with_levels<EmbeddingKernel>({"embedding_w" #bits "_neon", kNeon, Format::panel16, bits, run<bits>})
-constexpr EmbeddingKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace

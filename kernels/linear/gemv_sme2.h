@@ -101,110 +101,125 @@ LOWBIT_INLINE inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0,
   }
 }
 
+// Line number `Index` of those that have been read.
+template <int Index, class... Lines>
+LOWBIT_INLINE inline svuint8x4_t pick_line(svuint8x4_t line, Lines... lines) __arm_streaming {
+  if constexpr (Index == 0) return line;
+  else return pick_line<Index - 1>(lines...);
+}
+
+// Joins the runs of line J's codes, from run `Run` on, that are joined behind the line of Step.
+template <int Bits, int J, int Step, int Run, class... Lines>
+LOWBIT_INLINE inline svuint8x4_t join_at(svuint8x4_t codes, Lines... lines) __arm_streaming {
+  constexpr CodePlacement where = placement(Bits, J);
+  if constexpr (Run < where.count) {
+    if constexpr (join_step(Bits, J, Run) == Step) {
+      codes = join_run<Bits, J, Run>(codes, pick_line<line_of_step(Bits, where.run[Run].line)>(lines...));
+    }
+    return join_at<Bits, J, Step, Run + 1>(codes, lines...);
+  } else {
+    return codes;
+  }
+}
+
+// The products of the lines from J on that the line of Step completes. Returns the codes that wait for a later one, if any.
+template <int Bits, bool Affine, int Rows, Halves Wanted, int Step, int J, class... Lines>
+LOWBIT_INLINE inline svuint8x4_t use_lines(svuint8_t table, svint8x4_t a0, svint8x4_t a1, svuint8x4_t waiting,
+                                           Lines... lines) LOWBIT_STREAMING {
+  constexpr int kBits = code_bits(Bits);
+  if constexpr (J < kBlockLines) {
+    const svuint8x4_t codes = join_at<kBits, J, Step, 0>(waiting, lines...);
+    if constexpr (join_step(kBits, J, placement(kBits, J).count - 1) == Step) {
+      use<Bits, Affine, Rows, Wanted, J>(finish_line<kBits, J>(codes), table, a0, a1);
+      return use_lines<Bits, Affine, Rows, Wanted, Step, J + 1>(table, a0, a1, waiting, lines...);
+    } else {
+      return use_lines<Bits, Affine, Rows, Wanted, Step, J + 1>(table, a0, a1, codes, lines...);
+    }
+  } else {
+    return waiting;
+  }
+}
+
+// Packed lines from number `sizeof...(lines)` of the order on. Whole blocks of 6 bits three at a time: Clang would copy
+// them otherwise.
+template <int Bits, bool Affine, int Rows, Halves Wanted, class... Lines>
+LOWBIT_INLINE inline void dot_lines(const uint8_t* const* panel, int64_t at, svuint8_t table, svint8x4_t a0, svint8x4_t a1,
+                                    svuint8x4_t waiting, Lines... lines) LOWBIT_STREAMING {
+  constexpr int kBits = code_bits(Bits), kStep = sizeof...(lines);
+  if constexpr (kStep < kBits && kBits == 6 && Wanted == kWholeBlock) {
+    const svuint8x4_t line0 = load_four<line_of_step(6, kStep)>(panel, at);
+    const svuint8x4_t line1 = load_four<line_of_step(6, kStep + 1)>(panel, at);
+    const svuint8x4_t line2 = load_four<line_of_step(6, kStep + 2)>(panel, at);
+    waiting = use_lines<Bits, Affine, Rows, Wanted, kStep, 0>(table, a0, a1, waiting, lines..., line0);
+    waiting = use_lines<Bits, Affine, Rows, Wanted, kStep + 1, 0>(table, a0, a1, waiting, lines..., line0, line1);
+    waiting = use_lines<Bits, Affine, Rows, Wanted, kStep + 2, 0>(table, a0, a1, waiting, lines..., line0, line1, line2);
+    dot_lines<Bits, Affine, Rows, Wanted>(panel, at, table, a0, a1, waiting, lines..., line0, line1, line2);
+  } else if constexpr (kStep < kBits) {
+    const svuint8x4_t line = load_four<line_of_step(kBits, kStep)>(panel, at);
+    waiting = use_lines<Bits, Affine, Rows, Wanted, kStep, 0>(table, a0, a1, waiting, lines..., line);
+    dot_lines<Bits, Affine, Rows, Wanted>(panel, at, table, a0, a1, waiting, lines..., line);
+  }
+}
+
+// The lines from J on of a block of 1 bit, which all lie in one packed line: two at a time.
+template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
+LOWBIT_INLINE inline void dot_bits(svuint8x4_t packed, svuint8_t table, svint8x4_t a0, svint8x4_t a1) LOWBIT_STREAMING {
+  if constexpr (J < kBlockLines) {
+    use<Bits, Affine, Rows, Wanted, J>(finish_line<1, J, !Affine>(packed), table, a0, a1);
+    use<Bits, Affine, Rows, Wanted, J + 1>(finish_line<1, J + 1, !Affine>(packed), table, a0, a1);
+    dot_bits<Bits, Affine, Rows, Wanted, J + 2>(settled(packed), table, a0, a1);
+  }
+}
+
+// Lines J and J + 4 of a block of 4 bits, which share a packed line.
+template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
+LOWBIT_INLINE inline void dot_nibbles(svuint8x4_t packed, svuint8_t table, svint8x4_t a0, svint8x4_t a1) LOWBIT_STREAMING {
+  if constexpr (kInPlace<Bits>) {
+    use<Bits, Affine, Rows, Wanted, J + 4>(and_mask(packed, 0xf0), table, a0, a1);
+    use<Bits, Affine, Rows, Wanted, J>(shift_left_all<4>(packed), table, a0, a1);
+  } else {
+    if constexpr (J > 0) packed = settled(packed);
+    use<Bits, Affine, Rows, Wanted, J>(finish_line<4, J>(packed), table, a0, a1);
+    use<Bits, Affine, Rows, Wanted, J + 4>(finish_line<4, J + 4>(packed), table, a0, a1);
+  }
+}
+
 // A block, or a half of it, of four panels: a packed line is loaded when it is needed first, and few are in registers
 // at any time. What is computed for lines of a half that is not wanted is dead code.
 template <int Bits, bool Affine, int Rows, Halves Wanted>
-LOWBIT_INLINE inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table,
-                                    const int8_t* const* a, int64_t input) LOWBIT_STREAMING {
-  constexpr int kBits = code_bits(Bits);
-  constexpr bool kDouble = Bits == 1 && !Affine;
+LOWBIT_INLINE inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table, const int8_t* const* a,
+                                    int64_t input) LOWBIT_STREAMING {
   __asm__ volatile("" : "+r"(at));  // an offset of all panels: compilers would make four addresses
   svint8x4_t a0 = svundef4_s8(), a1 = a0;
   if constexpr ((Wanted & kFirstHalf) != 0) a0 = load_rows<Rows>(a, input);
   if constexpr ((Wanted & kSecondHalf) != 0) a1 = load_rows<Rows>(a, input + kHalfInputs);
-#define USE(j, line) use<Bits, Affine, Rows, Wanted, j>(line, table, a0, a1)
-#define BITS(j, q) USE(j, (field<placement(kBits, j).run[0].line_bit, kBits>(q)))
-  if constexpr (kBits == 1) {
-    svuint8x4_t q = load_four<0>(panel, at);
-    if constexpr (kDouble) {
-#define TWICE(j, line) USE(j, and_mask(line, 2))
-      TWICE(0, shift_left<1>(q)), TWICE(1, q), TWICE(2, shift_right<1>(q)), TWICE(3, shift_right<2>(q));
-      q = settled(q);
-      TWICE(4, shift_right<3>(q)), TWICE(5, shift_right<4>(q));
-      TWICE(6, shift_right<5>(q)), TWICE(7, shift_right<6>(q));
-#undef TWICE
-    } else {
-      BITS(0, q), BITS(1, q);
-      q = settled(q);
-      BITS(2, q), BITS(3, q);
-      q = settled(q);
-      BITS(4, q), BITS(5, q);
-      q = settled(q);
-      BITS(6, q), BITS(7, q);
-    }
-  } else if constexpr (kBits == 2) {
-    const svuint8x4_t q0 = load_four<0>(panel, at);
-    BITS(0, q0), BITS(1, q0), BITS(2, q0), BITS(3, q0);
-    const svuint8x4_t q1 = load_four<1>(panel, at);
-    BITS(4, q1), BITS(5, q1), BITS(6, q1), BITS(7, q1);
-  } else if constexpr (kBits == 3) {
-    const svuint8x4_t q0 = load_four<0>(panel, at);
-    BITS(0, q0), BITS(3, q0);
-    const svuint8x4_t q1 = load_four<1>(panel, at);
-    BITS(1, q1), BITS(4, q1);
-    USE(6, shift_right<5>(insert_below<2>(q0, q1)));
-    const svuint8x4_t q2 = load_four<2>(panel, at);
-    BITS(2, q2), BITS(5, q2);
-    USE(7, shift_right<5>(insert_below<2>(q2, shift_left<1>(q1))));
-  } else if constexpr (kBits == 4) {
-    svuint8x4_t q0, q1, q2, q3;
+  svuint8x4_t q0, q1, q2, q3;
+  if constexpr (code_bits(Bits) == 1) {
+    dot_bits<Bits, Affine, Rows, Wanted, 0>(load_four<0>(panel, at), table, a0, a1);
+  } else if constexpr (code_bits(Bits) == 4) {
     FourLines::load(panel, at, q0, q1, q2, q3);
-    if constexpr (kInPlace<Bits>) {
-      USE(4, and_mask(q0, 0xf0)), USE(0, shift_left_all<4>(q0));
-      USE(5, and_mask(q1, 0xf0)), USE(1, shift_left_all<4>(q1));
-      USE(6, and_mask(q2, 0xf0)), USE(2, shift_left_all<4>(q2));
-      USE(7, and_mask(q3, 0xf0)), USE(3, shift_left_all<4>(q3));
-    } else {
-      BITS(0, q0), BITS(4, q0);
-      q1 = settled(q1);
-      BITS(1, q1), BITS(5, q1);
-      q2 = settled(q2);
-      BITS(2, q2), BITS(6, q2);
-      q3 = settled(q3);
-      BITS(3, q3), BITS(7, q3);
-    }
-  } else if constexpr (kBits == 5) {
-    const svuint8x4_t low = load_four<4>(panel, at), q3 = load_four<3>(panel, at);
-    BITS(3, q3), USE(7, shift_right<3>(insert_below<3>(q3, low)));
-    const svuint8x4_t q2 = load_four<2>(panel, at);
-    BITS(2, q2), USE(6, shift_right<3>(insert_below<3>(q2, shift_left<2>(low))));
-    const svuint8x4_t q1 = load_four<1>(panel, at);
-    BITS(1, q1), USE(5, shift_right<3>(insert_below<3>(q1, shift_left<4>(low))));
-    const svuint8x4_t q0 = load_four<0>(panel, at);
-    BITS(0, q0), USE(4, insert_above<2>(low, shift_right<5>(q0)));
-  } else if constexpr (kBits == 6) {
-    const svuint8x4_t q0 = load_four<0>(panel, at), q1 = load_four<1>(panel, at), q2 = load_four<2>(panel, at);
-    BITS(0, q0), BITS(1, q1), BITS(2, q2), USE(3, shift_right<2>(insert_below<2>(q0, insert_below<2>(q1, q2))));
-    const svuint8x4_t q3 = load_four<3>(panel, at), q4 = load_four<4>(panel, at), q5 = load_four<5>(panel, at);
-    BITS(4, q3), BITS(5, q4), BITS(6, q5), USE(7, shift_right<2>(insert_below<2>(q3, insert_below<2>(q4, q5))));
-  } else if constexpr (kBits == 7) {
-    svuint8x4_t top = load_four<0>(panel, at);
-    BITS(0, top);
-#define NEXT(j)                                       \
-  const svuint8x4_t q##j = load_four<j>(panel, at);       \
-  BITS(j, q##j);                                      \
-  top = insert_below<j>(top, q##j)
-    NEXT(1);
-    NEXT(2);
-    NEXT(3);
-    NEXT(4);
-    NEXT(5);
-    NEXT(6);
-#undef NEXT
-    USE(7, shift_right<1>(top));
-  } else {
-    svuint8x4_t q0, q1, q2, q3;
+    dot_nibbles<Bits, Affine, Rows, Wanted, 0>(q0, table, a0, a1);
+    dot_nibbles<Bits, Affine, Rows, Wanted, 1>(q1, table, a0, a1);
+    dot_nibbles<Bits, Affine, Rows, Wanted, 2>(q2, table, a0, a1);
+    dot_nibbles<Bits, Affine, Rows, Wanted, 3>(q3, table, a0, a1);
+  } else if constexpr (Bits == 8) {
     if constexpr ((Wanted & kFirstHalf) != 0) {
       FourLines::load(panel, at, q0, q1, q2, q3);
-      USE(0, q0), USE(1, q1), USE(2, q2), USE(3, q3);
+      use<Bits, Affine, Rows, Wanted, 0>(q0, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 1>(q1, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 2>(q2, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 3>(q3, table, a0, a1);
     }
     if constexpr ((Wanted & kSecondHalf) != 0) {
       FourLines::load(panel, at + 4 * kLineBytes, q0, q1, q2, q3);
-      USE(4, q0), USE(5, q1), USE(6, q2), USE(7, q3);
+      use<Bits, Affine, Rows, Wanted, 4>(q0, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 5>(q1, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 6>(q2, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 7>(q3, table, a0, a1);
     }
+  } else {
+    dot_lines<Bits, Affine, Rows, Wanted>(panel, at, table, a0, a1, svundef4_u8());
   }
-#undef BITS
-#undef USE
 }
 
 LOWBIT_INLINE inline svfloat32x4_t load_four_mins(const uint8_t* const* panel, int64_t at) __arm_streaming {

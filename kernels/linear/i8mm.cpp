@@ -11,6 +11,7 @@
 
 #include <arm_neon.h>
 
+#include "../bits/widths.h"
 #include "gemm_neon.h"
 
 namespace lowbit {
@@ -156,7 +157,7 @@ void run(const LinearArgs& args) {
 
 #define ROW(bits) \
   with_levels<LinearKernel>({"linear_a8w" #bits "_2x16_i8mm", kI8mm, Format::panel16, bits, 2, 16, run<bits>})
-constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace
