@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .. import nn
-from ..hf.experts import between
-from ..layers import Experts, experts_of
+from .._experts import Experts, between, experts_of
 from .capture import MeanSquares, Stop
 from .data import Batch, mask_of
 from .grid import Config

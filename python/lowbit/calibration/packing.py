@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..layers import Experts, experts_of, leave_fused_paths, named_layers, put_packed
-from ..quantize import LinearConfig
-from ..quantize_model import quantize_
+from .._experts import Experts, experts_of
+from .._layers import leave_fused_paths, named_layers, put_packed
+from .._quantize_model import quantize_
+from .._rounding import LinearConfig
 from .bands import packed_in_bands
 from .capture import Stop, inputs_of
 from .choice import Quantizer, choose

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..layers import Experts, Layer, layer_at
+from .._experts import Experts
+from .._layers import Layer, layer_at
+from .._packed import describe
+from .._patterns import Patterns
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..levels import FIT
-from ..packed import describe
-from ..patterns import Patterns
-from ..quantize import EmbeddingConfig, LinearConfig
 from .capture import MeanSquares, inputs_of
 from .collect import rows_of
 from .data import Batch, mask_of, rows_in_parts, tokens_of
