@@ -48,14 +48,21 @@ def chat_template(tokenizer: Any, path: str | os.PathLike[str]) -> str:
     return template
 
 
-def render(tokenizer: Any, messages: list[Message], template: str) -> list[int]:
+def render(
+    tokenizer: Any, messages: list[Message] | list[dict[str, Any]], template: str, tools: list[dict[str, Any]] | None = None
+) -> list[int]:
     """The tokens of a conversation up to where the model's answer begins. The template says all, also a first token.
+
+    Args:
+        tools: functions that the model may call, in OpenAI's format.
 
     Raises:
         ValueError: the template cannot be read, or refuses the messages: some know no system prompt.
     """
     with interpreting("the chat template does not take this conversation"):
-        text = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages, tools, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
