@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +23,7 @@ LAYERS = {
     "language models": ("llm", "exports"),
     "importers": ("importing",),
     "checkpoints": ("checkpoint",),
-    "quantize_, training": ("_quantize_model", "qat", "quantize_model"),
+    "quantize_ and training": ("_quantize_model", "qat"),
     "transformers": ("hf", "transformers"),
     "files": ("files",),
     "libraries": ("executorch", "peft"),
@@ -86,11 +87,12 @@ def picture() -> str:
         below = needs[layer] - {layer}
         direct = [other for other in LAYERS if other in below and not any(other in needs[middle] for middle in below - {other})]
         external = sorted(packages[layer] - {"torch", *sys.stdlib_module_names})
-        public = sorted((room for room in rooms[layer] if not room.startswith("_")), key=lambda room: (room[-1] != "/", room))
-        lines.append(f"    {layer:<20} {' '.join(public)}")
+        names = sorted(rooms[layer] - {"__main__"}, key=lambda room: (room[-1] != "/", room.startswith("_"), room))
+        wrapped = textwrap.wrap(" ".join(names), 100)
+        lines += [f"    {layer if row == wrapped[0] else '':<23} {row}" for row in wrapped]
         detail = [f"imports {', '.join(direct)}"] if direct else []
         detail += [f"needs {', '.join(external)}"] if external else []
-        lines += [f"    {'':<20} {'; '.join(detail)}"] if detail else []
+        lines += [f"    {'':<23} {'; '.join(detail)}"] if detail else []
     return "\n".join(lines) + "\n"
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .computed_tensor import ComputedTensor
-from .embeddings import Table, give_state, table_of
-from .memory import in_huge_pages
-from .packed import PackedInfo
-from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
+from ._computed_tensor import ComputedTensor
+from ._embeddings import Table, give_state, table_of
+from ._memory import in_huge_pages
+from ._packed import PackedInfo
+from ._rounding import EmbeddingConfig, LinearConfig, quantize_tensor
 
 # The attributes that move to the packed layer. The dicts themselves, not copies: a hook's handle removes it from its dict.
 _HOOKS = (

@@ -11,7 +11,19 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _C
-from .packed import PackedInfo, Unpacked, as_levels, check_format, describe, info, info_of_experts, pack, repack, unpack, verify
+from ._packed import (
+    PackedInfo,
+    Unpacked,
+    as_levels,
+    check_format,
+    describe,
+    info,
+    info_of_experts,
+    pack,
+    repack,
+    unpack,
+    verify,
+)
 
 __all__ = [
     "PackedInfo", "Unpacked", "as_levels", "attention", "cache_storage", "cache_width", "check_format", "describe", "embedding",

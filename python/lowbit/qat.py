@@ -16,8 +16,8 @@ from importlib import import_module
 
 import torch
 
-from .embeddings import table_of
-from .layers import (
+from ._embeddings import table_of
+from ._layers import (
     Prepared,
     as_linear,
     check_layers,
@@ -27,10 +27,10 @@ from .layers import (
     names_by_weight,
     replace_layers,
 )
+from ._prepared import Embedding, Linear, PreparedLayer, fake_quantize_activations, stored
+from ._quantize_model import choose_layers, described_to_transformers
+from ._rounding import EmbeddingConfig, LinearConfig
 from .nn import Packed
-from .prepared import Embedding, Linear, PreparedLayer, fake_quantize_activations, stored
-from .quantize import EmbeddingConfig, LinearConfig
-from .quantize_model import choose_layers, described_to_transformers
 
 
 def _trained_class(name: str, module: torch.nn.Module) -> type[PreparedLayer]:

@@ -51,7 +51,7 @@ def _into_trainer(callbacks: ModuleType) -> None:
     """Makes transformers' Trainer warn before it trains a packed model, by a callback that every Trainer has."""
 
     def on_train_begin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        layers = sys.modules.get("lowbit.layers")  # without it, no layer is packed
+        layers = sys.modules.get("lowbit._layers")  # without it, no layer is packed
         if layers is not None:
             layers.warn_of_training(model)
 

@@ -14,8 +14,8 @@ import lowbit
 import torch
 import torch.distributed as dist
 from lowbit import tensor_parallel
+from lowbit._memory import give_back
 from lowbit.hf import placing
-from lowbit.memory import give_back
 from lowbit.tensor_parallel import PARTS, LinearPart, shard_
 from transformers import AutoModelForCausalLM
 

@@ -10,9 +10,9 @@ import lowbit.transformers
 import pytest
 import torch
 import transformers
+from lowbit._layers import with_linears
 from lowbit._linear_forms import of_conv1d
 from lowbit.calibration import assign_widths, calibrate
-from lowbit.layers import with_linears
 from reference import close_to_packed
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
@@ -148,7 +148,7 @@ def test_it_is_trained_packed(source, mapping, tmp_path):
     assert len(weights) == 8
     for name, weight in weights.items():
         layer = model.get_submodule(name)
-        assert layer.weight is weight and isinstance(layer, Conv1D) and isinstance(layer, lowbit.prepared.LinearLayer)
+        assert layer.weight is weight and isinstance(layer, Conv1D) and isinstance(layer, lowbit._prepared.LinearLayer)
     untrained = lowbit.qat.convert_(copy.deepcopy(model))
     for name in weights:
         assert torch.equal(untrained.get_submodule(name).packed_weight, expected.get_submodule(name).packed_weight)
@@ -247,7 +247,7 @@ _FRESH = """
 import sys, torch, lowbit, transformers
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
-from lowbit.layers import named_layers
+from lowbit._layers import named_layers
 class Holder(torch.nn.Module):
     is_transposed = has_bias = False
     def __init__(self):

@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 from lowbit import LinearConfig, LowBitConfig, nn, quantize_checkpoint
+from lowbit._layers import layer_at
 from lowbit.calibration import assign_widths, widths
 from lowbit.calibration.experts import mean_squares
 from lowbit.calibration.importance import search
 from lowbit.checkpoint import planned_size
-from lowbit.layers import layer_at
 from lowbit.llm.bench import bytes_per_token
 
 TOKENS = torch.arange(20)[None] * 5 % 128

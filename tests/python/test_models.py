@@ -21,13 +21,9 @@ OTHERS = "its logits differ from those of its own attention"
 # Model type: what its refusal says, or None where the decoder is right.
 MODELS = {
     # Recurrent layers or convolutions, which keep more of a text than keys and values.
-    "falcon_h1": "its logits change when a text comes in pieces",
-    "granitemoehybrid": HALF,
     "jamba": HALF,
-    "lfm2": HALF,
     "mamba": NO_POSITIONS,
     "minimax": HALF,
-    "qwen3_next": "1 of its 4 layers use the decoder's caches",
     "recurrent_gemma": "1 of its 4 layers use the decoder's caches",
     "rwkv": OWN,
     # Attention of their own.
@@ -41,6 +37,21 @@ MODELS = {
     "bert": OTHERS,
     "blenderbot-small": NO_POSITIONS,
     "doge": "its attention has a mask or bias of its own",
+    # Recurrent layers that there are operators for.
+    "bailing_hybrid": None,
+    "bamba": None,
+    "falcon_h1": None,
+    "granitemoehybrid": None,
+    "kimi_linear": None,
+    "lfm2": None,
+    "lfm2_moe": None,
+    "mamba2": None,
+    "nemotron_h": None,
+    "olmo_hybrid": None,
+    "qwen3_5_text": None,
+    "qwen3_5_moe_text": None,
+    "qwen3_next": None,
+    # Attention alone.
     "apertus": None,
     "biogpt": None,
     "bitnet": None,

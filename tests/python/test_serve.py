@@ -29,7 +29,7 @@ need_packages("starlette", "uvicorn")
 import uvicorn
 from lowbit.serve.app import Limits, Server
 from lowbit.serve.models import Encoder, LanguageModel
-from lowbit.serve.run import is_local
+from lowbit.serve.run import _Http, allow_connections, is_local
 
 MAX_LENGTH = 256
 PLAIN = (TINY / "plain.jinja").read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ class Client:
 def serving(models, limits):
     """A server on a thread of this process: the port, and the server."""
     server = Server(models, limits)
-    own = uvicorn.Server(uvicorn.Config(server.app(), log_level="error", lifespan="on"))
+    own = uvicorn.Server(uvicorn.Config(server.app(), http=_Http, log_level="error", lifespan="on"))
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(own.serve(sockets=[listener])))
     thread.start()
@@ -119,6 +119,9 @@ class FakeEncoder:
 
     def encode(self, texts, **_):
         return torch.tensor([[float(len(text)), 0.5] for text in texts])
+
+    def similarity(self, queries, documents):
+        return queries @ documents.T
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +383,6 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
         ("/v1/completions", {"prompt": "a", "temprature": 1}, 400, "there is no parameter temprature", "temprature",
          "unknown_parameter"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported", "suffix", "unsupported_parameter"),
-        ("/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "tools is not supported", "tools", "unsupported_parameter"),
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs is 2; expected logprobs true", "top_logprobs",
          None),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "xml"}}, 400, "response_format is 'xml'; expected text",
@@ -539,6 +541,201 @@ def test_a_text_of_a_schema(served, client):
     form["json_schema"]["schema"] = {"type": "object", "unevaluatedProperties": {"contentEncoding": 5}, "type ": 1, "not": 5}
     error, _ = client.refused("/v1/chat/completions", body | {"response_format": form}, 400)
     assert error["code"] == "unsupported_schema" and error["param"] == "response_format"
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "of a town", "parameters": {
+        "type": "object", "properties": {"town": {"$ref": "#/$defs/town"}}, "required": ["town"], "additionalProperties": False,
+        "$defs": {"town": {"enum": ["Oslo", "Rome"]}}}}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+WITH_TOOLS = "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + (
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name }}{{ call.function.arguments.town }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tooled(loaded):
+    model = made(loaded)
+    model.template = WITH_TOOLS
+    with serving([model], Limits()) as (port, _):
+        yield Client(port), model
+
+
+def of_stream(chunks):
+    """The message of a stream's only choice, and why it ended."""
+    message = {"content": ""}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        message["content"] += choice["delta"].get("content") or ""
+        for call in choice["delta"].get("tool_calls", []):
+            message.setdefault("tool_calls", []).append({key: call[key] for key in ("type", "function")})
+            assert call["index"] == len(message["tool_calls"]) - 1 and call["id"]
+    return message, chunks[-1]["choices"][0]["finish_reason"]
+
+
+def test_a_forced_call_of_a_tool(loaded, tooled):
+    need_packages("llguidance")
+    client, _ = tooled
+    named = {"type": "function", "function": {"name": "weather"}}
+    for seed in range(4):
+        body = CHAT | {"max_tokens": 120, "temperature": 1.0, "seed": seed, "tools": TOOLS, "parallel_tool_calls": False}
+        for choice in ("required", named):
+            (answer,) = client.post("/v1/chat/completions", **body, tool_choice=choice)["choices"]
+            assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+            (call,) = answer["message"]["tool_calls"]
+            assert call["type"] == "function" and call["function"]["name"] in ("weather", "now")[: 1 + (choice == "required")]
+            arguments = json.loads(call["function"]["arguments"])
+            assert arguments == {} if call["function"]["name"] == "now" else arguments["town"] in ("Oslo", "Rome")
+            message, reason = of_stream(client.stream("/v1/chat/completions", **body, tool_choice=choice))
+            assert message == {"content": "", "tool_calls": [{key: call[key] for key in ("type", "function")}]}
+            assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', None, ["now"]),
+        ('I ask. <tool_call>{"name": "now", "arguments": {}}</tool_call><tool_call>{"name": "weather", "arguments": '
+         '{"town": "Rome"}}</tool_call>', "I ask. ", ["now", "weather"]),
+        ('{"name": "weather", "parameters": {"town": "Oslo"}}', None, ["weather"]),
+        ('[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]', None, ["now", "now"]),
+        ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
+        ("[1, 2] is a list", "[1, 2] is a list", []), ("a < b <tool_call", "a < b <tool_call", []),
+        ('<tool_call>{"name": </tool_call>', '<tool_call>{"name": </tool_call>', []), ("[]", "[]", []),
+    ],
+)  # fmt: skip
+def test_calls_of_tools_in_a_text(tooled, text, content, names):
+    """The grammar lets the model write this text alone."""
+    need_packages("llguidance")
+    body = CHAT | {"max_tokens": 200, "tools": TOOLS, "structured_outputs": {"choice": [text]}}
+    (answer,) = tooled[0].post("/v1/chat/completions", **body)["choices"]
+    calls = answer["message"].get("tool_calls", [])
+    assert answer["message"]["content"] == content and [call["function"]["name"] for call in calls] == names
+    assert answer["finish_reason"] == ("tool_calls" if names else "stop")
+    message, reason = of_stream(tooled[0].stream("/v1/chat/completions", **body))
+    assert (message["content"] or None, reason) == (content, answer["finish_reason"])
+    assert [call["function"] for call in message.get("tool_calls", [])] == [call["function"] for call in calls]
+    plain = tooled[0].post("/v1/chat/completions", **body | {"tool_choice": "none"})["choices"][0]
+    assert plain["message"] == {"role": "assistant", "content": text, "refusal": None}  # as without tools
+
+
+def test_a_conversation_with_tools(loaded, tooled):
+    client, model = tooled
+    call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Oslo"}'}}
+    said = [
+        {"role": "user", "content": "How warm?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "4 degrees"},
+    ]  # fmt: skip
+    expected = loaded[1]("weather now How warm?weatherOslo4 degrees")["input_ids"]
+    answer = client.post("/v1/chat/completions", messages=said, tools=TOOLS, max_tokens=3)
+    assert answer["usage"]["prompt_tokens"] == len(expected)
+    without = client.post("/v1/chat/completions", messages=said, tools=TOOLS, tool_choice="none", max_tokens=3)
+    assert without["usage"]["prompt_tokens"] == len(loaded[1]("How warm?weatherOslo4 degrees")["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("more", "message", "param"),
+    [
+        ({"tools": [{}]}, r"tools\[0\] has no function with a name", "tools"),
+        ({"tools": 5}, "tools is not an array", "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, r"tools\[0\] has parameters that",
+         "tools"),
+        ({"tool_choice": "required"}, "tool_choice asks for a call, and the request has no tools", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice is {.*; expected none,",
+         "tool_choice"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 5}]}]}, r"messages\[0\] has tool_calls that are none",
+         "messages"),
+        ({"structured_outputs": {"regex": "a("}}, "the regular expression is not supported: ", "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: x"}}, "the grammar is not supported: ", "structured_outputs"),
+        ({"structured_outputs": {"xml": "x"}}, "structured_outputs has xml with a string; expected json", "structured_outputs"),
+        ({"structured_outputs": 5}, "structured_outputs is a number; expected an object with json", "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs is beside",
+         "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_tools_and_grammars_that_are_none(tooled, more, message, param):
+    need_packages("llguidance")
+    error, _ = tooled[0].refused("/v1/chat/completions", CHAT | more, 400)
+    assert re.match(message, error["message"]) and error["param"] == param and "\n" not in error["message"], error
+
+
+def test_a_template_without_tools(client):
+    error, _ = client.refused("/v1/chat/completions", CHAT | {"model": "tiny", "tools": TOOLS}, 400)
+    assert error["message"] == "the chat template of tiny has no tools; expected a request without them"
+
+
+def test_texts_of_a_grammar(served, client):
+    need_packages("llguidance")
+    for form, pattern in (
+        ({"regex": "[a-f]{3,5}-[0-9]"}, "[a-f]{3,5}-[0-9]"), ({"grammar": 'start: "yes" | "no" /[!?]/'}, "yes|no[!?]"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"), ({"choice": ["left", 'r"ight']}, 'left|r"ight'),
+        ({"json": SCHEMA}, "(?s){.*}"),
+    ):  # fmt: skip
+        for seed in range(3):
+            body = {"prompt": "a", "max_tokens": 200, "temperature": 1.0, "seed": seed, "structured_outputs": form}
+            (choice,) = client.post("/v1/completions", **body)["choices"]
+            assert re.fullmatch(pattern, choice["text"]) and choice["finish_reason"] == "stop", (form, choice)
+
+
+def test_a_thousand_connections(loaded):
+    """Silent ones do not keep a request from its answer; a thousand requests at once get answers, or one sentence."""
+    allow_connections()
+    with serving([made(loaded)], Limits(waiting=20, requests=50)) as (port, _), contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(1000)]
+        body = {"prompt": "a", "max_tokens": 2, "temperature": 0, "seed": 1}
+        expected = Client(port).post("/v1/completions", **body)["choices"]
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        for each in silent:
+            each.sendall(head.encode() + data)
+        found = {200: 0, 429: 0, 503: 0}
+        for each in silent:
+            each.settimeout(300)
+            response = http.client.HTTPResponse(each)
+            response.begin()
+            document = json.loads(response.read())
+            found[response.status] += 1
+            if response.status == 200:
+                assert document["choices"] == expected
+            else:
+                assert document["error"]["message"].endswith("send the request again later") and response.headers["retry-after"]
+        assert sum(found.values()) == 1000 and found[200] >= 20, found
+        assert Client(port).post("/v1/completions", **body)["choices"] == expected
+
+
+def test_connections_without_a_request_are_closed(loaded, monkeypatch):
+    monkeypatch.setattr("lowbit.serve.run._SILENT", 0.2)
+    with serving([made(loaded)], Limits()) as (port, _):
+        for begin in (b"", b"GET /health HTTP/1.1\r\n"):
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(begin)
+                connection.settimeout(60)
+                assert connection.recv(1) == b""
+        assert Client(port).get("/health")
+
+
+def test_a_body_that_does_not_come(loaded):
+    with serving([made(loaded)], Limits(timeout=0.2)) as (port, _), socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n\r\n{")
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == 408
+        assert json.loads(response.read())["error"]["message"] == "the body is not complete after 0.2 seconds"
+
+
+def test_documents_in_order(client):
+    """The fake embeds a text as its length and a half; its measure is the product."""
+    body = {"model": "encoder", "query": "ab", "documents": ["a", "abc", "ab"]}
+    found = client.post("/v1/rerank", **body)
+    assert [(each["index"], each["relevance_score"]) for each in found["results"]] == [(1, 6.25), (2, 4.25), (0, 2.25)]
+    (best,) = client.post("/v1/rerank", **body, top_n=1, return_documents=True)["results"]
+    assert best == {"index": 1, "relevance_score": 6.25, "document": {"text": "abc"}}
+    error, _ = client.refused("/v1/rerank", body | {"documents": "a"}, 400)
+    assert error["message"] == "documents is not a text or an array of texts, not empty"
+    error, _ = client.refused("/v1/rerank", body | {"query": None}, 400)
+    assert error["message"] == "query is missing; expected a text"
 
 
 def test_addresses_of_this_machine():

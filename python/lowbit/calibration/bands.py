@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..bands import Bands, rows_of_band
-from ..packed import describe
+from .._bands import Bands, rows_of_band
+from .._packed import describe
 from .grid import MatrixConfig, Quantized, table_in
 
 _BAND_WEIGHTS = 1 << 22  # weights that are quantized at a time, to bound the memory

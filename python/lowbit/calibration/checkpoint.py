@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._layers import put_linears
 from ..checkpoint import MAX_SHARD_BYTES, CheckpointSummary, PlannedSize, planned_size, quantize_checkpoint
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import files_of, read_files
-from ..layers import put_linears
 from .data import MOST_TOKENS, Inputs, batches
 from .journal import Journal, digest
 from .model import check_method, evaluating, run

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._packed import verify
 from ..files.replace import lock, sync, sync_path
-from ..packed import verify
 
 _VERSION = 4
 _IDENTITY, _LAYERS, _WIDTHS = "identity.json", "layers.jsonl", "widths.json"

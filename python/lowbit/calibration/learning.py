@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from .. import nn
-from ..groups import in_groups
-from ..packed import pack, unpack
+from .._groups import in_groups
+from .._packed import pack, unpack
 from .grid import stored
 
 _LARGEST_LEVEL = 127.0

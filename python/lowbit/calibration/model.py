@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..layers import names_by_weight, with_linears
+from .._layers import names_by_weight, with_linears
+from .._quantize_model import described_to_transformers
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..levels import FIT
-from ..quantize import EmbeddingConfig, LinearConfig
-from ..quantize_model import described_to_transformers
 from .blocks import Tuner, quantize_blocks, quantize_rest
 from .capture import Recorded, StopRun, blocks_of, inputs_of, slow_paths
 from .collect import add_to, rows_of

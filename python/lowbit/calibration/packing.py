@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .. import nn
 from .._experts import Experts, experts_of
-from ..layers import leave_fused_paths, named_layers, put_packed
-from ..quantize import LinearConfig
-from ..quantize_model import quantize_
+from .._layers import leave_fused_paths, named_layers, put_packed
+from .._quantize_model import quantize_
+from .._rounding import LinearConfig
 from .bands import packed_in_bands
 from .capture import StopRun, inputs_of
 from .choice import Quantizer, choose

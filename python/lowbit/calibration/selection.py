@@ -9,9 +9,9 @@ import torch
 
 from .. import nn
 from .._experts import Experts
-from ..layers import as_linear, check_layers, kind_of, layer_at, named_layers
-from ..quantize import LinearConfig, check_layer
-from ..quantize_model import select_layers
+from .._layers import as_linear, check_layers, kind_of, layer_at, named_layers
+from .._quantize_model import select_layers
+from .._rounding import LinearConfig, check_layer
 from .grid import MatrixConfig
 
 

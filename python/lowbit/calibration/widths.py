@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .._experts import Experts
-from ..layers import Layer, layer_at, names_by_weight
+from .._layers import Layer, layer_at, names_by_weight
+from .._packed import describe
+from .._patterns import Patterns
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..levels import FIT
-from ..packed import describe
-from ..patterns import Patterns
-from ..quantize import EmbeddingConfig, LinearConfig
 from .capture import MeanSquares, inputs_of
 from .collect import rows_of
 from .data import Inputs, mask_of, rows_in_parts, tokens_of

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._experts import Experts
+from .._layers import is_transposed, named_layers, warn_of_floats
+from .._packed import PackedInfo, describe
+from .._rounding import EmbeddingConfig, LinearConfig
 from .._sizes import size
 from ..files.config_json import quantization_method, read_config
 from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
-from ..layers import is_transposed, named_layers, warn_of_floats
-from ..packed import PackedInfo, describe
-from ..quantize import EmbeddingConfig, LinearConfig
 from .writing import MAX_SHARD_BYTES, size_of_files
 
 if TYPE_CHECKING:
@@ -209,7 +209,9 @@ class _Plan:
             for matrix in matrices.get(name, ()):
                 _check_float(*matrix.parts)
         holders = [layer.holder for name, layer in layers.items() if name not in matrices]
-        return {name: found for name, found in matrices.items() if not any(layers[name].holder is holder for holder in holders)}
+        return {
+            name: stored for name, stored in matrices.items() if all(layers[name].holder is not holder for holder in holders)
+        }
 
     def _check_experts(self, name: str, layer: Experts, matrices: tuple[SourceMatrix, ...]) -> None:
         expected = list(layer.weight.shape[1:])

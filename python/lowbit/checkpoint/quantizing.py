@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import ops
-from ..bands import Bands, rows_of_band
+from .._bands import Bands, rows_of_band
+from .._rounding import quantize_tensor, table_of
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import Writer, chunks, read_rows
 from ..levels import FIT, sampled_rows
-from ..quantize import quantize_tensor, table_of
 from .entries import CheckpointEntry
 from .plan import PlannedTensor, SourceMatrix, read_and_plan
 from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, counted, new_checkpoint, write_json, write_tensors
@@ -126,7 +126,7 @@ def quantize_checkpoint(
     begin = time.perf_counter()
     source, target = Path(source), Path(target).absolute()
     check_shard_bytes(max_shard_bytes)
-    resolve_new_directory(target)  # refused before the files are read
+    resolve_new_directory(target)  # raises before the files are read
     outputs, unquantized, description = read_and_plan(source, config)
     total = sum(output.source_bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)

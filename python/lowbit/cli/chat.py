@@ -66,6 +66,8 @@ def chat(
     embedding_bits: options.EmbeddingBits = None,
     max_length: options.MaxLength = None,
     cache: options.Cache = None,
+    prefix_cache: options.PrefixDirectory = None,
+    prefix_cache_size: options.PrefixSize = options.PREFIX_SIZE,
     threads: options.Threads = None,
     compile_: options.Compile = False,
     as_json: options.Json = False,
@@ -76,7 +78,10 @@ def chat(
     messages = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
     system = None if system is None else check_text(system, "--system")
     text = None if template is None else read_text(template)
-    session = Session(output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads)
+    session = Session(
+        output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
+        prefix_cache_size=prefix_cache_size,
+    )  # fmt: skip
     sampling = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "dry_multiplier": dry_multiplier,
@@ -106,6 +111,7 @@ def _start(session: Session, system: str | None, seed: int, max_length: int | No
     conversation = Chat(
         session.step, model, session.tokenizer, str(session.template), session.max_length, system=system, sampling=sampling,
         max_new_tokens=max_new_tokens or most or _NEW_TOKENS, seed=seed, stop=session.stop, stop_strings=session.strings,
+        prefix_cache=session.prefix_cache,
     )  # fmt: skip
     conversation.check()
     if not output.as_json:

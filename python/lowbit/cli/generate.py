@@ -91,6 +91,8 @@ def generate(
     embedding_bits: options.EmbeddingBits = None,
     max_length: options.MaxLength = None,
     cache: options.Cache = None,
+    prefix_cache: options.PrefixDirectory = None,
+    prefix_cache_size: options.PrefixSize = options.PREFIX_SIZE,
     threads: options.Threads = None,
     compile_: options.Compile = False,
     as_json: options.Json = False,
@@ -101,7 +103,10 @@ def generate(
     _check_sampling(as_json, prompts, at_once, temperature, logprobs, {"top_k": top_k, "top_p": top_p, "min_p": min_p})
     guesses = _check_guesses(guesses, draft, prompts, compile_)
     texts = _read_prompts(prompt, prompt_file, prompts)
-    session = Session(output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads)
+    session = Session(
+        output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
+        prefix_cache_size=prefix_cache_size,
+    )  # fmt: skip
     sampling = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "dry_multiplier": dry_multiplier,

@@ -10,7 +10,17 @@ import torch
 
 from lowbit._machine import cpp_compiler
 
-from .models import check_text, imported, load, make_decoder, make_step, positions, set_threads
+from .models import (
+    check_text,
+    imported,
+    load,
+    make_decoder,
+    make_prefix_cache,
+    make_step,
+    parse_prefix_size,
+    positions,
+    set_threads,
+)
 from .options import parse_sampling
 from .output import Output
 
@@ -29,6 +39,7 @@ class Session:
         template: the chat template, or None.
         stop: tokens that end a text.
         sampling: fields of :class:`lowbit.llm.Sampling` that the options set.
+        prefix_cache: on disk, or None.
     """
 
     def __init__(
@@ -41,12 +52,15 @@ class Session:
         compiled: bool,
         cache: str | None,
         threads: int | None,
+        prefix_cache: Path | None,
+        prefix_cache_size: str,
     ):
         from lowbit.llm.stopping import check_stop_strings
 
         self.output, self.path, self._config = output, path, config
         self.strings = check_stop_strings(check_text(text, "--stop") for text in stop or ())
         self._compiled, self._cache = compiled, cache
+        self._prefixes = prefix_cache, parse_prefix_size(prefix_cache, prefix_cache_size)
         if compiled:
             cpp_compiler()
         set_threads(threads)
@@ -69,9 +83,10 @@ class Session:
         self.sampling = parse_sampling(self.tokenizer, sampling)
 
     def start(self, max_length: int, needs: dict[str, bool] | None = None) -> None:
-        """Makes the decoding step, as :func:`make_step`."""
+        """Makes the decoding step, as :func:`make_step`, and its prefix cache."""
         self.max_length = max_length
         self.step = make_step(self.output, self.model, max_length, self._compiled, self._cache, needs)
+        self.prefix_cache = make_prefix_cache(self.output, *self._prefixes, self.step)
 
     @property
     def refusal(self) -> str | None:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..bands import PANEL_ROWS, Bands, rows_of_band
+from .._bands import PANEL_ROWS, Bands, rows_of_band
+from .._packed import PackedInfo, Unpacked, unpack
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf import TYPES, GgufWriter, TensorType
 from ..files.replace import replacing
@@ -27,7 +28,6 @@ from ..files.safetensors import DTYPES, Stored, files_of, packed_info, read_byte
 from ..files.untrusted import read_json
 from ..importing.gguf_blocks import NL4
 from ..importing.gguf_models import ARCHITECTURES
-from ..packed import PackedInfo, Unpacked, unpack
 from .gguf_settings import architecture_metadata, rotation_factors
 
 _BLOCK = 32

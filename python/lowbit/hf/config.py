@@ -14,9 +14,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
 from .._experts import Experts
-from ..layers import check_whole_experts, kind_of, named_layers
-from ..patterns import Patterns
-from ..quantize import EmbeddingConfig, LinearConfig
+from .._layers import check_whole_experts, kind_of, named_layers
+from .._patterns import Patterns
+from .._rounding import EmbeddingConfig, LinearConfig
 from .names import tied_layers
 
 METHOD = "lowbit"
@@ -166,7 +166,7 @@ class LowBitConfig(QuantizationConfigMixin):
     ) -> tuple[dict[str, LinearConfig | EmbeddingConfig], dict[str, str]]:
         """As :meth:`select`; and linear layers and embeddings that stay float, each with the reason: ``BY_OVERRIDES`` or
         ``BY_ARCHITECTURE``."""
-        selected, left, overridden = {}, {}, set()
+        selected, unselected, overridden = {}, {}, set()
         patterns = Patterns((pattern, change) for pattern, change in self.overrides)
         modules = dict(named_layers(model))
         precise = _kept_in_float32(model)
@@ -174,15 +174,15 @@ class LowBitConfig(QuantizationConfigMixin):
             kind = kind_of(module)
             if kind is None:
                 continue
-            found = patterns.last(name)
-            config = self._layer_config(kind, _NO_CHANGE if found is None else found[1])
-            if found is not None:
+            override = patterns.last(name)
+            config = self._layer_config(kind, _NO_CHANGE if override is None else override[1])
+            if override is not None:
                 overridden.add(name)
             elif precise is not None and precise.search(f"{name}.weight"):
-                left[name] = BY_ARCHITECTURE
+                unselected[name] = BY_ARCHITECTURE
                 continue
             if config is None:
-                left[name] = BY_OVERRIDES
+                unselected[name] = BY_OVERRIDES
             else:
                 selected[name] = config
         for head, table in tied_layers(model).items():
@@ -193,10 +193,10 @@ class LowBitConfig(QuantizationConfigMixin):
                     selected[head] = kind(**vars(selected[table]))
                 elif table in overridden:
                     del selected[head]  # left as it is, as its table is
-                    left[head] = BY_OVERRIDES
+                    unselected[head] = BY_OVERRIDES
         check_whole_experts(modules, selected)
         patterns.warn_unused(f"linear layer or embedding of {type(model).__name__}", stacklevel)
-        return selected, left
+        return selected, unselected
 
     @classmethod
     def describing(cls, model: PreTrainedModel) -> LowBitConfig:
@@ -210,7 +210,7 @@ class LowBitConfig(QuantizationConfigMixin):
             if name in packed:
                 info = packed[name].info
                 fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), common, strict=False)
-                change = {field: own for field, own, usual in fields if own != usual}
+                change = {field: value for field, value, usual in fields if value != usual}
                 if change or layer is head:
                     overrides.append((escape(name), change))
             elif kind_of(layer) is not None:

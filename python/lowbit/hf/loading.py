@@ -45,7 +45,7 @@ def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transform
         config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
         names = config.architectures if isinstance(config.architectures, list) and not causal else ()
         named = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
-        model_class = next((found for found in named if hasattr(found, "_from_config")), None)
+        model_class = next((kind for kind in named if hasattr(kind, "_from_config")), None)
         with bounded(tensors, file):
             if model_class is not None:
                 return model_class._from_config(config)

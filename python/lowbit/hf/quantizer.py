@@ -18,12 +18,12 @@ from transformers.quantizers import HfQuantizer, auto
 
 from .. import nn
 from .._experts import Experts
+from .._layers import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
+from .._memory import in_huge_pages
+from .._packed import PackedInfo
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
 from ..files.untrusted import read_json
-from ..layers import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
-from ..memory import in_huge_pages
-from ..packed import PackedInfo
-from ..quantize import EmbeddingConfig, LinearConfig
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .dequantizing import dequantize
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
@@ -108,12 +108,12 @@ class _Checkpoint:
     def packed_layers(self, model: PreTrainedModel) -> dict[str, Stored]:
         """Layer of the model -> its packed weight. A class other than the checkpoint's may lack a head, or have another."""
         whole, layers = self._is_whole(model), dict(named_layers(model))
-        found = {}
+        layers_to_pack = {}
         for name, (target, _) in self.names.items():
             stored, layer = self.packed.get(self.float_names[name]), target.removesuffix(".weight")
             if stored is not None and (whole or layer in layers):
-                found[layer] = stored
-        return found
+                layers_to_pack[layer] = stored
+        return layers_to_pack
 
     def check_complete(self, model: PreTrainedModel, placed: Mapping[str, tuple[str, PackedInfo]]) -> set[str]:
         """The tensors of the model that the files have. Raises ValueError if the model's class is theirs and one is missing."""

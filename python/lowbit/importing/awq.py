@@ -61,9 +61,9 @@ def _outputs(words: Tensor) -> Tensor:
 def _read(stock: Stock, codes: Stored, scales: Stored, zeros: Stored, affine: bool, begin: int, end: int) -> Rows:
     first, last = begin // 8, -(-end // 8)
     part = slice(begin - 8 * first, end - 8 * first)
-    found = _outputs(stock.load_kept(codes)[:, first:last])[:, part].T.contiguous()
+    values = _outputs(stock.load_kept(codes)[:, first:last])[:, part].T.contiguous()
     scale = load(scales)[:, begin:end].T.float().contiguous()
     if not affine:
-        return Rows(found, scale)
+        return Rows(values, scale)
     zero = _outputs(load(zeros)[:, first:last])[:, part].T.float()
-    return Rows(found, scale, -zero * scale)
+    return Rows(values, scale, -zero * scale)

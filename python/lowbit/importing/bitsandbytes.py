@@ -31,10 +31,10 @@ def read_bitsandbytes(stock: Stock) -> list[SourceTensor]:
     """
     stock.setting("load_in_8bit", (False,), False)
     stock.setting("_load_in_8bit", (False,), False)
-    found: list[SourceTensor] = []
+    matrices: list[SourceTensor] = []
     for kind in ("nf4", "fp4"):
-        found += [_layer(stock, layer, kind) for layer in stock.layers(_STATE + kind)]
-    return [*found, *stock.rest()]
+        matrices += [_layer(stock, layer, kind) for layer in stock.layers(_STATE + kind)]
+    return [*matrices, *stock.rest()]
 
 
 def _state(stock: Stock, layer: str, kind: str) -> dict[str, Any]:
@@ -102,6 +102,6 @@ def _matrix(
 def _read(codes: Stored, scales: Tensor, k: int, begin: int, end: int) -> Rows:
     first, last = begin * k // 2, -(-end * k // 2)
     pairs = read_bytes(codes, first, last)
-    found = torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)
+    indices = torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)
     skip = begin * k - 2 * first
-    return Rows(found[skip : skip + (end - begin) * k].view(end - begin, k), scales[begin:end].contiguous())
+    return Rows(indices[skip : skip + (end - begin) * k].view(end - begin, k), scales[begin:end].contiguous())

@@ -88,8 +88,8 @@ def _tq1_0(blocks: np.ndarray) -> Decoded:
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
 
     def digits(bytes_: np.ndarray, count: int) -> np.ndarray:
-        left = bytes_[..., None, :] * powers[:count]  # uint8: what is above has been read
-        return (left.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*bytes_.shape[:2], -1)
+        shifted = bytes_[..., None, :] * powers[:count]  # uint8: the product drops the digits that were read
+        return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*bytes_.shape[:2], -1)
 
     parts = [digits(blocks[..., :32], 5), digits(blocks[..., 32:48], 5), digits(blocks[..., 48:52], 4)]
     return _from_minus_one(np.concatenate(parts, axis=-1), _half(blocks, 52))

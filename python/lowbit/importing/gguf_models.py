@@ -354,14 +354,14 @@ _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
-    found = ARCHITECTURES.get(metadata.architecture)
-    if found is None:
+    architecture = ARCHITECTURES.get(metadata.architecture)
+    if architecture is None:
         raise ValueError(
             f"{metadata.path} has a model of the architecture {metadata.architecture!r}; lowbit imports "
             f"{', '.join(ARCHITECTURES)}"
         )
     # Mixtral is a llama with experts.
-    return _MIXTRAL if found.permuted and metadata.whole("expert_count", 0) else found
+    return _MIXTRAL if architecture.permuted and metadata.whole("expert_count", 0) else architecture
 
 
 def name_in_model(architecture: Architecture, name: str) -> str | None:

@@ -91,15 +91,17 @@ def _read(
     begin: int,
     end: int,
 ) -> Rows:
-    found = unpack(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
-    found = found if order is None else found[:, order]
+    values = unpack(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
+    values = values if order is None else values[:, order]
     scale = load(scales)[:, begin:end].T.float().contiguous()
     if not affine:
-        return Rows(found, scale)
+        return Rows(values, scale)
     zero = unpack(load(zeros), bits, scales.shape[1])[:, begin:end].T.float() + offset
-    return Rows(found, scale, -zero * scale)
+    return Rows(values, scale, -zero * scale)
 
 
 def renamed(matrices: list[SourceTensor], source: str) -> list[SourceTensor]:
     """The same, said to be of another format."""
-    return [replace(each, source=f"{source}, {each.bits} bits") if isinstance(each, Matrix) else each for each in matrices]
+    return [
+        replace(matrix, source=f"{source}, {matrix.bits} bits") if isinstance(matrix, Matrix) else matrix for matrix in matrices
+    ]

@@ -94,11 +94,11 @@ def _read(
     groups = k // size
     rows = torch.arange(begin * groups, end * groups)
     shifts = width * (count - 1 - rows // step)
-    found = (stock.load_kept(codes)[rows % step].int() >> shifts[:, None].int()) & (2**width - 1)
+    values = (stock.load_kept(codes)[rows % step].int() >> shifts[:, None].int()) & (2**width - 1)
 
     def of(stored: Stored) -> Tensor:
         return load(stored)[begin * groups : end * groups].float().view(end - begin, groups).contiguous()
 
     scale = of(scales)
     mins = -of(zeros) * scale if affine else None
-    return Rows(found.to(torch.uint8).view(end - begin, k).contiguous(), scale, mins)
+    return Rows(values.to(torch.uint8).view(end - begin, k).contiguous(), scale, mins)

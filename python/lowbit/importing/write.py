@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._bands import Bands, rows_of_band
+from .._packed import PackedInfo
 from .._sizes import size
-from ..bands import Bands, rows_of_band
 from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_tensors
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
-from ..packed import PackedInfo
 from .codes import Float, Matrix, Nearness, SourceTensor, Stacked, Weights, as_floats, pack_rows, requantize_rows
 from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
@@ -147,8 +147,8 @@ class _Plan:
     """The tensors to write for a source, each checked against the model."""
 
     def __init__(self, source: Source, model: PreTrainedModel):
+        from .._layers import named_layers
         from ..hf.names import names_in_model
-        from ..layers import named_layers
 
         self.source, self.model = source, model
         self.tensors: dict[str, SourceTensor] = {}
@@ -166,8 +166,8 @@ class _Plan:
         Raises:
             ValueError: a tensor is missing, has another shape, or is quantized where the model has no matrix.
         """
+        from .._layers import kind_of
         from ..hf.names import check_complete, given_by
-        from ..layers import kind_of
 
         biases: set[str] = set()
         floats: dict[str, Float] = {}
@@ -201,7 +201,7 @@ class _Plan:
 
     def _check_shape(self, key: str, name: str, targets: Any) -> None:
         from .._experts import Experts
-        from ..layers import is_transposed
+        from .._layers import is_transposed
 
         tensor, layer = self.tensors[key], self.modules.get(name.removesuffix(".weight"))
         expected = self.state[name].shape if name in self.state else tensor.shape

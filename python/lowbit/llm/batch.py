@@ -14,6 +14,7 @@ from .caches import Caches, common, copy_layer
 from .decoder import Decoder
 from .generation import Generation, TextWriter, check_lengths
 from .penalties import Constraint, TokenLogprobs, token_logprobs
+from .prefixes import PrefixCache
 from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
 
 # Fewer common tokens are computed and not copied, because a copy has its cost, too.
@@ -85,6 +86,7 @@ class Batch:
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
         self.decoder, self.at_once, self.rows = decoder, at_once, rows
+        self.prefix_cache: PrefixCache | None = None  # on disk: prompts begin with what it has, and texts that end are added
         self.waiting: deque[Text] = deque()
         self._active: list[_Active] = []  # in the order of their beginnings
 
@@ -169,6 +171,8 @@ class Batch:
         active.pending = [] if token is None else [token]
         if active.writer.ended:
             self.ending(active.text, active.caches)
+            if self.prefix_cache is not None:
+                self.prefix_cache.write(active.caches.tokens, active.caches.layers)
             if active.text.on_end is not None:
                 active.text.on_end(result)
 
@@ -176,14 +180,21 @@ class Batch:
         prompt, source, same = text.prompt, None, 0
         for caches, tokens in self.beginnings() if text.prompt_logprobs is None else ():
             count = min(common(tokens, prompt), len(prompt) - 1)
+            if self.decoder.recurrent and (
+                count != len(caches.tokens) or any(active.caches is caches for active in self._active)
+            ):
+                continue  # states cannot be cut back, and those of an active text change
             if count >= max(_LEAST, same + 1):
                 source, same = caches, count
+        caches = self._caches(text, _ROOM)
+        disk = self.prefix_cache if text.prompt_logprobs is None else None
+        if disk is not None and disk.count(prompt) > same and (count := disk.read(prompt, caches.layers)) > same:
+            source, same, caches.tokens = None, count, prompt[:count]
         writer = TextWriter(
             prompt, text.max_new_tokens, self.decoder.max_length, text.sampling, text.seed, stop=text.stop,
             until=text.until, logprobs=text.logprobs, constraint=text.constraint, cached=same, on_token=text.on_token,
         )  # fmt: skip
         text.result = writer.result
-        caches = self._caches(text, _ROOM)
         return _Active(text, caches, prompt[same:], None if source is None else (source, same), writer)
 
     def _caches(self, text: Text, new: int) -> Caches:
@@ -272,6 +283,7 @@ def generate_batch(
     until: Sequence[Callable[[int], bool] | None] | None = None,
     logprobs: int | None = None,
     prefixes: Iterable[Caches] = (),
+    prefix_cache: PrefixCache | None = None,
     at_once: int = 16,
     rows: int = 512,
     on_token: Callable[[int, int], None] | None = None,
@@ -293,6 +305,7 @@ def generate_batch(
         until: a function for each text, as for :func:`generate`.
         seed: text i uses seed + i; or a seed for each text.
         prefixes: caches of :meth:`Decoder.read`, from which common beginnings are copied.
+        prefix_cache: of the decoder's model, on disk: prefixes are read from it, and texts that end are written to it.
         at_once: largest number of texts in memory and in a call; others wait.
         rows: largest number of prompt tokens in a call; longer prompts take several calls.
         on_token: called with the number of the text, from 0, and each new token.
@@ -318,7 +331,7 @@ def generate_batch(
     if len(ends) != len(given):
         raise ValueError(f"until has {len(ends)} functions; expected {len(given)}, one for each prompt")
     drawn, ids = Sampling(**sampling), frozenset(token_ids("stop", stop))
-    batch.prefixes = list(prefixes)
+    batch.prefixes, batch.prefix_cache = list(prefixes), prefix_cache
     for prefix in batch.prefixes:
         decoder.check_caches(prefix)
     results: dict[int, Generation] = {}

@@ -11,9 +11,9 @@ import torch
 
 from .. import nn
 from .._machine import cpu_name, peak_memory
+from .._memory import ReadBandwidth
+from .._rounding import EmbeddingConfig, LinearConfig
 from .._sizes import size
-from ..memory import ReadBandwidth
-from ..quantize import EmbeddingConfig, LinearConfig
 from .compiled import compile_decoder
 from .decoder import Decoder
 from .sampling import most_likely

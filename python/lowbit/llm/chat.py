@@ -14,6 +14,7 @@ from torch import Tensor
 from ..files.untrusted import interpreting
 from .generation import generate
 from .loading import check_tokens
+from .prefixes import PrefixCache
 from .sampling import Sampling
 from .stopping import TextUntil
 
@@ -50,14 +51,21 @@ def chat_template(tokenizer: Any, path: str | os.PathLike[str]) -> str:
     return template
 
 
-def render(tokenizer: Any, messages: list[Message], template: str) -> list[int]:
+def render(
+    tokenizer: Any, messages: list[Message] | list[dict[str, Any]], template: str, tools: list[dict[str, Any]] | None = None
+) -> list[int]:
     """Tokens of a conversation up to the model's answer. The template adds special tokens, also a first one.
+
+    Args:
+        tools: functions that the model may call, in OpenAI's format.
 
     Raises:
         ValueError: the template is damaged, or refuses the messages; some take no system prompt.
     """
     with interpreting("the chat template does not take this conversation"):
-        text = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages, tools, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -125,6 +133,7 @@ class Chat:
     seed: int = 0  # answer i uses seed + i
     stop: Iterable[int] = ()
     stop_strings: Iterable[str] = ()  # texts that end an answer, and are not part of it
+    prefix_cache: PrefixCache | None = None  # on disk
     turns: list[tuple[str, str]] = field(default_factory=list)  # messages and answers that the model sees
     answers: int = 0  # number of answers
     _cached: list[int] = field(default_factory=list)  # the tokens in the caches
@@ -205,6 +214,8 @@ class Chat:
         same = next((i for i, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), None)
         same = min(len(ids) - 1, len(self._cached) if same is None else same)
         same = getattr(self.step, "kept", int)(same)  # a Fallback may have to start again
+        if self.prefix_cache is not None:
+            same = self.prefix_cache.read(ids, self.step.caches(), same)  # type: ignore[attr-defined]
         self._cached = ids[:same]  # later ones are overwritten
         output = TextUntil(self.tokenizer, ids, self.stop_strings, on_text)
         tokens: list[int] = []
@@ -228,6 +239,8 @@ class Chat:
         except KeyboardInterrupt:
             if tokens:  # the last token may not be in the caches
                 self._cached = ids + tokens[:-1]
+        if self.prefix_cache is not None:
+            self.prefix_cache.write(self._cached, self.step.caches())  # type: ignore[attr-defined]
         if tokens or stopped != "interrupted":
             self.turns = [*self.turns[forgotten:], (text, output.finish())]
             self.answers += 1

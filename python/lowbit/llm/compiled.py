@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._machine import cpp_compiler
 from ..exports.module import machine_code
-from .decoder import Decoder, check_call, pieces
+from .decoder import Decoder, check_call
 
 # Loops over fewer values per thread than this run on one thread: for one token there are a few thousand values, which take
 # less time than a parallel region. For more tokens the code reads the number of threads when it runs.
@@ -36,9 +36,16 @@ class Step:
         self._decoder.check()
         check_call(tokens, start, self._decoder.vocabulary, self.max_length)
         graph = self._one if tokens.shape[1] == 1 else self._many
-        for piece in pieces(tokens, start):
-            logits = graph(*piece)
-        return logits
+        return self._decoder.run_pieces(graph, tokens, start)
+
+    @property
+    def recurrent(self) -> bool:
+        """As :attr:`Decoder.recurrent`."""
+        return self._decoder.recurrent
+
+    def kept(self, count: int) -> int:
+        """As :meth:`Decoder.kept`."""
+        return self._decoder.kept(count)
 
 
 def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..hf import decoding
+from ..hf.recurrent import is_state
 from ..ops import cache_storage, cache_width
 from .caches import Caches, common, copy_layer
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
 from .sampling import prompt_ids
+from .states import StateKeeper
 
 # Types of the KV cache.
 CACHES = {
@@ -59,12 +61,15 @@ def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) 
 
 
 class Decoder(torch.nn.Module):
-    """A decoding step of a causal language model, with its own static KV caches.
+    """A decoding step of a causal language model, with its own static KV caches and states of recurrent layers.
 
     The same module runs in eager mode, under torch.compile, and exported to .pte and .pt2. Each call updates the caches, which
     are buffers, so a text may come in any pieces; ``start`` is the number of earlier tokens. A new text starts at 0.
 
-    Some models keep more of a text than keys and values. At construction a few tokens go through the unchanged model, and
+    Recurrent layers (linear attention, Mamba-2, short convolutions) have states, which cannot be cut back: a text continues
+    where it ended, where an earlier call with several tokens ended, or from 0. :meth:`kept` returns the place.
+
+    Some models keep more of a text than these. At construction a few tokens go through the unchanged model, and
     through the decoder whole and in pieces. If the logits differ, the model is refused and left unchanged.
     """
 
@@ -126,11 +131,13 @@ class Decoder(torch.nn.Module):
         except decoding.NoCaches:
             self._takeover.hand_on(self.model)
             asked = reference.ask(self.run, self.layers)
-        self._shapes, self.exact = asked.shapes, reference.exact
+        self._shapes, self._states, self.exact = asked.shapes, asked.states, reference.exact
         decoding.check_windows(config, asked, self.max_length)
-        for layer, pair in enumerate(self._make(self.max_length, self.cache_dtype)):
-            for name, cache in zip("kv", pair, strict=True):
-                self.register_buffer(f"{name}_cache_{layer}", cache, persistent=False)
+        for layer, tensors in enumerate(self._make(self.max_length, self.cache_dtype)):
+            for name, cache in zip(self._names(layer), tensors, strict=True):
+                self.register_buffer(name, cache, persistent=False)
+        states = [tensor for layer in self._caches() for tensor in layer if is_state(tensor)]
+        self._keeper = StateKeeper(states) if states else None
         dtype = self.model.dtype
 
         def run_texts(texts: list[list[int]]) -> list[Tensor]:
@@ -138,22 +145,38 @@ class Decoder(torch.nn.Module):
 
         # The check needs caches without rounding; these are for a short text.
         caches = self.caches() if self.cache_dtype is dtype else self._make(reference.tokens.shape[1], dtype)
-        self.measured = reference.prove(self.run, run_texts, caches)
+        uses = [(layer in self._shapes) + (layer in self._states) for layer in range(self.layers)]
+        self.measured = reference.prove(self.run, run_texts, caches, uses)
         if self.cache_dtype is not dtype:
             self.measured["cache"] = reference.rounding_of_caches(self.run, self.caches(), self.cache_dtype)
 
-    def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    def _names(self, layer: int) -> list[str]:
+        """Names of a layer's buffers: keys and values if it has attention, then states."""
+        attention = [f"{name}_cache_{layer}" for name in "kv"] if layer in self._shapes else []
+        return attention + [f"state_{number}_cache_{layer}" for number in range(len(self._states.get(layer, ())))]
+
+    def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
         caches = []
         length = -(-length // 16) * 16
         for layer in range(self.layers):
-            heads, *widths = self._shapes[layer]
+            heads, *widths = self._shapes.get(layer, (0,))
             try:
                 shapes = [(1, heads, length, cache_width(width, dtype)) for width in widths]
             except ValueError as error:
                 raise decoding.Unsupported(str(error)) from error
-            k_cache, v_cache = (torch.zeros(shape, dtype=cache_storage(dtype)) for shape in shapes)
-            caches.append((k_cache, v_cache))
+            tensors = [torch.zeros(shape, dtype=cache_storage(dtype)) for shape in shapes]
+            states = [torch.zeros(shape, dtype=state_dtype) for shape, state_dtype in self._states.get(layer, ())]
+            caches.append((*tensors, *states))
         return caches
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers have states, which cannot be cut back."""
+        return self._keeper is not None
+
+    def kept(self, count: int) -> int:
+        """The number of the first ``count`` tokens of the decoder's text after which a call can continue."""
+        return count if self._keeper is None else self._keeper.kept(count)
 
     def check_texts(self) -> None:
         """Checks that texts in one call do not change each other's logits.
@@ -196,9 +219,14 @@ class Decoder(torch.nn.Module):
                 "the model of this decoder was given another attention implementation; call release(), and make a new Decoder"
             )
 
-    def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer; docs/internals/operators.md describes their layout."""
-        return [(getattr(self, f"k_cache_{i}"), getattr(self, f"v_cache_{i}")) for i in range(self.layers)]
+    def caches(self) -> list[tuple[Tensor, ...]]:
+        """Keys, values and states of each layer; docs/internals/operators.md describes their layout."""
+        if self._keeper is not None:
+            self._keeper.position = None  # the caller may change them
+        return self._caches()
+
+    def _caches(self) -> list[tuple[Tensor, ...]]:
+        return [tuple(getattr(self, name) for name in self._names(layer)) for layer in range(self.layers)]
 
     def run(
         self,
@@ -210,16 +238,22 @@ class Decoder(torch.nn.Module):
     ) -> Tensor:
         """Logits [1, s, vocabulary] of the last ``keep`` tokens, of all tokens if 0, or of the tokens at these indices."""
         arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "logits_to_keep": keep}
-        call = None if self._takeover is None else self._takeover.call
-        if call is None:
+        takeover = self._takeover
+        if takeover is None:
             return self.model(position_ids=positions[None], caches=caches, start=start, **arguments).logits
-        if call.takes_positions:
+        if takeover.takes_positions:
             arguments["position_ids"] = positions[None]
-        call.give(caches, start, positions)
+        if takeover.call is None:
+            arguments |= {"caches": caches, "start": start}
+        else:
+            takeover.call.give(caches, start, positions)
+        takeover.states.give(caches, start)
         try:
             return self.model(**arguments).logits
         finally:
-            call.clear()
+            takeover.states.clear()
+            if takeover.call is not None:
+                takeover.call.clear()
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Computes a step; a long prompt in pieces, which gives the same bits in packed layers.
@@ -232,7 +266,8 @@ class Decoder(torch.nn.Module):
             [1, vocabulary] of the model's dtype: the logits after the last token.
 
         Raises:
-            ValueError: tokens or start has another shape or dtype, or a token is not in the vocabulary.
+            ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or the states are not
+                those after ``start`` tokens.
             IndexError: the text is longer than max_length.
             RuntimeError: the decoder was released.
         """
@@ -240,18 +275,31 @@ class Decoder(torch.nn.Module):
             return self._step(tokens, start)
         self.check()
         check_call(tokens, start, self.vocabulary, self.max_length)
+        return self.run_pieces(self._step, tokens, start)
+
+    def run_pieces(self, step: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, start: Tensor) -> Tensor:
+        """Calls ``step``, of this decoder, with pieces of a text; returns the logits after the last token."""
+        if self._keeper is not None:
+            self._keeper.begin(int(start))
         for piece in pieces(tokens, start):
-            logits = self._step(*piece)
+            logits = step(*piece)
+        if self._keeper is not None:
+            self._keeper.end(int(start) + tokens.shape[1], keep=tokens.shape[1] > 1)
         return logits
 
     def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
-        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches(), keep=1)[:, -1]
+        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self._caches(), keep=1)[:, -1]
 
     def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Logits [1, s, vocabulary] after each token; otherwise as :meth:`forward`."""
         self.check()
         check_call(tokens, start, self.vocabulary, self.max_length)
-        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches())
+        if self._keeper is not None:
+            self._keeper.begin(int(start), keep=True)
+        logits = self.run(tokens, start + torch.arange(tokens.shape[1]), start, self._caches())
+        if self._keeper is not None:
+            self._keeper.end(int(start) + tokens.shape[1])
+        return logits
 
     def new_caches(self, length: int, dtype: torch.dtype | None = None) -> Caches:
         """Empty caches for another text.
@@ -270,7 +318,7 @@ class Decoder(torch.nn.Module):
             raise ValueError(f"length is {length}; expected a positive multiple of 16")
         if dtype not in CACHES.values():
             raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, CACHES.values()))}")
-        return Caches(self._make(length, dtype), dtype, self.model)
+        return Caches(self._make(length, dtype), dtype, self.model, length)
 
     def check_caches(self, caches: Caches, dtype: torch.dtype | None = None) -> None:
         """Checks that caches can be copied from.
@@ -304,8 +352,8 @@ class Decoder(torch.nn.Module):
             self.check_caches(prefix)
         check_call(torch.tensor([tokens]).long(), torch.tensor([0]), self.vocabulary, self.max_length)
         caches = self.new_caches(-(-len(tokens) // 16) * 16)
-        shared = 0 if prefix is None else common(prefix.tokens, tokens)
-        if prefix is not None:
+        shared = 0 if prefix is None else prefix.usable(common(prefix.tokens, tokens))
+        if prefix is not None and shared:
             for source, target in zip(prefix.layers, caches.layers, strict=True):
                 copy_layer(source, target, shared)
         caches.tokens = tokens[:shared]
@@ -329,9 +377,13 @@ class Decoder(torch.nn.Module):
         tokens = prompt_ids("the text", tokens)
         if not tokens:
             raise ValueError("the text has no tokens; expected at least one")
-        count = min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length)
-        for source, target in zip(caches.layers, self.caches(), strict=True):
-            copy_layer(source, target, count)
+        count = caches.usable(min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length))
+        if count:
+            for source, target in zip(caches.layers, self.caches(), strict=True):
+                copy_layer(source, target, count)
+            if self._keeper is not None:
+                self._keeper.begin(0)
+                self._keeper.end(count, keep=True)
         return count
 
     def run_texts(
@@ -351,7 +403,7 @@ class Decoder(torch.nn.Module):
 
         Raises:
             ValueError: no texts, a text without tokens, a token that is not in the vocabulary, or caches to copy from
-                that are of another model or dtype.
+                that are of another model or dtype, or whose states are those of more tokens.
             IndexError: a text is longer than its caches.
             RuntimeError: the decoder was released.
         """
@@ -367,7 +419,13 @@ class Decoder(torch.nn.Module):
             if source:
                 other, count = source[0]
                 self.check_caches(other, caches.dtype)
-                start = min(count, lengths.get(id(other), len(other.tokens)))
+                available = lengths.get(id(other), len(other.tokens))
+                start = min(count, available)
+                if self.recurrent and start != available:
+                    raise ValueError(
+                        f"a text copies {start} tokens from caches with {available}; expected all of them, as states cannot be cut "
+                        "back"
+                    )
                 copy = _copy_from(other, caches, start)
             if not len(tokens):
                 raise ValueError("a text has no tokens; expected at least one")
@@ -397,8 +455,8 @@ class Decoder(torch.nn.Module):
         return [logits[part.begin : part.end] for part in parts] if everywhere else list(logits)
 
 
-def _copy_from(source: Caches, target: Caches, count: int) -> Callable[[int], None]:
-    def copy(layer: int) -> None:
-        copy_layer(source.layers[layer], target.layers[layer], count)
+def _copy_from(source: Caches, target: Caches, count: int) -> Callable[[int, bool], None]:
+    def copy(layer: int, states: bool) -> None:
+        copy_layer(source.layers[layer], target.layers[layer], count, states)
 
     return copy

@@ -105,6 +105,9 @@ class Reference(Rounding):
         """
         told = tells_positions(model)
         self.tokens = sample_text(model.config.get_text_config(), min(TOKENS, max_length))
+        config = model.config.get_text_config()
+        kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
+        self.without = {layer for layer, kind in enumerate(kinds) if kind in ("mlp", "moe")}  # layers that need no caches
         count = self.tokens.shape[1]
         self.positions = torch.arange(count)
         self.whole = _logits(model, self.tokens)
@@ -119,7 +122,7 @@ class Reference(Rounding):
 
     @torch.inference_mode()
     def ask(self, run: Run, layers: int) -> Asked:
-        """Shapes of the keys and values that the attention of each layer uses.
+        """Shapes of the keys and values that the attention of each layer uses, and of the states of recurrent layers.
 
         Raises:
             Unsupported: a layer has no attention over caches.
@@ -127,18 +130,23 @@ class Reference(Rounding):
         """
         asked = Asked()
         run(self.tokens, self.positions, torch.tensor([0]), asked)
-        _check_all_used(sum(layer in asked.shapes for layer in range(layers)), layers)
+        _check_all_used({*asked.shapes, *asked.states}, layers, self.without)
         return asked
 
     @torch.inference_mode()
     def prove(
-        self, run: Run, run_texts: Callable[[list[list[int]]], list[Tensor]], caches: Sequence[tuple[Tensor, Tensor]]
+        self,
+        run: Run,
+        run_texts: Callable[[list[list[int]]], list[Tensor]],
+        caches: Sequence[tuple[Tensor, ...]],
+        uses: Sequence[int],
     ) -> dict[str, float]:
         """Checks a decoder against the model, and returns the measured differences by name.
 
         Args:
             run_texts: logits [s, vocabulary] of each of several texts, computed in one call.
             caches: of each layer, in the model's dtype, long enough for the reference's tokens.
+            uses: how often a call must ask for the caches of each layer.
 
         Raises:
             Unsupported: the decoder does not compute what the model does; the message says how they differ.
@@ -150,9 +158,7 @@ class Reference(Rounding):
         def logits_of(text: Tensor, positions: Tensor, start: int) -> Tensor:
             counted = _Counted(caches)
             logits = run(text, positions, torch.tensor([start]), counted)
-            used = [layer for layer in range(len(caches)) if counted.uses[layer]]
-            _check_all_used(len(used), len(caches))
-            if len(counted.uses) > len(used) or max(counted.uses.values()) > 1:
+            if counted.uses != Counter(dict(enumerate(uses))):
                 raise Unsupported(f"its {len(caches)} layers use the decoder's caches {counted.uses.total()} times a call")
             return logits
 
@@ -205,7 +211,7 @@ class Reference(Rounding):
         return float(_relative(logits[None], expected[None], effect).median())
 
     @torch.inference_mode()
-    def rounding_of_caches(self, run: Run, caches: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> float:
+    def rounding_of_caches(self, run: Run, caches: Sequence[tuple[Tensor, ...]], dtype: torch.dtype) -> float:
         """The difference that caches of a smaller dtype make, on the same scale as in :meth:`prove`.
 
         Raises:
@@ -256,6 +262,6 @@ def _relative(logits: Tensor, expected: Tensor, effect: Tensor) -> Tensor:
     return (_rms_difference(logits, expected) / scale)[0]
 
 
-def _check_all_used(used: int, layers: int) -> None:
-    if used < layers:
-        raise Unsupported(f"{used} of its {layers} layers use the decoder's caches")
+def _check_all_used(used: set[int], layers: int, without: set[int]) -> None:
+    if len(used | without) < layers:
+        raise Unsupported(f"{len(used)} of its {layers} layers use the decoder's caches")

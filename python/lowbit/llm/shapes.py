@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..memory import in_huge_pages
-from ..packed import pack
-from ..quantize import EmbeddingConfig, LinearConfig
-from ..quantize_model import described_to_transformers
+from .._memory import in_huge_pages
+from .._packed import pack
+from .._quantize_model import described_to_transformers
+from .._rounding import EmbeddingConfig, LinearConfig
 
 _LLAMA_3 = {
     "vocab_size": 128256, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import nn
+from .._layers import names_by_weight, put_linears, replace_layers
 from .._machine import cpu_name
+from .._quantize_model import described_to_transformers
 from ..calibration import calibrate
 from ..calibration.capture import inputs_of
 from ..calibration.data import MOST_TOKENS, Inputs, batches
@@ -28,12 +30,10 @@ from ..files.config_json import read_config
 from ..files.replace import replacing
 from ..files.safetensors import files_of, read_files
 from ..files.untrusted import interpreting
-from ..layers import names_by_weight, put_linears, replace_layers
 from ..llm.bench import measure
 from ..llm.decoder import Decoder
 from ..llm.loading import is_packed, load_model, load_tokenizer
 from ..llm.perplexity import Perplexity, perplexity
-from ..quantize_model import described_to_transformers
 from .peers import hold_all, peers
 
 if TYPE_CHECKING:

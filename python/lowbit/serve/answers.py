@@ -17,6 +17,7 @@ from .engine import Engine
 from .errors import ApiError
 from .models import LanguageModel
 from .protocol import Asked, finite
+from .tools import Held, Tools, find_calls
 
 _REASONS = {"stop": "stop", "until": "stop", "max_new_tokens": "length", "max_length": "length"}
 
@@ -131,8 +132,8 @@ class Form:
 
     kind, prefix, chunk_kind = "text_completion", "cmpl", "text_completion"
 
-    def __init__(self, answers: Answers, model: LanguageModel):
-        self._answers, self._model, self._asked = answers, model, answers.asked
+    def __init__(self, answers: Answers, model: LanguageModel, tools: Tools | None):
+        self._answers, self._model, self._asked, self._tools = answers, model, answers.asked, tools
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.kind, "created": int(time.time()), "model": model.name,
         }  # fmt: skip
@@ -146,11 +147,9 @@ class Form:
             assert end is not None
             text = self._echoed(index) + ("" if self._asked.max_tokens == 0 else "".join(each.text for each in events))
             logprobs = [] if self._asked.max_tokens == 0 else [one for each in events for one in each.logprobs]
-            choice = {
-                "index": index, **self._content(text), "logprobs": self._logprobs(index, end, logprobs, True),
-                "finish_reason": _REASONS[end.stopped],
-            }  # fmt: skip
-            choices.append(choice)
+            content, reason = self._content(text, _REASONS[end.stopped])
+            scores = self._logprobs(index, end, logprobs, True)
+            choices.append({"index": index, **content, "logprobs": scores, "finish_reason": reason})
         return self._head | {"choices": choices, "usage": self._answers.usage, "seed": self._asked.seed}
 
     def first(self) -> list[dict[str, Any]]:
@@ -161,12 +160,15 @@ class Form:
         """What an event becomes in a stream."""
         chunks = []
         text = (self._echoed(event.index) if begins else "") + ("" if self._asked.max_tokens == 0 else event.text)
+        text = self._told(event.index, text)
         logprobs = [] if self._asked.max_tokens == 0 else event.logprobs
         if text or logprobs:
             result = self._answers.texts[event.index].result
             chunks.append(self._chunk(event.index, self._delta(text), self._logprobs(event.index, result, logprobs, begins)))
         if event.end is not None:
-            chunks.append(self._chunk(event.index, self._delta(None), None, _REASONS[event.end.stopped]))
+            left, reason = self._left(event.index, _REASONS[event.end.stopped])
+            chunks += [self._chunk(event.index, each, None) for each in left]
+            chunks.append(self._chunk(event.index, self._delta(None), None, reason))
         return chunks
 
     def last(self) -> list[dict[str, Any]]:
@@ -184,8 +186,17 @@ class Form:
             return ""
         return self._model.tokenizer.decode(self._answers.texts[index].prompt, skip_special_tokens=True)
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _content(self, text: str, reason: str) -> tuple[dict[str, Any], str]:
+        """What a text becomes, and why it ended."""
+        return {"text": text}, reason
+
+    def _told(self, index: int, text: str) -> str:
+        """What a stream tells at once of more of a text."""
+        return text
+
+    def _left(self, index: int, reason: str) -> tuple[list[dict[str, Any]], str]:
+        """What a stream tells at the end of a text, and why it ended."""
+        return [], reason
 
     def _begin(self) -> dict[str, Any]:
         return {}
@@ -221,8 +232,33 @@ class Form:
 class ChatForm(Form):
     kind, prefix, chunk_kind = "chat.completion", "chatcmpl", "chat.completion.chunk"
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def __init__(self, answers: Answers, model: LanguageModel, tools: Tools | None):
+        super().__init__(answers, model, tools)
+        self._held = {index: Held() for index in range(len(answers.texts))} if tools is not None else {}
+
+    def _calls(self, text: str, reason: str) -> tuple[str, list[dict[str, Any]], str]:
+        """A text without its calls, these, and why it ended."""
+        content, calls = (text, []) if self._tools is None else find_calls(text, self._tools.names)
+        return content, calls, "tool_calls" if calls and reason == "stop" else reason
+
+    def _content(self, text: str, reason: str) -> tuple[dict[str, Any], str]:
+        content, calls, reason = self._calls(text, reason)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content if content.strip() else None, "tool_calls": calls}
+        return {"message": message}, reason
+
+    def _told(self, index: int, text: str) -> str:
+        return self._held[index].more(text) if index in self._held else text
+
+    def _left(self, index: int, reason: str) -> tuple[list[dict[str, Any]], str]:
+        if index not in self._held:
+            return [], reason
+        content, calls, reason = self._calls(self._held[index].text, reason)
+        rest = self._held[index].rest(content)
+        deltas: list[dict[str, Any]] = [{"content": rest}] if rest.strip() or (rest and not calls) else []
+        deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(calls)]
+        return [{"delta": each} for each in deltas], reason
 
     def _begin(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}

@@ -30,6 +30,7 @@ from .errors import ApiError, bad
 from .metrics import Metrics
 from .models import Encoder, LanguageModel
 from .protocol import Fields, asked, messages, prompts
+from .tools import Tools, read_tools
 
 log = logging.getLogger("lowbit.serve")
 _USUAL_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
@@ -46,6 +47,7 @@ class Limits:
     body_bytes: int = 16 << 20
     texts: int = 16  # of one request
     waiting: int = 64  # texts that wait for their place
+    requests: int = 256  # that are open; each may have a body in memory
     hosts: tuple[str, ...] | None = None  # names that the server goes by; None: any
 
 
@@ -59,6 +61,7 @@ class Server:
         self.engine = Engine(batches, limits.waiting)
         # One at a time: tokenizers are not made for several threads.
         self._reader = ThreadPoolExecutor(1, "lowbit-reader")
+        self._busy = 0  # requests that have no response yet
         self.metrics = Metrics(
             {
                 "running_texts": ("Texts that are being written.", lambda: self.engine.running),
@@ -81,7 +84,7 @@ class Server:
 
         posts = {
             "/v1/chat/completions": self._chat, "/v1/completions": self._complete, "/v1/embeddings": self._embed,
-            "/tokenize": self._tokenize, "/detokenize": self._detokenize,
+            "/v1/rerank": self._rerank, "/tokenize": self._tokenize, "/detokenize": self._detokenize,
         }  # fmt: skip
         gets = {
             "/": self._page, "/health": self._health, "/metrics": self._metrics, "/v1/models": self._models,
@@ -95,7 +98,11 @@ class Server:
         async def handle(request: Request) -> Response:
             try:
                 self._admit(request, path)
-                response = await handler(request)
+                self._busy += 1
+                try:
+                    response = await handler(request)
+                finally:
+                    self._busy -= 1
             except ClientDisconnect:
                 self.metrics.cancelled += 1
                 return Response(status_code=499)
@@ -119,6 +126,9 @@ class Server:
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             raise ApiError(403, f"the request comes from a page of {origin}; expected one of this server", code="wrong_origin")
+        if self._busy >= self.limits.requests and path not in _OPEN:
+            message = f"{self._busy} requests are open; expected at most {self.limits.requests}: send the request again later"
+            raise ApiError(503, message, code="too_many_requests", retry_after=1)
         if self.limits.api_key is None or path in _OPEN:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
@@ -128,10 +138,14 @@ class Server:
 
     async def _body(self, request: Request) -> Fields:
         data = bytearray()
-        async for piece in request.stream():
-            data += piece
-            if len(data) > self.limits.body_bytes:
-                raise ApiError(413, f"the body has more than {self.limits.body_bytes} bytes; expected fewer")
+        try:
+            async with asyncio.timeout(self.limits.timeout):
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > self.limits.body_bytes:
+                        raise ApiError(413, f"the body has more than {self.limits.body_bytes} bytes; expected fewer")
+        except TimeoutError as error:
+            raise ApiError(408, f"the body is not complete after {self.limits.timeout:g} seconds") from error
         try:
             return Fields(json.loads(data))
         except (ValueError, RecursionError) as error:
@@ -165,9 +179,11 @@ class Server:
     async def _chat(self, request: Request) -> Response:
         fields = await self._body(request)
         model = self._writer(fields)
-        tokens = await self._read(model.conversation, messages(fields.take("messages")))
+        tools = read_tools(fields)
+        documents = None if tools is None else tools.documents
+        tokens = await self._read(model.conversation, messages(fields.take("messages")), documents)
         model.check_prompt(tokens, "messages")
-        return await self._write(request, fields, model, [tokens], ChatForm, None)
+        return await self._write(request, fields, model, [tokens], ChatForm, None, tools)
 
     async def _complete(self, request: Request) -> Response:
         fields = await self._body(request)
@@ -188,13 +204,15 @@ class Server:
         tokens: list[list[int]],
         kind: type[Form],
         most: int | None,
+        tools: Tools | None = None,
     ) -> Response:
         how = asked(fields, model.usual, self.limits.texts // len(tokens), kind is ChatForm)
         answers = Answers(self.engine, model, tokens, how, most)
-        if how.schema is not None:
+        grammar = (None if tools is None else tools.grammar) or how.grammar
+        if grammar is not None:
             for text in answers.texts:
-                text.constraint = await self._read(make_constraint, model, how.schema)
-        form = kind(answers, model)
+                text.constraint = await self._read(make_constraint, model, grammar)
+        form = kind(answers, model, tools)
         answers.start()
         if how.stream:
             return _Events(self._stream(answers, form), self._gone, answers.close)
@@ -246,13 +264,8 @@ class Server:
 
     async def _embed(self, request: Request) -> Response:
         fields = await self._body(request)
-        model = self._model(fields)
-        if not isinstance(model, Encoder):
-            raise bad("model", f"the model {model.name} writes texts; expected a sentence-embedding model")
-        given = fields.take("input")
-        texts = [given] if isinstance(given, str) else given
-        if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
-            raise bad("input", "input is not a text or an array of texts, not empty")
+        model, given = self._encoder(fields), fields.take("input")
+        texts = _texts("input", [given] if isinstance(given, str) else given)
         kind = fields.text("encoding_format") or "float"
         if kind not in ("float", "base64"):
             raise bad("encoding_format", f"encoding_format is {kind!r}; expected float or base64")
@@ -268,6 +281,30 @@ class Server:
         data = [{"object": "embedding", "index": index, "embedding": value(row)} for index, row in enumerate(found)]
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+    async def _rerank(self, request: Request) -> Response:
+        """Jina's and vLLM's interface."""
+        fields = await self._body(request)
+        model, query, documents = self._encoder(fields), fields.text("query"), fields.take("documents")
+        if query is None:
+            raise bad("query", "query is missing; expected a text")
+        documents = _texts("documents", documents)
+        most, whole = fields.count("top_n", 1), fields.flag("return_documents")
+        fields.end()
+        (asked_, *found), count = await asyncio.wrap_future(self.engine.call(lambda: model.embed([query, *documents])))
+        scores = model.scores(asked_, found)
+        order = sorted(range(len(documents)), key=lambda index: -scores[index])[:most]
+        results = [
+            {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if whole else {})
+            for index in order
+        ]
+        return JSONResponse({"model": model.name, "results": results, "usage": {"prompt_tokens": count, "total_tokens": count}})
+
+    def _encoder(self, fields: Fields) -> Encoder:
+        model = self._model(fields)
+        if not isinstance(model, Encoder):
+            raise bad("model", f"the model {model.name} writes texts; expected a sentence-embedding model")
+        return model
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await self._body(request)
@@ -312,6 +349,12 @@ class Server:
     async def _page(self, request: Request) -> Response:
         policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
         return FileResponse(PAGE, headers={"Content-Security-Policy": policy})
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+        raise bad(name, f"{name} is not a text or an array of texts, not empty")
+    return value
 
 
 def _card(model: LanguageModel | Encoder) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Texts that fit a JSON schema: by llguidance, which ``lowbit[serve]`` brings."""
+"""Texts that fit a JSON schema or a grammar: by llguidance, which ``lowbit[serve]`` installs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .errors import ApiError, bad
 from .models import LanguageModel
+from .protocol import Grammar
 
 # Between the parts of a JSON document: enough for an indented one, but a text of nothing else has an end.
 _SPACE = r"[ \t\n\r]{0,20}"
@@ -33,38 +34,44 @@ class Matcher:
         count = min(len(bits), logits.numel())
         allowed[:count] = torch.from_numpy(bits[:count].astype(bool))
         if not allowed.any():
-            raise ValueError(f"no token fits the schema any more: {self._matcher.get_error() or 'the grammar has ended'}")
+            raise ValueError(f"no token fits the grammar any more: {self._matcher.get_error() or 'the grammar has ended'}")
         return logits.float().masked_fill(~allowed, -torch.inf)
 
     def append(self, token: int) -> None:
         self._matcher.consume_token(token)
 
 
-def make_constraint(model: LanguageModel, schema: Any) -> Matcher:
-    """What lets only texts of a JSON schema come.
+def make_constraint(model: LanguageModel, grammar: Grammar) -> Matcher:
+    """What lets only texts of a grammar come.
 
     Raises:
-        ApiError: llguidance is not installed, or does not know what the schema has.
+        ApiError: llguidance is not installed, or does not support what the grammar has.
     """
+    param = grammar.param
     try:
-        llguidance = import_module("llguidance")
-        wrap = import_module("llguidance.hf").from_tokenizer
+        llguidance, huggingface, gbnf = map(import_module, ("llguidance", "llguidance.hf", "llguidance.gbnf_to_lark"))
     except ModuleNotFoundError as error:
         raise ApiError(
-            501, f"response_format needs {error.name}, which is not installed here: pip install 'lowbit[serve]'",
-            param="response_format", code="unsupported_parameter",
+            501, f"{param} needs {error.name}, which is not installed here: pip install 'lowbit[serve]'", param=param,
+            code="unsupported_parameter",
         ) from error  # fmt: skip
     if not model.stop:
-        raise bad("response_format", f"the model {model.name} has no token that ends a text; expected one for a schema")
+        raise bad(param, f"the model {model.name} has no token that ends a text, which {param} needs")
     if model.grammar_tokenizer is None:
-        model.grammar_tokenizer = wrap(model.tokenizer, eos_token=sorted(model.stop))
+        model.grammar_tokenizer = huggingface.from_tokenizer(model.tokenizer, eos_token=sorted(model.stop))
+    matcher = llguidance.LLMatcher
     try:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
-        found = llguidance.LLMatcher(model.grammar_tokenizer, grammar, log_level=0)
+        if grammar.kind == "json":
+            text = matcher.grammar_from_json_schema(json.dumps(grammar.value), overrides={"whitespace_pattern": _SPACE})
+        elif grammar.kind == "regex":
+            text = matcher.grammar_from_regex(grammar.value)
+        else:
+            text = matcher.grammar_from_lark(gbnf.any_to_lark(grammar.value))
+        found = matcher(model.grammar_tokenizer, text, log_level=0)
         message = found.get_error()
-    except ValueError as error:
+    except ValueError as error:  # also GbnfToLarkError
         message = str(error)
     if message:
-        line = message.strip().split("\n")[0]
-        raise bad("response_format", f"the JSON schema is not supported: {line}", "unsupported_schema")
+        what = {"json": "JSON schema", "regex": "regular expression"}.get(grammar.kind, "grammar")
+        raise bad(param, f"the {what} is not supported: {message.strip().splitlines()[0]}", "unsupported_schema")
     return Matcher(found)

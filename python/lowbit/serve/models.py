@@ -66,8 +66,11 @@ class LanguageModel:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text)["input_ids"]
 
-    def conversation(self, messages: list[dict[str, Any]]) -> list[int]:
+    def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """The tokens of a conversation.
+
+        Args:
+            tools: that the model may call.
 
         Raises:
             ApiError: the model has no chat template, or it refuses the messages.
@@ -77,8 +80,10 @@ class LanguageModel:
                 400, f"the model {self.name} has no chat template, it only continues texts; expected /v1/completions",
                 code="no_chat_template",
             )  # fmt: skip
+        if tools and "tools" not in self.template:
+            raise bad("tools", f"the chat template of {self.name} has no tools; expected a request without them", "no_tools")
         try:
-            return render(self.tokenizer, messages, self.template)
+            return render(self.tokenizer, messages, self.template, tools)
         except ValueError as error:
             raise bad("messages", str(error)) from error
 
@@ -118,7 +123,7 @@ class LanguageModel:
             max(1, most),
             sampling,
             (asked.seed + number) % 2**64 if asked.seed >= 0 else asked.seed + number,
-            frozenset() if asked.ignore_eos and asked.schema is None else self.stop,
+            frozenset() if asked.ignore_eos and asked.grammar is None else self.stop,
             logprobs=asked.logprobs,
             prompt_logprobs=asked.logprobs if asked.echo else None,
         )
@@ -182,6 +187,10 @@ class Encoder:
             found = self.model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
         counts = [len(self.encode(text)) for text in texts]
         return found.float().tolist(), sum(counts)
+
+    def scores(self, query: list[float], documents: list[list[float]]) -> list[float]:
+        """How similar each document is to the query, by the model's own measure."""
+        return self.model.similarity(torch.tensor([query]), torch.tensor(documents))[0].tolist()
 
 
 def is_encoder(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ _IGNORED = {
 }  # fmt: skip
 # Those that would, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "suffix": ("",), "audio": (), "prediction": (), "web_search_options": (),
 }  # fmt: skip
 _DRAWN = {
@@ -86,6 +87,15 @@ def _kind(value: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What a text must fit."""
+
+    kind: str  # of the value: "json", a JSON schema; "regex"; "grammar", in Lark's syntax or llama.cpp's GBNF
+    value: Any
+    param: str  # of the request, for its errors
+
+
+@dataclass(frozen=True)
 class Asked:
     """How the texts of a request are written."""
 
@@ -99,7 +109,7 @@ class Asked:
     include_usage: bool
     logprobs: int | None  # so many likeliest tokens with each one
     echo: bool
-    schema: Any  # a JSON schema that the text must fit, or None
+    grammar: Grammar | None
     dry_breakers: tuple[str, ...] | None  # DRY's; None: the usual ones
 
 
@@ -142,7 +152,7 @@ def asked(fields: Fields, usual: Sampling, most: int, chat: bool) -> Asked:
         bool(options.get("include_usage")),
         logprobs,
         not chat and fields.flag("echo"),
-        _schema(fields.take("response_format")),
+        _grammar(fields),
         None if strings is None else _strings("dry_sequence_breakers", strings),
     )
     fields.end()
@@ -181,6 +191,26 @@ def _logprobs(fields: Fields, chat: bool) -> int | None:
     if top is not None and not wanted:
         raise bad("top_logprobs", f"top_logprobs is {top}; expected logprobs true with it")
     return (top or 0) if wanted else None
+
+
+def _grammar(fields: Fields) -> Grammar | None:
+    """OpenAI's response_format, or vLLM's structured_outputs."""
+    form, other = _schema(fields.take("response_format")), fields.take("structured_outputs")
+    if other is None:
+        return None if form is None else Grammar("json", form, "response_format")
+    name = "structured_outputs"
+    if form is not None:
+        raise bad(name, f"{name} is beside response_format; expected one of the two")
+    if not isinstance(other, dict) or len(other) != 1:
+        raise bad(name, f"{name} is {_kind(other)}; expected an object with json, regex, choice or grammar")
+    ((kind, value),) = other.items()
+    if kind == "json" and isinstance(value, dict | bool):
+        return Grammar("json", value, name)
+    if kind == "choice" and isinstance(value, list) and value and all(isinstance(each, str) and each for each in value):
+        return Grammar("grammar", f"start: {' | '.join(map(json.dumps, value))}", name)
+    if kind in ("regex", "grammar") and isinstance(value, str):
+        return Grammar(kind, value, name)
+    raise bad(name, f"{name} has {kind} with {_kind(value)}; expected json, a text as regex or grammar, or texts as choice")
 
 
 def _schema(value: Any) -> Any:
@@ -232,7 +262,9 @@ def _message(number: int, value: Any) -> dict[str, Any]:
     name = f"messages[{number}]"
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise bad("messages", f"{name} has no role; expected an object with role and content")
-    content = value.get("content")
+    content, calls = value.get("content"), value.get("tool_calls") or []
+    if content is None and calls:
+        content = ""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -241,7 +273,24 @@ def _message(number: int, value: Any) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise bad("messages", f"{name} has a content that is {_kind(content)}; expected a string or text parts")
-    return {"role": "system" if value["role"] == "developer" else value["role"], "content": content}
+    message = {"role": "system" if value["role"] == "developer" else value["role"], "content": content}
+    message |= {key: value[key] for key in ("name", "tool_call_id") if isinstance(value.get(key), str)}
+    return message | ({"tool_calls": _calls(name, calls)} if calls else {})
+
+
+def _calls(name: str, value: Any) -> list[dict[str, Any]]:
+    """Earlier calls of tools, with arguments as templates take them: objects."""
+    calls = []
+    try:
+        for each in value:
+            function = each["function"]
+            arguments = json.loads(function["arguments"])
+            calls.append({"id": each["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    except (TypeError, KeyError, ValueError):
+        raise bad(
+            "messages", f"{name} has tool_calls that are none; expected id and function with name and arguments"
+        ) from None
+    return calls
 
 
 def finite(value: float) -> float:

@@ -8,13 +8,28 @@ import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .app import Limits, Server
 from .models import Encoder, LanguageModel
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_SILENT = 30.0  # seconds that a connection has for the head of its first request
+
+
+class _Http(H11Protocol):
+    """uvicorn's connections, of which those that send no request are closed."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(_SILENT, self._close_silent)
+
+    def _close_silent(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -31,6 +46,15 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def allow_connections() -> None:
+    """Lets this process have as many connections as the system allows it; 1024 is a usual number without."""
+    with contextlib.suppress(ModuleNotFoundError, ValueError, OSError):  # Windows has none, macOS another one
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def run(
@@ -61,8 +85,9 @@ def run(
         ) from error
     if not local and api_key is None:
         warn(f"everybody who reaches {host} can use this server; --api-key asks for a key")
+    allow_connections()
     config = uvicorn.Config(
-        Server(models, limits).app(), log_level="warning", access_log=False, timeout_graceful_shutdown=grace,
+        Server(models, limits).app(), http=_Http, log_level="warning", access_log=False, timeout_graceful_shutdown=grace,
         limit_concurrency=None, server_header=False, lifespan="on",
     )  # fmt: skip
     server = _Uvicorn(config)

@@ -14,9 +14,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from .. import ops
-from ..memory import give_back, in_huge_pages
-from ..quantize import quantize_tensor
-from ..slices import slice_of_rank
+from .._memory import give_back, in_huge_pages
+from .._rounding import quantize_tensor
+from .._slices import slice_of_rank
 from .linear import listed
 from .model import PACKED, ServedModel
 

@@ -18,10 +18,10 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from .. import ops
-from ..memory import give_back, in_huge_pages
+from .._memory import give_back, in_huge_pages
+from .._rounding import quantize_tensor
+from .._slices import concat, slice_columns, slice_rows
 from ..nn import check_input_order
-from ..quantize import quantize_tensor
-from ..slices import concat, slice_columns, slice_rows
 from .model import PACKED, ServedModel
 
 _ORDER = "input_order"

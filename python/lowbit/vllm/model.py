@@ -9,13 +9,13 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from .._experts import Experts
+from .._layers import named_layers
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..files.safetensors import files_of, float_name, orders_of, packed_info, read_files
 from ..hf.building import check_fits
 from ..hf.config import LowBitConfig
 from ..hf.loading import meta_model
 from ..hf.names import tied_layers
-from ..layers import named_layers
-from ..quantize import EmbeddingConfig, LinearConfig
 
 PACKED = "packed_weight"
 

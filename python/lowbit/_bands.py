@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import _C
-from .packed import PackedInfo
+from ._packed import PackedInfo
 
 PANEL_ROWS = 16
 

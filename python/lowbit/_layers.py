@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 import torch
 
 from . import nn
+from ._embeddings import table_of
 from ._experts import Experts, experts_of
 from ._linear_forms import TRANSPOSED, equivalent_linear
-from .embeddings import table_of
-from .memory import in_huge_pages
-from .packed import PackedInfo
-from .quantize import Config, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
+from ._memory import in_huge_pages
+from ._packed import PackedInfo
+from ._rounding import Config, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
 
 Layer: TypeAlias = torch.nn.Module | Experts
 

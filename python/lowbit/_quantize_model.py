@@ -12,11 +12,19 @@ import torch
 
 from . import nn
 from ._experts import Experts
+from ._layers import (
+    check_whole_experts,
+    kind_of,
+    named_layers,
+    names_by_weight,
+    refuse_prepared,
+    replace_layers,
+    warn_of_floats,
+)
+from ._packed import describe
+from ._patterns import Patterns
+from ._rounding import Config, EmbeddingConfig, LinearConfig
 from ._sizes import size
-from .layers import check_whole_experts, kind_of, named_layers, names_by_weight, refuse_prepared, replace_layers, warn_of_floats
-from .packed import describe
-from .patterns import Patterns
-from .quantize import Config, EmbeddingConfig, LinearConfig
 
 
 def select_layers(

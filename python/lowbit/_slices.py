@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .packed import check_packed, info
+from ._packed import check_packed, info
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from .embeddings import Table
-from .groups import in_groups
-from .layers import Prepared
-from .packed import pack
-from .quantize import Config
+from ._embeddings import Table
+from ._groups import in_groups
+from ._layers import Prepared
+from ._packed import pack
+from ._rounding import Config
 
 # As kernels/weight_grid.h and kernels/pack.cpp have them.
 _SMALLEST_STEP = 2.0**-120

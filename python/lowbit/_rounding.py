@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .computed_tensor import ComputedTensor
+from ._computed_tensor import ComputedTensor
+from ._packed import as_levels, check_format, describe, pack
 from .levels import FIT, TABLES, fit_levels, round_to_levels
-from .packed import as_levels, check_format, describe, pack
 
 # Above this, the range of a group or its scale could overflow float32.
 _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
