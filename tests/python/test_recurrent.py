@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lowbit import llm
-from lowbit.recurrence import state_shape
+from lowbit._recurrence import state_shape
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 import tiny_models

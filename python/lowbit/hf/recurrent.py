@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recurrence import state_shape
+from .._recurrence import state_shape
 
 _CONV = "causal_conv1d_fn"
 _TAPS = "_lowbit_taps"  # a mixer's buffer: the weight of its convolution, [taps, channels]
