@@ -13,12 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include "../bench/read_bandwidth.h"
 #include "../kernels/format.h"
 #include "../kernels/registry.h"
 #include "check.h"
 #include "load_kernels.h"
 #include "operators.h"
+#include "read_bandwidth.h"
 
 namespace py = pybind11;
 using namespace lowbit;
@@ -147,6 +147,12 @@ py::list kernels() {
     const AttentionKernel& kernel = attention_kernel(i);
     py::dict row = describe("attention", kernel);
     row["active"] = &choose_attention(isa) == &kernel;
+    rows.append(row);
+  }
+  for (size_t i = 0; i < recurrence_kernel_count(); ++i) {
+    const RecurrenceKernel& kernel = recurrence_kernel(i);
+    py::dict row = describe("recurrence", kernel);
+    row["active"] = &choose_recurrence(isa) == &kernel;
     rows.append(row);
   }
   return rows;
@@ -327,7 +333,7 @@ double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
   }
   try {
     py::gil_scoped_release release;
-    return bench::read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1).bytes_per_second;
+    return read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1).bytes_per_second;
   } catch (const std::system_error& error) {
     raise_unless_ok(Status::system("%d threads cannot be started: %s", threads, error.what()));
   }

@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "../inline.h"
+
 namespace lowbit {
 
 inline constexpr int kPanelRows = 16;
@@ -81,7 +83,7 @@ constexpr int level_offset(int bits) { return bits == 1 ? 1 : is_by_table(bits) 
 
 // The code of unpacked line J at one position; `packed` is the byte of packed line 0 there, lines are kLineBytes apart.
 template <int Bits, int J>
-[[gnu::always_inline]] inline uint8_t read_code(const uint8_t* packed) {
+LOWBIT_INLINE inline uint8_t read_code(const uint8_t* packed) {
   constexpr CodePlacement where = placement(Bits, J);
   unsigned code = 0;
   for (int i = 0; i < where.count; ++i) {
@@ -93,7 +95,7 @@ template <int Bits, int J>
 
 // The inverse: ORs the code into the packed bytes of one position, which start as zero.
 template <int Bits, int J>
-[[gnu::always_inline]] inline void write_code(uint8_t* packed, uint8_t code) {
+LOWBIT_INLINE inline void write_code(uint8_t* packed, uint8_t code) {
   constexpr CodePlacement where = placement(Bits, J);
   const unsigned value = unsigned{code} ^ stored_flip(Bits);
   for (int i = 0; i < where.count; ++i) {

@@ -32,8 +32,8 @@ struct Index {
 };
 
 template <int Count, class Body>
-[[gnu::always_inline]] inline void unroll(Body body) {
-  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void unroll(Body body) {
+  [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
     (body(Index<I>{}), ...);
   }(std::make_integer_sequence<int, Count>());
 }
@@ -43,36 +43,36 @@ struct Pair {
   uint8x16_t q0, q1;
 };
 
-[[gnu::always_inline]] inline Pair and_mask(const Pair& v, int mask) {
+LOWBIT_INLINE inline Pair and_mask(const Pair& v, int mask) {
   const uint8x16_t masks = vdupq_n_u8(static_cast<uint8_t>(mask));
   return {vandq_u8(v.q0, masks), vandq_u8(v.q1, masks)};
 }
 
-[[gnu::always_inline]] inline Pair test(const Pair& v, int mask) {
+LOWBIT_INLINE inline Pair test(const Pair& v, int mask) {
   uint8x16_t masks = vdupq_n_u8(static_cast<uint8_t>(mask));
   if (mask == 1) __asm__("" : "+w"(masks));  // hidden from Clang, which would take an AND and a negation
   return {vtstq_u8(v.q0, masks), vtstq_u8(v.q1, masks)};
 }
 
 template <int Count>
-[[gnu::always_inline]] inline Pair shift_left(const Pair& v) {
+LOWBIT_INLINE inline Pair shift_left(const Pair& v) {
   return {vshlq_n_u8(v.q0, Count), vshlq_n_u8(v.q1, Count)};
 }
 
 template <int Count>
-[[gnu::always_inline]] inline Pair shift_right(const Pair& v) {
+LOWBIT_INLINE inline Pair shift_right(const Pair& v) {
   return {vshrq_n_u8(v.q0, Count), vshrq_n_u8(v.q1, Count)};
 }
 
 // The top `Count` bits of `upper`, and below them the top bits of `lower`.
 template <int Count>
-[[gnu::always_inline]] inline Pair insert_below(const Pair& upper, const Pair& lower) {
+LOWBIT_INLINE inline Pair insert_below(const Pair& upper, const Pair& lower) {
   return {vsriq_n_u8(upper.q0, lower.q0, Count), vsriq_n_u8(upper.q1, lower.q1, Count)};
 }
 
 // The lowest `Count` bits of `lower`, and above them the lowest bits of `upper`.
 template <int Count>
-[[gnu::always_inline]] inline Pair insert_above(const Pair& lower, const Pair& upper) {
+LOWBIT_INLINE inline Pair insert_above(const Pair& lower, const Pair& upper) {
   return {vsliq_n_u8(lower.q0, upper.q0, Count), vsliq_n_u8(lower.q1, upper.q1, Count)};
 }
 
@@ -85,9 +85,9 @@ template <>
 struct Unpack<1> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
+  LOWBIT_INLINE static void lines(Block block) {
     const Pair p = block.load(0);
-    unroll<8>([&](auto j) __attribute__((always_inline)) { block.use(j, test(p, 1 << j)); });
+    unroll<8>([&](auto j) LOWBIT_INLINE { block.use(j, test(p, 1 << j)); });
   }
 };
 
@@ -95,8 +95,8 @@ template <>
 struct Unpack<2> {
   static constexpr int shift[8] = {0, 2, 4, 0, 0, 2, 4, 0};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<2>([&](auto h) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    unroll<2>([&](auto h) LOWBIT_INLINE {
       const Pair p = block.load(h);
       block.use(Index<4 * h>{}, and_mask(p, 0x03));
       block.use(Index<4 * h + 1>{}, and_mask(p, 0x0c));
@@ -110,8 +110,8 @@ template <>
 struct Unpack<3> {
   static constexpr int shift[8] = {0, 0, 0, 3, 3, 3, 0, 0};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    const auto next = [&](auto j) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    const auto next = [&](auto j) LOWBIT_INLINE {
       const Pair p = block.load(j);
       block.use(j, and_mask(p, 0x07));
       block.use(Index<3 + j>{}, and_mask(p, 0x38));
@@ -128,8 +128,8 @@ template <>
 struct Unpack<4> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<4>([&](auto j) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    unroll<4>([&](auto j) LOWBIT_INLINE {
       const Pair p = block.load(j);
       block.use(j, and_mask(p, 0x0f));
       block.use(Index<4 + j>{}, shift_right<4>(p));
@@ -141,8 +141,8 @@ template <>
 struct Unpack<5> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    const auto next = [&](auto j) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    const auto next = [&](auto j) LOWBIT_INLINE {
       const Pair p = block.load(j);
       block.use(j, and_mask(p, 0x1f));
       return p;
@@ -163,9 +163,9 @@ template <>
 struct Unpack<6> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<2>([&](auto h) __attribute__((always_inline)) {
-      const auto next = [&](auto j) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    unroll<2>([&](auto h) LOWBIT_INLINE {
+      const auto next = [&](auto j) LOWBIT_INLINE {
         const Pair p = block.load(3 * h + j);
         block.use(Index<4 * h + j>{}, and_mask(p, 0x3f));
         return p;
@@ -180,8 +180,8 @@ template <>
 struct Unpack<7> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    const auto next = [&](auto j) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    const auto next = [&](auto j) LOWBIT_INLINE {
       const Pair p = block.load(j);
       block.use(j, and_mask(p, 0x7f));
       return p;
@@ -203,8 +203,8 @@ template <>
 struct Unpack<8> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<8>([&](auto j) __attribute__((always_inline)) { block.use(j, block.load(j)); });
+  LOWBIT_INLINE static void lines(Block block) {
+    unroll<8>([&](auto j) LOWBIT_INLINE { block.use(j, block.load(j)); });
   }
 };
 
@@ -212,7 +212,7 @@ struct Unpack<8> {
 // weights.
 template <int Bits>
 struct Tables {
-  [[gnu::always_inline]] explicit Tables(const int8_t*) {}
+  LOWBIT_INLINE explicit Tables(const int8_t*) {}
 };
 
 template <int Count>
@@ -221,14 +221,14 @@ struct TableRegisters {
 };
 
 // The level at each code of `codes`.
-[[gnu::always_inline]] inline uint8x16_t levels_of(const int8_t* levels, const uint8_t (&codes)[16]) {
+LOWBIT_INLINE inline uint8x16_t levels_of(const int8_t* levels, const uint8_t (&codes)[16]) {
   return vqtbl1q_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(levels)), vld1q_u8(codes));
 }
 
 // Indices of two codes: the lower one, the upper one.
 template <>
 struct Tables<by_table(2)> : TableRegisters<2> {
-  [[gnu::always_inline]] explicit Tables(const int8_t* levels)
+  LOWBIT_INLINE explicit Tables(const int8_t* levels)
       : TableRegisters{{levels_of(levels, {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}),
                         levels_of(levels, {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3})}} {}
 };
@@ -236,18 +236,18 @@ struct Tables<by_table(2)> : TableRegisters<2> {
 // The code in the three lower bits; and two upper bits, one that does not count, the lowest bit.
 template <>
 struct Tables<by_table(3)> : TableRegisters<2> {
-  [[gnu::always_inline]] explicit Tables(const int8_t* levels)
+  LOWBIT_INLINE explicit Tables(const int8_t* levels)
       : TableRegisters{{levels_of(levels, {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7}),
                         levels_of(levels, {0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7})}} {}
 };
 
 template <>
 struct Tables<by_table(4)> : TableRegisters<1> {
-  [[gnu::always_inline]] explicit Tables(const int8_t* levels)
+  LOWBIT_INLINE explicit Tables(const int8_t* levels)
       : TableRegisters{{vld1q_u8(reinterpret_cast<const uint8_t*>(levels))}} {}
 };
 
-[[gnu::always_inline]] inline Pair look_up(uint8x16_t table, const Pair& index) {
+LOWBIT_INLINE inline Pair look_up(uint8x16_t table, const Pair& index) {
   return {vqtbl1q_u8(table, index.q0), vqtbl1q_u8(table, index.q1)};
 }
 
@@ -256,8 +256,8 @@ template <>
 struct Unpack<by_table(2)> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<2>([&](auto h) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    unroll<2>([&](auto h) LOWBIT_INLINE {
       const Pair p = block.load(h);
       const Pair lower = and_mask(p, 0x0f), upper = shift_right<4>(p);
       block.use(Index<4 * h>{}, look_up(block.tables.table[0], lower));
@@ -272,8 +272,8 @@ template <>
 struct Unpack<by_table(3)> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    const auto next = [&](auto j) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    const auto next = [&](auto j) LOWBIT_INLINE {
       const Pair p = block.load(j);
       block.use(j, look_up(block.tables.table[0], and_mask(p, 0x07)));
       block.use(Index<3 + j>{}, look_up(block.tables.table[0], and_mask(shift_right<3>(p), 0x07)));
@@ -290,8 +290,8 @@ template <>
 struct Unpack<by_table(4)> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<4>([&](auto j) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    unroll<4>([&](auto j) LOWBIT_INLINE {
       const Pair p = block.load(j);
       block.use(j, look_up(block.tables.table[0], and_mask(p, 0x0f)));
       block.use(Index<4 + j>{}, look_up(block.tables.table[0], shift_right<4>(p)));
@@ -300,9 +300,9 @@ struct Unpack<by_table(4)> {
 };
 
 // Four float16 values, as they lie in memory.
-[[gnu::always_inline]] inline float32x4_t f32_from_f16x4(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
+LOWBIT_INLINE inline float32x4_t f32_from_f16x4(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
 
-[[gnu::always_inline]] inline uint16x4_t bf16_from_f32x4(float32x4_t value) {
+LOWBIT_INLINE inline uint16x4_t bf16_from_f32x4(float32x4_t value) {
   // Not bfcvtn: it is no baseline instruction.
   const uint32x4_t bits = vreinterpretq_u32_f32(value);
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -313,8 +313,8 @@ struct Unpack<by_table(4)> {
 
 // 16 values, adjacent in memory.
 template <DType T>
-[[gnu::always_inline]] inline void store16(void* at, const float32x4_t (&value)[4]) {
-  unroll<4>([&](auto q) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void store16(void* at, const float32x4_t (&value)[4]) {
+  unroll<4>([&](auto q) LOWBIT_INLINE {
     auto* to = static_cast<uint8_t*>(at) + 4 * size_of(T) * q;
     if constexpr (T == DType::f32) {
       vst1q_u8(to, vreinterpretq_u8_f32(value[q]));
@@ -328,7 +328,7 @@ template <DType T>
 
 // The first `count` of 16 values, from element `index` of `base` on; nothing is written behind them.
 template <DType T>
-[[gnu::always_inline]] inline void store_first(void* base, int64_t index, const float32x4_t (&value)[4],
+LOWBIT_INLINE inline void store_first(void* base, int64_t index, const float32x4_t (&value)[4],
                                                int64_t count) {
   char* at = static_cast<char*>(base) + size_of(T) * index;
   if (count >= 16) return store16<T>(at, value);

@@ -19,7 +19,7 @@ struct Few {
 
 // Integer sums of row `row` of m += line * activations 4 J to 4 J + 3 of a half.
 template <int Bits, int J>
-[[gnu::always_inline]] inline void dot(uint32_t row, svuint8x4_t w, svint8_t a) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void dot(uint32_t row, svuint8x4_t w, svint8_t a) LOWBIT_STREAMING {
   if constexpr (is_signed(Bits)) {
     const svint8x4_t levels = svcreate4_s8(svreinterpret_s8_u8(svget4_u8(w, 0)), svreinterpret_s8_u8(svget4_u8(w, 1)),
                                            svreinterpret_s8_u8(svget4_u8(w, 2)), svreinterpret_s8_u8(svget4_u8(w, 3)));
@@ -31,7 +31,7 @@ template <int Bits, int J>
 
 // 16 inputs of each row, in every quarter of a vector.
 template <int Rows>
-[[gnu::always_inline]] inline svint8x4_t load_rows(const int8_t* const* a, int64_t input) __arm_streaming {
+LOWBIT_INLINE inline svint8x4_t load_rows(const int8_t* const* a, int64_t input) __arm_streaming {
   const svbool_t all = svptrue_b8();
   svint8x4_t rows = svset4_s8(svundef4_s8(), 0, svld1rq_s8(all, a[0] + input));
   if constexpr (Rows > 1) rows = svset4_s8(rows, 1, svld1rq_s8(all, a[1] + input));
@@ -42,7 +42,7 @@ template <int Rows>
 
 // Packed line I of four panels, `at` bytes behind their beginnings.
 template <int I>
-[[gnu::always_inline]] inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t at) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t at) __arm_streaming {
   const svbool_t all = svptrue_b8();
   if constexpr (I == 0) {  // without a register for the sum of the two
     return svcreate4_u8(svld1_u8(all, panel[0] + at), svld1_u8(all, panel[1] + at), svld1_u8(all, panel[2] + at),
@@ -57,9 +57,9 @@ template <int I>
 // that a line of all panels is four neighbors, which dot products want. Compilers do not find that, so the registers
 // are named.
 struct FourLines {
-  [[gnu::always_inline]] static void load(const uint8_t* const* panel, int64_t at, svuint8x4_t& line0,
-                                          svuint8x4_t& line1, svuint8x4_t& line2,
-                                          svuint8x4_t& line3) __arm_streaming {
+  LOWBIT_INLINE static void load(const uint8_t* const* panel, int64_t at, svuint8x4_t& line0,
+                                 svuint8x4_t& line1, svuint8x4_t& line2,
+                                 svuint8x4_t& line3) __arm_streaming {
     register svuint8_t p0l0 __asm__("z16"), p0l1 __asm__("z20"), p0l2 __asm__("z24"), p0l3 __asm__("z28");
     register svuint8_t p1l0 __asm__("z17"), p1l1 __asm__("z21"), p1l2 __asm__("z25"), p1l3 __asm__("z29");
     register svuint8_t p2l0 __asm__("z18"), p2l1 __asm__("z22"), p2l2 __asm__("z26"), p2l3 __asm__("z30");
@@ -82,7 +82,7 @@ struct FourLines {
 
 // The same vectors: what is made of them behind this is not made before it. Clang would make all lines of a block at
 // once, and run out of registers.
-[[gnu::always_inline]] inline svuint8x4_t settled(svuint8x4_t v) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t settled(svuint8x4_t v) __arm_streaming {
   svuint8_t v0 = svget4_u8(v, 0), v1 = svget4_u8(v, 1), v2 = svget4_u8(v, 2), v3 = svget4_u8(v, 3);
   __asm__ volatile("" : "+w"(v0), "+w"(v1), "+w"(v2), "+w"(v3));
   return svcreate4_u8(v0, v1, v2, v3);
@@ -90,8 +90,7 @@ struct FourLines {
 
 // Line J of four panels times the activations of all rows.
 template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
-[[gnu::always_inline]] inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0,
-                                       svint8x4_t a1) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0, svint8x4_t a1) LOWBIT_STREAMING {
   if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
     const svuint8x4_t w = levels_of<Bits>(codes, table);
     const svint8x4_t a = J < 4 ? a0 : a1;
@@ -105,8 +104,8 @@ template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
 // A block, or a half of it, of four panels: a packed line is loaded when it is needed first, and few are in registers
 // at any time. What is computed for lines of a half that is not wanted is dead code.
 template <int Bits, bool Affine, int Rows, Halves Wanted>
-[[gnu::always_inline]] inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table,
-                                             const int8_t* const* a, int64_t input) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table,
+                                    const int8_t* const* a, int64_t input) LOWBIT_STREAMING {
   constexpr int kBits = code_bits(Bits);
   constexpr bool kDouble = Bits == 1 && !Affine;
   __asm__ volatile("" : "+r"(at));  // an offset of all panels: compilers would make four addresses
@@ -208,18 +207,17 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
 #undef USE
 }
 
-[[gnu::always_inline]] inline svfloat32x4_t load_four_mins(const uint8_t* const* panel, int64_t at) __arm_streaming {
+LOWBIT_INLINE inline svfloat32x4_t load_four_mins(const uint8_t* const* panel, int64_t at) __arm_streaming {
   return svcreate4_f32(load_scales(panel[0] + at, 1), load_scales(panel[1] + at, 1), load_scales(panel[2] + at, 1),
                        load_scales(panel[3] + at, 1));
 }
 
-[[gnu::always_inline]] inline svfloat32x4_t load_four_scales(const uint8_t* const* panel, int64_t at) __arm_streaming {
+LOWBIT_INLINE inline svfloat32x4_t load_four_scales(const uint8_t* const* panel, int64_t at) __arm_streaming {
   return svcreate4_f32(load_scales(panel[0] + at, 0), load_scales(panel[1] + at, 0), load_scales(panel[2] + at, 0),
                        load_scales(panel[3] + at, 0));
 }
 
-[[gnu::always_inline]] inline void store_outputs(const Few& few, int64_t panel, int64_t row,
-                                                 svfloat32_t sum) __arm_streaming {
+LOWBIT_INLINE inline void store_outputs(const Few& few, int64_t panel, int64_t row, svfloat32_t sum) __arm_streaming {
   if (panel >= few.panels) return;
   const LinearArgs& args = few.args;
   const Head head(args, few.first_panel + panel);
@@ -242,7 +240,7 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
 // Integer sums are groups of vectors 0 to 3, a row of m each, float sums 4 to 7. The P of a group's first segment are 8 to
 // 11, which become zero when integer sums do; if groups have several, they are 12 to 15 from there on.
 template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
-[[gnu::always_inline]] inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   const LinearArgs& args = few.args;
   const Layout& layout = args.layout;
@@ -283,7 +281,7 @@ template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
       --count;
       second = false;
     }
-    const auto add_block = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+    const auto add_block = [&]() LOWBIT_INLINE LOWBIT_STREAMING {
       dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
       at += kBlockBytes;
       input += kBlockInputs;
@@ -302,7 +300,7 @@ template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
       second = true;
     }
     const uint32_t vector0 = hidden(0), vector8 = hidden(8);
-    const auto add_products = [&](uint32_t products) __attribute__((always_inline)) LOWBIT_STREAMING {
+    const auto add_products = [&](uint32_t products) LOWBIT_INLINE LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
       for (uint32_t row = 0; row < Rows; ++row) {
         svint32x4_t total = svread_za32_s32_vg1x4(vector0 + row);

@@ -115,7 +115,7 @@ def test_a_workflow_runs_every_test():
     """By itself, or as a part of `make test` and `make test-more`."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
     parts = " ".join(re.findall(r"^(?:test:|TEST_MORE =)(.*)", makefile, re.M)).split()
-    tests = re.findall(r"^(test-[\w-]+|fuzz[\w-]*|soak|models|coverage|docs|typecheck):(?!=)", makefile, re.M)
+    tests = re.findall(r"^(test-[\w-]+|fuzz[\w-]*|soak|models|ecosystem|coverage|docs|typecheck):(?!=)", makefile, re.M)
     assert {"test-tsan", "fuzz-import", "docs", "test-macos-build"} <= set(tests) and "typecheck" in parts
     # test and test-more; with the runners, test-more's files of Python; test-more has its runs one by one
     elsewhere = {"test-all", "test-arm-runner", "test-emulated-x86"}

@@ -84,7 +84,7 @@ def test_what_cannot_be_packed_stays_float_and_is_said(tmp_path):
     source = save(make("gpt2"), tmp_path / "gpt2")
     config = lowbit.LowBitConfig(bits=3, overrides={"*.c_fc": None})
     summary, done = calibrate_checkpoint(source, tmp_path / "out", config, words(1500), "auto")
-    assert set(summary.left) == {f"transformer.h.{i}.mlp.c_fc.weight" for i in range(2)}
+    assert set(summary.unquantized) == {f"transformer.h.{i}.mlp.c_fc.weight" for i in range(2)}
     assert done.methods["transformer.h.0.attn.c_attn"] == "gptq"
     load = transformers.AutoModelForCausalLM.from_pretrained
     wanted = hidden(load(source).eval())

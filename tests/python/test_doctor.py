@@ -9,7 +9,7 @@ import lowbit
 import pytest
 import torch
 from command_line import document, documented_keys, invoke, keys_in, run
-from lowbit import memory
+from lowbit import _memory
 from lowbit.doctor import machine, surfaces
 
 pytestmark = pytest.mark.more
@@ -164,11 +164,11 @@ def test_advice():
 
 
 def test_huge_page_setting(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_SYSTEM", tmp_path)
-    assert memory.huge_page_setting() is None
+    monkeypatch.setattr(_memory, "_SYSTEM", tmp_path)
+    assert _memory.huge_page_setting() is None
     for text, setting in (("always [madvise] never\n", "madvise"), ("always madvise [never]\n", "never"), ("", None)):
         (tmp_path / "enabled").write_text(text)
-        assert memory.huge_page_setting() == setting
+        assert _memory.huge_page_setting() == setting
 
 
 def test_bandwidth_without_memory(monkeypatch):

@@ -11,13 +11,14 @@ from pathlib import Path
 import lowbit
 import pytest
 import torch
+from browser import browser
 from checkpoints import change_tensors
 from command_line import FLOAT, TINY, document, documented_keys, error, invoke, keys_in, run
 from lowbit.calibration import model as calibration
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
 from lowbit.report.measure import same_neighbors
-from needs import lacking, need_packages
+from needs import need_packages
 
 pytestmark = pytest.mark.more
 
@@ -43,13 +44,6 @@ addEventListener("load", () => {
   document.body.append(element);
 });
 </script>"""
-
-
-def browser() -> str:
-    found = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
-    if found is None:
-        lacking("there is no chromium; scripts/need.sh test installs it")
-    return found
 
 
 def look(page: Path, width: int, height: int) -> dict:

@@ -109,7 +109,7 @@ def assign_widths(
     Raises:
         TypeError, ValueError: as :func:`calibrate`, or a target that cannot be had; the message says what can.
     """
-    from ..layers import with_linears
+    from .._layers import with_linears
     from ..transformers import LowBitConfig
     from .data import batches
     from .model import evaluating

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..bands import Bands, rows_of_band
+from .._bands import Bands, rows_of_band
+from .._packed import describe
 from .grid import Config, Quantized, table_in
 
 _BAND_WEIGHTS = 1 << 22  # of a matrix that are quantized at a time, which bounds the memory
@@ -25,7 +25,7 @@ def packed_in_bands(weight: Tensor, config: Config, quantize: Callable[[Tensor],
         return quantize(weight.float()).pack(bias)
     table = table_in(config)
     levels = None if table is None else table.by_code
-    info = ops.describe((n, k), config.bits, config.group_size, config.mapping, bias is not None, levels)
+    info = describe((n, k), config.bits, config.group_size, config.mapping, bias is not None, levels)
     result = torch.empty(info.total_bytes, dtype=torch.uint8, device="cpu")
     bands = Bands(info, levels)
     at = bands.header_bytes

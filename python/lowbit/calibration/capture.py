@@ -32,7 +32,7 @@ def inputs_of(modules: dict[str, torch.nn.Module], take: Callable[[str, Tensor],
     handles = []
     for name, module in modules.items():
 
-        def hook(_, args, kwargs, name=name):
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
             take(name, args[0] if args else kwargs["input"])
 
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -65,7 +65,7 @@ class MeanSquares:
 class Call:
     """How a block was called: its arguments without the hidden state that runs through all blocks."""
 
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     named: bool  # whether the hidden state was given by its name
 
@@ -96,7 +96,7 @@ def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False) -> Iterat
     handles = []
     for index, block in enumerate(blocks):
 
-        def before(_, args, kwargs, index=index):
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> None:
             named = not args
             hidden = kwargs.get("hidden_states") if named else args[0]
             if index != len(recorded.calls) or not isinstance(hidden, Tensor):
@@ -111,7 +111,7 @@ def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False) -> Iterat
             if stop_after and index == len(blocks) - 1:
                 raise Stop
 
-        def after(_, args, output):
+        def after(_: Any, args: Any, output: Any) -> None:
             last[0] = hidden_of(output)
 
         handles.append(block.register_forward_pre_hook(before, with_kwargs=True))

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._layers import put_linears
 from ..checkpoint import MAX_SHARD_BYTES, CheckpointSummary, PlannedSize, planned_size, quantize_checkpoint
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import files_of, read_files
-from ..layers import put_linears
-from .data import MOST_TOKENS, batches
+from .data import MOST_TOKENS, Batch, batches
 from .journal import Journal, digest
 from .model import check_method, evaluating, run
 from .packing import Kept
@@ -31,8 +31,8 @@ Progress = Callable[[str, int, int, str], None]
 
 
 def calibrate_checkpoint(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
     config: LowBitConfig,
     text: str,
     method: str = "auto",
@@ -133,7 +133,7 @@ def calibrate_checkpoint(
     return summary, result[0]
 
 
-def _identity(source: Path, weights: list[Path], text: str, config: list, method: str) -> dict[str, str]:
+def _identity(source: Path, weights: list[Path], text: str, config: list[Any], method: str) -> dict[str, str]:
     """What the layers of a run depend on: another run with the same takes them up."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", CONFIG)
     return {
@@ -147,9 +147,9 @@ def _identity(source: Path, weights: list[Path], text: str, config: list, method
 
 def _with_widths(
     model: Any,
-    inputs: list,
+    inputs: list[Batch],
     config: LowBitConfig,
-    budget: list,
+    budget: list[Any],
     source: Path,
     max_shard_bytes: int,
     planned: PlannedSize,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class Teacher:
             return states, states
         seen: list[tuple[Tensor, Tensor]] = []
 
-        def take(_, args, output):
+        def take(_: Any, args: Any, output: Any) -> None:
             seen.append((args[0], output))
             raise Stop  # what comes behind it is the same for both models
 

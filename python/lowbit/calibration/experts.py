@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .. import nn
-from ..hf.experts import between
-from ..layers import Experts, experts_of
+from .._experts import Experts, between, experts_of
 from .capture import MeanSquares, Stop
 from .data import Batch, mask_of
 from .grid import Config
@@ -37,7 +36,7 @@ def holders_in(module: torch.nn.Module, targets: Mapping[str, Config], prefix: s
 def _routing_of(holder: torch.nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Calls ``take(hidden states, experts of each)`` whenever the holder is about to run."""
 
-    def hook(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         named = (kwargs[name] for name in ("top_k_index", "router_indices") if name in kwargs)
         take(hidden, args[1] if len(args) > 1 else next(named))

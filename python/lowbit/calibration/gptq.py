@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..groups import in_groups
+from .._groups import in_groups
 from .grid import Config, Quantized, stored, table_in, with_table
 from .importance import search, search_groups
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..groups import per_input
+from .._groups import per_input
+from .._packed import pack
+from .._rounding import EmbeddingConfig, LinearConfig, table_of
 from ..levels import TABLES, Table
-from ..packed import pack
-from ..quantize import EmbeddingConfig, LinearConfig, table_of
 
 Config = LinearConfig | EmbeddingConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..groups import in_groups
+from .._groups import in_groups
 from ..levels import FACTORS, Table, best_scales, refit
 from .grid import Config, Quantized, nearest, stored, table_in, with_table
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .._packed import verify
 from ..files.replace import lock, sync, sync_path
 
 _VERSION = 4
@@ -90,7 +90,7 @@ class Journal:
             self.begun_anew = [key for key in self.identity if not found or found.get(key) != self.identity[key]]
         self._write(_IDENTITY, self.identity)
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         self.packed = {}
         if kind is None or not self.holds_work():
             shutil.rmtree(self.path, ignore_errors=True)
@@ -114,7 +114,7 @@ class Journal:
                 found = [self._map(entry["file"], entry.get("experts")) for entry in entries]
                 for packed in found:
                     for matrix in packed if packed.dim() == 2 else (packed,):
-                        ops.verify(matrix)
+                        verify(matrix)
             except (ValueError, KeyError, TypeError, OSError, RuntimeError):
                 break
             whole += line

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from .. import nn, ops
-from ..groups import in_groups
+from .. import nn
+from .._groups import in_groups
+from .._packed import pack, unpack
 from .grid import stored
 
 _LARGEST_LEVEL = 127.0
@@ -31,7 +32,7 @@ class _Weight(torch.autograd.Function):
         return weight.flatten(1)[:, : codes.shape[1]]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         levels, scales, codes = ctx.saved_tensors
         grouped = in_groups(grads[0], ctx.group)
         to_levels = None
@@ -52,7 +53,7 @@ class Learning(torch.nn.Module):
 
     def __init__(self, packed: Tensor, table: bool):
         super().__init__()
-        self.unpacked = unpacked = ops.unpack(packed)
+        self.unpacked = unpacked = unpack(packed)
         self.group = unpacked.group_size or unpacked.codes.shape[1]
         if unpacked.levels is not None:
             self.levels = unpacked.levels.float()
@@ -99,7 +100,7 @@ class Learning(torch.nn.Module):
         if mins is not None:
             largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
             mins = torch.where(rows, mins, stored(mins, largest))
-        return ops.pack(
+        return pack(
             unpacked.codes, torch.where(rows, scales, stored(scales, largest)), mins,
             None if self.bias is None else self.bias.detach(), bits=unpacked.bits, group_size=unpacked.group_size,
             mapping=unpacked.mapping, levels=levels,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from .. import nn
-from ..hf import conv1d  # noqa: F401 - lets named_layers find them
-from ..layers import Experts, as_linear, check_layers, kind_of, layer_at, named_layers
-from ..quantize import LinearConfig, check_layer
-from ..quantize_model import select_layers
+from .._experts import Experts
+from .._layers import as_linear, check_layers, kind_of, layer_at, named_layers
+from .._quantize_model import select_layers
+from .._rounding import LinearConfig, check_layer
 from .grid import Config
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Batch], names: Co
     generator = torch.Generator().manual_seed(0)
     seen: list[tuple[str, Tensor]] = []  # a table may be used more than once in a run
 
-    def hook(name: str):
-        def give(_, __, output: Tensor) -> Tensor:
+    def hook(name: str) -> Callable[..., Tensor]:
+        def give(_: Any, __: Any, output: Tensor) -> Tensor:
             seen.append((name, output.detach().requires_grad_(True)))
             return seen[-1][1].clone()  # which may be changed in place
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..layers import Experts, Layer, layer_at
+from .._experts import Experts
+from .._layers import Layer, layer_at
+from .._packed import describe
+from .._patterns import Patterns
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..levels import FIT
-from ..patterns import Patterns
-from ..quantize import EmbeddingConfig, LinearConfig
 from .capture import MeanSquares, inputs_of
 from .collect import rows_of
 from .data import Batch, mask_of, rows_in_parts, tokens_of
@@ -166,8 +167,8 @@ def measure_losses(
 def _bytes(weight: Tensor, config: Config, bias: bool) -> int:
     """Of [n, k], or of experts [experts, n, k]."""
     linear = isinstance(config, LinearConfig)
-    each = ops.describe(weight.shape[-2:], config.bits, config.group_size, config.mapping, bias and linear)
-    return math.prod(weight.shape[:-2]) * each.total_bytes
+    matrix = describe(weight.shape[-2:], config.bits, config.group_size, config.mapping, bias and linear)
+    return int(math.prod(weight.shape[:-2])) * matrix.total_bytes
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -28,14 +28,16 @@ from .inspect import inspect
 from .output import quieten, reporting
 from .quantize import quantize
 from .report import report
+from .serve import serve
 from .tune import tune
 
-COMMANDS: dict[str, Callable] = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize,
     "import": import_,
     "dequantize": dequantize,
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
@@ -70,10 +72,10 @@ def _common(
 class _Command(typer.core.TyperCommand):
     """A command whose errors of options say what was found: of typer's own some say only what was expected."""
 
-    def parse_args(self, ctx, args):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         try:
-            return super().parse_args(ctx, args)
+            return list(super().parse_args(ctx, args))
         except typer.BadParameter as error:
             found = _value_of(getattr(error.param, "opts", ()), given)
             message = error.message.removeprefix("Value error, ")
@@ -92,13 +94,13 @@ def _value_of(names: Collection[str], given: Sequence[str]) -> str | None:
     return found
 
 
-def _register(name: str, command: Callable) -> None:
+def _register(name: str, command: Callable[..., None]) -> None:
     @app.command(name, cls=_Command)
     @functools.wraps(command)
-    def run(**arguments) -> None:
+    def run(**arguments: Any) -> None:
         quieten()
         model = next((arguments[name] for name in ("model", "source") if name in arguments), None)
-        with reporting(arguments["as_json"], _state["debug"], model):
+        with reporting(arguments.get("as_json", False), _state["debug"], model):
             command(**arguments)
 
 

@@ -16,8 +16,19 @@ import typer
 from lowbit._machine import cpp_compiler
 
 from . import options
-from .models import check_text, imported, load, make_step, positions, read_text, set_threads
+from .models import (
+    check_text,
+    imported,
+    load,
+    make_prefix_cache,
+    make_step,
+    parse_prefix_size,
+    positions,
+    read_text,
+    set_threads,
+)
 from .options import (
+    PREFIX_SIZE,
     Cache,
     Compile,
     DryAllowedLength,
@@ -34,6 +45,8 @@ from .options import (
     MinP,
     Model,
     OptionalBits,
+    PrefixDirectory,
+    PrefixSize,
     PresencePenalty,
     RepetitionPenalty,
     Stop,
@@ -106,6 +119,8 @@ def chat(
     embedding_bits: EmbeddingBits = None,
     max_length: MaxLength = None,
     cache: Cache = None,
+    prefix_cache: PrefixDirectory = None,
+    prefix_cache_size: PrefixSize = PREFIX_SIZE,
     threads: Threads = None,
     compile_: Compile = False,
     as_json: Json = False,
@@ -117,6 +132,7 @@ def chat(
 
     output = Output(as_json)
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
+    most_bytes = parse_prefix_size(prefix_cache, prefix_cache_size)
     asked = _typed(output) if sys.stdin.isatty() else _piped()  # first, in case a library is missing
     system = None if system is None else check_text(system, "--system")
     strings = check_stop_strings(check_text(each, "--stop") for each in stop or ())
@@ -146,10 +162,11 @@ def chat(
     if max_length is None:
         max_length = min(_CONTEXT, positions(loaded) // 16 * 16)
     step = make_step(output, loaded, max_length, compile_, cache)
+    kept = make_prefix_cache(output, prefix_cache, most_bytes, step)
     talk = Chat(
         step, loaded, tokenizer, text, max_length,
         system=system, sampling=sampling, max_new_tokens=max_new_tokens or most or _NEW, seed=seed,
-        stop=stop_tokens(loaded, tokenizer), stop_strings=strings,
+        stop=stop_tokens(loaded, tokenizer), stop_strings=strings, prefix_cache=kept,
     )  # fmt: skip
     talk.check()
     if not as_json:

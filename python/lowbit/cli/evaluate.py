@@ -144,7 +144,8 @@ def _save(output: Output, model: torch.nn.Module, tokens: list[int], path: Path,
     vocabulary = model.config.get_text_config().vocab_size
     bytes_ = logits_bytes(len(tokens), vocabulary)
     output.note(f"{path} will have {size(bytes_)}: {len(tokens) - 1} predicted tokens, a vocabulary of {vocabulary}")
-    return save_logits(model.float(), tokens, path, **common)
+    reference: Perplexity = save_logits(model.float(), tokens, path, **common)
+    return reference
 
 
 def _name_weights(model: torch.nn.Module) -> str:

@@ -8,15 +8,27 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 import typer
 
 from lowbit._machine import cpp_compiler, peak_memory
 
-from .models import check_text, imported, load, make_decoder, make_step, positions, read_text, set_threads
+from .models import (
+    check_text,
+    imported,
+    load,
+    make_decoder,
+    make_prefix_cache,
+    make_step,
+    parse_prefix_size,
+    positions,
+    read_text,
+    set_threads,
+)
 from .options import (
+    PREFIX_SIZE,
     Cache,
     Compile,
     DryAllowedLength,
@@ -33,6 +45,8 @@ from .options import (
     MinP,
     Model,
     OptionalBits,
+    PrefixDirectory,
+    PrefixSize,
     PresencePenalty,
     RepetitionPenalty,
     Stop,
@@ -44,6 +58,9 @@ from .options import (
     sampling_of,
 )
 from .output import Output, print_piece, set_stdout_errors, size
+
+if TYPE_CHECKING:
+    from lowbit.llm import PrefixCache
 
 
 def generate(
@@ -120,6 +137,8 @@ def generate(
     embedding_bits: EmbeddingBits = None,
     max_length: MaxLength = None,
     cache: Cache = None,
+    prefix_cache: PrefixDirectory = None,
+    prefix_cache_size: PrefixSize = PREFIX_SIZE,
     threads: Threads = None,
     compile_: Compile = False,
     as_json: Json = False,
@@ -132,6 +151,7 @@ def generate(
 
     output = Output(as_json)
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
+    most_bytes = parse_prefix_size(prefix_cache, prefix_cache_size)
     if prompts is None:
         refuse_unused("without --prompts", at_once=at_once != 16)
     if not temperature:
@@ -174,11 +194,12 @@ def generate(
         max_length = min(-(-(max(map(len, all_ids)) + max_new_tokens) // 16), positions(loaded) // 16) * 16
     needs = {"--draft": draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None}
     step = make_step(output, loaded, max_length, compile_, cache, needs)
+    kept = make_prefix_cache(output, prefix_cache, most_bytes, step)
     settings: dict[str, Any] = {
         "seed": seed, "stop": stop_tokens(loaded, tokenizer), "logprobs": logprobs
     } | drawn  # fmt: skip
     if prompts is not None:
-        _many(output, model, tokenizer, step, all_ids, max_new_tokens, at_once, strings, settings)
+        _many(output, model, tokenizer, step, all_ids, max_new_tokens, at_once, strings, kept, settings)
         return
     ids = all_ids[0]
     guesser = None
@@ -187,9 +208,16 @@ def generate(
     if not as_json:
         set_stdout_errors("replace")  # the text is for people
     written = llm.TextUntil(tokenizer, ids, strings, None if as_json else print_piece)
-    generation = llm.generate(
-        step, ids, max_new_tokens, max_length=max_length, guesses=guesses, draft=guesser, until=written, **settings
-    )
+    caches, tokens = [] if kept is None else cast(llm.Decoder, step).caches(), list[int]()
+    cached = 0 if kept is None else kept.read(ids, caches)
+    try:
+        generation = llm.generate(
+            step, ids, max_new_tokens, max_length=max_length, guesses=guesses, draft=guesser, until=written, cached=cached,
+            on_token=tokens.append, **settings,
+        )  # fmt: skip
+    finally:
+        if kept is not None and tokens:  # also of a text that Ctrl-C ends; its last token may not have been computed
+            kept.write(ids + tokens[:-1], caches)
     written.finish()
     memory = peak_memory()
     document = {
@@ -198,6 +226,7 @@ def generate(
         "tokens": generation.tokens,
         "stopped": generation.stopped,
         "prompt_tokens": generation.prompt_tokens,
+        "cached_tokens": generation.cached_tokens,
         "prefill_seconds": generation.prefill_seconds,
         "decode_seconds": generation.decode_seconds,
         "prefill_tokens_per_second": generation.prefill_rate,
@@ -216,8 +245,9 @@ def generate(
         if generation.guessed:
             decode += f" in {generation.decode_calls} calls, {generation.right} of {generation.guessed} guesses right"
         used = "" if memory is None else f", peak memory {size(memory)}"
+        found = f" ({cached} from {kept.directory})" if kept is not None else ""
         output.note(
-            f"{generation.prompt_tokens} prompt tokens, prefill {generation.prefill_rate:.1f} tokens/s; "
+            f"{generation.prompt_tokens} prompt tokens{found}, prefill {generation.prefill_rate:.1f} tokens/s; "
             f"{len(generation.tokens)} new tokens{decode}{used}"
         )
     else:
@@ -227,12 +257,13 @@ def generate(
 def _many(
     output: Output,
     model: Path,
-    tokenizer,
+    tokenizer: Any,
     decoder: Callable[..., torch.Tensor],
     prompts: list[list[int]],
     max_new_tokens: int,
     at_once: int,
     strings: tuple[str, ...],
+    kept: PrefixCache | None,
     settings: dict[str, Any],
 ) -> None:
     """Continues several texts at once, and writes each as a line of JSON when it ends."""
@@ -241,7 +272,7 @@ def _many(
 
     written = [llm.TextUntil(tokenizer, prompt, strings) for prompt in prompts]
 
-    def line(number: int, generation: llm.Generation) -> dict:
+    def line(number: int, generation: llm.Generation) -> dict[str, Any]:
         return {
             "number": number,
             "text": written[number].finish(),
@@ -258,7 +289,14 @@ def _many(
 
     begin = time.perf_counter()
     found = llm.generate_batch(
-        cast(llm.Decoder, decoder), prompts, max_new_tokens, at_once=at_once, until=written, on_end=on_end, **settings
+        cast(llm.Decoder, decoder),
+        prompts,
+        max_new_tokens,
+        at_once=at_once,
+        until=written,
+        on_end=on_end,
+        prefix_cache=kept,
+        **settings,
     )
     seconds = time.perf_counter() - begin
     tokens, memory = sum(len(each.tokens) for each in found), peak_memory()
@@ -281,7 +319,9 @@ def _many(
     )
 
 
-def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int, cache: str | None):
+def _draft(
+    output: Output, draft: Path, tokenizer: Any, model: Path, max_length: int, cache: str | None
+) -> Callable[..., torch.Tensor]:
     """The decoder of a model that guesses for another one."""
     from lowbit.llm.loading import load_tokenizer
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lowbit.threads import available_cpus
+from lowbit._threads import available_cpus
 
-from .options import make_config, refuse_unused
+from .options import PREFIX_SIZE, make_config, parse_size, refuse_unused
 from .output import Output
 
 if TYPE_CHECKING:
     from lowbit import LowBitConfig
+    from lowbit.llm import PrefixCache
+
+_PREFIX_CACHE = "LOWBIT_PREFIX_CACHE"
 
 
 def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.Module:
@@ -67,6 +71,33 @@ def make_step(
         step.refusal = str(refusal).split("; use transformers' generate()")[0]
         output.note(f"{step.refusal}; it runs by transformers' own attention instead, and {step.how}")
         return step
+
+
+def parse_prefix_size(directory: Path | None, size: str) -> int:
+    if directory is None and not os.environ.get(_PREFIX_CACHE):
+        refuse_unused("without --prefix-cache", prefix_cache_size=size != PREFIX_SIZE)
+    return parse_size(size, "--prefix-cache-size")
+
+
+def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, step: Callable[..., Any]) -> PrefixCache | None:
+    """The prefix cache of the option, or of the environment, if one of them names a directory.
+
+    Raises:
+        ValueError: the option names it, and the model cannot have one; for the environment, which is for all models, that is
+            said in a line.
+    """
+    from lowbit import llm
+
+    decoder = cast("llm.Decoder", step)  # it refuses all else
+    if directory is not None:
+        return llm.PrefixCache(directory, decoder, most_bytes)
+    if not (named := os.environ.get(_PREFIX_CACHE)):
+        return None
+    try:
+        return llm.PrefixCache(named, decoder, most_bytes)
+    except ValueError as error:
+        output.note(f"{_PREFIX_CACHE} is not used: {error}")
+        return None
 
 
 @contextmanager

@@ -59,9 +59,17 @@ Cache = Annotated[
     Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
     typer.Option("--cache", help="Type of the KV cache.", show_default="the model's type"),
 ]
+PREFIX_SIZE = "8GB"
+PrefixDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--prefix-cache", help="Directory for prefix caching on disk.", show_default="the environment's LOWBIT_PREFIX_CACHE"
+    ),
+]
+PrefixSize = Annotated[str, typer.Option("--prefix-cache-size", help="Largest size of that directory.")]
 
 
-def _number(option: str, help: str, most: float | None = None, least: float | None = 0) -> typer.models.OptionInfo:
+def _number(option: str, help: str, most: float | None = None, least: float | None = 0) -> Any:
     return typer.Option(option, min=least, max=most, callback=finite, help=help, show_default=False)
 
 
@@ -180,7 +188,7 @@ def parse_widths(text: str) -> list[int]:
 
 
 def make_config(
-    bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others
+    bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others: Any
 ) -> LowBitConfig:
     from lowbit import LowBitConfig
 

@@ -236,7 +236,7 @@ def print_piece(text: str) -> None:
 
 
 @contextmanager
-def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> Iterator[None]:
+def reporting(as_json: bool, debug: bool, model: str | os.PathLike[str] | None) -> Iterator[None]:
     """Turns what users can put right into one line and exit code 1. A bug keeps its traceback.
 
     Users can put right what we refuse (ValueError, OSError, ImportError), a machine that is too small, and a model

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -130,8 +130,8 @@ def quantize(
         "packed_layers": count,
         **packed,
         "float_bytes": summary.target_bytes - packed["packed_bytes"],
-        "left_bytes": summary.left_bytes,
-        "left_float": summary.left,
+        "left_bytes": summary.unquantized_bytes,
+        "left_float": summary.unquantized,
         "methods": None if calibration is None else calibration.methods,
         "calibration_tokens": None if calibration is None else calibration.tokens,
         "resumed_layers": None if calibration is None else calibration.resumed,
@@ -148,10 +148,10 @@ def quantize(
     if calibration is not None:
         lines.append(_calibrated(calibration))
     output.result(document, shown, *lines, f"{target} written in {document['seconds']:.1f} s")
-    if 2 * summary.left_bytes > summary.target_bytes:
+    if 2 * summary.unquantized_bytes > summary.target_bytes:
         output.warn(
-            f"MOST OF THIS MODEL STAYS FLOAT: {len(summary.left)} matrices, "
-            f"{100 * summary.left_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
+            f"MOST OF THIS MODEL STAYS FLOAT: {len(summary.unquantized)} matrices, "
+            f"{100 * summary.unquantized_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
         )
 
 
@@ -215,15 +215,15 @@ def _calibrated(calibration: Calibration) -> str:
 def _stays_float(summary: CheckpointSummary) -> list[str]:
     """A line for each reason why matrices stay float: how many, their share of the bytes written, and one of them."""
     lines = []
-    for why in dict.fromkeys(summary.left.values()):
-        names = [name for name, reason in summary.left.items() if reason == why]
+    for why in dict.fromkeys(summary.unquantized.values()):
+        names = [name for name, reason in summary.unquantized.items() if reason == why]
         share = sum(entry.bytes for entry in summary.entries if entry.name in names) / summary.target_bytes
         what = f"{names[0]} stays" if len(names) == 1 else f"{len(names)} matrices ({names[0]}, ...) stay"
         lines.append(f"{what} float, {100 * share:.1f} % of the bytes: {why}")
     return lines
 
 
-def _override(text: str) -> tuple[str, dict | None]:
+def _override(text: str) -> tuple[str, dict[str, Any] | None]:
     """PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float, as LowBitConfig takes it."""
     pattern, _, value = text.rpartition("=")
     if pattern and value == "float":
@@ -231,7 +231,7 @@ def _override(text: str) -> tuple[str, dict | None]:
     bits, *rest = value.split(",")
     if not pattern or not bits.isdecimal() or len(rest) > 2:
         raise typer.BadParameter(f"{text!r}; expected PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float", param_hint="--override")
-    changes: dict = {"bits": int(bits)}
+    changes: dict[str, Any] = {"bits": int(bits)}
     if rest:
         changes["group_size"] = parse_group_size(rest[0], "--override")
     if len(rest) == 2:

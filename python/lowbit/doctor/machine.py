@@ -13,8 +13,8 @@ import lowbit
 
 from .. import _C
 from .._machine import cpu_name
-from ..memory import ReadBandwidth, huge_page_setting
-from ..threads import available_cpus
+from .._memory import ReadBandwidth, huge_page_setting
+from .._threads import available_cpus
 
 PACKAGES = ("torch", "transformers", "safetensors", "executorch", "torchao")
 _BANDWIDTH_BYTES = 256 << 20  # beyond most caches, and read in less than half a second also where memory is slow

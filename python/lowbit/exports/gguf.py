@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import _C, ops
-from ..bands import PANEL_ROWS, Bands, rows_of_band
+from .. import _C
+from .._bands import PANEL_ROWS, Bands, rows_of_band
+from .._packed import PackedInfo, Unpacked, unpack
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf import TYPES, GgufWriter, TensorType
 from ..files.replace import replacing
@@ -62,7 +63,7 @@ class _Output:
     write: Callable[[GgufWriter], ExportedTensor]
 
 
-def _packed_type(name: str, info: ops.PackedInfo) -> str:
+def _packed_type(name: str, info: PackedInfo) -> str:
     """The smallest type that has all of the codes.
 
     Raises:
@@ -100,7 +101,7 @@ def _nibbles(codes: np.ndarray) -> np.ndarray:
     return codes[..., :16] & 15 | (codes[..., 16:] & 15) << 4
 
 
-def encode(type_name: str, info: ops.PackedInfo, codes: Tensor, scales: Tensor, mins: Tensor | None) -> np.ndarray:
+def encode(type_name: str, info: PackedInfo, codes: Tensor, scales: Tensor, mins: Tensor | None) -> np.ndarray:
     """Rows of codes with their scales and mins as blocks of a GGUF type.
 
     ``codes`` uint8 [rows, k] and ``scales``, ``mins`` float32 [rows, groups] give uint8 [rows, bytes]. Scales are rounded to
@@ -125,7 +126,7 @@ def encode(type_name: str, info: ops.PackedInfo, codes: Tensor, scales: Tensor, 
     return np.concatenate(parts, axis=-1).reshape(rows, -1)
 
 
-def _steps(name: str, info: ops.PackedInfo, scales: Tensor, mins: Tensor | None) -> float:
+def _steps(name: str, info: PackedInfo, scales: Tensor, mins: Tensor | None) -> float:
     """How far float16 scales and mins move a weight at most, in steps of its group.
 
     Raises:
@@ -157,7 +158,7 @@ class _Bands:
         self._header = self._bands.header_bytes
         self._panel = (info.total_bytes - self._header) // -(-info.out_features // PANEL_ROWS)
 
-    def read(self, rows: int) -> Iterator[ops.Unpacked]:
+    def read(self, rows: int) -> Iterator[Unpacked]:
         """All rows, at most so many at a time, a multiple of 16.
 
         Raises:
@@ -174,7 +175,7 @@ class _Bands:
             own = _C.fold_panels(band.data_ptr(), band.numel(), 0)
             self._bands.add(band)
             self._put_header(band, end - begin, own)
-            yield ops.unpack(band)
+            yield unpack(band)
         if read_bytes(self.stored, 0, self._header).numpy().tobytes() != self._bands.header():
             raise ValueError(f"{self.stored.name} in {self.stored.path} is damaged: its checksum is another")
 
@@ -240,7 +241,7 @@ def _float(name: str, stored: Stored, heads: int, done: Callable[[int], None], a
 
 
 def export_gguf(
-    source: str | os.PathLike, path: str | os.PathLike, progress: Callable[[int, int, str], None] | None = None
+    source: str | os.PathLike[str], path: str | os.PathLike[str], progress: Callable[[int, int, str], None] | None = None
 ) -> list[ExportedTensor]:
     """Writes a checkpoint, packed or float, as a GGUF file, some rows of one matrix at a time.
 
@@ -343,7 +344,7 @@ def _heads(name: str, key: str, stored: Stored, metadata: Mapping[str, Any]) -> 
     what = counts.get(name.rpartition(".")[2])
     if what is None:
         return 0
-    heads = metadata[f"{architecture}.attention.{what}"]
+    heads: int = metadata[f"{architecture}.attention.{what}"]
     rows = packed_info(stored).out_features if key.endswith("packed_weight") else stored.shape[0]
     expected = heads * metadata[f"{architecture}.attention.key_length"]
     if rows != expected:

@@ -17,7 +17,7 @@ from ..files.replace import replacing
 def export_pte(
     model: torch.nn.Module,
     example_inputs: tuple[Any, ...],
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     dynamic_shapes: Any = None,
     xnnpack: bool = True,
     constant_methods: dict[str, Any] | None = None,
@@ -70,7 +70,7 @@ def machine_code(exported: torch.export.ExportedProgram, example_inputs: tuple[A
     """What AOTInductor makes of a program: the files of a .pt2, to be packaged."""
     inductor = import_module("torch._inductor")
     module = exported.module(check_guards=False)
-    files = inductor.aot_compile(module, example_inputs, options={"aot_inductor.package": True, **options})
+    files: list[Any] = inductor.aot_compile(module, example_inputs, options={"aot_inductor.package": True, **options})
     for file in files:
         if isinstance(file, str) and file.endswith(".so"):
             without_executable_stack(file)
@@ -80,7 +80,7 @@ def machine_code(exported: torch.export.ExportedProgram, example_inputs: tuple[A
 def export_pt2(
     model: torch.nn.Module,
     example_inputs: tuple[Any, ...],
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     dynamic_shapes: Any = None,
     metadata: dict[str, str] | None = None,
     progress: Callable[[int, int, str], None] | None = None,

@@ -10,6 +10,7 @@ from .decoder import Decoder
 from .fallback import Fallback
 from .generation import Generation, generate
 from .penalties import TokenLogprobs
+from .prefixes import PrefixCache
 from .sampling import Sampling, sample
 from .shapes import random_model, shape_config
 from .stopping import TextUntil, breakers
@@ -33,6 +34,7 @@ __all__ = [
     "ExportedDecoder",
     "Fallback",
     "Generation",
+    "PrefixCache",
     "Refusal",
     "Sampling",
     "Step",

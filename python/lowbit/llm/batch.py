@@ -10,17 +10,20 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from .caches import Caches, common
+from .caches import Caches, common, copy_layer
 from .decoder import Decoder
 from .generation import Generation, Writer, check_lengths
 from .penalties import Constraint, TokenLogprobs, token_logprobs
-from .proof import check_texts
+from .prefixes import PrefixCache
 from .sampling import Sampling, SamplingArguments, check_seed, prompt_ids, token_ids, without_mask
 
 # Fewer tokens than these are computed rather than copied, which has its cost, too.
 _LEAST = 16
 # Of prompts whose logits are all asked for, so many tokens at a time: a vocabulary of floats each.
 _SCORED = 64
+# Caches have room for so many new tokens first, and for twice as many whenever that is not enough: most texts end long before
+# they have all tokens that they may have.
+_ROOM = 256
 
 
 @dataclass(eq=False)
@@ -78,11 +81,14 @@ class Batch:
         if not isinstance(decoder, Decoder):
             raise ValueError(f"a {type(decoder).__name__} takes one text at a time; expected a Decoder, not compiled")
         decoder.check()
-        check_texts(decoder)
+        decoder.check_texts()
         for name, value in (("at_once", at_once), ("rows", rows)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
         self.decoder, self.at_once, self.rows = decoder, at_once, rows
+        self.prefix_cache: PrefixCache | None = (
+            None  # on disk: what prompts begin with is read from it, and texts that end stay
+        )
         self.waiting: deque[Text] = deque()
         self._running: list[_Running] = []  # those that began earlier come first
 
@@ -143,6 +149,9 @@ class Batch:
                 except Exception as error:  # no memory for its caches
                     failed.append((text, error))
             self._running = still
+            for each in still:
+                if each.writer.result.tokens and len(each.caches.tokens) == each.caches.length:
+                    self._grow(each)
             for each, behind in self._compute(_plan(still, self.rows)):
                 try:
                     self._take(each, behind)
@@ -163,6 +172,8 @@ class Batch:
         each.pending = [] if token is None else [token]
         if each.writer.ended:
             self.ending(each.text, each.caches)
+            if self.prefix_cache is not None:
+                self.prefix_cache.write(each.caches.tokens, each.caches.layers)
             if each.text.on_end is not None:
                 each.text.on_end(result)
 
@@ -170,16 +181,32 @@ class Batch:
         prompt, source, same = text.prompt, None, 0
         for caches, tokens in self.beginnings() if text.prompt_logprobs is None else ():
             found = min(common(tokens, prompt), len(prompt) - 1)
+            if self.decoder.recurrent and (found != len(caches.tokens) or any(each.caches is caches for each in self._running)):
+                continue  # states cannot be cut back, and those of a text that runs do not stay
             if found >= max(_LEAST, same + 1):
                 source, same = caches, found
-        length = min(len(prompt) + text.max_new_tokens, self.decoder.max_length)
+        caches = self._caches(text, _ROOM)
+        kept = self.prefix_cache if text.prompt_logprobs is None else None
+        if kept is not None and kept.count(prompt) > same and (found := kept.read(prompt, caches.layers)) > same:
+            source, same, caches.tokens = None, found, prompt[:found]
         writer = Writer(
             prompt, text.max_new_tokens, self.decoder.max_length, text.sampling, text.seed, stop=text.stop,
             until=text.until, logprobs=text.logprobs, constraint=text.constraint, cached=same, on_token=text.on_token,
         )  # fmt: skip
         text.result = writer.result
-        caches = self.decoder.new_caches(-(-length // 16) * 16)
         return _Running(text, caches, prompt[same:], None if source is None else (source, same), writer)
+
+    def _caches(self, text: Text, new: int) -> Caches:
+        """Caches for a text with so many new tokens, or fewer where it cannot have as many."""
+        length = min(len(text.prompt) + min(new, text.max_new_tokens), self.decoder.max_length)
+        return self.decoder.new_caches(-(-length // 16) * 16)
+
+    def _grow(self, each: _Running) -> None:
+        before = each.caches
+        each.caches = self._caches(each.text, 2 * (before.length - len(each.text.prompt)))
+        for source, target in zip(before.layers, each.caches.layers, strict=True):
+            copy_layer(source, target, len(before.tokens))
+        each.caches.tokens = before.tokens
 
     def _compute(self, plan: list[tuple[_Running, list[int]]]) -> Iterator[tuple[_Running, Tensor]]:
         """The logits behind the last token of each text whose pending tokens are computed with these."""
@@ -254,6 +281,7 @@ def generate_batch(
     until: Sequence[Callable[[int], bool] | None] | None = None,
     logprobs: int | None = None,
     prefixes: Iterable[Caches] = (),
+    prefix_cache: PrefixCache | None = None,
     at_once: int = 16,
     rows: int = 512,
     on_token: Callable[[int, int], None] | None = None,
@@ -275,6 +303,7 @@ def generate_batch(
         until: of each text; as for :func:`generate`.
         seed: of the draws of the first text, each further one has the next number; or one for each.
         prefixes: of :meth:`Decoder.read`: beginnings that are there already.
+        prefix_cache: of the decoder's model, on disk: beginnings are read from it, and texts that end are written to it.
         at_once: so many texts are in memory and in a call; the others wait.
         rows: so many tokens of prompts are in a call; longer prompts come in several.
         on_token: called with the number of the text, from 0, and its new token as soon as it is known.
@@ -300,7 +329,7 @@ def generate_batch(
     if len(ends) != len(given):
         raise ValueError(f"until has {len(ends)} functions; expected {len(given)}, one for each prompt")
     drawn, ids = Sampling(**sampling), frozenset(token_ids("stop", stop))
-    batch.prefixes = list(prefixes)
+    batch.prefixes, batch.prefix_cache = list(prefixes), prefix_cache
     for prefix in batch.prefixes:
         decoder.check_caches(prefix)
     results: dict[int, Generation] = {}

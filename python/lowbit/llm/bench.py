@@ -11,9 +11,9 @@ import torch
 
 from .. import nn
 from .._machine import cpu_name, peak_memory
+from .._memory import ReadBandwidth
+from .._rounding import EmbeddingConfig, LinearConfig
 from .._sizes import size
-from ..memory import ReadBandwidth
-from ..quantize import EmbeddingConfig, LinearConfig
 from .compiled import compile_decoder
 from .decoder import Decoder
 from .sampling import most_likely
@@ -32,7 +32,7 @@ def bytes_per_token(model: torch.nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, nn.LinearExperts):
             experts += module.info.total_bytes * min(module.num_experts, chosen or module.num_experts)
-    return sum(layer.info.total_bytes for layer in layers) + experts + rows
+    return int(sum(layer.info.total_bytes for layer in layers) + experts + rows)
 
 
 def _experts_per_token(model: torch.nn.Module) -> int | None:
@@ -42,7 +42,7 @@ def _experts_per_token(model: torch.nn.Module) -> int | None:
     return next((count for count in found if isinstance(count, int)), None)
 
 
-def measure(step: Callable, prompt: torch.Tensor, new: int) -> tuple[float, list[float]]:
+def measure(step: Callable[..., torch.Tensor], prompt: torch.Tensor, new: int) -> tuple[float, list[float]]:
     """Runs a prompt [1, s] and decodes greedily: seconds to the first token, and for each of ``new`` further ones."""
     start = torch.zeros(1, dtype=torch.int64)
     seconds, tokens = [], prompt
@@ -56,7 +56,7 @@ def measure(step: Callable, prompt: torch.Tensor, new: int) -> tuple[float, list
     return seconds[0], seconds[1:]
 
 
-def profile(step: Callable, position: int, count: int = 8) -> dict[str, float]:
+def profile(step: Callable[..., torch.Tensor], position: int, count: int = 8) -> dict[str, float]:
     """Seconds of a decoding step in our linear layers, in attention, and in all else, by torch's profiler."""
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -73,7 +73,7 @@ def profile(step: Callable, position: int, count: int = 8) -> dict[str, float]:
     return parts | {"rest": total / count - sum(parts.values())}
 
 
-def make_step(decoder: Decoder, mode: str) -> Callable:
+def make_step(decoder: Decoder, mode: str) -> Callable[..., torch.Tensor]:
     """The step of a decoder in one of ``MODES``."""
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..files.untrusted import interpreting
 from .generation import generate
 from .loading import check_tokens
+from .prefixes import PrefixCache
 from .sampling import Sampling
 from .stopping import TextUntil
 
@@ -29,13 +30,13 @@ _OTHER_SETTINGS = {
 }  # fmt: skip
 
 
-def chat_template(tokenizer, path: str | os.PathLike) -> str:
+def chat_template(tokenizer: Any, path: str | os.PathLike[str]) -> str:
     """The tokenizer's template, of several the default one.
 
     Raises:
         ValueError: it has none; `path` is where it came from.
     """
-    template = tokenizer.chat_template
+    template: str | dict[str, str] | None = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if not template:
@@ -47,7 +48,7 @@ def chat_template(tokenizer, path: str | os.PathLike) -> str:
     return template
 
 
-def render(tokenizer, messages: list[Message], template: str) -> list[int]:
+def render(tokenizer: Any, messages: list[Message], template: str) -> list[int]:
     """The tokens of a conversation up to where the model's answer begins. The template says all, also a first token.
 
     Raises:
@@ -55,7 +56,7 @@ def render(tokenizer, messages: list[Message], template: str) -> list[int]:
     """
     with interpreting("the chat template does not take this conversation"):
         text = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]]:
@@ -122,6 +123,7 @@ class Chat:
     seed: int = 0  # of the first answer; each further one has the next number
     stop: Iterable[int] = ()
     stop_strings: Iterable[str] = ()  # end an answer, and are not part of it
+    prefix_cache: PrefixCache | None = None  # on disk
     turns: list[tuple[str, str]] = field(default_factory=list)  # messages and answers that the model sees
     answers: int = 0
     _cached: list[int] = field(default_factory=list)  # the tokens whose keys and values the caches hold
@@ -200,6 +202,8 @@ class Chat:
         same = next((i for i, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), None)
         same = min(len(ids) - 1, len(self._cached) if same is None else same)
         same = getattr(self.step, "kept", int)(same)  # a Fallback may have to begin anew
+        if self.prefix_cache is not None:
+            same = self.prefix_cache.read(ids, self.step.caches(), same)  # type: ignore[attr-defined]
         self._cached = ids[:same]  # what is behind is written over
         written = TextUntil(self.tokenizer, ids, self.stop_strings, on_text)
         tokens: list[int] = []
@@ -223,6 +227,8 @@ class Chat:
         except KeyboardInterrupt:
             if tokens:  # the last one may not have been computed
                 self._cached = ids + tokens[:-1]
+        if self.prefix_cache is not None:
+            self.prefix_cache.write(self._cached, self.step.caches())  # type: ignore[attr-defined]
         if tokens or stopped != "interrupted":
             self.turns = [*self.turns[forgotten:], (text, written.finish())]
             self.answers += 1

@@ -47,7 +47,7 @@ class Expected:
 def compare(
     model: torch.nn.Module,
     tokens: Sequence[int],
-    reference: torch.nn.Module | str | os.PathLike,
+    reference: torch.nn.Module | str | os.PathLike[str],
     *,
     window: int = 512,
     stride: int = 256,
@@ -85,7 +85,7 @@ def compare(
 def save_logits(
     model: torch.nn.Module,
     tokens: Sequence[int],
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     window: int = 512,
     stride: int = 256,
@@ -147,7 +147,7 @@ def logits_bytes(tokens: int, vocabulary: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().numpy().data.cast("B")
+    return memoryview(tensor.contiguous().numpy()).cast("B")
 
 
 def judge(predicted: Iterator[tuple[Tensor, Tensor]], expected: Iterator[Expected]) -> Divergence:

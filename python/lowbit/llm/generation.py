@@ -59,6 +59,11 @@ def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
 
 
+# States behind a wrong guess are of no use, so the tokens before it are computed again with the next ones, up to so many; then
+# a call without guesses brings the states up to the text.
+_AGAIN = 8
+
+
 @torch.inference_mode()
 def generate(
     step: Callable[[Tensor, Tensor], Tensor],
@@ -138,12 +143,16 @@ def generate(
     tokens = prompt[cached:]
     guess: list[int] = []
     start = torch.tensor([cached])
+    recurrent = bool(getattr(step, "recurrent", False))
     while True:
+        if recurrent and len(tokens) > _AGAIN:
+            guess = []
         # Behind the last token that is known, and behind each guessed one.
         call = torch.tensor([tokens + guess])
-        behind = all_logits(call, start)[0] if guess and all_logits is not None else step(call, start)
+        behind = all_logits(call, start)[0][len(tokens) - 1 :] if guess and all_logits is not None else step(call, start)
         result.decode_calls += bool(result.tokens)
         result.guessed += len(guess)
+        before = len(tokens)
         for row, guessed in zip(behind, [*guess, None], strict=True):
             token = text.take(row)
             if token is None:
@@ -152,11 +161,17 @@ def generate(
                 guesser.append(token)
             if text.ended:
                 return result
-            start += len(tokens)
-            tokens = [token]
+            if recurrent:
+                tokens = [*tokens, token]
+            else:
+                start += len(tokens)
+                tokens = [token]
             if token != guessed:
                 break
             result.right += 1
+        if recurrent and len(tokens) == before + len(guess) + 1:  # all guesses were right, so the states are those of the text
+            start += len(tokens) - 1
+            tokens = tokens[-1:]
         if guesser is not None:
             guess = guesser.guess(min(guesses, text.room - 1))
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _GENERATION = "generation_config.json"
 
 
-def is_packed(path: str | os.PathLike) -> bool:
+def is_packed(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint has packed weights of lowbit.
 
     Raises:
@@ -44,7 +44,10 @@ def is_packed(path: str | os.PathLike) -> bool:
 
 
 def load_model(
-    path: str | os.PathLike, quantization: LowBitConfig | None = None, *, progress: Callable[[int, int], None] | None = None
+    path: str | os.PathLike[str],
+    quantization: LowBitConfig | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> torch.nn.Module:
     """A causal language model, in eval mode, with the dtypes of its files.
 
@@ -109,7 +112,7 @@ def load_model(
     return model.eval()
 
 
-def load_tokenizer(path: str | os.PathLike):
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The fast tokenizer of a checkpoint.
 
     Args:
@@ -134,7 +137,7 @@ def load_tokenizer(path: str | os.PathLike):
     return tokenizer
 
 
-def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
+def stop_tokens(model: torch.nn.Module, tokenizer: Any = None) -> list[int]:
     """The ids that end a text: what generation_config.json, config.json or the tokenizer says, in this order."""
     configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
     ids = next((ids for ids in (getattr(config, "eos_token_id", None) for config in configs) if ids is not None), None)
@@ -144,7 +147,7 @@ def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
     return list(ids)
 
 
-def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathLike) -> None:
+def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathLike[str]) -> None:
     """Raises ValueError for tokens that the model does not have; `path` is where their tokenizer came from."""
     vocabulary = model.config.get_text_config().vocab_size
     wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
@@ -158,7 +161,7 @@ def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathL
 class TextStream:
     """Turns tokens into text as they come. A character of several tokens comes whole, with its last token."""
 
-    def __init__(self, tokenizer, prompt: list[int]):
+    def __init__(self, tokenizer: Any, prompt: list[int]):
         """
         Args:
         tokenizer: a fast one.

@@ -15,7 +15,7 @@ from torch import Tensor
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or not those of its config.json"
 
 
-def token_ids(name: str, tokens: Iterable) -> list[int]:
+def token_ids(name: str, tokens: Iterable[Any]) -> list[int]:
     """Numbers of any kind as Python's: those of a tensor are equal to no other, and in no set.
 
     Raises:
@@ -166,7 +166,9 @@ class Sampling:
                 raise ValueError(f"logit_bias has token {token}; expected 0 to {vocabulary - 1}")
 
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator, min_p: float = 0.0) -> int:
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: Any, min_p: float = 0.0
+) -> int:
     """Draws a token from logits [vocabulary]; the most likely one at temperature 0.
 
     Args:

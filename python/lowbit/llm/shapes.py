@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import nn, ops
-from ..memory import in_huge_pages
-from ..quantize import EmbeddingConfig, LinearConfig
-from ..quantize_model import described_to_transformers
+from .. import nn
+from .._memory import in_huge_pages
+from .._packed import pack
+from .._quantize_model import described_to_transformers
+from .._rounding import EmbeddingConfig, LinearConfig
 
 _LLAMA_3 = {
     "vocab_size": 128256,
@@ -149,7 +150,7 @@ def _random_packed(
     else:  # scales of both signs, because the mean of symmetric codes is not 0
         mins = None
         scales *= torch.randint(2, scales.shape, generator=generator).mul_(2).sub_(1)
-    return ops.pack(
+    return pack(
         codes,
         scales,
         mins,

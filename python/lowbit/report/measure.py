@@ -13,28 +13,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import nn
+from .._layers import names_by_weight, put_linears, replace_layers
 from .._machine import cpu_name
+from .._quantize_model import described_to_transformers
 from ..calibration import calibrate
 from ..calibration.capture import inputs_of
-from ..calibration.data import MOST_TOKENS, batches
+from ..calibration.data import MOST_TOKENS, Batch, batches
 from ..calibration.model import evaluating, run
 from ..calibration.widths import LEVELS_BITS, Item, config_of, measure_losses, options_of, within
 from ..files.config_json import read_config
 from ..files.replace import replacing
 from ..files.safetensors import files_of, read_files
 from ..files.untrusted import interpreting
-from ..layers import names_by_weight, put_linears, replace_layers
 from ..llm.bench import measure
 from ..llm.decoder import Decoder
 from ..llm.loading import is_packed, load_model, load_tokenizer
-from ..llm.perplexity import perplexity
-from ..quantize_model import described_to_transformers
+from ..llm.perplexity import Perplexity, perplexity
 from .peers import hold_all, peers
+
+if TYPE_CHECKING:
+    from ..hf.config import LowBitConfig
 
 VERSION = 3  # of the JSON file
 _SENSITIVITY_TOKENS = 2048  # of the text, for each layer
@@ -164,7 +167,8 @@ class _Subject:
     def quality(self, model: torch.nn.Module) -> float:
         if self.language:
             window = self.options.window
-            return perplexity(model, self.tokens, window=window, stride=window // 2).perplexity
+            measured: Perplexity = perplexity(model, self.tokens, window=window, stride=window // 2)
+            return measured.perplexity
         return self.search_quality(model)[0]
 
     def search_quality(self, model: torch.nn.Module) -> tuple[float, float]:
@@ -176,18 +180,18 @@ class _Subject:
         """On a part of the text, for layers one by one: nats per token, or 1 - cosine."""
         if self.language:
             tokens = self.tokens[:_SENSITIVITY_TOKENS]
-            measured = perplexity(model, tokens, window=self.options.window, stride=self.options.window // 2)
+            measured: Perplexity = perplexity(model, tokens, window=self.options.window, stride=self.options.window // 2)
             return measured.nats / measured.tokens
         part = self.sentences[:_SENSITIVITY_SENTENCES]
         return 1 - float((self.embeddings(model, part) * self.expected[: len(part)]).sum(1).mean())
 
-    def config(self, bits: int, mapping: str | None = None):
+    def config(self, bits: int, mapping: str | None = None) -> LowBitConfig:
         from ..transformers import LowBitConfig
 
         options = self.options
         return LowBitConfig(bits, options.group_size, mapping or options.mapping, embedding_bits=options.embedding_bits)
 
-    def batches(self) -> list:
+    def batches(self) -> list[Batch]:
         """The calibration text as inputs of the model."""
         options = self.options
         return batches(self.model, self.calibration_texts(), self.tokenizer, options.window, options.calibration_tokens)[0]
@@ -374,7 +378,7 @@ def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
     if options.calibration is not None:
         found.by_gptq()
     if options.sensitivity and found.figures["sensitivity"] is None:
-        found.figures["sensitivity"] = _sensitivity(found.subject, found.selected, found.shared, min(options.bits), say)
+        found.figures["sensitivity"] = _sensitivity(found.subject, found.shared, min(options.bits), say)
     found.write()
     return found.figures
 
@@ -457,7 +461,7 @@ def _mean_squares(subject: _Subject, shared: dict[int, list[str]]) -> dict[int, 
     return found
 
 
-def _sensitivity(subject: _Subject, selected, shared, bits: int, say: Say) -> dict[str, Any]:
+def _sensitivity(subject: _Subject, shared: dict[int, list[str]], bits: int, say: Say) -> dict[str, Any]:
     """What each layer alone costs at ``bits``: nats per token, or cosine."""
     say(f"{len(shared)} layers alone, {bits} bits")
     before = subject.loss(subject.model)

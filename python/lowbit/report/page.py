@@ -65,7 +65,7 @@ def _axes(height: float = 3.9) -> tuple[Figure, Any]:
 
 def _series(row: dict[str, Any]) -> str:
     if row["family"] in ("lowbit", "float"):
-        return row["method"]
+        return str(row["method"])
     return f"{row['family']}, importance" if row["method"].endswith(", importance") else row["family"]
 
 

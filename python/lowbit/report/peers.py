@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def _of_gguf(made_by: Callable[[str], Hold], name: str, importance: bool = False
     return Peer(made_by(name), importance, made_by(_INSTEAD[name]) if name in _INSTEAD else None)
 
 
-def _blocks(kind, weight: Tensor) -> None:
+def _blocks(kind: Any, weight: Tensor) -> None:
     from gguf import GGML_QUANT_SIZES
 
     block = GGML_QUANT_SIZES[kind][0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import _C
-from .packed import PackedInfo
+from ._packed import PackedInfo
 
 PANEL_ROWS = 16
 
@@ -22,15 +22,15 @@ class Bands:
     """Joins bands of packed rows into one packed matrix.
 
     Attributes:
-        header_bytes: how many bytes a band begins with that the whole matrix does not have.
-        folded: the checksum of the panels so far.
+        header_bytes: the size of a band's header, which the whole matrix does not contain.
+        folded: the checksum of all panels so far.
     """
 
     def __init__(self, info: PackedInfo, levels: Sequence[int] | None = None):
         """
         Args:
             info: of the whole matrix.
-            levels: its table, where ``info`` has been made before it was fitted.
+            levels: its table, if ``info`` was made before the table was fitted.
         """
         table = levels or info.levels
         self.info, self.folded = info, 0
@@ -38,12 +38,12 @@ class Bands:
         self.header_bytes = len(self.header())
 
     def add(self, packed: Tensor) -> Tensor:
-        """Takes the next band, uint8 [bytes]; returns what of it belongs to the whole matrix."""
+        """Adds the next band, uint8 [bytes]; returns its panels, the next bytes of the whole matrix."""
         self.folded = _C.fold_panels(packed.data_ptr(), packed.numel(), self.folded)
         return packed[self.header_bytes :]
 
     def header(self, rows: int | None = None, folded: int | None = None) -> bytes:
-        """Of the matrix with all bands so far; or of one with so many rows and this checksum."""
+        """The header of the matrix with all bands so far, or with ``rows`` rows and the checksum ``folded``."""
         info = self.info
         return _C.packed_header(
             info.out_features if rows is None else rows, info.in_features, info.bits, info.group_size or 0,

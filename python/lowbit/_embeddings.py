@@ -1,6 +1,6 @@
-"""Classes of embedding tables in transformers that do more than look rows up, and what each does with its rows.
+"""Embedding tables of transformers that scale or normalize the rows that they look up.
 
-A class that is not named here stays float: it may use its weight in its own way.
+Classes are known by name. A table of any other class stays float: it may use its weight in its own way.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Scale:
     rounded: bool = False
     _factors: dict[torch.dtype, float] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # Numbers of Python, so that exported programs get no tensor for them.
         exact = torch.tensor(self.value, dtype=torch.float64, device="cpu")
         factors = {dtype: exact.to(dtype).item() if self.rounded else self.value for dtype in _DTYPES}
@@ -65,25 +65,25 @@ class Scale:
 
 @dataclass(frozen=True)
 class Table:
-    """What a table does with its rows: it multiplies them by ``scale``, or calls its norm (:data:`NORM`), or neither."""
+    """The step after a lookup: rows are multiplied by ``scale``, go through the table's norm (:data:`NORM`), or stay."""
 
     scale: Scale | None = None
     normed: bool = False
 
     def finish(self, rows: Tensor, layer: torch.nn.Module) -> Tensor:
-        """The output of a table, ``layer``, for rows that were looked up."""
+        """The output of the table ``layer`` for these rows."""
         if self.scale is not None:
             return self.scale.of(rows)
         return getattr(layer, NORM)(rows) if self.normed else rows
 
 
 def table_of(layer: object) -> Table | None:
-    """What a float table does; None: it is no embedding table, or its class is not known."""
+    """What a float table does with its rows; None if the layer is no embedding table, or of an unknown class."""
     if type(layer) is torch.nn.Embedding:
         return Table()
     if not isinstance(layer, torch.nn.Embedding):
         return None
-    known = getattr(layer, "_table", None)  # of one in training
+    known = getattr(layer, "_table", None)  # set by lowbit.qat
     if isinstance(known, Table):
         return known
     name = f"{type(layer).__module__}.{type(layer).__qualname__}"
@@ -102,7 +102,7 @@ def _number(layer: torch.nn.Embedding) -> float:
 
 
 def give_state(layer: torch.nn.Module, table: Table, other: torch.nn.Module) -> None:
-    """Gives a table what another one of the same kind has beside its weight, whichever of them is packed."""
+    """Copies the norm or the scale of another table of the same class to a table; either may be packed."""
     if table.normed:
         setattr(layer, NORM, getattr(other, NORM))
     elif table.scale is not None:

@@ -84,7 +84,9 @@ def _candidates(cpus: int) -> list[int]:
     return counts
 
 
-def _weights(model_or_shapes, bits: int, group_size: int | None) -> list[torch.Tensor]:
+def _weights(
+    model_or_shapes: torch.nn.Module | Iterable[tuple[int, int]], bits: int, group_size: int | None
+) -> list[torch.Tensor]:
     if isinstance(model_or_shapes, torch.nn.Module):
         weights = [module.packed_weight for module in model_or_shapes.modules() if isinstance(module, nn.Linear)]
         if not weights:
@@ -127,7 +129,7 @@ def tune_threads(
         rows: of activations: 1 for decoding.
         bits, group_size: of the weights made for shapes.
         seconds: how long to measure, about; every number is measured three times at least.
-        apply: whether to set the number, by ``torch.set_num_threads``. Otherwise it stays as it was.
+        apply: set the number, by ``torch.set_num_threads``.
 
     Raises:
         ValueError: no quantized layer, a bad shape, or ``rows`` or ``seconds`` that are not positive.
@@ -145,7 +147,7 @@ def tune_threads(
             torch.ops.lowbit.linear(inputs[info.in_features], weight, info.out_features)
         return time.perf_counter() - begin
 
-    import statistics  # not above: it imports much that torch does not, and every import of torch imports lowbit
+    import statistics  # here, as every import of torch imports lowbit, and this module imports much that torch does not
 
     before = torch.get_num_threads()
     counts = _candidates(available_cpus())

@@ -1,5 +1,5 @@
 // How fast this machine reads memory, in bytes per second: the roof of every GEMV from memory. A pass reads a buffer
-// once: each thread its own part, in the pattern that keeps enough lines in flight.
+// once: each thread its own part, in the pattern that keeps enough lines in flight. For the Python module and the benchmarks.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-namespace lowbit::bench {
+namespace lowbit {
 
 constexpr int64_t kLine = 64;  // bytes
 
@@ -130,4 +130,4 @@ inline Bandwidth read_bandwidth(const uint8_t* memory, int64_t bytes, int thread
   return best;
 }
 
-}  // namespace lowbit::bench
+}  // namespace lowbit

@@ -4,83 +4,41 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from . import nn, ops
-from .embeddings import table_of
-from .memory import in_huge_pages
-from .quantize import Config, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
-
-# What can be packed, beside the tables of embeddings.py. Exact types: a subclass may use its weight in its own way (the
-# output projection of nn.MultiheadAttention does).
-KINDS: dict[type, type] = {torch.nn.Linear: LinearConfig, torch.nn.Embedding: EmbeddingConfig}
-
-
-class Experts:
-    """The weights of one linear layer per expert of a mixture, stored in one parameter of a module.
-
-    Attributes:
-        weight: [experts, out, in].
-        bias: [experts, out], or None.
-    """
-
-    def __init__(self, holder: torch.nn.Module, leaf: str, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool):
-        """
-        Args:
-            holder: the module, whose parameter is called ``leaf``, and its bias ``leaf_bias``.
-            weight: the parameter; [experts, in, out] if ``transposed``.
-        """
-        self.holder, self.leaf, self.transposed = holder, leaf, transposed
-        self.weight, self.bias = self.oriented(weight), bias
-
-    def oriented(self, weight: torch.Tensor) -> torch.Tensor:
-        """A tensor in the layout of the parameter as [experts, out, in]."""
-        return weight.transpose(1, 2) if self.transposed else weight
-
-    @property
-    def num_experts(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[2]
-
-    def put(self, packed: torch.nn.Module) -> None:
-        """Replaces the parameter and its bias by a packed layer."""
-        for leaf in (self.leaf, f"{self.leaf}_bias"):
-            self.holder._parameters.pop(leaf, None)
-        setattr(self.holder, self.leaf, packed)
-
-
-# Functions that find the experts of a module, by the names of its parameters. hf/experts.py adds transformers' kind.
-EXPERTS_IN: list[Callable[[torch.nn.Module], Mapping[str, Experts]]] = []
-
-# Modules that compute what a torch.nn.Linear does, by the full names of their classes, which need not be imported so -> that
-# layer, over the same memory. hf/conv1d.py adds transformers' kinds.
-LINEAR_OF: dict[str, Callable[[torch.nn.Module], torch.nn.Linear]] = {}
-TRANSPOSED = "_lowbit_transposed"  # the attribute of such a layer whose module keeps its weight as [in, out]
+from . import nn
+from ._embeddings import table_of
+from ._experts import Experts, experts_of
+from ._linear_forms import TRANSPOSED, equivalent_linear
+from ._memory import in_huge_pages
+from ._packed import PackedInfo
+from ._rounding import Config, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
 
 Layer: TypeAlias = torch.nn.Module | Experts
 
 
-def kind_of(layer: Layer | None) -> type | None:
+class Prepared:
+    """A float layer prepared by :func:`lowbit.qat.prepare_`: it computes what the packed layer will."""
+
+    def pack(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """uint8 [bytes], as :func:`lowbit.pack`."""
+        raise NotImplementedError
+
+    def as_linear(self) -> torch.nn.Linear | None:
+        """The equivalent torch.nn.Linear of a prepared layer of another class; None for a torch.nn.Linear or a table."""
+        return None
+
+
+def kind_of(layer: Layer | None) -> type[LinearConfig | EmbeddingConfig] | None:
     """The config class of a float layer; None if it cannot be packed."""
-    if isinstance(layer, Experts):
+    # Exact types: a subclass may use its weight in its own way (the output projection of nn.MultiheadAttention does).
+    if isinstance(layer, Experts) or type(layer) is torch.nn.Linear:
         return LinearConfig
-    return EmbeddingConfig if table_of(layer) is not None else KINDS.get(type(layer))
-
-
-def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
-    """The float experts in a module, by the names of its parameters."""
-    return {leaf: experts for find in EXPERTS_IN for leaf, experts in find(module).items()}
+    return EmbeddingConfig if table_of(layer) is not None else None
 
 
 def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
@@ -96,8 +54,7 @@ def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
 
 def as_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
     """The torch.nn.Linear that is equivalent to a layer of another class; None for other modules."""
-    make = LINEAR_OF.get(f"{type(module).__module__}.{type(module).__qualname__}")
-    return None if make is None else make(module)
+    return module.as_linear() if isinstance(module, Prepared) else equivalent_linear(module)
 
 
 def _in_its_form(module: torch.nn.Module) -> torch.nn.Module:
@@ -118,11 +75,7 @@ def oriented(layer: Layer, weight: torch.Tensor) -> torch.Tensor:
 
 
 def put_linears(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.nn.Module]:
-    """Replaces linear layers of other classes by an equivalent torch.nn.Linear.
-
-    Returns:
-        The layers that were there.
-    """
+    """Replaces layers that keep their weight as [in, out] by an equivalent torch.nn.Linear; returns the replaced layers."""
     before = {}
     for name in names:
         linear = layer_at(model, name)
@@ -135,14 +88,14 @@ def put_linears(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch
 
 @contextmanager
 def with_linears(model: torch.nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """A context with :func:`put_linears`; afterwards layers that were not replaced otherwise are restored."""
+    """A context with :func:`put_linears`; afterwards each replaced layer is restored, unless something else replaced it."""
     before = put_linears(model, names)
-    put = {name: model.get_submodule(name) for name in before}
+    linears = {name: model.get_submodule(name) for name in before}
     try:
         yield
     finally:
         for name, layer in before.items():
-            if model.get_submodule(name) is put[name]:
+            if model.get_submodule(name) is linears[name]:
                 model.set_submodule(name, layer)
 
 
@@ -150,7 +103,7 @@ def layer_at(model: torch.nn.Module, name: str) -> Layer:
     """A module, or the experts in a parameter, by its qualified name.
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: no such module or parameter.
     """
     parent, _, leaf = name.rpartition(".")
     return experts_of(model.get_submodule(parent)).get(leaf) or _in_its_form(model.get_submodule(name))
@@ -160,43 +113,32 @@ def put_packed(
     model: torch.nn.Module,
     name: str,
     layer: Layer,
-    packed: torch.Tensor | ops.PackedInfo,
+    packed: torch.Tensor | PackedInfo,
     dtype: torch.dtype,
     input_order: torch.Tensor | None = None,
-):
-    """Replaces a float layer by the packed layer of this weight or description; returns the packed layer."""
+) -> nn.Packed:
+    """Replaces a float layer by the packed layer of this weight or header; returns the packed layer."""
     if isinstance(layer, Experts):
-        made = nn.LinearExperts(packed, dtype).train(layer.holder.training)
-        layer.put(made)
-        return made
-    made = nn.in_place_of(layer, packed, dtype, input_order)
-    model.set_submodule(name, made)
-    return made
+        experts = nn.LinearExperts(packed, dtype)
+        layer.put(experts.train(layer.holder.training))
+        return experts
+    module = nn.in_place_of(layer, packed, dtype, input_order)
+    model.set_submodule(name, module)
+    return module
 
 
 def check_whole_experts(layers: Mapping[str, Layer], selected: Collection[str]) -> None:
-    """Refuses a selection of only some of a layer's expert matrices: all must be packed, or all float.
-
-    Raises:
-        ValueError: another matrix of the same experts is not chosen.
-    """
+    """Raises ValueError if only some of the matrices of a layer's experts are selected: all must be packed, or all float."""
     for name in selected:
-        if isinstance(layers.get(name), Experts):
+        layer = layers.get(name)
+        if isinstance(layer, Experts):
             holder = name.rpartition(".")[0]
-            for leaf in experts_of(layers[name].holder):
+            for leaf in experts_of(layer.holder):
                 other = f"{holder}.{leaf}" if holder else leaf
                 if other not in selected:
                     raise ValueError(
                         f"{name} has a config and {other}, of the same experts, has none; give both a config, or None to both"
                     )
-
-
-class Prepared:
-    """A float layer prepared by :func:`lowbit.qat.prepare_`: it computes what the packed layer will."""
-
-    def pack(self, bias: torch.Tensor | None) -> torch.Tensor:
-        """uint8 [bytes], as :func:`lowbit.pack`."""
-        raise NotImplementedError
 
 
 def refuse_prepared(model: torch.nn.Module) -> None:
@@ -213,13 +155,14 @@ def warn_of_floats(
     reasons: Mapping[str, str] | None = None,
     stacklevel: int = 2,
 ) -> None:
-    """Warns if more than 1 % of the bytes of a model's matrices stay float without being asked to.
+    """Warns if more than 1 % of the bytes of a model's matrices stay float, other than by the user's choice.
 
     Args:
-        model: also on the meta device.
+        model: may be on the meta device.
         selected: the layers that will be packed.
-        chosen: layers that stay float because the user says so; there is no warning of them.
-        reasons: of layers that could be packed and stay float, why; all others are of a kind that lowbit does not pack.
+        chosen: layers that the user leaves float.
+        reasons: name -> why, for layers that could be packed and stay float; all further layers are of kinds that lowbit
+            does not pack.
     """
     reasons = reasons or {}
     packed, total = 0, 0
@@ -235,20 +178,20 @@ def warn_of_floats(
             seen.add(id(parameter))
             size = parameter.numel() * parameter.element_size()  # sparse ones have no nbytes
             total += size
-            own = (f"{name}.{leaf}" if name else leaf).removesuffix("_bias")  # as experts are called
-            if name in selected or own in selected:
+            names = {name, (f"{name}.{leaf}" if name else leaf).removesuffix("_bias")}  # the layer's, or that of experts
+            if not names.isdisjoint(selected):
                 packed += size
-            elif name not in chosen and own not in chosen:
-                known = next((each for each in (name, own) if each in reasons), None)
-                why = type(module).__name__ if known is None else reasons[known]
+            elif names.isdisjoint(chosen):
+                explained = next((layer for layer in sorted(names) if layer in reasons), None)
+                why = type(module).__name__ if explained is None else reasons[explained]
                 unasked[why] += size
-                if known is not None:
-                    examples.setdefault(why, known)
-    left = unasked.total()
-    if left <= total / 100:
+                if explained is not None:
+                    examples.setdefault(why, explained)
+    float_bytes = unasked.total()
+    if float_bytes <= total / 100:
         return
-    share = f"{100 * left / total:.0f} % of the bytes of this {type(model).__name__}'s matrices stay float"
-    only = "" if left < total / 2 else f"only {100 * packed / total:.0f} % are packed: "
+    share = f"{100 * float_bytes / total:.0f} % of the bytes of this {type(model).__name__}'s matrices stay float"
+    only = "" if float_bytes < total / 2 else f"only {100 * packed / total:.0f} % are packed: "
     kinds = [why for why, _ in unasked.most_common() if why not in examples]
     parts = [f"as {name} does: {why}" for why, name in examples.items()]
     if kinds:
@@ -278,8 +221,8 @@ def warn_of_training(model: torch.nn.Module) -> None:
 def leave_fused_paths(model: torch.nn.Module) -> None:
     """Makes torch's encoder layers call their linear layers if these are quantized or prepared for training."""
 
-    # In evaluation torch's encoder layers hand the float weights of their linear layers to one fused operator. These
-    # two attributes are what they themselves set to call the linear layers instead.
+    # In evaluation torch's encoder layers pass the float weights of their linear layers to one fused operator. They set
+    # these two attributes themselves where they call the linear layers instead.
     def is_quantized(layer: torch.nn.Module) -> bool:
         return isinstance(layer, torch.nn.TransformerEncoderLayer) and any(
             isinstance(linear, nn.Packed | Prepared) for linear in (layer.linear1, layer.linear2)
@@ -293,21 +236,17 @@ def leave_fused_paths(model: torch.nn.Module) -> None:
 
 
 def names_by_weight(modules: Mapping[str, Layer]) -> dict[int, list[str]]:
-    """The names of layers that share a weight, by its id."""
-    found: dict[int, list[str]] = {}
+    """Id of a weight -> the names of the layers that share it."""
+    names: dict[int, list[str]] = {}
     for name, module in modules.items():
         weight = module.weight
-        # A parametrization computes another tensor each time, whose id is soon that of the next layer's.
-        found.setdefault(id(weight if weight is module.weight else module), []).append(name)
-    return found
+        # A parametrization computes a new tensor on each access, whose id the next layer's may reuse.
+        names.setdefault(id(weight if weight is module.weight else module), []).append(name)
+    return names
 
 
 def check_weights(name: str, layer: Layer, config: Config) -> None:
-    """Refuses weights that the quantizer or the packer would refuse.
-
-    Raises:
-        TypeError, ValueError: as :func:`lowbit.quantize_tensor`.
-    """
+    """Raises TypeError or ValueError for weights that :func:`lowbit.quantize_tensor` refuses."""
     weight, bias = layer.weight, getattr(layer, "bias", None)
     if not isinstance(layer, Experts):
         check_layer(weight, bias, config, f"{name}.")
@@ -317,11 +256,7 @@ def check_weights(name: str, layer: Layer, config: Config) -> None:
 
 
 def check_layers(modules: Mapping[str, Layer], selected: Mapping[str, Config]) -> None:
-    """Refuses layers that cannot be packed.
-
-    Raises:
-        TypeError, ValueError: as :func:`replace_layers`.
-    """
+    """Raises TypeError or ValueError for layers that :func:`replace_layers` refuses."""
     for names in names_by_weight(modules).values():
         first = names[0]
         for name in names:
@@ -347,14 +282,15 @@ def pack_experts(weight: torch.Tensor, config: Config, bias: torch.Tensor | None
     """Quantizes [experts, out, in], with a bias [experts, out] or None, to uint8 [experts, bytes]."""
     packed = None
     for number, matrix in enumerate(weight):
-        own = quantize_tensor(matrix, config, None if bias is None else bias[number])
-        packed = own.new_empty(len(weight), len(own)) if packed is None else packed
-        packed[number] = own
+        expert = quantize_tensor(matrix, config, None if bias is None else bias[number])
+        packed = expert.new_empty(len(weight), len(expert)) if packed is None else packed
+        packed[number] = expert
+    assert packed is not None  # there is at least one expert
     return packed
 
 
 def pack_layer(layer: Layer, config: Config, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The packed weight of a layer; ``weight`` is the layer's own or one to use instead."""
+    """The packed weight of a layer, from ``weight``: the layer's or another one of its shape."""
     if isinstance(layer, Experts):
         return pack_experts(weight, config, bias)
     return quantize_tensor(weight, config, bias=bias)
@@ -368,15 +304,15 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
     """Packs layers of a model, in place.
 
     Args:
-        selected: qualified names of layers that :func:`kind_of` knows, or ``Prepared``, or of experts, each with its
-            config. What shares a tensor is packed once, and stays shared.
+        selected: qualified name -> config, for layers that :func:`kind_of` knows, prepared layers and experts. A shared
+            weight is packed once, and stays shared.
 
     Raises:
         TypeError, ValueError: weights that are not finite or not on the CPU, or different configs for layers that share
             a weight. The model is then unchanged.
     """
     # All checks come before the first change.
-    modules = {name: layer_at(model, name) for name in selected}
+    modules: dict[str, Any] = {name: layer_at(model, name) for name in selected}
     check_layers(modules, selected)
     by_weight = names_by_weight(modules)
     for names in by_weight.values():
@@ -399,5 +335,5 @@ def replace_layers(model: torch.nn.Module, selected: Mapping[str, Config]) -> No
                 replaced[id(module)] = put_packed(model, name, module, packed, module.weight.dtype)
             else:
                 model.set_submodule(name, replaced[id(module)])
-            modules[name] = None  # lets go of the float weight as soon as it is packed
+            modules[name] = None  # frees the float weight as soon as it is packed
     leave_fused_paths(model)

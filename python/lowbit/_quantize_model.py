@@ -5,16 +5,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from importlib import import_module
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from . import nn, ops
-from ._sizes import size
-from .layers import (
-    Experts,
+from . import nn
+from ._experts import Experts
+from ._layers import (
     check_whole_experts,
     kind_of,
     named_layers,
@@ -23,8 +21,10 @@ from .layers import (
     replace_layers,
     warn_of_floats,
 )
-from .patterns import Patterns
-from .quantize import Config, EmbeddingConfig, LinearConfig
+from ._packed import describe
+from ._patterns import Patterns
+from ._rounding import Config, EmbeddingConfig, LinearConfig
+from ._sizes import size
 
 
 def select_layers(
@@ -49,7 +49,8 @@ def select_layers(
             f"config is a {type(config).__name__}; expected a LinearConfig, an EmbeddingConfig or a dict of patterns"
         )
 
-    selected, ordered, layers = {}, Patterns(patterns.items()), dict(named_layers(model))
+    selected: dict[str, Config] = {}
+    ordered, layers = Patterns(patterns.items()), dict(named_layers(model))
     for name, module in layers.items():
         kind = kind_of(module)
         if kind is None or (isinstance(module, Experts) and not experts):
@@ -65,13 +66,13 @@ def select_layers(
 def _warn_of_half_a_tie(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
     layers = {name: layer for name, layer in named_layers(model) if not isinstance(layer, Experts) and kind_of(layer)}
     for names in names_by_weight(layers).values():
-        packed, left = [name for name in names if name in selected], [name for name in names if name not in selected]
-        if packed and left:
+        packed, floats = [name for name in names if name in selected], [name for name in names if name not in selected]
+        if packed and floats:
             weight, config = layers[packed[0]].weight, selected[packed[0]]
-            own = ops.describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
+            packed_bytes = describe(weight.shape, config.bits, config.group_size, config.mapping, False).total_bytes
             warnings.warn(
-                f"{left[0]} and {packed[0]} share one weight, of which only {packed[0]} is packed: the model grows by "
-                f"{size(own)} instead of shrinking by {size(weight.nbytes - own)}. Give both a config of "
+                f"{floats[0]} and {packed[0]} share one weight, of which only {packed[0]} is packed: the model grows by "
+                f"{size(packed_bytes)} instead of shrinking by {size(weight.nbytes - packed_bytes)}. Give both a config of "
                 "the same bits, or None to both",
                 stacklevel=4,
             )
@@ -81,7 +82,8 @@ def _refuse_adapters(model: torch.nn.Module, selected: Mapping[str, Config]) -> 
     for name, module in model.named_modules():
         kinds = getattr(module, "adapter_layer_names", None)  # peft's layers have it
         for kind in kinds if isinstance(kinds, tuple) else ():
-            adapters = [each for each in selected if each.startswith(f"{name}.{kind}.") and kind != "modules_to_save"]
+            prefix = f"{name}.{kind}."
+            adapters = [layer for layer in selected if layer.startswith(prefix) and kind != "modules_to_save"]
             if adapters:
                 raise ValueError(
                     f"{adapters[0]} is an adapter of peft, which could no longer be trained; select the layers below "
@@ -95,7 +97,7 @@ def choose_layers(
     filter_fn: Callable[[torch.nn.Module, str], bool] | None,
     experts: bool = False,
 ) -> dict[str, Config]:
-    """:func:`select_layers`, with the errors and warnings of :func:`quantize_`."""
+    """As :func:`select_layers`, with the errors and warnings of :func:`quantize_`."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if type(model) in (torch.nn.Linear, torch.nn.Embedding):
@@ -124,7 +126,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 def _refuse_diffusers(model: torch.nn.Module) -> None:
     library = sys.modules.get("diffusers.models.modeling_utils")
-    if library is None:  # then the model has none
+    if library is None:  # then the model is not of diffusers
         return
     for module in model.modules():
         if isinstance(module, library.ModelMixin) and any(isinstance(part, nn.Packed) for part in module.modules()):
@@ -133,7 +135,7 @@ def _refuse_diffusers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
-    """Prepares save_pretrained of models of transformers and diffusers, also inside other models."""
+    """A context around packing layers, after which ``save_pretrained`` knows: of transformers' and diffusers' models."""
     with _described_to_transformers(model):
         yield
     _refuse_diffusers(model)
@@ -141,16 +143,16 @@ def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
-    library = sys.modules.get("transformers.modeling_utils")  # if it is not loaded, nothing is made of it
+    library = sys.modules.get("transformers.modeling_utils")  # None: not loaded, so the model is not of transformers
     if library is None or not any(isinstance(module, library.PreTrainedModel) for module in model.modules()):
         yield
         return
     try:
         from .hf.quantizer import describing
-    except ImportError as error:  # of another version: the model runs, but its files would load as random weights
+    except ImportError as error:  # an unsupported version: the model runs, but its files would load as random weights
         reason = str(error)
 
-        def refuse(*arguments, **options):
+        def refuse(*_: Any, **__: Any) -> None:
             raise RuntimeError(f"lowbit cannot save this quantized model: {reason}")
 
         yield
@@ -162,14 +164,6 @@ def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def know_transformers() -> None:
-    """Registers layer classes of transformers if it is loaded."""
-    if "transformers.modeling_utils" in sys.modules:
-        with suppress(ImportError):  # of another version: these stay float, and a warning says so
-            import_module("lowbit.hf.experts")
-            import_module("lowbit.hf.conv1d")
-
-
 def quantize_(
     model: torch.nn.Module,
     config: LinearConfig | EmbeddingConfig | Mapping[str, LinearConfig | EmbeddingConfig | None],
@@ -178,32 +172,30 @@ def quantize_(
     """Replaces the linear layers and embedding tables of a model by quantized ones, in place.
 
     Args:
-        model: holds ``torch.nn.Linear`` and ``torch.nn.Embedding`` modules at any depth. Of their subclasses those of
-            transformers' tables are taken that scale or normalize their rows (Gemma, BART), no others. Linear
-            layers are also transformers' ``Conv1D``, and its parameters that have the weights of all experts of a mixture,
-            which are called as the parameter is (``"*.experts.down_proj"``).
-        config: one config, for all layers of its kind; or shell-style patterns of qualified names (``"*embed*"``) to
-            configs, of which the last that matches wins, and None leaves a layer as it is.
-        filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it as it is. In the
-            place of a module experts have an object with their ``weight``, ``in_features`` and ``out_features``.
+        model: holds layers at any depth: ``torch.nn.Linear``, ``torch.nn.Embedding``, and of transformers ``Conv1D``,
+            ``FalconLinear``, tables that scale or normalize their rows (Gemma, BART), and parameters with the weights of all
+            experts, which are named as the parameter (``"*.experts.down_proj"``). Other subclasses stay float.
+        config: one config for all layers of its kind; or a dict from shell-style patterns of qualified names (``"*embed*"``)
+            to configs. The last matching pattern wins; None leaves a layer float.
+        filter_fn: called as ``filter_fn(module, qualified_name)`` for each chosen layer; False leaves it float. For experts
+            ``module`` is an object with ``weight``, ``in_features`` and ``out_features``.
 
     Returns:
         The model. A tensor that an embedding and an output head share is packed once, and stays shared. If only one of
         them is selected (a LinearConfig alone selects the head), the other keeps the float tensor, and the model grows by
-        the packed one; a warning says by how much. ``{"*": LinearConfig(), "*embed*": EmbeddingConfig()}`` packs both:
-        patterns with configs of the other kind are passed over.
+        the packed one; a warning says by how much. ``{"*": LinearConfig(), "*embed*": EmbeddingConfig()}`` packs both: a
+        pattern applies only to layers of its config's kind.
 
-    A model of transformers gets a ``quantization_config``: what ``save_pretrained`` then saves, ``from_pretrained`` loads
-    wherever lowbit is installed. A model of diffusers is not saved by ``save_pretrained``, as diffusers could not load it.
+    A model of transformers gets a ``quantization_config``: after ``save_pretrained``, ``from_pretrained`` loads it wherever
+    lowbit is installed. ``save_pretrained`` of a model of diffusers raises, as diffusers could not load it.
 
-    Warns of patterns that match nothing, and of matrices in layers of other kinds, when they are more than a hundredth of
-    the model's bytes.
+    Warns of patterns that match nothing, and of float matrices in layers of other kinds, if they are more than 1 % of the
+    model's bytes.
 
     Raises:
         TypeError, ValueError: a wrong config, nothing to quantize, an adapter of peft, weights that are not finite or not
             on the CPU, or different configs for layers that share a weight. The model is then unchanged.
     """
-    know_transformers()
     selected = choose_layers(model, config, filter_fn, experts=True)
     with described_to_transformers(model):
         replace_layers(model, selected)

@@ -24,9 +24,9 @@ class PackedInfo:
     has_bias: bool  # inside the packed weight
     total_bytes: int  # with the header
     version: int  # of the format: 2 with levels, else 1
-    format: str = "panel16"  # of the bytes behind the header; or a vendor's
-    levels: tuple[int, ...] | None = None  # of mapping "levels", by code; of experts: of the first
-    experts: int | None = None  # so many matrices, of which everything above is said of each; None: one matrix
+    format: str = "panel16"  # of the bytes after the header; or a vendor's
+    levels: tuple[int, ...] | None = None  # of mapping "levels", by code; of experts: those of the first
+    experts: int | None = None  # the number of matrices; the fields above describe each of them. None: one matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class PackedInfo:
 
 
 class Unpacked(NamedTuple):
-    """The arguments that :func:`pack` got.
+    """The arguments of :func:`pack` that give a packed weight.
 
     ``codes`` uint8 [n, k], ``scales`` and ``mins`` float32 [n, groups], ``bias`` float32 [n], ``levels`` int8 [2**bits].
     """
@@ -57,6 +57,7 @@ class Unpacked(NamedTuple):
 
 
 def check_packed(packed: Tensor) -> None:
+    """Raises TypeError or ValueError unless ``packed`` is a contiguous uint8 tensor of one dimension on the CPU."""
     if not isinstance(packed, Tensor):
         raise TypeError(f"packed is a {type(packed).__name__}; expected a uint8 tensor")
     if packed.dtype != torch.uint8 or packed.dim() != 1:
@@ -83,23 +84,23 @@ def info_of_experts(packed: Tensor, *, verified: bool = False) -> PackedInfo:
     """Describes the matrices of experts, uint8 [experts, bytes], after verifying the header of each.
 
     Args:
-        verified: check every byte against the checksums, too.
+        verified: also check every byte against the checksums.
 
     Raises:
-        ValueError: as :func:`info`, of which expert; or they are not packed alike (their tables of levels may differ).
+        ValueError: as :func:`info`, with the expert's number; or they are not packed alike (tables of levels may differ).
     """
     if isinstance(packed, Tensor) and (packed.dim() != 2 or packed.shape[0] < 1):
         raise ValueError(f"packed has shape {list(packed.shape)}; expected [experts, bytes]")
     first: PackedInfo | None = None
     for number, matrix in enumerate(packed):
         try:
-            found = verify(matrix) if verified else info(matrix)
+            header = verify(matrix) if verified else info(matrix)
         except ValueError as error:
             raise ValueError(f"expert {number}: {error}") from error
-        first = first or found
-        if replace(found, levels=first.levels) != first:
-            raise ValueError(f"expert {number} is packed as {found}; expected {first}, as expert 0")
-    assert first is not None  # there is one at least
+        first = first or header
+        if replace(header, levels=first.levels) != first:
+            raise ValueError(f"expert {number} is packed as {header}; expected {first}, as expert 0")
+    assert first is not None  # there is at least one
     return replace(first, experts=len(packed))
 
 
@@ -107,7 +108,7 @@ def verify(packed: Tensor) -> PackedInfo:
     """Like :func:`info`, after checking every byte against the checksum in the header.
 
     Raises:
-        ValueError: as :func:`info`, or altered bytes behind the header.
+        ValueError: as :func:`info`, or altered bytes after the header.
     """
     check_packed(packed)
     return PackedInfo(**_C.info(packed.data_ptr(), packed.numel(), True))
@@ -116,9 +117,9 @@ def verify(packed: Tensor) -> PackedInfo:
 def describe(
     shape: tuple[int, int], bits: int, group_size: int | None, mapping: str, has_bias: bool, levels: Sequence[int] | None = None
 ) -> PackedInfo:
-    """What :func:`info` will return for a weight of ``shape`` [n, k] once it is packed.
+    """The :class:`PackedInfo` of a weight of ``shape`` [n, k] before it is packed.
 
-    Without ``levels``, which may not be fitted yet, mapping "levels" has zeros.
+    With mapping "levels" and no ``levels`` (not fitted yet) the table is zeros.
 
     Raises:
         ValueError: as :func:`pack`.
@@ -130,7 +131,7 @@ def describe(
 
 
 def check_format(bits: int, group_size: int | None, mapping: str) -> None:
-    """Refuses invalid bits, group sizes and mappings.
+    """Checks bits, group size and mapping.
 
     Raises:
         TypeError, ValueError: bits are not an int from 1 to 8, the group size is neither a positive multiple of 16 nor
@@ -232,10 +233,10 @@ def _check_parts(codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tenso
 
 
 def as_levels(levels: Tensor | Sequence[int], bits: int) -> Tensor:
-    """Levels of ``2**bits`` codes as int8.
+    """The levels of ``2**bits`` codes as an int8 tensor.
 
     Raises:
-        TypeError, ValueError: others than ``2**bits`` integers from -127 to 127.
+        TypeError, ValueError: not ``2**bits`` integers from -127 to 127.
     """
     if isinstance(levels, Tensor):
         if levels.dtype != torch.int8:
@@ -258,17 +259,17 @@ def unpack(packed: Tensor) -> Unpacked:
     Raises:
         ValueError: as :func:`verify`.
     """
-    described = info(packed)
+    header = info(packed)
     codes, scales, mins, bias = torch.ops.lowbit.unpack(packed)
     return Unpacked(
         codes,
         scales,
-        mins if described.mapping == "affine" else None,
-        bias if described.has_bias else None,
-        described.bits,
-        described.group_size,
-        described.mapping,
-        None if described.levels is None else torch.tensor(described.levels, dtype=torch.int8, device="cpu"),
+        mins if header.mapping == "affine" else None,
+        bias if header.has_bias else None,
+        header.bits,
+        header.group_size,
+        header.mapping,
+        None if header.levels is None else torch.tensor(header.levels, dtype=torch.int8, device="cpu"),
     )
 
 
@@ -280,7 +281,7 @@ def repack(packed: Tensor, format: str) -> Tensor:
         format: "panel16", or a format of a library that :func:`load_kernels` has loaded.
 
     Returns:
-        uint8 [bytes]. What a vendor's format keeps of the weights, and how its kernels round, is the vendor's to say.
+        uint8 [bytes]. The vendor documents what its format keeps of the weights, and how its kernels round.
 
     Raises:
         TypeError, ValueError: not a packed weight, no such format, or a weight that the format does not hold.

@@ -1,4 +1,4 @@
-"""Matrices in groups of consecutive inputs with one scale each; the last group of a row may be shorter."""
+"""Groups of consecutive inputs that share a scale; the last group of a row may be shorter."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def huge_page_setting() -> str | None:
 
 
 def _huge_page_bytes() -> int | None:
-    """The size of a huge page where the system gives them to those who ask; None where it gives none, or to all."""
+    """The size of a huge page if the system gives them on request; None if it gives none, or gives them without a request."""
     if huge_page_setting() != "madvise":
         return None
     try:
@@ -34,7 +34,7 @@ def _huge_page_bytes() -> int | None:
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A copy of packed weights, uint8, in huge pages; the tensor itself if it is too small or there are none."""
+    """A copy of packed weights, uint8, in huge pages; the tensor itself if it is too small or no huge pages are available."""
     page = _huge_page_bytes()
     if page is None or tensor.numel() < page or tensor.device.type != "cpu":
         return tensor
@@ -42,9 +42,9 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
     try:
         memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # it is only about speed
+    except OSError:  # huge pages change the speed only
         return tensor
-    # Begins where a page does: not every system aligns the mapping itself. What is never touched takes no memory.
+    # Aligned to a page, as not every system aligns the mapping. Bytes that are never touched take no memory.
     offset = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % page
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset).view(tensor.shape).copy_(tensor)
 
@@ -52,8 +52,8 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 def give_back(tensor: Tensor) -> None:
     """Releases a tensor's pages of a mapped file from this process's memory.
 
-    Later reads get them from the page cache or the disk. Tensors in other memory and tensors that were written to stay,
-    and so do all tensors on other systems than Linux.
+    Later reads get them from the page cache or the disk. Does nothing for tensors in other memory, for tensors that were
+    written to, and on systems other than Linux.
     """
     if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
         return
@@ -65,9 +65,9 @@ def give_back(tensor: Tensor) -> None:
             file.seek(begin // page * entries.element_size())
             if file.readinto(memoryview(entries.numpy()).cast("B")) != entries.nbytes:
                 return
-    except OSError:  # a system without it: the memory is then as much as it was
+    except OSError:  # a system without pagemap: nothing is released
         return
-    # Bit 63: in memory, 62: swapped out, 61: of a file. What is not of a file would be lost.
+    # Bit 63: in memory, 62: swapped out, 61: of a file. Pages of no file would be lost.
     in_memory, swapped, of_file = ((entries >> bit & 1).bool() for bit in (63, 62, 61))
     if not (swapped | in_memory & ~of_file).any():
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
@@ -80,14 +80,14 @@ class ReadBandwidth:
         size: of the buffer, in bytes; more than the caches hold.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: not enough memory.
     """
 
     def __init__(self, size: int = 1 << 30):
         # Private: pages of shared memory are not made huge.
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)  # a roof: page walks are not part of it
+            self._memory.madvise(mmap.MADV_HUGEPAGE)  # an upper bound: without the cost of page walks
         self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8).fill_(1)
 
     def __call__(self, threads: int) -> float:

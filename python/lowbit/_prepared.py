@@ -1,17 +1,19 @@
-"""Float layers that compute, with gradients, what packed ones will: ``lowbit.qat`` puts them in a model."""
+"""Float layers for quantization-aware training: they compute, with gradients, what packed layers will (``lowbit.qat``)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from . import ops
-from .embeddings import Table
-from .groups import in_groups
-from .layers import Prepared
-from .quantize import Config
+from ._embeddings import Table
+from ._groups import in_groups
+from ._layers import Prepared
+from ._packed import pack
+from ._rounding import Config
 
 # As kernels/weight_grid.h and kernels/pack.cpp have them.
 _SMALLEST_STEP = 2.0**-120
@@ -22,7 +24,7 @@ SEGMENT_INPUTS = 64  # kSegmentInputs of kernels/format.h
 
 
 def stored(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scales and mins as :func:`lowbit.pack` stores them: float16 behind one float32 factor per row.
+    """Scales and mins as :func:`lowbit.pack` stores them: float16 times one float32 factor per row.
 
     Args:
         scales, mins: float32 [n, groups], finite; mins None: symmetric.
@@ -43,7 +45,7 @@ def stored(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _codes(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) -> tuple[Tensor, Tensor]:
-    """Codes of a weight [n, k], in groups, for scales and mins as they are stored, and the same before rounding.
+    """Codes of a weight [n, k] for stored scales and mins, and the codes before rounding; both [n, groups, group size].
 
     The formulas of ``lowbit::quantize``, to the bit.
     """
@@ -61,10 +63,10 @@ def _codes(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) 
 
 
 class _FakeQuantized(torch.autograd.Function):
-    """Weight [n, k], scales and mins [n, groups] -> the weight that is stored, float32 [n, k]."""
+    """Weight [n, k], scales and mins [n, groups] -> the dequantized weight, float32 [n, k]."""
 
     @staticmethod
-    def forward(ctx, weight, scale, min, config):
+    def forward(ctx: Any, weight: Tensor, scale: Tensor, min: Tensor | None, config: Config) -> Tensor:
         scales, mins = stored(scale.float(), None if min is None else min.float())
         codes, exact = _codes(weight.float(), scales, mins, config)
         ctx.config, ctx.dtypes = config, (weight.dtype, scale.dtype)
@@ -77,7 +79,7 @@ class _FakeQuantized(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, exact, scales = ctx.saved_tensors
         config, k = ctx.config, grad.shape[1]
         grad = in_groups(grad, config.group_size)
@@ -88,9 +90,9 @@ class _FakeQuantized(torch.autograd.Function):
         else:
             inside = (exact >= 0) & (exact <= 2**config.bits - 1)
             of_weight = torch.where(inside, grad, 0.0)
-            # What the scale multiplies, less what follows the weight: the error of rounding, in steps.
-            reached = codes if config.mapping == "affine" else _levels(codes, config)
-            of_scale = (grad * torch.where(inside, codes - exact, reached)).sum(2)
+            # LSQ: inside the range the error of rounding, in steps; beyond it the level at the end of the range.
+            levels = codes if config.mapping == "affine" else _levels(codes, config)
+            of_scale = (grad * torch.where(inside, codes - exact, levels)).sum(2)
             if config.mapping == "affine":
                 of_min = torch.where(inside, 0.0, grad).sum(2)
         weight_dtype, scale_dtype = ctx.dtypes
@@ -107,7 +109,7 @@ def fake_quantize_activations(x: Tensor, group_size: int | None) -> Tensor:
 
     Args:
         x: [..., k] of any float dtype.
-        group_size: of the weights that they meet; each group is cut into segments from its first input on. None: one group.
+        group_size: of the layer's weight; each group is cut into segments from its first input on. None: one group.
 
     Returns:
         float32 [..., k]. The gradient passes unchanged (a straight-through estimator: Bengio et al., 2013). A segment with a
@@ -118,7 +120,7 @@ def fake_quantize_activations(x: Tensor, group_size: int | None) -> Tensor:
 
 class _FakeQuantizedActivations(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group_size):
+    def forward(ctx: Any, x: Tensor, group_size: int | None) -> Tensor:
         ctx.dtype = x.dtype
         k = x.shape[-1]
         group = min(group_size or k, k + -k % SEGMENT_INPUTS)
@@ -135,7 +137,7 @@ class _FakeQuantizedActivations(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad.to(ctx.dtype), None
 
 
@@ -150,10 +152,10 @@ def _described(format: tuple[int, ...] | None) -> str:
     return f"bits={bits}, group_size={group or None}, mapping={('symmetric', 'affine')[bool(affine)]!r}"
 
 
-class Layer(Prepared):
-    """Beside the float ``weight`` a ``weight_scale`` and, if affine, a ``weight_min``: float32 [n, groups], trained.
+class PreparedLayer(Prepared):
+    """A layer with parameters ``weight_scale`` and, if affine, ``weight_min``, float32 [n, groups], beside its weight.
 
-    ``weight_format`` (int32: bits, group size or 0, 1 if affine) says in a state dict what the scales are for.
+    ``weight_format`` (int32: bits, group size or 0, 1 if affine) records in a state dict which config the scales are for.
     """
 
     weight: Tensor
@@ -162,10 +164,10 @@ class Layer(Prepared):
         """The weight as [n, k], with gradients."""
         return self.weight
 
-    def prepare(self, config: Config, owner: Layer | None) -> None:
-        """``owner``: the layer that has the scales, where several share one weight."""
+    def prepare(self, config: Config, owner: PreparedLayer | None) -> None:
+        """Adds the parameters; ``owner`` is the layer that has them already, where several layers share one weight."""
         self._config = config
-        self._owner = () if owner is None else (owner,)  # in a tuple it is no part of this module
+        self._owner = () if owner is None else (owner,)  # in a tuple, so that it is no submodule
         if owner is not None:
             return
         affine = config.mapping == "affine"
@@ -177,24 +179,25 @@ class Layer(Prepared):
         formats = torch.tensor(_format(config), dtype=torch.int32)
         self.register_buffer("weight_format", formats)  # type: ignore[attr-defined]
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        # Scales of another width may well have the same shape.
-        found, expected = state_dict.get(prefix + "weight_format"), _format(self._config)
-        if not self._owner and (found is not None or prefix + "weight_scale" in state_dict):
-            values = None if found is None else tuple(found.tolist())
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        # Scales for another width may have the same shape.
+        stored_format, expected = state_dict.get(prefix + "weight_format"), _format(self._config)
+        if not self._owner and (stored_format is not None or prefix + "weight_scale" in state_dict):
+            values = None if stored_format is None else tuple(stored_format.tolist())
             if values != expected:
-                error_msgs.append(
+                arguments[-1].append(  # error_msgs
                     f"{prefix}weight_scale: the state dict has scales for {_described(values)}; the model was prepared for "
                     f"{_described(expected)}"
                 )
                 return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
 
-    def follow(self, other: Layer) -> None:
+    def follow(self, other: PreparedLayer) -> None:
         """Shares the config and the scales of another prepared layer."""
         self._config, self._owner = other._config, other._owner or (other,)
 
     def grid(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and mins, float32 [n, groups]; mins None: symmetric."""
         owner = self._owner[0] if self._owner else self
         return owner.weight_scale, owner.weight_min
 
@@ -205,7 +208,7 @@ class Layer(Prepared):
             weight = self.matrix().float()
             codes, _ = _codes(weight, *stored(scales, mins), config)
             codes = codes.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
-        return ops.pack(
+        return pack(
             codes,
             scales.detach(),
             None if mins is None else mins.detach(),
@@ -218,7 +221,7 @@ class Layer(Prepared):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self._config}"  # type: ignore[misc]
 
-    def __prepare_scriptable__(self):
+    def __prepare_scriptable__(self) -> None:
         _refuse(True)
 
 
@@ -231,13 +234,13 @@ def _refuse(exported: bool) -> None:
         raise ValueError("the model is prepared for training; lowbit.qat.convert_ packs it, before it is exported")
 
 
-class LinearLayer(Layer):
+class LinearLayer(PreparedLayer):
     """A linear layer prepared for training, with a weight of either orientation."""
 
     bias: Tensor | None
 
     def fake_quantized(self) -> Tensor:
-        """The weight that will be stored, float32 [out, in], with gradients."""
+        """The dequantized weight of the packed layer to be, float32 [out, in], with gradients."""
         return _FakeQuantized.apply(self.matrix(), *self.grid(), self._config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -252,15 +255,15 @@ class Linear(LinearLayer, torch.nn.Linear):
     """The prepared form of a torch.nn.Linear (:func:`lowbit.qat.prepare_`)."""
 
 
-class Embedding(Layer, torch.nn.Embedding):
-    """What :func:`lowbit.qat.prepare_` makes of torch.nn.Embedding and of the classes in :mod:`lowbit.embeddings`."""
+class Embedding(PreparedLayer, torch.nn.Embedding):
+    """The prepared form of a torch.nn.Embedding, or of a table that scales or normalizes its rows."""
 
     _table: Table
 
     def forward(self, indices: Tensor) -> Tensor:
         _refuse_export()
         config = self._config
-        rows = [  # those that are looked up; the rest of the table need not be computed
+        rows = [  # only looked-up rows are computed
             None
             if table is None
             else functional.embedding(
@@ -271,7 +274,3 @@ class Embedding(Layer, torch.nn.Embedding):
         values = _FakeQuantized.apply(*rows, config)
         rows = values.to(self.weight.dtype).view(*indices.shape, self.embedding_dim)
         return self._table.finish(rows, self)
-
-
-# A float layer -> what it becomes in training. hf/conv1d.py adds transformers' kind.
-KINDS: dict[type, type[Layer]] = {torch.nn.Linear: Linear, torch.nn.Embedding: Embedding}

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import ops
-from .computed_tensor import ComputedTensor
+from ._computed_tensor import ComputedTensor
+from ._packed import as_levels, check_format, describe, pack
 from .levels import FIT, TABLES, fit_levels, round_to_levels
 
-# Beyond this, the range of a group or its scale could overflow float32.
+# Above this, the range of a group or its scale could overflow float32.
 _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
 
 
@@ -23,16 +23,16 @@ class Config:
 
     bits: int = 4
     group_size: int | None = 32
-    mapping: str = ""  # empty: not given; __post_init__ replaces it
+    mapping: str = ""  # empty: not given; __post_init__ sets it
     scale: str = "mse"
     levels: str | Sequence[int] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.levels is None and self.mapping == "levels":
             object.__setattr__(self, "levels", FIT)
         if self.mapping == "":
             object.__setattr__(self, "mapping", "symmetric" if self.levels is None else "levels")
-        ops.check_format(self.bits, self.group_size, self.mapping)
+        check_format(self.bits, self.group_size, self.mapping)
         if self.scale not in ("absmax", "mse"):
             raise ValueError(f"scale is {self.scale!r}; expected 'absmax' or 'mse'")
         if self.levels is None:
@@ -47,7 +47,7 @@ class Config:
             if self.levels != FIT and 2**self.bits != len(TABLES[self.levels]):
                 raise ValueError(f"bits is {self.bits}; expected 4 with the levels {self.levels!r}")
         elif isinstance(self.levels, Sequence | Tensor):
-            object.__setattr__(self, "levels", tuple(ops.as_levels(self.levels, self.bits).tolist()))
+            object.__setattr__(self, "levels", tuple(as_levels(self.levels, self.bits).tolist()))
         else:
             raise TypeError(f"levels is a {type(self.levels).__name__}; expected a str or {2**self.bits} integers")
 
@@ -60,12 +60,12 @@ class LinearConfig(Config):
         bits: 1 to 8.
         group_size: inputs that share a scale, a multiple of 16; None for one scale per output row.
         mapping: "symmetric" (scale only; the default), "affine" (scale and minimum) or, at 2, 3 and 4 bits, "levels": a
-            scale, and a table of what a code stands for, one for the whole matrix.
+            scale, and one table for the whole matrix from codes to levels.
         scale: "absmax" covers the whole range of a group; "mse" tries smaller ranges too and keeps the one with the least
-            squared error, which pays at 4 bits and below and takes several times as long.
+            squared error, which helps at 4 bits and below and takes several times as long.
         levels: the table: "fit" (to each matrix; :func:`lowbit.levels.fit_levels`), at 4 bits "nf4", "iq4_nl", "mxfp4" or
-            "nvfp4", or ``2**bits`` integers from -127 to 127. Without ``mapping`` it implies "levels", which without it means
-            "fit".
+            "nvfp4", or ``2**bits`` integers from -127 to 127. ``levels`` implies mapping "levels"; mapping "levels" implies
+            levels "fit".
     """
 
 
@@ -77,8 +77,8 @@ class EmbeddingConfig(Config):
 def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} is a {type(values).__name__}; expected a tensor")
-    of_its_own = type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    if of_its_own and not isinstance(values, ComputedTensor):  # torchao's, for example, whose memory holds other things
+    is_wrapper = type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if is_wrapper and not isinstance(values, ComputedTensor):  # torchao's, for example, whose memory holds other values
         raise TypeError(f"{name} is a {type(values).__name__}; expected a plain tensor of floating-point values")
     if values.layout is not torch.strided:
         raise TypeError(f"{name} has the layout {values.layout}; expected torch.strided (to_dense())")
@@ -88,7 +88,7 @@ def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} is on {values.device}; expected the CPU")
     if values.shape != shape:
         raise ValueError(f"{name} has shape {list(values.shape)}; expected {list(shape)}")
-    low, high = (float(end) for end in torch.aminmax(values.detach()))  # one pass, and a NaN anywhere makes both NaN
+    low, high = (float(end) for end in torch.aminmax(values.detach()))  # one pass; any NaN makes both NaN
     if not math.isfinite(high - low):
         bad = values.numel() - int(torch.isfinite(values).sum())
         if bad:
@@ -98,14 +98,14 @@ def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
 
 
 def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str = "") -> None:
-    """Refuses weights that the quantizer or the packer would refuse, before either starts."""
+    """Raises TypeError or ValueError for weights that the quantizer or the packer would refuse, before either starts."""
     if isinstance(weight, Tensor) and (weight.dim() != 2 or weight.numel() == 0):
         raise ValueError(f"{prefix}weight has shape {list(weight.shape)}; expected [n, k] with n and k at least 1")
     _check_values(weight, f"{prefix}weight", weight.shape if isinstance(weight, Tensor) else ())
     n, k = weight.shape
     if bias is not None:
         _check_values(bias, f"{prefix}bias", (n,))
-    ops.describe((n, k), config.bits, config.group_size, config.mapping, bias is not None)
+    describe((n, k), config.bits, config.group_size, config.mapping, bias is not None)
 
 
 def table_of(config: Config, weight: Tensor, importance: Tensor | None = None) -> tuple[int, ...]:
@@ -144,12 +144,12 @@ def quantize_tensor(weight: Tensor, config: Config, bias: Tensor | None = None) 
     if config.mapping == "levels":
         levels = table_of(config, weight)
         codes, scales = round_to_levels(weight, levels, config.group_size, search=config.scale == "mse")
-        return ops.pack(codes, scales, None, float_bias, bits=config.bits, group_size=config.group_size, levels=levels)
+        return pack(codes, scales, None, float_bias, bits=config.bits, group_size=config.group_size, levels=levels)
     affine = config.mapping == "affine"
     codes, scales, mins = torch.ops.lowbit.quantize(
         weight.detach(), config.bits, config.group_size or 0, affine, config.scale == "mse"
     )
-    return ops.pack(
+    return pack(
         codes,
         scales,
         mins if affine else None,

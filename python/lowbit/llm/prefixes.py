@@ -1,0 +1,260 @@
+"""Prefix caching on disk: keys and values of texts' beginnings, in files that later processes read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import time
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..files.replace import PartialDirectory, lock
+from .caches import stretches
+from .decoder import Decoder
+
+BLOCK = 64  # tokens in a file; of a text only whole blocks are kept
+MOST_BYTES = 8_000_000_000
+_SUFFIX = ".lowbit-prefix"
+_HEADER = struct.Struct("<8s32sI20x")  # magic, which block it is, checksum of the keys and values behind the header
+_MAGIC = b"LOWBITKV"
+_WAIT_SECONDS = 60.0  # for another process that writes
+
+Layers = Sequence[tuple[Tensor, ...]]
+
+
+class PrefixCache:
+    """A directory with keys and values of texts, each in blocks of 64 tokens.
+
+    A block's file is named by a hash of all tokens up to its end, the model's weights, the type of the KV cache and the
+    versions of the libraries that compute it. So no other model finds it, and texts that begin alike share files. The files
+    are the same for every instruction set. When they take more than ``most_bytes``, those that were unused for the longest
+    time are removed. Several processes may use a directory. Damaged files are removed and computed again.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], decoder: Decoder, most_bytes: int = MOST_BYTES):
+        """
+        Args:
+            directory: made if it does not exist, for its owner alone: the files tell what the texts were.
+            decoder: not compiled. All linear layers of its model are packed, up to the head: torch's own layers give other
+                bits for other numbers of rows, and a text would depend on what is in the directory.
+            most_bytes: of all files in it.
+
+        Raises:
+            ValueError: another kind of decoder, or a model with float matrices or recurrent layers; or most_bytes is not positive.
+            OSError: the directory cannot be made.
+            RuntimeError: the decoder was released.
+        """
+        if not isinstance(decoder, Decoder):
+            raise ValueError(f"a prefix cache is for a Decoder, not compiled; found a {type(decoder).__name__}")
+        decoder.check()
+        if decoder.recurrent:
+            raise ValueError(
+                f"a prefix cache is for models that keep keys and values only; the recurrent layers of a "
+                f"{type(decoder.model).__name__} have states, which are those of a whole text"
+            )
+        if most_bytes < 1:
+            raise ValueError(f"most_bytes is {most_bytes}; expected 1 or more")
+        found = _float_matrix(decoder.model)
+        if found is not None:
+            raise ValueError(
+                f"a prefix cache needs packed linear layers throughout; found {found} in floats, whose results depend on how a "
+                "prompt is cut"
+            )
+        self.directory, self.most_bytes = Path(directory), most_bytes
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self.directory.is_dir():
+            raise NotADirectoryError(f"{self.directory} is not a directory")
+        layers = decoder.caches()
+        self._block_bytes = sum(cache.nbytes // cache.shape[2] for pair in layers for cache in pair) * BLOCK
+        self._key = _key(decoder, layers)
+        self._may_write = True
+
+    def count(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a text's beginning are here. Its last token does not count: the model computes what follows it."""
+        blocks = list(self._blocks(tokens[:-1]))
+        return BLOCK * next((number for number, (_, path) in enumerate(blocks) if not path.exists()), len(blocks))
+
+    def read(self, tokens: Sequence[int], layers: Layers, start: int = 0) -> int:
+        """Fills caches with the longest beginning of a text that is here, if that is longer than what they have.
+
+        Args:
+            tokens: of the text.
+            layers: keys and values of each layer, of :meth:`Decoder.caches` or a :class:`Caches`.
+            start: so many tokens of the text are in the caches already.
+
+        Returns:
+            How many tokens of the text the caches have now.
+        """
+        there = min(self.count(tokens), layers[0][0].shape[2]) // BLOCK
+        if there * BLOCK <= start:
+            return start
+        blocks = list(self._blocks(tokens[: there * BLOCK]))
+        for number in range(start // BLOCK, there):
+            if not self._read_block(*blocks[number], layers, number * BLOCK):
+                there = number
+                break
+        self._touch([path for _, path in blocks[:there]])
+        return int(max(start, there * BLOCK))
+
+    def write(self, tokens: Sequence[int], layers: Layers) -> int:
+        """Keeps a text whose keys and values these caches have, as far as it is not here yet.
+
+        What cannot be written, because the disk is full for example, is a warning, the first time.
+
+        Returns:
+            How many blocks were written.
+        """
+        blocks = list(self._blocks(tokens))[: self.most_bytes // (_HEADER.size + self._block_bytes)]
+        new = [number for number, (_, path) in enumerate(blocks) if not path.exists()]
+        if not new or not self._may_write:
+            return 0
+        try:
+            with self._locked(), PartialDirectory(self.directory / "blocks") as partial:
+                self._touch([path for _, path in blocks])  # so that they are the last that are removed
+                self._make_room(len(new) * (_HEADER.size + self._block_bytes))
+                for number in new:
+                    digest, path = blocks[number]
+                    _write_block(partial.path / path.name, digest, layers, number * BLOCK)
+                    os.rename(partial.path / path.name, path)
+                self._touch([path for _, path in blocks])
+        except OSError as error:
+            self._may_write = False
+            warnings.warn(
+                f"the prefix cache in {self.directory} is not written to: {error.strerror or error}; the text is the same "
+                "without it",
+                stacklevel=2,
+            )
+            return 0
+        return len(new)
+
+    def _blocks(self, tokens: Sequence[int]) -> Iterator[tuple[bytes, Path]]:
+        """The hash and the file of each whole block of a text."""
+        digest = self._key
+        for at in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
+            digest = hashlib.sha256(digest + struct.pack(f"<{BLOCK}q", *tokens[at : at + BLOCK])).digest()
+            yield digest, self.directory / (digest.hex() + _SUFFIX)
+
+    @torch.inference_mode()
+    def _read_block(self, digest: bytes, path: Path, layers: Layers, at: int) -> bool:
+        try:
+            with open(path, "rb", buffering=0) as file:
+                data = torch.empty(_HEADER.size + self._block_bytes, dtype=torch.uint8, device="cpu")
+                view, done = memoryview(data.numpy()), 0
+                while count := file.readinto(view[done:]):
+                    done += count
+                whole = done == len(view) and not file.read(1)
+        except FileNotFoundError:
+            return False  # another process has removed it
+        except OSError as error:
+            warnings.warn(f"{path} cannot be read: {error.strerror}; it is computed again", stacklevel=4)
+            return False
+        expected = _MAGIC, digest, zlib.crc32(view[_HEADER.size :])
+        if not whole or _HEADER.unpack(view[: _HEADER.size]) != expected:
+            warnings.warn(f"{path} is damaged or of another text; it is removed, and computed again", stacklevel=4)
+            path.unlink(missing_ok=True)
+            return False
+        begin = _HEADER.size
+        for stretch in _stretches(layers, at):
+            size = stretch.nbytes
+            stretch.copy_(data[begin : begin + size].view(stretch.dtype).view(stretch.shape))
+            begin += size
+        return True
+
+    def _touch(self, paths: list[Path]) -> None:
+        """Marks files as used now, the beginning of a text as the last: blocks without those before them are of no use."""
+        now = time.time_ns()
+        for number, path in enumerate(paths):
+            try:
+                os.utime(path, ns=(now, now + len(paths) - number))
+            except FileNotFoundError:
+                pass
+
+    def _make_room(self, size: int) -> None:
+        found = []
+        for entry in os.scandir(self.directory):
+            if entry.name.endswith(_SUFFIX):
+                try:
+                    stat = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                found.append((stat.st_mtime_ns, stat.st_size, entry.path))
+        size += sum(each[1] for each in found)
+        for _, bytes_, path in sorted(found):
+            if size <= self.most_bytes:
+                break
+            Path(path).unlink(missing_ok=True)  # a process that reads it has it open
+            size -= bytes_
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keeps other processes from writing, so that all of them together stay within the size."""
+        end = time.monotonic() + _WAIT_SECONDS
+        try:
+            while (held := lock(self.directory)) is None and time.monotonic() < end:
+                time.sleep(0.02)
+        except OSError:  # no locks on this file system
+            held = None
+        try:
+            yield
+        finally:
+            if held is not None:
+                os.close(held)
+
+
+def _stretches(layers: Layers, at: int) -> Iterator[Tensor]:
+    for pair in layers:
+        for cache in pair:
+            yield from stretches(cache, at, at + BLOCK)
+
+
+def _write_block(path: Path, digest: bytes, layers: Layers, at: int) -> None:
+    data = torch.cat([stretch.contiguous().view(-1).view(torch.uint8) for stretch in _stretches(layers, at)]).numpy()
+    # Not synced: after a power failure the checksum tells what did not reach the disk.
+    with open(path, "xb") as file:
+        file.write(_HEADER.pack(_MAGIC, digest, zlib.crc32(data)))
+        file.write(data)
+    path.chmod(0o600)
+
+
+def _float_matrix(model: torch.nn.Module) -> str | None:
+    """The name of a float matrix that a prompt's tokens are multiplied by; lookups and the head are none."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is head or isinstance(module, torch.nn.Embedding):
+            continue
+        for parameter, value in module.named_parameters(recurse=False):
+            if value.dim() > 1:
+                return f"{name}.{parameter}"
+    return None
+
+
+def _key(decoder: Decoder, layers: Layers) -> bytes:
+    """What keys and values depend on besides the tokens. Packed weights have checksums, which loading has verified."""
+    model = decoder.model
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "quantization_config"):
+        config.pop(name, None)
+    said = {
+        "block": BLOCK,
+        "versions": [__version__, torch.__version__, version("transformers")],
+        "class": type(model).__name__,
+        "config": config,
+        "cache": [str(decoder.cache_dtype), [[(list(c.shape[1::2]), str(c.dtype)) for c in pair] for pair in layers]],
+    }
+    key = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+    for name, tensor in model.state_dict().items():
+        key.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        if name.endswith("packed_weight"):
+            tensor = tensor[..., :128].contiguous()  # the header of each matrix, with the checksums of all its bytes
+        key.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return key.digest()
