@@ -25,7 +25,9 @@ from .generate import generate
 from .import_ import import_
 from .info import info
 from .inspect import inspect
-from .output import quieten, reporting
+from .models import from_hub
+from .output import Output, quieten, reporting
+from .push import push
 from .quantize import quantize
 from .report import report
 from .tune import tune
@@ -39,6 +41,7 @@ COMMANDS: dict[str, Callable] = {
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
+    "push": push,
     "report": report,
     "bench": bench,
     "tune": tune,
@@ -54,6 +57,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _state = {"debug": False}
+_MODELS = {"model", "source", "path", "draft", "reference"}  # arguments that may name a model on a hub
 
 
 @app.callback(invoke_without_command=True)
@@ -99,6 +103,8 @@ def _register(name: str, command: Callable) -> None:
         quieten()
         model = next((arguments[name] for name in ("model", "source") if name in arguments), None)
         with reporting(arguments["as_json"], _state["debug"], model):
+            for name in _MODELS & arguments.keys():
+                arguments[name] = from_hub(Output(arguments["as_json"]), arguments[name])
             command(**arguments)
 
 
