@@ -13,7 +13,8 @@ CCACHE = $$(command -v ccache || true)
 export CCACHE_BASEDIR ?= $(CURDIR)
 CONFIGURE = $(CMAKE) -DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) $(if $(GTEST_DIR),-DLOWBIT_GTEST_DIR=$(abspath $(GTEST_DIR)))
 # The compiler by the name that CMake finds it by: ccache takes another name for another compiler.
-INSTALL = CXX=$${CXX:-c++} CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) $(BIN)/python -m pip
+INSTALL_ENVIRONMENT = CXX=$${CXX:-c++} CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE)
+INSTALL = $(INSTALL_ENVIRONMENT) $(BIN)/python -m pip
 CTEST := $(BIN)/ctest -j $(JOBS) --output-on-failure --no-tests=error
 
 # The CPUs that the cross-built tests are emulated on, each with the ISAs that must be covered there. The first has them
@@ -441,11 +442,12 @@ build/docs-env: docs/requirements.txt
 typecheck: $(VENV)/requirements
 	$(BIN)/python -m mypy --cache-dir build/mypy
 
-# Format and lint of all Python, by ruff; `make format` mends what it can. Seconds.
+# Format and lint of all Python, by ruff; `make format` mends what it can. Blocks that stand in two places. Seconds.
 .PHONY: lint format
 lint: $(VENV)/requirements
 	$(BIN)/ruff format --check --diff .
 	$(BIN)/ruff check .
+	$(BIN)/python tests/structure/check_duplicates.py .
 
 format: $(VENV)/requirements
 	$(BIN)/ruff check --fix .
@@ -472,6 +474,15 @@ vllm-environment: $(VENV)/requirements
 
 test-vllm: $(VENV)/installed
 	HF_HUB_OFFLINE=1 scripts/test_vllm.sh $(BIN) build/vllm
+
+# Other projects' programs on packed checkpoints, as PyPI has them (tests/ecosystem/run.py): a table of what passed and what
+# changed, in build/ecosystem. The second also writes docs/ecosystem.{md,json}. ECOSYSTEM='--only peft', ECOSYSTEM=--newest.
+.PHONY: ecosystem ecosystem-doc
+ecosystem: $(VENV)/requirements
+	$(INSTALL_ENVIRONMENT) $(BIN)/python tests/ecosystem/run.py $(ECOSYSTEM)
+
+ecosystem-doc: $(VENV)/requirements
+	$(INSTALL_ENVIRONMENT) $(BIN)/python tests/ecosystem/run.py --write $(ECOSYSTEM)
 
 # What takes too long for every change: operators and rows that all CPUs share on every emulated CPU, and random inputs by
 # the thousand, others in every run.

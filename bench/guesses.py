@@ -58,7 +58,9 @@ def main() -> None:
         for guesses, found in runs.items():
             ratio = statistics.median(a.decode_rate / b.decode_rate for a, b in zip(found, plain, strict=True))
             last = found[-1]
-            print(f"  {guesses:2} guesses: {ratio:.2f} times; {last.decode_calls} calls, {last.right} of {last.guessed} right")
+            print(
+                f"  {guesses:2} guesses: {ratio:.2f} times; {last.decode_calls} calls, {last.accepted} of {last.guessed} right"
+            )
 
 
 if __name__ == "__main__":

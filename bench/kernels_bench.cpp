@@ -23,7 +23,7 @@
 
 #include "../kernels/pack.h"
 #include "../kernels/registry.h"
-#include "read_bandwidth.h"
+#include "../ops/read_bandwidth.h"
 
 namespace lowbit::bench {
 namespace {

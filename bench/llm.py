@@ -157,7 +157,7 @@ def tables(results: dict[str, Any]) -> str:
         "decoded greedily, by a loop in Python for every library. Each library runs in its own process; all take turns in",
         f"{settings['rounds']} rounds; the figures are medians. Share of the bandwidth: bytes of weights per token,",
         "times tokens per second, divided by the read bandwidth measured before and after the turn with the same",
-        "number of threads (`bench/read_bandwidth.h`).",
+        "number of threads (`ops/read_bandwidth.h`).",
     ]
     for result in results["shapes"]:
         lines += ["", f"### {result['shape']}", ""]
@@ -216,7 +216,7 @@ def main() -> int:
 
     import lowbit  # not earlier: the processes set up torch's memory before they import it
     from lowbit._machine import cpu_name
-    from lowbit.threads import available_cpus
+    from lowbit._threads import available_cpus
 
     results = {
         "command": " ".join(["python3", "bench/llm.py", *sys.argv[1:]]),

@@ -8,7 +8,7 @@
 // by one more pass, in the pattern that was fastest, and writes it, so that whoever compares it with something can
 // measure both in turns.
 //
-// read_gbs: 1e9 bytes per second from a buffer of N MiB (read_bandwidth.h). int8_gops: 1e9 multiplications and
+// read_gbs: 1e9 bytes per second from a buffer of N MiB (ops/read_bandwidth.h). int8_gops: 1e9 multiplications and
 // additions per second of the CPU's widest int8 dot product, on registers only; null where there is none.
 
 #include <sys/mman.h>
@@ -20,7 +20,7 @@
 #include <string>
 
 #include "../kernels/isa.h"
-#include "read_bandwidth.h"
+#include "../ops/read_bandwidth.h"
 
 namespace lowbit::bench {
 namespace {

@@ -8,6 +8,8 @@ set(CMAKE_SYSTEM_PROCESSOR aarch64)
 
 set(LOWBIT_ARM_CLANG "" CACHE STRING "A clang++ to build with (Debian's GCC when empty)")
 if(LOWBIT_ARM_CLANG)
+  string(REPLACE "clang++" "clang" CMAKE_C_COMPILER "${LOWBIT_ARM_CLANG}")
+  set(CMAKE_C_COMPILER_TARGET aarch64-linux-gnu)
   set(CMAKE_CXX_COMPILER "${LOWBIT_ARM_CLANG}")
   set(CMAKE_CXX_COMPILER_TARGET aarch64-linux-gnu)
 else()

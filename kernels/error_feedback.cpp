@@ -29,7 +29,7 @@ struct Grid {
     high = Vector{} + (affine ? 2.0f * half - 1.0f : half - 1.0f);
   }
 
-  [[gnu::always_inline]] inline Vector nearest(const Vector& x) const {
+  LOWBIT_INLINE inline Vector nearest(const Vector& x) const {
     if (table != nullptr) {
       Vector level = Vector{} + table[0];
       for (int i = 1; i < levels; ++i) {

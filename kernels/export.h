@@ -1,6 +1,6 @@
 #pragma once
 
-// What liblowbit.so shows to the operator libraries; everything else is hidden.
+// What a shared library exports: liblowbit to the operator libraries, a kernel library its one function. All else is hidden.
 #ifdef _WIN32
 #define LOWBIT_API __declspec(dllexport)
 #else

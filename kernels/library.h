@@ -4,8 +4,7 @@
 //
 // The library defines one function:
 //
-//   extern "C" __attribute__((visibility("default")))
-//   const lowbit::KernelLibrary* lowbit_kernels(uint32_t abi);
+//   extern "C" LOWBIT_API const lowbit::KernelLibrary* lowbit_kernels(uint32_t abi);
 //
 // Rows of Format::panel16 keep the contract of ukernel.h to the bit, so that a result does not depend on who computed
 // it. A format of the vendor's own has its own rounding, and says how much that is. All rows are tried at load, and a library

@@ -11,6 +11,7 @@ extern const Table<LinearKernel> kLinearPortable, kLinearNeon, kLinearNeonDot, k
 extern const Table<LinearKernel> kLinearAvx2, kLinearAvxVnni, kLinearAvx512Vnni, kLinearAmx;
 extern const Table<EmbeddingKernel> kEmbeddingPortable, kEmbeddingNeon, kEmbeddingAvx2, kEmbeddingAvx512Vnni;
 extern const Table<AttentionKernel> kAttentionPortable, kAttentionNeon, kAttentionAvx2, kAttentionAvx512Vnni;
+extern const Table<RecurrenceKernel> kRecurrencePortable, kRecurrenceNeon, kRecurrenceAvx2, kRecurrenceAvx512Vnni;
 
 namespace {
 
@@ -24,6 +25,7 @@ constexpr const Table<LinearKernel>* kLinear[] = {
     &kLinearI8mm, &kLinearNeonDot, &kLinearNeon, &kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingNeon, &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionNeon, &kAttentionPortable};
+constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceNeon, &kRecurrencePortable};
 #elif defined(__x86_64__)
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizeAvx512Vnni, &kQuantizeAvx2, &kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAmx, &kLinearAvx512Vnni, &kLinearAvxVnni, &kLinearAvx2,
@@ -31,11 +33,13 @@ constexpr const Table<LinearKernel>* kLinear[] = {&kLinearAmx, &kLinearAvx512Vnn
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingAvx512Vnni, &kEmbeddingAvx2,
                                                         &kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionAvx512Vnni, &kAttentionAvx2, &kAttentionPortable};
+constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrenceAvx512Vnni, &kRecurrenceAvx2, &kRecurrencePortable};
 #else
 constexpr const Table<QuantizeKernel>* kQuantize[] = {&kQuantizePortable};
 constexpr const Table<LinearKernel>* kLinear[] = {&kLinearPortable};
 constexpr const Table<EmbeddingKernel>* kEmbedding[] = {&kEmbeddingPortable};
 constexpr const Table<AttentionKernel>* kAttention[] = {&kAttentionPortable};
+constexpr const Table<RecurrenceKernel>* kRecurrence[] = {&kRecurrencePortable};
 #endif
 
 // Libraries are only ever appended: an entry is written before the count that publishes it, and then stays.
@@ -181,6 +185,16 @@ const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa) {
 
 const AttentionKernel& choose_attention(IsaBits isa) {
   return *first(kAttention, &LoadedLibrary::attention, isa, [](const AttentionKernel&) { return true; });
+}
+
+size_t recurrence_kernel_count() { return sizeof kRecurrence / sizeof *kRecurrence; }
+const RecurrenceKernel& recurrence_kernel(size_t index) { return kRecurrence[index]->rows[0]; }
+
+const RecurrenceKernel& choose_recurrence(IsaBits isa) {
+  for (const auto* table : kRecurrence) {
+    if ((table->rows[0].isa & ~isa) == 0) return table->rows[0];
+  }
+  return kRecurrencePortable.rows[0];
 }
 
 const QuantizeKernel& portable_quantize() { return kQuantizePortable.rows[0]; }

@@ -3,6 +3,7 @@
 
 #include "export.h"
 #include "library.h"
+#include "recurrence.h"
 #include "ukernel.h"
 
 namespace lowbit {
@@ -17,6 +18,9 @@ LOWBIT_API size_t embedding_kernel_count();
 LOWBIT_API const EmbeddingKernel& embedding_kernel(size_t index);
 LOWBIT_API size_t attention_kernel_count();
 LOWBIT_API const AttentionKernel& attention_kernel(size_t index);
+// Of these no library has rows.
+LOWBIT_API size_t recurrence_kernel_count();
+LOWBIT_API const RecurrenceKernel& recurrence_kernel(size_t index);
 
 // The kernel for a task on a CPU with these ISA bits: functions of their arguments and of the loaded libraries alone,
 // so "what would be chosen on a Cortex-A76?" can be asked on any machine whose build has the rows. The portable rows
@@ -25,6 +29,7 @@ LOWBIT_API const QuantizeKernel& choose_quantize(IsaBits isa);
 LOWBIT_API const LinearKernel& choose_linear(const Layout& layout, int64_t m, IsaBits isa);
 LOWBIT_API const EmbeddingKernel& choose_embedding(const Layout& layout, IsaBits isa);
 LOWBIT_API const AttentionKernel& choose_attention(IsaBits isa);
+LOWBIT_API const RecurrenceKernel& choose_recurrence(IsaBits isa);
 
 // The portable rows for panel16, whatever libraries are loaded: all other rows give the same bits.
 LOWBIT_API const QuantizeKernel& portable_quantize();

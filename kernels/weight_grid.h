@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "inline.h"
+
 namespace lowbit {
 
 // A group whose scale would be smaller counts as constant: the inverse of the scale must be finite.
@@ -21,8 +23,8 @@ inline WeightVector load_weights(const float* from) {
 }
 
 // To the nearest integer from `low` to `high`, ties to even. Clamped first: the rounding takes values below 2^22 only.
-[[gnu::always_inline]] inline WeightVector round_within(const WeightVector& value, const WeightVector& low,
-                                                        const WeightVector& high) {
+LOWBIT_INLINE inline WeightVector round_within(const WeightVector& value, const WeightVector& low,
+                                               const WeightVector& high) {
   WeightVector clamped = value > low ? value : low;
   clamped = clamped < high ? clamped : high;
   return (clamped + kRoundShift) - kRoundShift;

@@ -115,7 +115,7 @@ class Group {
 
   // Calls use(first input, half) for every half of eight inputs.
   template <class Use>
-  [[gnu::always_inline]] void for_each(const Use& use) const {
+  LOWBIT_INLINE void for_each(const Use& use) const {
     for (int64_t i = 0; i < filled_; i += kLanes) {
       use(i, 0);
       use(i + kLanes / 2, 1);
@@ -138,7 +138,7 @@ class Group {
     const Vector low = Vector{} - half, high = Vector{} + (half - 1.0f);
     const float inverse = inverse_of(scale);
     Lanes products, squares;
-    for_each([&](int64_t i, int h) __attribute__((always_inline)) {
+    for_each([&](int64_t i, int h) LOWBIT_INLINE {
       const Vector q = round_within(load(x_ + i) * inverse, low, high);
       products.half[h] += load(wx_ + i) * q;
       squares.half[h] += load(w_ + i) * q * q;
@@ -151,14 +151,14 @@ class Group {
     const Vector low = {}, high = low + top;
     const float inverse = inverse_of(scale);
     Lanes means;
-    for_each([&](int64_t i, int h) __attribute__((always_inline)) {
+    for_each([&](int64_t i, int h) LOWBIT_INLINE {
       const Vector q = round_within((load(x_ + i) - min) * inverse, low, high);
       std::memcpy(q_ + i, &q, sizeof q);
       means.half[h] += load(w_ + i) * q;
     });
     const float mean = means.sum();
     Lanes products, squares;
-    for_each([&](int64_t i, int h) __attribute__((always_inline)) {
+    for_each([&](int64_t i, int h) LOWBIT_INLINE {
       const Vector q = load(q_ + i) - mean;
       products.half[h] += load(wx_ + i) * q;
       squares.half[h] += load(w_ + i) * q * q;

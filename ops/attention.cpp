@@ -94,17 +94,6 @@ Status check_new(const char* name, const TensorView& tensor, const TensorView& q
   return Status::error("%s has shape %s; expected %s", name, describe(tensor.shape).text, describe(expected).text);
 }
 
-Status read_start(const TensorView& start, int64_t* value) {
-  if (Status status = check_memory("start", start); !status.ok()) return status;
-  if (start.type != ElementType::i64 || start.shape.ndim > 1 || start.shape.numel() != 1) {
-    return Status::error("start has dtype %s and shape %s; expected int64 and one element", name_of(start.type),
-                         describe(start.shape).text);
-  }
-  std::memcpy(value, start.data, sizeof *value);
-  __asm__ volatile("" : "+r"(*value));  // read once: another thread may write to it meanwhile
-  return {};
-}
-
 // With these, what scores are multiplied with is a finite float32, and no softcap is so small that it is none.
 constexpr double kLargestScale = 1e30, kSmallestSoftcap = 1e-6;
 

@@ -200,4 +200,16 @@ inline int64_t index_at(const TensorView& indices, int64_t flat) {
   return index;
 }
 
+// How many positions of a text came before a call.
+inline Status read_start(const TensorView& start, int64_t* value) {
+  if (Status status = check_memory("start", start); !status.ok()) return status;
+  if (start.type != ElementType::i64 || start.shape.ndim > 1 || start.shape.numel() != 1) {
+    return Status::error("start has dtype %s and shape %s; expected int64 and one element", name_of(start.type),
+                         describe(start.shape).text);
+  }
+  std::memcpy(value, start.data, sizeof *value);
+  __asm__ volatile("" : "+r"(*value));  // read once: another thread may write to it meanwhile
+  return {};
+}
+
 }  // namespace lowbit

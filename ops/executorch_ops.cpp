@@ -212,8 +212,56 @@ Status run_attention(Span<EValue*> values) {
                            executorch_threads());
 }
 
+// The state is changed in place, as caches are.
+Status run_linear_attention(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
+                                               {"k", Tag::Tensor},
+                                               {"v", Tag::Tensor},
+                                               {"decay", Tag::Tensor},
+                                               {"beta", Tag::Tensor, true},
+                                               {"state", Tag::Tensor},
+                                               {"start", Tag::Tensor},
+                                               {"scale", Tag::Double},
+                                               {"norm_epsilon", Tag::Double},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView q = view_of(values[0]->toTensor()), k = view_of(values[1]->toTensor()), v = view_of(values[2]->toTensor());
+  const TensorView decay = view_of(values[3]->toTensor());
+  const bool has_beta = !values[4]->isNone();
+  const TensorView beta = has_beta ? view_of(values[4]->toTensor()) : TensorView();
+  const TensorView state = view_of(values[5]->toTensor()), start = view_of(values[6]->toTensor());
+  Tensor& out = values[9]->toTensor();
+  Shape shape;
+  if (Status status = lowbit::linear_attention_shape(q, v, &shape); !status.ok()) return status;
+  return lowbit::linear_attention(q, k, v, decay, has_beta ? &beta : nullptr, state, start,
+                                  {values[7]->toDouble(), values[8]->toDouble()}, resized(out, shape), executorch_threads());
+}
+
+Status run_short_conv(Span<EValue*> values) {
+  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
+                                               {"weight", Tag::Tensor},
+                                               {"bias", Tag::Tensor, true},
+                                               {"state", Tag::Tensor},
+                                               {"start", Tag::Tensor},
+                                               {"silu", Tag::Bool},
+                                               {"out", Tag::Tensor}});
+      !status.ok()) {
+    return status;
+  }
+  const TensorView x = view_of(values[0]->toTensor()), weight = view_of(values[1]->toTensor());
+  const bool has_bias = !values[2]->isNone();
+  const TensorView bias = has_bias ? view_of(values[2]->toTensor()) : TensorView();
+  const TensorView state = view_of(values[3]->toTensor()), start = view_of(values[4]->toTensor());
+  Tensor& out = values[6]->toTensor();
+  return lowbit::short_conv(x, weight, has_bias ? &bias : nullptr, state, start, values[5]->toBool(), resized(out, x.shape),
+                            executorch_threads());
+}
+
 constexpr char kLinear[] = "lowbit::linear.out", kLinears[] = "lowbit::linears.out", kEmbedding[] = "lowbit::embedding.out";
 constexpr char kAttention[] = "lowbit::attention.out", kLinearExperts[] = "lowbit::linear_experts.out";
+constexpr char kLinearAttention[] = "lowbit::linear_attention.out", kShortConv[] = "lowbit::short_conv.out";
 
 template <const char* name, Status (*run)(Span<EValue*>), size_t out>
 void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
@@ -227,7 +275,9 @@ const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
                            Kernel(kLinears, kernel<kLinears, run_linears, 3>),
                            Kernel(kLinearExperts, kernel<kLinearExperts, run_linear_experts, 4>),
                            Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>),
-                           Kernel(kAttention, kernel<kAttention, run_attention, 10>)};
-[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 5));
+                           Kernel(kAttention, kernel<kAttention, run_attention, 10>),
+                           Kernel(kLinearAttention, kernel<kLinearAttention, run_linear_attention, 9>),
+                           Kernel(kShortConv, kernel<kShortConv, run_short_conv, 6>)};
+[[maybe_unused]] const Error registered = executorch::runtime::register_kernels(Span<const Kernel>(kKernels, 7));
 
 }  // namespace

@@ -4,19 +4,21 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <iterator>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
-#include "../bench/read_bandwidth.h"
 #include "../kernels/format.h"
 #include "../kernels/registry.h"
 #include "check.h"
 #include "load_kernels.h"
 #include "operators.h"
+#include "read_bandwidth.h"
 
 namespace py = pybind11;
 using namespace lowbit;
@@ -59,44 +61,72 @@ py::dict describe(const char* family, const Kernel& kernel) {
   return row;
 }
 
-// Whether `runs` holds for some layout with a mapping that the row reads: rows may ask for sizes.
-template <class Kernel, class Runs>
-bool is_active(const Kernel& kernel, const Runs& runs) {
-  for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
-    if ((kernel.mappings & bit_of(mapping)) == 0) continue;
-    for (const int64_t group_size : {32, 16, 64, 128, 0}) {
-      const int8_t levels[kMostLevels] = {};
-      Layout layout;
-      const Status status = make_layout(4096, 4096, kernel.bits, group_size, mapping, false, &layout,
-                                        mapping == Mapping::levels ? levels : nullptr);
-      layout.format = kernel.format;
-      if (status.ok() && runs(layout)) return true;
-    }
+// Outputs and inputs of layers in published models. Only rows that ask for sizes need more than the first.
+constexpr int64_t kShapes[][2] = {
+    {4096, 4096},  {64, 64},      {384, 384},    {1536, 384},   {384, 1536},   {768, 768},    {3072, 768},
+    {768, 3072},   {896, 896},    {4864, 896},   {896, 4864},   {1024, 1024},  {3072, 1024},  {1024, 3072},
+    {2048, 2048},  {8192, 2048},  {2048, 8192},  {3072, 3072},  {8192, 3072},  {3072, 8192},  {1024, 4096},
+    {14336, 4096}, {4096, 14336}, {11008, 4096}, {4096, 11008}, {5120, 5120},  {13824, 5120}, {5120, 13824},
+    {8192, 8192},  {28672, 8192}, {8192, 28672}, {32000, 4096}, {128256, 4096}, {151936, 1024}};
+
+bool some_row_asks_for_sizes() {
+  for (size_t i = 0; i < linear_kernel_count(); ++i) {
+    if (linear_kernel(i).supports != nullptr) return true;
   }
   return false;
 }
 
-bool is_active(const LinearKernel& kernel, IsaBits isa) {
-  return is_active(kernel, [&](const Layout& layout) {
-    // Tiles have bytes: beyond all of them the choice changes only where rows ask for more.
-    for (int64_t m = 1; m <= 1024; m += m < 256 ? 1 : 256) {
-      if (&choose_linear(layout, m, isa) == &kernel) return true;
+// Gives `use` a layout of every mapping and some group sizes, for each of the first `shapes` sizes.
+template <class Use>
+void for_layouts(int bits, Format format, size_t shapes, const Use& use) {
+  for (size_t shape = 0; shape < shapes; ++shape) {
+    for (const Mapping mapping : {Mapping::symmetric, Mapping::affine, Mapping::levels}) {
+      for (const int64_t group_size : {32, 16, 64, 128, 0}) {
+        const int8_t levels[kMostLevels] = {};
+        Layout layout;
+        const Status status = make_layout(kShapes[shape][0], kShapes[shape][1], bits, group_size, mapping, false, &layout,
+                                          mapping == Mapping::levels ? levels : nullptr);
+        layout.format = format;
+        if (status.ok()) use(layout);
+      }
     }
-    return false;
-  });
+  }
 }
 
-// Every row of the table. `active`: some call would run it under the current ISA cap.
+// The linear rows that calls of 1 to 1024 rows of activations run. Tiles have bytes: beyond all of them the choice changes only
+// where rows ask for more.
+std::set<const LinearKernel*> active_linear(IsaBits isa) {
+  std::set<std::pair<int, Format>> kinds;
+  for (size_t i = 0; i < linear_kernel_count(); ++i) kinds.emplace(linear_kernel(i).bits, linear_kernel(i).format);
+  const size_t shapes = some_row_asks_for_sizes() ? std::size(kShapes) : 1;
+  std::set<const LinearKernel*> active;
+  for (const auto& [bits, format] : kinds) {
+    for_layouts(bits, format, shapes, [&](const Layout& layout) {
+      for (int64_t m = 1; m <= 1024; m += m < 256 ? 1 : 256) active.insert(&choose_linear(layout, m, isa));
+    });
+  }
+  return active;
+}
+
+bool is_active(const EmbeddingKernel& kernel, IsaBits isa) {
+  bool active = false;
+  for_layouts(kernel.bits, kernel.format, 1,
+              [&](const Layout& layout) { active = active || &choose_embedding(layout, isa) == &kernel; });
+  return active;
+}
+
+// Every row of the table. `active`: some call of those above would run it under the current ISA cap.
 py::list kernels() {
   py::list rows;
   const IsaBits isa = active_isa();
+  const std::set<const LinearKernel*> active = active_linear(isa);
   for (size_t i = 0; i < linear_kernel_count(); ++i) {
     const LinearKernel& kernel = linear_kernel(i);
     py::dict row = describe("linear", kernel);
     row["format"] = name_of(kernel.format).text;
     row["bits"] = int{kernel.bits};
     row["tile"] = py::make_tuple(int{kernel.m_least}, int{kernel.n_step});
-    row["active"] = is_active(kernel, isa);
+    row["active"] = active.count(&kernel) != 0;
     rows.append(row);
   }
   for (size_t i = 0; i < embedding_kernel_count(); ++i) {
@@ -104,7 +134,7 @@ py::list kernels() {
     py::dict row = describe("embedding", kernel);
     row["format"] = name_of(kernel.format).text;
     row["bits"] = int{kernel.bits};
-    row["active"] = is_active(kernel, [&](const Layout& layout) { return &choose_embedding(layout, isa) == &kernel; });
+    row["active"] = is_active(kernel, isa);
     rows.append(row);
   }
   for (size_t i = 0; i < quantize_kernel_count(); ++i) {
@@ -117,6 +147,12 @@ py::list kernels() {
     const AttentionKernel& kernel = attention_kernel(i);
     py::dict row = describe("attention", kernel);
     row["active"] = &choose_attention(isa) == &kernel;
+    rows.append(row);
+  }
+  for (size_t i = 0; i < recurrence_kernel_count(); ++i) {
+    const RecurrenceKernel& kernel = recurrence_kernel(i);
+    py::dict row = describe("recurrence", kernel);
+    row["active"] = &choose_recurrence(isa) == &kernel;
     rows.append(row);
   }
   return rows;
@@ -297,7 +333,7 @@ double measure_read_bandwidth(uintptr_t address, int64_t size, int threads) {
   }
   try {
     py::gil_scoped_release release;
-    return bench::read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1).bytes_per_second;
+    return read_bandwidth(reinterpret_cast<const uint8_t*>(address), size, threads, 1).bytes_per_second;
   } catch (const std::system_error& error) {
     raise_unless_ok(Status::system("%d threads cannot be started: %s", threads, error.what()));
   }

@@ -60,6 +60,30 @@ LOWBIT_API Status attention(const TensorView& q, const TensorView& k, const Tens
                             const TensorView& v_cache, const TensorView& start, const Scores& scores,
                             const TensorView& out, const Parallel& parallel);
 
+// How states are changed and read; kernels/recurrence.h has the formulas.
+struct DeltaRule {
+  double scale;               // of q
+  double norm_epsilon = 0.0;  // q and k are divided by their norms; 0: not
+};
+
+inline constexpr int64_t kMostStateWidth = 1024;
+
+// Linear attention with a state of fixed size. q and k [batch, positions, key_heads, width], v [batch, positions, heads,
+// value_width] of one type; head h belongs to head h / (heads / key_heads) of q and k. decay [batch, positions, heads] or
+// [..., heads, width] and beta [batch, positions, heads], or null, of float32. state: contiguous float32 [batch, heads,
+// ceil(value_width / 16), width, 16]; changed. start int64, one element: positions that came before; 0: the state counts as
+// zeros. out like v, contiguous. All have consecutive numbers in the last dimension.
+LOWBIT_API Status linear_attention_shape(const TensorView& q, const TensorView& v, Shape* out);
+LOWBIT_API Status linear_attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& decay,
+                                   const TensorView* beta, const TensorView& state, const TensorView& start,
+                                   const DeltaRule& rule, const TensorView& out, const Parallel& parallel);
+
+// A causal convolution of each channel. x [batch, positions, channels], weight [taps, channels], bias [channels] or null,
+// state [batch, taps - 1, channels], the inputs before, the oldest first, changed; out like x; all of one type. start as above.
+// silu: out becomes out / (1 + exp(-out)).
+LOWBIT_API Status short_conv(const TensorView& x, const TensorView& weight, const TensorView* bias, const TensorView& state,
+                             const TensorView& start, bool silu, const TensorView& out, const Parallel& parallel);
+
 // codes [n, k] uint8, scales and mins [n, groups] float32, bias [n] float32, levels [2^bits] int8, all contiguous; mins, bias
 // and levels may be null. group_size 0: one group per row. out: uint8 [packed_bytes].
 LOWBIT_API Status pack_shape(const TensorView& codes, int bits, int64_t group_size, bool affine, bool has_bias,

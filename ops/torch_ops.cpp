@@ -206,6 +206,34 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   return out;
 }
 
+Tensor linear_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay,
+                        const std::optional<Tensor>& beta, const Tensor& state, const Tensor& start, double scale,
+                        double norm_epsilon) {
+  const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
+  TensorView state_view = view_of("state", state);
+  Shape shape;
+  raise_unless_ok(linear_attention_shape(q_view, v_view, &shape));
+  const Tensor out = allocate(shape, q.scalar_type());
+  if (state_view.on_cpu) state_view.data = state.mutable_data_ptr();
+  const TensorView beta_view = beta.has_value() ? view_of("beta", *beta) : TensorView();
+  raise_unless_ok(lowbit::linear_attention(q_view, view_of("k", k), v_view, view_of("decay", decay),
+                                           beta.has_value() ? &beta_view : nullptr, state_view, view_of("start", start),
+                                           {scale, norm_epsilon}, view_of("out", out), torch_threads()));
+  return out;
+}
+
+Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& state,
+                  const Tensor& start, bool silu) {
+  const TensorView x_view = view_of("x", x);
+  TensorView state_view = view_of("state", state);
+  const Tensor out = allocate(x_view.shape, x.scalar_type());
+  if (state_view.on_cpu) state_view.data = state.mutable_data_ptr();
+  const TensorView bias_view = bias.has_value() ? view_of("bias", *bias) : TensorView();
+  raise_unless_ok(lowbit::short_conv(x_view, view_of("weight", weight), bias.has_value() ? &bias_view : nullptr, state_view,
+                                     view_of("start", start), silu, view_of("out", out), torch_threads()));
+  return out;
+}
+
 // A width beyond int is as wrong as 0.
 int width_of(int64_t bits) { return bits < 0 || bits > 64 ? 0 : static_cast<int>(bits); }
 
@@ -227,15 +255,19 @@ Tensor pack(const Tensor& codes, const Tensor& scales, const std::optional<Tenso
   return out;
 }
 
+// The codes of a matrix, and the scales and mins of its groups; without mins unless it is affine.
+std::tuple<Tensor, Tensor, Tensor> allocate_codes(const Layout& layout, bool affine) {
+  const Shape per_group{2, {layout.n, layout.groups}};
+  return {allocate({2, {layout.n, layout.k}}, ScalarType::Byte), allocate(per_group, ScalarType::Float),
+          allocate(affine ? per_group : Shape{2, {0, 0}}, ScalarType::Float)};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> unpack(const Tensor& packed_weight) {
   const TensorView packed = view_of("packed_weight", packed_weight);
   Layout layout;
   raise_unless_ok(read_packed(packed, &layout));
   const bool affine = layout.mapping == lowbit::Mapping::affine;
-  const Shape per_group{2, {layout.n, layout.groups}};
-  const Tensor codes = allocate({2, {layout.n, layout.k}}, ScalarType::Byte);
-  const Tensor scales = allocate(per_group, ScalarType::Float);
-  const Tensor mins = allocate(affine ? per_group : Shape{2, {0, 0}}, ScalarType::Float);
+  const auto [codes, scales, mins] = allocate_codes(layout, affine);
   const Tensor bias = allocate(layout.has_bias ? Shape{1, {layout.n}} : Shape{1, {0}}, ScalarType::Float);
   raise_unless_ok(lowbit::unpack(packed, view_of("codes", codes), view_of("scales", scales), view_of("mins", mins),
                                  view_of("bias", bias), torch_threads()));
@@ -247,10 +279,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& weight, int64_t bits, 
   const TensorView weight_view = view_of("weight", weight);
   Layout layout;
   raise_unless_ok(quantize_shape(weight_view, width_of(bits), group_size, affine, &layout));
-  const Shape per_group{2, {layout.n, layout.groups}};
-  const Tensor codes = allocate({2, {layout.n, layout.k}}, ScalarType::Byte);
-  const Tensor scales = allocate(per_group, ScalarType::Float);
-  const Tensor mins = allocate(affine ? per_group : Shape{2, {0, 0}}, ScalarType::Float);
+  const auto [codes, scales, mins] = allocate_codes(layout, affine);
   raise_unless_ok(lowbit::quantize(weight_view, layout.bits, group_size, affine, search, view_of("codes", codes),
                                    view_of("scales", scales), view_of("mins", mins), torch_threads()));
   return {codes, scales, mins};
@@ -309,6 +338,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit, library) {
       "attention.out(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor start, float scale, "
       "int window=0, float softcap=0., Tensor? sinks=None, *, Tensor(c!) out) -> Tensor(c!)");
   library.def(
+      "linear_attention(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor(a!) state, Tensor start, "
+      "float scale, float norm_epsilon=0.) -> Tensor");
+  library.def(
+      "linear_attention.out(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor(a!) state, Tensor start, "
+      "float scale, float norm_epsilon=0., *, Tensor(b!) out) -> Tensor(b!)");
+  library.def(
+      "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor start, bool silu=False) -> Tensor");
+  library.def(
+      "short_conv.out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor start, bool silu=False, *, "
+      "Tensor(b!) out) -> Tensor(b!)");
+  library.def(
       "pack(Tensor codes, Tensor scales, Tensor? mins, Tensor? bias, int bits, int group_size, Tensor? levels=None) -> "
       "Tensor");
   library.def(
@@ -328,6 +368,8 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, library) {
   library.impl("linear_experts", TORCH_BOX(&linear_experts));
   library.impl("embedding", TORCH_BOX(&embedding));
   library.impl("attention", TORCH_BOX(&attention));
+  library.impl("linear_attention", TORCH_BOX(&linear_attention));
+  library.impl("short_conv", TORCH_BOX(&short_conv));
   library.impl("pack", TORCH_BOX(&pack));
   library.impl("quantize", TORCH_BOX(&quantize));
   library.impl("search_groups", TORCH_BOX(&search_groups));

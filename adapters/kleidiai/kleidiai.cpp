@@ -153,7 +153,7 @@ constexpr LinearKernel kRows[] = {row_of<kMmla>("kleidiai_a8w4_4x8_i8mm", kDotBi
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const KernelLibrary* lowbit_kernels(uint32_t abi) {
+extern "C" LOWBIT_API const KernelLibrary* lowbit_kernels(uint32_t abi) {
   static const KernelLibrary library = [] {
     KernelLibrary result;
     result.vendor = "kleidiai";

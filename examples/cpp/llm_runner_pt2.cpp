@@ -10,6 +10,7 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <memory>
+#include <sstream>
 #include <unordered_map>
 
 #include "explained.h"
@@ -43,6 +44,23 @@ class Metadata {
   std::unordered_map<std::string, std::string> values_;
 };
 
+// A cache as the metadata describes it, as float32:1x4x64x16.
+at::Tensor zeros(const std::string& file, const std::string& text) {
+  const std::unordered_map<std::string, at::ScalarType> types = {
+      {"float32", at::kFloat}, {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}, {"int8", at::kChar}};
+  const auto type = types.find(text.substr(0, text.find(':')));
+  if (type == types.end() || text.find(':') == std::string::npos) {
+    throw std::runtime_error(file + " has a cache '" + text +
+                             "'; expected float32, bfloat16, float16 or int8 and a shape, as float32:1x4x64x16");
+  }
+  std::vector<int64_t> shape;
+  std::istringstream sizes(text.substr(text.find(':') + 1));
+  for (std::string size; std::getline(sizes, size, 'x');) {
+    shape.push_back(parse_number<int64_t>("a size of a cache of " + file, size, 1, int64_t{1} << 40));
+  }
+  return at::zeros(shape, type->second);
+}
+
 void run(int argc, char** argv) {
   const LlmOptions options = parse_llm_options(argc, argv, ".pt2");
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
@@ -59,30 +77,10 @@ void run(int argc, char** argv) {
   model.vocabulary = metadata.number("vocabulary");
   model.stop = metadata.numbers("stop");
 
-  at::ScalarType dtype = at::kFloat;
-  const std::string& dtype_name = metadata.text("cache_dtype");
-  if (dtype_name == "bfloat16") {
-    dtype = at::kBFloat16;
-  } else if (dtype_name == "float16") {
-    dtype = at::kHalf;
-  } else if (dtype_name == "int8") {
-    dtype = at::kChar;
-  } else if (dtype_name != "float32") {
-    throw std::runtime_error(options.model + " has caches of type " + dtype_name +
-                             "; expected float32, bfloat16, float16 or int8");
-  }
   std::vector<at::Tensor> inputs(2);  // tokens and start, then the caches
   explained("the caches cannot be made", [&] {
-    const int64_t count = metadata.number("caches");
-    const std::vector<int64_t> sizes = metadata.numbers("cache_shape");  // of all of them, or of each
-    if (sizes.size() % 4 != 0 || (sizes.size() / 4 != 1 && static_cast<int64_t>(sizes.size() / 4) != count)) {
-      throw std::runtime_error(options.model + " has " + std::to_string(sizes.size()) +
-                               " sizes of caches; expected 4, or 4 for each of " + std::to_string(count));
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      const auto shape = sizes.begin() + (sizes.size() == 4 ? 0 : 4 * i);
-      inputs.push_back(at::zeros(std::vector<int64_t>(shape, shape + 4), dtype));
-    }
+    std::istringstream caches(metadata.text("caches"));  // float32:1x4x64x16,...
+    for (std::string text; std::getline(caches, text, ',');) inputs.push_back(zeros(options.model, text));
   });
   model.step = [&](int64_t* tokens, int64_t count, int64_t start, std::vector<float>& logits) {
     inputs[0] = at::from_blob(tokens, {1, count}, at::kLong);

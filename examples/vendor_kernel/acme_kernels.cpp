@@ -88,9 +88,9 @@ const LinearKernel kRows[] = {{"acme_linear_a8w4", kPortable, Format::panel16, 4
 }  // namespace
 
 // For the test: how often the kernel ran.
-extern "C" __attribute__((visibility("default"))) uint64_t acme_calls() { return calls.load(); }
+extern "C" LOWBIT_API uint64_t acme_calls() { return calls.load(); }
 
-extern "C" __attribute__((visibility("default"))) const KernelLibrary* lowbit_kernels(uint32_t abi) {
+extern "C" LOWBIT_API const KernelLibrary* lowbit_kernels(uint32_t abi) {
   static const KernelLibrary library = [] {
     KernelLibrary result;
     result.vendor = "acme";

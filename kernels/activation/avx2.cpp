@@ -12,13 +12,13 @@
 namespace lowbit {
 namespace {
 
-[[gnu::always_inline]] inline __m256i max_of_pairs(__m256i a, __m256i b) {
+LOWBIT_INLINE inline __m256i max_of_pairs(__m256i a, __m256i b) {
   return _mm256_max_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
 }
 
 // The maxima of 64 magnitudes, of which m has those of 16 each: lane s is segment s of `Inputs` inputs, again and again.
 template <int64_t Inputs>
-[[gnu::always_inline]] inline __m128i maxima(const __m256i (&m)[4]) {
+LOWBIT_INLINE inline __m128i maxima(const __m256i (&m)[4]) {
   __m256i all;  // both halves of 128 bits have all segments
   if constexpr (Inputs == 16) {
     all = max_of_pairs(max_of_pairs(m[0], m[2]), max_of_pairs(m[1], m[3]));
@@ -34,9 +34,9 @@ template <int64_t Inputs>
 
 // The sums of 64 values of int8: lane s is segment s.
 template <int64_t Inputs>
-[[gnu::always_inline]] inline __m128i sums_of(__m256i low, __m256i high) {
+LOWBIT_INLINE inline __m128i sums_of(__m256i low, __m256i high) {
   // vpsadbw adds eight unsigned bytes.
-  const auto sum8 = [](__m256i v) __attribute__((always_inline)) {
+  const auto sum8 = [](__m256i v) LOWBIT_INLINE {
     return _mm256_sad_epu8(_mm256_xor_si256(v, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
   };
   const __m256i second = sum8(high);
@@ -54,13 +54,13 @@ template <int64_t Inputs>
 
 // 64 values, segments of `Inputs`.
 template <DType T, int64_t Inputs>
-[[gnu::always_inline]] inline void quantize64(const void* from, int8_t* a, float* scales, int32_t* sums) {
+LOWBIT_INLINE inline void quantize64(const void* from, int8_t* a, float* scales, int32_t* sums) {
   const char* const x = static_cast<const char*>(from);
   Float16 values[4];
   __m256i m[4];
   for (int j = 0; j < 4; ++j) {
     values[j] = load16<T>(x + 16 * j * size_of(T));
-    const auto magnitude = [&](int h) __attribute__((always_inline)) {
+    const auto magnitude = [&](int h) LOWBIT_INLINE {
       return _mm256_and_si256(_mm256_castps_si256(values[j].half[h]), _mm256_set1_epi32(0x7fffffff));
     };
     m[j] = _mm256_max_epi32(magnitude(0), magnitude(1));  // as integers, the bits of NaN are the largest
@@ -72,7 +72,7 @@ template <DType T, int64_t Inputs>
   const __m128i zero = _mm_or_si128(too_small, too_large);
   __m128i t = scale;
   __m128 inverse = _mm_div_ps(_mm_set1_ps(1.0f), _mm_castsi128_ps(scale));
-  const auto of_value = [](__m128 segments, int j) __attribute__((always_inline)) {  // the lane of values[j]'s segment
+  const auto of_value = [](__m128 segments, int j) LOWBIT_INLINE {  // the lane of values[j]'s segment
     switch (16 * j / Inputs) {
       case 0: return _mm256_broadcastss_ps(segments);
       case 1: return _mm256_broadcastss_ps(_mm_permute_ps(segments, 0x55));
@@ -107,12 +107,12 @@ template <DType T, int64_t Inputs>
 
 struct Quantizer {
   template <DType T, int64_t Inputs>
-  [[gnu::always_inline]] static void whole(const char* x, int8_t* a, float* scales, int32_t* sums) {
+  LOWBIT_INLINE static void whole(const char* x, int8_t* a, float* scales, int32_t* sums) {
     quantize64<T, Inputs>(x, a, scales, sums);
   }
 
   template <DType T>
-  [[gnu::always_inline]] static void segment(const char* x, int64_t inputs, int8_t* a, float* scale, int32_t* sum) {
+  LOWBIT_INLINE static void segment(const char* x, int64_t inputs, int8_t* a, float* scale, int32_t* sum) {
     alignas(32) char padded[64 * size_of(T)] = {};
     alignas(32) int8_t codes[64];
     std::memcpy(padded, x, static_cast<size_t>(inputs * size_of(T)));

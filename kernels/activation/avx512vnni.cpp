@@ -13,13 +13,13 @@ namespace lowbit {
 namespace {
 
 // In every 128 bits, two maxima of two values of `a` each beside two of `b`, in turns.
-[[gnu::always_inline]] inline __m512i max_of_pairs(__m512i a, __m512i b) {
+LOWBIT_INLINE inline __m512i max_of_pairs(__m512i a, __m512i b) {
   return _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }
 
 // The maxima of 64 magnitudes: lane s is segment s of `Inputs` inputs, again and again.
 template <int64_t Inputs>
-[[gnu::always_inline]] inline __m128i maxima(const __m512i (&m)[4]) {
+LOWBIT_INLINE inline __m128i maxima(const __m512i (&m)[4]) {
   __m512i most;
   if constexpr (Inputs == 16) {
     most = max_of_pairs(max_of_pairs(m[0], m[2]), max_of_pairs(m[1], m[3]));
@@ -37,7 +37,7 @@ template <int64_t Inputs>
 
 // The sums of 64 values of int8: lane s is segment s.
 template <int64_t Inputs>
-[[gnu::always_inline]] inline __m128i sums_of(__m512i codes) {
+LOWBIT_INLINE inline __m128i sums_of(__m512i codes) {
   __m512i v = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), codes);
   v = _mm512_add_epi32(v, _mm512_shuffle_epi32(v, _MM_PERM_BADC));
   v = _mm512_add_epi32(v, _mm512_shuffle_epi32(v, _MM_PERM_CDAB));  // of 16 values, in each dword of their 128 bits
@@ -50,7 +50,7 @@ template <int64_t Inputs>
 // `count` values, 64 or less, in segments of `Inputs`; less than 64 are one segment. Writes their codes, and
 // zeros up to the next multiple of 16.
 template <DType T, int64_t Inputs>
-[[gnu::always_inline]] inline void quantize64(const char* x, int64_t count, int8_t* a, float* scales, int32_t* sums) {
+LOWBIT_INLINE inline void quantize64(const char* x, int64_t count, int8_t* a, float* scales, int32_t* sums) {
   __m512 values[4];
   __m512i m[4];
   for (int j = 0; j < 4; ++j) {
@@ -95,12 +95,12 @@ template <DType T, int64_t Inputs>
 
 struct Quantizer {
   template <DType T, int64_t Inputs>
-  [[gnu::always_inline]] static void whole(const char* x, int8_t* a, float* scales, int32_t* sums) {
+  LOWBIT_INLINE static void whole(const char* x, int8_t* a, float* scales, int32_t* sums) {
     quantize64<T, Inputs>(x, 64, a, scales, sums);
   }
 
   template <DType T>
-  [[gnu::always_inline]] static void segment(const char* x, int64_t inputs, int8_t* a, float* scale, int32_t* sum) {
+  LOWBIT_INLINE static void segment(const char* x, int64_t inputs, int8_t* a, float* scale, int32_t* sum) {
     quantize64<T, 64>(x, inputs, a, scale, sum);
   }
 };

@@ -27,7 +27,7 @@ struct Values {
 };
 
 template <DType T>
-[[gnu::always_inline]] inline Values<T> load16(const uint8_t* at) {
+LOWBIT_INLINE inline Values<T> load16(const uint8_t* at) {
   Values<T> x;
 #pragma GCC unroll 4
   for (int i = 0; i < size_of(T); ++i) x.part[i] = vld1q_u8(at + 16 * i);
@@ -39,26 +39,26 @@ template <DType T>
 struct Most {
   uint8x16_t bits;
 
-  [[gnu::always_inline]] static uint8x16_t magnitude(uint8x16_t x) {
+  LOWBIT_INLINE static uint8x16_t magnitude(uint8x16_t x) {
     if constexpr (T == DType::f32) return vreinterpretq_u8_f32(vabsq_f32(vreinterpretq_f32_u8(x)));
     return vreinterpretq_u8_u16(vandq_u16(vreinterpretq_u16_u8(x), vdupq_n_u16(0x7fff)));
   }
 
-  [[gnu::always_inline]] static uint8x16_t larger(uint8x16_t x, uint8x16_t y) {
+  LOWBIT_INLINE static uint8x16_t larger(uint8x16_t x, uint8x16_t y) {
     if constexpr (T == DType::f32) {
       return vreinterpretq_u8_u32(vmaxq_u32(vreinterpretq_u32_u8(x), vreinterpretq_u32_u8(y)));
     }
     return vreinterpretq_u8_u16(vmaxq_u16(vreinterpretq_u16_u8(x), vreinterpretq_u16_u8(y)));
   }
 
-  [[gnu::always_inline]] explicit Most(const Values<T>& x) : bits(magnitude(x.part[0])) {
+  LOWBIT_INLINE explicit Most(const Values<T>& x) : bits(magnitude(x.part[0])) {
 #pragma GCC unroll 4
     for (int i = 1; i < size_of(T); ++i) bits = larger(bits, magnitude(x.part[i]));
   }
 
-  [[gnu::always_inline]] void add(const Most& other) { bits = larger(bits, other.bits); }
+  LOWBIT_INLINE void add(const Most& other) { bits = larger(bits, other.bits); }
 
-  [[gnu::always_inline]] float value() const {
+  LOWBIT_INLINE float value() const {
     if constexpr (T == DType::f32) return float_from_bits(vmaxvq_u32(vreinterpretq_u32_u8(bits)));
     const uint16x4_t most = vdup_n_u16(vmaxvq_u16(vreinterpretq_u16_u8(bits)));
     if constexpr (T == DType::f16) return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(most)), 0);
@@ -68,7 +68,7 @@ struct Most {
 
 // Half of the values of a part, or all four.
 template <DType T, int Which>
-[[gnu::always_inline]] inline float32x4_t to_f32(const Values<T>& x) {
+LOWBIT_INLINE inline float32x4_t to_f32(const Values<T>& x) {
   if constexpr (T == DType::f32) return vreinterpretq_f32_u8(x.part[Which]);
   const uint16x8_t half = vreinterpretq_u16_u8(x.part[Which / 2]);
   if constexpr (T == DType::bf16) {
@@ -79,14 +79,14 @@ template <DType T, int Which>
 }
 
 template <DType T, int Which>
-[[gnu::always_inline]] inline int16x8_t to_int16(const Values<T>& x, float inverse) {
+LOWBIT_INLINE inline int16x8_t to_int16(const Values<T>& x, float inverse) {
   const int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(to_f32<T, Which>(x), inverse));
   const int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(to_f32<T, Which + 1>(x), inverse));
   return vuzp1q_s16(vreinterpretq_s16_s32(low), vreinterpretq_s16_s32(high));
 }
 
 template <DType T>
-[[gnu::always_inline]] inline int8x16_t to_int8(const Values<T>& x, float inverse) {
+LOWBIT_INLINE inline int8x16_t to_int8(const Values<T>& x, float inverse) {
   return vuzp1q_s8(vreinterpretq_s8_s16(to_int16<T, 0>(x, inverse)), vreinterpretq_s8_s16(to_int16<T, 2>(x, inverse)));
 }
 
@@ -101,7 +101,7 @@ struct Row {
 
   // The next segment, of so many steps of values from `from` on; returns t * A, or fma(t, A, *before).
   template <int Steps>
-  [[gnu::always_inline]] float next(const uint8_t* from, const float* before) {
+  LOWBIT_INLINE float next(const uint8_t* from, const float* before) {
     Values<T> values[Steps];
     values[0] = load16<T>(from);
     Most<T> most(values[0]);
@@ -155,11 +155,11 @@ void quantize(const QuantizeArgs& args) {
   float* group_sum = args.group_sums;
   const int64_t group_inputs = args.group_inputs;
   int64_t left = args.k;
-  const auto end_group = [&](float sum) __attribute__((always_inline)) {
+  const auto end_group = [&](float sum) LOWBIT_INLINE {
     if (group_sum != nullptr) *group_sum++ = sum;
   };
   // Whole groups of one segment.
-  const auto groups_of = [&](auto steps) __attribute__((always_inline)) {
+  const auto groups_of = [&](auto steps) LOWBIT_INLINE {
     for (; left >= group_inputs; left -= group_inputs) end_group(row.template next<steps()>(row.x, nullptr));
   };
   switch (group_inputs) {

@@ -17,7 +17,7 @@ namespace {
 // The first 64 / Inputs lanes. Not a masked store: GCC 12 makes one of a masked vextracti32x4, which faults for lanes that
 // the mask leaves out.
 template <int64_t Inputs>
-[[gnu::always_inline]] inline void store_segments(void* to, __m128i v) {
+LOWBIT_INLINE inline void store_segments(void* to, __m128i v) {
   if constexpr (Inputs == 16) _mm_storeu_si128(static_cast<__m128i*>(to), v);
   if constexpr (Inputs == 32) _mm_storel_epi64(static_cast<__m128i*>(to), v);
   if constexpr (Inputs == 64) {

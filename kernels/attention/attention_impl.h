@@ -23,7 +23,7 @@ constexpr int kLanes = 16;
 // an integer in the last bits; with 127 more these are the exponent of 2^n. The polynomial is 2^r on [-1/2, 1/2],
 // exact in 0.
 template <class V>
-[[gnu::always_inline]] inline V exp2_of(V x) {
+LOWBIT_INLINE inline V exp2_of(V x) {
   constexpr float kRound = 12582912.0f + 127.0f;
   const V rounded = V::add(x, V::broadcast(kRound));
   const V r = V::sub(x, V::sub(rounded, V::broadcast(kRound)));
@@ -39,7 +39,7 @@ template <class V>
 
 // tanh(x / (2 log2(e))): with the sign of x, NaN for NaN.
 template <class V>
-[[gnu::always_inline]] inline V tanh2_of(V x) {
+LOWBIT_INLINE inline V tanh2_of(V x) {
   const V zero = V::broadcast(0.0f), one = V::broadcast(1.0f);
   const V e = exp2_of(V::sub(zero, V::max(x, V::sub(zero, x))));
   const V magnitude = V::div(V::sub(one, e), V::add(one, e));
@@ -49,7 +49,7 @@ template <class V>
 
 // Folds the lanes in the order of the contract.
 template <class V, class Op>
-[[gnu::always_inline]] inline float fold(V v, Op op) {
+LOWBIT_INLINE inline float fold(V v, Op op) {
   alignas(64) float lanes[kLanes];
   V::store(lanes, v);
   for (int half = kLanes / 2; half > 0; half /= 2) {
@@ -59,7 +59,7 @@ template <class V, class Op>
 }
 
 template <class V>
-[[gnu::always_inline]] inline V load_floats(const void* at, DType dtype) {
+LOWBIT_INLINE inline V load_floats(const void* at, DType dtype) {
   switch (dtype) {
     case DType::f32: return V::template load_as_f32<DType::f32>(at);
     case DType::bf16: return V::template load_as_f32<DType::bf16>(at);
@@ -69,7 +69,7 @@ template <class V>
 }
 
 template <class V>
-[[gnu::always_inline]] inline void store_floats(void* at, DType dtype, V v) {
+LOWBIT_INLINE inline void store_floats(void* at, DType dtype, V v) {
   switch (dtype) {
     case DType::f32: return V::template store_from_f32<DType::f32>(at, v);
     case DType::bf16: return V::template store_from_f32<DType::bf16>(at, v);
@@ -93,7 +93,7 @@ inline void rotate(float* x, int64_t width) {
 
 // 16 keys or values. Of 4-bit ones 16 bytes have twice as many: `upper` says which.
 template <class V, CacheType C>
-[[gnu::always_inline]] inline V load_cached(const void* at, [[maybe_unused]] bool upper) {
+LOWBIT_INLINE inline V load_cached(const void* at, [[maybe_unused]] bool upper) {
   if constexpr (C == CacheType::i4) return V::load_levels_as_f32(at, upper);
   else if constexpr (C == CacheType::i8) return V::load_int8_as_f32(at);
   else if constexpr (C == CacheType::f32) return V::template load_as_f32<DType::f32>(at);
@@ -103,7 +103,7 @@ template <class V, CacheType C>
 
 // The scales of 16 positions. Their memory need not be aligned.
 template <class V>
-[[gnu::always_inline]] inline V load_scales(const void* scales, int64_t position) {
+LOWBIT_INLINE inline V load_scales(const void* scales, int64_t position) {
   return V::template load_as_f32<DType::f32>(static_cast<const char*>(scales) + position * 4);
 }
 
@@ -122,7 +122,7 @@ struct Product {
 
 // out (+)= a * b for Rows rows and Vectors vectors at `vector`.
 template <class V, CacheType C, int Rows, int Vectors, bool Add>
-[[gnu::always_inline]] inline void multiply(const Product& product, int64_t vector) {
+LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
   // Of 4-bit keys two steps are in the same bytes, of values two vectors. An even number of vectors begins at an even one.
   constexpr bool kShareSteps = C == CacheType::i4 && !Add, kShareVectors = C == CacheType::i4 && Add;
   const int64_t odd = kShareVectors && Vectors % 2 != 0 ? vector % 2 : 0;
@@ -143,7 +143,7 @@ template <class V, CacheType C, int Rows, int Vectors, bool Add>
   for (; step + 4 <= steps; step += 4) {
     typename V::Four scalars[Rows];
     for (int r = 0; r < Rows; ++r) scalars[r] = V::load_four(a + r * a_row + step);
-    const auto one = [&](auto lane) __attribute__((always_inline)) {
+    const auto one = [&](auto lane) LOWBIT_INLINE {
       constexpr bool kOddStep = decltype(lane)::value % 2 != 0;
       V vectors[Vectors];
       for (int v = 0; v < Vectors; ++v) {
@@ -223,8 +223,8 @@ struct Seen {
 // Scores to weights: the positions of a block that one row sees. The scales of codes begin with the block; other caches
 // have none.
 template <class V, CacheType C>
-[[gnu::always_inline]] inline void softmax(float* scores, Seen seen, const char* key_scales, const char* value_scales,
-                                           float cap, float* most, float* sums, float* out, int64_t width) {
+LOWBIT_INLINE inline void softmax(float* scores, Seen seen, const char* key_scales, const char* value_scales,
+                                  float cap, float* most, float* sums, float* out, int64_t width) {
   const int64_t first = seen.begin / kLanes * kLanes;
   if constexpr (has_scales(C)) {
     for (int64_t j = first; j < seen.end; j += kLanes) {
@@ -283,7 +283,7 @@ void attend(const AttentionArgs& args, const State& state, int64_t row, int64_t 
   }
   // The values that all rows see, together; those before and behind, row by row. Each row in order of its positions.
   const char* values = static_cast<const char*>(args.values) + cache_bytes(C, block * value_width);
-  const auto add = [&](auto rows, int r, int64_t begin, int64_t end) __attribute__((always_inline)) {
+  const auto add = [&](auto rows, int r, int64_t begin, int64_t end) LOWBIT_INLINE {
     if (begin >= end) return;
     multiply_all<V, C, decltype(rows)::value, true>(
         {state.scores + r * kAttentionBlock + begin, kAttentionBlock, values + cache_bytes(C, begin * value_width),
@@ -326,7 +326,7 @@ template <class V>
 void join(const Partial& before, const Partial& now, int64_t row) {
   const float was = before.most[row], is = now.most[row], most = is > was ? is : was;  // NaN stays, a sink may be one
   const V a = exp2_of(V::broadcast(was - most)), b = exp2_of(V::broadcast(is - most));
-  const auto add = [&](const float* from, float* to) __attribute__((always_inline)) {
+  const auto add = [&](const float* from, float* to) LOWBIT_INLINE {
     V::store(to, V::fma(V::load(from), a, V::mul(V::load(to), b)));
   };
   add(before.sums_of(row), now.sums_of(row));

@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx2.h"
 #include "attention_impl.h"
+#include "recurrence_impl.h"
 #include "write_cache.h"
 
 namespace lowbit {
@@ -14,61 +15,61 @@ struct Vector {
 
   static constexpr int kSums = 4;  // of two registers each, beside a vector and a scalar
 
-  [[gnu::always_inline]] static Vector of(const Float16& v) { return {v.half[0], v.half[1]}; }
-  [[gnu::always_inline]] static Vector broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
-  [[gnu::always_inline]] static Vector load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
-  [[gnu::always_inline]] static void store(float* at, Vector v) {
+  LOWBIT_INLINE static Vector of(const Float16& v) { return {v.half[0], v.half[1]}; }
+  LOWBIT_INLINE static Vector broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+  LOWBIT_INLINE static Vector load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
+  LOWBIT_INLINE static void store(float* at, Vector v) {
     _mm256_storeu_ps(at, v.low);
     _mm256_storeu_ps(at + 8, v.high);
   }
   template <DType T>
-  [[gnu::always_inline]] static Vector load_as_f32(const void* at) {
+  LOWBIT_INLINE static Vector load_as_f32(const void* at) {
     return of(load16<T>(at));
   }
-  [[gnu::always_inline]] static Vector load_int8_as_f32(const void* at) {
+  LOWBIT_INLINE static Vector load_int8_as_f32(const void* at) {
     return of_int8(_mm_loadu_si128(static_cast<const __m128i*>(at)));
   }
-  [[gnu::always_inline]] static Vector load_levels_as_f32(const void* at, bool upper) {
+  LOWBIT_INLINE static Vector load_levels_as_f32(const void* at, bool upper) {
     const __m128i levels = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kCacheLevels));
     const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(at));
     const __m128i codes = _mm_and_si128(upper ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
     return of_int8(_mm_shuffle_epi8(levels, codes));
   }
-  [[gnu::always_inline]] static Vector of_int8(__m128i bytes) {
+  LOWBIT_INLINE static Vector of_int8(__m128i bytes) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
   }
   template <DType T>
-  [[gnu::always_inline]] static void store_from_f32(void* at, Vector v) {
+  LOWBIT_INLINE static void store_from_f32(void* at, Vector v) {
     store16(at, T, {{v.low, v.high}});
   }
-  [[gnu::always_inline]] static Vector add(Vector a, Vector b) {
+  LOWBIT_INLINE static Vector add(Vector a, Vector b) {
     return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
   }
-  [[gnu::always_inline]] static Vector sub(Vector a, Vector b) {
+  LOWBIT_INLINE static Vector sub(Vector a, Vector b) {
     return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
   }
-  [[gnu::always_inline]] static Vector mul(Vector a, Vector b) {
+  LOWBIT_INLINE static Vector mul(Vector a, Vector b) {
     return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
   }
-  [[gnu::always_inline]] static Vector div(Vector a, Vector b) {
+  LOWBIT_INLINE static Vector div(Vector a, Vector b) {
     return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
   }
-  [[gnu::always_inline]] static Vector max(Vector a, Vector b) {
+  LOWBIT_INLINE static Vector max(Vector a, Vector b) {
     return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
   }
-  [[gnu::always_inline]] static Vector fma(Vector a, Vector b, Vector c) {
+  LOWBIT_INLINE static Vector fma(Vector a, Vector b, Vector c) {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
   }
-  [[gnu::always_inline]] static Vector zero_below(Vector x, Vector bound, Vector value) {
+  LOWBIT_INLINE static Vector zero_below(Vector x, Vector bound, Vector value) {
     return {_mm256_andnot_ps(_mm256_cmp_ps(x.low, bound.low, _CMP_LT_OQ), value.low),
             _mm256_andnot_ps(_mm256_cmp_ps(x.high, bound.high, _CMP_LT_OQ), value.high)};
   }
-  [[gnu::always_inline]] static Vector shift_left_23(Vector v) {
+  LOWBIT_INLINE static Vector shift_left_23(Vector v) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v.low), 23)),
             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v.high), 23))};
   }
-  [[gnu::always_inline]] static Vector same_nan(Vector v) {
+  LOWBIT_INLINE static Vector same_nan(Vector v) {
     const __m256 nan = _mm256_set1_ps(float_from_bits(0x7fc00000u));
     return {_mm256_blendv_ps(v.low, nan, _mm256_cmp_ps(v.low, v.low, _CMP_UNORD_Q)),
             _mm256_blendv_ps(v.high, nan, _mm256_cmp_ps(v.high, v.high, _CMP_UNORD_Q))};
@@ -77,18 +78,22 @@ struct Vector {
   struct Four {
     const float* at;
   };
-  [[gnu::always_inline]] static Four load_four(const float* at) { return {at}; }
+  LOWBIT_INLINE static Four load_four(const float* at) { return {at}; }
   template <int Lane>
-  [[gnu::always_inline]] static Vector fma_lane(Vector a, Four four, Vector c) {
+  LOWBIT_INLINE static Vector fma_lane(Vector a, Four four, Vector c) {
     return fma(a, broadcast(four.at[Lane]), c);
   }
 };
 
 constexpr AttentionKernel kRows[] = {{"attention_avx2", kAvx2, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
+constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_avx2", kAvx2, linear_attention<Vector>, short_conv<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionAvx2;
 const Table<AttentionKernel> kAttentionAvx2{kRows, 1};
+extern const Table<RecurrenceKernel> kRecurrenceAvx2;
+const Table<RecurrenceKernel> kRecurrenceAvx2{kRecurrenceRows, 1};
 
 }  // namespace lowbit

@@ -4,6 +4,7 @@
 
 #include "../bits/simd_avx512.h"
 #include "attention_impl.h"
+#include "recurrence_impl.h"
 #include "write_cache.h"
 
 namespace lowbit {
@@ -16,40 +17,40 @@ struct Vector {
 
   static constexpr int kSums = 16;
 
-  [[gnu::always_inline]] static Vector broadcast(float value) { return {_mm512_set1_ps(value)}; }
-  [[gnu::always_inline]] static Vector load(const float* at) { return {_mm512_loadu_ps(at)}; }
-  [[gnu::always_inline]] static void store(float* at, Vector a) { _mm512_storeu_ps(at, a.v); }
+  LOWBIT_INLINE static Vector broadcast(float value) { return {_mm512_set1_ps(value)}; }
+  LOWBIT_INLINE static Vector load(const float* at) { return {_mm512_loadu_ps(at)}; }
+  LOWBIT_INLINE static void store(float* at, Vector a) { _mm512_storeu_ps(at, a.v); }
   template <DType T>
-  [[gnu::always_inline]] static Vector load_as_f32(const void* at) {
+  LOWBIT_INLINE static Vector load_as_f32(const void* at) {
     return {load16<T>(at, 0, kAll)};
   }
-  [[gnu::always_inline]] static Vector load_int8_as_f32(const void* at) {
+  LOWBIT_INLINE static Vector load_int8_as_f32(const void* at) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))))};
   }
   // vpermps takes the last four bits of each lane for its index: a table of floats, with nothing to convert.
-  [[gnu::always_inline]] static Vector load_levels_as_f32(const void* at, bool upper) {
+  LOWBIT_INLINE static Vector load_levels_as_f32(const void* at, bool upper) {
     const __m512 levels =
         _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kCacheLevels))));
     const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
     return {_mm512_permutexvar_ps(upper ? _mm512_srli_epi32(codes, 4) : codes, levels)};
   }
   template <DType T>
-  [[gnu::always_inline]] static void store_from_f32(void* at, Vector a) {
+  LOWBIT_INLINE static void store_from_f32(void* at, Vector a) {
     store16(at, T, 0, a.v, kAll);
   }
-  [[gnu::always_inline]] static Vector add(Vector a, Vector b) { return {_mm512_add_ps(a.v, b.v)}; }
-  [[gnu::always_inline]] static Vector sub(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; }
-  [[gnu::always_inline]] static Vector mul(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
-  [[gnu::always_inline]] static Vector div(Vector a, Vector b) { return {_mm512_div_ps(a.v, b.v)}; }
-  [[gnu::always_inline]] static Vector max(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
-  [[gnu::always_inline]] static Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-  [[gnu::always_inline]] static Vector zero_below(Vector x, Vector bound, Vector value) {
+  LOWBIT_INLINE static Vector add(Vector a, Vector b) { return {_mm512_add_ps(a.v, b.v)}; }
+  LOWBIT_INLINE static Vector sub(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; }
+  LOWBIT_INLINE static Vector mul(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
+  LOWBIT_INLINE static Vector div(Vector a, Vector b) { return {_mm512_div_ps(a.v, b.v)}; }
+  LOWBIT_INLINE static Vector max(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
+  LOWBIT_INLINE static Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  LOWBIT_INLINE static Vector zero_below(Vector x, Vector bound, Vector value) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, bound.v, _CMP_NLT_UQ), value.v)};
   }
-  [[gnu::always_inline]] static Vector shift_left_23(Vector a) {
+  LOWBIT_INLINE static Vector shift_left_23(Vector a) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 23))};
   }
-  [[gnu::always_inline]] static Vector same_nan(Vector a) {
+  LOWBIT_INLINE static Vector same_nan(Vector a) {
     return {_mm512_mask_mov_ps(a.v, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q),
                                _mm512_set1_ps(float_from_bits(0x7fc00000u)))};
   }
@@ -57,9 +58,9 @@ struct Vector {
   struct Four {
     const float* at;
   };
-  [[gnu::always_inline]] static Four load_four(const float* at) { return {at}; }
+  LOWBIT_INLINE static Four load_four(const float* at) { return {at}; }
   template <int Lane>
-  [[gnu::always_inline]] static Vector fma_lane(Vector a, Four four, Vector c) {
+  LOWBIT_INLINE static Vector fma_lane(Vector a, Four four, Vector c) {
     return fma(a, broadcast(four.at[Lane]), c);
   }
 };
@@ -67,9 +68,13 @@ struct Vector {
 constexpr AttentionKernel kRows[] = {
     {"attention_avx512vnni", kAvx512Vnni, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
+constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_avx512vnni", kAvx512Vnni, linear_attention<Vector>, short_conv<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionAvx512Vnni;
 const Table<AttentionKernel> kAttentionAvx512Vnni{kRows, 1};
+extern const Table<RecurrenceKernel> kRecurrenceAvx512Vnni;
+const Table<RecurrenceKernel> kRecurrenceAvx512Vnni{kRecurrenceRows, 1};
 
 }  // namespace lowbit

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention_impl.h"
+#include "recurrence_impl.h"
 #include "write_cache.h"
 
 namespace lowbit {
@@ -88,9 +89,13 @@ struct Vector {
 
 constexpr AttentionKernel kRows[] = {{"attention_portable", kPortable, run<Vector>, write_cache<Vector>, join_spans<Vector>}};
 
+constexpr RecurrenceKernel kRecurrenceRows[] = {{"recurrence_portable", kPortable, linear_attention<Vector>, short_conv<Vector>}};
+
 }  // namespace
 
 extern const Table<AttentionKernel> kAttentionPortable;
 const Table<AttentionKernel> kAttentionPortable{kRows, 1};
+extern const Table<RecurrenceKernel> kRecurrencePortable;
+const Table<RecurrenceKernel> kRecurrencePortable{kRecurrenceRows, 1};
 
 }  // namespace lowbit

@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "../inline.h"
+
 namespace lowbit {
 
 inline constexpr int kPanelRows = 16;
@@ -66,6 +68,37 @@ constexpr CodePlacement placement(int bits, int j) {
   }
 }
 
+// Whether all bits of a code lie beside each other.
+constexpr bool is_whole(const CodePlacement& where) { return where.count == 1; }
+
+// Whether it has two runs, the lower one lowest in its byte: shift-left-and-insert puts the upper one above it.
+constexpr bool ends_lowest(const CodePlacement& where) { return where.count == 2 && where.run[1].line_bit == 0; }
+
+// How many bits of a code lie in its first `runs` runs, which are its topmost bits.
+constexpr int bits_of_runs(const CodePlacement& where, int runs) {
+  int bits = 0;
+  for (int i = 0; i < runs; ++i) bits += where.run[i].length;
+  return bits;
+}
+
+// The order in which kernels that unpack line by line read the packed lines: number `step` of `bits`. At 5 bits four codes have
+// bits in the last line, which therefore comes first. Its own inverse.
+constexpr int line_of_step(int bits, int step) { return bits == 5 ? bits - 1 - step : step; }
+
+// The step of that order behind which kernels join run `run` of line j's codes to those before it: when all runs have been
+// read. Codes in many runs are joined one by one, because the packed lines that wait would take too many registers.
+constexpr int join_step(int bits, int j, int run) {
+  const CodePlacement where = placement(bits, j);
+  const int runs = where.count > 3 ? run + 1 : where.count;
+  int last = 0;
+  for (int step = 0; step < bits; ++step) {
+    for (int i = 0; i < runs; ++i) {
+      if (where.run[i].line == line_of_step(bits, step)) last = step;
+    }
+  }
+  return last;
+}
+
 // Kernels are templates on the width. by_table(b) stands for codes of b bits that a table makes levels: what such a
 // kernel multiplies are bytes level + 128, like the codes of 8 bits, and signed dot products read them as levels.
 constexpr int by_table(int bits) { return 16 + bits; }
@@ -81,7 +114,7 @@ constexpr int level_offset(int bits) { return bits == 1 ? 1 : is_by_table(bits) 
 
 // The code of unpacked line J at one position; `packed` is the byte of packed line 0 there, lines are kLineBytes apart.
 template <int Bits, int J>
-[[gnu::always_inline]] inline uint8_t read_code(const uint8_t* packed) {
+LOWBIT_INLINE inline uint8_t read_code(const uint8_t* packed) {
   constexpr CodePlacement where = placement(Bits, J);
   unsigned code = 0;
   for (int i = 0; i < where.count; ++i) {
@@ -93,7 +126,7 @@ template <int Bits, int J>
 
 // The inverse: ORs the code into the packed bytes of one position, which start as zero.
 template <int Bits, int J>
-[[gnu::always_inline]] inline void write_code(uint8_t* packed, uint8_t code) {
+LOWBIT_INLINE inline void write_code(uint8_t* packed, uint8_t code) {
   constexpr CodePlacement where = placement(Bits, J);
   const unsigned value = unsigned{code} ^ stored_flip(Bits);
   for (int i = 0; i < where.count; ++i) {

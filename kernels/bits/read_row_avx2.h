@@ -42,15 +42,15 @@ struct LaneRuns {
   }
 };
 
-[[gnu::always_inline]] inline __m256i load8(const uint32_t* values) {
+LOWBIT_INLINE inline __m256i load8(const uint32_t* values) {
   return _mm256_load_si256(reinterpret_cast<const __m256i*>(values));
 }
 
 // The words of packed lines First to First + 3; zeros beyond `Bits`. By inserts, because GCC builds an array of eight
 // words on the stack in small pieces, and reading it back as one waits for all of them to arrive.
 template <int Bits, int First>
-[[gnu::always_inline]] inline __m128i four_words(const uint8_t* at) {
-  const auto word = [at](int line) __attribute__((always_inline)) {
+LOWBIT_INLINE inline __m128i four_words(const uint8_t* at) {
+  const auto word = [at](int line) LOWBIT_INLINE {
     int32_t value;
     std::memcpy(&value, at + line * kLineBytes, 4);
     return value;
@@ -65,7 +65,7 @@ template <int Bits, int First>
 
 // The 32 codes of row `r`, in the order of the inputs.
 template <int Bits>
-[[gnu::always_inline]] inline __m256i read_block(const uint8_t* block, int64_t r) {
+LOWBIT_INLINE inline __m256i read_block(const uint8_t* block, int64_t r) {
   static constexpr LaneRuns<Bits> kRuns{};
   const __m256i words = _mm256_setr_m128i(four_words<Bits, 0>(block + 4 * r), four_words<Bits, 4>(block + 4 * r));
   __m256i codes = _mm256_setzero_si256();
@@ -82,7 +82,7 @@ template <int Bits>
 // they lie in one group. `codes` are 16 bytes, with a table levels + 128; scale and min are those of the group, row scale
 // included.
 template <int Bits, bool Affine, class Half>
-[[gnu::always_inline]] inline void for_each_half(const EmbeddingArgs& args, Half half) {
+LOWBIT_INLINE inline void for_each_half(const EmbeddingArgs& args, Half half) {
   const Layout& layout = args.layout;
   const uint8_t* panel = args.panels + (args.row / kPanelRows) * layout.panel_bytes;
   const int64_t r = args.row % kPanelRows;
@@ -96,7 +96,7 @@ template <int Bits, bool Affine, class Half>
     levels = _mm256_xor_si256(levels, _mm256_set1_epi8(static_cast<char>(0x80)));
   }
 
-  const auto next = [&](int64_t first, __m128i codes) __attribute__((always_inline)) {
+  const auto next = [&](int64_t first, __m128i codes) LOWBIT_INLINE {
     if (first >= layout.k) return;
     if (first == group_end) {
       const uint8_t* scales = panel + layout.scales_offset(group++);

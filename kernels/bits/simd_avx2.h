@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include "../inline.h"
 #include "../numeric.h"
 
 namespace lowbit {
@@ -14,7 +15,7 @@ struct Float16 {  // 16 floats
 };
 
 template <DType T>
-[[gnu::always_inline]] inline Float16 load16(const void* at) {
+LOWBIT_INLINE inline Float16 load16(const void* at) {
   if constexpr (T == DType::f32) {
     const float* values = static_cast<const float*>(at);
     return {{_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8)}};
@@ -22,7 +23,7 @@ template <DType T>
     const __m128i* words = static_cast<const __m128i*>(at);
     const __m128i low = _mm_loadu_si128(words), high = _mm_loadu_si128(words + 1);
     if constexpr (T == DType::f16) return {{_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)}};
-    const auto widen = [](__m128i v) __attribute__((always_inline)) {
+    const auto widen = [](__m128i v) LOWBIT_INLINE {
       return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
     };
     return {{widen(low), widen(high)}};
@@ -31,14 +32,14 @@ template <DType T>
 
 // The first `count` values of 16, zeros behind them.
 template <DType T>
-[[gnu::always_inline]] inline Float16 load_first(const void* at, int64_t count) {
+LOWBIT_INLINE inline Float16 load_first(const void* at, int64_t count) {
   if (count >= 16) return load16<T>(at);
   alignas(32) char buffer[16 * size_of(T)] = {};
   std::memcpy(buffer, at, static_cast<size_t>(count * size_of(T)));
   return load16<T>(buffer);
 }
 
-[[gnu::always_inline]] inline __m256i bf16_bits(__m256 value) {
+LOWBIT_INLINE inline __m256i bf16_bits(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -47,7 +48,7 @@ template <DType T>
   return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan)), 16);
 }
 
-[[gnu::always_inline]] inline void store16(void* at, DType dtype, const Float16& value) {
+LOWBIT_INLINE inline void store16(void* at, DType dtype, const Float16& value) {
   if (dtype == DType::f32) {
     _mm256_storeu_ps(static_cast<float*>(at), value.half[0]);
     _mm256_storeu_ps(static_cast<float*>(at) + 8, value.half[1]);
@@ -63,8 +64,7 @@ template <DType T>
 }
 
 // Stores the first `count` values at element `index`.
-[[gnu::always_inline]] inline void store_first(void* base, DType dtype, int64_t index, const Float16& value,
-                                               int64_t count) {
+LOWBIT_INLINE inline void store_first(void* base, DType dtype, int64_t index, const Float16& value, int64_t count) {
   char* at = static_cast<char*>(base) + size_of(dtype) * index;
   if (count >= 16) return store16(at, dtype, value);
   alignas(32) char buffer[64];

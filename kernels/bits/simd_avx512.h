@@ -3,17 +3,18 @@
 
 #include <immintrin.h>
 
+#include "../inline.h"
 #include "../numeric.h"
 
 namespace lowbit {
 namespace {
 
-[[gnu::always_inline]] inline __mmask16 first_lanes(int64_t count) {
+LOWBIT_INLINE inline __mmask16 first_lanes(int64_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffffu : (1u << count) - 1u);
 }
 
 template <DType T>
-[[gnu::always_inline]] inline __m512 load16(const void* base, int64_t index, __mmask16 mask) {
+LOWBIT_INLINE inline __m512 load16(const void* base, int64_t index, __mmask16 mask) {
   if constexpr (T == DType::f32) {
     return _mm512_maskz_loadu_ps(mask, static_cast<const char*>(base) + 4 * index);
   } else {
@@ -23,7 +24,7 @@ template <DType T>
   }
 }
 
-[[gnu::always_inline]] inline void store16(void* base, DType dtype, int64_t index, __m512 value, __mmask16 mask) {
+LOWBIT_INLINE inline void store16(void* base, DType dtype, int64_t index, __m512 value, __mmask16 mask) {
   char* at = static_cast<char*>(base) + size_of(dtype) * index;
   if (dtype == DType::f32) {
     _mm512_mask_storeu_ps(at, mask, value);

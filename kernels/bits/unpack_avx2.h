@@ -16,15 +16,15 @@
 namespace lowbit {
 namespace {
 
-[[gnu::always_inline]] inline __m256i byte_mask(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
+LOWBIT_INLINE inline __m256i byte_mask(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
 
-[[gnu::always_inline]] inline __m256i load32(const void* at) {
+LOWBIT_INLINE inline __m256i load32(const void* at) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(at));
 }
 
 // Moves bits between positions of a byte; what crosses in from the neighboring byte is masked away by the caller.
 template <int Count>
-[[gnu::always_inline]] inline __m256i shift_right(__m256i v) {
+LOWBIT_INLINE inline __m256i shift_right(__m256i v) {
   if constexpr (Count > 0) return _mm256_srli_epi16(v, Count);
   if constexpr (Count < 0) return _mm256_slli_epi16(v, -Count);
   return v;
@@ -32,7 +32,7 @@ template <int Count>
 
 // The codes of unpacked line J, or twice the codes, from their bit run `Run` on. `packed`: byte 0 or 32 of the packed lines.
 template <int Bits, int J, bool Doubled = false, int Run = 0>
-[[gnu::always_inline]] inline __m256i unpack_line(const uint8_t* packed) {
+LOWBIT_INLINE inline __m256i unpack_line(const uint8_t* packed) {
   constexpr CodePlacement where = placement(Bits, J);
   constexpr BitRun run = where.run[Run];
   constexpr int kBit = run.code_bit + (Doubled ? 1 : 0);
@@ -46,7 +46,7 @@ template <int Bits, int J, bool Doubled = false, int Run = 0>
 // A table of levels, as bytes level + 128; vpshufb looks a register of codes up. Nothing for other weights.
 template <int Bits>
 struct Levels {
-  [[gnu::always_inline]] void load(const int8_t*) {}
+  LOWBIT_INLINE void load(const int8_t*) {}
 };
 
 template <int Bits>
@@ -54,7 +54,7 @@ template <int Bits>
 struct Levels<Bits> {
   __m256i bytes;
 
-  [[gnu::always_inline]] void load(const int8_t* levels) {
+  LOWBIT_INLINE void load(const int8_t* levels) {
     const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(levels));
     bytes = _mm256_xor_si256(_mm256_broadcastsi128_si256(table), byte_mask(0x80));
   }
@@ -63,7 +63,7 @@ struct Levels<Bits> {
 // What is multiplied: the codes, or the levels + 128, of unpacked line J. A symmetric weight of 1 bit is 2 * code - 1: its
 // codes come doubled.
 template <int Bits, bool Affine, int J>
-[[gnu::always_inline]] inline __m256i read_line(const uint8_t* packed, const Levels<Bits>& levels) {
+LOWBIT_INLINE inline __m256i read_line(const uint8_t* packed, const Levels<Bits>& levels) {
   const __m256i codes = unpack_line<code_bits(Bits), J, !Affine && level_factor(Bits) == 2>(packed);
   if constexpr (is_by_table(Bits)) return _mm256_shuffle_epi8(levels.bytes, codes);
   return codes;

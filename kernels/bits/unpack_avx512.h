@@ -2,125 +2,80 @@
 //
 // A field is taken where it lies: the byte of unpacked line j is its code times 2^shift[j]. vpdpbusd takes unsigned bytes,
 // so any position does, and the kernel divides each sum by 2^shift once per group. AND runs on every vector port, shifts do
-// not. Scattered codes are merged with vpternlog. Instructions per 512 weights beside the loads:
+// not. Scattered codes are merged with vpternlog. All of it follows from the placement table: no width has code of its own.
+// Instructions per 512 weights beside the loads:
 //   bits   1    2    3    4    5    6    7    8
 //          9    8   12    8   16   16   20    8
 #pragma once
 
 #include <immintrin.h>
 
+#include <utility>
+
 #include "codec.h"
 
 namespace lowbit {
 namespace {
 
-[[gnu::always_inline]] inline __m512i byte_mask(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
+LOWBIT_INLINE inline __m512i byte_mask(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 
-[[gnu::always_inline]] inline __m512i and_mask(__m512i v, int mask) { return _mm512_and_si512(v, byte_mask(mask)); }
+LOWBIT_INLINE inline __m512i and_mask(__m512i v, int mask) { return _mm512_and_si512(v, byte_mask(mask)); }
 
 // The bits of `a` where the mask is set, of `b` elsewhere.
-[[gnu::always_inline]] inline __m512i pick(int mask, __m512i a, __m512i b) {
+LOWBIT_INLINE inline __m512i pick(int mask, __m512i a, __m512i b) {
   return _mm512_ternarylogic_epi64(byte_mask(mask), a, b, 0xca);
 }
 
 // Moves bits between positions of a byte; what crosses in from the neighboring byte is masked away by the caller.
 template <int Count>
-[[gnu::always_inline]] inline __m512i shift_right(__m512i v) {
+LOWBIT_INLINE inline __m512i shift_right(__m512i v) {
   if constexpr (Count > 0) return _mm512_srli_epi16(v, Count);
   if constexpr (Count < 0) return _mm512_slli_epi16(v, -Count);
   return v;
 }
 
+// How far up the codes of line j lie in its bytes: their first run stays where it is. At 1 bit the upper four lines come down
+// by four bits, or each line would have a shift of its own, and so a sum of its own.
+constexpr int field_shift(int bits, int j) {
+  const BitRun run = placement(bits, j).run[0];
+  const int shift = run.line_bit - run.code_bit;
+  return bits == 1 ? shift % 4 : shift;
+}
+
+// Runs First to First + Count - 1 of line J's codes, joined pair by pair: a chain would have more latency.
+template <int Bits, int J, int First, int Count>
+LOWBIT_INLINE inline __m512i join_runs(const __m512i (&packed)[Bits]) {
+  constexpr CodePlacement where = placement(Bits, J);
+  constexpr BitRun run = where.run[First];
+  constexpr int kShift = field_shift(Bits, J);
+  if constexpr (Count == 1) {
+    return shift_right<run.line_bit - run.code_bit - kShift>(packed[run.line]);
+  } else {
+    constexpr int kUpper = Count > 4 ? 4 : Count > 2 ? 2 : 1;
+    constexpr int kLowest = where.run[First + kUpper - 1].code_bit;
+    constexpr int kMask = ((1 << (run.code_bit + run.length)) - (1 << kLowest)) << kShift;
+    return pick(kMask, join_runs<Bits, J, First, kUpper>(packed),
+                join_runs<Bits, J, First + kUpper, Count - kUpper>(packed));
+  }
+}
+
 template <int Bits>
-struct Unpack;
+struct Unpack {
+  static constexpr int shift[8] = {field_shift(Bits, 0), field_shift(Bits, 1), field_shift(Bits, 2), field_shift(Bits, 3),
+                                   field_shift(Bits, 4), field_shift(Bits, 5), field_shift(Bits, 6), field_shift(Bits, 7)};
 
-template <>
-struct Unpack<1> {
-  static constexpr int shift[8] = {0, 1, 2, 3, 0, 1, 2, 3};
-  [[gnu::always_inline]] static void lines(const __m512i (&p)[1], __m512i (&v)[8]) {
-    const __m512i upper = shift_right<4>(p[0]);
-    for (int j = 0; j < 4; ++j) {
-      v[j] = and_mask(p[0], 1 << j);
-      v[4 + j] = and_mask(upper, 1 << j);
-    }
+  LOWBIT_INLINE static void lines(const __m512i (&packed)[Bits], __m512i (&line)[8]) {
+    [&]<int... J>(std::integer_sequence<int, J...>) LOWBIT_INLINE {
+      ((line[J] = unpack<J>(packed)), ...);
+    }(std::make_integer_sequence<int, 8>());
   }
-};
 
-template <>
-struct Unpack<2> {
-  static constexpr int shift[8] = {0, 2, 4, 6, 0, 2, 4, 6};
-  [[gnu::always_inline]] static void lines(const __m512i (&p)[2], __m512i (&v)[8]) {
-    for (int j = 0; j < 8; ++j) v[j] = and_mask(p[j / 4], 3 << (2 * (j % 4)));
-  }
-};
-
-template <>
-struct Unpack<3> {
-  static constexpr int shift[8] = {0, 0, 0, 3, 3, 3, 5, 5};
-  [[gnu::always_inline]] static void lines(const __m512i (&p)[3], __m512i (&v)[8]) {
-    for (int j = 0; j < 3; ++j) {
-      v[j] = and_mask(p[j], 0x07);
-      v[3 + j] = and_mask(p[j], 0x38);
-    }
-    v[6] = and_mask(pick(0xc0, p[0], shift_right<2>(p[1])), 0xe0);
-    v[7] = and_mask(pick(0xc0, p[2], shift_right<1>(p[1])), 0xe0);
-  }
-};
-
-template <>
-struct Unpack<4> {
-  static constexpr int shift[8] = {0, 0, 0, 0, 4, 4, 4, 4};
-  [[gnu::always_inline]] static void lines(const __m512i (&p)[4], __m512i (&v)[8]) {
-    for (int j = 0; j < 4; ++j) {
-      v[j] = and_mask(p[j], 0x0f);
-      v[4 + j] = and_mask(p[j], 0xf0);
-    }
-  }
-};
-
-template <>
-struct Unpack<5> {
-  static constexpr int shift[8] = {0, 0, 0, 0, 3, 3, 3, 3};
-  [[gnu::always_inline]] static void lines(const __m512i (&p)[5], __m512i (&v)[8]) {
-    for (int j = 0; j < 4; ++j) v[j] = and_mask(p[j], 0x1f);
-    v[4] = and_mask(pick(0xe0, p[0], shift_right<-3>(p[4])), 0xf8);
-    v[5] = and_mask(pick(0xe0, p[1], shift_right<-1>(p[4])), 0xf8);
-    v[6] = and_mask(pick(0xe0, p[2], shift_right<1>(p[4])), 0xf8);
-    v[7] = and_mask(pick(0xe0, p[3], shift_right<3>(p[4])), 0xf8);
-  }
-};
-
-template <>
-struct Unpack<6> {
-  static constexpr int shift[8] = {0, 0, 0, 2, 0, 0, 0, 2};
-  [[gnu::always_inline]] static void lines(const __m512i (&p)[6], __m512i (&v)[8]) {
-    for (int h = 0; h < 2; ++h) {
-      for (int j = 0; j < 3; ++j) v[4 * h + j] = and_mask(p[3 * h + j], 0x3f);
-      const __m512i upper = pick(0xc0, p[3 * h], shift_right<2>(p[3 * h + 1]));
-      v[4 * h + 3] = and_mask(pick(0xf0, upper, shift_right<4>(p[3 * h + 2])), 0xfc);
-    }
-  }
-};
-
-template <>
-struct Unpack<7> {
-  static constexpr int shift[8] = {0, 0, 0, 0, 0, 0, 0, 1};
-  [[gnu::always_inline]] static void lines(const __m512i (&p)[7], __m512i (&v)[8]) {
-    for (int j = 0; j < 7; ++j) v[j] = and_mask(p[j], 0x7f);
-    const __m512i bits76 = pick(0x80, p[0], shift_right<1>(p[1]));
-    const __m512i bits54 = pick(0x20, shift_right<2>(p[2]), shift_right<3>(p[3]));
-    const __m512i bits32 = pick(0x08, shift_right<4>(p[4]), shift_right<5>(p[5]));
-    const __m512i bits7654 = pick(0xc0, bits76, bits54);
-    const __m512i bits321 = pick(0x0c, bits32, shift_right<6>(p[6]));
-    v[7] = and_mask(pick(0xf0, bits7654, bits321), 0xfe);
-  }
-};
-
-template <>
-struct Unpack<8> {
-  static constexpr int shift[8] = {};
-  [[gnu::always_inline]] static void lines(const __m512i (&p)[8], __m512i (&v)[8]) {
-    for (int j = 0; j < 8; ++j) v[j] = _mm512_xor_si512(p[j], byte_mask(0x80));
+ private:
+  template <int J>
+  LOWBIT_INLINE static __m512i unpack(const __m512i (&packed)[Bits]) {
+    const __m512i codes = join_runs<Bits, J, 0, placement(Bits, J).count>(packed);
+    if constexpr (stored_flip(Bits) != 0) return _mm512_xor_si512(codes, byte_mask(stored_flip(Bits)));
+    return and_mask(codes, ((1 << Bits) - 1) << shift[J]);
   }
 };
 

@@ -32,8 +32,8 @@ struct Index {
 };
 
 template <int Count, class Body>
-[[gnu::always_inline]] inline void unroll(Body body) {
-  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void unroll(Body body) {
+  [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
     (body(Index<I>{}), ...);
   }(std::make_integer_sequence<int, Count>());
 }
@@ -43,168 +43,92 @@ struct Pair {
   uint8x16_t q0, q1;
 };
 
-[[gnu::always_inline]] inline Pair and_mask(const Pair& v, int mask) {
+LOWBIT_INLINE inline Pair and_mask(const Pair& v, int mask) {
   const uint8x16_t masks = vdupq_n_u8(static_cast<uint8_t>(mask));
   return {vandq_u8(v.q0, masks), vandq_u8(v.q1, masks)};
 }
 
-[[gnu::always_inline]] inline Pair test(const Pair& v, int mask) {
+LOWBIT_INLINE inline Pair test(const Pair& v, int mask) {
   uint8x16_t masks = vdupq_n_u8(static_cast<uint8_t>(mask));
   if (mask == 1) __asm__("" : "+w"(masks));  // hidden from Clang, which would take an AND and a negation
   return {vtstq_u8(v.q0, masks), vtstq_u8(v.q1, masks)};
 }
 
 template <int Count>
-[[gnu::always_inline]] inline Pair shift_left(const Pair& v) {
+LOWBIT_INLINE inline Pair shift_left(const Pair& v) {
+  if constexpr (Count == 0) return v;
   return {vshlq_n_u8(v.q0, Count), vshlq_n_u8(v.q1, Count)};
 }
 
 template <int Count>
-[[gnu::always_inline]] inline Pair shift_right(const Pair& v) {
+LOWBIT_INLINE inline Pair shift_right(const Pair& v) {
   return {vshrq_n_u8(v.q0, Count), vshrq_n_u8(v.q1, Count)};
 }
 
 // The top `Count` bits of `upper`, and below them the top bits of `lower`.
 template <int Count>
-[[gnu::always_inline]] inline Pair insert_below(const Pair& upper, const Pair& lower) {
+LOWBIT_INLINE inline Pair insert_below(const Pair& upper, const Pair& lower) {
   return {vsriq_n_u8(upper.q0, lower.q0, Count), vsriq_n_u8(upper.q1, lower.q1, Count)};
 }
 
 // The lowest `Count` bits of `lower`, and above them the lowest bits of `upper`.
 template <int Count>
-[[gnu::always_inline]] inline Pair insert_above(const Pair& lower, const Pair& upper) {
+LOWBIT_INLINE inline Pair insert_above(const Pair& lower, const Pair& upper) {
   return {vsliq_n_u8(lower.q0, upper.q0, Count), vsliq_n_u8(lower.q1, upper.q1, Count)};
+}
+
+// How far up the codes of line j lie in its bytes.
+constexpr int field_shift(int bits, int j) {
+  const CodePlacement where = placement(bits, j);
+  const BitRun run = where.run[0];
+  return bits == 1 || !is_whole(where) || run.line_bit + run.length == 8 ? 0 : run.line_bit;
+}
+
+// Joins run `Run` of line J's codes to those before it, which come from the top of a byte down. A tree would have less
+// latency, but keep more lines waiting in registers.
+template <int Bits, int J, int Run>
+LOWBIT_INLINE inline Pair join_run(const Pair& codes, const Pair& packed) {
+  constexpr CodePlacement where = placement(Bits, J);
+  constexpr BitRun run = where.run[Run];
+  if constexpr (Run == 0) return packed;
+  else if constexpr (ends_lowest(where)) return insert_above<run.length>(packed, shift_right<where.run[0].line_bit>(codes));
+  else return insert_below<bits_of_runs(where, Run)>(codes, shift_left<8 - run.line_bit - run.length>(packed));
+}
+
+// Line J, of all runs of its codes.
+template <int Bits, int J>
+LOWBIT_INLINE inline Pair finish_line(const Pair& codes) {
+  constexpr CodePlacement where = placement(Bits, J);
+  constexpr BitRun first = where.run[0];
+  if constexpr (Bits == 1) return test(codes, 1 << first.line_bit);
+  else if constexpr (Bits == 8 || ends_lowest(where)) return codes;  // 8 bits: code - 128 (stored_flip), signed already
+  else if constexpr (!is_whole(where)) return shift_right<8 - Bits>(codes);
+  else if constexpr (first.line_bit + Bits == 8) return shift_right<first.line_bit>(codes);
+  else return and_mask(codes, ((1 << Bits) - 1) << first.line_bit);
 }
 
 // lines() asks for every packed line once, by block.load(i), and hands over each unpacked line j as soon as it can, by
 // block.use(Index<j>, line), so that few registers are busy at any time.
 template <int Bits>
-struct Unpack;
-
-template <>
-struct Unpack<1> {
-  static constexpr int shift[8] = {};
+struct Unpack {
+  static constexpr int shift[8] = {field_shift(Bits, 0), field_shift(Bits, 1), field_shift(Bits, 2), field_shift(Bits, 3),
+                                   field_shift(Bits, 4), field_shift(Bits, 5), field_shift(Bits, 6), field_shift(Bits, 7)};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    const Pair p = block.load(0);
-    unroll<8>([&](auto j) __attribute__((always_inline)) { block.use(j, test(p, 1 << j)); });
-  }
-};
-
-template <>
-struct Unpack<2> {
-  static constexpr int shift[8] = {0, 2, 4, 0, 0, 2, 4, 0};
-  template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<2>([&](auto h) __attribute__((always_inline)) {
-      const Pair p = block.load(h);
-      block.use(Index<4 * h>{}, and_mask(p, 0x03));
-      block.use(Index<4 * h + 1>{}, and_mask(p, 0x0c));
-      block.use(Index<4 * h + 2>{}, and_mask(p, 0x30));
-      block.use(Index<4 * h + 3>{}, shift_right<6>(p));
+  LOWBIT_INLINE static void lines(Block block) {
+    Pair packed[Bits], codes[kBlockLines];
+    unroll<Bits>([&](auto step) LOWBIT_INLINE {
+      constexpr int kLine = line_of_step(Bits, step);
+      packed[kLine] = block.load(kLine);
+      unroll<kBlockLines>([&](auto j) LOWBIT_INLINE {
+        constexpr CodePlacement where = placement(Bits, j);
+        unroll<where.count>([&](auto run) LOWBIT_INLINE {
+          if constexpr (join_step(Bits, j, run) == step) {
+            codes[j] = join_run<Bits, j, run>(codes[j], packed[where.run[run].line]);
+          }
+        });
+        if constexpr (join_step(Bits, j, where.count - 1) == step) block.use(j, finish_line<Bits, j>(codes[j]));
+      });
     });
-  }
-};
-
-template <>
-struct Unpack<3> {
-  static constexpr int shift[8] = {0, 0, 0, 3, 3, 3, 0, 0};
-  template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    const auto next = [&](auto j) __attribute__((always_inline)) {
-      const Pair p = block.load(j);
-      block.use(j, and_mask(p, 0x07));
-      block.use(Index<3 + j>{}, and_mask(p, 0x38));
-      return p;
-    };
-    const Pair p0 = next(Index<0>{}), p1 = next(Index<1>{});
-    block.use(Index<6>{}, shift_right<5>(insert_below<2>(p0, p1)));
-    const Pair p2 = next(Index<2>{});
-    block.use(Index<7>{}, shift_right<5>(insert_below<2>(p2, shift_left<1>(p1))));
-  }
-};
-
-template <>
-struct Unpack<4> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<4>([&](auto j) __attribute__((always_inline)) {
-      const Pair p = block.load(j);
-      block.use(j, and_mask(p, 0x0f));
-      block.use(Index<4 + j>{}, shift_right<4>(p));
-    });
-  }
-};
-
-template <>
-struct Unpack<5> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    const auto next = [&](auto j) __attribute__((always_inline)) {
-      const Pair p = block.load(j);
-      block.use(j, and_mask(p, 0x1f));
-      return p;
-    };
-    const Pair low = block.load(4);
-    const Pair p3 = next(Index<3>{});
-    block.use(Index<7>{}, shift_right<3>(insert_below<3>(p3, low)));
-    const Pair p2 = next(Index<2>{});
-    block.use(Index<6>{}, shift_right<3>(insert_below<3>(p2, shift_left<2>(low))));
-    const Pair p1 = next(Index<1>{});
-    block.use(Index<5>{}, shift_right<3>(insert_below<3>(p1, shift_left<4>(low))));
-    const Pair p0 = next(Index<0>{});
-    block.use(Index<4>{}, insert_above<2>(low, shift_right<5>(p0)));  // its two bits lie lowest already
-  }
-};
-
-template <>
-struct Unpack<6> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<2>([&](auto h) __attribute__((always_inline)) {
-      const auto next = [&](auto j) __attribute__((always_inline)) {
-        const Pair p = block.load(3 * h + j);
-        block.use(Index<4 * h + j>{}, and_mask(p, 0x3f));
-        return p;
-      };
-      const Pair p0 = next(Index<0>{}), p1 = next(Index<1>{}), p2 = next(Index<2>{});
-      block.use(Index<4 * h + 3>{}, shift_right<2>(insert_below<2>(p0, insert_below<2>(p1, p2))));
-    });
-  }
-};
-
-template <>
-struct Unpack<7> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    const auto next = [&](auto j) __attribute__((always_inline)) {
-      const Pair p = block.load(j);
-      block.use(j, and_mask(p, 0x7f));
-      return p;
-    };
-    // The top bits, from line 0 down. A tree would have less latency, but keep more lines waiting in registers.
-    Pair top = next(Index<0>{});
-    top = insert_below<1>(top, next(Index<1>{}));
-    top = insert_below<2>(top, next(Index<2>{}));
-    top = insert_below<3>(top, next(Index<3>{}));
-    top = insert_below<4>(top, next(Index<4>{}));
-    top = insert_below<5>(top, next(Index<5>{}));
-    top = insert_below<6>(top, next(Index<6>{}));
-    block.use(Index<7>{}, shift_right<1>(top));
-  }
-};
-
-// The bytes are code - 128 (stored_flip): signed already.
-template <>
-struct Unpack<8> {
-  static constexpr int shift[8] = {};
-  template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<8>([&](auto j) __attribute__((always_inline)) { block.use(j, block.load(j)); });
   }
 };
 
@@ -212,7 +136,7 @@ struct Unpack<8> {
 // weights.
 template <int Bits>
 struct Tables {
-  [[gnu::always_inline]] explicit Tables(const int8_t*) {}
+  LOWBIT_INLINE explicit Tables(const int8_t*) {}
 };
 
 template <int Count>
@@ -221,14 +145,14 @@ struct TableRegisters {
 };
 
 // The level at each code of `codes`.
-[[gnu::always_inline]] inline uint8x16_t levels_of(const int8_t* levels, const uint8_t (&codes)[16]) {
+LOWBIT_INLINE inline uint8x16_t levels_of(const int8_t* levels, const uint8_t (&codes)[16]) {
   return vqtbl1q_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(levels)), vld1q_u8(codes));
 }
 
 // Indices of two codes: the lower one, the upper one.
 template <>
 struct Tables<by_table(2)> : TableRegisters<2> {
-  [[gnu::always_inline]] explicit Tables(const int8_t* levels)
+  LOWBIT_INLINE explicit Tables(const int8_t* levels)
       : TableRegisters{{levels_of(levels, {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}),
                         levels_of(levels, {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3})}} {}
 };
@@ -236,18 +160,18 @@ struct Tables<by_table(2)> : TableRegisters<2> {
 // The code in the three lower bits; and two upper bits, one that does not count, the lowest bit.
 template <>
 struct Tables<by_table(3)> : TableRegisters<2> {
-  [[gnu::always_inline]] explicit Tables(const int8_t* levels)
+  LOWBIT_INLINE explicit Tables(const int8_t* levels)
       : TableRegisters{{levels_of(levels, {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7}),
                         levels_of(levels, {0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7})}} {}
 };
 
 template <>
 struct Tables<by_table(4)> : TableRegisters<1> {
-  [[gnu::always_inline]] explicit Tables(const int8_t* levels)
+  LOWBIT_INLINE explicit Tables(const int8_t* levels)
       : TableRegisters{{vld1q_u8(reinterpret_cast<const uint8_t*>(levels))}} {}
 };
 
-[[gnu::always_inline]] inline Pair look_up(uint8x16_t table, const Pair& index) {
+LOWBIT_INLINE inline Pair look_up(uint8x16_t table, const Pair& index) {
   return {vqtbl1q_u8(table, index.q0), vqtbl1q_u8(table, index.q1)};
 }
 
@@ -256,8 +180,8 @@ template <>
 struct Unpack<by_table(2)> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<2>([&](auto h) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    unroll<2>([&](auto h) LOWBIT_INLINE {
       const Pair p = block.load(h);
       const Pair lower = and_mask(p, 0x0f), upper = shift_right<4>(p);
       block.use(Index<4 * h>{}, look_up(block.tables.table[0], lower));
@@ -272,8 +196,8 @@ template <>
 struct Unpack<by_table(3)> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    const auto next = [&](auto j) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    const auto next = [&](auto j) LOWBIT_INLINE {
       const Pair p = block.load(j);
       block.use(j, look_up(block.tables.table[0], and_mask(p, 0x07)));
       block.use(Index<3 + j>{}, look_up(block.tables.table[0], and_mask(shift_right<3>(p), 0x07)));
@@ -290,8 +214,8 @@ template <>
 struct Unpack<by_table(4)> {
   static constexpr int shift[8] = {};
   template <class Block>
-  [[gnu::always_inline]] static void lines(Block block) {
-    unroll<4>([&](auto j) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void lines(Block block) {
+    unroll<4>([&](auto j) LOWBIT_INLINE {
       const Pair p = block.load(j);
       block.use(j, look_up(block.tables.table[0], and_mask(p, 0x0f)));
       block.use(Index<4 + j>{}, look_up(block.tables.table[0], shift_right<4>(p)));
@@ -300,9 +224,9 @@ struct Unpack<by_table(4)> {
 };
 
 // Four float16 values, as they lie in memory.
-[[gnu::always_inline]] inline float32x4_t f32_from_f16x4(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
+LOWBIT_INLINE inline float32x4_t f32_from_f16x4(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
 
-[[gnu::always_inline]] inline uint16x4_t bf16_from_f32x4(float32x4_t value) {
+LOWBIT_INLINE inline uint16x4_t bf16_from_f32x4(float32x4_t value) {
   // Not bfcvtn: it is no baseline instruction.
   const uint32x4_t bits = vreinterpretq_u32_f32(value);
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -313,8 +237,8 @@ struct Unpack<by_table(4)> {
 
 // 16 values, adjacent in memory.
 template <DType T>
-[[gnu::always_inline]] inline void store16(void* at, const float32x4_t (&value)[4]) {
-  unroll<4>([&](auto q) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void store16(void* at, const float32x4_t (&value)[4]) {
+  unroll<4>([&](auto q) LOWBIT_INLINE {
     auto* to = static_cast<uint8_t*>(at) + 4 * size_of(T) * q;
     if constexpr (T == DType::f32) {
       vst1q_u8(to, vreinterpretq_u8_f32(value[q]));
@@ -328,8 +252,7 @@ template <DType T>
 
 // The first `count` of 16 values, from element `index` of `base` on; nothing is written behind them.
 template <DType T>
-[[gnu::always_inline]] inline void store_first(void* base, int64_t index, const float32x4_t (&value)[4],
-                                               int64_t count) {
+LOWBIT_INLINE inline void store_first(void* base, int64_t index, const float32x4_t (&value)[4], int64_t count) {
   char* at = static_cast<char*>(base) + size_of(T) * index;
   if (count >= 16) return store16<T>(at, value);
   uint32_t buffer[16];

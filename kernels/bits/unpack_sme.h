@@ -20,7 +20,7 @@ namespace {
 
 // Four packed lines of a block from line First on, or as many as there are. (Types of such vectors can be no members.)
 template <int Bits, int First>
-[[gnu::always_inline]] inline svuint8x4_t load_lines(const uint8_t* block) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t load_lines(const uint8_t* block) __arm_streaming {
   constexpr int kCount = Bits - First;
   if constexpr (kCount <= 0) {
     return svundef4_u8();
@@ -37,7 +37,7 @@ template <int Bits, int First>
 }
 
 template <int I>
-[[gnu::always_inline]] inline svuint8_t packed_line(svuint8x4_t low, svuint8x4_t high) __arm_streaming {
+LOWBIT_INLINE inline svuint8_t packed_line(svuint8x4_t low, svuint8x4_t high) __arm_streaming {
   if constexpr (I < 4) {
     return svget4_u8(low, I);
   } else {
@@ -46,27 +46,27 @@ template <int I>
 }
 
 // The mask is hidden from the compiler: AND with a constant changes its operand, which would be copied first.
-[[gnu::always_inline]] inline svuint8_t and_mask(svuint8_t v, uint8_t mask) __arm_streaming {
+LOWBIT_INLINE inline svuint8_t and_mask(svuint8_t v, uint8_t mask) __arm_streaming {
   svuint8_t masks = svdup_n_u8(mask);
   __asm__("" : "+w"(masks));
   return svand_u8_x(svptrue_b8(), v, masks);
 }
 
 template <int Count>
-[[gnu::always_inline]] inline svuint8_t shift_right(svuint8_t v) __arm_streaming {
+LOWBIT_INLINE inline svuint8_t shift_right(svuint8_t v) __arm_streaming {
   if constexpr (Count == 0) return v;
   else return svlsr_n_u8_x(svptrue_b8(), v, Count);
 }
 
 template <int Count>
-[[gnu::always_inline]] inline svuint8_t shift_left(svuint8_t v) __arm_streaming {
+LOWBIT_INLINE inline svuint8_t shift_left(svuint8_t v) __arm_streaming {
   if constexpr (Count == 0) return v;
   else return svlsl_n_u8_x(svptrue_b8(), v, Count);
 }
 
 // Four vectors by one instruction. The shift is signed, but unsigned in Clang 19's headers.
 template <int Count, class Signed = svint8_t, class Unsigned = svuint8_t>
-[[gnu::always_inline]] inline svuint8x4_t shift_left_all(svuint8x4_t v) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t shift_left_all(svuint8x4_t v) __arm_streaming {
   if constexpr (requires(Signed count) { svrshl_single_u8_x4(v, count); }) {
     const Signed count = svdup_n_s8(Count);
     return svrshl_single_u8_x4(v, count);
@@ -79,57 +79,20 @@ template <int Count, class Signed = svint8_t, class Unsigned = svuint8_t>
 // The top `Count` bits of `upper`, and below them the top bits of `lower`; or the lowest `Count` bits of `lower`, and
 // above them the lowest bits of `upper`.
 template <int Count>
-[[gnu::always_inline]] inline svuint8_t insert_below(svuint8_t upper, svuint8_t lower) __arm_streaming {
+LOWBIT_INLINE inline svuint8_t insert_below(svuint8_t upper, svuint8_t lower) __arm_streaming {
   return svsri_n_u8(upper, lower, Count);
 }
 template <int Count>
-[[gnu::always_inline]] inline svuint8_t insert_above(svuint8_t lower, svuint8_t upper) __arm_streaming {
+LOWBIT_INLINE inline svuint8_t insert_above(svuint8_t lower, svuint8_t upper) __arm_streaming {
   return svsli_n_u8(lower, upper, Count);
 }
 
 // `Length` bits from bit `First` up.
 template <int First, int Length>
-[[gnu::always_inline]] inline svuint8_t field(svuint8_t v) __arm_streaming {
+LOWBIT_INLINE inline svuint8_t field(svuint8_t v) __arm_streaming {
   const svuint8_t low = shift_right<First>(v);
   if constexpr (First + Length == 8) return low;
   else return and_mask(low, (1 << Length) - 1);
-}
-
-// Line J of a block: codes, unsigned; at 8 bits signed codes less 128. `Double`: twice the codes, of 1 bit.
-template <int Bits, int J, bool Double = false>
-[[gnu::always_inline]] inline svuint8_t unpack_line(svuint8x4_t low, svuint8x4_t high) __arm_streaming {
-  if constexpr (Bits == 1 && Double) {
-    if constexpr (J == 0) return and_mask(shift_left<1>(packed_line<0>(low, high)), 2);
-    else return and_mask(shift_right<J - 1>(packed_line<0>(low, high)), 2);
-  } else if constexpr (Bits == 1 || Bits == 2 || Bits == 4 || (Bits == 3 && J < 6)) {
-    constexpr BitRun kRun = placement(Bits, J).run[0];
-    return field<kRun.line_bit, Bits>(packed_line<kRun.line>(low, high));
-  } else if constexpr (Bits == 3 && J == 6) {
-    return shift_right<5>(insert_below<2>(packed_line<0>(low, high), packed_line<1>(low, high)));
-  } else if constexpr (Bits == 3) {
-    return shift_right<5>(insert_below<2>(packed_line<2>(low, high), shift_left<1>(packed_line<1>(low, high))));
-  } else if constexpr (Bits == 5 && J == 4) {
-    return insert_above<2>(packed_line<4>(low, high), shift_right<5>(packed_line<0>(low, high)));
-  } else if constexpr (Bits == 5 && J > 4) {
-    const svuint8_t rest = shift_left<2 * (7 - J)>(packed_line<4>(low, high));
-    return shift_right<3>(insert_below<3>(packed_line<J - 4>(low, high), rest));
-  } else if constexpr (Bits == 6 && J % 4 == 3) {
-    constexpr int kFirst = 3 * (J / 4);
-    const svuint8_t rest = insert_below<2>(packed_line<kFirst + 1>(low, high), packed_line<kFirst + 2>(low, high));
-    return shift_right<2>(insert_below<2>(packed_line<kFirst>(low, high), rest));
-  } else if constexpr (Bits == 7 && J == 7) {
-    svuint8_t top = insert_below<1>(packed_line<0>(low, high), packed_line<1>(low, high));
-    top = insert_below<2>(top, packed_line<2>(low, high));
-    top = insert_below<3>(top, packed_line<3>(low, high));
-    top = insert_below<4>(top, packed_line<4>(low, high));
-    top = insert_below<5>(top, packed_line<5>(low, high));
-    return shift_right<1>(insert_below<6>(top, packed_line<6>(low, high)));
-  } else if constexpr (Bits == 8) {
-    return packed_line<J>(low, high);
-  } else {
-    constexpr BitRun kRun = placement(Bits, J).run[0];
-    return field<0, Bits>(packed_line<kRun.line>(low, high));
-  }
 }
 
 // The same for lines of four panels.
@@ -139,31 +102,65 @@ template <int Bits, int J, bool Double = false>
                op(svget4_u8(v, 2) __VA_OPT__(, svget4_u8(__VA_ARGS__, 2))),                                  \
                op(svget4_u8(v, 3) __VA_OPT__(, svget4_u8(__VA_ARGS__, 3))))
 template <int Count>
-[[gnu::always_inline]] inline svuint8x4_t shift_right(svuint8x4_t v) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t shift_right(svuint8x4_t v) __arm_streaming {
   return LOWBIT_OF_FOUR(shift_right<Count>);
 }
 template <int Count>
-[[gnu::always_inline]] inline svuint8x4_t shift_left(svuint8x4_t v) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t shift_left(svuint8x4_t v) __arm_streaming {
   return LOWBIT_OF_FOUR(shift_left<Count>);
 }
 template <int Count>
-[[gnu::always_inline]] inline svuint8x4_t insert_below(svuint8x4_t v, svuint8x4_t lower) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t insert_below(svuint8x4_t v, svuint8x4_t lower) __arm_streaming {
   return LOWBIT_OF_FOUR(insert_below<Count>, lower);
 }
 template <int Count>
-[[gnu::always_inline]] inline svuint8x4_t insert_above(svuint8x4_t v, svuint8x4_t upper) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t insert_above(svuint8x4_t v, svuint8x4_t upper) __arm_streaming {
   return LOWBIT_OF_FOUR(insert_above<Count>, upper);
 }
 template <int First, int Length>
-[[gnu::always_inline]] inline svuint8x4_t field(svuint8x4_t v) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t field(svuint8x4_t v) __arm_streaming {
   return svcreate4_u8(field<First, Length>(svget4_u8(v, 0)), field<First, Length>(svget4_u8(v, 1)),
                       field<First, Length>(svget4_u8(v, 2)), field<First, Length>(svget4_u8(v, 3)));
 }
-[[gnu::always_inline]] inline svuint8x4_t and_mask(svuint8x4_t v, uint8_t mask) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t and_mask(svuint8x4_t v, uint8_t mask) __arm_streaming {
   return svcreate4_u8(and_mask(svget4_u8(v, 0), mask), and_mask(svget4_u8(v, 1), mask),
                       and_mask(svget4_u8(v, 2), mask), and_mask(svget4_u8(v, 3), mask));
 }
 #undef LOWBIT_OF_FOUR
+
+// Joins run `Run` of line J's codes to those before it, which come from the top of a byte down: of a vector or of four.
+template <int Bits, int J, int Run, class Vector>
+LOWBIT_INLINE inline Vector join_run(Vector codes, Vector packed) __arm_streaming {
+  constexpr CodePlacement where = placement(Bits, J);
+  constexpr BitRun run = where.run[Run];
+  if constexpr (Run == 0) return packed;
+  else if constexpr (ends_lowest(where)) return insert_above<run.length>(packed, shift_right<where.run[0].line_bit>(codes));
+  else return insert_below<bits_of_runs(where, Run)>(codes, shift_left<8 - run.line_bit - run.length>(packed));
+}
+
+// Line J, of all runs of its codes: unsigned; at 8 bits signed, less 128. `Double`: twice the codes, of 1 bit.
+template <int Bits, int J, bool Double = false, class Vector>
+LOWBIT_INLINE inline Vector finish_line(Vector codes) __arm_streaming {
+  constexpr CodePlacement where = placement(Bits, J);
+  if constexpr (Double && J == 0) return and_mask(shift_left<1>(codes), 2);
+  else if constexpr (Double) return and_mask(shift_right<J - 1>(codes), 2);
+  else if constexpr (Bits == 8 || ends_lowest(where)) return codes;
+  else if constexpr (!is_whole(where)) return shift_right<8 - Bits>(codes);
+  else return field<where.run[0].line_bit, Bits>(codes);
+}
+
+template <int Bits, int J, int Runs>
+LOWBIT_INLINE inline svuint8_t join_runs(svuint8x4_t low, svuint8x4_t high) __arm_streaming {
+  const svuint8_t packed = packed_line<placement(Bits, J).run[Runs - 1].line>(low, high);
+  if constexpr (Runs == 1) return packed;
+  else return join_run<Bits, J, Runs - 1>(join_runs<Bits, J, Runs - 1>(low, high), packed);
+}
+
+// Line J of a block whose packed lines are `low` (0 to 3) and `high`.
+template <int Bits, int J, bool Double = false>
+LOWBIT_INLINE inline svuint8_t unpack_line(svuint8x4_t low, svuint8x4_t high) __arm_streaming {
+  return finish_line<Bits, J, Double>(join_runs<Bits, J, placement(Bits, J).count>(low, high));
+}
 
 }  // namespace
 }  // namespace lowbit

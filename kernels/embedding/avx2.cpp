@@ -12,7 +12,7 @@ namespace lowbit {
 namespace {
 
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline __m256 dequantize(__m128i codes, __m256 scale, __m256 min) {
+LOWBIT_INLINE inline __m256 dequantize(__m128i codes, __m256 scale, __m256 min) {
   __m256i level = _mm256_cvtepu8_epi32(codes);
   if constexpr (Affine) return _mm256_fmadd_ps(scale, _mm256_cvtepi32_ps(level), min);
   if constexpr (level_factor(Bits) == 2) level = _mm256_add_epi32(level, level);
@@ -23,7 +23,7 @@ template <int Bits, bool Affine>
 template <int Bits, bool Affine>
 void read_row(const EmbeddingArgs& args) {
   for_each_half<Bits, Affine>(args, [&](int64_t first, __m128i codes, float scale, float min)
-                                        __attribute__((always_inline)) {
+                                        LOWBIT_INLINE {
     const __m256 scales = _mm256_set1_ps(scale), mins = _mm256_set1_ps(min);
     const Float16 values{{dequantize<Bits, Affine>(codes, scales, mins),
                           dequantize<Bits, Affine>(_mm_srli_si128(codes, 8), scales, mins)}};

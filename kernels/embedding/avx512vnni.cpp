@@ -13,7 +13,7 @@ namespace {
 template <int Bits, bool Affine>
 void read_row(const EmbeddingArgs& args) {
   for_each_half<Bits, Affine>(args, [&](int64_t first, __m128i codes, float scale, float min)
-                                        __attribute__((always_inline)) {
+                                        LOWBIT_INLINE {
     const __m512 scales = _mm512_set1_ps(scale);
     __m512i level = _mm512_cvtepu8_epi32(codes);
     __m512 value;

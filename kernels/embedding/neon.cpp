@@ -15,6 +15,7 @@
 #include <arm_neon.h>
 
 #include "../bits/unpack_neon.h"
+#include "../bits/widths.h"
 #include "../ukernel.h"
 
 namespace lowbit {
@@ -53,10 +54,10 @@ constexpr ByteRuns<Bits> kRuns{};
 
 // The row's words of up to eight packed lines.
 template <int Bits>
-[[gnu::always_inline]] inline uint8x16x2_t load_words(const uint8_t* at) {
+LOWBIT_INLINE inline uint8x16x2_t load_words(const uint8_t* at) {
   uint32_t word[8] = {};
   for (int i = 0; i < Bits; ++i) std::memcpy(&word[i], at + i * kLineBytes, 4);
-  const auto four = [&](int i) __attribute__((always_inline)) {
+  const auto four = [&](int i) LOWBIT_INLINE {
     uint32x4_t v = vdupq_n_u32(word[i]);
     v = vsetq_lane_u32(word[i + 1], v, 1);
     v = vsetq_lane_u32(word[i + 2], v, 2);
@@ -69,7 +70,7 @@ template <int Bits>
 }
 
 template <int Bits, int Half, int Run>
-[[gnu::always_inline]] inline uint8x16_t read_run(const uint8x16x2_t& words) {
+LOWBIT_INLINE inline uint8x16_t read_run(const uint8x16x2_t& words) {
   constexpr const ByteRun& run = kRuns<Bits>.run[Half][Run];
   const uint8x16_t index = vld1q_u8(run.word);
   uint8x16_t bytes = Bits <= 4 ? vqtbl1q_u8(words.val[0], index) : vqtbl2q_u8(words, index);
@@ -79,7 +80,7 @@ template <int Bits, int Half, int Run>
 
 // The stored codes of half a block (at 8 bits, code - 128).
 template <int Bits, int Half, int Run = 0>
-[[gnu::always_inline]] inline uint8x16_t read_half(const uint8x16x2_t& words) {
+LOWBIT_INLINE inline uint8x16_t read_half(const uint8x16x2_t& words) {
   const uint8x16_t codes = read_run<Bits, Half, Run>(words);
   if constexpr (Run + 1 < 7) {
     if constexpr (kRuns<Bits>.run[Half][Run + 1].any) return vorrq_u8(codes, read_half<Bits, Half, Run + 1>(words));
@@ -88,7 +89,7 @@ template <int Bits, int Half, int Run = 0>
 }
 
 template <int Bits>
-[[gnu::always_inline]] inline int8x16_t levels(uint8x16_t stored, int8x16_t table) {
+LOWBIT_INLINE inline int8x16_t levels(uint8x16_t stored, int8x16_t table) {
   const int8x16_t codes = vreinterpretq_s8_u8(stored);
   if constexpr (is_by_table(Bits)) return vqtbl1q_s8(table, stored);
   if constexpr (Bits == 8) return codes;
@@ -97,8 +98,7 @@ template <int Bits>
 }
 
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void dequantize(uint8x16_t stored, int8x16_t table, float scale, float min,
-                                              float32x4_t (&value)[4]) {
+LOWBIT_INLINE inline void dequantize(uint8x16_t stored, int8x16_t table, float scale, float min, float32x4_t (&value)[4]) {
   if constexpr (Affine) {
     const uint8x16_t codes = Bits == 8 ? veorq_u8(stored, vdupq_n_u8(stored_flip(Bits))) : stored;
     const uint16x8_t half[2] = {vmovl_u8(vget_low_u8(codes)), vmovl_high_u8(codes)};
@@ -116,7 +116,7 @@ template <int Bits, bool Affine>
   }
 }
 
-[[gnu::always_inline]] inline float load_scale(const uint8_t* at) {
+LOWBIT_INLINE inline float load_scale(const uint8_t* at) {
   uint16_t half;
   std::memcpy(&half, at, 2);
   return vgetq_lane_f32(f32_from_f16x4(vdup_n_u16(half)), 0);
@@ -133,7 +133,7 @@ void read_row(const EmbeddingArgs& args) {
   float scale = 0.0f, min = 0.0f;
   const int8x16_t table = vld1q_s8(layout.levels);
 
-  const auto half = [&](int64_t first, uint8x16_t stored) __attribute__((always_inline)) {
+  const auto half = [&](int64_t first, uint8x16_t stored) LOWBIT_INLINE {
     if (first == group_end) {
       const uint8_t* scales = panel + layout.scales_offset(++group) + 2 * r;
       scale = row_scale * load_scale(scales);
@@ -172,7 +172,7 @@ void run(const EmbeddingArgs& args) {
 
 #define ROW(bits) \
   with_levels<EmbeddingKernel>({"embedding_w" #bits "_neon", kNeon, Format::panel16, bits, run<bits>})
-constexpr EmbeddingKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr EmbeddingKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace

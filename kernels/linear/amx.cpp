@@ -54,23 +54,23 @@ inline void configure(const TileConfig& config) { __asm__ volatile("ldtilecfg %0
 inline void release() { __asm__ volatile("tilerelease"); }
 
 template <int Tile>
-[[gnu::always_inline]] inline void load_tile(const void* at, int64_t stride) {
+LOWBIT_INLINE inline void load_tile(const void* at, int64_t stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(stride), "i"(Tile) : "memory");
 }
 
 template <int Tile>
-[[gnu::always_inline]] inline void store_tile(void* at) {
+LOWBIT_INLINE inline void store_tile(void* at) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(at), "r"(int64_t{64}), "i"(Tile) : "memory");
 }
 
 template <int Tile>
-[[gnu::always_inline]] inline void zero_tile() {
+LOWBIT_INLINE inline void zero_tile() {
   __asm__ volatile("tilezero %%tmm%c0" ::"i"(Tile));
 }
 
 // C += A * B: A signed, B signed (levels) or unsigned (codes).
 template <bool Affine, int A, int B>
-[[gnu::always_inline]] inline void multiply(const int8_t* a, const uint8_t* lines) {
+LOWBIT_INLINE inline void multiply(const int8_t* a, const uint8_t* lines) {
   load_tile<A>(a, kStepInputs);
   load_tile<B>(lines, kLineBytes);
   if constexpr (Affine) {
@@ -177,7 +177,7 @@ struct Scratch {
 static_assert(sizeof(Scratch) <= kLinearScratchBytes);
 
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void block_to_bytes(const uint8_t* block, const Levels<Bits>& levels, uint8_t* lines) {
+LOWBIT_INLINE inline void block_to_bytes(const uint8_t* block, const Levels<Bits>& levels, uint8_t* lines) {
   __m512i line[8];
   unpack_block<Bits, Affine, true>(block, levels, line);
   for (int j = 0; j < 8; ++j) {
@@ -195,7 +195,7 @@ const uint8_t* unpack(const uint8_t* at, const Layout& layout, const Piece& piec
   uint8_t* lines = scratch.lines;
   int64_t end = piece.group_halves - piece.into_group;
   int group = 0;
-  const auto end_group = [&]() __attribute__((always_inline)) {
+  const auto end_group = [&]() LOWBIT_INLINE {
     _mm512_store_ps(scratch.scales[group], load_scales(at));
     if constexpr (Affine) _mm512_store_ps(scratch.mins[group], load_scales(at + 2 * kPanelRows));
     at += (Affine ? 4 : 2) * kPanelRows;
@@ -253,8 +253,8 @@ void copy_values(const float* from, int64_t stride, int count, const Rows& rows,
 
 // Calls run(i) for i = 0 to Count - 1, which are constants.
 template <int Count, class Run>
-[[gnu::always_inline]] inline void for_each(Run run) {
-  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void for_each(Run run) {
+  [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
     (run(std::integral_constant<int, I>()), ...);
   }(std::make_integer_sequence<int, Count>());
 }
@@ -265,19 +265,19 @@ template <int Vectors>
 using Registers = __m512[Vectors];
 
 template <int Vectors>
-[[gnu::always_inline]] inline void load(const float* from, Registers<Vectors>& to) {
-  for_each<Vectors>([&](auto i) __attribute__((always_inline)) { to[i] = _mm512_load_ps(from + i * kPanelRows); });
+LOWBIT_INLINE inline void load(const float* from, Registers<Vectors>& to) {
+  for_each<Vectors>([&](auto i) LOWBIT_INLINE { to[i] = _mm512_load_ps(from + i * kPanelRows); });
 }
 
 template <int Vectors>
-[[gnu::always_inline]] inline void store(const Registers<Vectors>& from, float* to) {
-  for_each<Vectors>([&](auto i) __attribute__((always_inline)) { _mm512_store_ps(to + i * kPanelRows, from[i]); });
+LOWBIT_INLINE inline void store(const Registers<Vectors>& from, float* to) {
+  for_each<Vectors>([&](auto i) LOWBIT_INLINE { _mm512_store_ps(to + i * kPanelRows, from[i]); });
 }
 
 // A segment's integer sums, to `to`. `parts`: those of its inputs before the piece.
 template <bool Affine>
-[[gnu::always_inline]] inline void multiply_segment(const Segment& segment, const int8_t* tiles, const uint8_t* lines,
-                                                    const int32_t* parts, int32_t* to) {
+LOWBIT_INLINE inline void multiply_segment(const Segment& segment, const int8_t* tiles, const uint8_t* lines,
+                                           const int32_t* parts, int32_t* to) {
   if (segment.product == 4) {
     zero_tile<kC>();
     multiply<Affine, kA, kB>(tiles + segment.a, lines + segment.lines);
@@ -308,35 +308,35 @@ template <bool Affine>
 // The float part of segment `index` of a piece, and of its group where it is the last. `sum`: of the rows, or with
 // `Several` of their groups, and then of the rows in `acc`.
 template <bool Affine, bool Several, int Vectors>
-[[gnu::always_inline]] inline void end_segment(const Piece& piece, int index, int64_t number, const Scratch& scratch,
-                                               float* acc, Registers<Vectors>& sum) {
+LOWBIT_INLINE inline void end_segment(const Piece& piece, int index, int64_t number, const Scratch& scratch,
+                                      float* acc, Registers<Vectors>& sum) {
   const Segment& segment = piece.segment[index];
   const int32_t* const sums = scratch.sums[index % kBehind][0];
   const float* const t = scratch.segment_scales[index][number];
   const float* const group_sums = scratch.group_sums[segment.group][number];
   const __m512 scale = _mm512_load_ps(scratch.scales[segment.group]);
   const __m512 min = Affine ? _mm512_load_ps(scratch.mins[segment.group]) : scale;
-  const auto integer = [&](auto i) __attribute__((always_inline)) {
+  const auto integer = [&](auto i) LOWBIT_INLINE {
     return _mm512_cvtepi32_ps(_mm512_load_si512(sums + i * kPanelRows));
   };
   if constexpr (!Several) {
-    for_each<Vectors>([&](auto i) __attribute__((always_inline)) {
+    for_each<Vectors>([&](auto i) LOWBIT_INLINE {
       sum[i] = _mm512_fmadd_ps(scale, _mm512_mul_ps(_mm512_set1_ps(t[i]), integer(i)), sum[i]);
       if constexpr (Affine) sum[i] = _mm512_fmadd_ps(min, _mm512_set1_ps(group_sums[i]), sum[i]);
     });
     return;
   }
   if (segment.first) {
-    for_each<Vectors>([&](auto i) __attribute__((always_inline)) {
+    for_each<Vectors>([&](auto i) LOWBIT_INLINE {
       sum[i] = _mm512_mul_ps(_mm512_set1_ps(t[i]), integer(i));
     });
   } else {
-    for_each<Vectors>([&](auto i) __attribute__((always_inline)) {
+    for_each<Vectors>([&](auto i) LOWBIT_INLINE {
       sum[i] = _mm512_fmadd_ps(_mm512_set1_ps(t[i]), integer(i), sum[i]);
     });
   }
   if (segment.last) {
-    for_each<Vectors>([&](auto i) __attribute__((always_inline)) {
+    for_each<Vectors>([&](auto i) LOWBIT_INLINE {
       sum[i] = _mm512_fmadd_ps(scale, sum[i], _mm512_load_ps(acc + i * kPanelRows));
       if constexpr (Affine) sum[i] = _mm512_fmadd_ps(min, _mm512_set1_ps(group_sums[i]), sum[i]);
     });
@@ -358,7 +358,7 @@ void multiply_tile(const Piece& piece, int64_t number, int panel, Scratch& scrat
   if (piece.first > 0) {
     load<Vectors>(kept, sum);
   } else {
-    for_each<Vectors>([&](auto i) __attribute__((always_inline)) { sum[i] = _mm512_setzero_ps(); });
+    for_each<Vectors>([&](auto i) LOWBIT_INLINE { sum[i] = _mm512_setzero_ps(); });
     if constexpr (Several) store<Vectors>(sum, acc);
   }
   // The float part of a segment comes behind the products of some later ones, so that it need not wait for its own.

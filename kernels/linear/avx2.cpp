@@ -47,14 +47,14 @@ struct Sums {
   Sums32* sum;            // of the runs before
   bool has_sum;           // kWholeBlocks: this is a second block
 
-  [[gnu::always_inline]] void begin(const Layout& layout, Sums32* memory) {
+  LOWBIT_INLINE void begin(const Layout& layout, Sums32* memory) {
     levels.load(layout.levels);
     sum = memory;
     // Has the sums in memory: added to once per block, they need no registers.
     if constexpr (Rows > 2 && kRun == kMostLines) forget(sum);
   }
 
-  [[gnu::always_inline]] void start(int i, const int32_t* a_sum) {
+  LOWBIT_INLINE void start(int i, const int32_t* a_sum) {
     __m256i first = _mm256_setzero_si256();
     if constexpr (!Affine && kWholeSegments) {
       first = half_offset(a_sum);
@@ -71,7 +71,7 @@ struct Sums {
     has_sum = false;
   }
 
-  [[gnu::always_inline]] void next_block() {
+  LOWBIT_INLINE void next_block() {
     if constexpr (!kWholeBlocks) return;
     for (int i = 0; i < Rows; ++i) {
       for (int h = 0; h < 2; ++h) sum[2 * i + h] = widened(i, h, 1);
@@ -79,7 +79,7 @@ struct Sums {
     has_sum = true;
   }
 
-  [[gnu::always_inline]] void end(Sums32 (&totals)[Rows][2]) const {
+  LOWBIT_INLINE void end(Sums32 (&totals)[Rows][2]) const {
     for (int i = 0; i < Rows; ++i) {
       for (int h = 0; h < 2; ++h) totals[i][h] = kWholeSegments || kWholeBlocks ? widened(i, h, 1) : sum[2 * i + h];
     }
@@ -90,8 +90,8 @@ struct Sums {
   }
 
   template <int First, int Lines>
-  [[gnu::always_inline]] void add(const uint8_t* block, const int8_t* const (&a)[Rows]) {
-    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+  LOWBIT_INLINE void add(const uint8_t* block, const int8_t* const (&a)[Rows]) {
+    [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
       (add_line<First + I, false>(block, a), ...);
       if constexpr (kNibbles) (add_line<First + I, true>(block, a), ...);
     }(std::make_integer_sequence<int, Lines>());
@@ -99,20 +99,20 @@ struct Sums {
 
  private:
   // Minus the offset, for kWholeSegments: half of it in each of two lanes, at 1 bit all of it in one.
-  [[gnu::always_inline]] static __m256i half_offset(const int32_t* a_sum) {
+  LOWBIT_INLINE static __m256i half_offset(const int32_t* a_sum) {
     const __m256i sums = _mm256_slli_epi16(_mm256_set1_epi16(static_cast<int16_t>(*a_sum)), Bits > 2 ? Bits - 2 : 0);
     const __m256i zero = _mm256_setzero_si256(), half = _mm256_sub_epi16(zero, sums);
     return Bits == 1 ? _mm256_blend_epi16(half, zero, 0xaa) : half;
   }
 
   template <bool Upper>
-  [[gnu::always_inline]] static __m256i nibble(__m256i bytes) {
+  LOWBIT_INLINE static __m256i nibble(__m256i bytes) {
     if constexpr (Upper) bytes = shift_right<4>(bytes);
     return _mm256_and_si256(bytes, byte_mask(0x0f));
   }
 
   template <int J, bool Upper>
-  [[gnu::always_inline]] __m256i line(const uint8_t* packed) const {
+  LOWBIT_INLINE __m256i line(const uint8_t* packed) const {
     // The nibbles of the table do not change, so that they are taken before the loops.
     if constexpr (is_by_table(Bits)) return read_line<Bits, Affine, J>(packed, {nibble<Upper>(levels.bytes)});
     const __m256i codes = read_line<Bits, Affine, J>(packed, levels);
@@ -120,7 +120,7 @@ struct Sums {
   }
 
   template <int J, bool Upper>
-  [[gnu::always_inline]] void add_line(const uint8_t* block, const int8_t* const (&a)[Rows]) {
+  LOWBIT_INLINE void add_line(const uint8_t* block, const int8_t* const (&a)[Rows]) {
     const __m256i codes[2] = {line<J, Upper>(block), line<J, Upper>(block + kLineBytes / 2)};
     for (int i = 0; i < Rows; ++i) {
       const __m256i a4 = broadcast4(a[i] + 4 * J);
@@ -138,7 +138,7 @@ struct Sums {
     }
   }
 
-  [[gnu::always_inline]] Sums32 widened(int i, int h, int16_t factor) const {
+  LOWBIT_INLINE Sums32 widened(int i, int h, int16_t factor) const {
     return reinterpret_cast<Sums32>(_mm256_madd_epi16(reinterpret_cast<__m256i>(pairs[i][h]), _mm256_set1_epi16(factor)));
   }
 };

@@ -22,9 +22,9 @@ struct Sums {
   Levels<Bits> levels;
   Sums32 sum[Rows][2][kSplit];  // of the two halves of a line
 
-  [[gnu::always_inline]] void begin(const Layout& layout, Sums32*) { levels.load(layout.levels); }
+  LOWBIT_INLINE void begin(const Layout& layout, Sums32*) { levels.load(layout.levels); }
 
-  [[gnu::always_inline]] void start(int i, const int32_t* a_sum) {
+  LOWBIT_INLINE void start(int i, const int32_t* a_sum) {
     __m256i first = _mm256_setzero_si256();
     if constexpr (!Affine) first = _mm256_sub_epi32(first, offset<Bits>(a_sum));
     for (auto& half : sum[i]) {
@@ -32,9 +32,9 @@ struct Sums {
     }
   }
 
-  [[gnu::always_inline]] void next_block() {}
+  LOWBIT_INLINE void next_block() {}
 
-  [[gnu::always_inline]] void end(Sums32 (&totals)[Rows][2]) const {
+  LOWBIT_INLINE void end(Sums32 (&totals)[Rows][2]) const {
     for (int i = 0; i < Rows; ++i) {
       for (int h = 0; h < 2; ++h) {
         totals[i][h] = sum[i][h][0];
@@ -44,15 +44,15 @@ struct Sums {
   }
 
   template <int First, int Lines>
-  [[gnu::always_inline]] void add(const uint8_t* block, const int8_t* const (&a)[Rows]) {
-    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+  LOWBIT_INLINE void add(const uint8_t* block, const int8_t* const (&a)[Rows]) {
+    [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
       (add_line<First + I>(block, a), ...);
     }(std::make_integer_sequence<int, Lines>());
   }
 
  private:
   template <int J>
-  [[gnu::always_inline]] void add_line(const uint8_t* block, const int8_t* const (&a)[Rows]) {
+  LOWBIT_INLINE void add_line(const uint8_t* block, const int8_t* const (&a)[Rows]) {
     const __m256i codes[2] = {read_line<Bits, Affine, J>(block, levels),
                               read_line<Bits, Affine, J>(block + kLineBytes / 2, levels)};
     for (int i = 0; i < Rows; ++i) {

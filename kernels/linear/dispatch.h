@@ -12,8 +12,8 @@ namespace {
 // Calls run(bits, affine, halves), whose arguments are constants: integral_constant of the width or by_table(width), and
 // bool_constant twice. `halves`: the group size is no multiple of 32.
 template <int Bits, class Run>
-[[gnu::always_inline]] inline void dispatch(const Layout& layout, Run run) {
-  const auto with_halves = [&](auto bits, auto affine) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void dispatch(const Layout& layout, Run run) {
+  const auto with_halves = [&](auto bits, auto affine) LOWBIT_INLINE {
     layout.group_inputs() % kBlockInputs != 0 ? run(bits, affine, std::true_type()) : run(bits, affine, std::false_type());
   };
   if constexpr (can_have_levels(Bits)) {

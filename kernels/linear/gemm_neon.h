@@ -52,7 +52,7 @@ struct Width {
   int32_t factor;  // of A in I
 };
 
-[[gnu::always_inline]] inline void load_bias(const LinearArgs& args, int64_t panel, Heads& heads) {
+LOWBIT_INLINE inline void load_bias(const LinearArgs& args, int64_t panel, Heads& heads) {
   const uint8_t* bias = head(args, panel, 2);
   load_pair<0>(bias, heads.bias[0], heads.bias[1]);
   load_pair<32>(bias, heads.bias[2], heads.bias[3]);
@@ -73,7 +73,7 @@ struct Gemm {
 
   // Calls with the number of rows of a tile as a constant.
   template <class Body>
-  [[gnu::always_inline]] static void with_rows(int64_t rows, Body body) {
+  LOWBIT_INLINE static void with_rows(int64_t rows, Body body) {
     constexpr int kStep = Tile::kRowStep;
     if constexpr (kStep == 1) {
       switch (rows) {
@@ -92,7 +92,7 @@ struct Gemm {
     }
   }
 
-  [[gnu::always_inline]] static int64_t padded(int64_t rows) {
+  LOWBIT_INLINE static int64_t padded(int64_t rows) {
     return (rows + Tile::kRowStep - 1) / Tile::kRowStep * Tile::kRowStep;
   }
 
@@ -138,7 +138,7 @@ struct Gemm {
     uint8_t* a = scratch.a + band.at * piece.blocks * kBlockInputs;
     band.piece = piece;
     band.piece.tiles = band.tiles;
-    with_rows(band.height, [&](auto height) __attribute__((always_inline)) {
+    with_rows(band.height, [&](auto height) LOWBIT_INLINE {
       band.piece.a = a + (piece.odd ? registers_of(height) * kHalfInputs : 0);
       uint8_t* stream = scratch.stream + (piece.stream - scratch.stream);
       for (int64_t tile = 0; tile < band.tiles; ++tile) {
@@ -206,7 +206,7 @@ struct Gemm {
         }
       }
     }
-    with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
+    with_dtype(args.out_dtype, [&](auto dtype) LOWBIT_INLINE {
       for (int64_t p = 0; p < panels; ++p) {
         const int64_t columns = args.layout.n - (panel + p) * kPanelRows;
         const float* acc = scratch.acc + p * panel_floats;
@@ -221,8 +221,8 @@ struct Gemm {
 
   // The outputs of a panel.
   template <DType T, class Columns>
-  [[gnu::always_inline]] void finish(const float* acc, int64_t panel, int64_t row, int64_t rows, const Band* band,
-                                     Columns columns) const {
+  LOWBIT_INLINE void finish(const float* acc, int64_t panel, int64_t row, int64_t rows, const Band* band,
+                            Columns columns) const {
     const LinearArgs call = args;  // stores to the output cannot change a copy, so it is not read again for every row
     Heads heads = load_heads(call, panel);
     for (const int64_t end = row + rows; row < end; ++band) {
@@ -231,7 +231,7 @@ struct Gemm {
         for (const float* sums = acc; row < tile_end; row += Tile::kRowStep, sums += 4 * Tile::kRowStep) {
           float32x4_t y[Tile::kRowStep][kQuarters];
           Tile::rows(sums, y);
-          unroll<Tile::kRowStep>([&](auto next) __attribute__((always_inline)) {
+          unroll<Tile::kRowStep>([&](auto next) LOWBIT_INLINE {
             if (next != 0 && row + next == tile_end) return;  // a copy of the last row
             load_bias(call, panel, heads);  // an fma overwrites it, and copies are more instructions
             store_outputs<T>(call, panel, row + next, heads, y[next], columns);

@@ -29,17 +29,17 @@ struct BytePairs {
   Pair (&line)[kBlockLines];
 
   // The barriers keep the order of Unpack: GCC would take the AND of a line after the sri that overwrites it.
-  [[gnu::always_inline]] static Pair in_order(Pair pair) {
+  LOWBIT_INLINE static Pair in_order(Pair pair) {
     __asm__ volatile("" : "+w"(pair.q0), "+w"(pair.q1));
     return pair;
   }
 
-  [[gnu::always_inline]] Pair load(int i) const {
+  LOWBIT_INLINE Pair load(int i) const {
     return in_order({vld1q_u8(block + i * kLineBytes), vld1q_u8(block + i * kLineBytes + 16)});
   }
 
   template <int J>
-  [[gnu::always_inline]] void use(Index<J>, const Pair& fields) const {
+  LOWBIT_INLINE void use(Index<J>, const Pair& fields) const {
     const uint8x16_t one = vdupq_n_u8(1);
     Pair bytes = fields;
     if constexpr (Bits == 1 && Affine) bytes = {vandq_u8(fields.q0, one), vandq_u8(fields.q1, one)};
@@ -57,7 +57,7 @@ template <class Tile, int Rows, bool Affine>
                                  uint8_t* stream) {
   const int8_t* from[Rows];
   const uint8_t *sums[Rows], *scales[Rows], *group_sums[Rows];
-  unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+  unroll<Rows>([&](auto i) LOWBIT_INLINE {
     const int64_t row = first + i < last ? first + i : last;
     from[i] = args.a + (row * args.layout.blocks + block) * kBlockInputs;
     sums[i] = reinterpret_cast<const uint8_t*>(args.sums + row * args.layout.segments + segment);
@@ -70,12 +70,12 @@ template <class Tile, int Rows, bool Affine>
     Tile::template copy_block<Rows>(to, from);
   }
   // A value of each row in all lanes, and pairs of rows as Tile wants them.
-  const auto next_values = [](const uint8_t* (&at)[Rows], auto (&values)[Rows]) __attribute__((always_inline)) {
+  const auto next_values = [](const uint8_t* (&at)[Rows], auto (&values)[Rows]) LOWBIT_INLINE {
     using Vector = std::remove_reference_t<decltype(values[0])>;
-    unroll<Rows>([&](auto i) __attribute__((always_inline)) { values[i] = next_dup<Vector>(at[i]); });
-    unroll<Rows / 2>([&](auto p) __attribute__((always_inline)) { Tile::arrange(values[2 * p], values[2 * p + 1]); });
+    unroll<Rows>([&](auto i) LOWBIT_INLINE { values[i] = next_dup<Vector>(at[i]); });
+    unroll<Rows / 2>([&](auto p) LOWBIT_INLINE { Tile::arrange(values[2 * p], values[2 * p + 1]); });
   };
-  const auto store_starts = [&](const auto (&values)[Rows]) __attribute__((always_inline)) {
+  const auto store_starts = [&](const auto (&values)[Rows]) LOWBIT_INLINE {
     if constexpr (starts_once<Tile>(Rows)) {
       Four<16>::store(stream, values[0], values[2], values[4], values[6]);
     } else {
@@ -83,7 +83,7 @@ template <class Tile, int Rows, bool Affine>
       stream += 16 * registers_of(Rows);
     }
   };
-  const auto store_scales = [&](const float32x4_t (&values)[Rows]) __attribute__((always_inline)) {
+  const auto store_scales = [&](const float32x4_t (&values)[Rows]) LOWBIT_INLINE {
     float32x4_t each[Tile::scales_of(Rows)];
     Tile::join(values, each);
     store_rows(stream, each);
@@ -96,12 +96,12 @@ template <class Tile, int Rows, bool Affine>
       int32x4_t start[Rows];
       float32x4_t t[Rows];
       next_values(sums, start);
-      unroll<Rows>([&](auto i) __attribute__((always_inline)) { start[i] = vmlaq_s32(shift, start[i], factors); });
+      unroll<Rows>([&](auto i) LOWBIT_INLINE { start[i] = vmlaq_s32(shift, start[i], factors); });
       store_starts(start);
       next_values(scales, t);
       store_scales(t);
       if (begins) {
-        unroll<Rows>([&](auto i) __attribute__((always_inline)) { t[i] = vmulq_n_f32(t[i], -kShift); });
+        unroll<Rows>([&](auto i) LOWBIT_INLINE { t[i] = vmulq_n_f32(t[i], -kShift); });
         store_starts(t);
         begins = false;
       }
@@ -122,17 +122,17 @@ template <class Tile, Step Each, int Bits, bool Affine>
   constexpr int kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   uint8_t* halves[2] = {scratch.weights, scratch.weights + kHalvesBytes};
   uint8_t* scales = reinterpret_cast<uint8_t*>(scratch.scales);
-  const auto unpack_block = [&]() __attribute__((always_inline)) {
-    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+  const auto unpack_block = [&]() LOWBIT_INLINE {
+    unroll<2>([&](auto pair) LOWBIT_INLINE {
       Pair line[kBlockLines];
       Unpack<Bits>::lines(BytePairs<Bits, Affine>{block + 32 * pair, tables, line});
       Tile::store_pairs(halves, line);  // moves on
     });
     block += code_bits(Bits) * kLineBytes;
   };
-  const auto unpack_scales = [&]() __attribute__((always_inline)) {
+  const auto unpack_scales = [&]() LOWBIT_INLINE {
     if constexpr (Affine) {
-      unroll<2>([&](auto half) __attribute__((always_inline)) {
+      unroll<2>([&](auto half) LOWBIT_INLINE {
         float16x8_t scale, min;
         load_at<16 * half>(block, scale);
         load_at<16 * half + 2 * kPanelRows>(block, min);

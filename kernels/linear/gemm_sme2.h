@@ -10,7 +10,7 @@ namespace {
 
 // Integer sums of `Tile` += activations * line.
 template <int Bits, int Tile>
-[[gnu::always_inline]] inline void multiply(svint8_t a, svuint8_t line) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void multiply(svint8_t a, svuint8_t line) LOWBIT_STREAMING {
   const svbool_t all = svptrue_b8();
   if constexpr (is_signed(Bits)) svmopa_za32_s8_m(Tile, all, all, a, svreinterpret_s8_u8(line));
   else svsumopa_za32_s8_m(Tile, all, all, a, line);
@@ -19,8 +19,8 @@ template <int Bits, int Tile>
 // Lines J to End - 1 of a block of panel `Panel`. a0, a1: activations of 16 rows, and of 16 others if there are two
 // tiles of them.
 template <int Bits, bool Affine, int Tiles, int Panel, int J, int End>
-[[gnu::always_inline]] inline void add_lines(svuint8x4_t low, svuint8x4_t high, svuint8_t table, svint8x4_t a0,
-                                             svint8x4_t a1) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void add_lines(svuint8x4_t low, svuint8x4_t high, svuint8_t table, svint8x4_t a0,
+                                    svint8x4_t a1) LOWBIT_STREAMING {
   if constexpr (J < End) {
     svuint8_t w;
     if constexpr (kInPlace<Bits>) w = svget4_u8(J < 4 ? low : high, J % 4);
@@ -33,8 +33,8 @@ template <int Bits, bool Affine, int Tiles, int Panel, int J, int End>
 
 // A block, or a half of it, of panel `Panel`.
 template <int Bits, bool Affine, int Tiles, int Panel, Halves Wanted>
-[[gnu::always_inline]] inline void add_panel(const uint8_t* at, svuint8_t table, svint8x4_t first0, svint8x4_t first1,
-                                             svint8x4_t second0, svint8x4_t second1) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void add_panel(const uint8_t* at, svuint8_t table, svint8x4_t first0, svint8x4_t first1,
+                                    svint8x4_t second0, svint8x4_t second1) LOWBIT_STREAMING {
   svuint8x4_t low = load_lines<code_bits(Bits), 0>(at), high = load_lines<code_bits(Bits), 4>(at);
   if constexpr (kInPlace<Bits>) {
     high = and_mask(low, 0xf0);
@@ -50,8 +50,7 @@ template <int Bits, bool Affine, int Tiles, int Panel, Halves Wanted>
 
 // A block, or a half of it, of every panel: the second one is `stride` bytes behind the first. `a`: of the block.
 template <int Bits, bool Affine, int Tiles, int Panels, Halves Wanted>
-[[gnu::always_inline]] inline void add_block(const uint8_t* at, int64_t stride, svuint8_t table,
-                                             const int8_t* a) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void add_block(const uint8_t* at, int64_t stride, svuint8_t table, const int8_t* a) LOWBIT_STREAMING {
   const svcount_t all = svptrue_c8();
   svint8x4_t first0 = svundef4_s8(), first1 = first0, second0 = first0, second1 = first0;
   if constexpr ((Wanted & kFirstHalf) != 0) {
@@ -85,18 +84,18 @@ struct Place {
 // Lanes that make 16-bit scales those of outputs in swapped order, one in the lower half of each word. Hidden, because
 // Clang would work them out for each group.
 template <int First>
-[[gnu::always_inline]] inline svuint16_t scale_lanes() __arm_streaming {
+LOWBIT_INLINE inline svuint16_t scale_lanes() __arm_streaming {
   svuint32_t lanes = svorr_n_u32_x(svptrue_b32(), swapped_lanes(), 0xffff0000u | First);
   __asm__ volatile("" : "+w"(lanes));
   return svreinterpret_u16_u32(lanes);
 }
 
-[[gnu::always_inline]] inline svfloat32_t swapped_scales(svuint16_t scales, svuint16_t lanes) __arm_streaming {
+LOWBIT_INLINE inline svfloat32_t swapped_scales(svuint16_t scales, svuint16_t lanes) __arm_streaming {
   return svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u16(svtbl_u16(scales, lanes)));
 }
 
 template <bool Affine>
-[[gnu::always_inline]] inline svuint16_t load_group(const uint8_t* at) __arm_streaming {
+LOWBIT_INLINE inline svuint16_t load_group(const uint8_t* at) __arm_streaming {
   return svld1_u16(Affine ? svptrue_b16() : svptrue_pat_b16(SV_VL16), reinterpret_cast<const uint16_t*>(at));
 }
 
@@ -109,18 +108,18 @@ constexpr int start_exponent() {
 }
 
 template <int Bits, Segments Of>
-[[gnu::always_inline]] inline svfloat32_t start_value() __arm_streaming {
+LOWBIT_INLINE inline svfloat32_t start_value() __arm_streaming {
   return svdup_n_f32(1.5f * static_cast<float>(1 << start_exponent<Bits, Of>()));
 }
 
-[[gnu::always_inline]] inline svint16_t load_start(const float* segment, int64_t vector) __arm_streaming {
+LOWBIT_INLINE inline svint16_t load_start(const float* segment, int64_t vector) __arm_streaming {
   return svreinterpret_s16_f32(svld1_vnum_f32(svptrue_b32(), segment, vector));
 }
 
 // Integer sums begin: at the bits of -c in a group's first segment, else at 0, and what products lack.
 // One product of two pairs of int16 is both, because no A is larger than 64 * 127.
 template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, bool First>
-[[gnu::always_inline]] inline void begin_segment(const Place& place) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void begin_segment(const Place& place) LOWBIT_STREAMING {
   svzero_mask_za(Tiles * Panels == 2 ? 0x33 : 0x11);  // bits t and t + 4: tile t
   constexpr int kOffset = kFactor<Bits> * offset<Bits, Affine>();
   if constexpr (First || kOffset != 0) {
@@ -140,8 +139,8 @@ template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, bool First>
 // Ends a group: calls finish(number of a tile, scale) for each, and adds the mins' part to the float sums of that tile, which
 // are tile kAcc and the next one.
 template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, class Finish>
-[[gnu::always_inline]] inline void end_group(Place& place, const uint8_t* scales, svuint16_t lanes, svuint16_t min_lanes,
-                                             Finish finish) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void end_group(Place& place, const uint8_t* scales, svuint16_t lanes, svuint16_t min_lanes,
+                                    Finish finish) LOWBIT_STREAMING {
   constexpr int kAcc = Of == Segments::many ? 0 : 2;
   const svbool_t all = svptrue_b32();
   svuint16_t group0 = load_group<Affine>(scales), group1 = group0;
@@ -165,8 +164,8 @@ template <int Bits, bool Affine, Segments Of, int Tiles, int Panels, class Finis
 // A piece of k: one or two tiles of rows times one panel, or one tile times two. `begin`: where it is in the first
 // panel. Returns its bytes.
 template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels>
-[[gnu::always_inline]] inline int64_t multiply_piece(const Chunk& chunk, const Piece& piece, int64_t panel,
-                                                     const uint8_t* begin) LOWBIT_STREAMING {
+LOWBIT_INLINE inline int64_t multiply_piece(const Chunk& chunk, const Piece& piece, int64_t panel,
+                                            const uint8_t* begin) LOWBIT_STREAMING {
   constexpr int kUsed = Tiles * Panels;
   constexpr bool kMany = Of == Segments::many;
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
@@ -195,14 +194,14 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
   // Bytes of the scales behind this block, of the group that its first half ended.
   int64_t skip = second && piece.begins ? kGroupBytes : 0;
   // The scales of a group that ends here; and what is behind them.
-  const auto scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+  const auto scales = [&]() LOWBIT_INLINE LOWBIT_STREAMING {
     return second ? place.at + kBlockBytes : place.at;
   };
-  const auto pass_scales = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+  const auto pass_scales = [&]() LOWBIT_INLINE LOWBIT_STREAMING {
     if (second) skip = kGroupBytes;
     else place.at += kGroupBytes;
   };
-  const auto add = [&](auto wanted) __attribute__((always_inline)) LOWBIT_STREAMING {
+  const auto add = [&](auto wanted) LOWBIT_INLINE LOWBIT_STREAMING {
     constexpr auto kWanted = decltype(wanted)::value;
     add_block<Bits, Affine, Tiles, Panels, kWanted>(place.at, place.stride, table, place.a);
     if (kWanted == kFirstHalf) return;
@@ -210,10 +209,10 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
     place.at += kBlockBytes;
   };
   // The integer sums of a segment, a group's first one or another.
-  const auto begin_sums = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
+  const auto begin_sums = [&](auto first) LOWBIT_INLINE LOWBIT_STREAMING {
     begin_segment<Bits, Affine, Of, Tiles, Panels, decltype(first)::value>(place);
   };
-  const auto add_segment = [&](int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
+  const auto add_segment = [&](int64_t count) LOWBIT_INLINE LOWBIT_STREAMING {
     if constexpr (!Halves) {
       if (count > 2) add(Whole());
       return add(Whole());
@@ -234,16 +233,16 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
   };
   constexpr int64_t kSegmentVectors = (offset<Bits, Affine>() != 0 ? 2 : 1) * Tiles;
   // t of the rows of a tile, of this segment or one `back`.
-  const auto t = [&](auto tile, int64_t back = 0) __attribute__((always_inline)) LOWBIT_STREAMING {
+  const auto t = [&](auto tile, int64_t back = 0) LOWBIT_INLINE LOWBIT_STREAMING {
     const int64_t vector = Tiles == 2 ? decltype(tile)::value : 0;
     return svld1_vnum_f32(svptrue_b32(), place.segment, vector - back * kSegmentVectors);
   };
-  const auto end = [&](const uint8_t* at, auto finish) __attribute__((always_inline)) LOWBIT_STREAMING {
+  const auto end = [&](const uint8_t* at, auto finish) LOWBIT_INLINE LOWBIT_STREAMING {
     end_group<Bits, Affine, Of, Tiles, Panels>(place, at, lanes, min_lanes, finish);
   };
-  const auto end_one = [&](const uint8_t* at) __attribute__((always_inline)) LOWBIT_STREAMING {
+  const auto end_one = [&](const uint8_t* at) LOWBIT_INLINE LOWBIT_STREAMING {
     const svfloat32_t t0 = t(Tile0()), t1 = Tiles == 2 ? t(Tile1()) : t0;
-    end(at, [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+    end(at, [&](auto tile, svfloat32_t scale) LOWBIT_INLINE LOWBIT_STREAMING {
       constexpr int kTile = decltype(tile)::value;
       finish_group<kTile>(indices, c, kTile == 0 ? t0 : t1, scale);
     });
@@ -253,7 +252,7 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
   const int64_t group_halves = chunk.group_halves;
   int64_t rest = piece.halves;
   if constexpr (Of == Segments::one && !Halves) {
-    const auto groups = [&](auto blocks, int64_t count) __attribute__((always_inline)) LOWBIT_STREAMING {
+    const auto groups = [&](auto blocks, int64_t count) LOWBIT_INLINE LOWBIT_STREAMING {
 #pragma clang loop unroll(disable)
       for (; count != 0; --count) {
         begin_sums(std::true_type());
@@ -267,7 +266,7 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
     groups(std::integral_constant<int, 2>(), of_two);
     groups(std::integral_constant<int, 1>(), (rest - of_two * kSegmentHalves) / 2);
   } else if (Of == Segments::one && group_halves == 1) {
-    const auto group = [&](auto half, int64_t behind) __attribute__((always_inline)) LOWBIT_STREAMING {
+    const auto group = [&](auto half, int64_t behind) LOWBIT_INLINE LOWBIT_STREAMING {
       begin_sums(std::true_type());
       add(half);
       end_one(place.at + behind);
@@ -295,7 +294,7 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
       place.segment += kSegmentVectors * kTileRows;
       begin_sums(std::false_type());
       add_segment((group_halves < rest ? group_halves : rest) - kSegmentHalves);
-      end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+      end(scales(), [&](auto tile, svfloat32_t scale) LOWBIT_INLINE LOWBIT_STREAMING {
         constexpr int kTile = decltype(tile)::value;
         finish_two<kTile>(indices, kTile == 0 ? open0 : open1, c, t(tile, 1), t(tile), scale);
       });
@@ -314,7 +313,7 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
     while (rest != 0) {
       int64_t here = left < rest ? left : rest;
       rest -= here;
-      const auto finish = [&](auto first) __attribute__((always_inline)) LOWBIT_STREAMING {
+      const auto finish = [&](auto first) LOWBIT_INLINE LOWBIT_STREAMING {
         finish_segment<0, decltype(first)::value>(indices, c, t(Tile0()));
         if constexpr (kUsed == 2) finish_segment<1, decltype(first)::value>(indices, c, t(Tile1()));
       };
@@ -327,7 +326,7 @@ template <int Bits, bool Affine, bool Halves, Segments Of, int Tiles, int Panels
         here -= kSegmentHalves;
       }
       if (rest == 0 && piece.open) break;
-      end(scales(), [&](auto tile, svfloat32_t scale) __attribute__((always_inline)) LOWBIT_STREAMING {
+      end(scales(), [&](auto tile, svfloat32_t scale) LOWBIT_INLINE LOWBIT_STREAMING {
         constexpr int kTile = decltype(tile)::value;
         load_tile<kTile>(indices, kTile == 0 ? acc0 : acc1);
         add_products<kTile>(indices, scale);

@@ -77,16 +77,16 @@ struct TileArgs {
 
 // The next registers_of(Rows) registers, of which the first ones are used.
 template <int Rows, int First, class Vector>
-[[gnu::always_inline]] inline void next_rows(const uint8_t*& at, Vector (&to)[Rows]) {
+LOWBIT_INLINE inline void next_rows(const uint8_t*& at, Vector (&to)[Rows]) {
   Vector all[registers_of(Rows)];
   next<registers_of(Rows), First>(at, all);
-  unroll<Rows>([&](auto i) __attribute__((always_inline)) { to[i] = all[i]; });
+  unroll<Rows>([&](auto i) LOWBIT_INLINE { to[i] = all[i]; });
 }
 
 // All rows, in whatever registers. For sums that a loop keeps: names would make GCC copy or spill them.
 template <int Rows, class Vector>
-[[gnu::always_inline]] inline void load_rows(const void* from, Vector (&to)[Rows]) {
-  unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void load_rows(const void* from, Vector (&to)[Rows]) {
+  unroll<(Rows + 1) / 2>([&](auto p) LOWBIT_INLINE {
     constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
     load_pair<16 * kRow, kNext != kRow>(from, to[kRow], to[kNext]);
   });
@@ -94,8 +94,8 @@ template <int Rows, class Vector>
 
 // `At`: where, in bytes from `to`.
 template <int At = 0, int Rows, class Vector>
-[[gnu::always_inline]] inline void store_rows(void* to, const Vector (&v)[Rows]) {
-  unroll<(Rows + 1) / 2>([&](auto p) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void store_rows(void* to, const Vector (&v)[Rows]) {
+  unroll<(Rows + 1) / 2>([&](auto p) LOWBIT_INLINE {
     constexpr int kRow = 2 * p, kNext = kRow + 1 < Rows ? kRow + 1 : kRow;
     store_pair<At + 16 * kRow, kNext != kRow>(to, v[kRow], v[kNext]);
   });
@@ -103,12 +103,12 @@ template <int At = 0, int Rows, class Vector>
 
 // The next starts of a segment, or the next -c * t.
 template <class Tile, int Rows, int First, class Vector>
-[[gnu::always_inline]] inline void next_starts(const uint8_t*& at, Vector (&to)[Rows]) {
+LOWBIT_INLINE inline void next_starts(const uint8_t*& at, Vector (&to)[Rows]) {
   if constexpr (starts_once<Tile>(Rows)) {
     Vector even[4], odd[4];
     Four<First>::template load<0>(at, even);
     Four<First + 4>::load(at, odd);
-    unroll<4>([&](auto p) __attribute__((always_inline)) { to[2 * p] = even[p], to[2 * p + 1] = odd[p]; });
+    unroll<4>([&](auto p) LOWBIT_INLINE { to[2 * p] = even[p], to[2 * p + 1] = odd[p]; });
   } else {
     next_rows<Rows, First>(at, to);
   }
@@ -116,13 +116,13 @@ template <class Tile, int Rows, int First, class Vector>
 
 // pin() for `Count` of the sums that next_starts() began.
 template <class Tile, int Count, int First, int Rows, class Vector>
-[[gnu::always_inline]] inline void pin_sums(Vector (&sums)[Rows]) {
+LOWBIT_INLINE inline void pin_sums(Vector (&sums)[Rows]) {
   if constexpr (starts_once<Tile>(Rows) && Count == Rows) {
     Vector even[4], odd[4];
-    unroll<4>([&](auto p) __attribute__((always_inline)) { even[p] = sums[2 * p], odd[p] = sums[2 * p + 1]; });
+    unroll<4>([&](auto p) LOWBIT_INLINE { even[p] = sums[2 * p], odd[p] = sums[2 * p + 1]; });
     pin<4, First>(even);
     pin<4, First + 4>(odd);
-    unroll<4>([&](auto p) __attribute__((always_inline)) { sums[2 * p] = even[p], sums[2 * p + 1] = odd[p]; });
+    unroll<4>([&](auto p) LOWBIT_INLINE { sums[2 * p] = even[p], sums[2 * p + 1] = odd[p]; });
   } else {
     pin<Count, First>(sums);
   }
@@ -130,11 +130,10 @@ template <class Tile, int Count, int First, int Rows, class Vector>
 
 // Adds the products of half a block to the sums of `Pass` quarters.
 template <class Tile, int Rows, int Pass>
-[[gnu::always_inline]] inline void add_half(const uint8_t*& a, const uint8_t*& weights,
-                                            int32x4_t (&sums)[Pass][Rows]) {
+LOWBIT_INLINE inline void add_half(const uint8_t*& a, const uint8_t*& weights, int32x4_t (&sums)[Pass][Rows]) {
   uint8x16_t inputs[Rows];
   next_rows<Rows, 4>(a, inputs);
-  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+  unroll<Pass>([&](auto q) LOWBIT_INLINE {
     uint8x16_t lines[4];
     constexpr int kSkipped = q + 1 < Pass ? 0 : (kQuarters - Pass) * kHalfQuarterBytes;
     Four<0>::load<kHalfQuarterBytes + kSkipped>(weights, lines);
@@ -147,8 +146,7 @@ template <class Tile, int Rows, int Pass>
 
 // `weights`: of the next half and of the one behind it.
 template <class Tile, Step Each, int Rows, int Pass>
-[[gnu::always_inline]] inline void add_step(const uint8_t*& a, const uint8_t* (&weights)[2],
-                                            int32x4_t (&sums)[Pass][Rows]) {
+LOWBIT_INLINE inline void add_step(const uint8_t*& a, const uint8_t* (&weights)[2], int32x4_t (&sums)[Pass][Rows]) {
   add_half<Tile>(a, weights[0], sums);
   if constexpr (Each == Step::block) {
     add_half<Tile>(a, weights[1], sums);
@@ -160,42 +158,42 @@ template <class Tile, Step Each, int Rows, int Pass>
 }
 
 template <int Count, int Rows>
-[[gnu::always_inline]] inline void add_scaled(float32x4_t (&y)[Rows], const float32x4_t (&scales)[Count],
-                                              const float32x4_t (&values)[Rows]) {
-  unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void add_scaled(float32x4_t (&y)[Rows], const float32x4_t (&scales)[Count],
+                                     const float32x4_t (&values)[Rows]) {
+  unroll<Rows>([&](auto i) LOWBIT_INLINE {
     y[i] = vfmaq_f32(y[i], scales[i % Count], values[i]);
   });
 }
 
 // Adds an affine group's mins times S.
 template <class Tile, int Rows>
-[[gnu::always_inline]] inline void add_mins(float32x4_t (&y)[Rows], const float32x4_t (&mins)[Tile::kScales],
-                                            const float32x4_t* group_sums) {
-  unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void add_mins(float32x4_t (&y)[Rows], const float32x4_t (&mins)[Tile::kScales],
+                                   const float32x4_t* group_sums) {
+  unroll<Rows>([&](auto i) LOWBIT_INLINE {
     y[i] = Tile::template add_by_row<i>(y[i], mins[i % Tile::kScales], group_sums);
   });
 }
 
 // The next t of a tile's rows, or S.
 template <class Tile, int Rows, int First = 0>
-[[gnu::always_inline]] inline void next_row_scales(const uint8_t*& at, float32x4_t (&to)[4]) {
+LOWBIT_INLINE inline void next_row_scales(const uint8_t*& at, float32x4_t (&to)[4]) {
   next<Tile::scales_of(Rows), First>(at, to);
 }
 
 // P behind the first segment of a group: the sums of that.
 template <class Tile, int Rows, int First>
-[[gnu::always_inline]] inline void first_product(const uint8_t*& at, const int32x4_t (&sums)[Rows], const float32x4_t* t,
-                                                 float32x4_t (&product)[Rows]) {
+LOWBIT_INLINE inline void first_product(const uint8_t*& at, const int32x4_t (&sums)[Rows], const float32x4_t* t,
+                                        float32x4_t (&product)[Rows]) {
   next_starts<Tile, Rows, First>(at, product);
-  unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+  unroll<Rows>([&](auto i) LOWBIT_INLINE {
     product[i] = Tile::template add_by_row<i>(product[i], vreinterpretq_f32_s32(sums[i]), t);
   });
 }
 
 // The scales of quarter q of Pass and, with Affine, its mins.
 template <class Tile, bool Affine, int Pass, int Q>
-[[gnu::always_inline]] inline void next_scales(const uint8_t*& at, float32x4_t (&scales)[Tile::kScales],
-                                               float32x4_t (&mins)[Tile::kScales]) {
+LOWBIT_INLINE inline void next_scales(const uint8_t*& at, float32x4_t (&scales)[Tile::kScales],
+                                      float32x4_t (&mins)[Tile::kScales]) {
   constexpr int kBytes = 16 + (Q + 1 < Pass ? 0 : (kQuarters - Pass) * (Affine ? 32 : 16));
   if constexpr (Affine) {
     Tile::template next_scales_and_mins<kBytes + 16>(at, scales, mins);
@@ -206,34 +204,34 @@ template <class Tile, bool Affine, int Pass, int Q>
 
 // Groups of one segment, of so many steps.
 template <class Tile, Step Each, int Rows, bool Affine, int Pass, int Steps>
-[[gnu::always_inline]] inline void run_short(const TileArgs& args, int quarter) {
+LOWBIT_INLINE inline void run_short(const TileArgs& args, int quarter) {
   const uint8_t* a = args.a;
   const uint8_t* weights[2] = {args.weights + kHalfQuarterBytes * quarter,
                                args.weights + kHalfQuarterBytes * quarter + kHalvesBytes};
   const uint8_t* scales = reinterpret_cast<const uint8_t*>(args.scales + (Affine ? 8 : 4) * quarter);
   const uint8_t* stream = args.stream;
   float32x4_t y[Pass][Rows];
-  const auto acc = [&](int q) __attribute__((always_inline)) {
+  const auto acc = [&](int q) LOWBIT_INLINE {
     return args.acc + kQuarterFloats * (quarter + q);
   };
-  unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(acc(q), y[q]); });
-  const auto settle = [](auto& sums) __attribute__((always_inline)) {
+  unroll<Pass>([&](auto q) LOWBIT_INLINE { load_rows(acc(q), y[q]); });
+  const auto settle = [](auto& sums) LOWBIT_INLINE {
     if constexpr (Pass == 1) {
       pin<Rows, 24>(sums);
     } else {
       in_order(sums);
     }
   };
-  const auto next_group = [&]() __attribute__((always_inline)) {
+  const auto next_group = [&]() LOWBIT_INLINE {
     int32x4_t sums[Pass][Rows];
     const uint8_t* from;
-    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+    unroll<Pass>([&](auto q) LOWBIT_INLINE {
       from = stream;
       next_starts<Tile, Rows, 16 + 4 * q>(from, sums[q]);
     });
-    unroll<Steps>([&](auto) __attribute__((always_inline)) { add_step<Tile, Each>(a, weights, sums); });
+    unroll<Steps>([&](auto) LOWBIT_INLINE { add_step<Tile, Each>(a, weights, sums); });
     const uint8_t* const row_scales = from;
-    unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+    unroll<Pass>([&](auto q) LOWBIT_INLINE {
       float32x4_t product[Rows], t[4], scale[Tile::kScales], min[Tile::kScales];
       pin_sums<Tile, (Pass == 1 || Rows < 4 ? Rows : 4), 16 + 4 * q>(sums[q]);
       from = row_scales;
@@ -253,25 +251,25 @@ template <class Tile, Step Each, int Rows, bool Affine, int Pass, int Steps>
   // Two blocks in a turn, which saves half of the loop's own instructions.
   constexpr int kTurn = (Each == Step::block ? 2 : 4) / Steps;
   for (int64_t turns = args.groups / kTurn; turns != 0; --turns) {
-    unroll<kTurn>([&](auto) __attribute__((always_inline)) { next_group(); });
+    unroll<kTurn>([&](auto) LOWBIT_INLINE { next_group(); });
   }
   if constexpr (kTurn > 1) {
     for (int64_t rest = args.groups % kTurn; rest != 0; --rest) next_group();
   }
-  unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(acc(q), y[q]); });
+  unroll<Pass>([&](auto q) LOWBIT_INLINE { store_rows(acc(q), y[q]); });
 }
 
 // Adds a segment of so many steps to P of its group.
 template <class Tile, Step Each, int Rows, int Pass, bool First, class Steps>
-[[gnu::always_inline]] inline void add_segment(const uint8_t*& a, const uint8_t* (&weights)[2], const uint8_t*& stream,
-                                               Steps steps, float32x4_t (&product)[Pass][Rows]) {
+LOWBIT_INLINE inline void add_segment(const uint8_t*& a, const uint8_t* (&weights)[2], const uint8_t*& stream,
+                                      Steps steps, float32x4_t (&product)[Pass][Rows]) {
   int32x4_t sums[Pass][Rows];
   const uint8_t* from;
-  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+  unroll<Pass>([&](auto q) LOWBIT_INLINE {
     from = stream;
     next_starts<Tile, Rows, 16 + 16 / Pass * q>(from, sums[q]);
   });
-  const auto add = [&]() __attribute__((always_inline)) {
+  const auto add = [&]() LOWBIT_INLINE {
     add_step<Tile, Each>(a, weights, sums);
     if constexpr (Pass == 1) pin_sums<Tile, Rows, 16>(sums[0]);
   };
@@ -280,17 +278,17 @@ template <class Tile, Step Each, int Rows, int Pass, bool First, class Steps>
       add();
     } while (--steps != 0);
   } else {
-    unroll<Steps{}>([&](auto) __attribute__((always_inline)) { add(); });
+    unroll<Steps{}>([&](auto) LOWBIT_INLINE { add(); });
   }
   const uint8_t* const row_scales = from;
-  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+  unroll<Pass>([&](auto q) LOWBIT_INLINE {
     float32x4_t t[4];
     from = row_scales;
     next_row_scales<Tile, Rows>(from, t);
     if constexpr (First) {
       first_product<Tile, Rows, Pass == 1 ? 24 : 4>(from, sums[q], t, product[q]);
     } else {
-      unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+      unroll<Rows>([&](auto i) LOWBIT_INLINE {
         const float32x4_t value = vsubq_f32(vreinterpretq_f32_s32(sums[q][i]), vdupq_n_f32(kShift));
         product[q][i] = Tile::template add_by_row<i>(product[q][i], value, t);
       });
@@ -306,22 +304,22 @@ template <class Tile, Step Each, int Rows, int Pass, bool First, class Steps>
 
 // Adds P of a group to the float sums, which lie at `old` and are left at `acc`.
 template <class Tile, int Rows, bool Affine, int Pass>
-[[gnu::always_inline]] inline void end_group(const float* old, float* acc, const uint8_t*& scales, const uint8_t*& stream,
-                                             const float32x4_t (&product)[Pass][Rows]) {
+LOWBIT_INLINE inline void end_group(const float* old, float* acc, const uint8_t*& scales, const uint8_t*& stream,
+                                    const float32x4_t (&product)[Pass][Rows]) {
   float32x4_t group_sums[4];
   if constexpr (Affine) next_row_scales<Tile, Rows, 8>(stream, group_sums);
-  unroll<Pass>([&](auto q) __attribute__((always_inline)) {
+  unroll<Pass>([&](auto q) LOWBIT_INLINE {
     float32x4_t scale[Tile::kScales], min[Tile::kScales];
     next_scales<Tile, Affine, Pass, q>(scales, scale, min);
     const auto* from = reinterpret_cast<const uint8_t*>(old + kQuarterFloats * q);
-    unroll<(Rows + 3) / 4>([&](auto four) __attribute__((always_inline)) {
+    unroll<(Rows + 3) / 4>([&](auto four) LOWBIT_INLINE {
       constexpr int kFirst = 4 * four, kRows = Rows - kFirst < 4 ? Rows - kFirst : 4;
       float32x4_t y[kRows], value[kRows];
       next_rows<kRows, 4>(from, y);
-      unroll<kRows>([&](auto i) __attribute__((always_inline)) { value[i] = product[q][kFirst + i]; });
+      unroll<kRows>([&](auto i) LOWBIT_INLINE { value[i] = product[q][kFirst + i]; });
       add_scaled(y, scale, value);
       if constexpr (Affine) {
-        unroll<kRows>([&](auto i) __attribute__((always_inline)) {
+        unroll<kRows>([&](auto i) LOWBIT_INLINE {
           y[i] = Tile::template add_by_row<kFirst + i>(y[i], min[i % Tile::kScales], group_sums);
         });
       }
@@ -332,7 +330,7 @@ template <class Tile, int Rows, bool Affine, int Pass>
 
 // Groups of several segments. `Whole`: of whole ones, no part of a group; else also a group that is cut short.
 template <class Tile, Step Each, int Rows, bool Affine, int Pass, bool Whole>
-[[gnu::always_inline]] inline void run_long(const TileArgs& args, int quarter) {
+LOWBIT_INLINE inline void run_long(const TileArgs& args, int quarter) {
   static constexpr float kZeros[Pass * kQuarterFloats] = {};
   constexpr int64_t kSteps = segment_steps(Each);
   const uint8_t* a = args.a;
@@ -353,10 +351,10 @@ template <class Tile, Step Each, int Rows, bool Affine, int Pass, bool Whole>
   do {
     float32x4_t product[Pass][Rows];
     // Steps are a constant in all segments but the last one.
-    const auto add = [&](auto first, auto steps) __attribute__((always_inline)) {
+    const auto add = [&](auto first, auto steps) LOWBIT_INLINE {
       add_segment<Tile, Each, Rows, Pass, first>(a, weights, stream, steps, product);
     };
-    const auto full = [&](auto first) __attribute__((always_inline)) {
+    const auto full = [&](auto first) LOWBIT_INLINE {
       if constexpr (Each == Step::block) {
         add(first, Index<kSteps>{});
       } else {
@@ -379,12 +377,12 @@ template <class Tile, Step Each, int Rows, bool Affine, int Pass, bool Whole>
         }
         steps -= kSteps;
       } else {
-        unroll<Pass>([&](auto q) __attribute__((always_inline)) { load_rows(products + kQuarterFloats * q, product[q]); });
+        unroll<Pass>([&](auto q) LOWBIT_INLINE { load_rows(products + kQuarterFloats * q, product[q]); });
       }
       for (; steps >= kSteps; steps -= kSteps) full(Index<0>{});
       if (steps > 0) add(Index<0>{}, steps);
       if (!args.ends) {
-        unroll<Pass>([&](auto q) __attribute__((always_inline)) { store_rows(products + kQuarterFloats * q, product[q]); });
+        unroll<Pass>([&](auto q) LOWBIT_INLINE { store_rows(products + kQuarterFloats * q, product[q]); });
         return;
       }
     }

@@ -19,7 +19,7 @@ struct Few {
 
 // Integer sums of row `row` of m += line * activations 4 J to 4 J + 3 of a half.
 template <int Bits, int J>
-[[gnu::always_inline]] inline void dot(uint32_t row, svuint8x4_t w, svint8_t a) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void dot(uint32_t row, svuint8x4_t w, svint8_t a) LOWBIT_STREAMING {
   if constexpr (is_signed(Bits)) {
     const svint8x4_t levels = svcreate4_s8(svreinterpret_s8_u8(svget4_u8(w, 0)), svreinterpret_s8_u8(svget4_u8(w, 1)),
                                            svreinterpret_s8_u8(svget4_u8(w, 2)), svreinterpret_s8_u8(svget4_u8(w, 3)));
@@ -31,7 +31,7 @@ template <int Bits, int J>
 
 // 16 inputs of each row, in every quarter of a vector.
 template <int Rows>
-[[gnu::always_inline]] inline svint8x4_t load_rows(const int8_t* const* a, int64_t input) __arm_streaming {
+LOWBIT_INLINE inline svint8x4_t load_rows(const int8_t* const* a, int64_t input) __arm_streaming {
   const svbool_t all = svptrue_b8();
   svint8x4_t rows = svset4_s8(svundef4_s8(), 0, svld1rq_s8(all, a[0] + input));
   if constexpr (Rows > 1) rows = svset4_s8(rows, 1, svld1rq_s8(all, a[1] + input));
@@ -42,7 +42,7 @@ template <int Rows>
 
 // Packed line I of four panels, `at` bytes behind their beginnings.
 template <int I>
-[[gnu::always_inline]] inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t at) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t load_four(const uint8_t* const* panel, int64_t at) __arm_streaming {
   const svbool_t all = svptrue_b8();
   if constexpr (I == 0) {  // without a register for the sum of the two
     return svcreate4_u8(svld1_u8(all, panel[0] + at), svld1_u8(all, panel[1] + at), svld1_u8(all, panel[2] + at),
@@ -57,9 +57,9 @@ template <int I>
 // that a line of all panels is four neighbors, which dot products want. Compilers do not find that, so the registers
 // are named.
 struct FourLines {
-  [[gnu::always_inline]] static void load(const uint8_t* const* panel, int64_t at, svuint8x4_t& line0,
-                                          svuint8x4_t& line1, svuint8x4_t& line2,
-                                          svuint8x4_t& line3) __arm_streaming {
+  LOWBIT_INLINE static void load(const uint8_t* const* panel, int64_t at, svuint8x4_t& line0,
+                                 svuint8x4_t& line1, svuint8x4_t& line2,
+                                 svuint8x4_t& line3) __arm_streaming {
     register svuint8_t p0l0 __asm__("z16"), p0l1 __asm__("z20"), p0l2 __asm__("z24"), p0l3 __asm__("z28");
     register svuint8_t p1l0 __asm__("z17"), p1l1 __asm__("z21"), p1l2 __asm__("z25"), p1l3 __asm__("z29");
     register svuint8_t p2l0 __asm__("z18"), p2l1 __asm__("z22"), p2l2 __asm__("z26"), p2l3 __asm__("z30");
@@ -82,7 +82,7 @@ struct FourLines {
 
 // The same vectors: what is made of them behind this is not made before it. Clang would make all lines of a block at
 // once, and run out of registers.
-[[gnu::always_inline]] inline svuint8x4_t settled(svuint8x4_t v) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t settled(svuint8x4_t v) __arm_streaming {
   svuint8_t v0 = svget4_u8(v, 0), v1 = svget4_u8(v, 1), v2 = svget4_u8(v, 2), v3 = svget4_u8(v, 3);
   __asm__ volatile("" : "+w"(v0), "+w"(v1), "+w"(v2), "+w"(v3));
   return svcreate4_u8(v0, v1, v2, v3);
@@ -90,8 +90,7 @@ struct FourLines {
 
 // Line J of four panels times the activations of all rows.
 template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
-[[gnu::always_inline]] inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0,
-                                       svint8x4_t a1) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void use(svuint8x4_t codes, svuint8_t table, svint8x4_t a0, svint8x4_t a1) LOWBIT_STREAMING {
   if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
     const svuint8x4_t w = levels_of<Bits>(codes, table);
     const svint8x4_t a = J < 4 ? a0 : a1;
@@ -102,124 +101,138 @@ template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
   }
 }
 
+// Line number `Index` of those that have been read.
+template <int Index, class... Lines>
+LOWBIT_INLINE inline svuint8x4_t pick_line(svuint8x4_t line, Lines... lines) __arm_streaming {
+  if constexpr (Index == 0) return line;
+  else return pick_line<Index - 1>(lines...);
+}
+
+// Joins the runs of line J's codes, from run `Run` on, that are joined behind the line of Step.
+template <int Bits, int J, int Step, int Run, class... Lines>
+LOWBIT_INLINE inline svuint8x4_t join_at(svuint8x4_t codes, Lines... lines) __arm_streaming {
+  constexpr CodePlacement where = placement(Bits, J);
+  if constexpr (Run < where.count) {
+    if constexpr (join_step(Bits, J, Run) == Step) {
+      codes = join_run<Bits, J, Run>(codes, pick_line<line_of_step(Bits, where.run[Run].line)>(lines...));
+    }
+    return join_at<Bits, J, Step, Run + 1>(codes, lines...);
+  } else {
+    return codes;
+  }
+}
+
+// The products of the lines from J on that the line of Step completes. Returns the codes that wait for a later one, if any.
+template <int Bits, bool Affine, int Rows, Halves Wanted, int Step, int J, class... Lines>
+LOWBIT_INLINE inline svuint8x4_t use_lines(svuint8_t table, svint8x4_t a0, svint8x4_t a1, svuint8x4_t waiting,
+                                           Lines... lines) LOWBIT_STREAMING {
+  constexpr int kBits = code_bits(Bits);
+  if constexpr (J < kBlockLines) {
+    const svuint8x4_t codes = join_at<kBits, J, Step, 0>(waiting, lines...);
+    if constexpr (join_step(kBits, J, placement(kBits, J).count - 1) == Step) {
+      use<Bits, Affine, Rows, Wanted, J>(finish_line<kBits, J>(codes), table, a0, a1);
+      return use_lines<Bits, Affine, Rows, Wanted, Step, J + 1>(table, a0, a1, waiting, lines...);
+    } else {
+      return use_lines<Bits, Affine, Rows, Wanted, Step, J + 1>(table, a0, a1, codes, lines...);
+    }
+  } else {
+    return waiting;
+  }
+}
+
+// Packed lines from number `sizeof...(lines)` of the order on. Whole blocks of 6 bits three at a time: Clang would copy
+// them otherwise.
+template <int Bits, bool Affine, int Rows, Halves Wanted, class... Lines>
+LOWBIT_INLINE inline void dot_lines(const uint8_t* const* panel, int64_t at, svuint8_t table, svint8x4_t a0, svint8x4_t a1,
+                                    svuint8x4_t waiting, Lines... lines) LOWBIT_STREAMING {
+  constexpr int kBits = code_bits(Bits), kStep = sizeof...(lines);
+  if constexpr (kStep < kBits && kBits == 6 && Wanted == kWholeBlock) {
+    const svuint8x4_t line0 = load_four<line_of_step(6, kStep)>(panel, at);
+    const svuint8x4_t line1 = load_four<line_of_step(6, kStep + 1)>(panel, at);
+    const svuint8x4_t line2 = load_four<line_of_step(6, kStep + 2)>(panel, at);
+    waiting = use_lines<Bits, Affine, Rows, Wanted, kStep, 0>(table, a0, a1, waiting, lines..., line0);
+    waiting = use_lines<Bits, Affine, Rows, Wanted, kStep + 1, 0>(table, a0, a1, waiting, lines..., line0, line1);
+    waiting = use_lines<Bits, Affine, Rows, Wanted, kStep + 2, 0>(table, a0, a1, waiting, lines..., line0, line1, line2);
+    dot_lines<Bits, Affine, Rows, Wanted>(panel, at, table, a0, a1, waiting, lines..., line0, line1, line2);
+  } else if constexpr (kStep < kBits) {
+    const svuint8x4_t line = load_four<line_of_step(kBits, kStep)>(panel, at);
+    waiting = use_lines<Bits, Affine, Rows, Wanted, kStep, 0>(table, a0, a1, waiting, lines..., line);
+    dot_lines<Bits, Affine, Rows, Wanted>(panel, at, table, a0, a1, waiting, lines..., line);
+  }
+}
+
+// The lines from J on of a block of 1 bit, which all lie in one packed line: two at a time.
+template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
+LOWBIT_INLINE inline void dot_bits(svuint8x4_t packed, svuint8_t table, svint8x4_t a0, svint8x4_t a1) LOWBIT_STREAMING {
+  if constexpr (J < kBlockLines) {
+    use<Bits, Affine, Rows, Wanted, J>(finish_line<1, J, !Affine>(packed), table, a0, a1);
+    use<Bits, Affine, Rows, Wanted, J + 1>(finish_line<1, J + 1, !Affine>(packed), table, a0, a1);
+    dot_bits<Bits, Affine, Rows, Wanted, J + 2>(settled(packed), table, a0, a1);
+  }
+}
+
+// Lines J and J + 4 of a block of 4 bits, which share a packed line.
+template <int Bits, bool Affine, int Rows, Halves Wanted, int J>
+LOWBIT_INLINE inline void dot_nibbles(svuint8x4_t packed, svuint8_t table, svint8x4_t a0, svint8x4_t a1) LOWBIT_STREAMING {
+  if constexpr (kInPlace<Bits>) {
+    use<Bits, Affine, Rows, Wanted, J + 4>(and_mask(packed, 0xf0), table, a0, a1);
+    use<Bits, Affine, Rows, Wanted, J>(shift_left_all<4>(packed), table, a0, a1);
+  } else {
+    if constexpr (J > 0) packed = settled(packed);
+    use<Bits, Affine, Rows, Wanted, J>(finish_line<4, J>(packed), table, a0, a1);
+    use<Bits, Affine, Rows, Wanted, J + 4>(finish_line<4, J + 4>(packed), table, a0, a1);
+  }
+}
+
 // A block, or a half of it, of four panels: a packed line is loaded when it is needed first, and few are in registers
 // at any time. What is computed for lines of a half that is not wanted is dead code.
 template <int Bits, bool Affine, int Rows, Halves Wanted>
-[[gnu::always_inline]] inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table,
-                                             const int8_t* const* a, int64_t input) LOWBIT_STREAMING {
-  constexpr int kBits = code_bits(Bits);
-  constexpr bool kDouble = Bits == 1 && !Affine;
+LOWBIT_INLINE inline void dot_block(const uint8_t* const* panel, int64_t at, svuint8_t table, const int8_t* const* a,
+                                    int64_t input) LOWBIT_STREAMING {
   __asm__ volatile("" : "+r"(at));  // an offset of all panels: compilers would make four addresses
   svint8x4_t a0 = svundef4_s8(), a1 = a0;
   if constexpr ((Wanted & kFirstHalf) != 0) a0 = load_rows<Rows>(a, input);
   if constexpr ((Wanted & kSecondHalf) != 0) a1 = load_rows<Rows>(a, input + kHalfInputs);
-#define USE(j, line) use<Bits, Affine, Rows, Wanted, j>(line, table, a0, a1)
-#define BITS(j, q) USE(j, (field<placement(kBits, j).run[0].line_bit, kBits>(q)))
-  if constexpr (kBits == 1) {
-    svuint8x4_t q = load_four<0>(panel, at);
-    if constexpr (kDouble) {
-#define TWICE(j, line) USE(j, and_mask(line, 2))
-      TWICE(0, shift_left<1>(q)), TWICE(1, q), TWICE(2, shift_right<1>(q)), TWICE(3, shift_right<2>(q));
-      q = settled(q);
-      TWICE(4, shift_right<3>(q)), TWICE(5, shift_right<4>(q));
-      TWICE(6, shift_right<5>(q)), TWICE(7, shift_right<6>(q));
-#undef TWICE
-    } else {
-      BITS(0, q), BITS(1, q);
-      q = settled(q);
-      BITS(2, q), BITS(3, q);
-      q = settled(q);
-      BITS(4, q), BITS(5, q);
-      q = settled(q);
-      BITS(6, q), BITS(7, q);
-    }
-  } else if constexpr (kBits == 2) {
-    const svuint8x4_t q0 = load_four<0>(panel, at);
-    BITS(0, q0), BITS(1, q0), BITS(2, q0), BITS(3, q0);
-    const svuint8x4_t q1 = load_four<1>(panel, at);
-    BITS(4, q1), BITS(5, q1), BITS(6, q1), BITS(7, q1);
-  } else if constexpr (kBits == 3) {
-    const svuint8x4_t q0 = load_four<0>(panel, at);
-    BITS(0, q0), BITS(3, q0);
-    const svuint8x4_t q1 = load_four<1>(panel, at);
-    BITS(1, q1), BITS(4, q1);
-    USE(6, shift_right<5>(insert_below<2>(q0, q1)));
-    const svuint8x4_t q2 = load_four<2>(panel, at);
-    BITS(2, q2), BITS(5, q2);
-    USE(7, shift_right<5>(insert_below<2>(q2, shift_left<1>(q1))));
-  } else if constexpr (kBits == 4) {
-    svuint8x4_t q0, q1, q2, q3;
+  svuint8x4_t q0, q1, q2, q3;
+  if constexpr (code_bits(Bits) == 1) {
+    dot_bits<Bits, Affine, Rows, Wanted, 0>(load_four<0>(panel, at), table, a0, a1);
+  } else if constexpr (code_bits(Bits) == 4) {
     FourLines::load(panel, at, q0, q1, q2, q3);
-    if constexpr (kInPlace<Bits>) {
-      USE(4, and_mask(q0, 0xf0)), USE(0, shift_left_all<4>(q0));
-      USE(5, and_mask(q1, 0xf0)), USE(1, shift_left_all<4>(q1));
-      USE(6, and_mask(q2, 0xf0)), USE(2, shift_left_all<4>(q2));
-      USE(7, and_mask(q3, 0xf0)), USE(3, shift_left_all<4>(q3));
-    } else {
-      BITS(0, q0), BITS(4, q0);
-      q1 = settled(q1);
-      BITS(1, q1), BITS(5, q1);
-      q2 = settled(q2);
-      BITS(2, q2), BITS(6, q2);
-      q3 = settled(q3);
-      BITS(3, q3), BITS(7, q3);
-    }
-  } else if constexpr (kBits == 5) {
-    const svuint8x4_t low = load_four<4>(panel, at), q3 = load_four<3>(panel, at);
-    BITS(3, q3), USE(7, shift_right<3>(insert_below<3>(q3, low)));
-    const svuint8x4_t q2 = load_four<2>(panel, at);
-    BITS(2, q2), USE(6, shift_right<3>(insert_below<3>(q2, shift_left<2>(low))));
-    const svuint8x4_t q1 = load_four<1>(panel, at);
-    BITS(1, q1), USE(5, shift_right<3>(insert_below<3>(q1, shift_left<4>(low))));
-    const svuint8x4_t q0 = load_four<0>(panel, at);
-    BITS(0, q0), USE(4, insert_above<2>(low, shift_right<5>(q0)));
-  } else if constexpr (kBits == 6) {
-    const svuint8x4_t q0 = load_four<0>(panel, at), q1 = load_four<1>(panel, at), q2 = load_four<2>(panel, at);
-    BITS(0, q0), BITS(1, q1), BITS(2, q2), USE(3, shift_right<2>(insert_below<2>(q0, insert_below<2>(q1, q2))));
-    const svuint8x4_t q3 = load_four<3>(panel, at), q4 = load_four<4>(panel, at), q5 = load_four<5>(panel, at);
-    BITS(4, q3), BITS(5, q4), BITS(6, q5), USE(7, shift_right<2>(insert_below<2>(q3, insert_below<2>(q4, q5))));
-  } else if constexpr (kBits == 7) {
-    svuint8x4_t top = load_four<0>(panel, at);
-    BITS(0, top);
-#define NEXT(j)                                       \
-  const svuint8x4_t q##j = load_four<j>(panel, at);       \
-  BITS(j, q##j);                                      \
-  top = insert_below<j>(top, q##j)
-    NEXT(1);
-    NEXT(2);
-    NEXT(3);
-    NEXT(4);
-    NEXT(5);
-    NEXT(6);
-#undef NEXT
-    USE(7, shift_right<1>(top));
-  } else {
-    svuint8x4_t q0, q1, q2, q3;
+    dot_nibbles<Bits, Affine, Rows, Wanted, 0>(q0, table, a0, a1);
+    dot_nibbles<Bits, Affine, Rows, Wanted, 1>(q1, table, a0, a1);
+    dot_nibbles<Bits, Affine, Rows, Wanted, 2>(q2, table, a0, a1);
+    dot_nibbles<Bits, Affine, Rows, Wanted, 3>(q3, table, a0, a1);
+  } else if constexpr (Bits == 8) {
     if constexpr ((Wanted & kFirstHalf) != 0) {
       FourLines::load(panel, at, q0, q1, q2, q3);
-      USE(0, q0), USE(1, q1), USE(2, q2), USE(3, q3);
+      use<Bits, Affine, Rows, Wanted, 0>(q0, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 1>(q1, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 2>(q2, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 3>(q3, table, a0, a1);
     }
     if constexpr ((Wanted & kSecondHalf) != 0) {
       FourLines::load(panel, at + 4 * kLineBytes, q0, q1, q2, q3);
-      USE(4, q0), USE(5, q1), USE(6, q2), USE(7, q3);
+      use<Bits, Affine, Rows, Wanted, 4>(q0, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 5>(q1, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 6>(q2, table, a0, a1);
+      use<Bits, Affine, Rows, Wanted, 7>(q3, table, a0, a1);
     }
+  } else {
+    dot_lines<Bits, Affine, Rows, Wanted>(panel, at, table, a0, a1, svundef4_u8());
   }
-#undef BITS
-#undef USE
 }
 
-[[gnu::always_inline]] inline svfloat32x4_t load_four_mins(const uint8_t* const* panel, int64_t at) __arm_streaming {
+LOWBIT_INLINE inline svfloat32x4_t load_four_mins(const uint8_t* const* panel, int64_t at) __arm_streaming {
   return svcreate4_f32(load_scales(panel[0] + at, 1), load_scales(panel[1] + at, 1), load_scales(panel[2] + at, 1),
                        load_scales(panel[3] + at, 1));
 }
 
-[[gnu::always_inline]] inline svfloat32x4_t load_four_scales(const uint8_t* const* panel, int64_t at) __arm_streaming {
+LOWBIT_INLINE inline svfloat32x4_t load_four_scales(const uint8_t* const* panel, int64_t at) __arm_streaming {
   return svcreate4_f32(load_scales(panel[0] + at, 0), load_scales(panel[1] + at, 0), load_scales(panel[2] + at, 0),
                        load_scales(panel[3] + at, 0));
 }
 
-[[gnu::always_inline]] inline void store_outputs(const Few& few, int64_t panel, int64_t row,
-                                                 svfloat32_t sum) __arm_streaming {
+LOWBIT_INLINE inline void store_outputs(const Few& few, int64_t panel, int64_t row, svfloat32_t sum) __arm_streaming {
   if (panel >= few.panels) return;
   const LinearArgs& args = few.args;
   const Head head(args, few.first_panel + panel);
@@ -242,7 +255,7 @@ template <int Bits, bool Affine, int Rows, Halves Wanted>
 // Integer sums are groups of vectors 0 to 3, a row of m each, float sums 4 to 7. The P of a group's first segment are 8 to
 // 11, which become zero when integer sums do; if groups have several, they are 12 to 15 from there on.
 template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
-[[gnu::always_inline]] inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void dot_four(const Few& few, int64_t first) LOWBIT_STREAMING {
   constexpr int kBlockBytes = code_bits(Bits) * kLineBytes, kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   const LinearArgs& args = few.args;
   const Layout& layout = args.layout;
@@ -283,7 +296,7 @@ template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
       --count;
       second = false;
     }
-    const auto add_block = [&]() __attribute__((always_inline)) LOWBIT_STREAMING {
+    const auto add_block = [&]() LOWBIT_INLINE LOWBIT_STREAMING {
       dot_block<Bits, Affine, Rows, kWholeBlock>(panel, at, table, a, input);
       at += kBlockBytes;
       input += kBlockInputs;
@@ -302,7 +315,7 @@ template <int Bits, bool Affine, int Rows, bool Halves, bool OneSegment>
       second = true;
     }
     const uint32_t vector0 = hidden(0), vector8 = hidden(8);
-    const auto add_products = [&](uint32_t products) __attribute__((always_inline)) LOWBIT_STREAMING {
+    const auto add_products = [&](uint32_t products) LOWBIT_INLINE LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
       for (uint32_t row = 0; row < Rows; ++row) {
         svint32x4_t total = svread_za32_s32_vg1x4(vector0 + row);

@@ -11,6 +11,7 @@
 
 #include <arm_neon.h>
 
+#include "../bits/widths.h"
 #include "gemm_neon.h"
 
 namespace lowbit {
@@ -26,13 +27,13 @@ struct Two;
   template <>                                                                                            \
   struct Two<first> {                                                                                    \
     /* Zipped by 32-bit lanes. */                                                                        \
-    [[gnu::always_inline]] static void store_zipped(uint8_t*& at, uint8x16_t even, uint8x16_t odd) {     \
+    LOWBIT_INLINE static void store_zipped(uint8_t*& at, uint8x16_t even, uint8x16_t odd) {              \
       register uint8x16_t v0 __asm__("v" #first) = even;                                                 \
       register uint8x16_t v1 __asm__("v" #second) = odd;                                                 \
       __asm__ volatile("st2 {%1.4s, %2.4s}, [%0], #32" : "+r"(at) : "w"(v0), "w"(v1) : "memory");        \
     }                                                                                                    \
     /* The same by 64-bit lanes. */                                                                      \
-    [[gnu::always_inline]] static void store_zipped_halves(uint8_t*& at, uint8x16_t even, uint8x16_t odd) {\
+    LOWBIT_INLINE static void store_zipped_halves(uint8_t*& at, uint8x16_t even, uint8x16_t odd) {         \
       register uint8x16_t v0 __asm__("v" #first) = even;                                                 \
       register uint8x16_t v1 __asm__("v" #second) = odd;                                                 \
       __asm__ volatile("st2 {%1.2d, %2.2d}, [%0], #32" : "+r"(at) : "w"(v0), "w"(v1) : "memory");        \
@@ -57,7 +58,7 @@ struct MatrixTile {
 
   // Each pair of scales twice. `Bytes`: how far the pointer moves.
   template <int64_t Bytes>
-  [[gnu::always_inline]] static void next_scales(const uint8_t*& at, float32x4_t (&to)[2]) {
+  LOWBIT_INLINE static void next_scales(const uint8_t*& at, float32x4_t (&to)[2]) {
     register float32x4_t v0 __asm__("v0"), v1 __asm__("v1");
     if constexpr (Bytes == 16) {
       __asm__ volatile("ld2r {%0.2d, %1.2d}, [%2], #16" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");
@@ -69,8 +70,7 @@ struct MatrixTile {
 
   // The same for the mins that follow.
   template <int64_t Bytes>
-  [[gnu::always_inline]] static void next_scales_and_mins(const uint8_t*& at, float32x4_t (&scales)[2],
-                                                          float32x4_t (&mins)[2]) {
+  LOWBIT_INLINE static void next_scales_and_mins(const uint8_t*& at, float32x4_t (&scales)[2], float32x4_t (&mins)[2]) {
     register float32x4_t v0 __asm__("v0"), v1 __asm__("v1"), v2 __asm__("v2"), v3 __asm__("v3");
     if constexpr (Bytes == 32) {
       __asm__ volatile("ld4r {%0.2d, %1.2d, %2.2d, %3.2d}, [%4], #32"
@@ -83,7 +83,7 @@ struct MatrixTile {
   }
 
   // Two quarters of a block, the lines of each zipped in pairs.
-  [[gnu::always_inline]] static void store_pairs(uint8_t* (&halves)[2], const Pair (&line)[kBlockLines]) {
+  LOWBIT_INLINE static void store_pairs(uint8_t* (&halves)[2], const Pair (&line)[kBlockLines]) {
     Two<16>::store_zipped(halves[0], line[0].q0, line[1].q0);
     Two<18>::store_zipped(halves[0], line[2].q0, line[3].q0);
     Two<20>::store_zipped(halves[1], line[4].q0, line[5].q0);
@@ -95,12 +95,12 @@ struct MatrixTile {
   }
 
   template <int Rows>
-  [[gnu::always_inline]] static void copy_block(uint8_t* to, const int8_t* (&from)[Rows]) {
+  LOWBIT_INLINE static void copy_block(uint8_t* to, const int8_t* (&from)[Rows]) {
     uint8x16_t row[Rows][2];
-    unroll<Rows>([&](auto r) __attribute__((always_inline)) { next_pair(from[r], row[r][0], row[r][1]); });
-    unroll<2>([&](auto half) __attribute__((always_inline)) {
+    unroll<Rows>([&](auto r) LOWBIT_INLINE { next_pair(from[r], row[r][0], row[r][1]); });
+    unroll<2>([&](auto half) LOWBIT_INLINE {
       uint8_t* at = to + 16 * registers_of(Rows) * half;
-      unroll<Rows / 2>([&](auto p) __attribute__((always_inline)) {
+      unroll<Rows / 2>([&](auto p) LOWBIT_INLINE {
         Two<16 + 4 * p + 2 * half>::store_zipped_halves(at, row[2 * p][half], row[2 * p + 1][half]);
       });
     });
@@ -108,7 +108,7 @@ struct MatrixTile {
 
   // A value of each of two rows, in all lanes, to the order of their sums.
   template <class Vector>
-  [[gnu::always_inline]] static void arrange(Vector& value0, Vector& value1) {
+  LOWBIT_INLINE static void arrange(Vector& value0, Vector& value1) {
     const auto halves0 = reinterpret_cast<float64x2_t>(value0), halves1 = reinterpret_cast<float64x2_t>(value1);
     value0 = value1 = reinterpret_cast<Vector>(vzip1q_f64(halves0, halves1));
   }
@@ -117,19 +117,19 @@ struct MatrixTile {
   static constexpr int scales_of(int rows) { return rows / 2; }
 
   template <int Rows>
-  [[gnu::always_inline]] static void join(const float32x4_t (&values)[Rows], float32x4_t (&to)[scales_of(Rows)]) {
-    unroll<Rows / 2>([&](auto p) __attribute__((always_inline)) { to[p] = values[2 * p]; });
+  LOWBIT_INLINE static void join(const float32x4_t (&values)[Rows], float32x4_t (&to)[scales_of(Rows)]) {
+    unroll<Rows / 2>([&](auto p) LOWBIT_INLINE { to[p] = values[2 * p]; });
   }
 
   // y + x * the values of the pair of rows that sums I has.
   template <int I>
-  [[gnu::always_inline]] static float32x4_t add_by_row(float32x4_t y, float32x4_t x, const float32x4_t* values) {
+  LOWBIT_INLINE static float32x4_t add_by_row(float32x4_t y, float32x4_t x, const float32x4_t* values) {
     return vfmaq_f32(y, x, values[I / 2]);
   }
 
   // Two rows of float sums.
-  [[gnu::always_inline]] static void rows(const float* acc, float32x4_t (&y)[2][kQuarters]) {
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void rows(const float* acc, float32x4_t (&y)[2][kQuarters]) {
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
       float64x2_t pair0, pair1;
       load_pair<q * kQuarterFloats * 4>(acc, pair0, pair1);
       y[0][q] = vreinterpretq_f32_f64(vzip1q_f64(pair0, pair1));
@@ -138,10 +138,10 @@ struct MatrixTile {
   }
 
   template <int Rows>
-  [[gnu::always_inline]] static void add_half(int32x4_t (&sums)[Rows], const uint8x16_t (&lines)[4],
-                                              const uint8x16_t (&inputs)[Rows]) {
-    unroll<2>([&](auto eight) __attribute__((always_inline)) {
-      unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void add_half(int32x4_t (&sums)[Rows], const uint8x16_t (&lines)[4],
+                                     const uint8x16_t (&inputs)[Rows]) {
+    unroll<2>([&](auto eight) LOWBIT_INLINE {
+      unroll<Rows>([&](auto i) LOWBIT_INLINE {
         constexpr int kPair = i / 2, kColumns = i % 2;
         sums[i] = vmmlaq_s32(sums[i], vreinterpretq_s8_u8(inputs[2 * kPair + eight]),
                              vreinterpretq_s8_u8(lines[2 * eight + kColumns]));
@@ -157,7 +157,7 @@ void run(const LinearArgs& args) {
 
 #define ROW(bits) \
   with_levels<LinearKernel>({"linear_a8w" #bits "_2x16_i8mm", kI8mm, Format::panel16, bits, 2, 16, run<bits>})
-constexpr LinearKernel kRows[] = {ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8)};
+constexpr LinearKernel kRows[] = {LOWBIT_EACH_WIDTH(ROW)};
 #undef ROW
 
 }  // namespace

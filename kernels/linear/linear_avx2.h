@@ -28,7 +28,7 @@
 namespace lowbit {
 namespace {
 
-[[gnu::always_inline]] inline __m256i broadcast4(const void* at) {
+LOWBIT_INLINE inline __m256i broadcast4(const void* at) {
   int32_t word;
   std::memcpy(&word, at, 4);
   return _mm256_set1_epi32(word);
@@ -36,7 +36,7 @@ namespace {
 
 // What the offset of symmetric codes adds to a segment's sums, whose sum of activations is at `a_sum`.
 template <int Bits>
-[[gnu::always_inline]] inline __m256i offset(const int32_t* a_sum) {
+LOWBIT_INLINE inline __m256i offset(const int32_t* a_sum) {
   constexpr int kShift = Bits == 1 ? 0 : is_by_table(Bits) ? 7 : Bits - 1;
   static_assert(1 << kShift == level_offset(Bits));
   return _mm256_slli_epi32(broadcast4(a_sum), kShift);
@@ -49,13 +49,13 @@ using Sums32 = uint32_t __attribute__((vector_size(32)));
 // Hides from the compiler where a pointer comes from. Otherwise it makes an induction variable of each address in a loop,
 // which takes more registers than there are.
 template <class T>
-[[gnu::always_inline]] inline void forget(T*& pointer) {
+LOWBIT_INLINE inline void forget(T*& pointer) {
   __asm__("" : "+r"(pointer));
 }
 
 // Has a sum computed at this point. Otherwise the compiler reorders additions, and keeps the addends in registers or memory.
 template <class Vector>
-[[gnu::always_inline]] inline void settle(Vector& sum) {
+LOWBIT_INLINE inline void settle(Vector& sum) {
   __asm__("" : "+x"(sum));
 }
 
@@ -75,7 +75,7 @@ struct Tile {
   Float16 (*acc)[kRows], (*products)[kRows];
   Sums sums;
 
-  [[gnu::always_inline]] void begin(const LinearArgs& args, int64_t row, Float16 (&floats)[2][kRows], Sums32* memory) {
+  LOWBIT_INLINE void begin(const LinearArgs& args, int64_t row, Float16 (&floats)[2][kRows], Sums32* memory) {
     segments = args.layout.segments;
     groups = args.layout.groups;
     stride = args.layout.blocks * kBlockInputs;
@@ -91,24 +91,24 @@ struct Tile {
   }
 
   // Has the float sums in memory at this point. Otherwise the compiler moves them between registers and memory.
-  [[gnu::always_inline]] void in_memory() {
+  LOWBIT_INLINE void in_memory() {
     if constexpr (kRows > 2) __asm__("" : "+m"(*acc), "+m"(*products));
   }
 
-  [[gnu::always_inline]] void clear_products() {
+  LOWBIT_INLINE void clear_products() {
     for (int i = 0; i < kRows; ++i) (*products)[i].half[0] = (*products)[i].half[1] = _mm256_setzero_ps();
   }
 
-  [[gnu::always_inline]] void start() {
+  LOWBIT_INLINE void start() {
     forget(a_scales);
     forget(a_sums);
     for (int i = 0; i < kRows; ++i) sums.start(i, a_sums + i * segments);
   }
 
-  [[gnu::always_inline]] void begin_block(const uint8_t* at) { block = at; }
+  LOWBIT_INLINE void begin_block(const uint8_t* at) { block = at; }
 
   template <int First, int Lines>
-  [[gnu::always_inline]] void add(const int8_t* a) {
+  LOWBIT_INLINE void add(const int8_t* a) {
     const int8_t* rows[kRows];
     for (int i = 0; i < kRows; ++i) {
       rows[i] = i == 0 ? a : rows[i - 1] + stride;
@@ -117,10 +117,10 @@ struct Tile {
     sums.template add<First, Lines>(block, rows);
   }
 
-  [[gnu::always_inline]] void next_block() { sums.next_block(); }
+  LOWBIT_INLINE void next_block() { sums.next_block(); }
 
   // Ends a segment. sum: for each row t * I of the group's segments up to this one, added up.
-  [[gnu::always_inline]] void end(Float16 (&sum)[kRows]) {
+  LOWBIT_INLINE void end(Float16 (&sum)[kRows]) {
     Sums32 totals[kRows][2];
     sums.end(totals);
     for (int i = 0; i < kRows; ++i) {
@@ -138,7 +138,7 @@ struct Tile {
   }
 
   // Ends a segment that is not the last of its group.
-  [[gnu::always_inline]] void end_segment() {
+  LOWBIT_INLINE void end_segment() {
     Float16 sum[kRows];
     end(sum);
     for (int i = 0; i < kRows; ++i) (*products)[i] = sum[i];
@@ -146,7 +146,7 @@ struct Tile {
   }
 
   // Ends a group's last segment, and the group.
-  [[gnu::always_inline]] void finish(const uint8_t* scales) {
+  LOWBIT_INLINE void finish(const uint8_t* scales) {
     const Float16 scale = load16<DType::f16>(scales);
     Float16 sum[kRows];
     end(sum);
@@ -167,13 +167,12 @@ struct Tile {
 // walk_x86.h, which ends a group of several segments apart from its last one: that would store the products once more.
 // `Short`: groups have one segment; for one row, which has little to do in such a group, the number of its blocks is known.
 template <bool Halves, bool Short, class Tile, class Ahead>
-[[gnu::always_inline]] inline void walk_segments(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
-                                                 Ahead ahead) {
+LOWBIT_INLINE inline void walk_segments(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile, Ahead ahead) {
   if constexpr (!Halves) {
     constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
     int64_t blocks = layout.blocks;
-    const auto add_block = [&]() __attribute__((always_inline)) {
+    const auto add_block = [&]() LOWBIT_INLINE {
       ahead(at);
       tile.begin_block(at);
       tile.template add<0, kBlockLines>(a);
@@ -184,7 +183,7 @@ template <bool Halves, bool Short, class Tile, class Ahead>
     };
     if constexpr (Short) {
       static_assert(kSegmentBlocks == 2);
-      const auto end_group = [&]() __attribute__((always_inline)) {
+      const auto end_group = [&]() LOWBIT_INLINE {
         tile.finish(at);
         at += Tile::kGroupBytes;
       };
@@ -229,12 +228,12 @@ template <bool Halves, bool Short, class Tile, class Ahead>
     const int64_t group_halves = layout.group_inputs() / kHalfInputs;
     int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;
     int64_t group_left = 0, segment_left = 0;
-    const auto start = [&]() __attribute__((always_inline)) {
+    const auto start = [&]() LOWBIT_INLINE {
       if (group_left == 0) group_left = halves < group_halves ? halves : group_halves;
       segment_left = group_left < kSegmentHalves ? group_left : kSegmentHalves;
       tile.start();
     };
-    const auto end_half = [&](const uint8_t*& scales) __attribute__((always_inline)) {
+    const auto end_half = [&](const uint8_t*& scales) LOWBIT_INLINE {
       --halves;
       --group_left;
       if (--segment_left > 0) return;
@@ -263,8 +262,7 @@ template <bool Halves, bool Short, class Tile, class Ahead>
 
 // Some rows of activations times one panel.
 template <class Sums, bool Short>
-[[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number,
-                                        int64_t tiles) {
+LOWBIT_INLINE inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number, int64_t tiles) {
   const Layout& layout = args.layout;
   Float16 floats[2][Sums::kRows];
   Sums32 memory[2 * Sums::kRows];
@@ -276,7 +274,7 @@ template <class Sums, bool Short>
   const uint8_t* const at = args.panels + panel * layout.panel_bytes;
   const int8_t* const a = args.a + row * tile.stride;
   if constexpr (Sums::kRows == 1) {
-    walk_segments<Sums::kHalves, Short>(layout, at, a, tile, [](const uint8_t* block) __attribute__((always_inline)) {
+    walk_segments<Sums::kHalves, Short>(layout, at, a, tile, [](const uint8_t* block) LOWBIT_INLINE {
       constexpr int64_t kBytes = 2 << 10;  // behind the last panel as well: a prefetch does not fault
       for (int line = 0; line < code_bits(Sums::kBits); ++line) {
         _mm_prefetch(reinterpret_cast<const char*>(block) + line * kLineBytes + kBytes, _MM_HINT_T0);
@@ -285,9 +283,9 @@ template <class Sums, bool Short>
   } else if constexpr (kAhead) {
     Prefetch prefetch(layout, at, panel + 1 == args.panel_end, number, tiles);
     walk_segments<Sums::kHalves, Short>(layout, at, a, tile,
-                                        [&](const uint8_t*) __attribute__((always_inline)) { prefetch(); });
+                                        [&](const uint8_t*) LOWBIT_INLINE { prefetch(); });
   } else {
-    walk_segments<Sums::kHalves, Short>(layout, at, a, tile, [](const uint8_t*) __attribute__((always_inline)) {});
+    walk_segments<Sums::kHalves, Short>(layout, at, a, tile, [](const uint8_t*) LOWBIT_INLINE {});
   }
 
   const uint8_t* head = at + layout.head_offset;
@@ -306,7 +304,7 @@ template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, in
 void run_panels(const LinearArgs& args) {
   for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
     for_each_tile<MostRows>(args.m, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
-                                        __attribute__((always_inline)) {
+                                        LOWBIT_INLINE {
       tile<Sums<Bits, Affine, Halves, rows()>, Short>(args, panel, row, number, tiles);
     });
   }
@@ -314,7 +312,7 @@ void run_panels(const LinearArgs& args) {
 
 template <template <int Bits, bool Affine, bool Halves, int Rows> class Sums, int Bits, int MostRows>
 void run(const LinearArgs& args) {
-  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) __attribute__((always_inline)) {
+  dispatch<Bits>(args.layout, [&](auto bits, auto affine, auto halves) LOWBIT_INLINE {
     if constexpr (MostRows == 1 && !halves()) {
       if (args.layout.group_inputs() <= kSegmentInputs) return run_panels<Sums, bits(), affine(), false, 1, true>(args);
     }

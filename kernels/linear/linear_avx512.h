@@ -31,7 +31,7 @@ namespace {
 // A table of levels, as bytes level + 128; vpshufb looks a register of codes up. Nothing for other weights.
 template <int Bits>
 struct Levels {
-  [[gnu::always_inline]] void load(const Layout&) {}
+  LOWBIT_INLINE void load(const Layout&) {}
 };
 
 template <int Bits>
@@ -39,7 +39,7 @@ template <int Bits>
 struct Levels<Bits> {
   __m512i bytes;
 
-  [[gnu::always_inline]] void load(const Layout& layout) {
+  LOWBIT_INLINE void load(const Layout& layout) {
     const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(layout.levels));
     bytes = _mm512_xor_si512(_mm512_broadcast_i32x4(table), byte_mask(0x80));
   }
@@ -92,19 +92,19 @@ using Int16 = int32_t __attribute__((vector_size(64)));
 
 // Of 16 rows of 4 codes with the 4 activations at `a`. Not by assembly with the broadcast as a part of vpdpbusd: fewer
 // instructions, but slower (Zen 5: 1.1 to 1.2 times the time).
-[[gnu::always_inline]] inline Int16 add_products(Int16 sums, __m512i codes, const int8_t* a) {
+LOWBIT_INLINE inline Int16 add_products(Int16 sums, __m512i codes, const int8_t* a) {
   int32_t word;
   std::memcpy(&word, a, 4);
   return reinterpret_cast<Int16>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), codes, _mm512_set1_epi32(word)));
 }
 
-[[gnu::always_inline]] inline Int16 broadcast(int32_t value) {
+LOWBIT_INLINE inline Int16 broadcast(int32_t value) {
   return reinterpret_cast<Int16>(_mm512_set1_epi32(value));
 }
 
 // v / 2^Shift
 template <int Shift>
-[[gnu::always_inline]] inline __m512i divided(__m512i v) {
+LOWBIT_INLINE inline __m512i divided(__m512i v) {
   if constexpr (Shift > 0) return _mm512_srai_epi32(v, Shift);
   if constexpr (Shift < 0) return _mm512_slli_epi32(v, -Shift);
   return v;
@@ -117,12 +117,12 @@ struct Sums {
   Int16 chain[Rows][kChains.count];
 
   // Of row i; `first` is what its sums start at.
-  [[gnu::always_inline]] void start(int i, Int16 first) {
+  LOWBIT_INLINE void start(int i, Int16 first) {
     for (int c = 0; c < kChains.count; ++c) chain[i][c] = c == kChains.started ? first : Int16{};
   }
 
   template <int FirstLine, int Lines>
-  [[gnu::always_inline]] void add(const __m512i (&line)[8], const int8_t* a, int64_t stride) {
+  LOWBIT_INLINE void add(const __m512i (&line)[8], const int8_t* a, int64_t stride) {
     for (int j = FirstLine; j < FirstLine + Lines; ++j) {
       for (int i = 0; i < Rows; ++i) {
         Int16& sum = chain[i][kChains.of_line[j]];
@@ -131,22 +131,22 @@ struct Sums {
     }
   }
 
-  [[gnu::always_inline]] __m512 joined(int i) const {
+  LOWBIT_INLINE __m512 joined(int i) const {
     __m512i total = divided<kChains.shift[0]>(reinterpret_cast<__m512i>(chain[i][0]));
-    [&]<int... C>(std::integer_sequence<int, C...>) __attribute__((always_inline)) {
+    [&]<int... C>(std::integer_sequence<int, C...>) LOWBIT_INLINE {
       ((total = _mm512_add_epi32(total, divided<kChains.shift[C + 1]>(reinterpret_cast<__m512i>(chain[i][C + 1])))), ...);
     }(std::make_integer_sequence<int, kChains.count - 1>());
     return _mm512_cvtepi32_ps(total);
   }
 };
 
-[[gnu::always_inline]] inline __m512 load_scales(const uint8_t* scales) {
+LOWBIT_INLINE inline __m512 load_scales(const uint8_t* scales) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
 }
 
 // Lines of codes, at their bit positions or shifted down; or of levels + 128.
 template <int Bits, bool Affine, bool ShiftedDown>
-[[gnu::always_inline]] inline void unpack_block(const uint8_t* block, const Levels<Bits>& levels, __m512i (&line)[8]) {
+LOWBIT_INLINE inline void unpack_block(const uint8_t* block, const Levels<Bits>& levels, __m512i (&line)[8]) {
   using Codes = Unpack<code_bits(Bits)>;
   __m512i packed[code_bits(Bits)];
   for (int i = 0; i < code_bits(Bits); ++i) packed[i] = _mm512_loadu_si512(block + i * kLineBytes);
@@ -156,7 +156,7 @@ template <int Bits, bool Affine, bool ShiftedDown>
       line[j] = _mm512_shuffle_epi8(levels.bytes, _mm512_srli_epi16(line[j], static_cast<unsigned>(Codes::shift[j])));
     }
   } else if constexpr (ShiftedDown) {  // a field's other bits are zero: nothing crosses to the next byte
-    [&]<int... J>(std::integer_sequence<int, J...>) __attribute__((always_inline)) {
+    [&]<int... J>(std::integer_sequence<int, J...>) LOWBIT_INLINE {
       ((line[J] = shift_right<line_shift<Bits, Affine>(J)>(line[J])), ...);
     }(std::make_integer_sequence<int, 8>());
   }
@@ -168,7 +168,7 @@ struct Outputs {
   int64_t column;
   __mmask16 columns;
 
-  [[gnu::always_inline]] Outputs(const LinearArgs& args, int64_t panel) {
+  LOWBIT_INLINE Outputs(const LinearArgs& args, int64_t panel) {
     const uint8_t* head = args.panels + panel * args.layout.panel_bytes + args.layout.head_offset;
     row_scale = _mm512_loadu_ps(head);
     bias = _mm512_loadu_ps(head + 8 * kPanelRows);
@@ -176,7 +176,7 @@ struct Outputs {
     columns = first_lanes(args.layout.n - column);
   }
 
-  [[gnu::always_inline]] void store(const LinearArgs& args, int64_t row, __m512 acc) const {
+  LOWBIT_INLINE void store(const LinearArgs& args, int64_t row, __m512 acc) const {
     store16(args.out, args.out_dtype, row * args.out_stride + column, _mm512_fmadd_ps(row_scale, acc, bias), columns);
   }
 };
@@ -211,10 +211,10 @@ class Streams {
     const int32_t* const sums = args_.sums + row * layout.segments;
     const float* const scales = args_.scales + row * layout.segments;
     int32_t* to = values_ + index * row_values_;
-    const auto gather = [&](const void* from, __m256i at) __attribute__((always_inline)) {
+    const auto gather = [&](const void* from, __m256i at) LOWBIT_INLINE {
       return _mm256_mmask_i32gather_epi32(at, wanted, at, from, 4);
     };
-    const auto put = [&](__m256i values) __attribute__((always_inline)) {
+    const auto put = [&](__m256i values) LOWBIT_INLINE {
       _mm256_mask_storeu_epi32(to, wanted, values);
       to += rows;
     };
@@ -257,7 +257,7 @@ struct Tile {
   __m512i line[8];
   [[no_unique_address]] Levels<Bits> levels;
 
-  [[gnu::always_inline]] void begin(const LinearArgs& args, int64_t row, const int32_t* its_stream) {
+  LOWBIT_INLINE void begin(const LinearArgs& args, int64_t row, const int32_t* its_stream) {
     levels.load(args.layout);
     segment_sums = args.sums + row * args.layout.segments;
     segment_scales = args.scales + row * args.layout.segments;
@@ -267,7 +267,7 @@ struct Tile {
     for (__m512& each : acc) each = _mm512_setzero_ps();
   }
 
-  [[gnu::always_inline]] void start(int64_t segment) {
+  LOWBIT_INLINE void start(int64_t segment) {
     for (int i = 0; i < Rows; ++i) {
       if constexpr (Affine) {
         sums.start(i, Int16{});
@@ -280,31 +280,31 @@ struct Tile {
     if constexpr (!Affine && Rows > 1) stream += Rows;
   }
 
-  [[gnu::always_inline]] void begin_block(const uint8_t* at) { unpack_block<Bits, Affine, kDown>(at, levels, line); }
+  LOWBIT_INLINE void begin_block(const uint8_t* at) { unpack_block<Bits, Affine, kDown>(at, levels, line); }
 
   template <int First, int Lines>
-  [[gnu::always_inline]] void add(const int8_t* a) {
+  LOWBIT_INLINE void add(const int8_t* a) {
     sums.template add<First, Lines>(line, a, stride);
   }
 
-  [[gnu::always_inline]] void begin_group() {
+  LOWBIT_INLINE void begin_group() {
     for (__m512& each : products) each = _mm512_setzero_ps();
   }
 
-  [[gnu::always_inline]] void end_segment(int64_t segment) {
+  LOWBIT_INLINE void end_segment(int64_t segment) {
     for (int i = 0; i < Rows; ++i) {
       products[i] = _mm512_fmadd_ps(next(i, segment_scales + segment), sums.joined(i), products[i]);
     }
     stream += Rows;
   }
 
-  [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
+  LOWBIT_INLINE void finish(int64_t group, const uint8_t* scales) {
     const __m512 scale = load_scales(scales);
     for (int i = 0; i < Rows; ++i) acc[i] = _mm512_fmadd_ps(scale, products[i], acc[i]);
     if constexpr (Affine) add_mins(group, scales);
   }
 
-  [[gnu::always_inline]] void finish_only(int64_t group, const uint8_t* scales) {
+  LOWBIT_INLINE void finish_only(int64_t group, const uint8_t* scales) {
     const __m512 scale = load_scales(scales);
     for (int i = 0; i < Rows; ++i) {
       acc[i] = _mm512_fmadd_ps(scale, _mm512_mul_ps(next(i, segment_scales + group), sums.joined(i)), acc[i]);
@@ -314,14 +314,14 @@ struct Tile {
   }
 
  private:
-  [[gnu::always_inline]] void add_mins(int64_t group, const uint8_t* scales) {
+  LOWBIT_INLINE void add_mins(int64_t group, const uint8_t* scales) {
     const __m512 min = load_scales(scales + 2 * kPanelRows);
     for (int i = 0; i < Rows; ++i) acc[i] = _mm512_fmadd_ps(min, next(i, group_sums + group), acc[i]);
     stream += Rows;
   }
 
   // The next float of row i: one row's lies at `at`.
-  [[gnu::always_inline]] __m512 next(int i, const float* at) const {
+  LOWBIT_INLINE __m512 next(int i, const float* at) const {
     return _mm512_set1_ps(Rows == 1 ? *at : float_from_bits(static_cast<uint32_t>(stream[i])));
   }
 };
@@ -330,8 +330,8 @@ inline constexpr int64_t kLongRow = 12288;  // inputs
 
 // `Rows` rows of activations times one panel. `Kind`: where groups end.
 template <int Bits, bool Affine, Groups Kind, int Rows>
-[[gnu::always_inline]] inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number = 0,
-                                        int64_t tiles = 1, const int32_t* stream = nullptr) {
+LOWBIT_INLINE inline void tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number = 0,
+                               int64_t tiles = 1, const int32_t* stream = nullptr) {
   Tile<Bits, Affine, Kind, Rows> tile;
   tile.begin(args, row, stream);
   const int8_t* const a = args.a + row * tile.stride;
@@ -355,7 +355,7 @@ template <int Bits>
 inline constexpr int64_t kPrefetchBytes = (8 << 10) / kPanelsInStep<Bits>;
 
 template <int Bits, bool Affine, Groups Kind>
-[[gnu::always_inline]] inline void tile_in_step(const LinearArgs& args, int64_t panel, int64_t row) {
+LOWBIT_INLINE inline void tile_in_step(const LinearArgs& args, int64_t panel, int64_t row) {
   constexpr int kPanels = kPanelsInStep<Bits>;
   const Layout& layout = args.layout;
   InStep<Tile<Bits, Affine, Kind, 1, kPanels>, kPanels, kPrefetchBytes<Bits>> tiles;
@@ -395,7 +395,7 @@ void run_panels(const LinearArgs& args) {
       });
       for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
         for_each_tile<MostRows>(count, [&](int64_t row, auto rows, int64_t number, int64_t tiles)
-                                           __attribute__((always_inline)) {
+                                           LOWBIT_INLINE {
           tile<Bits, Affine, Kind, rows()>(args, panel, first + row, number, tiles, streams.of(row));
         });
       }

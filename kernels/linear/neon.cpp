@@ -47,7 +47,7 @@ struct QuarterPair {
   Sums<is_wide(Bits)>* const (&sums)[Groups][2];
   Products (&products)[Groups][2][3];  // by Unpack<Bits>::shift: none, the lower one, the higher one
 
-  [[gnu::always_inline]] Pair load(int i) const {
+  LOWBIT_INLINE Pair load(int i) const {
     uint8x16_t q0 = vld1q_u8(at + i * kLineBytes), q1 = vld1q_u8(at + i * kLineBytes + 16);
     // Keeps the two loads together, for ldp. Volatile, so that GCC does not move all loads to the front and run out of
     // registers.
@@ -56,7 +56,7 @@ struct QuarterPair {
   }
 
   template <int J>
-  [[gnu::always_inline]] void use(Index<J>, const Pair& line) const {
+  LOWBIT_INLINE void use(Index<J>, const Pair& line) const {
     if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
       constexpr int kShift = Unpack<Bits>::shift[J], kChain = kShift == 0 ? 0 : kShift == 4 ? 2 : 1;
       constexpr int kGroup = J / 4 * (Groups - 1);
@@ -75,12 +75,12 @@ struct QuarterPair {
 
 // `sums`: of each group, for two quarters.
 template <int Bits, Halves Wanted, int Groups>
-[[gnu::always_inline]] inline void add_pair(Sums<is_wide(Bits)>* const (&sums)[Groups][2], const uint8_t* at,
-                                            const Tables<Bits>& tables, const int8x16_t (&a)[8]) {
+LOWBIT_INLINE inline void add_pair(Sums<is_wide(Bits)>* const (&sums)[Groups][2], const uint8_t* at,
+                                   const Tables<Bits>& tables, const int8x16_t (&a)[8]) {
   Products products[Groups][2][3];
   Unpack<Bits>::lines(QuarterPair<Bits, Wanted, Groups>{at, tables, a, sums, products});
-  unroll<Groups>([&](auto g) __attribute__((always_inline)) {
-    unroll<2>([&](auto q) __attribute__((always_inline)) {
+  unroll<Groups>([&](auto g) LOWBIT_INLINE {
+    unroll<2>([&](auto q) LOWBIT_INLINE {
       Products(&of)[3] = products[g][q];
       of[0].template join<Bits == 2 ? 2 : 3>(of[1]);
       of[0].template join<4>(of[2]);
@@ -92,9 +92,9 @@ template <int Bits, Halves Wanted, int Groups>
 
 // The broadcasts of the activations that the wanted half or halves of a block need.
 template <Halves Wanted>
-[[gnu::always_inline]] inline void load_broadcasts(const int8_t* from, int8x16_t (&a)[8]) {
+LOWBIT_INLINE inline void load_broadcasts(const int8_t* from, int8x16_t (&a)[8]) {
   const int8x16_t a0 = vld1q_s8(from), a1 = vld1q_s8(Wanted == kWholeBlock ? from + kHalfInputs : from);
-  unroll<8>([&](auto j) __attribute__((always_inline)) { a[j] = broadcast(j < 4 ? a0 : a1, j % 4); });
+  unroll<8>([&](auto j) LOWBIT_INLINE { a[j] = broadcast(j < 4 ? a0 : a1, j % 4); });
 }
 
 // What row_neon.h asks for.
@@ -111,17 +111,17 @@ class NeonRow {
     int32x4_t start;
   };
 
-  [[gnu::always_inline]] explicit NeonRow(const Layout& layout) : tables_(layout.levels) {}
+  LOWBIT_INLINE explicit NeonRow(const Layout& layout) : tables_(layout.levels) {}
 
   // What the sum of the products lacks: the codes' zero, and at 8 bits that the bytes are codes - 128. At 1 bit shifted() has
   // minus I: A, minus twice those with a set bit.
-  [[gnu::always_inline]] static int32x4_t start_of(int32x4_t sum) {
+  LOWBIT_INLINE static int32x4_t start_of(int32x4_t sum) {
     constexpr int kFactor = Bits == 1 ? !Affine : stored_flip(Bits) - (Affine ? 0 : level_offset(Bits));
     return vmlaq_s32(vdupq_n_s32(kShiftBits), sum, vdupq_n_s32(kFactor));
   }
 
   template <Halves Wanted>
-  [[gnu::always_inline]] static Inputs load(const int8_t* a) {
+  LOWBIT_INLINE static Inputs load(const int8_t* a) {
     Inputs inputs;
     load_broadcasts<Wanted>(a, inputs.a);
     return inputs;
@@ -129,36 +129,36 @@ class NeonRow {
 
   // `Loop`: whether a loop adds the products, which makes the first ones like all others.
   template <bool Loop>
-  [[gnu::always_inline]] static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
+  LOWBIT_INLINE static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
     const int32x4_t first = vld1q_s32(reinterpret_cast<const int32_t*>(at));
     at += sizeof first;
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
       sums[q].start = first;
       if (Loop) sums[q].products.empty = false;
     });
   }
 
-  [[gnu::always_inline]] static void start_two(Sums (&sums)[2], const int32_t* at) {
+  LOWBIT_INLINE static void start_two(Sums (&sums)[2], const int32_t* at) {
     sums[0].start = sums[1].start = vld1q_s32(at);
   }
 
-  [[gnu::always_inline]] static void pin(Sums (&)[kQuarters]) {}
+  LOWBIT_INLINE static void pin(Sums (&)[kQuarters]) {}
 
   template <Halves Wanted>
-  [[gnu::always_inline]] void add(Sums (&sums)[kQuarters], const uint8_t* block, const Inputs& inputs) const {
-    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+  LOWBIT_INLINE void add(Sums (&sums)[kQuarters], const uint8_t* block, const Inputs& inputs) const {
+    unroll<2>([&](auto pair) LOWBIT_INLINE {
       add_pair<Bits, Wanted, 1>({{&sums[2 * pair].products, &sums[2 * pair + 1].products}}, block + 32 * pair, tables_,
                                 inputs.a);
     });
   }
 
   template <int First>
-  [[gnu::always_inline]] void add_two(Sums (&sums)[2][2], const uint8_t* block, const Inputs& inputs) const {
+  LOWBIT_INLINE void add_two(Sums (&sums)[2][2], const uint8_t* block, const Inputs& inputs) const {
     add_pair<Bits, kWholeBlock, 2>({{&sums[0][0].products, &sums[0][1].products},
                                     {&sums[1][0].products, &sums[1][1].products}}, block + 16 * First, tables_, inputs.a);
   }
 
-  [[gnu::always_inline]] static float32x4_t shifted(const Sums& sums, int32x4_t) {
+  LOWBIT_INLINE static float32x4_t shifted(const Sums& sums, int32x4_t) {
     int32x4_t total = sums.products.total();
     if constexpr (Bits == 1 && !Affine) total = vaddq_s32(total, total);
     return vreinterpretq_f32_s32(vaddq_s32(total, sums.start));

@@ -65,7 +65,7 @@ struct QuarterPair {
   Sums<Bits>& second1;
   int8x16_t a0, a1;     // of the first and the second half
 
-  [[gnu::always_inline]] Pair load(int i) const {
+  LOWBIT_INLINE Pair load(int i) const {
     const uint8_t* at = block + i * kLineBytes + 16 * First;
     uint8x16_t q0 = vld1q_u8(at), q1 = vld1q_u8(at + 16);
     // Keeps the two loads together, for ldp. Volatile, so that GCC does not move all loads to the front and run out of
@@ -75,7 +75,7 @@ struct QuarterPair {
   }
 
   template <int J>
-  [[gnu::always_inline]] void use(Index<J>, const Pair& line) const {
+  LOWBIT_INLINE void use(Index<J>, const Pair& line) const {
     if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
       constexpr int kChain = kChains<Bits>.of_line[J];
       const int8x16_t a = J < 4 ? a0 : a1;
@@ -99,45 +99,45 @@ class DotRow {
     int8x16_t half[2];
   };
 
-  [[gnu::always_inline]] explicit DotRow(const Layout& layout) : tables_(layout.levels) {}
+  LOWBIT_INLINE explicit DotRow(const Layout& layout) : tables_(layout.levels) {}
 
   // At 1 bit half of it: shifted() doubles it.
-  [[gnu::always_inline]] static int32x4_t start_of(int32x4_t sum) {
+  LOWBIT_INLINE static int32x4_t start_of(int32x4_t sum) {
     if constexpr (kHalvesSum) return vaddq_s32(vdupq_n_s32(kShiftBits / 2), vshrq_n_s32(sum, 1));
     constexpr int kFactor = Bits == 1 ? 0 : stored_flip(Bits) - (Affine ? 0 : level_offset(Bits));
     return vmlaq_s32(vdupq_n_s32(kShiftBits), sum, vdupq_n_s32(kFactor));
   }
 
   template <Halves Wanted>
-  [[gnu::always_inline]] static Inputs load(const int8_t* a) {
+  LOWBIT_INLINE static Inputs load(const int8_t* a) {
     return {{vld1q_s8(a), vld1q_s8(Wanted == kWholeBlock ? a + kHalfInputs : a)}};
   }
 
   // Moves on.
   template <bool Loop>
-  [[gnu::always_inline]] static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
+  LOWBIT_INLINE static void start(Sums (&sums)[kQuarters], const uint8_t*& at) {
     int32x4_t first[kQuarters];
     Four<28>::load_each(at, first);
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { start_at(sums[q], first[q]); });
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE { start_at(sums[q], first[q]); });
   }
 
   // Of half a block, for two quarters.
-  [[gnu::always_inline]] static void start_two(Sums (&sums)[2], const int32_t* at) {
+  LOWBIT_INLINE static void start_two(Sums (&sums)[2], const int32_t* at) {
     const int32x4_t first = vld1q_s32(at);
-    unroll<2>([&](auto q) __attribute__((always_inline)) { start_at(sums[q], first); });
+    unroll<2>([&](auto q) LOWBIT_INLINE { start_at(sums[q], first); });
   }
 
   // Keeps the sums where start() began them.
-  [[gnu::always_inline]] static void pin(Sums (&sums)[kQuarters]) {
+  LOWBIT_INLINE static void pin(Sums (&sums)[kQuarters]) {
     int32x4_t first[kQuarters];
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { first[q] = sums[q].chain[0]; });
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE { first[q] = sums[q].chain[0]; });
     Four<28>::pin<kQuarters>(first);
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { sums[q].chain[0] = first[q]; });
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE { sums[q].chain[0] = first[q]; });
   }
 
   template <Halves Wanted>
-  [[gnu::always_inline]] void add(Sums (&sums)[kQuarters], const uint8_t* block, const Inputs& a) const {
-    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+  LOWBIT_INLINE void add(Sums (&sums)[kQuarters], const uint8_t* block, const Inputs& a) const {
+    unroll<2>([&](auto pair) LOWBIT_INLINE {
       Sums &sums0 = sums[2 * pair], &sums1 = sums[2 * pair + 1];
       Unpack<Bits>::lines(
           QuarterPair<Bits, 2 * pair, Wanted>{block, tables_, sums0, sums1, sums0, sums1, a.half[0], a.half[1]});
@@ -145,13 +145,13 @@ class DotRow {
   }
 
   template <int First>
-  [[gnu::always_inline]] void add_two(Sums (&sums)[2][2], const uint8_t* block, const Inputs& a) const {
+  LOWBIT_INLINE void add_two(Sums (&sums)[2][2], const uint8_t* block, const Inputs& a) const {
     Unpack<Bits>::lines(QuarterPair<Bits, First, kWholeBlock>{block, tables_, sums[0][0], sums[0][1], sums[1][0], sums[1][1],
                                                               a.half[0], a.half[1]});
   }
 
   // `sum` has A, of which sli takes the lowest bit at 1 bit. It leaves the rest to be overwritten.
-  [[gnu::always_inline]] static float32x4_t shifted(const Sums& sums, int32x4_t& sum) {
+  LOWBIT_INLINE static float32x4_t shifted(const Sums& sums, int32x4_t& sum) {
     constexpr int kShift1 = kChains<Bits>.shift[1], kShift2 = kChains<Bits>.shift[2];
     int32x4_t total = sums.chain[0];
     if constexpr (kChains<Bits>.count > 1) total = vsraq_n_s32(total, sums.chain[1], kShift1);
@@ -163,9 +163,9 @@ class DotRow {
  private:
   const Tables<Bits> tables_;
 
-  [[gnu::always_inline]] static void start_at(Sums& sums, int32x4_t first) {
+  LOWBIT_INLINE static void start_at(Sums& sums, int32x4_t first) {
     sums.chain[0] = first;
-    unroll<kChains<Bits>.count - 1>([&](auto c) __attribute__((always_inline)) { sums.chain[c + 1] = vdupq_n_s32(0); });
+    unroll<kChains<Bits>.count - 1>([&](auto c) LOWBIT_INLINE { sums.chain[c + 1] = vdupq_n_s32(0); });
   }
 };
 

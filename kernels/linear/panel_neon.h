@@ -21,7 +21,7 @@ struct Scales {
   float32x4_t q[kQuarters];
 };
 
-[[gnu::always_inline]] inline Scales load_scales(const uint8_t* scales) {
+LOWBIT_INLINE inline Scales load_scales(const uint8_t* scales) {
   const float16x8_t half0 = vreinterpretq_f16_u8(vld1q_u8(scales));
   const float16x8_t half1 = vreinterpretq_f16_u8(vld1q_u8(scales + 16));
   return {{vcvt_f32_f16(vget_low_f16(half0)), vcvt_high_f32_f16(half0), vcvt_f32_f16(vget_low_f16(half1)),
@@ -29,7 +29,7 @@ struct Scales {
 }
 
 // Of two quarters.
-[[gnu::always_inline]] inline void load_two_scales(const uint8_t* scales, float32x4_t (&to)[2]) {
+LOWBIT_INLINE inline void load_two_scales(const uint8_t* scales, float32x4_t (&to)[2]) {
   const float16x8_t half = vreinterpretq_f16_u8(vld1q_u8(scales));
   to[0] = vcvt_f32_f16(vget_low_f16(half));
   to[1] = vcvt_high_f32_f16(half);
@@ -40,13 +40,13 @@ struct Heads {
 };
 
 // 16 float32 values: 0: row scales, 2: biases.
-[[gnu::always_inline]] inline const uint8_t* head(const LinearArgs& args, int64_t panel, int which) {
+LOWBIT_INLINE inline const uint8_t* head(const LinearArgs& args, int64_t panel, int which) {
   return args.panels + panel * args.layout.panel_bytes + args.layout.head_offset + 4 * which * kPanelRows;
 }
 
-[[gnu::always_inline]] inline Heads load_heads(const LinearArgs& args, int64_t panel) {
+LOWBIT_INLINE inline Heads load_heads(const LinearArgs& args, int64_t panel) {
   Heads heads;
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+  unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
     heads.row_scale[q] = vreinterpretq_f32_u8(vld1q_u8(head(args, panel, 0) + 16 * q));
     heads.bias[q] = vreinterpretq_f32_u8(vld1q_u8(head(args, panel, 2) + 16 * q));
   });
@@ -55,16 +55,16 @@ struct Heads {
 
 // The outputs of a row of m and a panel, from their sums over all groups; the first `columns` of them.
 template <DType T>
-[[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
-                                                 const Heads& heads, float32x4_t (&y)[kQuarters], int64_t columns) {
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
+                                        const Heads& heads, float32x4_t (&y)[kQuarters], int64_t columns) {
+  unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
     y[q] = vfmaq_f32(heads.bias[q], heads.row_scale[q], y[q]);
   });
   store_first<T>(args.out, row * args.out_stride + panel * kPanelRows, y, columns);
 }
 
 template <class Body>
-[[gnu::always_inline]] inline void with_dtype(DType dtype, Body body) {
+LOWBIT_INLINE inline void with_dtype(DType dtype, Body body) {
   switch (dtype) {
     case DType::f32: return body(std::integral_constant<DType, DType::f32>());
     case DType::bf16: return body(std::integral_constant<DType, DType::bf16>());
@@ -72,9 +72,8 @@ template <class Body>
   }
 }
 
-[[gnu::always_inline]] inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row,
-                                                 float32x4_t (&y)[kQuarters]) {
-  with_dtype(args.out_dtype, [&](auto dtype) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void store_outputs(const LinearArgs& args, int64_t panel, int64_t row, float32x4_t (&y)[kQuarters]) {
+  with_dtype(args.out_dtype, [&](auto dtype) LOWBIT_INLINE {
     store_outputs<dtype()>(args, panel, row, load_heads(args, panel), y, args.layout.n - panel * kPanelRows);
   });
 }

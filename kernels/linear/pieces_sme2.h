@@ -58,7 +58,7 @@ struct Chunk {
   int64_t piece_halves = kPieceHalves / tiles;
 };
 
-[[gnu::always_inline]] inline Piece next_piece(const Chunk& chunk, int64_t first) __arm_streaming_compatible {
+LOWBIT_INLINE inline Piece next_piece(const Chunk& chunk, int64_t first) __arm_streaming_compatible {
   const int64_t halves = chunk.halves, group_halves = chunk.group_halves;
   const auto segment_at = [&](int64_t half) {
     return half / group_halves * chunk.args.layout.group_segments() +
@@ -83,8 +83,8 @@ struct Chunk {
 }
 
 // 16 rows, `stride` words apart, to the rows of tile 0. Compilers work each address out anew.
-[[gnu::always_inline]] inline void load_tile_rows(const uint32_t* const (&rows)[4], int64_t word, int64_t stride,
-                                                  svbool_t columns) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void load_tile_rows(const uint32_t* const (&rows)[4], int64_t word, int64_t stride,
+                                         svbool_t columns) LOWBIT_STREAMING {
 #pragma clang loop unroll(full)
   for (uint32_t i = 0; i < 4; ++i) {
     const uint32_t* row = rows[i] + word;
@@ -100,7 +100,7 @@ struct Chunk {
 }
 
 // The columns of tile 0 to memory, half of them each.
-[[gnu::always_inline]] inline void store_tile_columns(uint32_t* first, uint32_t* second) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void store_tile_columns(uint32_t* first, uint32_t* second) LOWBIT_STREAMING {
   __asm__ volatile(
       "mov {z0.s-z3.s}, za0v.s[%w0, 0:3]\n\t"
       "mov {z4.s-z7.s}, za0v.s[%w1, 0:3]\n\t"
@@ -136,7 +136,7 @@ struct Chunk {
 
 // Order of rows and of outputs that a multiply-add of four vectors makes of the columns of a tile, and back: they are a
 // 4 x 4 matrix, transposed.
-[[gnu::always_inline]] inline svuint32_t swapped_lanes() __arm_streaming {
+LOWBIT_INLINE inline svuint32_t swapped_lanes() __arm_streaming {
   const svbool_t all = svptrue_b32();
   const svuint32_t lane = svindex_u32(0, 1);
   return svorr_u32_x(all, svlsr_n_u32_x(all, lane, 2), svand_n_u32_x(all, svlsl_n_u32_x(all, lane, 2), 15));
@@ -144,8 +144,8 @@ struct Chunk {
 
 // `columns` columns of some rows to use(vector of 16 rows), `step` vectors apart; four at a time, so up to three more.
 template <class Use>
-[[gnu::always_inline]] inline void spread(const void* from, int64_t stride, int64_t rows, int64_t columns, Scratch& scratch,
-                                          float* to, int64_t step, Use use) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void spread(const void* from, int64_t stride, int64_t rows, int64_t columns, Scratch& scratch,
+                                 float* to, int64_t step, Use use) LOWBIT_STREAMING {
   transpose(from, stride, rows, columns, scratch.columns, 8);
   const float* at = scratch.columns;
 #pragma clang loop unroll(disable)
@@ -160,7 +160,7 @@ template <class Use>
 }
 
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void transpose_piece(const Chunk& chunk, const Piece& piece) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void transpose_piece(const Chunk& chunk, const Piece& piece) LOWBIT_STREAMING {
   const LinearArgs& args = chunk.args;
   const Layout& layout = args.layout;
   Scratch& scratch = chunk.scratch;
@@ -175,11 +175,11 @@ template <int Bits, bool Affine>
               (piece.halves + odd) * kHalfLines, scratch.a + tile * kBlockLines * kVectorBytes, tiles * kBlockLines);
     float* const to = scratch.segments + tile * kTileRows;
     spread(args.scales + segment, layout.segments, rows, piece.segments, scratch, to, step,
-           [](svfloat32_t t) __attribute__((always_inline)) __arm_streaming { return t; });
+           [](svfloat32_t t) LOWBIT_INLINE __arm_streaming { return t; });
     if constexpr (kStarts) {
       const svint32_t start = svdup_n_s32(kStartRow);
       spread(args.sums + segment, layout.segments, rows, piece.segments, scratch, to + tiles * kTileRows, step,
-             [&](svfloat32_t sum) __attribute__((always_inline)) __arm_streaming {
+             [&](svfloat32_t sum) LOWBIT_INLINE __arm_streaming {
                return svreinterpret_f32_s32(svsli_n_s32(svreinterpret_s32_f32(sum), start, 16));
              });
     }
@@ -187,7 +187,7 @@ template <int Bits, bool Affine>
       const svuint32_t lanes = swapped_lanes();
       spread(args.group_sums + row * layout.groups + piece.first_group, layout.groups, rows, piece.groups, scratch,
              scratch.sums + tile * kTileRows, tiles,
-             [&](svfloat32_t sum) __attribute__((always_inline)) __arm_streaming { return svtbl_f32(sum, lanes); });
+             [&](svfloat32_t sum) LOWBIT_INLINE __arm_streaming { return svtbl_f32(sum, lanes); });
     }
   }
 }

@@ -16,8 +16,8 @@ namespace {
 
 // Adds the products of one unpacked line: 16 rows x 4 inputs.
 template <int Bits, int J>
-[[gnu::always_inline]] inline void add_line(const uint8_t* block, const int8_t* levels, const int8_t* a,
-                                            int32_t (&sums)[kPanelRows]) {
+LOWBIT_INLINE inline void add_line(const uint8_t* block, const int8_t* levels, const int8_t* a,
+                                   int32_t (&sums)[kPanelRows]) {
   uint8_t codes[kLineBytes];
   for (int p = 0; p < kLineBytes; ++p) codes[p] = read_code<code_bits(Bits), J>(block + p);
   if constexpr (is_by_table(Bits)) {

@@ -21,7 +21,7 @@ struct Four;
   struct Four<first> {                                                                                 \
     /* `Step`: how far the pointer moves. */                                                           \
     template <int64_t Step = 64, class Vector>                                                         \
-    [[gnu::always_inline]] static void load(const uint8_t*& at, Vector* to) {                          \
+    LOWBIT_INLINE static void load(const uint8_t*& at, Vector* to) {                                   \
       register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
       register Vector v2 __asm__("v" #third), v3 __asm__("v" #fourth);                                 \
       if constexpr (Step == 0) {                                                                       \
@@ -38,7 +38,7 @@ struct Four;
     }                                                                                                  \
     /* Four values of 32 bits, each in all lanes of its register. */                                   \
     template <class Vector>                                                                            \
-    [[gnu::always_inline]] static void load_each(const uint8_t*& at, Vector* to) {                     \
+    LOWBIT_INLINE static void load_each(const uint8_t*& at, Vector* to) {                              \
       register Vector v0 __asm__("v" #first), v1 __asm__("v" #second);                                 \
       register Vector v2 __asm__("v" #third), v3 __asm__("v" #fourth);                                 \
       __asm__ volatile("ld4r {%0.4s, %1.4s, %2.4s, %3.4s}, [%4], #16"                                  \
@@ -46,7 +46,7 @@ struct Four;
       to[0] = v0, to[1] = v1, to[2] = v2, to[3] = v3;                                                  \
     }                                                                                                  \
     template <int Count, class Vector>                                                                 \
-    [[gnu::always_inline]] static void pin(Vector* v) {                                                \
+    LOWBIT_INLINE static void pin(Vector* v) {                                                         \
       if constexpr (Count > 0) {                                                                       \
         register Vector v0 __asm__("v" #first) = v[0];                                                 \
         __asm__ volatile("" : "+w"(v0));                                                               \
@@ -69,7 +69,7 @@ struct Four;
       }                                                                                                \
     }                                                                                                  \
     template <class Vector>                                                                            \
-    [[gnu::always_inline]] static void store(uint8_t*& at, Vector a, Vector b, Vector c, Vector d) {   \
+    LOWBIT_INLINE static void store(uint8_t*& at, Vector a, Vector b, Vector c, Vector d) {            \
       register Vector v0 __asm__("v" #first) = a, v1 __asm__("v" #second) = b;                         \
       register Vector v2 __asm__("v" #third) = c, v3 __asm__("v" #fourth) = d;                         \
       __asm__ volatile("st1 {%1.16b, %2.16b, %3.16b, %4.16b}, [%0], #64"                               \
@@ -87,7 +87,7 @@ LOWBIT_FOUR(28, 29, 30, 31);
 
 // Adjacent registers, fours of them named from v<First> on.
 template <int Count, int First, class Vector>
-[[gnu::always_inline]] inline void next(const uint8_t*& at, Vector* to) {
+LOWBIT_INLINE inline void next(const uint8_t*& at, Vector* to) {
   if constexpr (Count >= 4) {
     Four<First>::load(at, to);
     if constexpr (Count > 4) next<Count - 4, First + 4>(at, to + 4);
@@ -102,8 +102,8 @@ template <int Count, int First, class Vector>
 // Nothing that is behind this is done before it, and `v` is in registers named from v<First> on then. For values that
 // loops load into them and replace: GCC would copy them to others.
 template <int Count, int First, class Vector>
-[[gnu::always_inline]] inline void pin(Vector* v) {
-  unroll<(Count + 3) / 4>([&](auto four) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void pin(Vector* v) {
+  unroll<(Count + 3) / 4>([&](auto four) LOWBIT_INLINE {
     constexpr int kCount = Count - 4 * four < 4 ? Count - 4 * four : 4;
     Four<First + 4 * four>::template pin<kCount>(v + 4 * four);
   });
@@ -111,18 +111,18 @@ template <int Count, int First, class Vector>
 
 // Two registers by one instruction: GCC 12 does not find pairs by itself.
 template <class Vector>
-[[gnu::always_inline]] inline void next_pair(const int8_t*& at, Vector& v0, Vector& v1) {
+LOWBIT_INLINE inline void next_pair(const int8_t*& at, Vector& v0, Vector& v1) {
   __asm__ volatile("ldp %q0, %q1, [%2], #32" : "=w"(v0), "=w"(v1), "+r"(at) : : "memory");
 }
 
 // Registers `At` bytes behind `from`.
 template <int At, class Vector>
-[[gnu::always_inline]] inline void load_at(const void* from, Vector& v) {
+LOWBIT_INLINE inline void load_at(const void* from, Vector& v) {
   __asm__ volatile("ldr %q0, [%1, %2]" : "=w"(v) : "r"(from), "i"(At) : "memory");
 }
 
 template <int At, bool Both = true, class Vector>
-[[gnu::always_inline]] inline void load_pair(const void* from, Vector& v0, Vector& v1) {
+LOWBIT_INLINE inline void load_pair(const void* from, Vector& v0, Vector& v1) {
   if constexpr (Both) {
     __asm__ volatile("ldp %q0, %q1, [%2, %3]" : "=w"(v0), "=w"(v1) : "r"(from), "i"(At) : "memory");
   } else {
@@ -131,7 +131,7 @@ template <int At, bool Both = true, class Vector>
 }
 
 template <int At, bool Both = true, class Vector>
-[[gnu::always_inline]] inline void store_pair(void* to, Vector v0, Vector v1) {
+LOWBIT_INLINE inline void store_pair(void* to, Vector v0, Vector v1) {
   if constexpr (Both) {
     __asm__ volatile("stp %q0, %q1, [%2, %3]" : : "w"(v0), "w"(v1), "r"(to), "i"(At) : "memory");
   } else {
@@ -141,7 +141,7 @@ template <int At, bool Both = true, class Vector>
 
 // One value of 32 bits in all lanes. `Bytes`: how far the pointer moves.
 template <class Vector, int64_t Bytes = 4>
-[[gnu::always_inline]] inline Vector next_dup(const uint8_t*& at) {
+LOWBIT_INLINE inline Vector next_dup(const uint8_t*& at) {
   Vector v;
   if constexpr (Bytes == 4) {
     __asm__ volatile("ld1r {%0.4s}, [%1], #4" : "=w"(v), "+r"(at) : : "memory");
@@ -153,8 +153,8 @@ template <class Vector, int64_t Bytes = 4>
 
 // Nothing that is behind this is done before it. Compilers would load ahead and run out of registers.
 template <int Count, class Vector>
-[[gnu::always_inline]] inline void in_order(Vector (&v)[Count]) {
-  unroll<Count>([&](auto i) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void in_order(Vector (&v)[Count]) {
+  unroll<Count>([&](auto i) LOWBIT_INLINE {
     Vector& each = v[i];
     __asm__ volatile("" : "+w"(each));
   });

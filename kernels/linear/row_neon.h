@@ -26,12 +26,12 @@ enum class GroupKind { half_block, one_block, blocks, halves };
 
 // acc + scale * P for one quarter; `product` is P, or -P.
 template <bool Negative>
-[[gnu::always_inline]] inline float32x4_t add_scaled(float32x4_t acc, float32x4_t scale, float32x4_t product) {
+LOWBIT_INLINE inline float32x4_t add_scaled(float32x4_t acc, float32x4_t scale, float32x4_t product) {
   return Negative ? vfmsq_f32(acc, scale, product) : vfmaq_f32(acc, scale, product);
 }
 
 // One group after the other: interleaved, they need too many registers.
-[[gnu::always_inline]] inline void settle(float32x4_t (&v)[kQuarters]) {
+LOWBIT_INLINE inline void settle(float32x4_t (&v)[kQuarters]) {
   __asm__ volatile("" : "+w"(v[0]), "+w"(v[1]), "+w"(v[2]), "+w"(v[3]));
 }
 
@@ -52,7 +52,7 @@ class Segments {
   explicit Segments(const LinearArgs& args) : args_(args), all_(args.m * args.layout.segments) {}
 
   // Segment `index`, behind which at least `least` of them lie, itself included; `count`: how many.
-  [[gnu::always_inline]] const uint8_t* from(int64_t index, int64_t least, int64_t& count) {
+  LOWBIT_INLINE const uint8_t* from(int64_t index, int64_t least, int64_t& count) {
     if (index < begin_ || end_ - index < least) fill(index);
     count = end_ - index;
     return static_cast<const uint8_t*>(args_.scratch) + (index - begin_) * static_cast<int64_t>(sizeof(Segment));
@@ -83,7 +83,7 @@ class PanelRow {
  public:
   float32x4_t acc[kQuarters];
 
-  [[gnu::always_inline]] PanelRow(const LinearArgs& args, Segments<Row>& segments, const uint8_t* panel, int64_t row)
+  LOWBIT_INLINE PanelRow(const LinearArgs& args, Segments<Row>& segments, const uint8_t* panel, int64_t row)
       : layout_(args.layout),
         multiply_(args.layout),
         segments_(segments),
@@ -92,10 +92,10 @@ class PanelRow {
         segment_(row * layout_.segments),
         sums_(args.sums + segment_),
         group_sums_(Row::kAffine ? args.group_sums + row * layout_.groups : nullptr) {
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vdupq_n_f32(0.0f); });
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE { acc[q] = vdupq_n_f32(0.0f); });
   }
 
-  [[gnu::always_inline]] void run() {
+  LOWBIT_INLINE void run() {
     if constexpr (Kind == GroupKind::halves) return run_halves();
     // Two groups share a block, or one has one.
     const int64_t turn = Kind == GroupKind::half_block ? 2 : layout_.group_segments();
@@ -149,12 +149,12 @@ class PanelRow {
   float32x4_t product_[kQuarters];  // P, of the group
 
   template <bool Loop = false>
-  [[gnu::always_inline]] void begin(typename Row::Sums (&sums)[kQuarters]) {
+  LOWBIT_INLINE void begin(typename Row::Sums (&sums)[kQuarters]) {
     multiply_.template start<Loop>(sums, at_);
   }
 
   template <bool First>
-  [[gnu::always_inline]] void end(typename Row::Sums (&sums)[kQuarters]) {
+  LOWBIT_INLINE void end(typename Row::Sums (&sums)[kQuarters]) {
     multiply_.pin(sums);
     int32x4_t parity;
     if constexpr (Row::kHalvesSum) parity = vld1q_dup_s32(sums_++);
@@ -162,39 +162,39 @@ class PanelRow {
       const float32x4_t t = next_dup<float32x4_t>(at_);
       float32x4_t shift[kQuarters];
       Four<24>::load_each(at_, shift);
-      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+      unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
         product_[q] = vfmaq_f32(shift[q], multiply_.shifted(sums[q], parity), t);
       });
     } else {
       const float32x4_t t = next_dup<float32x4_t, 20>(at_);
-      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+      unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
         const float32x4_t value = vsubq_f32(multiply_.shifted(sums[q], parity), vdupq_n_f32(kShift));
         product_[q] = vfmaq_f32(product_[q], value, t);
       });
     }
   }
 
-  [[gnu::always_inline]] void end_group(const uint8_t* scales) {
+  LOWBIT_INLINE void end_group(const uint8_t* scales) {
     const Scales scale = load_scales(scales);
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
       acc[q] = add_scaled<Row::kNegative>(acc[q], scale.q[q], product_[q]);
     });
     if constexpr (Row::kAffine) {
       const Scales min = load_scales(scales + 2 * kPanelRows);
       const float32x4_t sum = vld1q_dup_f32(group_sums_++);
-      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vfmaq_f32(acc[q], min.q[q], sum); });
+      unroll<kQuarters>([&](auto q) LOWBIT_INLINE { acc[q] = vfmaq_f32(acc[q], min.q[q], sum); });
     }
     settle(acc);
   }
 
-  [[gnu::always_inline]] void add_block(typename Row::Sums (&sums)[kQuarters]) {
+  LOWBIT_INLINE void add_block(typename Row::Sums (&sums)[kQuarters]) {
     multiply_.template add<kWholeBlock>(sums, block_, multiply_.template load<kWholeBlock>(a_));
     block_ += kBlockBytes;
     a_ += kBlockInputs;
   }
 
   // A group of one block.
-  [[gnu::always_inline]] void next_block() {
+  LOWBIT_INLINE void next_block() {
     typename Row::Sums sums[kQuarters];
     begin(sums);
     add_block(sums);
@@ -205,8 +205,8 @@ class PanelRow {
   }
 
   // A group of so many blocks, in segments of two.
-  [[gnu::always_inline]] void next_blocks(int64_t blocks) {
-    const auto two = [&](auto first) __attribute__((always_inline)) {
+  LOWBIT_INLINE void next_blocks(int64_t blocks) {
+    const auto two = [&](auto first) LOWBIT_INLINE {
       typename Row::Sums sums[kQuarters];
       begin(sums);
       add_block(sums);
@@ -220,7 +220,7 @@ class PanelRow {
       two(std::true_type());
       while (--segments > 0) two(std::false_type());
     } else {
-      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { product_[q] = vdupq_n_f32(0.0f); });
+      unroll<kQuarters>([&](auto q) LOWBIT_INLINE { product_[q] = vdupq_n_f32(0.0f); });
     }
     if (blocks % 2 != 0) {
       typename Row::Sums sums[kQuarters];
@@ -233,15 +233,15 @@ class PanelRow {
   }
 
   // A block of two groups: it is read once, two quarters at a time.
-  [[gnu::always_inline]] void next_two_groups() {
+  LOWBIT_INLINE void next_two_groups() {
     const auto inputs = multiply_.template load<kWholeBlock>(a_);
-    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+    unroll<2>([&](auto pair) LOWBIT_INLINE {
       typename Row::Sums sums[2][2];
-      unroll<2>([&](auto g) __attribute__((always_inline)) {
+      unroll<2>([&](auto g) LOWBIT_INLINE {
         multiply_.start_two(sums[g], reinterpret_cast<const Segment*>(at_)[g].start);
       });
       multiply_.template add_two<2 * pair>(sums, block_, inputs);
-      unroll<2>([&](auto g) __attribute__((always_inline)) {
+      unroll<2>([&](auto g) LOWBIT_INLINE {
         const Segment& segment = reinterpret_cast<const Segment*>(at_)[g];
         const uint8_t* scales = block_ + kBlockBytes + g * kGroupBytes + 16 * pair;
         float32x4_t scale[2], min[2], group_sum;
@@ -253,7 +253,7 @@ class PanelRow {
         int32x4_t parity;
         if constexpr (Row::kHalvesSum) parity = vld1q_dup_s32(sums_ + g);
         const float32x4_t shift = vld1q_f32(segment.shift);
-        unroll<2>([&](auto q) __attribute__((always_inline)) {
+        unroll<2>([&](auto q) LOWBIT_INLINE {
           float32x4_t& y = acc[2 * pair + q];
           y = add_scaled<Row::kNegative>(y, scale[q], vfmaq_n_f32(shift, multiply_.shifted(sums[g][q], parity), segment.t));
           if constexpr (Row::kAffine) y = vfmaq_f32(y, min[q], group_sum);
@@ -271,7 +271,7 @@ class PanelRow {
 
   // Groups that end in the middle of a block, which is read twice then, once for each half: the unused half of the unpacking
   // is dead code.
-  [[gnu::always_inline]] void run_halves() {
+  LOWBIT_INLINE void run_halves() {
     constexpr int64_t kSegmentHalves = kSegmentInputs / kHalfInputs;
     const int64_t group_halves = layout_.group_inputs() / kHalfInputs;
     const int64_t halves = (layout_.k + kHalfInputs - 1) / kHalfInputs;
@@ -279,7 +279,7 @@ class PanelRow {
     int64_t half = 0;
     for (int64_t group = 0; group < layout_.groups; ++group) {
       const int64_t group_end = half + group_halves < halves ? half + group_halves : halves;
-      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { product_[q] = vdupq_n_f32(0.0f); });
+      unroll<kQuarters>([&](auto q) LOWBIT_INLINE { product_[q] = vdupq_n_f32(0.0f); });
       while (half < group_end) {
         const int64_t end_of_segment = half + kSegmentHalves < group_end ? half + kSegmentHalves : group_end;
         typename Row::Sums sums[kQuarters];

@@ -47,7 +47,7 @@ bool has_unit() {
 
 // A number that compilers do not know. ZA is addressed by a register and a small constant; of two constants Clang 19
 // makes a new register each time.
-[[gnu::always_inline]] inline uint32_t hidden(uint32_t number) __arm_streaming_compatible {
+LOWBIT_INLINE inline uint32_t hidden(uint32_t number) __arm_streaming_compatible {
   __asm__ volatile("" : "+r"(number));
   return number;
 }
@@ -68,14 +68,14 @@ constexpr int offset() {
 
 // Line J as it is multiplied.
 template <int Bits, bool Affine, int J>
-[[gnu::always_inline]] inline svuint8_t line(svuint8x4_t low, svuint8x4_t high, svuint8_t table) __arm_streaming {
+LOWBIT_INLINE inline svuint8_t line(svuint8x4_t low, svuint8x4_t high, svuint8_t table) __arm_streaming {
   const svuint8_t codes = unpack_line<code_bits(Bits), J, Bits == 1 && !Affine>(low, high);
   if constexpr (is_by_table(Bits)) return svtbl_u8(table, codes);
   else return codes;
 }
 
 template <int Bits>
-[[gnu::always_inline]] inline svuint8x4_t levels_of(svuint8x4_t codes, svuint8_t table) __arm_streaming {
+LOWBIT_INLINE inline svuint8x4_t levels_of(svuint8x4_t codes, svuint8_t table) __arm_streaming {
   if constexpr (is_by_table(Bits)) {
     return svcreate4_u8(svtbl_u8(table, svget4(codes, 0)), svtbl_u8(table, svget4(codes, 1)),
                         svtbl_u8(table, svget4(codes, 2)), svtbl_u8(table, svget4(codes, 3)));
@@ -84,7 +84,7 @@ template <int Bits>
   }
 }
 
-[[gnu::always_inline]] inline svfloat32_t load_scales(const uint8_t* at, int64_t vector) __arm_streaming {
+LOWBIT_INLINE inline svfloat32_t load_scales(const uint8_t* at, int64_t vector) __arm_streaming {
   const svbool_t all = svptrue_b32();
   const svuint32_t half = svld1uh_vnum_u32(all, reinterpret_cast<const uint16_t*>(at), vector);
   return svcvt_f32_f16_x(all, svreinterpret_f16_u32(half));
@@ -105,7 +105,7 @@ struct Head {
   char* out;
   int64_t n;
 
-  [[gnu::always_inline]] Head(const LinearArgs& args, int64_t panel) __arm_streaming_compatible
+  LOWBIT_INLINE Head(const LinearArgs& args, int64_t panel) __arm_streaming_compatible
       : row_scale(reinterpret_cast<const float*>(args.panels + panel * args.layout.panel_bytes +
                                                  args.layout.head_offset)),
         bias(row_scale + 2 * kPanelRows),
@@ -113,7 +113,7 @@ struct Head {
         n(args.layout.n - panel * kPanelRows) {}
 
   // Of the panel behind.
-  [[gnu::always_inline]] Head next(int64_t panel_bytes, DType dtype) const __arm_streaming_compatible {
+  LOWBIT_INLINE Head next(int64_t panel_bytes, DType dtype) const __arm_streaming_compatible {
     const size_t floats = static_cast<size_t>(panel_bytes) / sizeof(float);
     Head head = *this;
     head.row_scale += floats, head.bias += floats;
@@ -122,10 +122,10 @@ struct Head {
     return head;
   }
 
-  [[gnu::always_inline]] svbool_t columns() const __arm_streaming { return svwhilelt_b32(int64_t{0}, n); }
+  LOWBIT_INLINE svbool_t columns() const __arm_streaming { return svwhilelt_b32(int64_t{0}, n); }
 };
 
-[[gnu::always_inline]] inline void store_row(char* out, DType dtype, svbool_t columns, svfloat32_t y) __arm_streaming {
+LOWBIT_INLINE inline void store_row(char* out, DType dtype, svbool_t columns, svfloat32_t y) __arm_streaming {
   if (dtype == DType::f32) return svst1_f32(columns, reinterpret_cast<float*>(out), y);
   const svbool_t all = svptrue_b32();
   const svuint32_t half = dtype == DType::bf16 ? svreinterpret_u32_bf16(svcvt_bf16_f32_x(all, y))
@@ -133,7 +133,7 @@ struct Head {
   svst1h_u32(columns, reinterpret_cast<uint16_t*>(out), half);
 }
 
-[[gnu::always_inline]] inline svuint8_t load_table(const Layout& layout) __arm_streaming {
+LOWBIT_INLINE inline svuint8_t load_table(const Layout& layout) __arm_streaming {
   return svld1_u8(svwhilelt_b8(0, kMostLevels), reinterpret_cast<const uint8_t*>(layout.levels));
 }
 

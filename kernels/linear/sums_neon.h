@@ -6,7 +6,7 @@
 namespace lowbit {
 namespace {
 
-[[gnu::always_inline]] inline int8x16_t broadcast(int8x16_t a, int lane) {
+LOWBIT_INLINE inline int8x16_t broadcast(int8x16_t a, int lane) {
   switch (lane) {
     case 0: return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(a), 0));
     case 1: return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(a), 1));
@@ -21,7 +21,7 @@ struct Products {
   int16x8_t lo, hi;
   int lines = 0;
 
-  [[gnu::always_inline]] void add(int8x16_t w, int8x16_t a) {
+  LOWBIT_INLINE void add(int8x16_t w, int8x16_t a) {
     if (lines++ == 0) {
       lo = vmull_s8(vget_low_s8(w), vget_low_s8(a));
       hi = vmull_high_s8(w, a);
@@ -31,7 +31,7 @@ struct Products {
     }
   }
 
-  [[gnu::always_inline]] void subtract(int8x16_t w, int8x16_t a) {
+  LOWBIT_INLINE void subtract(int8x16_t w, int8x16_t a) {
     lo = vmlsl_s8(lo, vget_low_s8(w), vget_low_s8(a));
     hi = vmlsl_high_s8(hi, w, a);
     ++lines;
@@ -39,7 +39,7 @@ struct Products {
 
   // Adds sums of fields 2^Shift times as large.
   template <int Shift>
-  [[gnu::always_inline]] void join(const Products& other) {
+  LOWBIT_INLINE void join(const Products& other) {
     if (other.lines == 0) return;
     lo = vsraq_n_s16(lo, other.lo, Shift);
     hi = vsraq_n_s16(hi, other.hi, Shift);
@@ -52,7 +52,7 @@ struct Sums {
   int32x4_t part[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
   bool empty = true;
 
-  [[gnu::always_inline]] void take(Products& products) {
+  LOWBIT_INLINE void take(Products& products) {
     if constexpr (Wide) {
       part[0] = empty ? vpaddlq_s16(products.lo) : vpadalq_s16(part[0], products.lo);
       part[1] = empty ? vpaddlq_s16(products.hi) : vpadalq_s16(part[1], products.hi);
@@ -65,12 +65,12 @@ struct Sums {
   }
 
   // Compilers do not move volatile assembly behind this to the front of it.
-  [[gnu::always_inline]] void settle() {
+  LOWBIT_INLINE void settle() {
     __asm__ volatile("" : "+w"(part[0]));
     if constexpr (Wide) __asm__ volatile("" : "+w"(part[1]));
   }
 
-  [[gnu::always_inline]] int32x4_t total() const { return Wide ? vpaddq_s32(part[0], part[1]) : part[0]; }
+  LOWBIT_INLINE int32x4_t total() const { return Wide ? vpaddq_s32(part[0], part[1]) : part[0]; }
 };
 
 }  // namespace

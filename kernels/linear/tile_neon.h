@@ -40,12 +40,12 @@ struct ToScratch {
   int8_t* to;
   int32x4_t (&odd_lines)[2];
 
-  [[gnu::always_inline]] Pair load(int i) const {
+  LOWBIT_INLINE Pair load(int i) const {
     return {vld1q_u8(from + i * kLineBytes), vld1q_u8(from + i * kLineBytes + 16)};
   }
 
   template <int J>
-  [[gnu::always_inline]] void use(Index<J>, const Pair& line) const {
+  LOWBIT_INLINE void use(Index<J>, const Pair& line) const {
     if constexpr ((Wanted & (J < 4 ? kFirstHalf : kSecondHalf)) != 0) {
       constexpr int kStep = Wanted == kWholeBlock ? J / StepLines : 0;
       int8_t* at = to + kStep * StepLines * kLineBytes + J % StepLines * 16;
@@ -55,7 +55,7 @@ struct ToScratch {
   }
 
   template <int J>
-  [[gnu::always_inline]] static int8x16_t weight(uint8x16_t line, int32x4_t& odd_line) {
+  LOWBIT_INLINE static int8x16_t weight(uint8x16_t line, int32x4_t& odd_line) {
     if constexpr (Unpack<Bits>::shift[J] != 0) line = vshrq_n_u8(line, Unpack<Bits>::shift[J]);
     const int8x16_t w = vreinterpretq_s8_u8(line);
     if constexpr (Bits == 8 && J % 2 != 0) odd_line = vpadalq_s16(odd_line, vpaddlq_s8(w));
@@ -70,9 +70,9 @@ struct ToScratch {
 };
 
 template <int Bits, bool Affine, int StepLines, Halves Wanted>
-[[gnu::always_inline]] inline void unpack_step(int32_t* odd_lines_of_step, const Tables<Bits>& tables,
-                                               const uint8_t* block, int8_t* to) {
-  unroll<2>([&](auto pair) __attribute__((always_inline)) {
+LOWBIT_INLINE inline void unpack_step(int32_t* odd_lines_of_step, const Tables<Bits>& tables,
+                                      const uint8_t* block, int8_t* to) {
+  unroll<2>([&](auto pair) LOWBIT_INLINE {
     int32_t* sums = odd_lines_of_step + 8 * pair;
     int32x4_t odd_lines[2] = {vld1q_s32(sums), vld1q_s32(sums + 4)};
     Unpack<Bits>::lines(ToScratch<Bits, Affine, StepLines, Wanted>{block + 32 * pair, tables,
@@ -108,15 +108,15 @@ constexpr int most_tile_lines(int bits) { return bits <= 5 ? 8 : bits == 6 ? 4 :
 
 // One step for `Rows` rows of activations, which lie `stride` apart.
 template <int Bits, int StepLines, int Rows>
-[[gnu::always_inline]] inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarters], const int8_t* weights,
-                                            const int8_t* a, int64_t stride) {
+LOWBIT_INLINE inline void add_step(Sums<kWideTiles<Bits>> (&sums)[Rows][kQuarters], const int8_t* weights,
+                                   const int8_t* a, int64_t stride) {
   constexpr int kMost = most_tile_lines(Bits), kLines = kMost < StepLines ? kMost : StepLines;
   int8x16_t fours[Rows][2];  // activations of 4 lines each
-  unroll<StepLines / kLines>([&](auto part) __attribute__((always_inline)) {
+  unroll<StepLines / kLines>([&](auto part) LOWBIT_INLINE {
     constexpr int kFirst = part * kLines;
     int8x16_t broadcasts[Rows][kLines];
-    unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-      unroll<kLines>([&](auto i) __attribute__((always_inline)) {
+    unroll<Rows>([&](auto r) LOWBIT_INLINE {
+      unroll<kLines>([&](auto i) LOWBIT_INLINE {
         constexpr int kLine = kFirst + i;
         int8x16_t& four = fours[r][kLine / 4];
         if constexpr (kLine % 4 == 0) {
@@ -127,13 +127,13 @@ template <int Bits, int StepLines, int Rows>
         broadcasts[r][i] = broadcast(four, kLine % 4);
       });
     });
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
       Products products[Rows];
-      unroll<kLines / 2>([&](auto i) __attribute__((always_inline)) {
+      unroll<kLines / 2>([&](auto i) LOWBIT_INLINE {
         const int8_t* at = weights + (q * StepLines + kFirst + 2 * i) * 16;
         int8x16_t w0 = vld1q_s8(at), w1 = vld1q_s8(at + 16);
         __asm__ volatile("" : "+w"(w0), "+w"(w1));  // one ldp
-        unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+        unroll<Rows>([&](auto r) LOWBIT_INLINE {
           products[r].add(w0, broadcasts[r][2 * i]);
           if constexpr (Bits == 8) {
             products[r].subtract(w1, broadcasts[r][2 * i + 1]);
@@ -142,7 +142,7 @@ template <int Bits, int StepLines, int Rows>
           }
         });
       });
-      unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+      unroll<Rows>([&](auto r) LOWBIT_INLINE {
         sums[r][q].take(products[r]);
         sums[r][q].settle();  // one quarter after the other: together, they need too many registers
       });
@@ -152,7 +152,7 @@ template <int Bits, int StepLines, int Rows>
 
 // The integer part of a finished segment for a quarter, or minus it, where weights do not lie with their own sign.
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline float32x4_t value(int32x4_t total, int32_t sum) {
+LOWBIT_INLINE inline float32x4_t value(int32x4_t total, int32_t sum) {
   constexpr int kStartFactor = !Affine || Bits == 1 ? 0 : Bits == 8 ? 128 : -kOffset<Bits, Affine>;
   if constexpr (kStartFactor != 0) total = vaddq_s32(total, vdupq_n_s32(kStartFactor * sum));
   return vcvtq_f32_s32(total);
@@ -160,19 +160,19 @@ template <int Bits, bool Affine>
 
 // Adds a finished group to the float sums of a quarter.
 template <int Bits, bool Affine>
-[[gnu::always_inline]] inline void add_group(float32x4_t& y, float32x4_t product, float32x4_t scale, float32x4_t min,
-                                             const float* group_sum) {
+LOWBIT_INLINE inline void add_group(float32x4_t& y, float32x4_t product, float32x4_t scale, float32x4_t min,
+                                    const float* group_sum) {
   y = add_scaled<!kWideTiles<Bits>>(y, scale, product);
   if constexpr (Affine) y = vfmaq_n_f32(y, min, *group_sum);
 }
 
 // A row of a tile.
-[[gnu::always_inline]] inline void load_row(const float* from, float32x4_t (&row)[kQuarters]) {
+LOWBIT_INLINE inline void load_row(const float* from, float32x4_t (&row)[kQuarters]) {
   load_pair<0>(from, row[0], row[1]);
   load_pair<32>(from, row[2], row[3]);
 }
 
-[[gnu::always_inline]] inline void store_row(float* to, const float32x4_t (&row)[kQuarters]) {
+LOWBIT_INLINE inline void store_row(float* to, const float32x4_t (&row)[kQuarters]) {
   store_pair<0>(to, row[0], row[1]);
   store_pair<32>(to, row[2], row[3]);
 }
@@ -187,8 +187,8 @@ struct Piece {
 
 // A piece for `Rows` rows of activations from `row` on, which is row `in_tile` of the tile.
 template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
-[[gnu::always_inline]] inline void add_piece(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
-                                             const Piece& piece) {
+LOWBIT_INLINE inline void add_piece(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
+                                    const Piece& piece) {
   constexpr int64_t kSegmentSteps = kSegmentInputs / (4 * StepLines);
   const int64_t stride = args.layout.blocks * kBlockInputs;
   const int8_t* a = args.a + row * stride + piece.half * kHalfInputs;
@@ -197,7 +197,7 @@ template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
   int64_t steps = piece.steps, segment = 0;
   do {
     Sums<kWideTiles<Bits>> sums[Rows][kQuarters];
-    const auto next_step = [&]() __attribute__((always_inline)) {
+    const auto next_step = [&]() LOWBIT_INLINE {
       add_step<Bits, StepLines>(sums, weights, a, stride);
       weights += StepLines * kLineBytes;
       a += StepLines * 4;
@@ -212,31 +212,31 @@ template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
         next_step();
       }
     } else {
-      unroll<Rows>([&](auto r) __attribute__((always_inline)) {
-        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { sums[r][q].empty = false; });
+      unroll<Rows>([&](auto r) LOWBIT_INLINE {
+        unroll<kQuarters>([&](auto q) LOWBIT_INLINE { sums[r][q].empty = false; });
       });
       for (int64_t left = steps < kSegmentSteps ? steps : kSegmentSteps; left > 0; --left) next_step();
     }
     steps -= kSegmentSteps;
     const bool ends = piece.ends && steps <= 0;
-    unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+    unroll<Rows>([&](auto r) LOWBIT_INLINE {
       const int64_t at = (row + r) * args.layout.segments + piece.segment + segment;
       float* const products = scratch.products[in_tile + r];
       float* const acc = scratch.acc[in_tile + r];
       float32x4_t product[kQuarters];
-      unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+      unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
         int32x4_t total = sums[r][q].total();
         if constexpr (Bits == 8) total = vsubq_s32(total, vld1q_s32(scratch.odd_lines[segment] + 4 * q));
         product[q] = value<Bits, Affine>(total, args.sums[at]);
       });
       if (OneStep || begins) {
-        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+        unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
           product[q] = vmulq_n_f32(product[q], args.scales[at]);
         });
       } else {
         float32x4_t before[kQuarters];
         load_row(products, before);
-        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+        unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
           product[q] = vfmaq_n_f32(before[q], product[q], args.scales[at]);
         });
       }
@@ -247,7 +247,7 @@ template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
         load_row(acc, y);
         load_row(scratch.scale[0], scale);
         if constexpr (Affine) load_row(scratch.min[0], min);
-        unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+        unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
           add_group<Bits, Affine>(y[q], product[q], scale[q], min[q], group_sum);
         });
         store_row(acc, y);
@@ -263,23 +263,23 @@ template <int Bits, bool Affine, int StepLines, bool OneStep, int Rows>
 // The two groups of a block, or the one of the last block, for `Rows` rows of activations from `row` on, as above. The float
 // sums stay in registers in between. Not for 8 bits and levels, whose sums need twice the registers.
 template <int Bits, bool Affine, int Rows>
-[[gnu::always_inline]] inline void add_two_groups(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
-                                                  int64_t group, bool both) {
+LOWBIT_INLINE inline void add_two_groups(const LinearArgs& args, Scratch& scratch, int64_t row, int64_t in_tile,
+                                         int64_t group, bool both) {
   const int64_t stride = args.layout.blocks * kBlockInputs;
   const int8_t* a = args.a + row * stride + group * kHalfInputs;
   float32x4_t y[Rows][kQuarters];
-  unroll<Rows>([&](auto r) __attribute__((always_inline)) { load_row(scratch.acc[in_tile + r], y[r]); });
-  unroll<2>([&](auto g) __attribute__((always_inline)) {
+  unroll<Rows>([&](auto r) LOWBIT_INLINE { load_row(scratch.acc[in_tile + r], y[r]); });
+  unroll<2>([&](auto g) LOWBIT_INLINE {
     if (g != 0 && !both) return;
     Sums<false> sums[Rows][kQuarters];
     add_step<Bits, 4>(sums, scratch.weights + g * 4 * kLineBytes, a + g * kHalfInputs, stride);
-    unroll<2>([&](auto pair) __attribute__((always_inline)) {
+    unroll<2>([&](auto pair) LOWBIT_INLINE {
       float32x4_t scale[2], min[2];
       load_pair<32 * pair>(scratch.scale[g], scale[0], scale[1]);
       if constexpr (Affine) load_pair<32 * pair>(scratch.min[g], min[0], min[1]);
-      unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+      unroll<Rows>([&](auto r) LOWBIT_INLINE {
         const int64_t at = (row + r) * args.layout.segments + group + g;  // a segment and a group
-        unroll<2>([&](auto i) __attribute__((always_inline)) {
+        unroll<2>([&](auto i) LOWBIT_INLINE {
           constexpr int kQuarter = 2 * pair + i;
           const float32x4_t product = vmulq_n_f32(value<Bits, Affine>(sums[r][kQuarter].total(), args.sums[at]),
                                                      args.scales[at]);
@@ -288,14 +288,14 @@ template <int Bits, bool Affine, int Rows>
       });
     });
   });
-  unroll<Rows>([&](auto r) __attribute__((always_inline)) { store_row(scratch.acc[in_tile + r], y[r]); });
+  unroll<Rows>([&](auto r) LOWBIT_INLINE { store_row(scratch.acc[in_tile + r], y[r]); });
 }
 
 // The scales of a group, and its mins.
 template <bool Affine>
-[[gnu::always_inline]] inline void unpack_scales(Scratch& scratch, int which, const uint8_t* scales) {
+LOWBIT_INLINE inline void unpack_scales(Scratch& scratch, int which, const uint8_t* scales) {
   const Scales scale = load_scales(scales), min = Affine ? load_scales(scales + 2 * kPanelRows) : scale;
-  unroll<kQuarters>([&](auto q) __attribute__((always_inline)) {
+  unroll<kQuarters>([&](auto q) LOWBIT_INLINE {
     vst1q_f32(scratch.scale[which] + 4 * q, scale.q[q]);
     if constexpr (Affine) vst1q_f32(scratch.min[which] + 4 * q, min.q[q]);
   });
@@ -303,24 +303,24 @@ template <bool Affine>
 
 // Calls add(rows, row) for all rows of a tile, two at a time.
 template <class Add>
-[[gnu::always_inline]] inline void for_rows(int64_t rows, Add add) {
+LOWBIT_INLINE inline void for_rows(int64_t rows, Add add) {
   int64_t row = 0;
   for (; row + 2 <= rows; row += 2) add(Index<2>{}, row);
   if (row < rows) add(Index<1>{}, row);
 }
 
-[[gnu::always_inline]] inline void finish_tile(const LinearArgs& args, const Scratch& scratch, int64_t p, int64_t tile,
-                                               int64_t rows) {
+LOWBIT_INLINE inline void finish_tile(const LinearArgs& args, const Scratch& scratch, int64_t p, int64_t tile,
+                                      int64_t rows) {
   for (int64_t row = 0; row < rows; ++row) {
     float32x4_t acc[kQuarters];
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { acc[q] = vld1q_f32(scratch.acc[row] + 4 * q); });
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE { acc[q] = vld1q_f32(scratch.acc[row] + 4 * q); });
     store_outputs(args, p, tile + row, acc);
   }
 }
 
 // Calls body(panel, tile, rows) for the tiles of each panel.
 template <class Body>
-[[gnu::always_inline]] inline void for_tiles(const LinearArgs& args, Scratch& scratch, Body body) {
+LOWBIT_INLINE inline void for_tiles(const LinearArgs& args, Scratch& scratch, Body body) {
   for (int64_t p = args.panel_begin; p < args.panel_end; ++p) {
     for (int64_t tile = 0; tile < args.m; tile += kTileRows) {
       const int64_t rows = args.m - tile < kTileRows ? args.m - tile : kTileRows;
@@ -337,7 +337,7 @@ template <int Bits, bool Affine>
   constexpr int64_t kGroupBytes = (Affine ? 4 : 2) * kPanelRows;
   const Tables<Bits> tables(args.layout.levels);
   Scratch scratch;
-  for_tiles(args, scratch, [&](const uint8_t* block, int64_t tile, int64_t rows) __attribute__((always_inline)) {
+  for_tiles(args, scratch, [&](const uint8_t* block, int64_t tile, int64_t rows) LOWBIT_INLINE {
     for (int64_t group = 0; group < args.layout.groups; group += 2) {
       const bool both = group + 1 < args.layout.groups;
       unpack_step<Bits, Affine, 4, kWholeBlock>(scratch.odd_lines[0], tables, block, scratch.weights);
@@ -345,7 +345,7 @@ template <int Bits, bool Affine>
       for (int which = 0; which < (both ? 2 : 1); ++which, block += kGroupBytes) {
         unpack_scales<Affine>(scratch, which, block);
       }
-      for_rows(rows, [&](auto count, int64_t row) __attribute__((always_inline)) {
+      for_rows(rows, [&](auto count, int64_t row) LOWBIT_INLINE {
         add_two_groups<Bits, Affine, count>(args, scratch, tile + row, row, group, both);
       });
     }
@@ -360,7 +360,7 @@ template <int Bits, bool Affine, int StepLines, bool OneStep>
   const int64_t group_halves = layout.group_inputs() / kHalfInputs;
   const int64_t halves = StepLines == 4 ? (layout.k + kHalfInputs - 1) / kHalfInputs : 2 * layout.blocks;
   Scratch scratch;
-  for_tiles(args, scratch, [&](const uint8_t* panel, int64_t tile, int64_t rows) __attribute__((always_inline)) {
+  for_tiles(args, scratch, [&](const uint8_t* panel, int64_t tile, int64_t rows) LOWBIT_INLINE {
     for (int64_t group = 0, half = 0; group < layout.groups; ++group) {
       const int64_t begin = half, end = half + group_halves < halves ? half + group_halves : halves;
       unpack_scales<Affine>(scratch, 0, panel + layout.scales_offset(group));
@@ -369,7 +369,7 @@ template <int Bits, bool Affine, int StepLines, bool OneStep>
         unpack_piece<Bits, Affine, StepLines>(scratch, layout, panel, half, next);
         const Piece piece{half, (next - half) / kStepHalves,
                           group * layout.group_segments() + (half - begin) / kSegmentHalves, group, half == begin, next == end};
-        for_rows(rows, [&](auto count, int64_t row) __attribute__((always_inline)) {
+        for_rows(rows, [&](auto count, int64_t row) LOWBIT_INLINE {
           add_piece<Bits, Affine, StepLines, OneStep, count>(args, scratch, tile + row, row, piece);
         });
       }

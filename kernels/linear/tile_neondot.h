@@ -19,18 +19,17 @@ struct DotTile {
 
   // `Bytes`: how far the pointer moves.
   template <int Bytes>
-  [[gnu::always_inline]] static void next_scales(const uint8_t*& at, float32x4_t (&to)[1]) {
+  LOWBIT_INLINE static void next_scales(const uint8_t*& at, float32x4_t (&to)[1]) {
     __asm__ volatile("ldr %q0, [%1], %2" : "=w"(to[0]), "+r"(at) : "i"(Bytes) : "memory");
   }
 
   template <int Bytes>
-  [[gnu::always_inline]] static void next_scales_and_mins(const uint8_t*& at, float32x4_t (&scales)[1],
-                                                          float32x4_t (&mins)[1]) {
+  LOWBIT_INLINE static void next_scales_and_mins(const uint8_t*& at, float32x4_t (&scales)[1], float32x4_t (&mins)[1]) {
     __asm__ volatile("ldp %q0, %q1, [%2], %3" : "=w"(scales[0]), "=w"(mins[0]), "+r"(at) : "i"(Bytes) : "memory");
   }
 
   // Two quarters of a block.
-  [[gnu::always_inline]] static void store_pairs(uint8_t* (&halves)[2], const Pair (&line)[kBlockLines]) {
+  LOWBIT_INLINE static void store_pairs(uint8_t* (&halves)[2], const Pair (&line)[kBlockLines]) {
     Four<16>::store(halves[0], line[0].q0, line[1].q0, line[2].q0, line[3].q0);
     Four<20>::store(halves[1], line[4].q0, line[5].q0, line[6].q0, line[7].q0);
     Four<24>::store(halves[0], line[0].q1, line[1].q1, line[2].q1, line[3].q1);
@@ -38,8 +37,8 @@ struct DotTile {
   }
 
   template <int Rows>
-  [[gnu::always_inline]] static void copy_block(uint8_t* to, const int8_t* (&from)[Rows]) {
-    unroll<Rows / 2>([&](auto p) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void copy_block(uint8_t* to, const int8_t* (&from)[Rows]) {
+    unroll<Rows / 2>([&](auto p) LOWBIT_INLINE {
       constexpr int kRow = 2 * p;
       int8x16_t row0[2], row1[2];
       next_pair(from[kRow], row0[0], row0[1]);
@@ -57,15 +56,15 @@ struct DotTile {
 
   // A value of each of two rows, in all lanes.
   template <class Vector>
-  [[gnu::always_inline]] static void arrange(Vector&, Vector&) {}
+  LOWBIT_INLINE static void arrange(Vector&, Vector&) {}
 
   // How many registers hold a value of each row.
   static constexpr int scales_of(int rows) { return (rows + 3) / 4; }
 
   template <int Rows>
-  [[gnu::always_inline]] static void join(const float32x4_t (&values)[Rows], float32x4_t (&to)[scales_of(Rows)]) {
-    unroll<scales_of(Rows)>([&](auto four) __attribute__((always_inline)) {
-      const auto pair = [&](int row) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void join(const float32x4_t (&values)[Rows], float32x4_t (&to)[scales_of(Rows)]) {
+    unroll<scales_of(Rows)>([&](auto four) LOWBIT_INLINE {
+      const auto pair = [&](int row) LOWBIT_INLINE {
         const int last = Rows - 1;
         return vreinterpretq_f64_f32(vzip1q_f32(values[row < last ? row : last], values[row + 1 < last ? row + 1 : last]));
       };
@@ -75,20 +74,20 @@ struct DotTile {
 
   // y + x * the value of row I.
   template <int I>
-  [[gnu::always_inline]] static float32x4_t add_by_row(float32x4_t y, float32x4_t x, const float32x4_t* values) {
+  LOWBIT_INLINE static float32x4_t add_by_row(float32x4_t y, float32x4_t x, const float32x4_t* values) {
     return vfmaq_laneq_f32(y, x, values[I / 4], I % 4);
   }
 
   // A row of float sums.
-  [[gnu::always_inline]] static void rows(const float* acc, float32x4_t (&y)[1][kQuarters]) {
-    unroll<kQuarters>([&](auto q) __attribute__((always_inline)) { y[0][q] = vld1q_f32(acc + q * kQuarterFloats); });
+  LOWBIT_INLINE static void rows(const float* acc, float32x4_t (&y)[1][kQuarters]) {
+    unroll<kQuarters>([&](auto q) LOWBIT_INLINE { y[0][q] = vld1q_f32(acc + q * kQuarterFloats); });
   }
 
   template <int Rows>
-  [[gnu::always_inline]] static void add_half(int32x4_t (&sums)[Rows], const uint8x16_t (&lines)[4],
-                                              const uint8x16_t (&inputs)[Rows]) {
-    unroll<4>([&](auto j) __attribute__((always_inline)) {
-      unroll<Rows>([&](auto i) __attribute__((always_inline)) {
+  LOWBIT_INLINE static void add_half(int32x4_t (&sums)[Rows], const uint8x16_t (&lines)[4],
+                                     const uint8x16_t (&inputs)[Rows]) {
+    unroll<4>([&](auto j) LOWBIT_INLINE {
+      unroll<Rows>([&](auto i) LOWBIT_INLINE {
         constexpr int kLane = j;
         sums[i] = vdotq_laneq_s32(sums[i], vreinterpretq_s8_u8(lines[j]), vreinterpretq_s8_u8(inputs[i]), kLane);
       });

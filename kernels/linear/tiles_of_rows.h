@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "../inline.h"
+
 namespace lowbit {
 namespace {
 
@@ -15,12 +17,12 @@ constexpr int tile_rows(int64_t left, int most) {
 
 // Calls tile(row, rows, number, tiles), `rows` a constant from 1 to MostRows, over all rows of m: tile `number` of so many.
 template <int MostRows, class Tile>
-[[gnu::always_inline]] inline void for_each_tile(int64_t m, Tile tile) {
+LOWBIT_INLINE inline void for_each_tile(int64_t m, Tile tile) {
   const int64_t tiles = (m + MostRows - 1) / MostRows;
   int64_t number = 0;
   for (int64_t row = 0; row < m; ++number) {
     const int rows = tile_rows(m - row, MostRows);
-    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    [&]<int... I>(std::integer_sequence<int, I...>) LOWBIT_INLINE {
       ((rows == I + 1 ? tile(row, std::integral_constant<int, I + 1>(), number, tiles) : void()), ...);
     }(std::make_integer_sequence<int, MostRows>());
     row += rows;

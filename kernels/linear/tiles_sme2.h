@@ -13,7 +13,7 @@ struct Indices {
   uint32_t row0 = hidden(0), row8 = hidden(8), column0 = hidden(0), column4 = hidden(4), column8 = hidden(8),
            column12 = hidden(12);
 
-  [[gnu::always_inline]] Indices() __arm_streaming_compatible {}
+  LOWBIT_INLINE Indices() __arm_streaming_compatible {}
 };
 
 // Instructions on a tile by way of z16 to z31. In registers by name: compilers find none for all of ZA's indices, and keep
@@ -65,8 +65,8 @@ struct Indices {
 // The end of a group of one segment: the integer sums of tile T become its P, and those go to the float sums of tile
 // 2 + T.
 template <int T>
-[[gnu::always_inline]] inline void finish_group(const Indices& indices, svfloat32_t start, svfloat32_t t,
-                                                svfloat32_t scale) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void finish_group(const Indices& indices, svfloat32_t start, svfloat32_t t,
+                                       svfloat32_t scale) LOWBIT_STREAMING {
   __asm__ volatile(
       LOWBIT_READ_COLUMNS("sum") LOWBIT_FIRST_PRODUCT("sum", "sum4")
       LOWBIT_READ_COLUMNS("sum") LOWBIT_MULTIPLY("fmla", "acc", "acc4", "scale")
@@ -78,7 +78,7 @@ template <int T>
 
 // The end of the first of two segments: the integer sums of tile T to memory; and of the second one, whose t is `t1`.
 template <int T>
-[[gnu::always_inline]] inline void keep_sums(const Indices& indices, float* at) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void keep_sums(const Indices& indices, float* at) LOWBIT_STREAMING {
   __asm__ volatile(
       LOWBIT_READ_COLUMNS("sum") LOWBIT_STORE_16
       :
@@ -87,8 +87,8 @@ template <int T>
 }
 
 template <int T>
-[[gnu::always_inline]] inline void finish_two(const Indices& indices, const float* first, svfloat32_t start, svfloat32_t t0,
-                                              svfloat32_t t1, svfloat32_t scale) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void finish_two(const Indices& indices, const float* first, svfloat32_t start, svfloat32_t t0,
+                                     svfloat32_t t1, svfloat32_t scale) LOWBIT_STREAMING {
   __asm__ volatile(
       LOWBIT_READ_COLUMNS("sum")
       "zero {za%[sum].s}\n\t"
@@ -112,7 +112,7 @@ template <int T>
 
 // The end of a segment of a longer group: the integer sums of tile T to the P of tile 2 + T.
 template <int T, bool First>
-[[gnu::always_inline]] inline void finish_segment(const Indices& indices, svfloat32_t start, svfloat32_t t) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void finish_segment(const Indices& indices, svfloat32_t start, svfloat32_t t) LOWBIT_STREAMING {
   if constexpr (First) {
     __asm__ volatile(
         LOWBIT_READ_COLUMNS("sum") LOWBIT_FIRST_PRODUCT("product", "product4")
@@ -131,7 +131,7 @@ template <int T, bool First>
 
 // A tile of memory, in the order that LOWBIT_READ_ROWS has, to tile T; and back.
 template <int T>
-[[gnu::always_inline]] inline void load_tile(const Indices& indices, const float* at) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void load_tile(const Indices& indices, const float* at) LOWBIT_STREAMING {
   __asm__ volatile(
       "ld1w {z16.s-z19.s}, %[all]/z, [%[at]]\n\t"
       "ld1w {z20.s-z23.s}, %[all]/z, [%[at], #4, mul vl]\n\t"
@@ -144,7 +144,7 @@ template <int T>
 }
 
 template <int T>
-[[gnu::always_inline]] inline void store_tile(const Indices& indices, float* at) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void store_tile(const Indices& indices, float* at) LOWBIT_STREAMING {
   __asm__ volatile(
       LOWBIT_READ_ROWS("tile", "tile4") LOWBIT_STORE_16
       :
@@ -154,7 +154,7 @@ template <int T>
 
 // The end of a longer group: the P of tile 2 + T to the float sums of tile T.
 template <int T>
-[[gnu::always_inline]] inline void add_products(const Indices& indices, svfloat32_t scale) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void add_products(const Indices& indices, svfloat32_t scale) LOWBIT_STREAMING {
   __asm__ volatile(
       LOWBIT_READ_COLUMNS("product") LOWBIT_MULTIPLY("fmla", "acc", "acc4", "scale")
       :
@@ -164,8 +164,8 @@ template <int T>
 
 // The float sums of tile T to outputs. They get into order by way of columns, once more.
 template <int T>
-[[gnu::always_inline]] inline void store_tile_outputs(const Indices& indices, const Head& head, int64_t first, int64_t rows,
-                                                      int64_t stride, DType dtype) LOWBIT_STREAMING {
+LOWBIT_INLINE inline void store_tile_outputs(const Indices& indices, const Head& head, int64_t first, int64_t rows,
+                                             int64_t stride, DType dtype) LOWBIT_STREAMING {
   const svbool_t all = svptrue_b32(), columns = head.columns();
   __asm__ volatile(
       LOWBIT_READ_COLUMNS("tile") LOWBIT_WRITE_ROWS("tile", "tile4")

@@ -28,7 +28,7 @@ class Prefetch {
   }
 
   // Before each block.
-  [[gnu::always_inline]] void operator()() {
+  LOWBIT_INLINE void operator()() {
     if (next_ >= end_) return;
     const uint8_t* const behind = next_ + step_;
     for (const uint8_t* line = next_; line < behind; line += kLineBytes) {
@@ -72,13 +72,12 @@ constexpr Groups groups_of(bool halves, bool several) {
 // because their products need no registers from one segment to the next. For one row, which has little to do in a group,
 // that walk knows how many blocks a group has.
 template <Groups Kind, class Tile, class Ahead>
-[[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile,
-                                        Ahead ahead) {
+LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile, Ahead ahead) {
   const int64_t groups = layout.groups;
   if constexpr (Kind != Groups::halves) {
     const int64_t group_blocks = layout.group_inputs() / kBlockInputs;
     int64_t left = layout.blocks, group = 0, segment = 0;
-    const auto add_block = [&]() __attribute__((always_inline)) {
+    const auto add_block = [&]() LOWBIT_INLINE {
       ahead();
       tile.begin_block(at);
       tile.template add<0, kBlockLines>(a);
@@ -88,7 +87,7 @@ template <Groups Kind, class Tile, class Ahead>
     constexpr int64_t kSegmentBlocks = kSegmentInputs / kBlockInputs;
     static_assert(kSegmentBlocks == 2);
     if constexpr (Kind == Groups::one_segment && Tile::kPanels > 0) {
-      const auto add_group = [&](auto blocks) __attribute__((always_inline)) {
+      const auto add_group = [&](auto blocks) LOWBIT_INLINE {
         tile.start(group);
         for (int i = 0; i < blocks(); ++i) add_block();
         tile.finish_only(group++, at);
@@ -132,7 +131,7 @@ template <Groups Kind, class Tile, class Ahead>
     int64_t halves = (layout.k + kHalfInputs - 1) / kHalfInputs;  // left: of k, the group and the segment
     int64_t in_group = 0, in_segment = 0, group = 0, segment = 0;
     const uint8_t* scales;
-    const auto begin_segment = [&]() __attribute__((always_inline)) {
+    const auto begin_segment = [&]() LOWBIT_INLINE {
       if (in_group == 0) {
         in_group = halves < group_halves ? halves : group_halves;
         tile.begin_group();
@@ -142,7 +141,7 @@ template <Groups Kind, class Tile, class Ahead>
       in_group -= in_segment;
       tile.start(segment);
     };
-    const auto end_of_half = [&]() __attribute__((always_inline)) {
+    const auto end_of_half = [&]() LOWBIT_INLINE {
       if (--in_segment > 0) return;
       tile.end_segment(segment++);
       if (in_group == 0) {
@@ -170,14 +169,14 @@ template <Groups Kind, class Tile, class Ahead>
 
 // Without prefetch.
 template <Groups Kind, class Tile>
-[[gnu::always_inline]] inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile) {
-  walk<Kind>(layout, at, a, tile, []() __attribute__((always_inline)) {});
+LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const int8_t* a, Tile& tile) {
+  walk<Kind>(layout, at, a, tile, []() LOWBIT_INLINE {});
 }
 
 // Tile `number` of `tiles` over one of a call's panels. `Ahead`: with prefetch.
 template <Groups Kind, bool Ahead, class Tile>
-[[gnu::always_inline]] inline void walk_panel(const LinearArgs& args, int64_t panel, const int8_t* a, Tile& tile,
-                                              int64_t number, int64_t tiles) {
+LOWBIT_INLINE inline void walk_panel(const LinearArgs& args, int64_t panel, const int8_t* a, Tile& tile,
+                                     int64_t number, int64_t tiles) {
   const Layout& layout = args.layout;
   const uint8_t* const at = args.panels + panel * layout.panel_bytes;
   if constexpr (Ahead) {
@@ -198,11 +197,11 @@ struct InStep {
   int64_t panel_bytes;
   const uint8_t* block;  // of the first panel
 
-  [[gnu::always_inline]] void start(int64_t segment) {
+  LOWBIT_INLINE void start(int64_t segment) {
     for (Tile& tile : panel) tile.start(segment);
   }
 
-  [[gnu::always_inline]] void begin_block(const uint8_t* at) {
+  LOWBIT_INLINE void begin_block(const uint8_t* at) {
     block = at;
     for (int p = 0; p < Panels; ++p) {
       for (int64_t line = 0; line < kBlockBytes; line += kLineBytes) prefetch(at + p * panel_bytes + line);
@@ -210,29 +209,29 @@ struct InStep {
   }
 
   template <int First, int Lines>
-  [[gnu::always_inline]] void add(const int8_t* a) {
+  LOWBIT_INLINE void add(const int8_t* a) {
     for (int p = 0; p < Panels; ++p) {
       panel[p].begin_block(block + p * panel_bytes);
       panel[p].template add<First, Lines>(a);
     }
   }
 
-  [[gnu::always_inline]] void begin_group() {
+  LOWBIT_INLINE void begin_group() {
     for (Tile& tile : panel) tile.begin_group();
   }
 
-  [[gnu::always_inline]] void end_segment(int64_t segment) {
+  LOWBIT_INLINE void end_segment(int64_t segment) {
     for (Tile& tile : panel) tile.end_segment(segment);
   }
 
-  [[gnu::always_inline]] void finish(int64_t group, const uint8_t* scales) {
+  LOWBIT_INLINE void finish(int64_t group, const uint8_t* scales) {
     for (int p = 0; p < Panels; ++p) {
       prefetch(scales + p * panel_bytes);  // a block and its scales touch a line more than the block
       panel[p].finish(group, scales + p * panel_bytes);
     }
   }
 
-  [[gnu::always_inline]] void finish_only(int64_t group, const uint8_t* scales) {
+  LOWBIT_INLINE void finish_only(int64_t group, const uint8_t* scales) {
     for (int p = 0; p < Panels; ++p) {
       prefetch(scales + p * panel_bytes);
       panel[p].finish_only(group, scales + p * panel_bytes);
@@ -241,7 +240,7 @@ struct InStep {
 
  private:
   // Behind the last panel as well: a prefetch does not fault.
-  [[gnu::always_inline]] static void prefetch(const uint8_t* at) {
+  LOWBIT_INLINE static void prefetch(const uint8_t* at) {
     _mm_prefetch(reinterpret_cast<const char*>(at) + Ahead, _MM_HINT_T0);
   }
 };

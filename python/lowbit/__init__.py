@@ -17,14 +17,15 @@ cmake_prefix_path = _library.load()
 
 from . import nn, qat  # noqa: E402  (they need the operators)
 from ._library import isa, kernels, load_kernels, streams  # noqa: E402
+from ._packed import PackedInfo, Unpacked, info, pack, repack, unpack, verify  # noqa: E402
+from ._quantize_model import quantize_  # noqa: E402
+from ._rounding import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
+from ._slices import concat, slice_columns, slice_rows  # noqa: E402
+from ._threads import ThreadTuning, tune_threads  # noqa: E402
 from .exports.module import export_pt2, export_pte  # noqa: E402
 from .nn import use_huge_pages  # noqa: E402
 from .ops import attention, embedding, linear, linear_experts, linears  # noqa: E402
-from .packed import PackedInfo, Unpacked, info, pack, repack, unpack, verify  # noqa: E402
-from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor  # noqa: E402
-from .quantize_model import quantize_  # noqa: E402
-from .slices import concat, slice_columns, slice_rows  # noqa: E402
-from .threads import ThreadTuning, tune_threads  # noqa: E402
+from .recurrence import linear_attention, short_conv  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -93,6 +94,7 @@ __all__ = [
     "isa",
     "kernels",
     "linear",
+    "linear_attention",
     "linear_experts",
     "linears",
     "load_kernels",
@@ -102,6 +104,7 @@ __all__ = [
     "quantize_",
     "quantize_tensor",
     "repack",
+    "short_conv",
     "slice_columns",
     "slice_rows",
     "streams",

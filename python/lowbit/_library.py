@@ -4,6 +4,7 @@ import os
 import sysconfig
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,11 +24,11 @@ def load() -> str:
         # Not `from . import _C`: that raises a plain ImportError when the file is missing.
         _C = import_module("._C", __package__)
     except ModuleNotFoundError as error:
-        others = sorted(path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd"))
-        if others:  # a wheel that was unpacked by hand, or copied from another machine
+        foreign = sorted(path.name for path in Path(__file__).parent.glob("_C.*") if path.suffix in (".so", ".pyd"))
+        if foreign:  # a wheel that was unpacked by hand, or copied from another machine
             expected = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
             raise ImportError(
-                f"this lowbit was built for another Python or processor: found {', '.join(others)}; expected {expected}. "
+                f"this lowbit was built for another Python or processor: found {', '.join(foreign)}; expected {expected}. "
                 "Install the wheel for that one, or build lowbit again with `pip install .`."
             ) from error
         raise ImportError(
@@ -35,7 +36,7 @@ def load() -> str:
             "(torch must be installed first)."
         ) from error
     except ImportError as error:
-        if error.path is None:  # not the dynamic loader's: LOWBIT_ISA is wrong
+        if error.path is None:  # not from the dynamic loader: LOWBIT_ISA is wrong
             raise
         raise ImportError(f"lowbit's compiled part does not load: {error}. Build it again with `pip install .`.") from error
     library = Path(str(_C.__file__)).parent / "lowbit_torch.so"
@@ -49,7 +50,7 @@ def load() -> str:
     return str(library.parent)
 
 
-def kernels() -> list[dict]:
+def kernels() -> list[dict[str, Any]]:
     """The kernel table, one dict per row.
 
     Each family has the built-in rows, best ISA first, then those of :func:`load_kernels`.
@@ -57,13 +58,16 @@ def kernels() -> list[dict]:
     Keys: ``name``, ``family`` ("linear", "embedding", "quantize" or "attention"), ``isa``, ``format``, ``bits`` and
     ``tile`` (where they apply), ``supported`` (by this CPU), ``enabled`` (under ``LOWBIT_ISA``), ``active`` (some call
     runs it), ``vendor`` and ``library`` (whose it is and the path it came from; None when built in).
+
+    "Some call" is one of up to 1024 rows of activations. If a loaded row limits the sizes that it takes, 34 sizes of
+    layers in published models are looked at, from 64 x 64 to 128256 x 4096; a row for other sizes alone is not ``active``.
     """
     from . import _C
 
     return _C.kernels()
 
 
-def load_kernels(path: str | os.PathLike) -> None:
+def load_kernels(path: str | os.PathLike[str]) -> None:
     """Adds the kernels and packed formats of a vendor's shared library to the table, for the rest of the process.
 
     Rows that claim preference are used from the next call on, wherever they fit and this CPU and ``LOWBIT_ISA`` allow
@@ -88,7 +92,7 @@ def load_kernels(path: str | os.PathLike) -> None:
     _C.load_kernels(name)
 
 
-def isa() -> dict:
+def isa() -> dict[str, Any]:
     """The instruction sets: ``cpu`` (what this CPU has), ``cap`` (``LOWBIT_ISA`` or None), ``active`` (what is used).
 
     ``LOWBIT_ISA`` is read once, when the package is imported, and caps the ISA: on Arm at ``portable``, ``neon``,
@@ -101,13 +105,16 @@ def isa() -> dict:
 
 
 def streams(pin: str | None = None) -> str:
-    """How one row of activations reads its weights: in "one" stream (one panel at a time) or "several" (interleaved).
+    """Returns, and with ``pin`` sets, how one row of activations reads its weights: "one" panel at a time or "several".
 
     The default depends on the CPU's maker: "several" is faster on Intel's CPUs, "one" on others. ``LOWBIT_STREAMS``, read
     once, changes it. Results do not depend on it. Only AVX-512 VNNI has interleaved kernels.
 
     Args:
-        pin: from now on, for all threads; None asks only.
+        pin: the value from now on, for all threads; None changes nothing.
+
+    Returns:
+        The value in effect.
 
     Raises:
         ValueError: ``pin`` is neither "one" nor "several".

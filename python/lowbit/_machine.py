@@ -36,7 +36,7 @@ def peak_memory() -> int | None:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that torch's compilers use; checked before a long step.
+    """The C++ compiler that torch's compilers use.
 
     Raises:
         OSError: there is none.
@@ -44,7 +44,7 @@ def cpp_compiler() -> str:
     from torch._inductor import config, cpp_builder, exc
 
     try:
-        return cpp_builder.get_cpp_compiler()
+        return str(cpp_builder.get_cpp_compiler())
     except (exc.InvalidCxxCompiler, OSError) as error:  # OSError: CXX does not name a program
         named = config.cpp.cxx
         tried = named if isinstance(named, str) else named[-1]

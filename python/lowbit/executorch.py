@@ -14,7 +14,10 @@ from types import ModuleType
 
 from . import _C
 
-_OPERATORS = {f"lowbit::{name}.out" for name in ("linear", "linears", "linear_experts", "embedding", "attention")}
+_OPERATORS = {
+    f"lowbit::{name}.out"
+    for name in ("linear", "linears", "linear_experts", "embedding", "attention", "linear_attention", "short_conv")
+}
 _BUILT = _C.executorch_version.partition("+")[0]
 _INSTALL = (
     f"Install it with `pip install executorch=={_BUILT}`."
@@ -52,10 +55,10 @@ def register_with(runtime: ModuleType) -> None:
     if not _C.executorch_version or not library.exists():
         raise ImportError(f"lowbit was built without executorch: there is no {library}. {_INSTALL}")
     # ExecuTorch's C++ classes may change between minor versions; a library built for others would not say so.
-    found = import_module("executorch.version").__version__
-    if found.split(".")[:2] != _C.executorch_version.split(".")[:2]:
+    installed = import_module("executorch.version").__version__
+    if installed.split(".")[:2] != _C.executorch_version.split(".")[:2]:
         raise ImportError(
-            f"lowbit was built with executorch {_C.executorch_version}; found {found}. "
+            f"lowbit was built with executorch {_C.executorch_version}; found {installed}. "
             f"Install that one with `pip install executorch=={_BUILT}`, or build lowbit again with `pip install .`."
         )
     try:

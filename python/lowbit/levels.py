@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .groups import in_groups
+from ._groups import in_groups
 
 # Four bits each, by code. With mxfp4 and nvfp4 (both E2M1) a level is twice the value: their scales count half.
 TABLES: dict[str, tuple[int, ...]] = {
@@ -18,14 +18,14 @@ TABLES: dict[str, tuple[int, ...]] = {
     "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "nvfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
-"""The usual tables, by name: int8 levels by code."""
+"""Standard tables, by name: int8 levels by code."""
 FIT = "fit"
 LARGEST = 127
 
-SAMPLE = 1 << 18  # weights that a fit looks at; more change the levels by a step or so
+SAMPLE = 1 << 18  # weights that a fit uses; more change the levels by about a step
 _ROUNDS = 20
 _CHUNK = 1 << 20  # weights at once
-# Of the scale at which the group's largest magnitude meets the largest level. Below 1 outliers are cut off.
+# Factors of the scale at which the group's largest magnitude meets the largest level. Below 1 outliers are clipped.
 FACTORS = (1.0, 0.93, 0.87, 0.81, 0.75, 1.08)
 
 
@@ -55,9 +55,9 @@ class Table:
     @property
     def by_code(self) -> tuple[int, ...]:
         """The levels by code, as in a packed weight."""
-        found = torch.empty_like(self.levels)
-        found[self.order] = self.levels
-        return tuple(map(int, found))
+        levels = torch.empty_like(self.levels)
+        levels[self.order] = self.levels
+        return tuple(map(int, levels))
 
     def codes(self, levels: Tensor) -> Tensor:
         """The uint8 codes of levels from the table."""
@@ -96,7 +96,7 @@ def best_scales(x: Tensor, table: Table, importance: Tensor | None, factors: Seq
         ends = {max(ends)}
     best_scale = least = None
     for end in sorted(ends):
-        # The largest weight may be at either end; a scale of the other sign puts it at the other.
+        # The largest weight may be at either end of the table; the sign of the scale chooses the end.
         signs = (1.0, -1.0) if len(ends) > 1 else (1.0,)
         for sign in signs:
             for factor in factors:
@@ -122,9 +122,9 @@ def round_to_levels(
         weight: [n, k], floating point and finite.
         levels: 4, 8 or 16 integers from -127 to 127, by code.
         group_size: inputs that share a scale, None for one per row.
-        importance: [k] or [n, k], what a squared error counts, 0 or more; None: all the same.
-        search: tries several scales for each group, and fits the best to its codes; otherwise the largest magnitude of a
-            group meets an end of the table.
+        importance: [k] or [n, k], the factor of a squared error, 0 or more; None: 1.
+        search: try several scales per group, and refit the best to its codes; otherwise the largest magnitude of a group
+            meets an end of the table.
 
     Returns:
         Codes uint8 [n, k] and scales float32 [n, groups], of either sign: what :func:`lowbit.pack` takes.
@@ -152,8 +152,8 @@ def round_to_levels(
 
 
 def _starts(bits: int, device: torch.device) -> list[Tensor]:
-    """Where fits begin. All reach further on one side, and each group's scale has the better sign: that is worth more than
-    levels that are the same on both sides."""
+    """Initial levels of a fit. All reach further on one side: with a signed scale per group that gives a smaller error than
+    symmetric levels."""
     half = 2 ** (bits - 1)
     even = torch.arange(-half, half, dtype=torch.float32, device=device) / half
     if bits == 4:
@@ -162,7 +162,7 @@ def _starts(bits: int, device: torch.device) -> list[Tensor]:
 
 
 def _fit(x: Tensor, importance: Tensor | None, bits: int, start: Tensor) -> tuple[Table, float]:
-    """The table, and the error that is left."""
+    """The fitted table, and its error."""
     table = Table(start)
     scale = best_scales(x, table, importance, FACTORS)
     for step in range(_ROUNDS):
@@ -191,14 +191,14 @@ def _fit(x: Tensor, importance: Tensor | None, bits: int, start: Tensor) -> tupl
 def fit_levels(weight: Tensor, bits: int, group_size: int | None, importance: Tensor | None = None) -> tuple[int, ...]:
     """The table that minimizes the squared error of rounding a matrix to it (a local optimum).
 
-    Lloyd-Max (Lloyd, 1982; Max, 1960) over the weights of the sampled rows, each divided by the scale of its group: by
-    turns weights go to their nearest levels, scales and levels to the least squares. Deterministic.
+    Lloyd-Max (Lloyd, 1982; Max, 1960) over the weights of the sampled rows, each divided by the scale of its group: weights
+    are assigned to the nearest levels, then scales and levels are refitted by least squares, in turns. Deterministic.
 
     Args:
         weight: [n, k], floating point and finite.
         bits: 2, 3 or 4.
         group_size: inputs that share a scale, None for one per row.
-        importance: [k] or [n, k], what a squared error counts, 0 or more; None: all the same.
+        importance: [k] or [n, k], the factor of a squared error, 0 or more; None: 1.
 
     Returns:
         ``2**bits`` integers from -127 to 127 in order, the largest magnitude 127.

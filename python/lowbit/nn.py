@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .computed_tensor import ComputedTensor
-from .embeddings import Table, give_state, table_of
-from .memory import in_huge_pages
-from .quantize import EmbeddingConfig, LinearConfig, quantize_tensor
+from ._computed_tensor import ComputedTensor
+from ._embeddings import Table, give_state, table_of
+from ._memory import in_huge_pages
+from ._packed import PackedInfo
+from ._rounding import EmbeddingConfig, LinearConfig, quantize_tensor
 
-# What moves with a layer when a packed one takes its place. The dicts themselves, so that a hook's handle removes it.
+# The attributes that move to the packed layer. The dicts themselves, not copies: a hook's handle removes it from its dict.
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
@@ -26,14 +28,14 @@ class Packed(torch.nn.Module):
     """A module whose weight is one packed buffer, ``packed_weight`` (uint8)."""
 
     packed_weight: Tensor
-    info: ops.PackedInfo
+    info: PackedInfo
 
-    def __init__(self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype):
+    def __init__(self, packed_weight: Tensor | PackedInfo, dtype: torch.dtype):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
         super().__init__()
         self._dtype = dtype  # no buffer: it would be in every exported program
-        if isinstance(packed_weight, ops.PackedInfo):
+        if isinstance(packed_weight, PackedInfo):
             self.info = packed_weight
             shape = [count for count in (self.info.experts, self.info.total_bytes) if count is not None]
             packed_weight = torch.empty(shape, dtype=torch.uint8, device="meta")
@@ -44,7 +46,7 @@ class Packed(torch.nn.Module):
     def _describe(self, packed_weight: Tensor) -> None:
         self.info = ops.info(packed_weight)
 
-    def _verified(self, packed_weight: Tensor) -> ops.PackedInfo:
+    def _verified(self, packed_weight: Tensor) -> PackedInfo:
         return ops.verify(packed_weight)
 
     def verify(self) -> None:
@@ -68,13 +70,13 @@ class Packed(torch.nn.Module):
     def weight(self) -> Tensor:
         """The dequantized weight, [out, in], of the float layer's dtype, which follows ``module.to(dtype)``.
 
-        Its shape, dtype and device cost nothing; whoever uses its values has them computed, each time anew. It cannot be
-        changed, and is neither a parameter nor in the state dict.
+        Shape, dtype and device cost nothing; every use of the values computes them anew. It cannot be changed, and is neither
+        a parameter nor in the state dict.
         """
         return self._computed(lambda: self._dequantized(self._dtype), self.info.shape)
 
     def _computed(self, compute: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
-        if torch.compiler.is_compiling():  # traced as it is; where nothing but the dtype is used, it is left out again
+        if torch.compiler.is_compiling():  # traced directly; the compiler drops it where only the dtype is used
             return compute()
         return ComputedTensor(compute, shape, self._dtype, self.packed_weight.device)
 
@@ -82,7 +84,7 @@ class Packed(torch.nn.Module):
         rows = torch.arange(self.info.out_features, device=self.packed_weight.device)
         return ops.embedding(rows, self.packed_weight, self.info.in_features, dtype=dtype)
 
-    def __setattr__(self, name: str, value) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name in ("weight", "bias") and hasattr(type(self), name):
             raise AttributeError(
                 f"the {name} of a packed layer cannot be set; make a new layer, with {type(self).__name__}.from_float"
@@ -90,7 +92,7 @@ class Packed(torch.nn.Module):
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        if isinstance(param, ComputedTensor):  # torch.nn.utils.prune, of torch's own parameters it makes others
+        if isinstance(param, ComputedTensor):  # by torch.nn.utils.prune
             raise ValueError("a packed layer cannot be pruned: its weight is fixed; prune the float model, and quantize that")
         super().register_parameter(name, param)
 
@@ -98,7 +100,7 @@ class Packed(torch.nn.Module):
         """Does nothing if False: packed weights have no gradients.
 
         Raises:
-            ValueError: this layer alone is to be trained. (A model with packed layers may be asked: its float parameters
+            ValueError: called with True on this layer. (On a model with packed layers it is allowed: the float parameters
                 train.)
         """
         if requires_grad and not any(True for _ in self.parameters()):
@@ -106,15 +108,16 @@ class Packed(torch.nn.Module):
                 f"a packed {type(self).__name__} cannot be trained: its weight is fixed. To train a layer, leave it float "
                 "(config None), or put adapters beside it"
             )
-        return super().requires_grad_(requires_grad)
+        super().requires_grad_(requires_grad)
+        return self
 
-    def __prepare_scriptable__(self):
+    def __prepare_scriptable__(self) -> None:
         raise ValueError(
             "torch.jit.script does not compile packed layers; use torch.compile, torch.export.export, or torch.jit.trace"
         )
 
-    def _apply(self, fn, recurse=True):
-        def applied(tensor: Tensor) -> Tensor:  # module.type(float16) would make numbers of the packed bytes
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packed:
+        def applied(tensor: Tensor) -> Tensor:  # module.type(float16) would convert the packed bytes
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype or tensor.is_floating_point() else tensor.to(moved.device)
 
@@ -145,71 +148,86 @@ class Packed(torch.nn.Module):
             f"{self.info.bits_per_weight:.2f} bits per weight"
         )
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        # The packed bytes describe themselves, so a checkpoint may have another width or group size than this module;
-        # what must agree is the shape of the weight. Every byte is checked before any is used.
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *arguments: Any) -> None:
+        error_msgs: list[str] = arguments[-1]
+        # The header describes the packed bytes, so a checkpoint may have another width or group size than this module;
+        # only the shape of the weight must agree. Every byte is checked before any is used.
         key = prefix + "packed_weight"
         loaded = state_dict.get(key)
         floats = state_dict.get(prefix + "weight")
         if loaded is None and floats is not None and floats.numel():
-            # Whoever loads with strict=False, as peft does, would not see that this weight goes nowhere.
+            # With strict=False, as peft loads, this weight would be ignored without a message.
             error_msgs.append(f"{prefix}weight: it is a float weight, and the layer is packed; load it before quantizing")
         if loaded is not None:
             try:
-                found, expected = self._verified(loaded), self.info
-                if found.shape != expected.shape:
-                    raise ValueError(f"the weight has shape {list(found.shape)}; expected {list(expected.shape)}")
+                shape, expected = self._verified(loaded).shape, self.info.shape
+                if shape != expected:
+                    raise ValueError(f"the weight has shape {list(shape)}; expected {list(expected)}")
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"{key}: {error}")
                 return
             if loaded.numel() != self.packed_weight.numel():
-                if local_metadata.get("assign_to_params_buffers"):
+                if metadata.get("assign_to_params_buffers"):
                     self.packed_weight = loaded
                 else:
                     # In place, so that a module that shares this buffer (a tied head) sees the change.
                     with torch.no_grad():
                         self.packed_weight.set_(torch.empty_like(loaded))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if loaded is not None and not self.packed_weight.is_meta:  # torch has warned that nothing was copied
+        super()._load_from_state_dict(state_dict, prefix, metadata, *arguments)
+        if loaded is not None and not self.packed_weight.is_meta:  # onto meta torch copies nothing, and warns
             self._describe(self.packed_weight)
 
 
-def _check_order(order: Tensor, inputs: int) -> None:
+class _Features:
+    """The sizes of linear layers, as torch.nn.Linear calls them."""
+
+    info: PackedInfo
+
+    @property
+    def in_features(self) -> int:
+        return self.info.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.info.out_features
+
+
+def check_input_order(order: Tensor, inputs: int) -> None:
+    """Raises ValueError unless an input order is an int32 permutation of 0 to ``inputs - 1``."""
     if order.dtype != torch.int32 or order.shape != (inputs,):
         raise ValueError(f"input_order is {order.dtype} {list(order.shape)}; expected torch.int32 [{inputs}]")
-    each = torch.arange(inputs, dtype=torch.int32, device=order.device)
-    if order.device.type != "meta" and not torch.equal(order.sort().values, each):
+    identity = torch.arange(inputs, dtype=torch.int32, device=order.device)
+    if order.device.type != "meta" and not torch.equal(order.sort().values, identity):
         raise ValueError(f"input_order has other numbers than 0 to {inputs - 1}, each once")
 
 
-class Linear(Packed):
+class Linear(_Features, Packed):
     """A linear layer with 1- to 8-bit weights: int8 activations, quantized on the fly.
 
     Input [..., in_features] float32, bfloat16 or float16; output [..., out_features] of the same dtype.
     The weight is fixed; the input's gradient is that of a float layer with the dequantized weight.
 
-    The packed weight may have its inputs in another order, as GPTQ with act-order groups them: its input ``j`` is then the
-    layer's input ``input_order[j]``.
+    With an act-order permutation (GPTQ) the packed weight's input ``j`` is the layer's input ``input_order[j]``.
     """
 
     input_order: Tensor | None
 
     def __init__(
-        self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32, input_order: Tensor | None = None
+        self, packed_weight: Tensor | PackedInfo, dtype: torch.dtype = torch.float32, input_order: Tensor | None = None
     ):
         """
         Args:
-            packed_weight: from :func:`lowbit.pack`; the bias is in it. A description instead gives a module on the meta
-                device, which a checkpoint's loader fills.
+            packed_weight: from :func:`lowbit.pack`, with the bias; or a :class:`lowbit.PackedInfo`, for a module on the meta
+                device that a checkpoint's loader fills.
             dtype: of ``weight`` and ``bias`` when they are read: float32, bfloat16 or float16.
-            input_order: int32 [in_features], each input once; None: as they are.
+            input_order: int32 [in_features], a permutation; None: the inputs are not permuted.
 
         Raises:
-            ValueError: not a valid packed weight, another dtype, or an order that is none.
+            ValueError: not a valid packed weight, another dtype, or an order that is not a permutation.
         """
         super().__init__(packed_weight, dtype)
         if input_order is not None:
-            _check_order(input_order, self.info.in_features)
+            check_input_order(input_order, self.info.in_features)
         self.register_buffer("input_order", input_order)
 
     @classmethod
@@ -229,14 +247,6 @@ class Linear(Packed):
         return in_place_of(linear, in_huge_pages(packed), _dtype_of(linear))
 
     @property
-    def in_features(self) -> int:
-        return self.info.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.info.out_features
-
-    @property
     def bias(self) -> Tensor | None:
         """The bias, [out], of the same dtype as ``weight``, computed when used; None without a bias."""
         if not self.info.has_bias:
@@ -251,19 +261,20 @@ class Linear(Packed):
     def verify(self) -> None:
         super().verify()
         if self.input_order is not None:
-            _check_order(self.input_order, self.info.in_features)
+            check_input_order(self.input_order, self.info.in_features)
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
         weight = super()._dequantized(dtype)
         return weight if self.input_order is None else weight[:, self.input_order.long().argsort()]
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *arguments: Any) -> None:
+        error_msgs: list[str] = arguments[-1]
         # Packed bytes and the order of their inputs belong together: a layer takes both as they were saved, or neither.
         loaded, order = state_dict.get(prefix + "packed_weight"), state_dict.get(prefix + "input_order")
         before, errors = self.input_order, len(error_msgs)
         if order is not None:
             try:
-                _check_order(order, self.info.in_features)
+                check_input_order(order, self.info.in_features)
                 if loaded is None:
                     raise ValueError("there is no packed_weight beside it; expected the one that has its inputs in this order")
             except ValueError as error:
@@ -271,7 +282,7 @@ class Linear(Packed):
                 return
         if loaded is not None:
             self.input_order = None if order is None else torch.empty_like(order)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *arguments)
         if len(error_msgs) > errors:
             self.input_order = before
 
@@ -291,24 +302,23 @@ class Linear(Packed):
 class Embedding(Packed):
     """An embedding table of 1 to 8 bits per weight.
 
-    Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``. Some of
-    transformers' tables multiply their rows by a number, or normalize them: what takes their place does the same, and
-    ``weight`` is as stored.
+    Input [...] int32 or int64; output [..., embedding_dim] of the module's dtype, which follows ``module.to(dtype)``. In place
+    of a table of transformers that scales or normalizes its rows it does the same; ``weight`` is neither scaled nor normalized.
     """
 
     def __init__(
         self,
-        packed_weight: Tensor | ops.PackedInfo,
+        packed_weight: Tensor | PackedInfo,
         dtype: torch.dtype = torch.float32,
         padding_idx: int | None = None,
         table: Table = Table(),
     ):
         """
         Args:
-            packed_weight: from :func:`lowbit.pack`, or a description as for :class:`Linear`.
+            packed_weight: from :func:`lowbit.pack`, or a :class:`lowbit.PackedInfo` as for :class:`Linear`.
             dtype: of the output: float32, bfloat16 or float16.
             padding_idx: kept for information; the row is stored like any other.
-            table: what is done with rows that were looked up; a norm is a module that is then set as ``embed_norm``.
+            table: the step after a lookup; its norm is a module that the caller then sets as ``embed_norm``.
 
         Raises:
             ValueError: not a valid packed weight, or another dtype.
@@ -348,7 +358,7 @@ class Embedding(Packed):
         return self.finish(rows)
 
     def finish(self, rows: Tensor) -> Tensor:
-        """The output for rows that were looked up: as they are, scaled, or normalized."""
+        """The output for looked-up rows: unchanged, scaled, or normalized."""
         return self._table.finish(rows, self)
 
     def extra_repr(self) -> str:
@@ -357,17 +367,17 @@ class Embedding(Packed):
         return f"{self.num_embeddings}, {self.embedding_dim}, {padding}{scale}" + self._format_repr()
 
 
-class LinearExperts(Packed):
+class LinearExperts(_Features, Packed):
     """Linear layers with 1- to 8-bit weights, one for each expert of a mixture: ``packed_weight`` is uint8 [experts, bytes].
 
     Input [..., in_features] float32, bfloat16 or float16 and int64 [..., e], the e experts of each row; output [..., e,
-    out_features]: :func:`lowbit.linear_experts`. The weights are fixed; gradients are as those of :class:`Linear`.
+    out_features]: :func:`lowbit.linear_experts`. The weights are fixed; gradients are those of :class:`Linear`.
     """
 
-    def __init__(self, packed_weight: Tensor | ops.PackedInfo, dtype: torch.dtype = torch.float32):
+    def __init__(self, packed_weight: Tensor | PackedInfo, dtype: torch.dtype = torch.float32):
         """
         Args:
-            packed_weight: weights from :func:`lowbit.pack`, stacked; their biases are in them. Or a description, as for
+            packed_weight: weights from :func:`lowbit.pack`, with their biases, stacked; or a :class:`lowbit.PackedInfo` as for
                 :class:`Linear`.
             dtype: of ``weight`` when it is read: float32, bfloat16 or float16.
 
@@ -379,27 +389,19 @@ class LinearExperts(Packed):
     def _describe(self, packed_weight: Tensor) -> None:
         self.info = ops.info_of_experts(packed_weight)
 
-    def _verified(self, packed_weight: Tensor) -> ops.PackedInfo:
+    def _verified(self, packed_weight: Tensor) -> PackedInfo:
         return ops.info_of_experts(packed_weight, verified=True)
 
     @property
     def num_experts(self) -> int:
-        return self.info.experts or 0  # there is one at least
-
-    @property
-    def in_features(self) -> int:
-        return self.info.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.info.out_features
+        return self.info.experts or 0  # at least 1
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
         rows = torch.arange(self.info.out_features, device=self.packed_weight.device)
-        return torch.stack([ops.embedding(rows, one, self.info.in_features, dtype=dtype) for one in self.packed_weight])
+        return torch.stack([ops.embedding(rows, matrix, self.info.in_features, dtype=dtype) for matrix in self.packed_weight])
 
     def to_format(self, format: str) -> LinearExperts:
-        """Experts stay in the format of :func:`lowbit.pack`.
+        """Returns the module: experts have no format but that of :func:`lowbit.pack`.
 
         Raises:
             ValueError: for another format.
@@ -419,13 +421,9 @@ class LinearExperts(Packed):
 
 
 def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:
-    """Refuses a float layer whose weight or bias a hook computes before each call.
-
-    Raises:
-        ValueError: as weight_norm, spectral_norm and pruning of torch.nn.utils leave a layer.
-    """
+    """Raises ValueError for a float layer whose weight or bias a hook computes before each call (torch.nn.utils' norms)."""
     for name in ("weight", "bias"):
-        if isinstance(layer.__dict__.get(name), Tensor):  # where a parameter is, it is not here
+        if isinstance(layer.__dict__.get(name), Tensor):  # a parameter would not be in __dict__
             raise ValueError(
                 f"{prefix}{name} is not a parameter: a hook computes it before each call, as weight_norm, spectral_norm and "
                 "pruning do; make it one first (torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove)"
@@ -438,11 +436,11 @@ def _dtype_of(layer: torch.nn.Linear | torch.nn.Embedding) -> torch.dtype:
 
 def in_place_of(
     layer: torch.nn.Linear | torch.nn.Embedding,
-    packed_weight: Tensor | ops.PackedInfo,
+    packed_weight: Tensor | PackedInfo,
     dtype: torch.dtype,
     input_order: Tensor | None = None,
 ) -> Linear | Embedding:
-    """The module with this packed weight that replaces a float layer, with the layer's hooks, mode and attributes.
+    """The packed module that replaces a float layer, with the layer's hooks, mode and attributes.
 
     ``dtype`` is the type of an embedding's output and of ``weight``; ``input_order`` is for linear layers.
     """
@@ -460,7 +458,7 @@ def in_place_of(
 
 
 def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
-    """Copies another layer's hooks, mode and user-set attributes to a layer."""
+    """Copies hooks, mode and user-set attributes of ``layer`` to ``packed``, which replaces it."""
     packed.train(layer.training)
     if "forward" in layer.__dict__ and isinstance(packed, Packed):
         warnings.warn(
@@ -471,7 +469,7 @@ def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
     for name in _HOOKS:
         packed.__dict__[name] = layer.__dict__[name]
     for name, value in layer.__dict__.items():
-        # "forward": some libraries wrap a layer's own one, and that would compute with the float weight.
+        # Not "forward": some libraries set a wrapper of the float layer's method, which computes with the float weight.
         if not name.startswith("_") and name != "forward" and not hasattr(packed, name):
             setattr(packed, name, value)
 
@@ -479,16 +477,16 @@ def take_place(packed: torch.nn.Module, layer: torch.nn.Module) -> None:
 def use_huge_pages(model: torch.nn.Module) -> int:
     """Moves the packed weights of a model into huge pages if Linux provides them on request.
 
-    Then a matrix that is read from memory comes faster: the CPU looks up a five-hundredth of the addresses, and fetches
-    ahead beyond 4 KiB. :func:`lowbit.quantize_` does it by itself; call this for weights that were loaded, and above all
-    for those mapped from a file, which then take memory of their own.
+    Matrices are then read faster: the CPU translates a five-hundredth of the addresses, and prefetches beyond 4 KiB.
+    :func:`lowbit.quantize_` does it by itself; call this for loaded weights, above all for those mapped from a file, which
+    are then copied to anonymous memory.
 
     Args:
-        model: any; what it shares, such as the table of a tied head, stays shared.
+        model: any; weights that it shares (a tied head) stay shared.
 
     Returns:
-        How many bytes were moved. Only weights of a huge page (2 MiB, usually) or more are. 0 where the system gives no huge
-        pages, or gives them unasked.
+        The number of bytes that were moved; only weights of at least one huge page (2 MiB, usually) are. 0 where the system
+        has no huge pages, or gives them without a request.
     """
     moved: dict[tuple[int, int], Tensor] = {}
     for module in model.modules():

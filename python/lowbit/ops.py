@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,24 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _C
-from .packed import PackedInfo, Unpacked, as_levels, check_format, describe, info, info_of_experts, pack, repack, unpack, verify
+from ._packed import (
+    PackedInfo,
+    Unpacked,
+    as_levels,
+    check_format,
+    describe,
+    info,
+    info_of_experts,
+    pack,
+    repack,
+    unpack,
+    verify,
+)
+
+__all__ = [
+    "PackedInfo", "Unpacked", "as_levels", "attention", "cache_storage", "cache_width", "check_format", "describe", "embedding",
+    "info", "info_of_experts", "linear", "linear_experts", "linears", "pack", "repack", "unpack", "verify",
+]  # fmt: skip
 
 # Looked up once: torch.ops.lowbit.linear takes 0.4 us more to call.
 _linear = torch.ops.lowbit.linear.default
@@ -21,17 +39,17 @@ class _StraightThrough(torch.autograd.Function):
     generate_vmap_rule = True  # gradients of each sample: torch.vmap(torch.func.grad(...))
 
     @staticmethod
-    def forward(x, packed_weight, out_features):
+    def forward(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
         return _linear(x, packed_weight, out_features)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, packed_weight, _ = inputs
         ctx.save_for_backward(packed_weight)
         ctx.in_features = x.shape[-1]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (packed_weight,) = ctx.saved_tensors
         rows = torch.arange(grad.shape[-1], device=grad.device)
         weight = torch.ops.lowbit.embedding(rows, packed_weight, ctx.in_features, dtype=grad.dtype)
@@ -42,41 +60,41 @@ class _StraightThroughForward(_StraightThrough):
     """Adds forward-mode derivatives (torch.func.jvp, jacfwd); a class of its own, as torch.compile accepts no jvp."""
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _StraightThrough.setup_context(ctx, inputs, output)
         ctx.save_for_forward(inputs[1])
         ctx.out_features = inputs[2]
 
     @staticmethod
-    def jvp(ctx, x, *_):
+    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:
         (packed_weight,) = ctx.saved_tensors
         rows = torch.arange(ctx.out_features, device=x.device)
         return x @ torch.ops.lowbit.embedding(rows, packed_weight, ctx.in_features, dtype=x.dtype).T
 
 
-def _for_this_place() -> bool:
+def _runs_here() -> bool:
     """Whether the traced program will run in this process. Exported programs contain the bare operators."""
-    # It looks at the level, which is -1 or more, so that a call on another one is traced anew.
+    # Reading the level (-1 or more) makes Dynamo guard it: a call at another level is traced anew.
     return forward_ad._current_level >= -1 and not torch.compiler.is_exporting()
 
 
-def _has_tangent(operator: str, *arguments) -> bool:
-    """Whether one of the tensors has a tangent; kernels of traced operators ask.
+def _has_tangent(operator: str, *arguments: Any) -> bool:
+    """Whether one of the tensors has a tangent; the kernels of traced operators call this.
 
     Raises:
         NotImplementedError: derivatives that cannot be compiled. torch.compile leaves the call to Python, or with
-            fullgraph=True says so.
+            fullgraph=True reports the error.
     """
     # Only floats can have one; and in inference mode unpack_dual refuses packed weights, which were made before.
-    tensors = [each for each in arguments if isinstance(each, Tensor) and each.is_floating_point()]
-    found = any(forward_ad.unpack_dual(each, level=0).tangent is not None for each in tensors)
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor) and argument.is_floating_point()]
+    has_tangent = any(forward_ad.unpack_dual(tensor, level=0).tangent is not None for tensor in tensors)
     # Where a level was opened outside of the compiled function, its inputs have no tangents while it is traced.
-    if torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and not found):
+    if torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and not has_tangent):
         raise NotImplementedError(
             f"derivatives of lowbit.{operator} by torch.func, and tangents from outside of the compiled function, are not "
             "compiled; leave fullgraph out"
         )
-    return found
+    return has_tangent
 
 
 def _differentiated(x: Tensor) -> bool:
@@ -105,20 +123,20 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
     # An autograd kernel would do all of this, but in Python it would cost every call several microseconds.
-    if _dynamo_traces() and _for_this_place():
+    if _dynamo_traces() and _runs_here():
         return torch.ops.lowbit._traced_linear(x, packed_weight, out_features)
     if isinstance(x, Tensor):
         # Looked at here first: the function's call costs every call 150 ns more.
         if (x.requires_grad or forward_ad._current_level >= 0) and _differentiated(x):
             function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
             return function.apply(x, packed_weight, out_features)
-    elif has_torch_function((x,)):  # of torch.fx: who runs what it writes down may want gradients
+    elif has_torch_function((x,)):  # torch.fx traces: the graph that it records may be run with gradients
         return handle_torch_function(linear, (x,), x, packed_weight, out_features)
     return _linear(x, packed_weight, out_features)
 
 
 def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[int]) -> tuple[Tensor, ...]:
-    """Several :func:`linear` of the same input, which is quantized once; the results have the same bits.
+    """Applies several packed weights to the same input, which is quantized once; each result has the bits of :func:`linear`.
 
     Args:
         x: [..., in_features] float32, bfloat16 or float16, any strides.
@@ -134,49 +152,52 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
         ValueError: as :func:`linear`, or not as many weights as ``out_features``.
     """
     packed_weights, out_features = list(packed_weights), list(out_features)
-    if _dynamo_traces() and _for_this_place():
-        return torch.ops.lowbit._traced_linears(x, packed_weights, out_features).split(out_features, -1)
+    if _dynamo_traces() and _runs_here():
+        outputs: tuple[Tensor, ...] = torch.ops.lowbit._traced_linears(x, packed_weights, out_features).split(out_features, -1)
+        return outputs
     if not isinstance(x, Tensor) and has_torch_function((x,)):
-        return handle_torch_function(linears, (x,), x, packed_weights, out_features)
+        outputs = handle_torch_function(linears, (x,), x, packed_weights, out_features)
+        return outputs
     fits = len(packed_weights) == len(out_features) > 0  # else the operator says what is wrong
     if fits and isinstance(x, Tensor) and _differentiated(x):
         return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
-    return torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
+    outputs = torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
+    return outputs
 
 
 class _StraightThroughExperts(torch.autograd.Function):
-    # Without a rule for vmap, which has no loop over the experts of a batch, and none for forward mode: torch says so.
+    # No rule for vmap, which cannot loop over the experts of a batch, and none for forward mode: torch refuses both.
     @staticmethod
-    def forward(x, packed_weights, experts, out_features):
+    def forward(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
         return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, packed_weights, experts, _ = inputs
         ctx.save_for_backward(packed_weights, experts)
         ctx.shape = x.shape
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         packed_weights, experts = ctx.saved_tensors
         rows, result = torch.arange(grad.shape[-1], device=grad.device), grad.new_zeros(ctx.shape)
         for expert in experts.unique().tolist():
             weight = torch.ops.lowbit.embedding(rows, packed_weights[expert], ctx.shape[-1], dtype=grad.dtype)
-            # A row that goes to an expert twice takes part twice.
+            # A row that goes to an expert twice counts twice.
             result += torch.where((experts == expert)[..., None], grad, 0).sum(-2) @ weight
         return result, None, None, None
 
 
 def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
-    """:func:`linear` of each row of x with the matrices of some experts, as layers of mixtures of experts choose them.
+    """Applies to each row of x the packed weights of its experts, as a mixture-of-experts layer chooses them.
 
-    Only the matrices of chosen experts are read, all rows of one at once, and a row of x is quantized once for all of its
-    experts. The results have the bits of :func:`linear`.
+    Only the chosen experts are read, each once for all of its rows, and a row of x is quantized once for all of its experts.
+    The results have the bits of :func:`linear`.
 
     Args:
         x: [..., in_features] float32, bfloat16 or float16, any strides.
-        packed_weights: uint8 [experts, bytes], contiguous: in each row a weight from :func:`pack` of ``out_features`` rows
-            and ``in_features`` inputs, all with groups of the same size. ``torch.stack`` makes it of several.
+        packed_weights: uint8 [experts, bytes], contiguous: each row a weight from :func:`pack` of ``out_features`` rows and
+            ``in_features`` inputs, all of one group size. ``torch.stack`` joins them.
         experts: int64 [..., e], any strides: the e experts that each row of x goes to, 0 for the first.
         out_features: the rows of each packed weight.
 
@@ -189,8 +210,8 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
         IndexError: there is no such expert.
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
-    # The way back looks at the chosen experts, which torch.compile leaves to Python.
-    if _dynamo_traces() and _for_this_place() and not (x.requires_grad and torch.is_grad_enabled()):
+    # The backward pass reads the chosen experts, which torch.compile leaves to Python.
+    if _dynamo_traces() and _runs_here() and not (x.requires_grad and torch.is_grad_enabled()):
         return torch.ops.lowbit._traced_linear_experts(x, packed_weights, experts, out_features)
     if not isinstance(x, Tensor) and has_torch_function((x,)):
         return handle_torch_function(linear_experts, (x,), x, packed_weights, experts, out_features)
@@ -222,15 +243,15 @@ class _WithoutGradient(torch.autograd.Function):
     """Attention in a program with gradients: its result has none."""
 
     @staticmethod
-    def forward(*arguments):
+    def forward(*arguments: Any) -> Tensor:
         return torch.ops.lowbit.attention(*arguments)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> None:
         raise RuntimeError("lowbit.attention has no gradients; train with the model's own attention, without caches")
 
 
@@ -260,18 +281,18 @@ def attention(
         k_cache, v_cache: [batch, kv_heads, max_length, width] and [..., value_width], contiguous; max_length and
             value_width multiples of 16, as width. Both float32, bfloat16 or float16, whatever q is, or int8. Changed in
             place. The order of values within a head is this operator's: start with any content (``torch.zeros``, for
-            example), and leave the rest to it. :func:`cache_width` has the size of the last dimension: int8 caches have
-            4 bytes more, for a float32 scale for each position of a head. 4-bit caches are int8, too, with half as many
-            bytes and these 4; their widths are multiples of 32. What goes into a smaller type is rounded to nearest, into
-            4 bits after a rotation; docs/internals/operators.md explains both. In caches of codes a position with a key or
-            value that is not finite is NaN.
+            example) and let only this operator read and write them. :func:`cache_width` returns the last dimension: int8
+            caches have 4 more bytes, a float32 scale per position and head. 4-bit caches are int8 tensors with half as many
+            bytes and these 4; their widths are multiples of 32. Values are rounded to nearest in a smaller type, in 4 bits
+            after a rotation (docs/internals/operators.md). In int8 and 4-bit caches a position with a key or value that is
+            not finite is NaN.
         start: int64, one element: how many positions the caches hold. 0 starts a new text. Position i of q is position
             ``start + i`` of the text and sees all up to itself.
         scale: of the products of q and k; None: ``width ** -0.5``.
-        window: a query sees its own position and ``window - 1`` before it (sliding window); None: all before it.
+        window: a query sees its position and the ``window - 1`` before it (sliding window); None: all before it.
         softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; None: they stay.
-        sinks: [heads] of q's dtype: a score more for each head that takes part in the softmax and has no value, as in
-            gpt-oss; None: there is none.
+        sinks: [heads] of q's dtype: attention sinks, one more score per head in the softmax, without a value, as in
+            gpt-oss; None: no sinks.
 
     Returns:
         [batch, positions, heads, value_width] of q's dtype, contiguous. NaN where a visible product is NaN. It has no
@@ -289,11 +310,11 @@ def attention(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; expected a positive number, or None")
     arguments = (q, k, v, k_cache, v_cache, start, scale, window or 0, softcap or 0.0, sinks)
-    if _dynamo_traces() and _for_this_place():
+    if _dynamo_traces() and _runs_here():
         return torch.ops.lowbit._traced_attention(*arguments)
-    # The usual call, without gradients, asks this one question.
+    # The usual call, without gradients, evaluates this one condition.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        tensors = (each for each in arguments if isinstance(each, Tensor))
+        tensors = (argument for argument in arguments if isinstance(argument, Tensor))
         if any(map(_differentiated, tensors)):
             return _WithoutGradient.apply(*arguments)
     return torch.ops.lowbit.attention(*arguments)
@@ -319,9 +340,9 @@ def cache_storage(dtype: torch.dtype) -> torch.dtype:
     return torch.int8 if dtype is torch.int4 else dtype
 
 
-# While torch.compile traces Python it knows nothing of the derivatives of torch.func: an input of torch.func.grad does not
-# require gradients there, and no tensor has a tangent. Who runs the operators knows, first Dynamo's own trial with fake
-# tensors. So it writes down operators that ask, and are taken apart by AOTAutograd: what is compiled holds the bare ones.
+# While torch.compile traces Python, derivatives of torch.func are invisible: an input of torch.func.grad does not require
+# gradients there, and no tensor has a tangent. Only execution sees functorch's state, first in Dynamo's own run with fake
+# tensors. So the graph holds `_traced_*` operators that check it; AOTAutograd decomposes them to the bare operators.
 for _schema in (
     "linear(Tensor x, Tensor packed_weight, int out_features) -> Tensor",
     "linears(Tensor x, Tensor[] packed_weights, int[] out_features) -> Tensor",
@@ -333,76 +354,79 @@ for _schema in (
 
 
 @torch.library.impl("lowbit::_traced_linear", "CompositeImplicitAutograd")
-def _(x, packed_weight, out_features):
+def _(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     _has_tangent("linear", x)
     return _StraightThroughForward.apply(x, packed_weight, out_features)
 
 
 @torch.library.impl("lowbit::_traced_linears", "CompositeImplicitAutograd")
-def _(x, packed_weights, out_features):
+def _(x: Tensor, packed_weights: list[Tensor], out_features: list[int]) -> Tensor:
     if _has_tangent("linears", x) or (x.requires_grad and torch.is_grad_enabled()):
         parts = zip(packed_weights, out_features, strict=True)
         return torch.cat([_StraightThroughForward.apply(x, packed, n) for packed, n in parts], -1)
     return torch.ops.lowbit.linears(x, packed_weights, out_features)
 
 
-def _without_tangents(operator: str, *arguments) -> Tensor:
+def _without_tangents(operator: str, *arguments: Any) -> Tensor:
     if _has_tangent(operator, *arguments):
         raise NotImplementedError(f"lowbit.{operator} has no derivatives in forward mode")
     return getattr(torch.ops.lowbit, operator)(*arguments)
 
 
 @torch.library.impl("lowbit::_traced_linear_experts", "CompositeImplicitAutograd")
-def _(*arguments):
+def _(*arguments: Any) -> Tensor:
     return _without_tangents("linear_experts", *arguments)
 
 
 @torch.library.impl("lowbit::_traced_attention", "CompositeImplicitAutograd")
-def _(*arguments):
-    # An error in the way back would end the way there, as both are traced at once: of gradients torch warns.
+def _(*arguments: Any) -> Tensor:
+    # An error in the backward pass would end the forward pass, as both are traced at once; torch warns of missing gradients.
     return _without_tangents("attention", *arguments)
 
 
-# register_fake asks inspect for the module of this file; unless it knows, it looks at the files of all modules: 3 ms.
+# register_fake looks this file's module up by inspect, which otherwise searches the files of all modules: 3 ms.
 getattr(inspect, "modulesbyfile", {})[os.path.abspath(__file__)] = __name__
 
 
 def _check_devices(operator: str, **tensors: Tensor) -> None:
-    """Refuses tensors of which one is on the meta device and another has values: torch then asks for shapes only, and
-    what would be given for the values is whatever lay in memory."""
-    (first, device), *others = ((name, tensor.device) for name, tensor in tensors.items())
-    for name, other in others:
+    """Raises ValueError if tensors are on different devices: with one of them on the meta device torch runs this fake kernel,
+    and the result would be uninitialized memory."""
+    (first, device), *further = ((name, tensor.device) for name, tensor in tensors.items())
+    for name, other in further:
         if other != device:
             raise ValueError(f"lowbit.{operator}: {first} is on {device} and {name} on {other}; expected one device")
 
 
 @torch.library.register_fake("lowbit::linear")
-def _(x, packed_weight, out_features):
+def _(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     _check_devices("linear", x=x, packed_weight=packed_weight)
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 @torch.library.register_fake("lowbit::linears")
-def _(x, packed_weights, out_features):
+def _(x: Tensor, packed_weights: list[Tensor], out_features: list[int]) -> Tensor:
     for packed_weight in packed_weights:
         _check_devices("linears", x=x, packed_weights=packed_weight)
     return x.new_empty((*x.shape[:-1], sum(out_features)))
 
 
 @torch.library.register_fake("lowbit::linear_experts")
-def _(x, packed_weights, experts, out_features):
+def _(x: Tensor, packed_weights: Tensor, experts: Tensor, out_features: int) -> Tensor:
     _check_devices("linear_experts", x=x, packed_weights=packed_weights, experts=experts)
     return x.new_empty((*experts.shape, out_features))
 
 
 @torch.library.register_fake("lowbit::embedding")
-def _(indices, packed_weight, embedding_dim, *, dtype=None):
+def _(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     _check_devices("embedding", indices=indices, packed_weight=packed_weight)
     return indices.new_empty((*indices.shape, embedding_dim), dtype=dtype or torch.float32)
 
 
 @torch.library.register_fake("lowbit::attention")
-def _(q, k, v, k_cache, v_cache, start, scale, window=0, softcap=0.0, sinks=None):
+def _(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scale: float, window: int = 0,
+    softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     _check_devices("attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, start=start)
     batch, heads, positions, width = q.shape
     value_width = v_cache.shape[-1]
@@ -412,7 +436,10 @@ def _(q, k, v, k_cache, v_cache, start, scale, window=0, softcap=0.0, sinks=None
 
 
 @torch.library.register_fake("lowbit::pack")
-def _(codes, scales, mins, bias, bits, group_size, levels=None):
+def _(
+    codes: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None, bits: int, group_size: int,
+    levels: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     n, k = codes.shape
     table = None if levels is None else bytes(len(levels))  # their values do not change the size
     size = _C.packed_bytes(int(n), int(k), bits, group_size, mins is not None, bias is not None, table)
@@ -420,18 +447,18 @@ def _(codes, scales, mins, bias, bits, group_size, levels=None):
 
 
 @torch.library.register_fake("lowbit::search_groups")
-def _(weights, importance, bits, affine):
+def _(weights: Tensor, importance: Tensor | None, bits: int, affine: bool) -> tuple[Tensor, Tensor]:
     groups = weights.shape[0]
     return weights.new_empty(groups), weights.new_empty(groups if affine else 0)
 
 
 @torch.library.register_fake("lowbit::error_feedback")
-def _(weights, factor, pull, scales, mins, levels, bits):
+def _(weights: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(weights) for _ in range(3))
 
 
 @torch.library.register_fake("lowbit::quantize")
-def _(weight, bits, group_size, affine, search):
+def _(weight: Tensor, bits: int, group_size: int, affine: bool, search: bool) -> tuple[Tensor, Tensor, Tensor]:
     n, k = weight.shape
     groups = -(-k // group_size) if group_size else 1
     new = weight.new_empty
@@ -443,7 +470,7 @@ def _(weight, bits, group_size, affine, search):
 
 
 @torch.library.register_fake("lowbit::unpack")
-def _(packed_weight):
+def _(packed_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # The sizes are in the header's bytes, which tracing cannot read.
     context = torch.library.get_ctx()
     n, k, groups, mins_n, mins_groups, bias_n = (context.new_dynamic_size(min=0) for _ in range(6))

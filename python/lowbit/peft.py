@@ -1,4 +1,4 @@
-"""LoRA on packed layers through peft: packed weights stay, float matrices beside them are trained.
+"""LoRA on packed layers through peft: packed weights are frozen, the adapters beside them are trained.
 
 >>> import peft
 >>> model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))  # doctest: +SKIP
@@ -27,12 +27,12 @@ from . import nn
 class LoraLinear(lora.Linear):
     """A packed linear layer with adapters: ``layer(x) + scaling * B(A(x))`` (Hu et al., LoRA, 2021).
 
-    Gradients reach A, B and x; those of x pass the packed layer as in :func:`lowbit.linear`.
+    A, B and x get gradients; that of x through the packed layer is the one of :func:`lowbit.linear`.
     """
 
     @property
-    def lora_variants(self) -> dict:
-        return {(): None}  # the others change the weight, or read it at each call
+    def lora_variants(self) -> dict[Any, Any]:
+        return {(): None}  # other variants change the weight, or read it at each call
 
     def update_layer(self, adapter_name: str, *arguments: Any, **options: Any) -> None:
         _check(options["config"])
@@ -45,11 +45,7 @@ class LoraLinear(lora.Linear):
         super().update_layer(adapter_name, *arguments, **options)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refuses.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raises ValueError: packed weights cannot take an adapter in."""
         bits = self.get_base_layer().info.bits
         raise ValueError(
             f"adapters cannot be merged into packed weights: rounding to {bits} bits would lose most of what they "
@@ -69,9 +65,9 @@ def _check(config: peft.LoraConfig) -> None:
 
 
 def know_packed_layers(config: peft.LoraConfig, model: torch.nn.Module) -> None:
-    """Prepares a config so that peft's LoraModel puts adapters on packed layers, too.
+    """Changes a config so that peft's LoraModel also puts adapters on packed layers.
 
-    "all-linear" then selects all of them except the output head.
+    "all-linear" then selects all packed layers except the output head.
     """
     config._register_custom_module({nn.Linear: LoraLinear})
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
@@ -81,10 +77,10 @@ def know_packed_layers(config: peft.LoraConfig, model: torch.nn.Module) -> None:
 
 
 def for_packed_layers(config: peft.LoraConfig) -> peft.LoraConfig:
-    """Checks that a config of peft is one for packed layers.
+    """Returns a config of peft after checking that it suits packed layers.
 
-    peft puts adapters on :class:`lowbit.nn.Linear` by itself; only where ``LOWBIT_AUTOLOAD=0`` or
-    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` does it need ``import lowbit.peft``.
+    peft puts adapters on :class:`lowbit.nn.Linear` without this call; with ``LOWBIT_AUTOLOAD=0`` or
+    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` it needs ``import lowbit.peft``.
 
     Args:
         config: a LoraConfig, or one that ``peft.PeftConfig.from_pretrained`` has read.

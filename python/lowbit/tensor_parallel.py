@@ -14,36 +14,37 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import nn
-from .layers import kind_of
-from .memory import give_back, in_huge_pages
-from .slices import concat, slice_columns, slice_rows
+from ._layers import kind_of
+from ._memory import give_back, in_huge_pages
+from ._slices import slice_of_rank
 
-# What transformers' plans call the ways to cut a layer; some have another name in earlier versions.
+# The names of styles in transformers' plans; some have another name in earlier versions.
 _LOCAL_OUTPUTS = ("colwise",)  # each rank keeps its outputs: its heads
 _WHOLE_OUTPUTS = ("colwise_rep", "colwise_gather_output")
-_LOCAL_INPUTS = ("rowwise",)  # each rank has inputs of its own
+_LOCAL_INPUTS = ("rowwise",)  # each rank's inputs are the previous layer's local outputs
 _WHOLE_INPUTS = ("rowwise_rep", "rowwise_split_input")
-_LEFT_WHOLE = ("replicate", "embedding_rowwise", "embedding_colwise", "embedding_row")
-_TWO_MATRICES = "packed_colwise"  # of experts: as _LOCAL_OUTPUTS, of gate and of up, which lie below each other
-EXPERTS_TOGETHER = "moe_tp_experts"  # a module of experts: ranks' results are joined when they are summed over experts
+_NOT_SPLIT = ("replicate", "embedding_rowwise", "embedding_colwise", "embedding_row")
+_STACKED = "packed_colwise"  # for experts: _LOCAL_OUTPUTS of gate and of up, which are stacked in one matrix
+EXPERTS_TOGETHER = "moe_tp_experts"  # a module of experts: results of ranks are joined after the sum over experts
 _STYLES = (*_LOCAL_OUTPUTS, *_WHOLE_OUTPUTS, *_LOCAL_INPUTS, *_WHOLE_INPUTS)
 
 
-class Part(nn.Linear):
+class LinearPart(nn.Linear):
     """A rank's part of a packed linear layer; made by :func:`shard_`.
 
     Attributes:
         group: of processes; None: all.
-        gathers_inputs: the layer's input is spread over the ranks, and each needs all of it.
-        whole: how many outputs the layer gives, those of all ranks together; None: its own only.
-        inputs: of an input that every rank has whole, the part that this one uses; None: all.
-        sums: the outputs of the ranks are added up.
+        gathers_inputs: gather the layer's input, which is spread over the ranks, first.
+        whole: the number of outputs of all ranks together, which are gathered; None: the rank's outputs are not gathered.
+        inputs: the slice of the whole input that this rank uses; None: all of its input.
+        sums: add the outputs of the ranks.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class ExpertsPart(nn.LinearExperts):
     """A rank's part of packed experts, the same part of each expert; made by :func:`shard_`.
 
     Attributes:
-        group, gathers_inputs, whole, sums: as those of :class:`Part`.
-        late: whoever calls this layer joins what the ranks have: :meth:`join`.
+        group, gathers_inputs, whole, sums: as in :class:`LinearPart`.
+        late: the caller of this layer calls :meth:`join`.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ExpertsPart(nn.LinearExperts):
         return out if self.late else self.join(out)
 
     def join(self, out: Tensor) -> Tensor:
-        """Joins the outputs of all ranks, [..., out], as the plan says."""
+        """The outputs of all ranks, gathered or added as the plan says."""
         return _joined(out, self.whole, self.sums, self.group)
 
     def extra_repr(self) -> str:
@@ -112,30 +113,30 @@ def _joined(out: Tensor, whole: int | None, sums: bool, group: dist.ProcessGroup
     if whole is not None:
         return _gathered(out, whole, group)
     if sums:
-        total = out.float()  # of a type with fewer digits every sum of two ranks would be rounded
+        total = out.float()  # in a narrower type each sum of two ranks would be rounded
         dist.all_reduce(total, group=group)
         return total.to(out.dtype)
     return out
 
 
-PARTS = (Part, ExpertsPart)
+PARTS = (LinearPart, ExpertsPart)
 
 
 def _gathered(x: Tensor, whole: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Gathers the last dimension over ranks; the last ranks may have less than the others."""
+    """Gathers the last dimension over ranks, [..., whole]; the last ranks may have fewer elements than the first."""
     ranks, lead = dist.get_world_size(group), x.shape[:-1]
-    each = _each(whole, ranks)
-    own = x.reshape(-1, x.shape[-1])
-    if own.shape[1] < each:
-        own = torch.nn.functional.pad(own, (0, each - own.shape[1]))
-    found = own.new_empty(ranks * len(own), each)
+    width = _outputs_per_rank(whole, ranks)
+    local = x.reshape(-1, x.shape[-1])
+    if local.shape[1] < width:
+        local = torch.nn.functional.pad(local, (0, width - local.shape[1]))
+    gathered = local.new_empty(ranks * len(local), width)
     # As bytes: not every backend knows every type. Later versions of torch have a new name for it.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(found.view(torch.uint8), own.contiguous().view(torch.uint8), group=group)
-    return found.view(ranks, len(own), each).transpose(0, 1).reshape(*lead, ranks * each)[..., :whole]
+    gather(gathered.view(torch.uint8), local.contiguous().view(torch.uint8), group=group)
+    return gathered.view(ranks, len(local), width).transpose(0, 1).reshape(*lead, ranks * width)[..., :whole]
 
 
-def _each(count: int, ranks: int) -> int:
+def _outputs_per_rank(count: int, ranks: int) -> int:
     """Outputs per rank: `count` divided evenly if possible, otherwise in whole panels of 16."""
     if count % ranks == 0:
         return count // ranks
@@ -143,17 +144,16 @@ def _each(count: int, ranks: int) -> int:
     return panels if panels * (ranks - 1) < count else -(-count // ranks)
 
 
-def _shared_heads(attention: torch.nn.Module, rows: int, ranks: int) -> int | None:
-    """How many heads a layer gives keys or values of, where several ranks, as many for each, have the same head; None: it
-    is another layer, or has heads for all ranks."""
+def _replicated_heads(attention: torch.nn.Module, rows: int, ranks: int) -> int | None:
+    """The number of KV heads if a layer gives keys or values and its heads must be replicated over ranks; else None."""
     queries = getattr(getattr(attention, "config", None), "num_attention_heads", None)
     groups = getattr(attention, "num_key_value_groups", 1)
     if not isinstance(queries, int) or not isinstance(groups, int) or groups < 2 or queries % groups:
         return None
-    heads = queries // groups  # queries have more, so a layer of theirs has more rows
+    heads = queries // groups  # fewer than query heads, so the layer of queries has more rows
     widths = [getattr(attention, name, None) for name in ("head_dim", "v_head_dim")]
-    ours = rows in [heads * width for width in widths if isinstance(width, int)]
-    return heads if ours and ranks > heads and ranks % heads == 0 and queries % ranks == 0 else None
+    has_kv = rows in [heads * width for width in widths if isinstance(width, int)]
+    return heads if has_kv and ranks > heads and ranks % heads == 0 and queries % ranks == 0 else None
 
 
 def _head_of(attention: torch.nn.Module, rows: int) -> int | None:
@@ -167,7 +167,12 @@ def _head_of(attention: torch.nn.Module, rows: int) -> int | None:
 
 def _cut(
     name: str, layer: nn.Linear, style: str, exact: bool, parent: torch.nn.Module, group: dist.ProcessGroup | None
-) -> Part:
+) -> LinearPart:
+    """This rank's part of a linear layer.
+
+    Raises:
+        ValueError: the ranks cannot share its heads, outputs, inputs or groups.
+    """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows, inputs = layer.out_features, layer.in_features
     local_inputs, dtype, order = style in _LOCAL_INPUTS, layer._dtype, layer.input_order
@@ -176,56 +181,54 @@ def _cut(
     if (local_inputs or style in _WHOLE_INPUTS) and not exact:
         if order is not None:
             raise ValueError(f"{name} has an act-order permutation, which {ranks} ranks cannot share; use exact=True")
-        each, size = -(-inputs // ranks), layer.info.group_size
-        if inputs % ranks or each % (size or each):
-            raise ValueError(f"{name} has {inputs} inputs in groups of {size}, which {ranks} ranks cannot share evenly")
-        mine = slice(rank * each, (rank + 1) * each)
-        packed = slice_columns(layer.packed_weight, mine.start, mine.stop)
-        # A slice that does not begin at 0 has no bias, so the sum has it once.
-        return Part(in_huge_pages(packed), dtype, group=group, sums=True, inputs=None if local_inputs else mine)
-    local = style in _LOCAL_OUTPUTS
-    if local and (heads := _shared_heads(parent, rows, ranks)):
-        width, mine = rows // heads, rank * heads // ranks
-        packed = slice_rows(layer.packed_weight, mine * width, (mine + 1) * width)
-        return Part(in_huge_pages(packed), dtype, order, group=group)
+        count = _inputs_per_rank(name, inputs, layer.info.group_size, ranks)
+        # Only the slice that begins at 0 has the bias, so the sum has it once.
+        packed = slice_of_rank(layer.packed_weight, rank, count, inputs=True)
+        local = None if local_inputs else slice(rank * count, (rank + 1) * count)
+        return LinearPart(in_huge_pages(packed), dtype, group=group, sums=True, inputs=local)
+    local_outputs = style in _LOCAL_OUTPUTS
+    if local_outputs and (heads := _replicated_heads(parent, rows, ranks)):
+        packed = slice_of_rank(layer.packed_weight, rank * heads // ranks, rows // heads)
+        return LinearPart(in_huge_pages(packed), dtype, order, group=group)
     head = _head_of(parent, rows)
-    if local and rows % ranks:
+    if local_outputs and rows % ranks:
         raise ValueError(f"{name} has {rows} outputs, which {ranks} ranks cannot share evenly")
-    if local and head and rows % head == 0 and rows // ranks % head:
+    if local_outputs and head and rows % head == 0 and rows // ranks % head:
         raise ValueError(f"{name} has {rows // head} heads of {head} outputs, which {ranks} ranks cannot share evenly")
-    each = _each(rows, ranks)
-    if each * (ranks - 1) >= rows:
+    count = _outputs_per_rank(rows, ranks)
+    if count * (ranks - 1) >= rows:
         raise ValueError(f"{name} has {rows} outputs, too few for {ranks} ranks")
-    packed = slice_rows(layer.packed_weight, rank * each, min(rows, (rank + 1) * each))
-    return Part(in_huge_pages(packed), dtype, order, group=group, gathers_inputs=local_inputs, whole=None if local else rows)
+    packed, whole = slice_of_rank(layer.packed_weight, rank, count), None if local_outputs else rows
+    return LinearPart(in_huge_pages(packed), dtype, order, group=group, gathers_inputs=local_inputs, whole=whole)
+
+
+def _inputs_per_rank(name: str, inputs: int, group_size: int | None, ranks: int) -> int:
+    count = -(-inputs // ranks)
+    if inputs % ranks or count % (group_size or count):
+        raise ValueError(f"{name} has {inputs} inputs in groups of {group_size}, which {ranks} ranks cannot share evenly")
+    return count
 
 
 def _cut_experts(
     name: str, layer: nn.LinearExperts, style: str, exact: bool, late: bool, group: dist.ProcessGroup | None
 ) -> ExpertsPart:
+    """This rank's part of each expert; raises as :func:`_cut`."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows, inputs, size = layer.out_features, layer.in_features, layer.info.group_size
-    matrices = 2 if style == _TWO_MATRICES else 1
-    local = style in (*_LOCAL_OUTPUTS, _TWO_MATRICES)
+    rows, inputs = layer.out_features, layer.in_features
+    matrices = 2 if style == _STACKED else 1
+    local, by_inputs = style in (*_LOCAL_OUTPUTS, _STACKED), False
     if local and rows % (matrices * ranks):
         raise ValueError(f"{name} has {rows // matrices} outputs, which {ranks} ranks cannot share evenly")
     if not local and inputs % ranks:
         raise ValueError(f"{name} has {inputs} inputs, which {ranks} ranks cannot share evenly")
-    each = rows // matrices // ranks if local else _each(rows, ranks)
     if not local and not exact:
-        each = inputs // ranks
-        if each % (size or each):
-            raise ValueError(f"{name} has {inputs} inputs in groups of {size}, which {ranks} ranks cannot share evenly")
-    elif each * (ranks - 1) >= rows:
-        raise ValueError(f"{name} has {rows} outputs, too few for {ranks} ranks")
-
-    def own(packed: Tensor) -> Tensor:
-        if not local and not exact:
-            return slice_columns(packed, rank * each, (rank + 1) * each)
-        firsts = [number * rows // matrices + rank * each for number in range(matrices)]
-        return concat([slice_rows(packed, first, min(rows, first + each)) for first in firsts])
-
-    packed = in_huge_pages(torch.stack([own(one) for one in layer.packed_weight]))
+        by_inputs, count = True, _inputs_per_rank(name, inputs, layer.info.group_size, ranks)
+    else:
+        count = rows // matrices // ranks if local else _outputs_per_rank(rows, ranks)
+        if count * (ranks - 1) >= rows:
+            raise ValueError(f"{name} has {rows} outputs, too few for {ranks} ranks")
+    parts = [slice_of_rank(one, rank, count, inputs=by_inputs, matrices=matrices) for one in layer.packed_weight]
+    packed = in_huge_pages(torch.stack(parts))
     if local:
         return ExpertsPart(packed, layer._dtype, group=group)
     if exact:
@@ -233,40 +236,40 @@ def _cut_experts(
     return ExpertsPart(packed, layer._dtype, group=group, sums=True, late=late)
 
 
-def _join_late(part: ExpertsPart, holder: torch.nn.Module, inputs: tuple, out: Tensor) -> Tensor:
+def _join_late(part: ExpertsPart, holder: torch.nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
     return part.join(out)
 
 
 def shard_(
     model: torch.nn.Module, group: dist.ProcessGroup | None = None, plan: Mapping[str, str] | None = None, exact: bool = True
 ) -> torch.nn.Module:
-    """Cuts the packed linear layers and experts of a model, in place, so that each rank of a group keeps and computes its part.
+    """Splits the packed linear layers and experts of a model over the ranks of a group, in place: each keeps its part.
 
-    Every rank calls it with the same model, and then the model with the same inputs; each gets the whole result. What
-    is loaded from files stays mapped until it is cut, and is then given back, matrix by matrix: a rank's memory is its
-    part, one matrix, and of the tables of embeddings, which stay whole, what it has looked up. Where an attention has
-    fewer KV heads than there are ranks, several ranks have the same one.
+    Every rank calls it with the same model, and then calls the model with the same inputs; each gets the whole result.
+    Weights stay mapped from files until they are split, and are released one by one: a rank's memory holds its part, one
+    matrix, and the looked-up rows of embedding tables, which are not split. Where an attention has fewer KV heads than there
+    are ranks, KV heads are replicated.
 
     Args:
         model: with :class:`lowbit.nn.Linear` layers or :class:`lowbit.nn.LinearExperts`; of transformers, or any with a
-            ``plan``. Every expert is cut; none is on one rank alone.
-        group: of processes that share the model; None: all. ``torch.distributed`` must be initialized.
-        plan: qualified names, ``*`` in the place of numbers, to transformers' names of how to cut: "colwise",
-            "colwise_gather_output", "rowwise", "rowwise_split_input"; experts "colwise", or "packed_colwise" where the
-            rows of two matrices lie below each other, and "rowwise"; "moe_tp_experts" the module of experts, if its result
-            is a sum of what a "rowwise" layer gives, each times a number. None: the model's own (``model.tp_plan``).
-        exact: all layers are cut by their outputs, so that each sees its whole input: every number that a packed layer
-            gives has the same bits with any number of ranks. False: "rowwise" layers are cut by their inputs, and a sum
-            over the ranks takes the place of two gathers: less to send, but each rank quantizes its own activations, so
-            results depend on the number of ranks.
+            ``plan``. Every expert is split; there is no expert parallelism.
+        group: the processes that share the model; None: all. ``torch.distributed`` must be initialized.
+        plan: a dict from qualified names, with ``*`` for numbers, to styles of transformers: "colwise",
+            "colwise_gather_output", "rowwise", "rowwise_split_input"; for experts "colwise", "packed_colwise" (two stacked
+            matrices) and "rowwise"; "moe_tp_experts" for a module of experts whose result is a weighted sum of the outputs of
+            a "rowwise" layer. None: ``model.tp_plan``.
+        exact: split all layers by outputs, so that each has its whole input: the results of packed layers then have the same
+            bits with any number of ranks. False: "rowwise" layers are split by inputs, and one sum over the ranks replaces
+            two gathers: less communication, but each rank quantizes its activations, so results depend on the number of
+            ranks.
 
     Returns:
         The model.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized.
-        ValueError: the model has no plan, or a layer cannot be cut so: heads, outputs, inputs or groups that the ranks
-            cannot share evenly. The model is then unchanged.
+        ValueError: the model has no plan, or the ranks cannot share the heads, outputs, inputs or groups of a layer evenly.
+            The model is then unchanged.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("torch.distributed is not initialized; call init_process_group, in processes of torchrun")
@@ -289,15 +292,18 @@ def shard_(
 
 def _cut_all(
     modules: Mapping[str, torch.nn.Module], styles: Mapping[str, str], exact: bool, group: dist.ProcessGroup | None
-) -> tuple[dict[str, Part | ExpertsPart], dict[str, int]]:
-    """This rank's part of each packed layer that a plan names; the modules stay as they are. And for each attention whose
-    KV heads are replicated over ranks: how many of a rank's query heads use one KV head.
+) -> tuple[dict[str, LinearPart | ExpertsPart], dict[str, int]]:
+    """This rank's part of each packed layer that a plan names. The modules are not changed.
+
+    Returns:
+        Name of a layer -> its part; and name of an attention whose KV heads are replicated -> query heads per KV head of a
+        rank.
 
     Raises:
         ValueError: as :func:`shard_`.
     """
     ranks = dist.get_world_size(group)
-    parts: dict[str, Part | ExpertsPart] = {}
+    parts: dict[str, LinearPart | ExpertsPart] = {}
     sharing: dict[str, int] = {}
     for name, style in styles.items():
         layer, above = modules[name], name.rpartition(".")[0]
@@ -308,11 +314,11 @@ def _cut_all(
                 raise ValueError(f"{name} is to be cut as {style!r}; lowbit cuts packed layers as {', '.join(_STYLES)}")
             parent = modules[above]
             parts[name] = _cut(name, layer, style, exact, parent, group)
-            give_back(layer.packed_weight)  # all of it was read, for the checksum
-            if style in _LOCAL_OUTPUTS and _shared_heads(parent, layer.out_features, ranks):
+            give_back(layer.packed_weight)  # the checksum has read all of it
+            if style in _LOCAL_OUTPUTS and _replicated_heads(parent, layer.out_features, ranks):
                 sharing[above] = parent.config.num_attention_heads // ranks
         elif isinstance(layer, nn.LinearExperts):
-            known = (*_LOCAL_OUTPUTS, _TWO_MATRICES, *_LOCAL_INPUTS)
+            known = (*_LOCAL_OUTPUTS, _STACKED, *_LOCAL_INPUTS)
             if style not in known:
                 raise ValueError(f"{name} is to be cut as {style!r}; lowbit cuts packed experts as {', '.join(known)}")
             late = styles.get(above) == EXPERTS_TOGETHER
@@ -328,12 +334,12 @@ def _cut_all(
 
 
 def styles_of(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The modules that a plan cuts, by name, with their styles."""
+    """The modules that a plan splits: qualified name -> style."""
     names = (name for name, _ in model.named_modules(remove_duplicate=False))
     styles = {name: plan.get(pattern_of(name)) for name in names}
-    return {name: style for name, style in styles.items() if style is not None and style not in _LEFT_WHOLE}
+    return {name: style for name, style in styles.items() if style is not None and style not in _NOT_SPLIT}
 
 
 def pattern_of(name: str) -> str:
-    """A qualified name in the form of plans: "layers.3.mlp" gives "layers.*.mlp"."""
+    """A qualified name as plans write it: "layers.*.mlp" for "layers.3.mlp"."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

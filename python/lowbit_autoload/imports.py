@@ -1,7 +1,7 @@
-"""Tells other libraries of lowbit when they are imported, so that a program which uses them need not import lowbit's side.
+"""Registers lowbit with other libraries when they are imported, so that programs need no import of lowbit.
 
 A finder on ``sys.meta_path`` waits for a few modules and runs a step after each. It imports none of them, and a step imports
-no more of lowbit than ``import torch`` has: what needs more runs when it is used. ``LOWBIT_AUTOLOAD=0`` turns all of it off.
+no more of lowbit than ``import torch`` has; the rest is imported on use. ``LOWBIT_AUTOLOAD=0`` turns all of it off.
 """
 
 import contextlib
@@ -17,25 +17,30 @@ from typing import Any
 
 
 class _Later:
-    """Stands in a table of transformers for a class of lowbit.transformers. That module is imported when the class is
-    used, and puts the class itself into the table."""
+    """A placeholder in a table of transformers for a class of lowbit.transformers.
+
+    On its first use that module is imported, which puts the class itself into the table.
+    """
 
     def __init__(self, name: str):
         self._name = name
 
-    def _found(self) -> Any:
+    def _class(self) -> Any:
         return getattr(import_module("lowbit.transformers"), self._name)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._found()(*arguments, **options)
+        return self._class()(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._found(), name)
+        return getattr(self._class(), name)
 
 
 def _into_transformers(_: ModuleType) -> None:
-    """Registers the quantization method. Tables that are not there yet are filled after ``modeling_utils``: where
-    ``transformers.quantizers.auto`` is what imports torch, its own import cannot be watched any more."""
+    """Registers the quantization method.
+
+    Runs again after ``modeling_utils``: if ``transformers.quantizers.auto`` is the module that imports torch, its own import
+    has begun before it could be watched, and the tables do not exist yet.
+    """
     auto = sys.modules.get("transformers.quantizers.auto")
     for table, name in (("AUTO_QUANTIZATION_CONFIG_MAPPING", "LowBitConfig"), ("AUTO_QUANTIZER_MAPPING", "LowBitQuantizer")):
         # lowbit.transformers may have been imported first. One step, as other threads may be loading models.
@@ -43,11 +48,10 @@ def _into_transformers(_: ModuleType) -> None:
 
 
 def _into_trainer(callbacks: ModuleType) -> None:
-    """Warns when transformers' Trainer begins to train a packed model. Every Trainer has this callback, without a method
-    of this name."""
+    """Makes transformers' Trainer warn before it trains a packed model, by a callback that every Trainer has."""
 
-    def on_train_begin(self, args, state, control, model=None, **_: Any) -> None:
-        layers = sys.modules.get("lowbit.layers")  # without it, no layer is packed
+    def on_train_begin(self: Any, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        layers = sys.modules.get("lowbit._layers")  # without it, no layer is packed
         if layers is not None:
             layers.warn_of_training(model)
 
@@ -62,7 +66,7 @@ def into_peft(lora: ModuleType) -> None:
         return
 
     @functools.wraps(usual)
-    def _prepare_model(self, peft_config, model):
+    def _prepare_model(self: Any, peft_config: Any, model: Any) -> None:
         usual(self, peft_config, model)
         nn = sys.modules.get("lowbit.nn")  # without it, no layer is packed
         if nn is not None and any(isinstance(module, nn.Linear) for module in model.modules()):
@@ -100,7 +104,7 @@ def _step(module: ModuleType) -> None:
 
 
 class _Finder:
-    """Finds nothing itself: it takes what the other finders find, and adds the step."""
+    """A finder that asks the other finders, and adds the step to what they find."""
 
     def __init__(self) -> None:
         self._asking = threading.local()
@@ -110,8 +114,8 @@ class _Finder:
             return None
         self._asking.others = True
         try:
-            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-            spec = next((spec for spec in found if spec is not None), None)
+            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec: Any = next((spec for spec in specs if spec is not None), None)
         finally:
             self._asking.others = False
         execute = getattr(spec and spec.loader, "exec_module", None)
@@ -128,12 +132,12 @@ class _Finder:
 
 
 def watch() -> None:
-    """Begins to wait for the libraries; what is imported already is told at once.
+    """Begins to wait for the libraries; runs the steps of imported ones at once.
 
-    The finder stays when all has been told: taking it out would make a thread that imports something else at that moment
-    pass over one of the other finders. It costs a look into a dictionary for each import.
+    The finder is never removed: that would make a thread that imports something at that moment skip another finder. It costs
+    a dictionary lookup per import.
     """
-    if os.environ.get("LOWBIT_AUTOLOAD", "1") != "1" or any(isinstance(each, _Finder) for each in sys.meta_path):
+    if os.environ.get("LOWBIT_AUTOLOAD", "1") != "1" or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())
     for name in _STEPS:

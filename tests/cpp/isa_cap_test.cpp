@@ -394,14 +394,24 @@ TEST(IsaCap, SmeThreadsAreANumber) {
   }
 }
 
+// `value` null or empty: it is not set any more.
+void set_environment(const char* name, const char* value) {
+#ifdef _WIN32
+  _putenv_s(name, value == nullptr ? "" : value);
+#else
+  if (value == nullptr) unsetenv(name);
+  else setenv(name, value, 1);
+#endif
+}
+
 TEST(IsaCap, IsReadOnce) {
   const std::string before = isa_cap() == nullptr ? "" : isa_cap();
   const char* const old = std::getenv("LOWBIT_ISA");
   const std::string kept = old == nullptr ? "" : old;
-  setenv("LOWBIT_ISA", "portable", 1);
+  set_environment("LOWBIT_ISA", "portable");
+  EXPECT_STREQ(std::getenv("LOWBIT_ISA"), "portable");
   EXPECT_EQ(isa_cap() == nullptr ? "" : isa_cap(), before);
-  if (old != nullptr) setenv("LOWBIT_ISA", kept.c_str(), 1);
-  if (old == nullptr) unsetenv("LOWBIT_ISA");
+  set_environment("LOWBIT_ISA", old == nullptr ? nullptr : kept.c_str());
 }
 
 // Whoever caps the instruction sets by a name that does not exist is told so by every operator, and gets no result.

@@ -14,9 +14,9 @@ import lowbit
 import torch
 import torch.distributed as dist
 from lowbit import tensor_parallel
+from lowbit._memory import give_back
 from lowbit.hf import placing
-from lowbit.memory import give_back
-from lowbit.tensor_parallel import PARTS, Part, shard_
+from lowbit.tensor_parallel import PARTS, LinearPart, shard_
 from transformers import AutoModelForCausalLM
 
 CONFIG = lowbit.LowBitConfig(bits=4, group_size=16)
@@ -146,7 +146,7 @@ def of_tiny_llama(two, directory, ids) -> dict:
         "exact": torch.equal(exact(ids).logits, expected),
         "tokens": torch.equal(exact.generate(ids, **options), whole.generate(ids, **options)),
         "sums": (difference.norm() / expected.norm()).item(),
-        "bytes": sum(layer.packed_weight.numel() for layer in exact.modules() if isinstance(layer, Part)),
+        "bytes": sum(layer.packed_weight.numel() for layer in exact.modules() if isinstance(layer, LinearPart)),
         "whole bytes": sum(layer.packed_weight.numel() for layer in whole.modules() if isinstance(layer, lowbit.nn.Linear)),
         "twice": refused(shard_, exact, two),
         "save": refused(exact.save_pretrained, "never"),

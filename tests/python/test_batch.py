@@ -91,6 +91,16 @@ def test_logits_do_not_depend_on_what_else_is_in_the_call(prompts, dtype):
     assert [each.tokens for each in caches] == prompts
 
 
+def test_caches_grow_with_their_text(decoder, prompts, monkeypatch):
+    monkeypatch.setattr(llm.batch, "_ROOM", 3)
+    lengths = []
+    new = decoder.new_caches
+    decoder.new_caches = lambda length: lengths.append(length) or new(length)
+    found = llm.generate_batch(decoder, prompts[:3], 70)
+    assert written(found) == written(alone(decoder, prompts[:3], 70))
+    assert len(lengths) > 8 and max(lengths) <= -(-(max(map(len, prompts[:3])) + 70) // 16) * 16
+
+
 def test_a_text_that_ends_makes_room(decoder, prompts):
     plain = alone(decoder, prompts, 16)
     stop = plain[1].tokens[3]
@@ -151,7 +161,7 @@ def test_a_beginning_that_is_kept(model, prompts, tokenizer, kind):
     prefix = decoder.read(prompts[5])
     assert prefix.tokens == prompts[5] and prefix.length % 16 == 0 and prefix.nbytes > 0
     before = [(k.clone(), v.clone()) for k, v in prefix.layers]
-    longer = decoder.read(prompts[3], begin=prefix)
+    longer = decoder.read(prompts[3], prefix=prefix)
     for text in (prompts[3], prompts[4], prompts[5], prompts[0]):
         expected = llm.generate(decoder, text, 12, max_length=MAX_LENGTH, temperature=0.8)
         found = llm.generate_batch(decoder, [text], 12, temperature=0.8, prefixes=[prefix, longer])
@@ -169,7 +179,7 @@ def test_models_whose_texts_would_see_each_other(decoder, prompts):
     """None is known; the first call is refused where a decoder has measured it."""
     assert decoder.measured["texts"] < 0.1
     decoder.measured["texts"] = 0.5
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM are others when a call has several texts \(0.5 of"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM change when a call has several texts \(0.5 of"):
         llm.generate_batch(decoder, prompts, 2)
 
 
@@ -217,7 +227,7 @@ def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
         for other in kept.keys() - {kind}:
             for call in (
                 lambda: decoder.begin(kept[other], text),
-                lambda: decoder.read(text, begin=kept[other]),
+                lambda: decoder.read(text, prefix=kept[other]),
                 lambda: llm.generate_batch(decoder, [text], 2, prefixes=[kept[other]]),
                 lambda: decoder.run_texts([(decoder.new_caches(16), [1], (kept[other], 8))]),
             ):

@@ -115,12 +115,40 @@ def test_a_workflow_runs_every_test():
     """By itself, or as a part of `make test` and `make test-more`."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
     parts = " ".join(re.findall(r"^(?:test:|TEST_MORE =)(.*)", makefile, re.M)).split()
-    tests = re.findall(r"^(test-[\w-]+|fuzz[\w-]*|soak|models|coverage|docs|typecheck):(?!=)", makefile, re.M)
+    tests = re.findall(r"^(test-[\w-]+|fuzz[\w-]*|soak|models|ecosystem|coverage|docs|typecheck):(?!=)", makefile, re.M)
     assert {"test-tsan", "fuzz-import", "docs", "test-macos-build"} <= set(tests) and "typecheck" in parts
     # test and test-more; with the runners, test-more's files of Python; test-more has its runs one by one
     elsewhere = {"test-all", "test-arm-runner", "test-emulated-x86"}
     assert "$(X86_MORE)" in parts and re.search(r"^X86_MORE := \$\(X86_RUNS:%=emulated/%\)$", makefile, re.M)
     assert set(tests) - set(parts) - set(steps()) == elsewhere
+
+
+def test_the_table_of_platforms_names_what_runs():
+    """docs/platforms.md: each target and each job of the table exists, and every one for another system, compiler or CPU is
+    in it."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    targets = set(re.findall(r"^([a-z][\w-]*(?: [a-z][\w-]*)*):(?!=)", makefile, re.M))
+    targets = {target for line in targets for target in line.split()}
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
+    jobs = dict(re.findall(r"^  ([\w-]+):\n    runs-on: (\S+)$", workflow, re.M))
+    assert {"x86", "macos"} <= set(jobs) and "test-x86" in targets
+    page = (ROOT / "docs/platforms.md").read_text(encoding="utf-8").split("## Tested systems, compilers and CPUs")[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    cells = [cell for row in rows[2:] for cell in row[3:]]
+    assert rows[0][3:] == ["C++ tests", "Python tests"] and len(cells) > 20
+    here, compiled, elsewhere = set(), set(), set()
+    for cell in cells:
+        if match := re.fullmatch(r"workflow: `tests.yml`, job `([\w-]+)`", cell):
+            elsewhere.add(match[1])
+        elif cell != "not run":
+            assert (match := re.fullmatch(r"(here|compiled only): ((?:`make [\w-]+`(?:, )?)+)", cell)), cell
+            (here if match[1] == "here" else compiled).update(re.findall(r"make ([\w-]+)", match[2]))
+    assert here | compiled <= targets and elsewhere <= set(jobs)
+    # Only what is compiled for iOS and Windows on Arm; test-macos-build, of which wheel-macos is the whole.
+    assert compiled == {"test-ios-build", "test-windows-build", "wheel-macos"}
+    others = {target for target in targets if re.match("test-(x86|arm|macos|windows|ios|android|emulated)", target)}
+    assert others - here - compiled == {"test-macos-build", "test-arm-runner"}
+    assert {name for name, runner in jobs.items() if runner != "ubuntu-24.04"} == elsewhere
 
 
 def test_a_fresh_clone_has_a_rule_for_everything(tmp_path):

@@ -130,7 +130,7 @@ def test_a_size_for_a_model_with_experts(tmp_path):
     summary, result = calibrate_checkpoint(source, tmp_path / "out", lowbit.LowBitConfig(), text, "auto", target_bytes=whole)
     assert 0.9 * whole < summary.target_bytes <= whole  # a tensor of experts takes one width
     assert sum(".experts." in name for name in result.methods) == 3 * 2 * 4
-    with pytest.raises(ValueError, match="bytes cannot be had; the weights' files of this model take"):
+    with pytest.raises(ValueError, match="bytes cannot be reached; the weight files of this model take"):
         calibrate_checkpoint(source, tmp_path / "none", lowbit.LowBitConfig(), text, "auto", target_bytes=whole // 8)
 
 
@@ -138,17 +138,17 @@ def test_budgets_that_cannot_be(source, text, tmp_path):
     out = tmp_path / "out"
     for target in ("1kB", "1GB"):
         said = error(invoke("quantize", source, out, "--calibrate", text, "--target-size", target))
-        found = re.search(r"cannot be had; .* take (\d+) bytes at the least and (\d+) at the most", said)
+        found = re.search(r"cannot be reached; .* take (\d+) to (\d+) bytes", said)
         assert found, said
         assert int(found[1]) < int(found[2])
-    # Both ends can be had.
+    # Both ends can be reached.
     for end in found.groups():
         options = ["--calibrate", text, "--target-size", end, "--method", "importance"]
         assert invoke("quantize", source, tmp_path / end, *options).exit_code == 0
     assert weights_bytes(tmp_path / found[1]) == int(found[1])
     for bits in (1.1, 20):
         said = error(invoke("quantize", source, out, "--calibrate", text, "--target-bits", bits))
-        assert re.search(r"bits per weight cannot be had; this model takes [\d.]+ at the least and [\d.]+ at the", said)
+        assert re.search(r"bits per weight cannot be reached; this model takes [\d.]+ to [\d.]+, scales", said)
     for options, says in (
         (["--target-bits", 3], "without --calibrate"),
         (["--calibrate", text, "--target-bits", 3, "--target-size", "1MB"], "expected one of them"),

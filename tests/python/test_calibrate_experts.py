@@ -33,7 +33,7 @@ def test_experts_in_one_tensor_see_the_tokens_that_are_routed_to_them():
     assert {name for name in result.methods if ".experts." in name} == {f"{name}.{e}" for name in names for e in range(4)}
     methods = {e: {result.methods[f"{name}.{e}"] for name in names} for e in range(4)}
     assert methods[3] == {"nearest"} and "gptq" in methods[0] | methods[1] | methods[2]
-    assert packed(model) == {name for name in result.methods if ".experts." not in name} and not result.left
+    assert packed(model) == {name for name in result.methods if ".experts." not in name} and not result.unquantized
     again = mixtral()
     calibrate(again, ids, {"*": LinearConfig(3), "lm_head": None}, "gptq")
     assert buffers(model).keys() == buffers(again).keys()
@@ -88,7 +88,7 @@ def test_learned_experts_compute_what_packed_ones_do():
     biases = torch.stack([lowbit.unpack(one).bias for one in packed])[index[..., 0]]
     torch.testing.assert_close(found[:, :, 0], exact + biases, rtol=1e-4, atol=1e-4)
     found.square().sum().backward()
-    grads = [own.scale.grad for own in shared.each]
+    grads = [expert.scale.grad for expert in shared.experts]
     assert grads[3] is None and all(bool(grad.any()) for grad in grads[:3])
     assert torch.equal(shared.pack(), packed)
 

@@ -29,7 +29,7 @@ def test_files_have_what_memory_has(kind, method, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     again = lowbit.calibrate(model, [words(2000)], CONFIG, method, tokenizer=tokenizer)
     assert result.methods == again.methods and set(result.methods.values()) == {method}
-    assert result.tokens == again.tokens == result.there == 2000
+    assert result.tokens == again.tokens == result.text_tokens == 2000
     model.save_pretrained(tmp_path / "memory")
     ours, theirs = packed_of(tmp_path / "out"), packed_of(tmp_path / "memory")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -84,7 +84,7 @@ def test_what_cannot_be_packed_stays_float_and_is_said(tmp_path):
     source = save(make("gpt2"), tmp_path / "gpt2")
     config = lowbit.LowBitConfig(bits=3, overrides={"*.c_fc": None})
     summary, done = calibrate_checkpoint(source, tmp_path / "out", config, words(1500), "auto")
-    assert set(summary.left) == {f"transformer.h.{i}.mlp.c_fc.weight" for i in range(2)}
+    assert set(summary.unquantized) == {f"transformer.h.{i}.mlp.c_fc.weight" for i in range(2)}
     assert done.methods["transformer.h.0.attn.c_attn"] == "gptq"
     load = transformers.AutoModelForCausalLM.from_pretrained
     wanted = hidden(load(source).eval())

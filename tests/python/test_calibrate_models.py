@@ -182,7 +182,7 @@ def test_the_conv1d_of_gpt2():
     float_layer = model.transformer.h[0].mlp.c_fc
     result = calibrate(model, tokens(), wte)
     names = [f"transformer.h.{i}.{name}" for i in range(2) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_proj")]
-    assert result.methods == {"lm_head": "gptq"} | dict.fromkeys(names, "gptq") and not result.left
+    assert result.methods == {"lm_head": "gptq"} | dict.fromkeys(names, "gptq") and not result.unquantized
     assert model.transformer.h[0].mlp.c_fc is float_layer
     assert all(isinstance(model.get_submodule(name), lowbit.nn.Linear) for name in names)
     assert model.lm_head.packed_weight is model.transformer.wte.packed_weight

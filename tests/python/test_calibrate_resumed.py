@@ -13,7 +13,7 @@ import torch
 from calibration_files import make, packed_of, save, source, text, words  # noqa: F401
 from checkpoints import change_tensors
 from command_line import document, documented_keys, error, invoke
-from lowbit.calibration import distilling
+from lowbit.calibration import blocks, distilling
 from lowbit.calibration import model as calibration
 from lowbit.calibration.checkpoint import calibrate_checkpoint
 from lowbit.calibration.journal import Journal
@@ -28,9 +28,9 @@ STEPS = 8  # that layers are tuned with: as many as it takes to change them
 def killed_after(layers: int, arguments: list[str], run_python):
     script = f"""
 import functools, os, signal
-from lowbit.calibration import journal, model
+from lowbit.calibration import blocks, journal
 from lowbit.cli import main
-model.tuned = functools.partial(model.tuned, steps={STEPS})
+blocks.tuned = functools.partial(blocks.tuned, steps={STEPS})
 keep, calls = journal.Journal.keep, 0
 def killed(*arguments):
     global calls
@@ -49,7 +49,7 @@ main()
 # What is kept before the kill: the table, which is the head too, and layer after layer, or block after block.
 @pytest.mark.parametrize("method, budget, kept, resumed", [("gptq", [], 9, 10), ("tuned", ["--target-bits", "6"], 2, 9)])
 def test_a_killed_run_goes_on(method, budget, kept, resumed, source, text, tmp_path, run_python, monkeypatch):
-    monkeypatch.setattr(calibration, "tuned", functools.partial(calibration.tuned, steps=STEPS))
+    monkeypatch.setattr(blocks, "tuned", functools.partial(blocks.tuned, steps=STEPS))
     options = ["--calibrate", text, "--method", method, *budget]
     expected = document(invoke("quantize", source, tmp_path / "whole", *options, "--json"))
     assert expected["resumed_layers"] == 0 and set(expected) == documented_keys("quantize")
@@ -150,7 +150,7 @@ def test_what_an_earlier_run_left_is_only_used_where_it_is_the_same(change, sour
     if change == "damage":
         assert warnings == []
     else:
-        assert len(warnings) == 1 and f"had another {change}: begun anew" in warnings[0]
+        assert len(warnings) == 1 and f"had another {change}; its layers were removed" in warnings[0]
     assert invoke(*[*options[:2], tmp_path / "whole", *options[3:]], *more).exit_code == 0
     ours, theirs = packed_of(tmp_path / "out"), packed_of(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

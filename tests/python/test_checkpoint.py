@@ -157,8 +157,8 @@ def test_inspect(tmp_path):
     assert summary.target_bytes == sum(entry.bytes for entry in after)
     assert summary.source_bytes == sum(e.bytes for e in before.values() if not e.name.endswith("bias"))
     left = "model.layers.1.self_attn.o_proj.weight"
-    assert summary.left == {left: "left float by its configuration"}
-    assert summary.left_bytes == 2 * 64 * 64
+    assert summary.unquantized == {left: "left float by its configuration"}
+    assert summary.unquantized_bytes == 2 * 64 * 64
     entries = {entry.name: entry for entry in after}
     size = lowbit.quantize_tensor(torch.ones(64, 168), lowbit.LinearConfig(bits=3, mapping="affine")).numel()
     name = "model.layers.1.mlp.down_proj.packed_weight"
@@ -228,10 +228,12 @@ def test_what_stays_float(tmp_path):
     with pytest.warns(UserWarning, match="only .* % are packed: .* stay float, in JetMoeParallelExperts"):
         summary = quantize_checkpoint(tmp_path / "experts", tmp_path / "packed", LowBitConfig())
     kind = "in a layer of the kind JetMoeParallelExperts, which lowbit does not pack"
-    assert list(summary.left.values()).count(kind) == 4  # of the feed-forward layer and of attention
+    assert list(summary.unquantized.values()).count(kind) == 4  # of the feed-forward layer and of attention
     entries = {entry.name: entry for entry in summary.entries}
-    assert summary.left.keys() == {name for name in entries if entries[name].kind != "packed" and len(entries[name].shape) > 1}
-    assert summary.left_bytes == sum(entries[name].bytes for name in summary.left)
+    assert summary.unquantized.keys() == {
+        name for name in entries if entries[name].kind != "packed" and len(entries[name].shape) > 1
+    }
+    assert summary.unquantized_bytes == sum(entries[name].bytes for name in summary.unquantized)
 
     with pytest.warns(UserWarning, match="stay float, in JetMoeParallelExperts") as warned:
         model = load(tmp_path / "experts", quantization_config=LowBitConfig())
@@ -249,11 +251,11 @@ def test_what_the_architecture_keeps_in_float32(tmp_path):
     why = "the architecture keeps it in float32; an override of its own would pack it"
     with pytest.warns(UserWarning, match=rf"stay float, as encoder\.block\S*\.wo does: {why}$"):
         summary = quantize_checkpoint(tmp_path / "t5", tmp_path / "packed", LowBitConfig())
-    assert set(summary.left.values()) == {why} and all(name.endswith(".wo.weight") for name in summary.left)
+    assert set(summary.unquantized.values()) == {why} and all(name.endswith(".wo.weight") for name in summary.unquantized)
     with pytest.warns(UserWarning, match=f"does: {why}$"):
         T5ForConditionalGeneration.from_pretrained(tmp_path / "t5", quantization_config=LowBitConfig())
     overridden = quantize_checkpoint(tmp_path / "t5", tmp_path / "all", LowBitConfig(overrides={"*.wo": {"bits": 8}}))
-    assert not overridden.left
+    assert not overridden.unquantized
 
 
 def test_names_of_several_parts_stay_in_float32(tmp_path, monkeypatch):
@@ -268,7 +270,7 @@ def test_a_matrix_that_the_model_lacks(source, tmp_path):
     change_tensors(source / "model.safetensors", lambda tensors: tensors.update({name: torch.ones(168, 64)}))
     with pytest.warns(UserWarning, match=f"1 matrix of the files .*, {name} for example, is not in LlamaForCausalLM"):
         summary = quantize_checkpoint(source, tmp_path / "packed", CONFIG)
-    assert summary.left[name] == "not in LlamaForCausalLM"
+    assert summary.unquantized[name] == "not in LlamaForCausalLM"
     with pytest.warns(UserWarning, match=f"LlamaForCausalLM has no place for, as .*: {name}; they are left out"):
         load_model(source)  # for generate, eval and export
 
@@ -278,7 +280,7 @@ def test_integers_are_no_matrices_that_stay_float(source, tmp_path, recwarn):
     ids = torch.arange(128)[None]
     change_tensors(source / "model.safetensors", lambda tensors: tensors.update({"model.position_ids": ids}))
     summary = quantize_checkpoint(source, tmp_path / "packed", LowBitConfig())
-    assert (summary.left, summary.left_bytes, list(recwarn)) == ({}, 0, [])
+    assert (summary.unquantized, summary.unquantized_bytes, list(recwarn)) == ({}, 0, [])
     assert torch.equal(tensors_of(tmp_path / "packed")["model.position_ids"], ids)
 
 
@@ -305,7 +307,7 @@ def test_subdirectories_and_weights_of_others(source, tmp_path):
 def test_what_the_config_leaves_float_is_no_surprise(tmp_path, recwarn):
     source = save_model(tmp_path / "source")
     summary = quantize_checkpoint(source, tmp_path / "packed", LowBitConfig(overrides={"*.mlp.*": None}))
-    assert len(summary.left) == 6
+    assert len(summary.unquantized) == 6
     assert not [warning for warning in recwarn if "stay float" in str(warning.message)]
 
 

@@ -7,8 +7,8 @@ import lowbit
 import pytest
 import torch
 from command_line import FLOAT, document, documented_keys, error, invoke, run
+from lowbit._threads import _candidates, available_cpus
 from lowbit.llm.loading import load_model
-from lowbit.threads import _candidates, available_cpus
 
 pytestmark = pytest.mark.first
 

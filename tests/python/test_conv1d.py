@@ -1,6 +1,8 @@
 """transformers' Conv1D, a linear layer whose weight is [in, out]: packed wherever a torch.nn.Linear is."""
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import lowbit
@@ -8,9 +10,9 @@ import lowbit.transformers
 import pytest
 import torch
 import transformers
+from lowbit._layers import with_linears
+from lowbit._linear_forms import of_conv1d
 from lowbit.calibration import assign_widths, calibrate
-from lowbit.hf.conv1d import of_conv1d
-from lowbit.layers import with_linears
 from reference import close_to_packed
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
@@ -63,7 +65,7 @@ def test_every_way_gives_the_same_bits(source, expected, tmp_path):
         lowbit.quantize_(in_memory, CONFIG.select(in_memory))
         at_load = load(source, quantization_config=CONFIG)
         summary = lowbit.quantize_checkpoint(source, tmp_path / "packed", CONFIG)
-    assert not summary.left and not [1 for module in in_memory.modules() if isinstance(module, Conv1D)]
+    assert not summary.unquantized and not [1 for module in in_memory.modules() if isinstance(module, Conv1D)]
     in_memory.save_pretrained(tmp_path / "memory")
     at_load.save_pretrained(tmp_path / "load")
     models = [in_memory, at_load, *(load(tmp_path / name) for name in ("packed", "memory", "load"))]
@@ -76,7 +78,7 @@ def test_every_way_gives_the_same_bits(source, expected, tmp_path):
 def test_what_stays_float_is_as_it_was(source, tmp_path):
     config = lowbit.LowBitConfig(bits=4, overrides={"*.c_proj": None})
     summary = lowbit.quantize_checkpoint(source, tmp_path / "packed", config)
-    assert set(summary.left) == {f"transformer.h.{i}.{part}.c_proj.weight" for i in range(2) for part in ("attn", "mlp")}
+    assert set(summary.unquantized) == {f"transformer.h.{i}.{part}.c_proj.weight" for i in range(2) for part in ("attn", "mlp")}
     model, at_load = load(tmp_path / "packed"), load(source, quantization_config=config)
     for found in (model, at_load):
         assert type(found.transformer.h[1].mlp.c_proj) is Conv1D
@@ -146,7 +148,7 @@ def test_it_is_trained_packed(source, mapping, tmp_path):
     assert len(weights) == 8
     for name, weight in weights.items():
         layer = model.get_submodule(name)
-        assert layer.weight is weight and isinstance(layer, Conv1D) and isinstance(layer, lowbit.prepared.LinearLayer)
+        assert layer.weight is weight and isinstance(layer, Conv1D) and isinstance(layer, lowbit._prepared.LinearLayer)
     untrained = lowbit.qat.convert_(copy.deepcopy(model))
     for name in weights:
         assert torch.equal(untrained.get_submodule(name).packed_weight, expected.get_submodule(name).packed_weight)
@@ -239,3 +241,26 @@ def test_a_weight_with_new_memory_is_not_taken_for_the_old_one():
         made = of_conv1d(layer).weight
         assert made.dtype == layer.weight.dtype and made.device == layer.weight.device
         assert made.requires_grad == layer.weight.requires_grad
+
+
+_FRESH = """
+import sys, torch, lowbit, transformers
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
+from lowbit._layers import named_layers
+class Holder(torch.nn.Module):
+    is_transposed = has_bias = False
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.ones(2, 8, 16))
+        self.down_proj = torch.nn.Parameter(torch.ones(2, 16, 4))
+model = torch.nn.ModuleList([Conv1D(32, 16), FalconLinear(16, 32), Holder()])
+print(sorted((name, type(layer).__name__) for name, layer in named_layers(model) if name), "lowbit.hf" in sys.modules)
+"""
+
+
+def test_a_fresh_process_finds_the_same_layers():
+    """What named_layers() yields does not depend on what was imported before."""
+    run = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=600)
+    layers = [("0", "Linear"), ("1", "Linear"), ("2", "Holder"), ("2.down_proj", "Experts"), ("2.gate_up_proj", "Experts")]
+    assert run.stdout.strip() == f"{layers} False"

@@ -158,7 +158,7 @@ def test_a_packed_checkpoint_is_quantized_again(packed, tmp_path):
     assert expected.exit_code == result.exit_code == 0, result.stderr
     warnings = [line for line in result.stderr.splitlines() if line.startswith("lowbit: warning: ")]
     bits = packed[1]["bits_per_weight"]
-    assert len(warnings) == 1 and f"is packed already, with {bits:.2f} bits per weight: what that has lost" in warnings[0]
+    assert len(warnings) == 1 and f"is packed already, with {bits:.2f} bits per weight: that loss stays" in warnings[0]
     names = ["model.safetensors", "config.json", "tokenizer.json"]
     assert all((tmp_path / "target" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes() for name in names)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "float", "target"]

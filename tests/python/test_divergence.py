@@ -174,7 +174,7 @@ def test_files_that_are_no_reference(packed, file, tmp_path):
     assert refusal(tensors, metadata | {"lowbit_reference": "2"}) == (
         "has version 2; expected 1: install a newer lowbit or write it again"
     )
-    damage = "is not a whole file of reference logits; write it again"
+    damage = "is not a complete file of reference logits; write it again"
     assert refusal({name: tensor for name, tensor in tensors.items() if name != "nats"}, metadata) == damage
     assert refusal(tensors | {"nats": tensors["nats"][1:].clone()}, metadata) == damage
     assert refusal(tensors | {"log_probabilities": tensors["log_probabilities"].float()}, metadata) == damage

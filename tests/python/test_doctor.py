@@ -9,7 +9,7 @@ import lowbit
 import pytest
 import torch
 from command_line import document, documented_keys, invoke, keys_in, run
-from lowbit import memory
+from lowbit import _memory
 from lowbit.doctor import machine, surfaces
 
 pytestmark = pytest.mark.more
@@ -39,8 +39,8 @@ def test_without_compiler_and_executorch(tmp_path):
         "language models": "works",
     }  # fmt: skip
     for name in ("torch.compile", ".pt2", "C++"):
-        assert (found[name]["found"], found[name]["remedy"]) == ("there is no C++ compiler", COMPILER)
-    assert found[".pte"]["found"] == "executorch is not installed"
+        assert (found[name]["reason"], found[name]["remedy"]) == ("there is no C++ compiler", COMPILER)
+    assert found[".pte"]["reason"] == "executorch is not installed"
     assert found[".pte"]["remedy"] == REMEDY
     assert found["eager"]["remedy"] is None and said["works"] is False
     assert said["read_bandwidth"] > 1e8 and 1 <= said["advised_threads"] <= said["cpus_allowed"]
@@ -55,7 +55,7 @@ def test_what_is_installed_works(name, executorch):
     if name != ".pte" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.fail("there is no C++ compiler; scripts/need.sh build installs it")
     tried = surfaces._try_here(name)
-    assert (tried.state, tried.found, tried.remedy) == ("works", None, None)
+    assert (tried.state, tried.reason, tried.remedy) == ("works", None, None)
 
 
 def test_the_page(monkeypatch):
@@ -91,7 +91,7 @@ def test_a_process_that_ends_or_hangs_is_a_finding(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)  # asks anew
     late = surfaces.try_surface("eager", seconds=0.01)
-    assert (late.state, late.found) == ("broken", "it was not done after 0.01 seconds")
+    assert (late.state, late.reason) == ("broken", "it was not done after 0.01 seconds")
     assert late.remedy == f"the whole error: {os.path.basename(sys.executable)} -m lowbit.doctor.surfaces 'eager'"
     for line, expected in (
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "its process ended by SIGILL"),
@@ -101,7 +101,7 @@ def test_a_process_that_ends_or_hangs_is_a_finding(tmp_path, monkeypatch):
         for name, value in hidden(tmp_path, line).items():
             monkeypatch.setenv(name, value)
         ended = surfaces.try_surface("eager")
-        assert ended.state == "broken" and ended.found.startswith(expected), ended.found
+        assert ended.state == "broken" and ended.reason.startswith(expected), ended.reason
         assert list(temporary.iterdir()) == []
 
 
@@ -118,10 +118,10 @@ def test_wrong_results_are_found(monkeypatch, capsys):
     right = lowbit.linear
     monkeypatch.setattr(lowbit, "linear", lambda x, packed, n: right(x, packed, n) + (lowbit.info(packed).bits == 3))
     tried = surfaces._try_here("eager")
-    assert (tried.state, tried.found) == ("broken", "linear layers with 3 bits give wrong results")
+    assert (tried.state, tried.reason) == ("broken", "linear layers with 3 bits give wrong results")
     monkeypatch.setattr(lowbit, "linear", lambda *arguments: {}["nothing"])
     tried = surfaces._try_here("eager")
-    assert (tried.state, tried.found) == ("broken", "KeyError: 'nothing'")
+    assert (tried.state, tried.reason) == ("broken", "KeyError: 'nothing'")
     assert "-m lowbit.doctor.surfaces" in tried.remedy and "KeyError" in capsys.readouterr().err
 
 
@@ -131,7 +131,7 @@ def test_executorch_of_another_version(monkeypatch):
 
     monkeypatch.setattr("lowbit.executorch.register", refuse)
     tried = surfaces._try_here(".pte")
-    assert tried.state == "broken" and "built with executorch 1.4.0" in tried.found
+    assert tried.state == "broken" and "built with executorch 1.4.0" in tried.reason
     assert tried.remedy == REMEDY
     monkeypatch.setattr(surfaces._C, "executorch_version", "")
     assert surfaces._executorch().endswith("then build lowbit again in a checkout, with `pip install .`")
@@ -140,11 +140,11 @@ def test_executorch_of_another_version(monkeypatch):
 def test_headers_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(lowbit, "cmake_prefix_path", str(tmp_path))
     tried = surfaces._try_here("C++")
-    assert tried.state == "broken" and tried.found == f"there are no headers in {tmp_path}"
+    assert tried.state == "broken" and tried.reason == f"there are no headers in {tmp_path}"
     (tmp_path / "include").mkdir()
     tried = surfaces._try_here("C++")
-    assert tried.state == "broken" and "does not compile against lowbit" in tried.found
-    assert "operators.h" in tried.found
+    assert tried.state == "broken" and "does not compile against lowbit" in tried.reason
+    assert "operators.h" in tried.reason
 
 
 def test_advice():
@@ -164,11 +164,11 @@ def test_advice():
 
 
 def test_huge_page_setting(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_SYSTEM", tmp_path)
-    assert memory.huge_page_setting() is None
+    monkeypatch.setattr(_memory, "_SYSTEM", tmp_path)
+    assert _memory.huge_page_setting() is None
     for text, setting in (("always [madvise] never\n", "madvise"), ("always madvise [never]\n", "never"), ("", None)):
         (tmp_path / "enabled").write_text(text)
-        assert memory.huge_page_setting() == setting
+        assert _memory.huge_page_setting() == setting
 
 
 def test_bandwidth_without_memory(monkeypatch):

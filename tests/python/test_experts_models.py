@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 from lowbit import LinearConfig, LowBitConfig, nn, quantize_checkpoint
+from lowbit._layers import layer_at
 from lowbit.calibration import assign_widths, widths
 from lowbit.calibration.experts import mean_squares
 from lowbit.calibration.importance import search
 from lowbit.checkpoint import planned_size
-from lowbit.layers import layer_at
 from lowbit.llm.bench import bytes_per_token
 
 TOKENS = torch.arange(20)[None] * 5 % 128
@@ -102,7 +102,7 @@ def test_every_way_gives_the_same_bytes(source, tmp_path):
     kind, directory = source
     config = LowBitConfig(4, 32, overrides={"*.down_proj": {"bits": 8, "mapping": "affine"}})
     summary = quantize_checkpoint(directory, tmp_path / "packed", config)
-    assert all("TopKRouter" in why for why in summary.left.values()) and len(summary.left) == 1
+    assert all("TopKRouter" in why for why in summary.unquantized.values()) and len(summary.unquantized) == 1
     assert planned_size(directory, config).bytes == os.path.getsize(tmp_path / "packed" / "model.safetensors")
     name = experts_of(kind) + ".down_proj.packed_weight"
     entry = next(entry for entry in lowbit.inspect_checkpoint(tmp_path / "packed") if entry.name == name)
@@ -220,7 +220,7 @@ def test_what_stays_float_is_said(tmp_path):
         quantize_checkpoint(tmp_path / "source", tmp_path / "packed", LowBitConfig(overrides={"*gate_up_proj": None}))
     config = LowBitConfig(overrides={"*.experts.*": None})
     summary = quantize_checkpoint(tmp_path / "source", tmp_path / "packed", config)
-    left = {name: why for name, why in summary.left.items() if ".experts." in name}
+    left = {name: why for name, why in summary.unquantized.items() if ".experts." in name}
     assert len(left) == 12 and set(left.values()) == {"left float by its configuration"}
     assert_same_state(load(tmp_path / "packed"), load(tmp_path / "source", quantization_config=config))
 

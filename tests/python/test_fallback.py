@@ -149,7 +149,7 @@ def test_what_needs_the_decoder_is_refused(checkpoint):
     base = ("generate", checkpoint, "--prompt", PROMPT)
     for options in (("--guesses", 4), ("--draft", FLOAT)):
         message = error(invoke(*base, *options))
-        assert message.startswith(f"{options[0]} needs lowbit's decoder; lowbit's decoder is not for ")
+        assert message.startswith(f"{options[0]} requires lowbit's decoder; lowbit's decoder is not for ")
     step = llm.Fallback(load_model(checkpoint), 64)
     with pytest.raises(ValueError, match="a Fallback gives no logits for guesses"):
         llm.generate(step, [5], 4, max_length=64, guesses=2)

@@ -49,15 +49,15 @@ def test_logits_do_not_depend_on_how_many_tokens_a_call_has(decoder, tokenizer):
 def test_the_text_is_that_of_plain_decoding(decoder, tokenizer, prompt, settings):
     ids = tokenizer(prompt)["input_ids"]
     plain = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, **settings)
-    assert plain.decode_calls == plain.decode_steps == 59 and plain.guessed == plain.right == 0
+    assert plain.decode_calls == plain.decode_steps == 59 and plain.guessed == plain.accepted == 0
     for guesses in (1, 3, 16):
         seen = []
         found = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, guesses=guesses, on_token=seen.append, **settings)
         assert found.tokens == seen == plain.tokens and found.stopped == plain.stopped
-        assert found.decode_steps == 59 and found.decode_calls == 59 - found.right
-        assert found.right <= found.guessed <= guesses * found.decode_calls
+        assert found.decode_steps == 59 and found.decode_calls == 59 - found.accepted
+        assert found.accepted <= found.guessed <= guesses * found.decode_calls
     if not settings and prompt is REPEATED:
-        assert found.right > 0  # else nothing was tried
+        assert found.accepted > 0  # else nothing was tried
 
 
 def test_where_a_text_ends(decoder, tokenizer):
@@ -112,8 +112,8 @@ def test_the_text_with_a_draft_is_that_of_plain_decoding(decoder, small, tokeniz
         for guesses in (1, 4):
             found = llm.generate(decoder, ids, 60, max_length=MAX_LENGTH, guesses=guesses, draft=small, **settings)
             assert found.tokens == plain.tokens and found.stopped == plain.stopped
-            assert found.decode_calls == 59 - found.right and 0 < found.guessed <= guesses * found.decode_calls
-            right += found.right
+            assert found.decode_calls == 59 - found.accepted and 0 < found.guessed <= guesses * found.decode_calls
+            right += found.accepted
     assert right > 0
 
 
@@ -122,7 +122,7 @@ def test_a_draft_that_is_the_model_itself(small, tokenizer):
     ids = tokenizer(PLAIN)["input_ids"]
     plain = llm.generate(small, ids, 60, max_length=MAX_LENGTH)
     found = llm.generate(small, ids, 60, max_length=MAX_LENGTH, guesses=3, draft=make_small())
-    assert found.tokens == plain.tokens and found.right == found.guessed == 44 and found.decode_calls == 15
+    assert found.tokens == plain.tokens and found.accepted == found.guessed == 44 and found.decode_calls == 15
 
 
 def test_a_draft_with_other_tokens():
@@ -167,7 +167,7 @@ def test_what_is_refused(decoder):
     with pytest.raises(ValueError, match="a function gives no logits for guesses; expected a Decoder"):
         llm.generate(lambda tokens, start: decoder(tokens, start), [1, 2], 5, max_length=MAX_LENGTH, guesses=2)
     result = invoke("generate", FLOAT, "--prompt", "a", "--guesses", 4, "--compile")
-    assert result.exit_code == 2 and "compiled decoders give no logits behind guesses" in result.stderr
+    assert result.exit_code == 2 and "compiled decoders give no logits for guesses" in result.stderr
 
 
 def test_the_command(packed):
@@ -177,9 +177,9 @@ def test_the_command(packed):
         for guesses in (0, 6)
     )
     assert found["text"] == plain["text"] and found["tokens"] == plain["tokens"]
-    assert plain["decode_calls"] == 39 and found["decode_calls"] == 39 - found["right"] < 39
-    assert found["guessed"] >= found["right"] > 0 and plain["guessed"] == 0
+    assert plain["decode_calls"] == 39 and found["decode_calls"] == 39 - found["accepted"] < 39
+    assert found["guessed"] >= found["accepted"] > 0 and plain["guessed"] == 0
     drafted = document(invoke(
         "generate", target, "--prompt", REPEATED, "--max-new-tokens", 40, "--json", "--draft", target, "--guesses", 3
     ))  # fmt: skip
-    assert drafted["tokens"] == plain["tokens"] and drafted["right"] == drafted["guessed"] > 20
+    assert drafted["tokens"] == plain["tokens"] and drafted["accepted"] == drafted["guessed"] > 20

@@ -424,7 +424,7 @@ def test_generate_imports_a_file_once(tmp_path):
     # Another model at its place, and one that is refused: the old import stays then.
     os.utime(file, ns=(1, 1))
     changed = invoke(*command)
-    assert "the one that is there is of other files" in changed.stderr and changed.stdout == first.stdout
+    assert "the import of another file is replaced" in changed.stderr and changed.stdout == first.stdout
     assert os.stat(cache / "config.json").st_mtime_ns != written
     file.write_bytes(file.read_bytes()[:1000])
     assert "m.gguf" in error_after_notes(invoke(*command)) and cache.exists()

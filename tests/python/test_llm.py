@@ -168,7 +168,7 @@ def test_guesses_over_caches_of_codes_change_nothing(kind, width):
     # The text over 4-bit caches does not repeat itself: nothing to look up.
     for more in ({"guesses": 4}, {"guesses": 3, "draft": draft})[kind == "int4" :]:
         guessed = generate(decoder, PROMPT, 40, max_length=64, **more)
-        assert guessed.tokens == plain and guessed.guessed > guessed.right  # the caches were wound back
+        assert guessed.tokens == plain and guessed.guessed > guessed.accepted  # the caches were wound back
 
 
 def test_caches_that_do_not_hold_the_numbers_are_refused():

@@ -10,7 +10,7 @@ from pathlib import Path
 import lowbit
 import pytest
 import torch
-from lowbit import memory
+from lowbit import _memory
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ def system(tmp_path, monkeypatch):
         (tmp_path / "enabled").write_text(enabled)
         (tmp_path / "hpage_pmd_size").write_text(size)
 
-    monkeypatch.setattr(memory, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(_memory, "_SYSTEM", tmp_path)
     return write
 
 
@@ -95,9 +95,9 @@ def test_moved_weights_are_saved_and_copied(system):
 
 def test_this_system_gives_the_pages_it_is_asked_for():
     """Of 64 MiB at least a quarter comes as huge pages, wherever they can be asked for and memory is not cut to pieces."""
-    if memory._huge_page_bytes() is None:
+    if _memory._huge_page_bytes() is None:
         pytest.skip("this system gives huge pages to none or to all")
-    moved = memory.in_huge_pages(torch.ones(64 * MIB, dtype=torch.uint8))
+    moved = _memory.in_huge_pages(torch.ones(64 * MIB, dtype=torch.uint8))
     found = None
     with open("/proc/self/smaps") as file:
         for line in file:
@@ -126,14 +126,14 @@ def test_pages_of_files_are_given_back_and_no_others(tmp_path):
     (tmp_path / "file").write_bytes(content.numpy().tobytes())
     mapped = torch.from_file(str(tmp_path / "file"), shared=False, size=4 * MIB, dtype=torch.uint8)
     assert torch.equal(mapped, content) and in_memory(mapped) == 4 * MIB
-    memory.give_back(mapped[: 2 * MIB])
+    _memory.give_back(mapped[: 2 * MIB])
     assert in_memory(mapped) <= 2 * MIB
     assert torch.equal(mapped, content)
     # What was written to would be lost, and so would memory that is of no file.
     mapped[5] ^= 1
     content[5] ^= 1
-    memory.give_back(mapped)
+    _memory.give_back(mapped)
     assert torch.equal(mapped, content)
     own = content.clone()
-    memory.give_back(own)
+    _memory.give_back(own)
     assert torch.equal(own, content)

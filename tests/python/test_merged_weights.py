@@ -61,10 +61,10 @@ def test_files_and_memory_agree(kind, some, tmp_path):
         names = file.keys()
     state = model_class(model_class.config_class(**KINDS[kind])).state_dict()
     assert any(name not in state for name in names)  # or nothing is cut or joined here
-    assert not any("follow" in why for why in summary.left.values())
+    assert not any("follow" in why for why in summary.unquantized.values())
     floats = [name for name in expected if name.endswith(tuple(f"{each}.weight" for each in K))]
     assert bool(floats) == some
-    assert list(summary.left.values()).count("left float by its configuration") == len(floats)
+    assert list(summary.unquantized.values()).count("left float by its configuration") == len(floats)
     found.save_pretrained(tmp_path / "again")
     assert same(state_of(model_class, tmp_path / "again"), expected)
 
@@ -91,10 +91,10 @@ def test_what_is_cut_in_another_way_is_said(tmp_path):
         pytest.skip(f"transformers {transformers.__version__} has no Molmo2")
     model_class = transformers.Molmo2TextModel
     model_class(config_class(**SMALL | {"num_key_value_heads": 1, "head_dim": 16})).save_pretrained(tmp_path / "float")
-    why = "transformers makes it of the files in a way that lowbit does not follow"
+    why = "built by a conversion of transformers that lowbit does not support"
     with pytest.warns(UserWarning, match=rf"stay float, as layers\.0\.self_attn\.\w_proj does: {why}$"):
         summary = quantize_checkpoint(tmp_path / "float", tmp_path / "packed", LowBitConfig())
-    assert summary.left == {f"layers.{layer}.self_attn.att_proj.weight": why for layer in (0, 1)}
+    assert summary.unquantized == {f"layers.{layer}.self_attn.att_proj.weight": why for layer in (0, 1)}
     table = model_class.from_pretrained(tmp_path / "float", quantization_config=LowBitConfig()).embed_tokens.packed_weight
     found, floats = (state_of(model_class, tmp_path / name) for name in ("packed", "float"))
     assert "layers.0.self_attn.q_proj.weight" in found and "layers.0.mlp.up_proj.packed_weight" in found

@@ -17,17 +17,13 @@ import tiny_models
 OWN = "its attention is code of its own, none that transformers lets others replace"
 HALF = "2 of its 4 layers use the decoder's caches"
 NO_POSITIONS = "it takes no position_ids"
-OTHERS = "its logits are others than with its own attention"
+OTHERS = "its logits differ from those of its own attention"
 # Model type: what its refusal says, or None where the decoder is right.
 MODELS = {
     # Recurrent layers or convolutions, which keep more of a text than keys and values.
-    "falcon_h1": "its logits are others when a text comes in pieces",
-    "granitemoehybrid": HALF,
     "jamba": HALF,
-    "lfm2": HALF,
     "mamba": NO_POSITIONS,
     "minimax": HALF,
-    "qwen3_next": "1 of its 4 layers use the decoder's caches",
     "recurrent_gemma": "1 of its 4 layers use the decoder's caches",
     "rwkv": OWN,
     # Attention of their own.
@@ -41,6 +37,21 @@ MODELS = {
     "bert": OTHERS,
     "blenderbot-small": NO_POSITIONS,
     "doge": "its attention has a mask or bias of its own",
+    # Recurrent layers that there are operators for.
+    "bailing_hybrid": None,
+    "bamba": None,
+    "falcon_h1": None,
+    "granitemoehybrid": None,
+    "kimi_linear": None,
+    "lfm2": None,
+    "lfm2_moe": None,
+    "mamba2": None,
+    "nemotron_h": None,
+    "olmo_hybrid": None,
+    "qwen3_5_text": None,
+    "qwen3_5_moe_text": None,
+    "qwen3_next": None,
+    # Attention alone.
     "apertus": None,
     "biogpt": None,
     "bitnet": None,
@@ -73,7 +84,7 @@ MODELS = {
 
 
 # Of those that the decoder refuses: what their own caches cannot do, or that they see what follows.
-SEES = "its logits behind a token change with the tokens that follow"
+SEES = "its logits after a token change with the tokens that follow"
 STATES = "cannot be cut back"
 SINGLY = "token by token, and cannot be cut back"
 WHOLE = "any number of tokens, and can be cut back"

@@ -140,7 +140,7 @@ def test_lengths_that_are_refused():
 
 def test_falcon_that_adds_its_bias_twice_is_refused():
     model = transformers.AutoModelForCausalLM.from_config(MODELS["falcon"](), attn_implementation="eager").eval()
-    with pytest.raises(ValueError, match="its logits are others than with its own attention"):
+    with pytest.raises(ValueError, match="its logits differ from those of its own attention"):
         llm.Decoder(model, 64)
 
 
@@ -208,6 +208,6 @@ def test_a_pt2_says_the_shape_of_each_cache(monkeypatch, tmp_path):
     (tmp_path / "m.pt2").touch()
     llm.load_decoder(tmp_path / "m.pt2")(torch.tensor([[5]]), torch.tensor([0]))
     assert called == shapes
-    written["metadata"]["lowbit.llm.cache_shape"] += ",1"
-    with pytest.raises(ValueError, match="its cache_shape has 17 sizes; expected 4, or 4 for each of its 4 caches"):
+    written["metadata"]["lowbit.llm.caches"] += ",float32"
+    with pytest.raises(ValueError, match="it has a cache 'float32'; expected a dtype and a shape, as float32:1x4x64x16"):
         llm.load_decoder(tmp_path / "m.pt2")

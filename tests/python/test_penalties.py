@@ -131,7 +131,7 @@ def test_a_text_is_the_same_alone_among_others_and_with_guesses(model, tokenizer
     assert [(each.tokens, each.logprobs) for each in found] == [(each.tokens, each.logprobs) for each in expected]
     draft = llm.Decoder(load_model(FLOAT), 128)
     guessed = llm.generate(decoder, prompts[1], 12, seed=4, guesses=3, draft=draft, **settings)
-    assert guessed.tokens == expected[1].tokens and guessed.right
+    assert guessed.tokens == expected[1].tokens and guessed.accepted
     for left in ("min_p", "presence_penalty", "frequency_penalty", "logit_bias"):
         fewer = {name: value for name, value in settings.items() if name != left}
         others = llm.generate_batch(decoder, prompts, 12, seed=3, **fewer)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lowbit import LinearConfig
 from lowbit._imports import why_not
-from lowbit.quantize_model import described_to_transformers
+from lowbit._quantize_model import described_to_transformers
 
 FOUR_AT_ONCE = """
 import sys, threading

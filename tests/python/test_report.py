@@ -11,13 +11,14 @@ from pathlib import Path
 import lowbit
 import pytest
 import torch
+from browser import browser
 from checkpoints import change_tensors
 from command_line import FLOAT, TINY, document, documented_keys, error, invoke, keys_in, run
 from lowbit.calibration import model as calibration
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
 from lowbit.report.measure import same_neighbors
-from needs import lacking, need_packages
+from needs import need_packages
 
 pytestmark = pytest.mark.more
 
@@ -43,13 +44,6 @@ addEventListener("load", () => {
   document.body.append(element);
 });
 </script>"""
-
-
-def browser() -> str:
-    found = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
-    if found is None:
-        lacking("there is no chromium; scripts/need.sh test installs it")
-    return found
 
 
 def look(page: Path, width: int, height: int) -> dict:
@@ -150,7 +144,7 @@ def test_figures_are_the_librarys(made, small):
     figures = json.loads((directory / "report.json").read_text())
     costs = {layer["layer"]: layer["cost"] for layer in figures["sensitivity"]["layers"]}
     assert len(costs) == 15 and max(costs.values()) > 0.001  # 14 layers, and the table that is the head too
-    assert any("1 bits per weight cannot be had" in note for note in figures["notes"])
+    assert any("1 bits per weight cannot be reached" in note for note in figures["notes"])
     assert type(load_model(small)).__name__ == said["architecture"]
 
 
@@ -180,7 +174,7 @@ def test_what_is_measured_is_not_measured_again(made, small):
     again = invoke("report", small, directory, *options, *calibrated[:-1], "3.5", "--bits", "2", "--threads", 1)
     assert again.exit_code == 0, again.stderr
     # What cannot be held in these formats is tried again: GGUF's blocks of 256, and HQQ's groups of 64. The notes name it.
-    before["notes"] = [note for note in before["notes"] if "cannot be had" not in note]
+    before["notes"] = [note for note in before["notes"] if "cannot be reached" not in note]
     misfits = [f"{note.partition(': ')[0]} ..." for note in before["notes"]]
     assert {"GGUF TQ1_0 ...", "GGUF TQ2_0 ..."} <= set(misfits) or importlib.util.find_spec("gguf") is None
     assert again.stderr.splitlines() == [f"loading {small} ...", *misfits]

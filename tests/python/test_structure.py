@@ -1,46 +1,14 @@
 """Which module of the package needs which: no circles, and transformers' internals in one folder only."""
 
-import ast
 import re
+import sys
 from pathlib import Path
 
-import lowbit
-
-ROOT = Path(lowbit.__file__).parent
-MODULES = {
-    ".".join(("lowbit", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
-    for path in ROOT.rglob("*.py")
-}
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from package_layers import BEGIN, END, LAYERS, MODULES, PAGE, imported, layer_of, picture
 
 # They import transformers, but no submodule of it: its documented classes only.
 USERS_OF_TRANSFORMERS = {"lowbit.llm.loading", "lowbit.llm.shapes", "lowbit.cli.tune", "lowbit.report.measure"}
-
-
-class _WithoutTypeChecking(ast.NodeTransformer):
-    """Leaves out what never runs."""
-
-    def visit_If(self, node):
-        return None if getattr(node.test, "id", "") == "TYPE_CHECKING" else self.generic_visit(node)
-
-
-def imported(name: str, path: Path) -> set[str]:
-    """The absolute names of all that a module imports, also inside functions and by import_module("...")."""
-    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    found = set()
-    tree = _WithoutTypeChecking().visit(ast.parse(path.read_text(encoding="utf-8")))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*base, *filter(None, [node.module])])
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                known = inner in MODULES or not base.startswith("lowbit")
-                found.add(inner if known and node.module != "__future__" else base)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module":
-            found |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
-    return found
 
 
 def test_the_walk_sees_every_kind_of_import(tmp_path):
@@ -70,6 +38,22 @@ def test_no_circles():
 
     for name in sorted(graph.keys() - {"lowbit"}):
         visit(name, [])
+
+
+def test_imports_point_down():
+    order = list(LAYERS)
+    up = [
+        f"{name} ({layer_of(name)}) imports {other} ({layer_of(other)})"
+        for name, path in MODULES.items()
+        for other in imported(name, path) & MODULES.keys()
+        if "lowbit" not in (name, other) and order.index(layer_of(other)) < order.index(layer_of(name))
+    ]
+    assert not up
+
+
+def test_the_picture_of_the_layers_is_current():
+    """docs/internals/index.md; scripts/package_layers.py --write updates it."""
+    assert f"{BEGIN}\n{picture()}\n{END}" in PAGE.read_text(encoding="utf-8")
 
 
 def test_transformers_is_met_in_one_folder():

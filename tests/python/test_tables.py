@@ -13,7 +13,7 @@ import lowbit.llm
 import pytest
 import torch
 import transformers
-from lowbit.embeddings import table_of
+from lowbit._embeddings import table_of
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 import tiny_models

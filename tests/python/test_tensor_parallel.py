@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lowbit.files.safetensors import read_file
-from lowbit.tensor_parallel import Part, shard_
+from lowbit.tensor_parallel import LinearPart, shard_
 from reference import random_packed
 from transformers import (
     Gemma3ForCausalLM,
@@ -241,6 +241,6 @@ def test_without_processes_it_is_refused():
 def test_a_rank_reads_the_bias_of_its_part_alone(how):
     """There is no process group here: a collective would be an error."""
     packed = random_packed(20, 64, 4, 32, "symmetric", bias=True)
-    part, order = Part(packed, torch.float32, group=None, **how), torch.arange(63, -1, -1, dtype=torch.int32)
+    part, order = LinearPart(packed, torch.float32, group=None, **how), torch.arange(63, -1, -1, dtype=torch.int32)
     assert torch.equal(part.bias.clone(), lowbit.unpack(packed).bias)
-    assert torch.equal(Part(packed, torch.float32, order, group=None, **how).bias.clone(), lowbit.unpack(packed).bias)
+    assert torch.equal(LinearPart(packed, torch.float32, order, group=None, **how).bias.clone(), lowbit.unpack(packed).bias)

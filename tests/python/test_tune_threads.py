@@ -6,7 +6,7 @@ from pathlib import Path
 import lowbit
 import pytest
 import torch
-from lowbit import threads
+from lowbit import _threads
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def machine(monkeypatch):
 
     def make(seconds: dict[int, float]):
         now, running = [0.0], [1]
-        monkeypatch.setattr(threads, "available_cpus", lambda: max(seconds))
+        monkeypatch.setattr(_threads, "available_cpus", lambda: max(seconds))
         monkeypatch.setattr(torch, "set_num_threads", lambda count: running.__setitem__(0, count))
         monkeypatch.setattr(torch, "get_num_threads", lambda: running[0])
 
@@ -29,7 +29,7 @@ def machine(monkeypatch):
             now[0] += seconds[running[0]]
             return now[0]
 
-        monkeypatch.setattr(threads.time, "perf_counter", perf_counter)
+        monkeypatch.setattr(_threads.time, "perf_counter", perf_counter)
         return running
 
     return make
@@ -59,7 +59,7 @@ def test_restores_the_number_after_an_error(machine, quantized, monkeypatch):
     def fail():
         raise RuntimeError("stop")
 
-    monkeypatch.setattr(threads.time, "perf_counter", fail)
+    monkeypatch.setattr(_threads.time, "perf_counter", fail)
     running[0] = 7
     with pytest.raises(RuntimeError, match="stop"):
         lowbit.tune_threads(quantized)
@@ -67,18 +67,18 @@ def test_restores_the_number_after_an_error(machine, quantized, monkeypatch):
 
 
 def test_for_real(quantized, monkeypatch):
-    monkeypatch.setattr(threads, "_SHAPES_BYTES", 1 << 20)
+    monkeypatch.setattr(_threads, "_SHAPES_BYTES", 1 << 20)
     before = torch.get_num_threads()
     for what in (quantized, [(64, 128), (200, 64)]):
         result = lowbit.tune_threads(what, seconds=0.01, apply=False)
         assert result.threads in result.seconds
-        assert list(result.seconds) == threads._candidates(threads.available_cpus())
+        assert list(result.seconds) == _threads._candidates(_threads.available_cpus())
         assert all(seconds > 0 for seconds in result.seconds.values())
     assert torch.get_num_threads() == before
 
 
 def test_shapes_are_measured_beyond_the_caches():
-    weights = threads._weights([(64, 128), (200, 64)], 4, 32)
+    weights = _threads._weights([(64, 128), (200, 64)], 4, 32)
     assert sum(weight.numel() for weight in weights) >= 128 << 20
     assert {lowbit.info(weight).out_features for weight in weights} == {64, 200}
     assert len({weight.data_ptr() for weight in weights}) == len(weights)
@@ -86,7 +86,7 @@ def test_shapes_are_measured_beyond_the_caches():
 
 @pytest.mark.parametrize("cpus", [1, 2, 7, 8, 9, 64, 100, 192])
 def test_candidates_reach_every_cpu_in_small_steps(cpus):
-    counts = threads._candidates(cpus)
+    counts = _threads._candidates(cpus)
     assert counts[0] == 1 and counts[-1] == cpus
     assert counts[:8] == list(range(1, min(cpus, 8) + 1))
     assert all(a < b <= a * 1.125 + 1 for a, b in zip(counts, counts[1:]))
@@ -148,7 +148,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     ],
 )
 def test_control_groups(tmp_path, files, cpus):
-    assert threads._cgroup_cpus(write(tmp_path, files)) == cpus
+    assert _threads._cgroup_cpus(write(tmp_path, files)) == cpus
 
 
 def test_a_group_of_any_name(tmp_path):
@@ -157,11 +157,11 @@ def test_a_group_of_any_name(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")
     write(tmp_path, {f"sys/fs/cgroup/{group}/cpu.max": "150000 100000\n"})
-    assert threads._cgroup_cpus(tmp_path) == 1.5
+    assert _threads._cgroup_cpus(tmp_path) == 1.5
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_affinity(fork_python):
-    script = "import os; os.sched_setaffinity(0, {0}); from lowbit import threads; print(threads.available_cpus())"
+    script = "import os; os.sched_setaffinity(0, {0}); from lowbit import _threads; print(_threads.available_cpus())"
     finished = fork_python(script)
     assert finished.stdout.strip() == "1", finished.stderr

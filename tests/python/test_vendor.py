@@ -297,6 +297,21 @@ assert [(row["name"], row["active"]) for row in rows()] == [
     run_checked(fork_python, script, libraries / "fault_one_mapping.so")
 
 
+def test_a_row_for_some_sizes_is_active_if_a_published_model_has_them(fork_python, libraries):
+    """14336 x 4096 with 3 rows is in the set that lowbit.kernels() looks at, 17 outputs are not."""
+    script = (
+        USE
+        + """
+active = lambda: [row["name"] for row in lowbit.kernels() if row["active"]]
+before = active()
+lowbit.load_kernels(sys.argv[1])
+assert [(row["name"], row["active"]) for row in rows()] == [("fault_linear", True), ("fault_linear_2", False)]
+assert sorted(active()) == sorted([*before, "fault_linear"])
+"""
+    )
+    run_checked(fork_python, script, libraries / "fault_some_sizes.so")
+
+
 def test_a_name_without_a_directory_is_a_file_in_the_current_one(fork_python, acme):
     script = (
         USE

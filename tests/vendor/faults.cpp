@@ -4,6 +4,10 @@
 
 using namespace lowbit;
 
+#if defined(FAULT_needs_another)
+extern "C" const char* another_vendor();  // another.cpp
+#endif
+
 namespace {
 
 // What a row that lies makes of the right result.
@@ -97,6 +101,8 @@ struct Rows {
     library.sizes.format -= 1;
 #elif defined(FAULT_no_vendor)
     library.vendor = nullptr;
+#elif defined(FAULT_needs_another)
+    library.vendor = another_vendor();
 #elif defined(FAULT_bad_preference)
     library.preference = static_cast<Preference>(9);
 #elif defined(FAULT_no_rows)
@@ -165,6 +171,14 @@ struct Rows {
     linear[0].mappings = bit_of(Mapping::affine);
     linear[1].mappings = bit_of(Mapping::levels);
     embedding[0].mappings = bit_of(Mapping::levels);
+#elif defined(FAULT_some_sizes)
+    library.preference = Preference::before_built_in;
+    library.quantize = {};
+    library.embedding = {};
+    linear[0].supports = [](const void*, const Layout& layout, int64_t m, IsaBits) {
+      return layout.n == 14336 && layout.k == 4096 && m == 3;
+    };
+    linear[1].supports = [](const void*, const Layout& layout, int64_t, IsaBits) { return layout.n == 17; };
 #elif defined(FAULT_built_in_name)
     linear[0].name = "linear_a8w4_1x16_portable";
 #elif defined(FAULT_twice_named)
@@ -198,7 +212,7 @@ struct Rows {
 }  // namespace
 
 #if !defined(FAULT_no_function)
-extern "C" __attribute__((visibility("default"))) const KernelLibrary* lowbit_kernels(uint32_t) {
+extern "C" LOWBIT_API const KernelLibrary* lowbit_kernels(uint32_t) {
   static const Rows rows;
 #if defined(FAULT_null_library)
   return nullptr;

@@ -115,7 +115,7 @@ const EmbeddingKernel kEmbedding[] = {{"rows_embedding_w4", kPortable, kRowsForm
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const KernelLibrary* lowbit_kernels(uint32_t) {
+extern "C" LOWBIT_API const KernelLibrary* lowbit_kernels(uint32_t) {
   static const KernelLibrary library = [] {
     KernelLibrary result;
     result.vendor = "rows";

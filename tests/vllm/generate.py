@@ -13,14 +13,14 @@ TOKENS = 12
 def order_of_shared_inputs() -> str:
     """What is said of it; in vLLM itself by a rank, which is a process whose errors its user sees in the log only."""
     import torch
-    from lowbit.vllm.config import ServedConfig
     from lowbit.vllm.linear import PackedMethod
+    from lowbit.vllm.model import ServedModel
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     layer = RowParallelLinear.__new__(RowParallelLinear)
     torch.nn.Module.__init__(layer)
     layer.tp_size, layer.input_size = 2, 32
-    return refused(PackedMethod(ServedConfig(), "o_proj")._load_order, layer, None, torch.arange(32).int())
+    return refused(PackedMethod(ServedModel(), "o_proj")._load_order, layer, None, torch.arange(32).int())
 
 
 def float_in_vllm() -> str:
@@ -28,7 +28,7 @@ def float_in_vllm() -> str:
     from lowbit.vllm.config import ServedConfig
 
     config = ServedConfig()
-    config.selected, config.asked = {"model.gate": object(), "model.up": object()}, {"model.up"}
+    config.model.selected, config.model.asked = {"model.gate": object(), "model.up": object()}, {"model.up"}
     return refused(config.get_checkpoint_weight_mapper)
 
 

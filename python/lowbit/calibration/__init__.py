@@ -1,6 +1,6 @@
-"""Quantization with a calibration text: better than rounding to nearest, above all at 4 bits and below.
+"""Quantization with a calibration text: better than rounding to nearest, most of all at 4 bits and below.
 
-``calibrate`` does a model; ``calibration.gptq`` and ``calibration.importance`` do one matrix.
+``calibrate`` quantizes a model; ``calibration.gptq`` and ``calibration.importance`` quantize a matrix.
 """
 
 from __future__ import annotations
@@ -23,56 +23,58 @@ def calibrate(
     target_bits: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """Quantizes a model of transformers in place, with the help of a text that is like what it will be used on.
+    """Quantizes a model of transformers in place, calibrated on a text similar to what the model will be used on.
 
-    As :func:`lowbit.quantize_`, but scales and codes are chosen for little change of the layers' outputs on the text.
-    It goes through the blocks of the model in order: the inputs of a block come from the quantized blocks before it, so
-    that later layers make up for the errors of earlier ones. Besides the model, memory for two activations per token,
-    for one float block and for two float32 matrices [k, k] per input of k features is needed.
+    As :func:`lowbit.quantize_`, but scales and codes are chosen so that the layers' outputs on the text change little. Blocks
+    are quantized in order, with inputs from the quantized blocks before, so that later layers correct the errors of earlier
+    ones. Besides the model this needs memory for two hidden states per token, one float block, and two float32 matrices
+    [k, k] for a layer with k inputs.
 
-    Experts whose weights are one tensor are calibrated one by one, each with the tokens that are routed to it, behind the
-    other layers of their block. A head that shares its weight with an embedding is calibrated, and then shares the packed
-    weight. Tables of an embedding model are quantized by GPTQ from 2 bits up, with what gradients say of their errors
+    Experts whose weights are one tensor are calibrated one by one, each with the tokens that are routed to it, after the
+    other layers of their block. A head that shares its weight with an embedding is calibrated, and the embedding shares the
+    packed weight. Tables of an embedding model are quantized by GPTQ from 2 bits up, with moments from gradients
     (:func:`lowbit.calibration.tables.moments_of_tables`), unless the method is importance; other tables are rounded to
     nearest.
 
     Args:
         model: a language or embedding model in eval mode, on the CPU.
-        data: texts, for which a ``tokenizer`` is needed; or inputs of the model, each int64 [batch, tokens] or a dict
-            with "input_ids". Of a language model's texts all tokens are put behind each other and cut into windows;
-            other models see each text by itself. Ten thousand tokens do; more are better below 4 bits.
+        data: texts, which require a ``tokenizer``; or inputs of the model, each int64 [batch, tokens] or a dict with
+            "input_ids". Texts of a language model are joined and cut into windows; other models take each text by itself.
+            Ten thousand tokens are enough; more are better below 4 bits.
         config: as for :func:`lowbit.quantize_`, or a :class:`lowbit.LowBitConfig`.
-        method: "gptq" (:func:`lowbit.calibration.gptq.gptq`, the better one, which takes as long as some ten passes over
-            the text), "importance" (:func:`lowbit.calibration.importance.search` with the mean square of each input; one
-            pass), "auto": gptq where a layer saw at least as many tokens as it has inputs, else importance, or "tuned":
-            auto, and behind each block its scales are learned (:func:`lowbit.calibration.tuning.tuned`), which pays below
-            3 bits, takes some three times as long, and gradients' memory for one block; or "distilled": auto, and then
-            all scales are learned together towards the float model's answers
-            (:func:`lowbit.calibration.distilling.distilled`), with gradients' memory for the whole model.
-        tokenizer: of the model, for texts.
+        method: one of these:
+
+            * "gptq": :func:`lowbit.calibration.gptq.gptq`; takes about ten passes over the text.
+            * "importance": :func:`lowbit.calibration.importance.search` with the mean square of each input; one pass.
+            * "auto": gptq for layers with at least as many tokens as inputs, otherwise importance.
+            * "tuned": auto, and the scales of each block are learned (:func:`lowbit.calibration.tuning.tuned`). Better
+              below 3 bits; takes three times as long, and memory for the gradients of a block.
+            * "distilled": auto, and then all scales are learned from the float model's answers
+              (:func:`lowbit.calibration.distilling.distilled`), with memory for the gradients of the model.
+        tokenizer: the model's, for texts.
         window: tokens of a language model's inputs.
-        max_tokens: of texts that are used; of longer ones, parts that lie evenly in them. Memory is needed for two
-            hidden states of each.
-        target_bits: widths by layer for this mean of bits per weight, from :func:`assign_widths`; the config is then a
+        max_tokens: largest number of tokens to use; evenly spread parts of longer texts. Memory holds two hidden states of
+            each token.
+        target_bits: mixed precision per layer for this mean of bits per weight, from :func:`assign_widths`; requires a
             :class:`lowbit.LowBitConfig`.
         progress: called as ``progress(layers done, layers)``.
 
     Raises:
-        TypeError, ValueError: an unknown method, a wrong config, a text that is too short or has tokens the model does
-            not know, weights or activations that are not finite. Up to the first activations the model is unchanged.
+        TypeError, ValueError: an unknown method, a wrong config, a text that is too short or has unknown tokens, weights or
+            activations that are not finite. Before the first activations the model is unchanged.
     """
     from .model import run
 
     if target_bits is not None:
-        data = [data] if isinstance(data, str) else list(data)  # for both: an iterator is there once
+        data = [data] if isinstance(data, str) else list(data)  # used twice, so not an iterator
         config = assign_widths(model, data, config, target_bits, tokenizer=tokenizer, window=window, max_tokens=max_tokens)
-    said = -1
+    reported = -1
 
     def report(done: int, total: int, name: str) -> None:
-        nonlocal said
-        if progress is not None and done != said:
+        nonlocal reported
+        if progress is not None and done != reported:
             progress(done, total)
-        said = done
+        reported = done
 
     return run(model, data, config, method, tokenizer=tokenizer, window=window, max_tokens=max_tokens, progress=report)
 
@@ -89,27 +91,27 @@ def assign_widths(
     alternatives: Collection[str] = ("affine", "levels"),
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """A width and a group size for each layer of a float model, for a mean of bits per weight; the model stays as it is.
+    """Mixed precision per layer: a config with a width and group size for each layer, for a mean of bits per weight.
 
-    Each matrix alone is rounded, and the change of the model's outputs on some of the text measured
-    (:func:`lowbit.calibration.widths.measure_losses`); then bits go where they gain most
-    (:func:`lowbit.calibration.widths.assign`).
+    Each matrix alone is rounded, and the change of the model's outputs on some of the text is measured
+    (:func:`lowbit.calibration.widths.measure_losses`); then bits go where they reduce the loss most
+    (:func:`lowbit.calibration.widths.assign`). The model is unchanged.
 
     Args:
         model, data, tokenizer, window, max_tokens: as for :func:`calibrate`.
         config: a :class:`lowbit.LowBitConfig`; layers that its overrides or ``embedding_bits`` name keep their widths.
-        target_bits: bits per quantized weight, scales and all that a packed weight has besides included.
-        alternatives: mappings that may take the place of a symmetric one at 2 to 4 bits, where they gain;
-            ``("affine",)`` for :func:`lowbit.qat.prepare_`, which trains no levels.
+        target_bits: mean of the bytes of packed weights, scales included, as bits per weight.
+        alternatives: mappings that may replace symmetric at 2 to 4 bits, where they reduce the loss; ``("affine",)`` for
+            :func:`lowbit.qat.prepare_`, which does not train levels.
         progress: called as ``progress(matrices measured, matrices)``.
 
     Returns:
         A :class:`lowbit.LowBitConfig` with an override for each layer.
 
     Raises:
-        TypeError, ValueError: as :func:`calibrate`, or a target that cannot be had; the message says what can.
+        TypeError, ValueError: as :func:`calibrate`, or a target that cannot be reached; the message has the range.
     """
-    from ..layers import with_linears
+    from .._layers import with_linears
     from ..transformers import LowBitConfig
     from .data import batches
     from .model import evaluating

@@ -1,4 +1,4 @@
-"""Packs a matrix some rows at a time."""
+"""Packing of a matrix in bands of rows."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..bands import Bands, rows_of_band
-from .grid import Config, Quantized, table_in
+from .._bands import Bands, rows_of_band
+from .._packed import describe
+from .grid import MatrixConfig, Quantized, table_in
 
-_BAND_WEIGHTS = 1 << 22  # of a matrix that are quantized at a time, which bounds the memory
+_BAND_WEIGHTS = 1 << 22  # weights that are quantized at a time, to bound the memory
 
 
-def packed_in_bands(weight: Tensor, config: Config, quantize: Callable[[Tensor], Quantized], bias: Tensor | None) -> Tensor:
-    """A packed matrix, uint8 [bytes], of what ``quantize`` makes of its rows, some at a time.
+def packed_in_bands(
+    weight: Tensor, config: MatrixConfig, quantize: Callable[[Tensor], Quantized], bias: Tensor | None
+) -> Tensor:
+    """A packed matrix, uint8 [bytes], quantized by ``quantize`` in bands of rows.
 
-    Each band is packed as a matrix of its own, whose panels are the whole one's. A table of levels is there in numbers.
+    Each band is packed as a separate matrix, whose panels are part of the whole. A table of levels must be numbers.
     """
     n, k = weight.shape
     rows = rows_of_band(k, _BAND_WEIGHTS)
@@ -25,7 +27,7 @@ def packed_in_bands(weight: Tensor, config: Config, quantize: Callable[[Tensor],
         return quantize(weight.float()).pack(bias)
     table = table_in(config)
     levels = None if table is None else table.by_code
-    info = ops.describe((n, k), config.bits, config.group_size, config.mapping, bias is not None, levels)
+    info = describe((n, k), config.bits, config.group_size, config.mapping, bias is not None, levels)
     result = torch.empty(info.total_bytes, dtype=torch.uint8, device="cpu")
     bands = Bands(info, levels)
     at = bands.header_bytes

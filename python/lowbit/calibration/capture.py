@@ -1,4 +1,4 @@
-"""What goes into modules while a model runs."""
+"""Inputs of modules and calls of blocks, recorded while a model runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 
-class Stop(Exception):
-    """Ends a run when all that was wanted is there."""
+class StopRun(Exception):
+    """Ends a run of a model early, once everything is recorded."""
 
 
 @contextmanager
 def slow_paths() -> Iterator[None]:
-    """Without the fused operators of torch's encoder layers, which take the weights of linear layers and call none."""
+    """Turns off the fused operators of torch's encoder layers, which use weights without calling the linear layers."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -28,11 +28,11 @@ def slow_paths() -> Iterator[None]:
 
 @contextmanager
 def inputs_of(modules: dict[str, torch.nn.Module], take: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Calls ``take(name, input)`` whenever one of the modules is about to run."""
+    """Calls ``take(name, input)`` before each run of one of the modules."""
     handles = []
     for name, module in modules.items():
 
-        def hook(_, args, kwargs, name=name):
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
             take(name, args[0] if args else kwargs["input"])
 
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -44,59 +44,61 @@ def inputs_of(modules: dict[str, torch.nn.Module], take: Callable[[str, Tensor],
 
 
 class MeanSquares:
-    """Mean squares of inputs, by the names of what they go into."""
+    """Mean squares of the inputs of layers, by name."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, name: str, x: Tensor) -> None:
-        """Takes [..., inputs]."""
+        """Adds inputs [..., k]."""
         x = x.reshape(-1, x.shape[-1]).float()
         self._sums[name] = self._sums.get(name, 0.0) + x.square().sum(0)
         self._counts[name] = self._counts.get(name, 0) + len(x)
 
     def means(self) -> dict[str, Tensor]:
-        """float32 [inputs] for each name."""
+        """float32 [k] for each name."""
         return {name: values / max(1, self._counts[name]) for name, values in self._sums.items()}
 
 
 @dataclass
-class Call:
-    """How a block was called: its arguments without the hidden state that runs through all blocks."""
+class BlockCall:
+    """Arguments of a call of a block, without the hidden states."""
 
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    named: bool  # whether the hidden state was given by its name
+    named: bool  # whether the hidden states were a keyword argument
 
-    def run(self, block: torch.nn.Module, hidden: Tensor) -> Tensor:
+    def run(self, block: torch.nn.Module, hidden: Tensor | None) -> Tensor:
+        """Calls a block with other hidden states; returns its hidden states."""
         if self.named:
             return hidden_of(block(*self.args, **{**self.kwargs, "hidden_states": hidden}))
         return hidden_of(block(hidden, *self.args, **self.kwargs))
 
 
 def hidden_of(output: Any) -> Any:
+    """The hidden states in a block's output."""
     return output[0] if isinstance(output, tuple) else output
 
 
 @dataclass
 class Recorded:
-    """One run through a list of blocks."""
+    """A run through a list of blocks."""
 
-    calls: list[Call]
-    first: Tensor | None  # what went into the first block
-    chained: bool  # whether each block was called once, in order, with what the one before gave
+    calls: list[BlockCall]
+    first: Tensor | None  # hidden states before the first block
+    chained: bool  # whether each block was called once, in order, with the output of the previous block
 
 
 @contextmanager
 def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False) -> Iterator[Recorded]:
-    """Records how the blocks are called, and with what; `stop_after` ends the run before the last block runs."""
+    """Records the calls of blocks; ``stop_after`` ends the run before the last block."""
     recorded = Recorded([], None, True)
     last: list[Any] = [None]
     handles = []
     for index, block in enumerate(blocks):
 
-        def before(_, args, kwargs, index=index):
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> None:
             named = not args
             hidden = kwargs.get("hidden_states") if named else args[0]
             if index != len(recorded.calls) or not isinstance(hidden, Tensor):
@@ -106,12 +108,12 @@ def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False) -> Iterat
                 recorded.first = hidden.detach().clone()
             elif not _same(hidden, last[0]):
                 recorded.chained = False
-            others = {name: value for name, value in kwargs.items() if not named or name != "hidden_states"}
-            recorded.calls.append(Call(args[1:], others, named))
+            arguments = {name: value for name, value in kwargs.items() if not named or name != "hidden_states"}
+            recorded.calls.append(BlockCall(args[1:], arguments, named))
             if stop_after and index == len(blocks) - 1:
-                raise Stop
+                raise StopRun
 
-        def after(_, args, output):
+        def after(_: Any, args: Any, output: Any) -> None:
             last[0] = hidden_of(output)
 
         handles.append(block.register_forward_pre_hook(before, with_kwargs=True))

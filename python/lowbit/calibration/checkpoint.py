@@ -1,4 +1,4 @@
-"""From file to file with a calibration text: block by block, and on again after a kill."""
+"""Calibration from checkpoint to checkpoint, block by block, which continues after an interruption."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._layers import put_linears
 from ..checkpoint import MAX_SHARD_BYTES, CheckpointSummary, PlannedSize, planned_size, quantize_checkpoint
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import files_of, read_files
-from ..layers import put_linears
-from .data import MOST_TOKENS, batches
+from .data import MOST_TOKENS, Inputs, batches
 from .journal import Journal, digest
 from .model import check_method, evaluating, run
 from .packing import Kept
@@ -27,12 +27,12 @@ from .widths import Item, Option, assign, check_bits, config_of, extremes, measu
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
-Progress = Callable[[str, int, int, str], None]
+CalibrationProgress = Callable[[str, int, int, str], None]
 
 
 def calibrate_checkpoint(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
     config: LowBitConfig,
     text: str,
     method: str = "auto",
@@ -42,27 +42,26 @@ def calibrate_checkpoint(
     window: int = 512,
     max_tokens: int = MOST_TOKENS,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: CalibrationProgress | None = None,
 ) -> tuple[CheckpointSummary, Calibration]:
-    """As :func:`lowbit.quantize_checkpoint`, with what :func:`lowbit.calibrate` makes of each layer.
+    """Quantizes a checkpoint as :func:`lowbit.quantize_checkpoint`, with layers from :func:`lowbit.calibrate`.
 
-    Weights stay mapped from the source's files, and each layer that is done is written at once: memory is needed for one
-    float block, the moments of its inputs, and two hidden states of each token. A run that was killed, or stopped, goes
-    on where it was, if source, config, text and method are the same: what is done lies in a hidden
-    ``.NAME.calibration`` beside the target, and is gone when the target is there.
+    Weights are mapped from the source's files, and each finished layer is written at once. So memory is that of one float
+    block, the moments of its inputs, and two hidden states of each token. An interrupted run continues if source, config,
+    text and method are the same: finished layers are in a hidden directory ``.NAME.calibration`` beside the target until
+    the target is complete.
 
     Args:
-        source, target, config, max_shard_bytes: as for :func:`lowbit.quantize_checkpoint`; the source has a tokenizer.
-        text: for a language model as it is; for other models a text per line.
+        source, target, config, max_shard_bytes: as for :func:`lowbit.quantize_checkpoint`; the source needs a tokenizer.
+        text: of a language model; for other models a text per line.
         method, window, max_tokens: as for :func:`lowbit.calibrate`.
-        target_bytes: chooses a width and a group size for each layer, so that the target's files of weights take at
-            most so many bytes. What the config's overrides or ``embedding_bits`` name keeps its width; the config's
-            ``bits`` and ``group_size`` do not count otherwise.
-        target_bits: the same, for a mean of bits per quantized weight, scales included.
-        progress: called as ``progress(step, done, of, detail)``; steps come one after the other.
+        target_bytes: mixed precision per layer: largest size of the target's weight files. Layers that the config's
+            overrides or ``embedding_bits`` name keep their widths; ``bits`` and ``group_size`` are not used for others.
+        target_bits: mixed precision per layer, for a mean of bits per quantized weight, scales included.
+        progress: called as ``progress(step, done, total, detail)``, for one step after the other.
 
     Raises:
-        OSError, ValueError: as both; a target that cannot be met; a model whose blocks are in no list.
+        OSError, ValueError: as both; a target that cannot be met; a model without a list of blocks.
     """
     from ..hf.loading import mapped_model
     from ..llm.loading import load_tokenizer
@@ -72,7 +71,7 @@ def calibrate_checkpoint(
         raise ValueError("target_bytes and target_bits are both given; expected one of them")
     source, target = Path(source), Path(target).absolute()
     place = resolve_new_directory(target)
-    planned = planned_size(source, config, max_shard_bytes)  # with all checks of the files
+    planned = planned_size(source, config, max_shard_bytes)  # checks the files
     files = files_of(source)[0]
     tokenizer = load_tokenizer(source)
     model = mapped_model(source, len(read_files(files)))
@@ -85,12 +84,12 @@ def calibrate_checkpoint(
             "the method importance"
         )
     budget = None if target_bytes is None and target_bits is None else [target_bytes, target_bits]
-    how = f"{method}, window {window}, {max_tokens} tokens"
-    identity = _identity(source, files, text, [config.to_dict(), budget], how)
+    settings = f"{method}, window {window}, {max_tokens} tokens"
+    identity = _identity(source, files, text, [config.to_dict(), budget], settings)
     with Journal(place, identity) as journal:
-        if journal.begun_anew:
+        if journal.changes:
             warnings.warn(
-                f"what an earlier run left beside {target} had another {' and '.join(journal.begun_anew)}: begun anew",
+                f"an earlier run for {target} had another {' and '.join(journal.changes)}; its layers were removed",
                 stacklevel=2,
             )
         if budget is not None:
@@ -98,12 +97,12 @@ def calibrate_checkpoint(
         result: list[Calibration] = []
 
         def calibrated() -> Mapping[str, torch.Tensor]:
-            found = len(journal.packed)
+            resumed = len(journal.packed)
 
             def report(done: int, total: int, name: str) -> None:
                 if progress is not None:
-                    taken_up = f" ({found} layers were there from an earlier run)" if found else ""
-                    progress("calibrating", done, total, f"{name}{taken_up}")
+                    earlier = f" ({resumed} layers are from an earlier run)" if resumed else ""
+                    progress("calibrating", done, total, f"{name}{earlier}")
 
             kept = Kept(dict(journal.packed), journal.keep)
             result.append(
@@ -119,7 +118,7 @@ def calibrate_checkpoint(
                     kept=kept,
                 )  # fmt: skip
             )
-            result[0].resumed = found
+            result[0].resumed = resumed
             return {name: packed for name, (_, packed) in journal.packed.items()}
 
         summary = quantize_checkpoint(
@@ -133,30 +132,30 @@ def calibrate_checkpoint(
     return summary, result[0]
 
 
-def _identity(source: Path, weights: list[Path], text: str, config: list, method: str) -> dict[str, str]:
-    """What the layers of a run depend on: another run with the same takes them up."""
+def _identity(source: Path, weights: list[Path], text: str, config: list[Any], method: str) -> dict[str, str]:
+    """What the layers of a run depend on; a run with the same identity uses them."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", CONFIG)
     return {
         "source": digest([*weights, *(source / name for name in names if (source / name).exists())]),
         "text": digest([text.encode()]),
         "config": json.dumps(config, sort_keys=True),
         "method": method,
-        "torch": torch.__version__,  # whose sums may differ in their last bits
+        "torch": torch.__version__,  # its sums may differ in the last bits
     }
 
 
 def _with_widths(
     model: Any,
-    inputs: list,
+    inputs: list[Inputs],
     config: LowBitConfig,
-    budget: list,
+    budget: list[Any],
     source: Path,
     max_shard_bytes: int,
     planned: PlannedSize,
     journal: Journal,
-    progress: Progress | None,
+    progress: CalibrationProgress | None,
 ) -> LowBitConfig:
-    """The config whose widths meet the target."""
+    """The config with widths that meet the target."""
     from ..transformers import LowBitConfig
 
     known = journal.widths()
@@ -165,28 +164,28 @@ def _with_widths(
     target_bytes, target_bits = budget
     put_linears(model, config.select(model, experts=False))
     floats = planned.bytes - planned.packed_bytes
-    about = target_bits if target_bytes is None else 8 * (target_bytes - floats) / planned.packed_weights
-    reference_bits = whole_bits(about)
+    estimate = target_bits if target_bytes is None else 8 * (target_bytes - floats) / planned.packed_weights
+    reference_bits = whole_bits(estimate)
     items = options_of(model, config)
 
     def size(options: list[Option]) -> int:
         return planned_size(source, config_of(config, items, options), max_shard_bytes).bytes
 
-    # Before anything is measured, which takes time.
+    # Before measurements, which take time.
     if target_bytes is None:
         check_bits(items, target_bits)
     else:
         _check_bytes(items, target_bytes, size)
     with evaluating(model):
-        said = None if progress is None else lambda done, total: progress("measuring layers", done, total, "")
-        measure_losses(model, inputs, items, reference_bits, said)
+        report = None if progress is None else lambda done, total: progress("measuring layers", done, total, "")
+        measure_losses(model, inputs, items, reference_bits, report)
     options = within(items, target_bits) if target_bytes is None else _within_bytes(items, target_bytes, size)
     chosen = config_of(config, items, options)
     journal.keep_widths(chosen.to_dict())
     return chosen
 
 
-Size = Callable[[list[Option]], int]  # of the files of weights with these options
+Size = Callable[[list[Option]], int]  # bytes of the weight files with these options
 
 
 def _ends(items: list[Item], size: Size) -> tuple[int, int]:
@@ -198,13 +197,12 @@ def _check_bytes(items: list[Item], target_bytes: int, size: Size) -> None:
     smallest, largest = _ends(items, size)
     if not smallest <= target_bytes <= largest:
         raise ValueError(
-            f"{target_bytes} bytes cannot be had; the weights' files of this model take {smallest} bytes at the least and "
-            f"{largest} at the most"
+            f"{target_bytes} bytes cannot be reached; the weight files of this model take {smallest} to {largest} bytes"
         )
 
 
 def _within_bytes(items: list[Item], target_bytes: int, size: Size) -> list[Option]:
-    # Headers of files grow with the numbers in them, by some bytes.
+    # Headers of files grow by some bytes with the numbers in them.
     fixed = _ends(items, size)[0] - extremes(items)[0]
     room = max(target_bytes - fixed, extremes(items)[0])
     while True:

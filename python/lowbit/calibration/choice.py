@@ -1,4 +1,4 @@
-"""Which method suits layers that have the same inputs: by how much of the text they have seen."""
+"""Choice of the method for layers that have the same inputs, by the number of their tokens."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch
 from torch import Tensor
 
 from .gptq import Moments, Solver, best_correction, gptq
-from .grid import Config, Quantized, with_table
+from .grid import MatrixConfig, Quantized, with_table
 from .importance import search
 
-# A config, with its table of levels if it has one, and what quantizes rows of the weight.
-Quantizer = tuple[Config, Callable[[Tensor], Quantized]]
+# A config, with its table of levels if it has one, and the function that quantizes rows of the weight.
+Quantizer = tuple[MatrixConfig, Callable[[Tensor], Quantized]]
 
 
 def choose(
     weights: Mapping[str, Tensor],
-    configs: Mapping[str, Config],
+    configs: Mapping[str, MatrixConfig],
     moments: Moments | None,
     method: str,
     options: Mapping[str, Any],
     first_not_finite: Callable[[], str],
 ) -> tuple[str, dict[str, Quantizer]]:
-    """The method for layers with the same inputs, and what quantizes each.
+    """The method for layers with the same inputs, and a quantizer for each.
 
     Args:
         weights: of the layers, [n, k] each.
-        configs: of these and others, by the same names.
-        moments: of their inputs; None: nothing is known of them. They are joined with those that were held back.
-        method: that was asked for, of METHODS.
+        configs: by the same names; it may have more.
+        moments: of their inputs, which are joined with the held-out ones; None: they are not known.
+        method: one of METHODS.
         options: keyword arguments of :func:`gptq`.
-        first_not_finite: names the layer to blame for inputs that are not finite.
+        first_not_finite: names the layer whose inputs are not finite.
 
     Raises:
         ValueError: the inputs are not finite.
@@ -50,24 +50,28 @@ def choose(
         moments.join()
         return "importance", _searching(weights, configs, moments.importance())
     importance = moments.importance()
-    own = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
+    fitted = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
     corrections = {}
     if held:
         trial = Solver(moments)
         for name, weight in weights.items():
-            corrections[name] = best_correction(trial, weight, own[name], held)
+            corrections[name] = best_correction(trial, weight, fitted[name], held)
         del trial
         moments.join()
     if options.keys() - {"correction"}:
-        return "gptq", {name: (own[name], partial(gptq, moments=moments, config=own[name], **options)) for name in weights}
+        return "gptq", {
+            name: (fitted[name], partial(gptq, moments=moments, config=fitted[name], **options)) for name in weights
+        }
     solver = Solver(moments)
 
     def quantize(rows: Tensor, name: str) -> Quantized:
-        return solver.quantize(rows, own[name], options.get("correction", corrections.get(name, 1.0)))
+        return solver.quantize(rows, fitted[name], options.get("correction", corrections.get(name, 1.0)))
 
-    return "gptq", {name: (own[name], partial(quantize, name=name)) for name in weights}
+    return "gptq", {name: (fitted[name], partial(quantize, name=name)) for name in weights}
 
 
-def _searching(weights: Mapping[str, Tensor], configs: Mapping[str, Config], importance: Tensor | None) -> dict[str, Quantizer]:
-    own = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
-    return {name: (own[name], partial(search, importance=importance, config=own[name])) for name in weights}
+def _searching(
+    weights: Mapping[str, Tensor], configs: Mapping[str, MatrixConfig], importance: Tensor | None
+) -> dict[str, Quantizer]:
+    fitted = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
+    return {name: (fitted[name], partial(search, importance=importance, config=fitted[name])) for name in weights}

@@ -1,4 +1,4 @@
-"""What the layers of a module get while it runs: their moments, and the order of their calls."""
+"""Moments of the inputs of layers, and the order in which a module calls its layers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .capture import Stop, inputs_of
+from .capture import StopRun, inputs_of
 from .gptq import Moments
-from .grid import Config
-
-HELD = 1024  # the most tokens that are held back, by which choices are made, ...
-HELD_PART = 4  # ... and which part of the text they are at the most
+from .grid import MatrixConfig
 
 
 def rows_of(x: Tensor, mask: Tensor | None) -> Tensor:
-    """[..., k] -> float32 [tokens, k], without padding."""
+    """Rows of activations [..., k] as float32 [tokens, k], without padding."""
     if mask is not None and x.shape[:-1] == mask.shape:
         return x[mask].float()
     if mask is not None and x.dim() == 2 and x.shape[0] == mask.numel():
@@ -26,46 +23,48 @@ def rows_of(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.reshape(-1, x.shape[-1]).float()
 
 
-def part_held(chosen: bool, alone: bool) -> float:
-    """The part of a batch's tokens that is held back: all, or of a batch that is the only one its end."""
-    return (1 / HELD_PART if alone else 1.0) if chosen else 0.0
-
-
 def add_to(moments: dict[str, Moments], name: str, x: Tensor, y: Tensor | None, *, diagonal: bool, held: float = 0.0) -> None:
-    """Adds inputs of a layer to its moments; the last ones are held back, a part of `held`, if there are float ones."""
+    """Adds inputs of a layer to its moments.
+
+    Args:
+        x: float32 [tokens, k].
+        y: the same tokens in the float model; None: they are not known.
+        diagonal: for new moments, whether only mean squares are needed.
+        held: part of the tokens, the last ones, that is held out if ``y`` is known.
+    """
     k = x.shape[1]
     if name not in moments:
         square = x.new_zeros(k if diagonal else (k, k), dtype=torch.float32)
         moments[name] = Moments(square, None if y is None else x.new_zeros(k, k, dtype=torch.float32), 0)
-    known = moments[name]
+    sums = moments[name]
     count = round(held * len(x))
     if y is not None and count:
-        known.held.append((x[-count:].clone(), y[-count:].clone()))
+        sums.held.append((x[-count:].clone(), y[-count:].clone()))
         x, y = x[:-count], y[:-count]
-    known.add(x, y)
+    sums.add(x, y)
 
 
 def inputs_in_a_run(module: torch.nn.Module, names: list[str], call: Callable[[], Any]) -> dict[str, list[Tensor]]:
-    """What goes into some layers in one run, which ends when there is nothing more to come."""
-    found: dict[str, list[Tensor]] = {}
+    """Inputs of layers in one run of a module, by name; a run ends early if no more inputs can come."""
+    inputs: dict[str, list[Tensor]] = {}
 
     def take(name: str, x: Tensor) -> None:
-        found.setdefault(name, []).append(x.detach())
+        inputs.setdefault(name, []).append(x.detach())
         if len(names) == 1 and "expert" not in name:
-            raise Stop
+            raise StopRun
 
     with inputs_of({name: module.get_submodule(name) for name in names}, take):
         try:
             call()
-        except Stop:
+        except StopRun:
             pass
-    return found
+    return inputs
 
 
-def sets_of(module: torch.nn.Module, targets: Mapping[str, Config], call: Callable[[], Any]) -> Iterable[dict[str, str]]:
-    """Layers that can be quantized at the same time, in the order of their calls: layer -> one with the same input.
+def sets_of(module: torch.nn.Module, targets: Mapping[str, MatrixConfig], call: Callable[[], Any]) -> Iterable[dict[str, str]]:
+    """Sets of layers that can be quantized at the same time, in the order of their calls: layer -> a layer with its input.
 
-    All experts of a block are one layer as far as the order goes.
+    All experts of a block count as one layer.
     """
     order: list[tuple[str, Tensor]] = []
     missing = set(targets)
@@ -74,12 +73,12 @@ def sets_of(module: torch.nn.Module, targets: Mapping[str, Config], call: Callab
         order.append((name, x))
         missing.discard(name)
         if not missing:
-            raise Stop
+            raise StopRun
 
     with inputs_of({name: module.get_submodule(name) for name in targets}, take):
         try:
             call()
-        except Stop:
+        except StopRun:
             pass
     sets: list[dict[str, str]] = []
     place: dict[str, int] = {}
@@ -99,7 +98,7 @@ def sets_of(module: torch.nn.Module, targets: Mapping[str, Config], call: Callab
             index = place.get(key, len(sets) - 1)
         place.setdefault(key, index)
         sets[index][name] = leader
-    # Layers that the first run did not use: experts that got no token, or what is used in training only.
+    # Layers that the first run did not use: experts without tokens, or layers used in training only.
     for name in targets:
         if not any(name in layers for layers in sets):
             key = _without_expert(name)

@@ -1,4 +1,4 @@
-"""Inputs of a model, from texts or as they are."""
+"""Calibration texts as batches of a model's inputs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,52 @@ from torch import Tensor
 
 from ..hf.decoding import position_limit
 
-Batch = dict[str, Any]
+Inputs = dict[str, Any]
 
+HELD_OUT_TOKENS = 1024  # at most, ...
+HELD_OUT_PART = 4  # ... and at most one of this many batches
 LEAST_TOKENS = 128
 MOST_TOKENS = 32768
-_BATCH = 2048  # tokens that the model sees at a time, or those of one window
-_SHORTEST = 8  # tokens of a window that is worth running
+_BATCH = 2048  # tokens of a batch, unless a window is longer
+_SHORTEST = 8  # tokens of a window
 
 
-def batches(model, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS) -> tuple[list[Batch], int]:
-    """The inputs, without padding where they are made here, and how many tokens there are.
+class Sample:
+    """A calibration text as batches, some of which are held out to judge what was learned from the others.
 
-    Of texts with more than ``most`` tokens, windows (or texts, for models that see each by itself) are taken that lie
-    evenly in them.
+    Attributes:
+        masks: for each batch which tokens count, bool [batch, tokens], or None for all.
+        tokens: their number.
+        held_out: numbers of the batches that are held out.
+    """
+
+    def __init__(self, batches: list[Inputs]):
+        self.batches = batches
+        self.masks = [mask_of(batch) for batch in batches]
+        self.tokens = sum(map(tokens_of, batches))
+        # Whole batches, because other tokens of the same text would be data leakage.
+        step = max(HELD_OUT_PART, -(-self.tokens // HELD_OUT_TOKENS))
+        self.held_out = {i for i in range(len(batches)) if i % step == step - 1} or {len(batches) - 1}
+
+    def part_held_out(self, i: int) -> float:
+        """Part of the tokens of batch i that is held out; of a single batch the end."""
+        if i not in self.held_out:
+            return 0.0
+        return 1.0 if len(self.batches) > 1 else 1 / HELD_OUT_PART
+
+    def run(self, model: torch.nn.Module, i: int) -> Any:
+        """The model's output for batch i."""
+        return model(**self.batches[i])
+
+
+def batches(model: Any, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS) -> tuple[list[Inputs], int]:
+    """Batches of a model's inputs, and the number of tokens of the texts.
+
+    Batches of texts have no padding. If texts have more than ``most`` tokens, evenly spread windows are used (or texts, for
+    models that take each text by itself).
 
     Raises:
-        TypeError, ValueError: neither texts nor inputs, texts without a tokenizer, or too few tokens.
+        TypeError, ValueError: data are neither texts nor inputs, texts without a tokenizer, or too few tokens.
     """
     if isinstance(data, str):
         data = [data]
@@ -38,10 +68,10 @@ def batches(model, data: Iterable[Any], tokenizer: Any, window: int, most: int =
     if all(isinstance(item, str) for item in items):
         if tokenizer is None:
             raise TypeError("data are texts, but there is no tokenizer; give the model's with tokenizer=")
-        result, there = _of_texts(model, items, tokenizer, window, most)
+        result, text_tokens = _of_texts(model, items, tokenizer, window, most)
     else:
         result = [_as_batch(item) for item in items]
-        there = sum(tokens_of(batch) for batch in result)
+        text_tokens = sum(map(tokens_of, result))
     count = sum(tokens_of(batch) for batch in result)
     if count < LEAST_TOKENS:
         raise ValueError(
@@ -55,23 +85,23 @@ def batches(model, data: Iterable[Any], tokenizer: Any, window: int, most: int =
                 f"the calibration text has token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to "
                 f"{vocabulary - 1}: the tokenizer is another model's"
             )
-    return result, there
+    return result, text_tokens
 
 
-def mask_of(batch: Batch) -> Tensor | None:
-    """Which tokens of a batch are no padding, bool [batch, tokens]; None: all."""
+def mask_of(batch: Inputs) -> Tensor | None:
+    """Which tokens of a batch are not padding, bool [batch, tokens]; None: all."""
     mask = batch.get("attention_mask")
     return None if mask is None else mask != 0
 
 
-def tokens_of(batch: Batch) -> int:
-    """How many tokens of a batch are no padding."""
+def tokens_of(batch: Inputs) -> int:
+    """Number of tokens of a batch, without padding."""
     mask = mask_of(batch)
     return batch["input_ids"].numel() if mask is None else int(mask.sum())
 
 
-def rows_in_parts(batch: Batch, most: int) -> list[Batch]:
-    """A batch in parts of at most so many rows; what has another first dimension goes to each."""
+def rows_in_parts(batch: Inputs, most: int) -> list[Inputs]:
+    """A batch in parts of at most ``most`` rows; tensors with another first dimension go to each part."""
     rows = batch["input_ids"].shape[0]
     return [
         {
@@ -82,8 +112,8 @@ def rows_in_parts(batch: Batch, most: int) -> list[Batch]:
     ]
 
 
-def _as_batch(item: Any) -> Batch:
-    batch: Batch = {}
+def _as_batch(item: Any) -> Inputs:
+    batch: Inputs = {}
     if isinstance(item, Tensor):
         batch = {"input_ids": item}
     elif not isinstance(item, str):
@@ -91,17 +121,17 @@ def _as_batch(item: Any) -> Batch:
             batch = dict(item)
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        found = f"a {type(item).__name__}" if ids is None else "input_ids that are "
+        problem = f"a {type(item).__name__}" if ids is None else "input_ids that are "
         if ids is not None:
-            found += f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-        raise TypeError(f"data has {found}; expected texts, int64 tensors [batch, tokens], or dicts with such input_ids")
+            problem += f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise TypeError(f"data has {problem}; expected texts, int64 tensors [batch, tokens], or dicts with such input_ids")
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {list(mask.shape)}; expected {list(ids.shape)}, that of input_ids")
     return batch
 
 
-def _of_texts(model, texts: list[str], tokenizer: Any, window: int, most: int) -> tuple[list[Batch], int]:
+def _of_texts(model: Any, texts: list[str], tokenizer: Any, window: int, most: int) -> tuple[list[Inputs], int]:
     config = model.config.get_text_config()
     limit = position_limit(config) or window
     if window < _SHORTEST:
@@ -113,19 +143,19 @@ def _of_texts(model, texts: list[str], tokenizer: Any, window: int, most: int) -
         if len(rows) > 1 and len(rows[-1]) < _SHORTEST:
             rows.pop()
     else:
-        # Models with learned positions often start them behind a padding token.
+        # Models with learned positions often start them after those of a padding token.
         longest = min(window, limit - 2 if limit > 2 else limit)
         rows = [tokenizer(text, truncation=True, max_length=longest, verbose=False)["input_ids"] for text in texts]
     rows = [row for row in rows if row]
-    there = sum(map(len, rows))
-    if there > most:
-        count = max(1, len(rows) * most // there)
+    text_tokens = sum(map(len, rows))
+    if text_tokens > most:
+        count = max(1, len(rows) * most // text_tokens)
         rows = [rows[i * len(rows) // count] for i in range(count)]
     by_length: dict[int, list[list[int]]] = {}
     for row in rows:
         by_length.setdefault(len(row), []).append(row)
     result = []
-    for length, same in sorted(by_length.items(), reverse=True):
-        together = max(1, _BATCH // length)
-        result += [{"input_ids": torch.tensor(same[begin : begin + together])} for begin in range(0, len(same), together)]
-    return result, there
+    for length, alike in sorted(by_length.items(), reverse=True):
+        size = max(1, _BATCH // length)
+        result += [{"input_ids": torch.tensor(alike[begin : begin + size])} for begin in range(0, len(alike), size)]
+    return result, text_tokens

@@ -1,4 +1,4 @@
-"""Experts of a mixture whose weights are one tensor: each is calibrated with the tokens that are routed to it."""
+"""Calibration of experts whose weights are one tensor, each with the tokens that are routed to it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .. import nn
-from ..hf.experts import between
-from ..layers import Experts, experts_of
-from .capture import MeanSquares, Stop
-from .data import Batch, mask_of
-from .grid import Config
+from .._experts import Experts, between, experts_of
+from .capture import MeanSquares, StopRun
+from .data import Inputs, mask_of
+from .grid import MatrixConfig
 
 
-def holders_in(module: torch.nn.Module, targets: Mapping[str, Config], prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """The modules that hold experts to calibrate, in the order of the model, with the names of their parameters.
+def holders_in(module: torch.nn.Module, targets: Mapping[str, MatrixConfig], prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields the modules that hold experts to calibrate, with the names of their parameters, in the model's order.
 
     Args:
-        targets: by qualified names in the model.
-        prefix: the module's own name and a dot, or "".
+        targets: configs by names in the model.
+        prefix: of the module's names in the model.
     """
     for name, holder in module.named_modules():
-        at = f"{prefix}{name}." if name else prefix
-        leaves = [leaf for leaf in experts_of(holder) if at + leaf in targets]
+        path = f"{prefix}{name}." if name else prefix
+        leaves = [leaf for leaf in experts_of(holder) if path + leaf in targets]
         if leaves:
             yield name, leaves
 
 
 @contextmanager
 def _routing_of(holder: torch.nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Calls ``take(hidden states, experts of each)`` whenever the holder is about to run."""
+    """Calls ``take(hidden states, experts of each)`` before each run of the holder."""
 
-    def hook(_: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         named = (kwargs[name] for name in ("top_k_index", "router_indices") if name in kwargs)
         take(hidden, args[1] if len(args) > 1 else next(named))
@@ -50,7 +49,7 @@ def _routing_of(holder: torch.nn.Module, take: Callable[[Tensor, Tensor], None])
 
 
 def _without_padding(hidden: Tensor, index: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Hidden states [tokens, hidden], and the experts of each [tokens, e]."""
+    """Hidden states [tokens, hidden] and their experts [tokens, e], without padding."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     index = index.reshape(len(rows), -1)
     if mask is None or mask.numel() != len(rows):
@@ -59,59 +58,56 @@ def _without_padding(hidden: Tensor, index: Tensor, mask: Tensor | None) -> tupl
 
 
 def routed(holder: torch.nn.Module, runs: Iterable[tuple[Callable[[], Any], Tensor | None]]) -> tuple[Tensor, Tensor]:
-    """What goes into a module of experts while a model runs.
+    """Hidden states that enter a module of experts, float32 [tokens, hidden], and their experts, int64 [tokens, e].
 
     Args:
-        runs: each with the mask of its tokens, or None.
-
-    Returns:
-        float32 [tokens, hidden], and int64 [tokens, e], the experts of each.
+        runs: functions that run the model on a batch, with the mask of its tokens or None.
     """
     rows: list[Tensor] = []
     chosen: list[Tensor] = []
     for run, mask in runs:
 
         def take(hidden: Tensor, index: Tensor, mask: Tensor | None = mask) -> None:
-            own, experts = _without_padding(hidden, index, mask)
-            rows.append(own.float().clone())
+            states, experts = _without_padding(hidden, index, mask)
+            rows.append(states.float().clone())
             chosen.append(experts.clone())
-            raise Stop  # what comes behind is not needed
+            raise StopRun
 
         with _routing_of(holder, take):
             try:
                 run()
-            except Stop:
+            except StopRun:
                 pass
     return torch.cat(rows), torch.cat(chosen)
 
 
 def inputs_of_expert(holder: torch.nn.Module, number: int, rows: Tensor, chosen: Tensor, first: Tensor | None) -> Tensor:
-    """The inputs of one expert's matrix, float32 [tokens routed to it, k].
+    """Inputs of an expert's matrix, float32 [tokens, k].
 
     Args:
-        first: the packed weights of the matrices before it, uint8 [experts, bytes]; None: it is the first.
+        rows, chosen: from :func:`routed`.
+        first: packed weights of the experts' first matrices, uint8 [experts, bytes], for the second; None: for the first.
     """
-    own = rows[(chosen == number).any(1)]
-    if first is None or not len(own):
-        return own
-    return between(holder, nn.Linear(first[number])(own)).float()
+    states = rows[(chosen == number).any(1)]
+    if first is None or not len(states):
+        return states
+    return between(holder, nn.Linear(first[number])(states)).float()
 
 
 def weight_of(experts: Experts, number: int) -> tuple[Tensor, Tensor | None]:
-    """The matrix [out, in] of an expert, and its bias."""
+    """The matrix [out, in] of an expert, and its bias [out] or None."""
     bias = experts.bias
     return experts.weight[number].detach().contiguous(), None if bias is None else bias[number].detach()
 
 
-def mean_squares(model: torch.nn.Module, targets: Mapping[str, Config], batches: Iterable[Batch]) -> dict[str, Tensor]:
-    """Of what goes into the matrices of experts in a float model: for each tensor float32 [inputs], a mean over its experts.
+def mean_squares(model: torch.nn.Module, targets: Mapping[str, MatrixConfig], batches: Iterable[Inputs]) -> dict[str, Tensor]:
+    """Mean squares of the inputs of experts' matrices in a float model, float32 [k] for each tensor of experts.
 
     Args:
-        targets: by the tensors' qualified names.
-        batches: arguments of the model.
+        targets: configs by the tensors' names.
+        batches: inputs of the model.
     """
     squares = MeanSquares()
-
     mask: Tensor | None = None  # of the batch that runs
 
     def take(at: str, holder: torch.nn.Module, hidden: Tensor, index: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Codes that make up for each other's errors: GPTQ and GPTAQ's correction."""
+"""GPTQ, with GPTAQ's correction."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..groups import in_groups
-from .grid import Config, Quantized, stored, table_in, with_table
+from .._groups import in_groups
+from .grid import MatrixConfig, Quantized, stored, table_in, with_table
 from .importance import search, search_groups
 
-_COLUMNS = 128  # of a block whose errors are passed on together, where groups are not longer
+_COLUMNS = 128  # of a block whose errors are applied to later columns together, if groups are not longer
 _MOST_COLUMNS = 512
 _TRIAL_ROWS = 256
 CORRECTIONS = (0.0, 0.25, 0.5, 1.0)
@@ -21,29 +21,30 @@ CORRECTIONS = (0.0, 0.25, 0.5, 1.0)
 class Moments:
     """Second moments of a layer's inputs over the tokens of a calibration text.
 
-    ``square`` is the sum of ``x x^T`` for the inputs x that the layer gets in the quantized model. ``drift``, if known,
-    is the sum of ``(y - x) x^T``, y being the same tokens' inputs in the float model.
+    ``square`` is the sum of ``x x^T`` over the layer's inputs x in the quantized model. ``drift``, if known, is the sum of
+    ``(y - x) x^T`` with the same tokens' inputs y in the float model.
     """
 
-    square: Tensor  # float32 [k, k]; or [k], its diagonal, which is enough for importance
+    square: Tensor  # float32 [k, k]; or its diagonal [k], which is enough for importance
     drift: Tensor | None  # float32 [k, k]
     tokens: int
-    # Some tokens' inputs (x, y), float32 [tokens, k], that are not in the sums yet: what GPTAQ's correction is chosen by.
+    # Held-out inputs (x, y), float32 [tokens, k], which choose the weight of GPTAQ's correction.
     held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def join(self) -> None:
-        """Adds the tokens that were held back to the sums."""
+        """Adds the held-out tokens to the sums."""
         for x, y in self.held:
             self.add(x, y)
         self.held = []
 
     def add(self, x: Tensor, y: Tensor | None) -> None:
+        """Adds inputs float32 [tokens, k]; None for ``y`` ends the sum of drift."""
         self.square += x.square().sum(0) if self.square.dim() == 1 else x.T @ x
         self.tokens += len(x)
         self.drift = None if self.drift is None or y is None else self.drift + (y - x).T @ x
 
     def importance(self) -> Tensor:
-        """The mean square of each input, float32 [k]; inputs that were never used count a little."""
+        """Mean square of each input, float32 [k], plus a little for unused inputs."""
         square = self.square if self.square.dim() == 1 else self.square.diagonal()
         mean = square / max(1, self.tokens)
         return mean + 1e-4 * mean.mean()
@@ -61,7 +62,7 @@ def _check(moments: Moments) -> None:
 
 
 def _damped(square: Tensor, damping: float) -> Tensor:
-    """float64 [k, k], positive definite: the mean of the diagonal times `damping` is added to it."""
+    """float64 [k, k] with ``damping`` times the mean of the diagonal added to it, so that it is positive definite."""
     result = square.double()
     mean = float(result.diagonal().mean())
     result.diagonal().add_(damping * mean if mean > 0 else 1.0)
@@ -69,7 +70,7 @@ def _damped(square: Tensor, damping: float) -> Tensor:
 
 
 def _inverse_factor(square: Tensor) -> Tensor:
-    """The upper triangular U with U^T U the inverse of `square`."""
+    """The upper triangular U for which U^T U is the inverse of ``square``."""
     try:
         return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(square)), upper=True)
     except torch.linalg.LinAlgError as error:
@@ -77,10 +78,10 @@ def _inverse_factor(square: Tensor) -> Tensor:
 
 
 class Solver:
-    """GPTQ for layers with the same inputs, whose rows do not depend on each other; :func:`gptq` has the method.
+    """GPTQ for layers with the same inputs, some rows at a time; :func:`gptq` describes the method.
 
     Args:
-        moments: of the inputs; those held back do not count.
+        moments: of the inputs, without the held-out ones.
         damping, by_importance: as for :func:`gptq`.
 
     Raises:
@@ -102,15 +103,15 @@ class Solver:
             drift = moments.drift[self.order][:, self.order] if by_importance else moments.drift
             self.pull = (drift @ factor.T).triu_(1) @ factor
         self.diagonal = self.factor.diagonal()
-        # What an error of an input costs once the inputs behind it have made up for what they can.
+        # Cost of an error of an input after later inputs have compensated for it.
         self.costs = self.diagonal.square().reciprocal()
 
-    def table(self, weight: Tensor, config: Config) -> Config:
-        """The config with its table of levels fitted to a whole matrix, where it has one that is to be fitted."""
+    def table(self, weight: Tensor, config: MatrixConfig) -> MatrixConfig:
+        """The config with its table of levels fitted to a whole matrix, if it says "fit"."""
         return with_table(config, weight, self.importance)
 
-    def quantize(self, weight: Tensor, config: Config, correction: float) -> Quantized:
-        """Rows of a matrix, float32 [n, k]; the arguments are those of :func:`gptq`."""
+    def quantize(self, weight: Tensor, config: MatrixConfig, correction: float) -> Quantized:
+        """Quantizes rows of a matrix, float32 [n, k], as :func:`gptq`."""
         config = self.table(weight, config)
         table = table_in(config)
         n, k = weight.shape
@@ -124,7 +125,7 @@ class Solver:
         largest = scales.abs().amax(1, keepdim=True)
         if mins is not None:
             largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
-        # Where inputs keep their order, a group's scales are searched when all inputs before it are rounded.
+        # If inputs keep their order, a group's scales are searched when all earlier inputs are rounded.
         step = group if in_order else _COLUMNS
         width = step * max(1, _COLUMNS // step)
         sorted_levels = None if table is None else table.levels
@@ -151,14 +152,16 @@ class Solver:
                     sorted_levels,
                     config.bits,
                 )
-                self._pass_on(work, errors[first - begin : last - begin], run, slice(last, end), pull, correction)
-            self._pass_on(work, errors, slice(begin, end), slice(end, k), pull, correction)
+                self._compensate(work, errors[first - begin : last - begin], run, slice(last, end), pull, correction)
+            self._compensate(work, errors, slice(begin, end), slice(end, k), pull, correction)
         result = Quantized(torch.empty_like(weight), scales, mins, config)
         result.levels[:, order] = levels.T
         return result
 
-    def _pass_on(self, work: Tensor, errors: Tensor, run: slice, rest: slice, pull: Tensor | None, correction: float) -> None:
-        """Adds to the inputs of ``rest`` what makes up for the errors [inputs, n] of the inputs of ``run``."""
+    def _compensate(
+        self, work: Tensor, errors: Tensor, run: slice, rest: slice, pull: Tensor | None, correction: float
+    ) -> None:
+        """Compensates in the inputs of ``rest`` for the errors [inputs, n] of the inputs of ``run``."""
         if rest.start < rest.stop:
             work[rest].addmm_(self.factor[run, rest].T, errors, alpha=-1.0)
             if pull is not None:
@@ -168,7 +171,7 @@ class Solver:
 def gptq(
     weight: Tensor,
     moments: Moments,
-    config: Config,
+    config: MatrixConfig,
     *,
     damping: float = 0.01,
     correction: float = 1.0,
@@ -176,35 +179,35 @@ def gptq(
 ) -> Quantized:
     """Quantizes a matrix so that the layer's outputs on the calibration text change little.
 
-    Inputs are rounded one after the other, and the error of each is made up for by the inputs behind it, as far as they
-    are correlated: GPTQ (Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for
+    Inputs are rounded one after the other, and later inputs compensate for the error of each, as far as they are
+    correlated: GPTQ (Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for
     Generative Pre-trained Transformers", ICLR 2023), with its lazy updates by blocks and Cholesky factor. Moments with
-    a drift add the error that the inputs have already: GPTAQ (Li, Yin, Lee, Xiao, Panda: "GPTAQ: Efficient
+    a drift add the error of the inputs themselves: GPTAQ (Li, Yin, Lee, Xiao, Panda: "GPTAQ: Efficient
     Finetuning-Free Quantization for Asymmetric Calibration", ICML 2025).
 
-    Scales are chosen by :func:`search`, weighted with what an error costs that the rest cannot make up for, when the
-    first input of a group is reached, and rounded to what is stored before any code of the group is chosen.
+    When the first input of a group is reached, its scale is chosen by :func:`search`, weighted with the cost of an error
+    after compensation, and rounded as it is stored. Then the codes of the group are chosen.
 
     Args:
         weight: float32 [n, k], finite.
         moments: of the layer's inputs.
-        config: bits, group size and mapping; its choice of scale does not count.
-        damping: part of the mean of the diagonal that is added to the diagonal.
-        correction: the factor of GPTAQ's term, 0 to 1; :func:`best_correction` measures it.
-        by_importance: rounds the inputs with the largest mean square first ("act-order"). Groups stay runs of inputs,
-            and so their scales are chosen before the first code.
+        config: bits, group size and mapping; ``scale`` is not used.
+        damping: part of the mean of the diagonal to add to the diagonal.
+        correction: the weight of GPTAQ's term, 0 to 1; :func:`best_correction` measures it.
+        by_importance: rounds the inputs with the largest mean square first (act-order permutation). Groups are still
+            consecutive inputs, so their scales are chosen before the first code.
 
     Raises:
-        ValueError: moments of another shape, that are not finite, or of no tokens.
+        ValueError: moments have another shape, are not finite, or have no tokens.
     """
     return Solver(moments, damping, by_importance).quantize(weight, config, correction)
 
 
-def best_correction(solver: Solver, weight: Tensor, config: Config, held: list[tuple[Tensor, Tensor]]) -> float:
-    """The factor of GPTAQ's term with the least error of the outputs on tokens that the solver has not seen.
+def best_correction(solver: Solver, weight: Tensor, config: MatrixConfig, held: list[tuple[Tensor, Tensor]]) -> float:
+    """The weight of GPTAQ's term with the least error of the outputs on held-out tokens.
 
-    The term makes up for the error of a layer's inputs as the text shows it; the shorter the text, the more of that
-    is chance. Tried are 0 and 1 and two between, on some of the rows.
+    On a short text much of the inputs' error that the term corrects is chance. The weights 0, 0.25, 0.5 and 1 are tried on
+    some of the rows.
 
     Args:
         weight, config: as for :func:`gptq`.
@@ -213,6 +216,6 @@ def best_correction(solver: Solver, weight: Tensor, config: Config, held: list[t
     rows = weight[:: -(-len(weight) // _TRIAL_ROWS)].float()
     errors = []
     for correction in CORRECTIONS:
-        found = solver.quantize(rows, config, correction).dequantize()
-        errors.append(sum(float((x @ found.T - y @ rows.T).square().sum()) for x, y in held))
+        rounded = solver.quantize(rows, config, correction).dequantize()
+        errors.append(sum(float((x @ rounded.T - y @ rows.T).square().sum()) for x, y in held))
     return CORRECTIONS[errors.index(min(errors))]

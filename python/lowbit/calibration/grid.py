@@ -1,4 +1,4 @@
-"""What the packed format can hold, in torch: stored scales, levels and codes of a matrix in groups."""
+"""Scales, levels and codes of a matrix as the packed format stores them, in torch."""
 
 from __future__ import annotations
 
@@ -7,38 +7,36 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..groups import per_input
+from .._groups import per_input
+from .._packed import pack
+from .._rounding import EmbeddingConfig, LinearConfig, table_of
 from ..levels import TABLES, Table
-from ..packed import pack
-from ..quantize import EmbeddingConfig, LinearConfig, table_of
 
-Config = LinearConfig | EmbeddingConfig
+MatrixConfig = LinearConfig | EmbeddingConfig
 
 _SCALE_BITS = 11  # significant bits of a float16
-# Scales of a row that are smaller than its largest by more than this become 0. float16 holds 29 powers of two with all
-# bits; the rest is room for a largest scale that grows while codes are chosen.
+# Scales below this part of the row's largest become 0. float16 holds 29 powers of two with all bits; the rest is room for a
+# largest scale that grows while codes are chosen.
 _SMALLEST = 2.0**-20
-_FITTED = 1 << 16  # weights, or up to twice as many, that a table of levels is fitted to
+_FITTED = 1 << 16  # weights that a table of levels is fitted to, or up to twice as many
 
 
 def stored(values: Tensor, largest: Tensor) -> Tensor:
-    """Scales or mins as the format stores them: 11 significant bits, behind one power of two per row.
-
-    :func:`lowbit.pack` stores such values without another rounding.
+    """Scales or mins rounded to 11 significant bits, so that :func:`lowbit.pack` stores them exactly.
 
     Args:
         values: float32 [n, ...].
-        largest: float32 [n, 1], the largest magnitude in each row, or an estimate of it.
+        largest: float32 [n, 1], the largest magnitude of each row, or an estimate.
     """
     fraction, exponent = torch.frexp(values)
     rounded = torch.ldexp((fraction * 2**_SCALE_BITS).round(), exponent - _SCALE_BITS)
     return torch.where(values.abs() < largest * _SMALLEST, 0.0, rounded)
 
 
-def with_table(config: Config, weight: Tensor, importance: Tensor | None = None) -> Config:
+def with_table(config: MatrixConfig, weight: Tensor, importance: Tensor | None = None) -> MatrixConfig:
     """The config with its table of levels, if any, as numbers.
 
-    If the config says "fit", they are fitted to ``weight`` [n, k], with squared errors weighted by ``importance`` [k].
+    The levels "fit" are fitted to ``weight`` [n, k], with squared errors weighted by ``importance`` [k].
     """
     if config.mapping != "levels" or not isinstance(config.levels, str):
         return config
@@ -46,8 +44,8 @@ def with_table(config: Config, weight: Tensor, importance: Tensor | None = None)
     return replace(config, levels=table_of(config, weight[::step], importance))
 
 
-def table_in(config: Config) -> Table | None:
-    """The table of a config, for looking up the nearest level; None: its levels are whole numbers in a row."""
+def table_in(config: MatrixConfig) -> Table | None:
+    """The table of a config; None: its levels are consecutive integers."""
     if config.mapping != "levels":
         return None
     if config.levels is None or isinstance(config.levels, str) and config.levels not in TABLES:
@@ -56,7 +54,7 @@ def table_in(config: Config) -> Table | None:
 
 
 def levels_near(values: Tensor, scale: Tensor, min: Tensor | None, bits: int, table: Table | None = None) -> Tensor:
-    """The levels nearest to ``values``, as floats.
+    """The nearest levels of ``values``, as floats.
 
     Symmetric: -2^(b-1) to 2^(b-1) - 1, at 1 bit -1 and 1. Affine: 0 to 2^b - 1. With a table: its levels.
     """
@@ -73,16 +71,16 @@ def levels_near(values: Tensor, scale: Tensor, min: Tensor | None, bits: int, ta
 
 @dataclass
 class Quantized:
-    """A matrix in the terms of the format."""
+    """A quantized matrix: levels, scales and mins."""
 
     # float32 [n, k]; symmetric -2^(b-1) .. 2^(b-1) - 1 (1 bit: -1, 1), affine 0 .. 2^b - 1, or levels of the config's table
     levels: Tensor
     scales: Tensor  # float32 [n, groups], as stored
     mins: Tensor | None  # float32 [n, groups], as stored; None: symmetric
-    config: Config
+    config: MatrixConfig
 
     def per_input(self, values: Tensor) -> Tensor:
-        """Values of groups, [n, groups], as values of inputs, [n, k]."""
+        """Values of groups [n, groups] repeated for their inputs [n, k]."""
         return per_input(values, self.config.group_size, self.levels.shape[1])
 
     def dequantize(self) -> Tensor:
@@ -116,7 +114,7 @@ class Quantized:
         )
 
 
-def nearest(weight: Tensor, scales: Tensor, mins: Tensor | None, config: Config) -> Quantized:
+def nearest(weight: Tensor, scales: Tensor, mins: Tensor | None, config: MatrixConfig) -> Quantized:
     """Rounds each weight to the nearest level of its group."""
     quantized = Quantized(weight, scales, mins, config)
     quantized.levels = levels_near(

@@ -1,34 +1,31 @@
-"""Scales and mins that lose least where it counts."""
+"""Search of scales and mins with the least error, weighted by importance."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..groups import in_groups
+from .._groups import in_groups
 from ..levels import FACTORS, Table, best_scales, refit
-from .grid import Config, Quantized, nearest, stored, table_in, with_table
+from .grid import MatrixConfig, Quantized, nearest, stored, table_in, with_table
 
 _FITS = 3
-_CHUNK = 1 << 20  # weights that are searched at a time, which bounds the memory
+_CHUNK = 1 << 20  # weights that are searched at a time, to bound the memory
 
 
-def search(weight: Tensor, importance: Tensor | None, config: Config) -> Quantized:
-    """Chooses scales (and mins) by trial, and rounds to nearest.
+def search(weight: Tensor, importance: Tensor | None, config: MatrixConfig) -> Quantized:
+    """Quantizes a matrix by searched scales (and mins), rounding to nearest.
 
-    For each group the sum of ``importance * (weight - rounded)^2`` is made small: a number of ranges is tried, each
-    with the scale (and min) refitted to the levels that it gives by weighted least squares, and the best one is
-    refitted a few times more. With the mean square of each input as importance this is the error of the layer's output,
-    if inputs were independent; llama.cpp's importance matrices are the same (its k-quants search scales like this too).
+    The search minimizes the sum of ``importance * (weight - rounded)^2`` in each group: it tries some ranges, refits the
+    scale (and min) to the levels of each by weighted least squares, and refits the best one a few times more. With the mean
+    square of each input as importance this is the error of the layer's output for independent inputs, as in llama.cpp's
+    importance matrices and k-quants.
 
     Args:
         weight: float32 [n, k], finite.
-        importance: float32 [k] or [n, k], not negative; None: all alike.
-        config: bits, group size and mapping; its choice of scale does not count. A table that is to be fitted is fitted to
-            these rows: fit it before where they are a part of a matrix (:func:`lowbit.calibration.grid.with_table`).
-
-    Returns:
-        The rounded matrix, with scales as they are stored.
+        importance: float32 [k] or [n, k], not negative; None: all equal.
+        config: bits, group size and mapping; ``scale`` is not used. Levels "fit" are fitted to these rows; if the rows are
+            part of a matrix, fit them before (:func:`lowbit.calibration.grid.with_table`).
     """
     config = with_table(config, weight, importance if importance is None or importance.dim() == 1 else None)
     counts = torch.ones(1, weight.shape[1]) if importance is None else importance.reshape(-1, weight.shape[1])
@@ -56,16 +53,16 @@ def stored_grid(scales: Tensor, mins: Tensor | None) -> tuple[Tensor, Tensor | N
     return stored(scales, largest), stored(mins, largest)
 
 
-def search_groups(x: Tensor, importance: Tensor, config: Config) -> tuple[Tensor, Tensor | None]:
-    """Scales and mins, float32 [n, groups], of weights [n, groups, group size]; not yet rounded to what is stored.
+def search_groups(x: Tensor, importance: Tensor, config: MatrixConfig) -> tuple[Tensor, Tensor | None]:
+    """Scales and mins, float32 [n, groups], of weights [n, groups, group size], before rounding as they are stored.
 
-    ``importance`` is [n, groups, group size], or [1, groups, group size] for all rows.
-
-    Weights without importance in a group in which others have some do not count at all: fill a group up with them.
+    Args:
+        importance: [n, groups, group size], or [1, groups, group size] for all rows. Weights of importance 0 have no effect,
+            unless all of a group are 0; they can fill up a group.
     """
     table = table_in(config)
     if table is not None:
-        # Groups that no input reaches are fitted as if all were alike.
+        # Groups without importance are fitted with equal weights.
         total = importance.sum(2, keepdim=True)
         importance = torch.where(total > 0, importance / torch.where(total > 0, total, 1.0), 1.0 / x.shape[2])
         return _search_table(x, importance.expand(x.shape), table), None
@@ -77,7 +74,7 @@ def search_groups(x: Tensor, importance: Tensor, config: Config) -> tuple[Tensor
 
 def _search_table(x: Tensor, w: Tensor, table: Table) -> Tensor:
     groups, counts = x.flatten(0, 1), w.flatten(0, 1)
-    # A weight that does not count must not set the range either.
+    # Weights of importance 0 must not set the range.
     scale = best_scales(torch.where(counts > 0, groups, 0.0), table, counts, FACTORS)
     for _ in range(_FITS):
         inverse = torch.where(scale == 0, 0.0, 1.0 / scale)

@@ -1,4 +1,4 @@
-"""What a calibration has finished, beside the checkpoint that it will become: a run that was killed goes on there."""
+"""Finished layers of a calibration, in a hidden directory beside its target, for runs that continue it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .._packed import verify
 from ..files.replace import lock, sync, sync_path
 
 _VERSION = 4
@@ -21,36 +21,35 @@ _IDENTITY, _LAYERS, _WIDTHS = "identity.json", "layers.jsonl", "widths.json"
 
 
 def digest(parts: Iterable[Path | bytes]) -> str:
-    """SHA-256 of files and bytes, one after the other."""
-    found = hashlib.sha256()
+    """SHA-256 of the digests of files and bytes."""
+    result = hashlib.sha256()
     for part in parts:
         if isinstance(part, bytes):
-            found.update(hashlib.sha256(part).digest())
+            result.update(hashlib.sha256(part).digest())
         else:
             with open(part, "rb") as file:
-                found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
+                result.update(hashlib.file_digest(file, "sha256").digest())
+    return result.hexdigest()
 
 
 def journal_path(target: Path) -> Path:
-    """Where the journal of a run is that writes ``target``, a path without symbolic links."""
+    """The directory of the journal for a target, a path without symbolic links."""
     return target.parent / f".{target.name}.calibration"
 
 
 class Journal:
     """The packed layers of an unfinished run, in a hidden directory beside its target.
 
-    As a context manager it holds the directory's lock. The directory is removed when the run ends well, or when no layer
-    was kept. After any error, Ctrl-C or kill it stays: hours of work may be in it.
+    As a context manager it holds the directory's lock. The directory is removed when the run succeeds, or when no layer was
+    kept. After an error, Ctrl-C or a kill it stays, because it may hold hours of work.
 
     Args:
-        target: what the run writes.
-        identity: what the layers depend on, as digests or names: only a run with the same goes on with them.
+        target: the path that the run writes.
+        identity: digests or names of what the layers depend on; a run with another identity removes them.
 
     Attributes:
-        packed: the layers that are there, each with its method and its packed weight, which stays mapped.
-        begun_anew: which part of the identity differs from that of the layers that an earlier run had left, which are
-            removed then; empty: none.
+        packed: the finished layers, each with its method and its packed weight, which is mapped.
+        changes: the parts of the identity that differ from an earlier run's, whose layers were removed.
     """
 
     def __init__(self, target: Path, identity: Mapping[str, str]):
@@ -59,7 +58,7 @@ class Journal:
         self.packed: dict[str, tuple[str, Tensor]] = {}
         self._files = 0
         self._lock: int | None = None
-        self.begun_anew: list[str] = []
+        self.changes: list[str] = []
 
     def __enter__(self) -> Journal:
         try:
@@ -78,19 +77,19 @@ class Journal:
         return self
 
     def _open(self) -> None:
-        found = _read(self.path / _IDENTITY)
-        if found == self.identity:
-            self._take_up()
+        identity = _read(self.path / _IDENTITY)
+        if identity == self.identity:
+            self._resume()
             return
-        left = any(self.path.iterdir())
-        for entry in list(self.path.iterdir()):
+        entries = list(self.path.iterdir())
+        for entry in entries:
             entry.unlink()
-        sync_path(self.path)  # no layer comes back, should the power fail, under the identity that is written now
-        if left:
-            self.begun_anew = [key for key in self.identity if not found or found.get(key) != self.identity[key]]
+        sync_path(self.path)  # before the new identity, so that a power failure cannot bring back old layers
+        if entries:
+            self.changes = [key for key in self.identity if not identity or identity.get(key) != self.identity[key]]
         self._write(_IDENTITY, self.identity)
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         self.packed = {}
         if kind is None or not self.holds_work():
             shutil.rmtree(self.path, ignore_errors=True)
@@ -98,11 +97,11 @@ class Journal:
             os.close(self._lock)
 
     def holds_work(self) -> bool:
-        """Whether a next run finds something of this one."""
+        """Whether there is something to resume."""
         return self._files > 0 or (self.path / _WIDTHS).exists()
 
-    def _take_up(self) -> None:
-        """Reads what is there, up to the first line or file that is not whole."""
+    def _resume(self) -> None:
+        """Reads finished layers up to the first incomplete line or file."""
         log, whole = self.path / _LAYERS, b""
         try:
             lines = log.read_bytes().splitlines(keepends=True)
@@ -111,15 +110,15 @@ class Journal:
         for line in lines:
             try:
                 entries = json.loads(line)
-                found = [self._map(entry["file"], entry.get("experts")) for entry in entries]
-                for packed in found:
+                weights = [self._map(entry["file"], entry.get("experts")) for entry in entries]
+                for packed in weights:
                     for matrix in packed if packed.dim() == 2 else (packed,):
-                        ops.verify(matrix)
+                        verify(matrix)
             except (ValueError, KeyError, TypeError, OSError, RuntimeError):
                 break
             whole += line
-            self._files += len(found)
-            for entry, packed in zip(entries, found, strict=True):
+            self._files += len(weights)
+            for entry, packed in zip(entries, weights, strict=True):
                 for name in entry["layers"]:
                     self.packed[name] = (entry["method"], packed)
         if len(whole) < sum(map(len, lines)):
@@ -142,12 +141,10 @@ class Journal:
         sync_path(self.path)
 
     def keep(self, layers: list[tuple[list[str], str, Tensor]]) -> list[Tensor]:
-        """Writes layers and returns their weights as mapped files.
-
-        If the run is killed, either all of these layers are kept or none.
+        """Writes layers, all or none, and returns their weights as mapped files.
 
         Args:
-            layers: those that share a packed weight, their method, and the weight; of experts [experts, bytes].
+            layers: names that share a packed weight, their method, and the weight, uint8 [bytes] or [experts, bytes].
         """
         entries: list[dict[str, Any]] = []
         for names, method, packed in layers:
@@ -157,21 +154,22 @@ class Journal:
             with open(self.path / name, "wb") as file:
                 file.write(packed.numpy())
                 sync(file)
-        with open(self.path / _LAYERS, "ab") as file:  # a line is whole, or does not count
+        with open(self.path / _LAYERS, "ab") as file:  # an incomplete line is ignored
             file.write(json.dumps(entries).encode() + b"\n")
             sync(file)
         sync_path(self.path)  # the names of these files
-        found = [self._map(entry["file"], entry.get("experts")) for entry in entries]
-        for (names, method, _), mapped in zip(layers, found, strict=True):
+        weights = [self._map(entry["file"], entry.get("experts")) for entry in entries]
+        for (names, method, _), mapped in zip(layers, weights, strict=True):
             for name in names:
                 self.packed[name] = (method, mapped)
-        return found
+        return weights
 
     def widths(self) -> Any:
-        """What :meth:`keep_widths` has kept; None: nothing."""
+        """The content of :meth:`keep_widths`; None: nothing was kept."""
         return _read(self.path / _WIDTHS)
 
     def keep_widths(self, content: Any) -> None:
+        """Keeps the config of a run with mixed precision, as JSON."""
         self._write(_WIDTHS, content)
 
 

@@ -1,4 +1,4 @@
-"""Packed layers whose scales, mins, biases and tables of levels can be learned by gradients; their codes stay."""
+"""Packed layers with trainable scales, mins, biases and tables of levels, and fixed codes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from .. import nn, ops
-from ..groups import in_groups
+from .. import nn
+from .._groups import in_groups
+from .._packed import pack, unpack
 from .grid import stored
 
 _LARGEST_LEVEL = 127.0
 
 
 class _Weight(torch.autograd.Function):
-    """A matrix [n, k] of levels by code, scales (and mins) [n, groups], and codes uint8 [n, k].
+    """A matrix [n, k] from levels by code, scales (and mins) [n, groups], and codes uint8 [n, k].
 
-    Between forward and backward only the codes stay in memory, and sums of gradients have one order.
+    Only the codes stay in memory for the backward pass, and sums of gradients have a fixed order.
     """
 
     @staticmethod
@@ -31,7 +32,7 @@ class _Weight(torch.autograd.Function):
         return weight.flatten(1)[:, : codes.shape[1]]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         levels, scales, codes = ctx.saved_tensors
         grouped = in_groups(grads[0], ctx.group)
         to_levels = None
@@ -43,16 +44,16 @@ class _Weight(torch.autograd.Function):
 
 
 class Learning(torch.nn.Module):
-    """What can be learned of a packed weight: factors of its scales, shifts of its mins, its bias, and its table.
+    """Trainable parameters of a packed weight: factors of its scales, shifts of its mins, its bias, and its table.
 
     Args:
         packed: from :func:`lowbit.pack`.
-        table: learns its levels too. For tables that were fitted: others have a meaning of their own.
+        table: trains the levels too; for fitted tables, because named tables have fixed levels.
     """
 
     def __init__(self, packed: Tensor, table: bool):
         super().__init__()
-        self.unpacked = unpacked = ops.unpack(packed)
+        self.unpacked = unpacked = unpack(packed)
         self.group = unpacked.group_size or unpacked.codes.shape[1]
         if unpacked.levels is not None:
             self.levels = unpacked.levels.float()
@@ -68,7 +69,7 @@ class Learning(torch.nn.Module):
         self.bias = None if unpacked.bias is None else torch.nn.Parameter(unpacked.bias.clone())
 
     def values(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Levels by code, scales and mins as they are now."""
+        """The current levels by code, scales and mins."""
         levels = self.levels if self.moved is None else self.levels + _LARGEST_LEVEL * self.moved
         scales = self.unpacked.scales * self.scale
         return levels, scales, None if self.shift is None else self.unpacked.mins + self.unpacked.scales * self.shift
@@ -84,11 +85,11 @@ class Learning(torch.nn.Module):
         return embedding(numbers, _Weight.apply(levels, scales[rows], of_rows, self.unpacked.codes[rows], self.group))
 
     def pack(self) -> Tensor:
-        """uint8 [bytes], with what was learned as the format stores it."""
+        """The packed weight uint8 [bytes], with learned values rounded as the format stores them."""
         unpacked, levels = self.unpacked, self.unpacked.levels
         learned, scales, mins = self.values()
         learned, scales, mins = learned.detach(), scales.detach(), None if mins is None else mins.detach()
-        # Rows that no token reached stay to the bit.
+        # Rows without gradients keep their bits.
         rows = (scales == unpacked.scales).all(1, keepdim=True)
         if mins is not None:
             rows &= (mins == unpacked.mins).all(1, keepdim=True)
@@ -99,19 +100,19 @@ class Learning(torch.nn.Module):
         if mins is not None:
             largest = torch.maximum(largest, mins.abs().amax(1, keepdim=True))
             mins = torch.where(rows, mins, stored(mins, largest))
-        return ops.pack(
+        return pack(
             unpacked.codes, torch.where(rows, scales, stored(scales, largest)), mins,
             None if self.bias is None else self.bias.detach(), bits=unpacked.bits, group_size=unpacked.group_size,
             mapping=unpacked.mapping, levels=levels,
         )  # fmt: skip
 
 
-class LearningEach(torch.nn.Module):
-    """What can be learned of the packed weights of experts, uint8 [experts, bytes]: of each by itself."""
+class LearningStack(torch.nn.Module):
+    """Trainable parameters of the packed weights of experts, uint8 [experts, bytes]."""
 
     def __init__(self, packed: Tensor, table: bool):
         super().__init__()
-        self.each = torch.nn.ModuleList(Learning(own, table) for own in packed)
+        self.experts = torch.nn.ModuleList(Learning(weight, table) for weight in packed)
 
     def linear(self, x: Tensor, experts: Tensor) -> Tensor:
         """As :func:`lowbit.linear_experts`: [..., k] and the e experts of each row, int64 [..., e] -> [..., e, n]."""
@@ -119,32 +120,32 @@ class LearningEach(torch.nn.Module):
         outputs, places = [], []
         for number in index.unique().tolist():
             at = (index == number).nonzero()[:, 0]
-            # Not by an index: the gradients of a lookup are added up in one order, whatever the threads.
-            outputs.append(self.each[number].linear(embedding(at // experts.shape[-1], rows)))
+            # By a lookup, whose gradients are added up in a fixed order, and not by an index.
+            outputs.append(self.experts[number].linear(embedding(at // experts.shape[-1], rows)))
             places.append(at)
         return embedding(torch.cat(places).argsort(), torch.cat(outputs)).view(*experts.shape, -1)
 
     def pack(self) -> Tensor:
-        return torch.stack([own.pack() for own in self.each])
+        return torch.stack([expert.pack() for expert in self.experts])
 
 
-def learning_of(packed: Tensor, table: bool) -> Learning | LearningEach:
-    """Of a packed weight, or of those of experts."""
-    return (Learning if packed.dim() == 1 else LearningEach)(packed, table)
+def learning_of(packed: Tensor, table: bool) -> Learning | LearningStack:
+    """Trainable parameters of a packed weight, or of the packed weights of experts."""
+    return (Learning if packed.dim() == 1 else LearningStack)(packed, table)
 
 
 class _InPlaceOf(torch.nn.Module):
-    """A layer that computes with a weight that is learned, which others may share."""
+    """A layer that computes with a trainable weight, which layers may share."""
 
-    shared: Any  # of experts a LearningEach, else a Learning
+    shared: Any  # a LearningStack for experts, otherwise a Learning
 
-    def __init__(self, layer: nn.Packed, shared: Learning | LearningEach):
+    def __init__(self, layer: nn.Packed, shared: Learning | LearningStack):
         super().__init__()
         self.layer, self.shared = layer, shared
 
     @property
     def weight(self) -> Tensor:
-        """As it was: some blocks ask for its dtype."""
+        """The packed weight, because some blocks read its dtype."""
         return self.layer.weight
 
 
@@ -168,14 +169,14 @@ _IN_PLACE_OF: dict[type, type[_InPlaceOf]] = {
 }  # fmt: skip
 
 
-def learning_in_place_of(layer: nn.Packed, shared: Learning | LearningEach) -> torch.nn.Module:
-    """The module that learns in the place of a packed layer."""
+def learning_in_place_of(layer: nn.Packed, shared: Learning | LearningStack) -> torch.nn.Module:
+    """The trainable module for a packed layer."""
     return _IN_PLACE_OF[type(layer)](layer, shared)
 
 
 def put_weights(module: torch.nn.Module, packed: dict[str, Tensor]) -> None:
-    """Gives packed layers other weights of the same shape, width and group size."""
+    """Replaces weights of packed layers by others of the same shape, width and group size."""
     for name, weight in packed.items():
         layer = module.get_submodule(name)
         layer.packed_weight = weight
-        layer.verify()  # which reads the table of levels anew
+        layer.verify()  # reads the new table of levels

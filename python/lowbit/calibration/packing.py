@@ -1,4 +1,4 @@
-"""What packs layers whose inputs are known, and puts the packed ones in their places."""
+"""Packing of layers whose inputs are known, and replacing them by packed layers."""
 
 from __future__ import annotations
 
@@ -12,105 +12,112 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..layers import experts_of, leave_fused_paths, named_layers, put_packed
-from ..quantize import LinearConfig
-from ..quantize_model import quantize_
+from .._experts import Experts, experts_of
+from .._layers import leave_fused_paths, named_layers, put_packed
+from .._quantize_model import quantize_
+from .._rounding import LinearConfig
 from .bands import packed_in_bands
-from .capture import Stop, inputs_of
+from .capture import StopRun, inputs_of
 from .choice import Quantizer, choose
 from .collect import add_to
-from .data import Batch
+from .data import Sample
 from .experts import holders_in, inputs_of_expert, routed, weight_of
 from .gptq import Moments, Solver
-from .grid import Config, with_table
+from .grid import MatrixConfig, with_table
 from .result import Calibration
 from .tables import DAMPING
+
+# Names of layers that share a packed weight; their method, with commas between those of experts; the packed weight.
+PackedLayers = tuple[list[str], str, Tensor]
 
 
 @dataclass
 class Kept:
-    """Layers that are packed already, and where those go that are packed now: what a run that resumes needs."""
+    """The layers that a resumed run need not compute, and where new ones are stored."""
 
     packed: Mapping[str, tuple[str, Tensor]]  # by layer: the method (of experts with commas), and the packed weight
-    # Takes layers at once: those of one weight, their method, the packed weight; returns the weights to compute with.
-    keep: Callable[[list[tuple[list[str], str, Tensor]]], list[Tensor]]
+    keep: Callable[[list[PackedLayers]], list[Tensor]]  # stores layers, all or none; returns the weights to compute with
 
 
 def by_name(name: str, method: str, packed: Tensor) -> dict[str, str]:
-    """The method of a layer, or that of each expert; of experts the methods have commas between them."""
+    """The method of a layer by its name, or of each expert by its name and number."""
     if packed.dim() == 1:
         return {name: method}
-    return {f"{name}.{number}": own for number, own in enumerate(method.split(","))}
+    return {f"{name}.{number}": part for number, part in enumerate(method.split(","))}
 
 
 class Packer:
-    """Packs layers of a model, each once: what ``kept`` has is taken from there, the rest goes to it.
+    """Packs layers of a model, each once; layers in ``kept`` are taken from there, new layers are added to it.
 
     Args:
-        selected: the config of each layer and table to pack, by name.
-        experts: that of each tensor of experts.
-        inputs: the batches of the text, and ``masks``: which of their tokens count, [batch, tokens], or None for all.
+        selected: configs of the layers and tables to pack, by name.
+        experts: configs of the tensors of experts to pack, by name.
+        sample: the calibration text.
         options: keyword arguments of :func:`gptq`.
-        report: called with the number of matrices that are done since the last call, 0 as well, and the name of one that is
-            in work or done.
+        report: called with the number of matrices that were finished since the last call, and the name of one that begins
+            (then the number is 0) or is finished.
     """
 
     def __init__(
         self,
-        model,
-        selected: Mapping[str, Config],
-        experts: Mapping[str, Config],
+        model: torch.nn.Module,
+        selected: Mapping[str, MatrixConfig],
+        experts: Mapping[str, MatrixConfig],
         method: str,
-        inputs: list[Batch],
-        masks: list[Tensor | None],
+        sample: Sample,
         options: Mapping[str, Any],
         kept: Kept,
         result: Calibration,
         report: Callable[[int, str], None],
     ):
         self.model, self.selected, self.experts, self.method = model, selected, experts, method
-        self.targets = {name: c for name, c in selected.items() if isinstance(c, LinearConfig)}
-        self.inputs, self.masks, self.options = inputs, masks, options
+        self.linears = {name: config for name, config in selected.items() if isinstance(config, LinearConfig)}
+        self.sample, self.options = sample, options
         self.kept, self.result, self._report = kept, result, report
-        # Layers of a block that wait for its scales to be tuned; kept with these, all at once.
-        self.pending: list[tuple[list[str], str, Tensor]] = []
+        self.waiting: list[PackedLayers] = []  # layers of a block that are kept once its scales are tuned
 
     def expert_matrices(self) -> int:
+        """Number of experts' matrices to pack."""
         return sum(layer.num_experts for name, layer in named_layers(self.model) if name in self.experts)
 
-    def pack_experts(self, module, prefix: str, call: Callable[[int], Any], tune: bool = False) -> None:
-        """Packs the float experts in a module, one by one: the inputs of each are the tokens that are routed to it."""
-        for at, leaves in list(holders_in(module, self.experts, prefix)):
-            holder = module.get_submodule(at)
-            names = {leaf: f"{at}.{leaf}" if at else leaf for leaf in leaves}
-            known = [self.kept.packed.get(prefix + name) for name in names.values()]
-            rows = chosen = before = None
+    def pack_experts(self, module: torch.nn.Module, prefix: str, run: Callable[[int], Any], tune: bool = False) -> None:
+        """Packs the float experts in a module, one by one, each with the tokens that are routed to it.
+
+        Args:
+            prefix: of the module's names in the model.
+            run: of the module, on batch i.
+            tune: leaves the packed experts in ``waiting``.
+        """
+        for path, leaves in list(holders_in(module, self.experts, prefix)):
+            holder = module.get_submodule(path)
+            names = [f"{path}.{leaf}" if path else leaf for leaf in leaves]
+            known = [self.kept.packed.get(prefix + name) for name in names]
+            rows = chosen = first = None
             if None in known:
-                runs = ((partial(call, i), mask) for i, mask in enumerate(self.masks))
+                runs = ((partial(run, i), mask) for i, mask in enumerate(self.sample.masks))
                 rows, chosen = routed(holder, runs)
-            done = []
-            for (leaf, experts), kept in zip(experts_of(holder).items(), known, strict=True):
-                name = prefix + names[leaf]
+            replacements = []
+            for name, experts, kept in zip(names, experts_of(holder).values(), known, strict=True):
+                full_name = prefix + name
                 if kept is None:
-                    method, packed = self._of_experts(name, holder, experts, rows, chosen, before)
-                    if tune:
-                        self.pending.append(([name], method, packed))
-                    else:
-                        packed = self.kept.keep([([name], method, packed)])[0]
+                    method, packed = self._pack_experts(full_name, holder, experts, rows, chosen, first)
+                    packed = self._keep(full_name, method, packed, tune)
                 else:
                     method, packed = kept
-                    self._report(experts.num_experts, name)
-                self.result.methods |= by_name(name, method, packed)
-                done.append((names[leaf], experts, packed))
-                before = packed
-            for name, experts, packed in done:
+                    self._report(experts.num_experts, full_name)
+                self.result.methods |= by_name(full_name, method, packed)
+                replacements.append((name, experts, packed))
+                first = packed
+            for name, experts, packed in replacements:
                 put_packed(module, name, experts, packed, experts.weight.dtype)
 
-    def _of_experts(self, name: str, holder, experts, rows: Tensor, chosen: Tensor, before: Tensor | None):
-        """The methods of the experts' matrices, with commas between, and their packed weights [experts, bytes]."""
-        methods, result = [], []
+    def _pack_experts(
+        self, name: str, holder: torch.nn.Module, experts: Experts, rows: Any, chosen: Any, first: Tensor | None
+    ) -> tuple[str, Tensor]:
+        """The methods of the experts' matrices, with commas between, and their packed weights, uint8 [experts, bytes]."""
+        methods, weights = [], []
         for number in range(experts.num_experts):
-            x = inputs_of_expert(holder, number, rows, chosen, before)
+            x = inputs_of_expert(holder, number, rows, chosen, first)
             moments: dict[str, Moments] = {}
             if len(x):
                 add_to(moments, name, x, None, diagonal=self.method == "importance")
@@ -119,48 +126,53 @@ class Packer:
             self._report(0, key)
             method, quantizers = self._quantizers("", {key: weight}, {key: self.experts[name]}, moments.get(name))
             methods.append(method)
-            result.append(packed_in_bands(weight, *quantizers[key], bias))
+            weights.append(packed_in_bands(weight, *quantizers[key], bias))
             self._report(1, key)
-        return ",".join(methods), torch.stack(result)
+        return ",".join(methods), torch.stack(weights)
 
-    # -- layers
+    def _keep(self, name: str, method: str, packed: Tensor, tune: bool = False) -> Tensor:
+        """Keeps a packed weight, now or once it is tuned; returns the tensor to compute with."""
+        if tune:
+            self.waiting.append(([name], method, packed))
+            return packed
+        return self.kept.keep([([name], method, packed)])[0]
 
     def pack_layers(
         self,
-        root,
+        root: torch.nn.Module,
         names: list[str],
-        configs: Mapping[str, Config],
+        configs: Mapping[str, MatrixConfig],
         moments: Moments | None,
         prefix: str = "",
         tune: bool = False,
     ) -> None:
-        """Packs layers that have the same inputs, but not the same weight."""
-        todo = [name for name in names if prefix + name not in self.kept.packed]
-        weights = {name: root.get_submodule(name).weight.detach() for name in todo}
+        """Packs layers that have the same inputs, but not the same weight.
+
+        Args:
+            names: in ``root``.
+            configs: by the same names.
+            moments: of the inputs; None: they are not known.
+            prefix: of the names of ``root`` in the model.
+            tune: leaves the packed layers in ``waiting``.
+        """
+        missing = [name for name in names if prefix + name not in self.kept.packed]
+        weights = {name: root.get_submodule(name).weight.detach() for name in missing}
         self._report(0, prefix + names[0])
         method, quantizers = self._quantizers(prefix, weights, configs, moments)
         for name in names:
-            layer, full = root.get_submodule(name), prefix + name
+            layer, full_name = root.get_submodule(name), prefix + name
             if name in quantizers:
                 packed = packed_in_bands(weights.pop(name), *quantizers.pop(name), layer.bias)
-                if tune:
-                    self.pending.append(([full], method, packed))
-                else:
-                    packed = self.kept.keep([([full], method, packed)])[0]
-                self.result.methods[full] = method
+                packed = self._keep(full_name, method, packed, tune)
+                self.result.methods[full_name] = method
             else:
-                self.result.methods[full], packed = self.kept.packed[full]
-            self._place(root, name, packed)
-            self._report(1, full)
+                self.result.methods[full_name], packed = self.kept.packed[full_name]
+            _replace(root, name, packed)
+            self._report(1, full_name)
         leave_fused_paths(root)
 
-    @staticmethod
-    def _place(root, name: str, packed: Tensor) -> None:
-        layer = root.get_submodule(name)
-        root.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
-
     def _quantizers(
-        self, prefix: str, weights: Mapping[str, Tensor], configs: Mapping[str, Config], moments: Moments | None
+        self, prefix: str, weights: Mapping[str, Tensor], configs: Mapping[str, MatrixConfig], moments: Moments | None
     ) -> tuple[str, dict[str, Quantizer]]:
         def first_not_finite() -> str:
             return self._first_not_finite() or prefix + next(iter(weights))
@@ -168,43 +180,44 @@ class Packer:
         return choose(weights, configs, moments, self.method, self.options, first_not_finite)
 
     def _first_not_finite(self) -> str | None:
-        """The first layer of a run of the model whose inputs are not finite: those behind it only inherit that."""
-        for batch in self.inputs:
-            found: list[str] = []
+        """The first layer of a run of the model whose inputs are not finite: later layers inherit that."""
+        names: list[str] = []
 
-            def take(name: str, x: Tensor, found=found) -> None:
-                if not bool(torch.isfinite(x).all()):
-                    found.append(name)
-                    raise Stop
+        def take(name: str, x: Tensor) -> None:
+            if not bool(torch.isfinite(x).all()):
+                names.append(name)
+                raise StopRun
 
-            with inputs_of({name: self.model.get_submodule(name) for name in self.targets}, take), suppress(Stop):
-                self.model(**batch)
-            if found:
-                return found[0]
+        with inputs_of({name: self.model.get_submodule(name) for name in self.linears}, take):
+            for i in range(len(self.sample.batches)):
+                with suppress(StopRun):
+                    self.sample.run(self.model, i)
+                if names:
+                    return names[0]
         return None
 
-    def pack_tables(self, tables: Mapping[str, Config], moments: dict[str, Moments]) -> None:
-        """Packs tables of embeddings that no head shares: by GPTQ, or rounded to nearest those without moments."""
-        nearest = {}
+    def pack_tables(self, tables: Mapping[str, MatrixConfig], moments: dict[str, Moments]) -> None:
+        """Packs tables of embeddings that no head shares: by GPTQ those with moments, others rounded to nearest."""
+        to_nearest = {}
         for name, config in tables.items():
-            layer = self.model.get_submodule(name)
             if name in self.kept.packed:
                 packed = self.kept.packed[name][1]
             elif name in moments:
-                solver, weight = Solver(moments.pop(name), DAMPING), layer.weight.detach()
-                own = with_table(config, weight, solver.importance)
-                packed = packed_in_bands(weight, own, partial(solver.quantize, config=own, correction=0.0), None)
-                packed = self.kept.keep([([name], "gptq", packed)])[0]
+                solver, weight = Solver(moments.pop(name), DAMPING), self.model.get_submodule(name).weight.detach()
+                config = with_table(config, weight, solver.importance)
+                packed = packed_in_bands(weight, config, partial(solver.quantize, config=config, correction=0.0), None)
+                packed = self._keep(name, "gptq", packed)
             else:
-                nearest[name] = config
+                to_nearest[name] = config
                 continue
-            self.model.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
-        if nearest:
-            quantize_(self.model, nearest)
+            _replace(self.model, name, packed)
+        if to_nearest:
+            quantize_(self.model, to_nearest)
 
     def pack_shared(self, names: list[str], moments: dict[str, Moments]) -> None:
+        """Packs modules that share a weight, linear layers or tables, and takes the moments of their inputs."""
         layers = {name: self.model.get_submodule(name) for name in names}
-        linears = [name for name in names if name in self.targets]
+        linears = [name for name in names if name in self.linears]
         biases = {id(layers[name].bias): layers[name].bias for name in linears}
         if not linears or len(biases) > 1:
             quantize_(self.model, {name: self.selected[name] for name in names})
@@ -215,19 +228,24 @@ class Packer:
         if linears[0] in self.kept.packed:
             method, packed = self.kept.packed[linears[0]]
         else:
-            together = [moments.pop(name) for name in linears if name in moments]
+            parts = [moments.pop(name) for name in linears if name in moments]
             total = None
-            if together:
-                total = Moments(sum(m.square for m in together), None, sum(m.tokens for m in together))
+            if parts:
+                total = Moments(sum(m.square for m in parts), None, sum(m.tokens for m in parts))
             weight = layers[names[0]].weight.detach()
             self._report(0, names[0])
             method, quantizers = self._quantizers("", {linears[0]: weight}, self.selected, total)
             packed = packed_in_bands(weight, *quantizers[linears[0]], next(iter(biases.values())))
             packed = self.kept.keep([(names, method, packed)])[0]
         for name in names:
-            layer = layers[name]
-            if isinstance(layer, torch.nn.Linear):
+            if isinstance(layers[name], torch.nn.Linear):
                 self.result.methods[name] = method
-            self.model.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))
+            _replace(self.model, name, packed)
         leave_fused_paths(self.model)
         self._report(1, names[0])
+
+
+def _replace(root: torch.nn.Module, name: str, packed: Tensor) -> None:
+    """Puts a packed layer in the place of a float one."""
+    layer = root.get_submodule(name)
+    root.set_submodule(name, nn.in_place_of(layer, packed, layer.weight.dtype))

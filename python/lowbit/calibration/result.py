@@ -1,4 +1,4 @@
-"""What calibration says of itself."""
+"""Methods and results of calibration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ METHODS = ("auto", "gptq", "importance", "tuned", "distilled")
 
 @dataclass
 class Calibration:
-    """What :func:`lowbit.calibrate` did."""
+    """Result of :func:`lowbit.calibrate`."""
 
-    tokens: int  # of the text, as often as the model saw them
-    there: int  # tokens that the text has; more than were used where there are more than asked for
-    # Of each quantized layer, and of each expert of a tensor of experts ("...down_proj.5"): a method, or "nearest".
+    tokens: int  # tokens of the text that were used
+    text_tokens: int  # tokens of the whole text
+    # A method or "nearest" for each quantized layer, and for each expert of a tensor of experts ("...down_proj.5").
     methods: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)  # what stays float though it holds weights to multiply with: why
-    resumed: int = 0  # layers that an earlier run, which was killed, had finished
+    unquantized: dict[str, str] = field(default_factory=dict)  # modules whose matrices stay float -> why
+    resumed: int = 0  # layers that an earlier, interrupted run had finished

@@ -1,4 +1,4 @@
-"""What of a model is calibrated, and what stays float."""
+"""Selection of the layers to calibrate."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import Any
 import torch
 
 from .. import nn
-from ..hf import conv1d  # noqa: F401 - lets named_layers find them
-from ..layers import Experts, as_linear, check_layers, kind_of, layer_at, named_layers
-from ..quantize import LinearConfig, check_layer
-from ..quantize_model import select_layers
-from .grid import Config
+from .._experts import Experts
+from .._layers import as_linear, check_layers, kind_of, layer_at, named_layers
+from .._quantize_model import select_layers
+from .._rounding import LinearConfig, check_layer
+from .grid import MatrixConfig
 
 
-def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, Config], dict[str, Config]]:
-    """The modules that :func:`lowbit.quantize_` would pack or a LowBitConfig selects, and tensors of experts.
+def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, MatrixConfig], dict[str, MatrixConfig]]:
+    """Configs by name of the modules to quantize, and of the tensors of experts.
 
-    Both by name, with their configs.
+    Args:
+        config: as for :func:`lowbit.quantize_`, or a LowBitConfig.
+
+    Raises:
+        ValueError: it selects neither linear layers nor experts.
     """
     if hasattr(config, "select"):
         selected = config.select(model)
@@ -33,13 +37,19 @@ def select(model: torch.nn.Module, config: Any) -> tuple[dict[str, Config], dict
     )
 
 
-def check_experts(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
+def check_experts(model: torch.nn.Module, selected: Mapping[str, MatrixConfig]) -> None:
+    """Checks the weights of tensors of experts, as :func:`check_layers`."""
     layers = {name: layer for name, layer in named_layers(model) if name in selected}
     check_layers(layers, {name: selected[name] for name in layers})
 
 
-def check_weights(model: torch.nn.Module, selected: Mapping[str, Config]) -> None:
-    configs: dict[int, tuple[str, Config]] = {}
+def check_weights(model: torch.nn.Module, selected: Mapping[str, MatrixConfig]) -> None:
+    """Checks dtypes, values and shared weights of the selected modules.
+
+    Raises:
+        TypeError, ValueError: a weight cannot be quantized, or a shared weight has two configs.
+    """
+    configs: dict[int, tuple[str, MatrixConfig]] = {}
     for name, config in selected.items():
         layer = layer_at(model, name)
         weight = layer.weight
@@ -54,35 +64,35 @@ def check_weights(model: torch.nn.Module, selected: Mapping[str, Config]) -> Non
             )
 
 
-def left_float(model: torch.nn.Module) -> dict[str, str]:
-    """Modules whose weights multiply activations, but which cannot be packed."""
-    left = {}
+def unquantized(model: torch.nn.Module) -> dict[str, str]:
+    """Modules whose weights multiply activations but cannot be packed, by name, with the reason."""
+    reasons = {}
     for name, module in model.named_modules():
         if kind_of(module) is not None or as_linear(module) is not None or isinstance(module, nn.Linear | nn.Embedding):
             continue
         kind = type(module).__name__
         if isinstance(module, torch.nn.Linear):
-            left[name] = f"a {kind}, which may use its weight in its own way"
+            reasons[name] = f"a {kind}, which may use its weight differently"
         elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
-            left[name] = f"{kind}: weights of several experts in one tensor"
-    return left
+            reasons[name] = f"{kind}: weights of several experts in one tensor"
+    return reasons
 
 
 def lists_of_blocks(model: torch.nn.Module, targets: Iterable[str]) -> list[str]:
-    """The names of the outermost lists of at least two modules that all hold layers to calibrate."""
+    """Names of the outermost lists of at least two modules that all have layers to calibrate."""
     targets = list(targets)
-    found: list[str] = []
+    lists: list[str] = []
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.ModuleList) or len(module) < 2:
             continue
-        if any(name.startswith(f"{outer}.") for outer in found):
+        if any(name.startswith(f"{outer}.") for outer in lists):
             continue
         if all(any(target.startswith(f"{name}.{i}.") for target in targets) for i in range(len(module))):
-            found.append(name)
-    return found
+            lists.append(name)
+    return lists
 
 
 def has_blocks(model: torch.nn.Module, config: Any) -> bool:
-    """Whether layers to calibrate lie in a list of blocks."""
+    """Whether layers to calibrate are in a list of blocks."""
     layers, experts = select(model, config)
     return bool(lists_of_blocks(model, [*experts, *(n for n, c in layers.items() if isinstance(c, LinearConfig))]))

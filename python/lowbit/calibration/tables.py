@@ -1,10 +1,11 @@
-"""What errors of tables of embeddings cost the answers of an embedding model."""
+"""Second moments for GPTQ of the embedding tables of embedding models."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,43 +13,43 @@ from torch.nn.functional import normalize
 
 from .capture import hidden_of
 from .collect import add_to, rows_of
-from .data import Batch, mask_of, rows_in_parts, tokens_of
+from .data import Inputs, mask_of, rows_in_parts, tokens_of
 from .gptq import Moments
 
-DAMPING = 0.1  # of GPTQ: the moments are an estimate from few draws, and a table's errors are large
-_TOKENS = 512  # whose activations are kept for the gradients, or those of one text
+DAMPING = 0.1  # of GPTQ: the moments are estimated from few draws, and a table's errors are large
+_TOKENS = 512  # per backward pass, unless a text is longer
 
 
-def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Batch], names: Collection[str]) -> dict[str, Moments]:
-    """Second moments of the gradients of a float model's answers with respect to what its tables give.
+def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Inputs], names: Collection[str]) -> dict[str, Moments]:
+    """Second moments of the gradients of a float model's answers with respect to the outputs of its tables.
 
-    For a table they are what the second moments of its inputs are for a linear layer: an error e of a row changes the
-    answers by e^T H e, so that :func:`lowbit.calibration.gptq.gptq` makes up for the errors of its first features with the
-    others. H is J^T J of the answers' derivatives J, estimated with random vectors in the place of the answers' features
-    (Hutchinson: "A stochastic estimator of the trace of the influence matrix", 1989). It is the same for all rows, so
-    those that the text does not show gain too.
+    They are to a table what the second moments of its inputs are to a linear layer: an error e of a row changes the answers
+    by e^T H e, so :func:`lowbit.calibration.gptq.gptq` compensates for errors of the first features in the later ones. H is
+    J^T J of the answers' derivatives J, estimated with random projections of the answers (Hutchinson: "A stochastic
+    estimator of the trace of the influence matrix", 1989). It is the same for all rows, so rows that do not occur in the
+    text improve too.
 
     The answers are last hidden states and the directions of their means over each text, as in
     :class:`lowbit.calibration.distilling.Teacher`.
 
     Args:
-        model: a float model without a head for its vocabulary, in eval mode.
+        model: a float model in eval mode.
         inputs: the text.
-        names: of tables of embeddings.
+        names: of embedding tables.
 
     Returns:
-        The moments of each table that the answers depend on; of a model with a head nothing: its table is often its head.
+        the moments of each table that the answers depend on; nothing for a model with a head, which often is its table.
     """
     if not names or getattr(model, "get_output_embeddings", lambda: None)() is not None:
         return {}
     moments: dict[str, Moments] = {}
     generator = torch.Generator().manual_seed(0)
-    seen: list[tuple[str, Tensor]] = []  # a table may be used more than once in a run
+    seen: list[tuple[str, Tensor]] = []  # a table may be used several times in a run
 
-    def hook(name: str):
-        def give(_, __, output: Tensor) -> Tensor:
+    def hook(name: str) -> Callable[..., Tensor]:
+        def give(_: Any, __: Any, output: Tensor) -> Tensor:
             seen.append((name, output.detach().requires_grad_(True)))
-            return seen[-1][1].clone()  # which may be changed in place
+            return seen[-1][1].clone()  # a copy, which the model may change in place
 
         return give
 
@@ -63,7 +64,7 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Batch], names: Co
             for part in rows_in_parts(batch, max(1, _TOKENS // batch["input_ids"].shape[1])):
                 seen.clear()
                 with torch.enable_grad():
-                    answer = _drawn(model, part, generator)
+                    answer = _projected(model, part, generator)
                     if answer is None or not answer.requires_grad:
                         return {}
                     leaves = [values for _, values in seen]
@@ -72,11 +73,11 @@ def moments_of_tables(model: torch.nn.Module, inputs: Sequence[Batch], names: Co
                     if gradient is not None:
                         rows = rows_of(gradient, mask_of(part))
                         add_to(moments, name, rows, None, diagonal=False)
-    return {name: found for name, found in moments.items() if bool(torch.isfinite(found.square).all())}
+    return {name: sums for name, sums in moments.items() if bool(torch.isfinite(sums.square).all())}
 
 
-def _drawn(model: torch.nn.Module, batch: Batch, generator: torch.Generator) -> Tensor | None:
-    """A number whose gradients have, in the mean over draws, the second moments that are wanted. None: no hidden states."""
+def _projected(model: torch.nn.Module, batch: Inputs, generator: torch.Generator) -> Tensor | None:
+    """A random projection of the answers, whose gradients have the wanted second moments on average; None: no answers."""
     output = model(**batch)
     states = getattr(output, "last_hidden_state", None)
     states = hidden_of(output) if states is None else states

@@ -1,4 +1,4 @@
-"""A width and a group size for each layer, so that all together fit and lose least."""
+"""Mixed precision per layer: a width and group size for each layer, within a size and with the least loss."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..layers import Experts, Layer, layer_at
+from .._experts import Experts
+from .._layers import Layer, layer_at, names_by_weight
+from .._packed import describe
+from .._patterns import Patterns
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..levels import FIT
-from ..patterns import Patterns
-from ..quantize import EmbeddingConfig, LinearConfig
 from .capture import MeanSquares, inputs_of
 from .collect import rows_of
-from .data import Batch, mask_of, rows_in_parts, tokens_of
+from .data import Inputs, mask_of, rows_in_parts, tokens_of
 from .experts import mean_squares
-from .grid import Config, with_table
+from .grid import MatrixConfig, with_table
 from .importance import search
 from .selection import check_experts, check_weights, select
 
@@ -30,47 +31,47 @@ if TYPE_CHECKING:
 
 BITS = tuple(range(1, 9))
 GROUP_SIZES = (16, 32, 64, 128)
-# What may take the place of a symmetric weight: a min costs bytes and a table costs time, and neither gains at more bits.
+# Widths for which another mapping may replace symmetric: a min costs bytes, a table costs time, and neither helps at more.
 _AFFINE_BITS = (2, 3, 4)
 LEVELS_BITS = (2, 3, 4)
 ALTERNATIVES = ("affine", "levels")
 
-_TOKENS = 2048  # by which sensitivities are measured, or fewer, so that logits are at most ...
+_TOKENS = 2048  # on which sensitivities are measured, or fewer to have at most ...
 _LOGITS = 1 << 27
-_ROWS = 64  # of a matrix, on which widths are compared
+_ROWS = 64  # rows of a matrix on which widths are compared
 _BAND_WEIGHTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a matrix can become."""
+    """A possible config of a matrix, with its bytes and loss."""
 
     bytes: int
     loss: float
-    config: Config
+    config: MatrixConfig
 
 
 @dataclass
 class Item:
-    """A matrix and the layers that it is the weight of; or one of each expert, in one tensor."""
+    """A matrix and the layers that share it as their weight; or the matrices of experts in one tensor."""
 
     layers: list[str]
     weights: int
     options: list[Option]
-    config: Config  # what was selected for it
+    config: MatrixConfig  # the selected config
 
 
 # ---- sensitivities
 
 
 def options_of(model: torch.nn.Module, config: LowBitConfig, alternatives: Collection[str] = ALTERNATIVES) -> list[Item]:
-    """What each matrix that a config selects may become, and the bytes of that; nothing is lost yet.
+    """The matrices that a config selects, with their options and the bytes of each; losses are 0.
 
     Args:
-        alternatives: mappings that may take the place of a symmetric weight's.
+        alternatives: mappings that may replace symmetric.
 
     Raises:
-        ValueError: levels other than fitted ones, an unknown mapping, or weights that are not finite.
+        ValueError: named levels, an unknown mapping, or weights that are not finite.
     """
     unknown = set(alternatives) - set(ALTERNATIVES)
     if isinstance(alternatives, str) or unknown:
@@ -82,49 +83,50 @@ def options_of(model: torch.nn.Module, config: LowBitConfig, alternatives: Colle
     check_experts(model, experts)
     pinned = pinned_by(config, selected | experts)
     layers = {name: layer_at(model, name) for name in (*selected, *experts)}
-    by_weight: dict[int, list[str]] = {}
-    for name in selected:
-        by_weight.setdefault(id(layers[name].weight), []).append(name)
+    shared = names_by_weight({name: layers[name] for name in selected})
     items = []
-    for names in [*by_weight.values(), *([name] for name in experts)]:
-        own, layer = (selected | experts)[names[0]], layers[names[0]]
+    for names in [*shared.values(), *([name] for name in experts)]:
+        config_of_weight, layer = (selected | experts)[names[0]], layers[names[0]]
         weight, bias = layer.weight, getattr(layer, "bias", None) is not None
-        choices = [own] if pinned & set(names) else _choices(own, weight.shape[-1], alternatives)
-        items.append(Item(names, weight.numel(), [Option(_bytes(weight, each, bias), 0.0, each) for each in choices], own))
+        choices = [config_of_weight]
+        if not pinned & set(names):
+            choices = _choices(config_of_weight, weight.shape[-1], alternatives)
+        options = [Option(_bytes(weight, choice, bias), 0.0, choice) for choice in choices]
+        items.append(Item(names, weight.numel(), options, config_of_weight))
     return items
 
 
-def _choices(config: Config, inputs: int, alternatives: Collection[str]) -> list[Config]:
-    found = []
+def _choices(config: MatrixConfig, inputs: int, alternatives: Collection[str]) -> list[MatrixConfig]:
+    configs = []
     for bits in BITS:
         mappings = [config.mapping if config.mapping != "levels" or bits in LEVELS_BITS else "symmetric"]
         if config.mapping == "symmetric":
             usable = {"affine": _AFFINE_BITS, "levels": LEVELS_BITS}
-            mappings += [each for each in ALTERNATIVES if each in alternatives and bits in usable[each]]
+            mappings += [other for other in ALTERNATIVES if other in alternatives and bits in usable[other]]
         for mapping in mappings:
             levels = (config.levels or FIT) if mapping == "levels" else None
             for group in GROUP_SIZES:
                 if group <= max(GROUP_SIZES[0], inputs):
-                    found.append(replace(config, bits=bits, group_size=group, mapping=mapping, levels=levels))
-    return found
+                    configs.append(replace(config, bits=bits, group_size=group, mapping=mapping, levels=levels))
+    return configs
 
 
 def measure_losses(
     model: torch.nn.Module,
-    inputs: list[Batch],
+    inputs: list[Inputs],
     items: list[Item],
     reference_bits: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Finds what a float model's outputs lose by each option of its matrices.
+    """Measures the loss of each option of a float model's matrices, and stores it in the items.
 
     Each matrix alone is rounded to ``reference_bits`` in groups of 32, its scales searched with the mean squares of its
-    inputs, and the model run on some of the text: the loss is the mean Kullback-Leibler divergence of its predictions
-    from the float model's, or of a model without logits the relative squared error of the last hidden states. For other
-    widths and group sizes it is scaled by their squared error, weighted with the same mean squares, on some rows.
+    inputs, and the model runs on some of the text. The loss is the mean KL divergence of its predictions from the float
+    model's, or for a model without logits the relative squared error of the last hidden states. For other widths and group
+    sizes it is scaled by their squared error on some rows, weighted with the same mean squares.
 
     Args:
-        items: from :func:`options_of`. Those with one option are left alone.
+        items: from :func:`options_of`. Items with one option are skipped.
 
     Raises:
         ValueError: outputs that are not finite.
@@ -132,8 +134,8 @@ def measure_losses(
     linear = {name: item.config for item in items if isinstance(item.config, LinearConfig) for name in item.layers}
     batch = _trial(model, inputs)
     importance = _importance(model, inputs, batch, linear)
-    wanted, predictions = _outputs(model, batch)
-    if not bool(torch.isfinite(wanted).all()):
+    expected, predictions = _outputs(model, batch)
+    if not bool(torch.isfinite(expected).all()):
         raise ValueError("the outputs of the model have NaN or infinite values on the calibration text")
     for done, item in enumerate(items):
         if progress is not None:
@@ -144,60 +146,60 @@ def measure_losses(
         weight = layers[0].weight.detach().reshape(-1, layers[0].weight.shape[-1])
         counts = next((importance[name] for name in item.layers if name in importance), None)
         reference = replace(item.config, bits=reference_bits, group_size=32, mapping="symmetric", levels=None)
-        with _in_the_place_of(layers, _rounded(weight, counts, reference)):
-            loss = _distance(_outputs(model, batch)[0], wanted, predictions)
+        with _replaced_weight(layers, _rounded(weight, counts, reference)):
+            loss = _distance(_outputs(model, batch)[0], expected, predictions)
         rows = weight[:: -(-len(weight) // _ROWS)].float()
-        whole = _error(rows, counts, reference)
-        tables: dict[int, Config] = {}  # one of a width for all group sizes: they differ little
+        reference_error = _error(rows, counts, reference)
+        tables: dict[int, MatrixConfig] = {}  # by width; tables for different group sizes differ little
         options = []
         for option in item.options:
-            tried = option.config
-            if tried.levels == FIT:
-                if tried.bits not in tables:
-                    tables[tried.bits] = with_table(tried, rows, counts)
-                tried = replace(tried, levels=tables[tried.bits].levels)
-            lost = loss * (_error(rows, counts, tried) / whole if whole else 0.0)
-            options.append(replace(option, loss=lost))
+            choice = option.config
+            if choice.levels == FIT:
+                if choice.bits not in tables:
+                    tables[choice.bits] = with_table(choice, rows, counts)
+                choice = replace(choice, levels=tables[choice.bits].levels)
+            ratio = _error(rows, counts, choice) / reference_error if reference_error else 0.0
+            options.append(replace(option, loss=loss * ratio))
         item.options = options
     if progress is not None:
         progress(len(items), len(items))
 
 
-def _bytes(weight: Tensor, config: Config, bias: bool) -> int:
-    """Of [n, k], or of experts [experts, n, k]."""
+def _bytes(weight: Tensor, config: MatrixConfig, bias: bool) -> int:
+    """Packed bytes of a matrix [n, k], or of experts [experts, n, k]."""
     linear = isinstance(config, LinearConfig)
-    each = ops.describe(weight.shape[-2:], config.bits, config.group_size, config.mapping, bias and linear)
-    return math.prod(weight.shape[:-2]) * each.total_bytes
+    matrix = describe(weight.shape[-2:], config.bits, config.group_size, config.mapping, bias and linear)
+    return int(math.prod(weight.shape[:-2])) * matrix.total_bytes
 
 
 @contextmanager
-def _in_the_place_of(layers: list[Layer], weight: Tensor) -> Iterator[None]:
-    """Another weight [n, k] for layers that share one, or [experts * n, k] for experts, for a while."""
+def _replaced_weight(layers: list[Layer], weight: Tensor) -> Iterator[None]:
+    """Gives layers that share a weight another one, [n, k] or for experts [experts * n, k], within the context."""
     first = layers[0]
     if isinstance(first, Experts):
         parameters, leaf = first.holder._parameters, first.leaf
-        kept = parameters[leaf]
+        original = parameters[leaf]
         parameters[leaf] = torch.nn.Parameter(first.oriented(weight.view(first.weight.shape)), requires_grad=False)
         try:
             yield
         finally:
-            parameters[leaf] = kept
+            parameters[leaf] = original
         return
-    owners = [layer.weight for layer in layers]
+    originals = [layer.weight for layer in layers]
     parameter = torch.nn.Parameter(weight, requires_grad=False)
     try:
         for layer in layers:
             layer.weight = parameter
         yield
     finally:
-        for layer, own in zip(layers, owners, strict=True):
-            layer.weight = own
+        for layer, weight in zip(layers, originals, strict=True):
+            layer.weight = weight
 
 
 def _importance(
-    model: torch.nn.Module, inputs: list[Batch], trial: list[Batch], configs: Mapping[str, Config]
+    model: torch.nn.Module, inputs: list[Inputs], trial: list[Inputs], configs: Mapping[str, MatrixConfig]
 ) -> dict[str, Tensor]:
-    """Mean squares of the inputs of layers; those of experts, which are computed for it, on the trial alone."""
+    """Mean squares of the inputs of layers; for experts, which need extra computation, on the trial only."""
     squares = MeanSquares()
     layers = {name: layer_at(model, name) for name in configs}
     experts = {name: configs[name] for name, layer in layers.items() if isinstance(layer, Experts)}
@@ -218,8 +220,8 @@ def _importance(
     return {name: mean + 1e-4 * mean.mean() for name, mean in means.items()}
 
 
-def _trial(model: torch.nn.Module, inputs: list[Batch]) -> list[Batch]:
-    """Some of the inputs, evenly over the text: the first rows of some batches."""
+def _trial(model: torch.nn.Module, inputs: list[Inputs]) -> list[Inputs]:
+    """The first rows of some batches, evenly spread over the text."""
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 1
     most = max(128, min(_TOKENS, _LOGITS // vocabulary))
     chosen, count = [], 0
@@ -234,31 +236,31 @@ def _trial(model: torch.nn.Module, inputs: list[Batch]) -> list[Batch]:
     return chosen
 
 
-def _outputs(model: torch.nn.Module, batches: list[Batch]) -> tuple[Tensor, bool]:
-    """Log-probabilities [tokens, vocabulary], float32, and True; or hidden states [tokens, features], and False."""
-    found, predictions = [], False
+def _outputs(model: torch.nn.Module, batches: list[Inputs]) -> tuple[Tensor, bool]:
+    """Log-probabilities, float32 [tokens, vocabulary], and True; or hidden states [tokens, features], and False."""
+    outputs, predictions = [], False
     for batch in batches:
         output = model(**batch)
         logits = getattr(output, "logits", None)
         if logits is not None and logits.dim() == 3:
-            found.append(logits.flatten(0, 1).float().log_softmax(1))
+            outputs.append(logits.flatten(0, 1).float().log_softmax(1))
             predictions = True
         else:
             states = getattr(output, "last_hidden_state", None)
-            found.append((output[0] if states is None else states).float())
-        found[-1] = rows_of(found[-1], mask_of(batch))
-    return torch.cat(found), predictions
+            outputs.append((output[0] if states is None else states).float())
+        outputs[-1] = rows_of(outputs[-1], mask_of(batch))
+    return torch.cat(outputs), predictions
 
 
-def _distance(found: Tensor, wanted: Tensor, predictions: bool) -> float:
-    """As :func:`measure_losses` says, of what :func:`_outputs` gives."""
+def _distance(outputs: Tensor, expected: Tensor, predictions: bool) -> float:
+    """The loss of :func:`measure_losses` from two results of :func:`_outputs`."""
     if predictions:
-        return float((wanted.exp() * (wanted - found)).sum(1).clamp(min=0).mean())
-    return float((found - wanted).square().sum() / wanted.square().sum())
+        return float((expected.exp() * (expected - outputs)).sum(1).clamp(min=0).mean())
+    return float((outputs - expected).square().sum() / expected.square().sum())
 
 
-def _rounded(weight: Tensor, importance: Tensor | None, config: Config) -> Tensor:
-    """The weights that a layer would compute with, in their own dtype."""
+def _rounded(weight: Tensor, importance: Tensor | None, config: MatrixConfig) -> Tensor:
+    """Quantized and dequantized weights, in the dtype of ``weight``."""
     result = torch.empty_like(weight)
     rows = max(1, _BAND_WEIGHTS // weight.shape[1])
     for begin in range(0, len(weight), rows):
@@ -267,7 +269,7 @@ def _rounded(weight: Tensor, importance: Tensor | None, config: Config) -> Tenso
     return result
 
 
-def _error(rows: Tensor, importance: Tensor | None, config: Config) -> float:
+def _error(rows: Tensor, importance: Tensor | None, config: MatrixConfig) -> float:
     error = (search(rows, importance, config).dequantize() - rows).square()
     return float((error if importance is None else error * importance).double().mean())
 
@@ -276,10 +278,10 @@ def _error(rows: Tensor, importance: Tensor | None, config: Config) -> float:
 
 
 def assign(items: list[Item], most: int) -> list[Option]:
-    """An option for each item, at most ``most`` bytes together, with little loss; the same every time.
+    """An option for each item, at most ``most`` bytes together, with a small loss; deterministic.
 
-    All begin at their smallest option. Of each item only options on the lower convex hull of (bytes, loss) count; the
-    step along a hull that gains most per byte is taken first, as long as it fits, as a Lagrange multiplier would.
+    All items begin at their smallest option, and use only options on the lower convex hull of (bytes, loss). Steps along the
+    hulls are taken in the order of their gain per byte, as long as they fit, as with a Lagrange multiplier.
 
     Raises:
         ValueError: the smallest options take more than ``most``.
@@ -304,9 +306,9 @@ def assign(items: list[Item], most: int) -> list[Option]:
 
 
 def _hull(options: list[Option]) -> list[Option]:
-    """The options that are best for some price of a byte, by bytes."""
+    """The options on the lower convex hull of (bytes, loss), in the order of bytes."""
     hull: list[Option] = []
-    for option in sorted(options, key=lambda each: (each.bytes, each.loss)):
+    for option in sorted(options, key=lambda option: (option.bytes, option.loss)):
         if hull and option.loss >= hull[-1].loss:
             continue
         while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
@@ -320,20 +322,19 @@ def _slope(first: Option, second: Option) -> float:
 
 
 def extremes(items: list[Item]) -> tuple[int, int]:
-    """The bytes of the smallest and of the largest options."""
-    return sum(min(each.bytes for each in item.options) for item in items), sum(
-        max(each.bytes for each in item.options) for item in items
-    )
+    """Total bytes of the smallest options and of the largest options."""
+    sizes = [[option.bytes for option in item.options] for item in items]
+    return sum(map(min, sizes)), sum(map(max, sizes))
 
 
 def check_bits(items: list[Item], target_bits: float) -> None:
-    """Raises ValueError if no options have this mean of bits per weight; the message says what can be had."""
+    """Raises ValueError if no options have this mean of bits per weight; the message has the range."""
     weights = sum(item.weights for item in items)
     smallest, largest = (8 * size / weights for size in extremes(items))
     if not smallest <= target_bits <= largest:
         raise ValueError(
-            f"{target_bits:g} bits per weight cannot be had; this model takes {smallest:.3f} at the least and "
-            f"{largest:.3f} at the most, scales included"
+            f"{target_bits:g} bits per weight cannot be reached; this model takes {smallest:.3f} to {largest:.3f}, scales "
+            "included"
         )
 
 
@@ -348,35 +349,35 @@ def within(items: list[Item], target_bits: float) -> list[Option]:
 
 
 def config_of(base: LowBitConfig, items: list[Item], chosen: list[Option]) -> LowBitConfig:
-    """A config with an override for each layer; the base's own ones come first."""
+    """A config with an override for each layer, after the overrides of ``base``."""
     from ..transformers import LowBitConfig
 
     overrides: list[tuple[str, Any]] = [(pattern, change) for pattern, change in base.overrides]
     for item, option in zip(items, chosen, strict=True):
-        own = option.config
-        change: dict[str, Any] = {"bits": own.bits, "group_size": own.group_size}
-        if own.mapping != base.mapping:
-            # The table is fitted to the whole matrix when its turn comes.
-            change |= {"mapping": own.mapping, "levels": FIT if own.mapping == "levels" else None}
+        config = option.config
+        change: dict[str, Any] = {"bits": config.bits, "group_size": config.group_size}
+        if config.mapping != base.mapping:
+            # Levels are fitted later, to the whole matrix.
+            change |= {"mapping": config.mapping, "levels": FIT if config.mapping == "levels" else None}
         overrides += [(escape(name), change) for name in item.layers if len(item.options) > 1]
     return LowBitConfig(base.bits, base.group_size, base.mapping, base.scale, base.embedding_bits, overrides, base.levels)
 
 
-def pinned_by(config: LowBitConfig, selected: Mapping[str, Config]) -> set[str]:
-    """The layers whose width the user has given by a pattern, or as the embeddings'."""
+def pinned_by(config: LowBitConfig, selected: Mapping[str, MatrixConfig]) -> set[str]:
+    """Names of layers whose width a pattern or ``embedding_bits`` sets."""
     patterns = Patterns((pattern, change) for pattern, change in config.overrides)
     return {
         name
-        for name, own in selected.items()
-        if patterns.last(name) is not None or (isinstance(own, EmbeddingConfig) and config.embedding_bits is not None)
+        for name, layer_config in selected.items()
+        if patterns.last(name) is not None or (isinstance(layer_config, EmbeddingConfig) and config.embedding_bits is not None)
     }
 
 
 def whole_bits(bits: Any) -> int:
-    """The whole number of bits nearest below a mean, which sensitivities are measured at.
+    """A mean of bits per weight rounded down to a width, at which sensitivities are measured.
 
     Raises:
-        ValueError: no number.
+        ValueError: it is not a finite number.
     """
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not math.isfinite(bits):
         raise ValueError(f"target_bits is {bits!r}; expected a number of bits per weight")

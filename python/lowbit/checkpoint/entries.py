@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import ops
+from .._packed import PackedInfo
 from ..files.config_json import refuse_gguf
 from ..files.safetensors import Stored, files_of, packed_info, read_files
 
@@ -16,10 +16,10 @@ from ..files.safetensors import Stored, files_of, packed_info, read_files
 class CheckpointEntry:
     """A tensor of a checkpoint."""
 
-    name: str  # as the file has it
-    kind: str  # "packed", or the dtype, as "bfloat16"
-    shape: tuple[int, ...]  # of a packed weight: [out, in], or [experts, out, in]
-    bits: int  # per code; of a tensor that is not packed: per element
+    name: str  # in the file
+    kind: str  # "packed", or the dtype, such as "bfloat16"
+    shape: tuple[int, ...]  # packed: [out, in], or [experts, out, in]
+    bits: int  # per code if packed, else per element
     group_size: int | None  # None: one group per row, or not packed
     mapping: str | None  # "symmetric" or "affine"; None: not packed
     bytes: int  # in the file
@@ -37,19 +37,19 @@ DTYPES_OF_TORCH = {
 }  # fmt: skip
 
 
-def describe_entry(stored: Stored, info: ops.PackedInfo | None) -> CheckpointEntry:
+def describe_entry(stored: Stored, info: PackedInfo | None) -> CheckpointEntry:
     """Describes a tensor; `info` is the header of a packed one."""
     if info is not None:
         shape = info.shape
         kind, bits, group_size, mapping = "packed", info.bits, info.group_size, info.mapping
     else:
         shape, group_size, mapping = stored.shape, None, None
-        elements = math.prod(shape)  # of a dtype that came later, their bits are what the file gives them
+        elements = math.prod(shape)  # for an unknown dtype the bits follow from the size in the file
         kind, bits = DTYPES_OF_TORCH.get(stored.dtype, (stored.dtype.lower(), 8 * stored.bytes // elements if elements else 0))
     return CheckpointEntry(stored.name, kind, shape, bits, group_size, mapping, stored.bytes, stored.path.name)
 
 
-def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
+def inspect_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointEntry]:
     """The tensors of a checkpoint, packed or not, in the order of the files. Only headers are read.
 
     Args:
@@ -57,7 +57,7 @@ def inspect_checkpoint(path: str | os.PathLike) -> list[CheckpointEntry]:
 
     Raises:
         OSError: there is no such checkpoint, or a shard is missing.
-        ValueError: another kind of file; or a file is damaged, or disagrees with the index.
+        ValueError: another kind of file, a damaged file, or one that disagrees with the index.
     """
     path = Path(path)
     refuse_gguf(path)

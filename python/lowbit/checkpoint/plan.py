@@ -1,34 +1,35 @@
-"""Plans what :func:`lowbit.quantize_checkpoint` writes, from the headers of the files alone."""
+"""Plans the tensors that :func:`lowbit.quantize_checkpoint` writes, from the headers of the files alone."""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import ops
+from .._experts import Experts
+from .._layers import is_transposed, named_layers, warn_of_floats
+from .._packed import PackedInfo, describe
+from .._rounding import EmbeddingConfig, LinearConfig
 from .._sizes import size
 from ..files.config_json import quantization_method, read_config
 from ..files.safetensors import DTYPES, Stored, files_of, read_files, read_rows, same_bytes
-from ..layers import Experts, is_transposed, named_layers, warn_of_floats
-from ..quantize import EmbeddingConfig, LinearConfig
 from .writing import MAX_SHARD_BYTES, size_of_files
 
 if TYPE_CHECKING:
-    from ..hf.config import LowBitConfig
+    from transformers import PreTrainedModel
 
-_EXTRA = "not in {}"
+    from ..hf.config import LowBitConfig
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """A matrix to pack, from one tensor of the files or several stacked ones."""
+class SourceMatrix:
+    """A matrix to pack, from one tensor of the files or from several below each other."""
 
     parts: tuple[Stored, ...]
     transposed: bool = False  # in the files
@@ -45,57 +46,64 @@ class Matrix:
 
     def reader(self) -> Callable[[int, int], torch.Tensor]:
         """A function that reads rows [begin, end)."""
-        if self.transposed:  # its rows lie all over the file
+        if self.transposed:  # its rows are spread over the file
             whole = self._read(0, self.shape[1]).T
             return lambda begin, end: whole[begin:end]
         return self._read
 
     def _read(self, begin: int, end: int) -> torch.Tensor:
-        found, at = [], 0
+        pieces, at = [], 0
         for part in self.parts:
             first, last = max(begin - at, 0), min(end - at, part.shape[0])
             if first < last:
-                found.append(read_rows(part, first, last))
+                pieces.append(read_rows(part, first, last))
             at += part.shape[0]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _slices(stored: Stored) -> list[Stored]:
-    """Each matrix of a tensor of three dimensions."""
+    """The matrices of a tensor of three dimensions."""
     size = stored.bytes // max(1, stored.shape[0])
     return [
         replace(stored, shape=stored.shape[1:], offset=stored.offset + i * size, bytes=size) for i in range(stored.shape[0])
     ]
 
 
+def _band(stored: Stored, band: int, bands: int) -> Stored:
+    """One of equal bands of the rows of a tensor."""
+    count = stored.bytes // bands
+    shape = (stored.shape[0] // bands, *stored.shape[1:])
+    return replace(stored, shape=shape, offset=stored.offset + band * count, bytes=count)
+
+
 @dataclass(frozen=True)
-class Output:
+class PlannedTensor:
     """A tensor to write: a copy of `source`, or with a config its packed form."""
 
     name: str
     source: Stored
     config: LinearConfig | EmbeddingConfig | None = None
     bias: Stored | None = None
-    layer: str = ""  # that it is for, when packed
+    layer: str = ""  # of a packed weight
     transposed: bool = False  # in the files
-    experts: tuple[Matrix, ...] | None = None  # instead of the source, which is the first tensor of the first one
-    parts: tuple[Stored, ...] = ()  # below each other, instead of the source, which is the first of them
+    experts: tuple[SourceMatrix, ...] | None = None  # replace the source, which is the first tensor of the first expert
+    parts: tuple[Stored, ...] = ()  # below each other; replace the source, which is the first of them
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return self.experts or (Matrix(self.parts or (self.source,), self.transposed),)
+    def matrices(self) -> tuple[SourceMatrix, ...]:
+        return self.experts or (SourceMatrix(self.parts or (self.source,), self.transposed),)
 
     @property
     def source_bytes(self) -> int:
         return sum(matrix.bytes for matrix in self.matrices)
 
-    def info(self) -> ops.PackedInfo | None:
+    def info(self) -> PackedInfo | None:
         return None if self.config is None else self.packed_info()
 
-    def packed_info(self) -> ops.PackedInfo:
+    def packed_info(self) -> PackedInfo:
         config, shape = self.config, self.matrices[0].shape
         assert config is not None
-        info = ops.describe(shape, config.bits, config.group_size, config.mapping, self.bias is not None)
+        info = describe(shape, config.bits, config.group_size, config.mapping, self.bias is not None)
         return info if self.experts is None else replace(info, experts=len(self.experts))
 
     def stored(self, path: Path) -> Stored:
@@ -106,128 +114,120 @@ class Output:
         return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
 
 
-def _called_in_model(model, names: dict, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a checkpoint that become tensors of the model as they are, by their name in the model."""
-    state = model.state_dict()
-    by_name: dict[str, Stored] = {}
-    for key, (name, targets) in names.items():
-        if targets is not None or name not in state:
-            continue
-        stored, expected = tensors[key], list(state[name].shape)
-        if name in by_name:
-            raise ValueError(f"{by_name[name].name} and {key} are both the {name} of the model; expected one of them")
-        if list(stored.shape) != expected:
-            raise ValueError(f"{key} in {stored.path} has shape {list(stored.shape)}; expected {expected}, as config.json says")
-        by_name[name] = stored
-    for target, source in model.all_tied_weights_keys.items():
-        if target in by_name and source in by_name and same_bytes(by_name[target], by_name[source]):
-            del by_name[target]  # the file has it twice
-    return by_name
+def _check_float(*tensors: Stored | None) -> None:
+    for stored in tensors:
+        if stored is not None and stored.dtype not in DTYPES:
+            raise ValueError(f"{stored.name} in {stored.path} has dtype {stored.dtype}; expected {', '.join(DTYPES)}")
 
 
-def _rows(model, keys: Iterable[str], tensors: Mapping[str, Stored]) -> dict[str, tuple[Stored, ...]]:
-    """Tensors of the model that are whole rows of tensors of the files, by their name in the model: where they lie.
+class _Plan:
+    """The tensors that a quantized checkpoint gets, from a model on the meta device and the headers of its files.
 
-    Raises:
-        ValueError: of another shape than the model's.
+    Attributes:
+        tensors: name in the files -> tensor.
+        names: name in the files -> name in the model and targets, from :func:`names_in_model`.
+        ties: tensor of the model -> the tensor that it shares.
+        unconverted: name in the model -> tensor, for tensors that transformers loads without conversion.
+        rows: name in the model -> where its rows are, for tensors that transformers cuts out of others, or joins, by rows.
+        selected: layer -> config.
+        experts: name -> matrices, for selected experts.
+        unselected: layer that could be packed -> why it stays float.
     """
-    from ..hf.names import rows_of
 
-    state, found = model.state_dict(), {}
-    ties = model.all_tied_weights_keys
-    for name, pieces in rows_of(model, keys).items():
-        sources = [tensors[rows.key] for rows in pieces]
-        # Uneven bands, and what is tied besides, are copied as they are.
-        cannot = any(not stored.shape or stored.shape[0] % rows.bands for stored, rows in zip(sources, pieces, strict=True))
-        if cannot or name not in state or name in ties or name in ties.values():
-            continue
-        shape = [sum(each.shape[0] // rows.bands for each, rows in zip(sources, pieces, strict=True)), *sources[0].shape[1:]]
-        if shape != list(state[name].shape) or any(each.shape[1:] != sources[0].shape[1:] for each in sources):
-            raise ValueError(
-                f"{sources[0].name} in {sources[0].path} gives {name} the shape {shape}; expected {list(state[name].shape)}, "
-                "as config.json says"
-            )
-        found[name] = tuple(_band(each, rows.band, rows.bands) for each, rows in zip(sources, pieces, strict=True))
-    return found
+    def __init__(self, model: PreTrainedModel, config: LowBitConfig, tensors: dict[str, Stored], source: Path):
+        from ..hf.names import check_complete, given_by, names_in_model
 
+        self.model, self.tensors, self.source = model, tensors, source
+        self.names, self.layers = names_in_model(model, tensors), dict(named_layers(model))
+        self.state: dict[str, torch.Tensor] = model.state_dict()
+        self.ties: dict[str, str] = model.all_tied_weights_keys
+        check_complete(model, given_by(self.names), source)
+        self.unconverted, self.rows = self._unconverted(), self._rows()
+        self.selected, self.unselected = config.choose(model)
+        self.experts = self._experts()
+        for name in list(self.selected):
+            if not (name in self.experts if isinstance(self.layers[name], Experts) else self._is_readable(name)):
+                del self.selected[name]
+                self.unselected[name] = "built by a conversion of transformers that lowbit does not support"
+        if not self.selected:
+            raise ValueError(f"config selects no layer of {type(model).__name__}")
 
-def _band(stored: Stored, band: int, bands: int) -> Stored:
-    """One of equal bands of the rows of a tensor."""
-    count = stored.bytes // bands
-    shape = (stored.shape[0] // bands, *stored.shape[1:])
-    return replace(stored, shape=shape, offset=stored.offset + band * count, bytes=count)
-
-
-def _experts(
-    model,
-    selected: Collection[str],
-    by_name: Mapping[str, Stored],
-    tensors: Mapping[str, Stored],
-    parts: Mapping[str, list[list[str]]],
-) -> dict[str, tuple[Matrix, ...]]:
-    """The matrices of selected experts, where they can be read one by one; all of a module's, or none."""
-    found: dict[str, tuple[Matrix, ...]] = {}
-    layers = {name: layer for name, layer in named_layers(model) if isinstance(layer, Experts) and name in selected}
-    for name, layer in layers.items():
-        if name in by_name:
-            found[name] = tuple(Matrix((each,), layer.transposed) for each in _slices(by_name[name]))
-        elif name in parts and not layer.transposed:
-            found[name] = tuple(Matrix(tuple(tensors[key] for key in keys)) for keys in parts[name])
-            for matrix in found[name]:
-                shapes = [list(part.shape) for part in matrix.parts]
-                expected, same = list(layer.weight.shape[1:]), {len(shape) for shape in shapes} == {2}
-                if not same or {shape[1] for shape in shapes} != {expected[1]} or list(matrix.shape) != expected:
-                    part = matrix.parts[0]
-                    raise ValueError(
-                        f"{part.name} in {part.path} has shape {shapes[0]}; expected a part of {expected}, as config.json says"
-                    )
-            if len(found[name]) != layer.num_experts:
+    def _unconverted(self) -> dict[str, Stored]:
+        by_name: dict[str, Stored] = {}
+        for key, (name, targets) in self.names.items():
+            if targets is not None or name not in self.state:
+                continue
+            stored, expected = self.tensors[key], list(self.state[name].shape)
+            if name in by_name:
+                raise ValueError(f"{by_name[name].name} and {key} are both the {name} of the model; expected one of them")
+            if list(stored.shape) != expected:
                 raise ValueError(
-                    f"the files have {len(found[name])} experts of {name}; expected {layer.num_experts}, as config.json says"
+                    f"{key} in {stored.path} has shape {list(stored.shape)}; expected {expected}, as config.json says"
                 )
-        for part in (part for matrix in found.get(name, ()) for part in matrix.parts):
-            if part.dtype not in DTYPES:
-                raise ValueError(f"{part.name} in {part.path} has dtype {part.dtype}; expected {', '.join(DTYPES)}")
-        if layer.bias is not None and f"{name}_bias" not in by_name:
-            found.pop(name, None)
-    return {
-        name: matrices
-        for name, matrices in found.items()
-        if all(other in found for other in layers if layers[other].holder is layers[name].holder)
-    }
+            by_name[name] = stored
+        for target, source in self.ties.items():
+            if target in by_name and source in by_name and same_bytes(by_name[target], by_name[source]):
+                del by_name[target]  # the file has it twice
+        return by_name
 
+    def _rows(self) -> dict[str, tuple[Stored, ...]]:
+        from ..hf.names import rows_of
 
-def _users(by_name: Mapping[str, Stored], ties: Mapping[str, str]) -> dict[str, list[str]]:
-    """All tensors of the model that a tensor of the files becomes, by the first: itself, and what is tied to it."""
-    users = {name: [name] for name in by_name}
-    for target, tied in ties.items():
-        if target not in by_name and tied in by_name:
-            users[tied].append(target)
-        elif tied not in by_name and target in by_name:
-            users[target].append(tied)
-    return users
+        located = {}
+        for name, pieces in rows_of(self.model, self.names).items():
+            sources = [self.tensors[piece.key] for piece in pieces]
+            # Uneven bands, and tensors that are also tied, are copied unchanged.
+            uneven = any(
+                not stored.shape or stored.shape[0] % piece.bands for stored, piece in zip(sources, pieces, strict=True)
+            )
+            if uneven or name not in self.state or name in self.ties or name in self.ties.values():
+                continue
+            bands = tuple(_band(stored, piece.band, piece.bands) for stored, piece in zip(sources, pieces, strict=True))
+            shape, expected = [sum(band.shape[0] for band in bands), *bands[0].shape[1:]], list(self.state[name].shape)
+            if shape != expected or any(band.shape[1:] != bands[0].shape[1:] for band in bands):
+                raise ValueError(
+                    f"{sources[0].name} in {sources[0].path} gives {name} the shape {shape}; expected {expected}, as "
+                    "config.json says"
+                )
+            located[name] = bands
+        return located
 
+    def _experts(self) -> dict[str, tuple[SourceMatrix, ...]]:
+        """The matrices of selected experts that can be read one by one; all of a module's, or none."""
+        from ..hf.names import parts_of_experts
 
-@dataclass(frozen=True)
-class _Chosen:
-    """Facts about a model and its files that planning needs."""
+        parts, matrices = parts_of_experts(self.model, self.names), {}
+        layers = {name: layer for name, layer in self.layers.items() if isinstance(layer, Experts) and name in self.selected}
+        for name, layer in layers.items():
+            if layer.bias is not None and f"{name}_bias" not in self.unconverted:
+                continue
+            if name in self.unconverted:
+                matrices[name] = tuple(SourceMatrix((one,), layer.transposed) for one in _slices(self.unconverted[name]))
+            elif name in parts and not layer.transposed:
+                matrices[name] = tuple(SourceMatrix(tuple(self.tensors[key] for key in keys)) for keys in parts[name])
+                self._check_experts(name, layer, matrices[name])
+            for matrix in matrices.get(name, ()):
+                _check_float(*matrix.parts)
+        holders = [layer.holder for name, layer in layers.items() if name not in matrices]
+        return {
+            name: stored for name, stored in matrices.items() if all(layers[name].holder is not holder for holder in holders)
+        }
 
-    layers: Mapping[str, torch.nn.Module | Experts]
-    state: Collection[str]  # names of the model's tensors
-    ties: Mapping[str, str]
-    by_name: Mapping[str, Stored]
-    rows: Mapping[str, tuple[Stored, ...]]
-    selected: Mapping[str, LinearConfig | EmbeddingConfig]
+    def _check_experts(self, name: str, layer: Experts, matrices: tuple[SourceMatrix, ...]) -> None:
+        expected = list(layer.weight.shape[1:])
+        for matrix in matrices:
+            shapes, part = [list(part.shape) for part in matrix.parts], matrix.parts[0]
+            is_matrix = all(len(shape) == 2 and shape[1] == expected[1] for shape in shapes)
+            if not is_matrix or list(matrix.shape) != expected:
+                raise ValueError(
+                    f"{part.name} in {part.path} has shape {shapes[0]}; expected a part of {expected}, as config.json says"
+                )
+        if len(matrices) != layer.num_experts:
+            raise ValueError(
+                f"the files have {len(matrices)} experts of {name}; expected {layer.num_experts}, as config.json says"
+            )
 
-    def bias(self, layer: str) -> Stored | None:
-        name = f"{layer}.bias"
-        if not isinstance(self.selected[layer], LinearConfig) or name not in self.state:
-            return None
-        if name in self.rows:
-            return self.rows[name][0]
-        return self.by_name.get(name) or self.by_name[self.ties[name]]
-
-    def follows(self, layer: str) -> bool:
+    def _is_readable(self, layer: str) -> bool:
         """Whether the weight and the bias of a selected layer can be read from the files without conversion."""
         for leaf in ("weight", "bias"):
             name = f"{layer}.{leaf}"
@@ -238,162 +238,154 @@ class _Chosen:
             if name in self.rows:
                 if (leaf == "bias" and len(self.rows[name]) > 1) or is_transposed(self.layers[layer]):
                     return False
-            elif name not in self.by_name and not any(other in self.by_name for other in tied):
+            elif name not in self.unconverted and not any(other in self.unconverted for other in tied):
                 return False
         return True
 
-    def cut(self, key: str, stored: Stored, targets: tuple[str, ...]) -> list[Output]:
-        """What a tensor becomes of which transformers makes others by whole rows: what is packed of it, and floats."""
+    def _bias(self, layer: str) -> Stored | None:
+        name = f"{layer}.bias"
+        if not isinstance(self.selected[layer], LinearConfig) or name not in self.state:
+            return None
+        if name in self.rows:
+            return self.rows[name][0]
+        return self.unconverted.get(name) or self.unconverted[self.ties[name]]
+
+    def outputs(self) -> list[PlannedTensor]:
+        """The tensors to write, in the order of the files."""
+        outputs: list[PlannedTensor] = []
+        for key, stored in self.tensors.items():
+            name, targets = self.names[key]
+            in_model = name if targets is None else targets[0]
+            if in_model in self.experts:
+                outputs += self._of_experts(in_model)
+                self.experts[in_model] = ()  # the other tensors of these experts add nothing
+            elif targets is not None and all(target in self.rows for target in targets):
+                outputs += self._of_rows(key, stored, targets)
+            elif self.unconverted.get(name) is stored:
+                outputs += self._of_weight(stored, name)
+            elif targets is not None or name not in self.state:
+                outputs.append(PlannedTensor(key, stored))
+        linear = [layer for layer, config in self.selected.items() if isinstance(config, LinearConfig)]
+        biases = (f"{layer}_bias" if layer in self.experts else f"{layer}.bias" for layer in linear)
+        packed = {self.unconverted[name].name for name in biases if name in self.unconverted}
+        return [output for output in outputs if output.config is not None or output.name not in packed]
+
+    def _of_experts(self, name: str) -> list[PlannedTensor]:
+        matrices = self.experts[name]
+        if not matrices:
+            return []
+        first, bias = matrices[0].parts[0], self.unconverted.get(f"{name}_bias")
+        return [PlannedTensor(f"{name}.packed_weight", first, self.selected[name], bias, name, experts=matrices)]
+
+    def _of_rows(self, key: str, stored: Stored, targets: tuple[str, ...]) -> list[PlannedTensor]:
+        """What a tensor becomes whose rows are tensors of the model: packed weights, and floats."""
 
         def is_packed(name: str) -> bool:
             layer, _, leaf = name.rpartition(".")
             return layer in self.selected and (leaf == "weight" or isinstance(self.selected[layer], LinearConfig))
 
         if not any(map(is_packed, targets)):
-            return [Output(key, stored)]
+            return [PlannedTensor(key, stored)]
         outputs = []
         for name in targets:
             layer, _, leaf = name.rpartition(".")
             parts = self.rows[name]
             if not is_packed(name):
-                outputs.append(Output(name, parts[0]))
-            elif leaf == "weight" and parts[0].name == key:  # of several tensors the first stands for all
-                bias = self.bias(layer)
-                for each in filter(None, (*parts, bias)):
-                    if each.dtype not in DTYPES:
-                        raise ValueError(f"{each.name} in {each.path} has dtype {each.dtype}; expected {', '.join(DTYPES)}")
-                outputs.append(Output(f"{layer}.packed_weight", parts[0], self.selected[layer], bias, layer, parts=parts))
+                outputs.append(PlannedTensor(name, parts[0]))
+            elif leaf == "weight" and parts[0].name == key:  # the first of several tensors stands for all
+                bias, config = self._bias(layer), self.selected[layer]
+                _check_float(*parts, bias)
+                outputs.append(PlannedTensor(f"{layer}.packed_weight", parts[0], config, bias, layer, parts=parts))
         return outputs
 
-    def outputs_of(self, stored: Stored, name: str, weights: list[str]) -> list[Output]:
-        """What a tensor, ``name`` in the model, becomes: the weight of these layers, some of which are selected."""
+    def _of_weight(self, stored: Stored, name: str) -> list[PlannedTensor]:
+        """What a tensor, ``name`` in the model, becomes: the weight of the layers that share it, some of them selected."""
+        users = [name, *(target for target, source in self.ties.items() if source == name and target not in self.unconverted)]
+        if (tied := self.ties.get(name)) is not None and tied not in self.unconverted:
+            users.append(tied)
+        weights = [user.removesuffix(".weight") for user in users if user.endswith(".weight")]
         chosen = [layer for layer in weights if layer in self.selected]
+        if not chosen:
+            return [PlannedTensor(stored.name, stored)]
         if len({tuple(vars(self.selected[layer]).items()) for layer in chosen}) > 1:
             raise ValueError(
                 f"{' and '.join(chosen)} share one weight but have different configs, "
                 f"{' and '.join(str(self.selected[layer]) for layer in chosen)}; give all the same, or None to all "
                 "but one"
             )
-        biases = {layer: self.bias(layer) for layer in chosen if isinstance(self.selected[layer], LinearConfig)}
-        for each in (stored, *biases.values()):
-            if each is not None and each.dtype not in DTYPES:
-                raise ValueError(f"{each.name} in {each.path} has dtype {each.dtype}; expected {', '.join(DTYPES)}")
+        biases = {layer: self._bias(layer) for layer in chosen if isinstance(self.selected[layer], LinearConfig)}
+        _check_float(stored, *biases.values())
 
-        def called(user: str, leaf: str) -> str:
-            own = stored.name.removesuffix("weight") if f"{user}.weight" == name else f"{user}."
-            return own + leaf
+        def in_file(layer: str, leaf: str) -> str:
+            return (stored.name.removesuffix("weight") if f"{layer}.weight" == name else f"{layer}.") + leaf
 
         outputs = []
         # As quantize_ does: one buffer holds one bias.
-        together = len({id(bias) for bias in biases.values()}) <= 1
-        for layer in chosen[:1] if together else chosen:
-            bias = next(iter(biases.values()), None) if together else biases.get(layer)
-            transposed = is_transposed(self.layers[layer])
-            config = self.selected[layer]
-            outputs.append(Output(called(layer, "packed_weight"), stored, config, bias, layer, transposed))
+        share = len({id(bias) for bias in biases.values()}) <= 1
+        for layer in chosen[:1] if share else chosen:
+            bias = next(iter(biases.values()), None) if share else biases.get(layer)
+            transposed, packed = is_transposed(self.layers[layer]), in_file(layer, "packed_weight")
+            outputs.append(PlannedTensor(packed, stored, self.selected[layer], bias, layer, transposed))
         floats = [layer for layer in weights if layer not in self.selected]
-        if floats:
-            outputs.append(Output(called(floats[0], "weight"), stored))
-        return outputs
+        return outputs + [PlannedTensor(in_file(layer, "weight"), stored) for layer in floats[:1]]
 
-
-def _left(model, outputs: Iterable[Output], names: Mapping, unselected: Mapping[str, str]) -> dict[str, str]:
-    """The matrices that stay float, with the reasons."""
-    state, left = model.state_dict(), {}
-    for output in outputs:
-        # Integers are no weights: BERT's old files have their positions as [1, 512].
-        if output.config is not None or len(output.source.shape) < 2 or output.source.dtype not in DTYPES:
-            continue
-        name, targets = names[output.source.name]
-        if targets is None and name in state:
+    def floats(self, outputs: Iterable[PlannedTensor]) -> dict[str, str]:
+        """The matrices that stay float -> why. Warns of those that the model does not have."""
+        reasons, extra = {}, {}
+        for output in outputs:
+            # Integers are no weights: BERT's old files have their positions as [1, 512].
+            if output.config is not None or len(output.source.shape) < 2 or output.source.dtype not in DTYPES:
+                continue
+            name, targets = self.names[output.source.name]
+            if targets is not None and targets[0] in self.state:
+                name, why = output.name if output.name in targets else targets[0], "transformers makes it a part of {}"
+            elif targets is None and name in self.state:
+                why = "in a layer of the kind {}"
+            else:
+                reasons[output.name] = f"not in {type(self.model).__name__}"
+                extra[output.name] = output.source.bytes
+                continue
             layer = name.rpartition(".")[0]
-            kind = type(model.get_submodule(layer)).__name__
-            why = unselected.get(layer) or unselected.get(name)
-            left[output.name] = why or f"in a layer of the kind {kind}, which lowbit does not pack"
-        elif targets is not None and targets[0] in state:
-            name = output.name if output.name in targets else targets[0]
-            layer = name.rpartition(".")[0]
-            kind = type(model.get_submodule(layer)).__name__
-            why = unselected.get(layer) or unselected.get(name)
-            left[output.name] = why or f"transformers makes it a part of {kind}, which lowbit does not pack"
-        else:
-            left[output.name] = _EXTRA.format(type(model).__name__)
-    return left
+            kind = type(self.model.get_submodule(layer)).__name__
+            known = self.unselected.get(layer) or self.unselected.get(name)
+            reasons[output.name] = known or f"{why.format(kind)}, which lowbit does not pack"
+        if extra:
+            one = len(extra) == 1
+            warnings.warn(
+                f"{len(extra)} {'matrix' if one else 'matrices'} of the files ({size(sum(extra.values()))}), {min(extra)} for "
+                f"example, {'is' if one else 'are'} not in {type(self.model).__name__}, and copied as they are",
+                stacklevel=3,
+            )
+        return reasons
+
+    def check_names(self, outputs: list[PlannedTensor]) -> None:
+        """Places the packed layers in the model, and raises ValueError unless transformers loads each output to its layer."""
+        from ..hf.names import names_in_model
+        from ..hf.placing import place_packed
+
+        placed = {output.layer: (output.name, output.packed_info()) for output in outputs if output.config is not None}
+        floats = {output.name for output in outputs if output.config is None}
+        place_packed(self.model, placed, floats, torch.float32)
+        names = names_in_model(self.model, [output.name for output in outputs])
+        for output in outputs:
+            expected = f"{output.layer}.packed_weight"
+            if output.config is None and output.name not in self.tensors:  # rows of a tensor, called as in the model
+                expected = output.name
+            elif output.config is None:
+                continue
+            if names[output.name] != (expected, None):
+                layer = output.layer or output.name.rpartition(".")[0]
+                raise ValueError(
+                    f"{output.source.name} would be written as {output.name}, which transformers takes for "
+                    f"{names[output.name][0]}; expected {expected}. "
+                    f"Leave the layer float, and those in the same tensor: overrides={{{layer!r}: None}}"
+                )
 
 
-def _plan(model, config: LowBitConfig, tensors: dict[str, Stored], source: Path) -> tuple[list[Output], dict[str, str]]:
-    """The tensors to write, and the matrices that stay float with the reasons."""
-    from ..hf.config import BY_OVERRIDES
-    from ..hf.names import check_complete, given_by, names_in_model, parts_of_experts
-
-    names, layers = names_in_model(model, tensors), dict(named_layers(model))
-    state = model.state_dict()
-    check_complete(model, given_by(names), source)
-    by_name = _called_in_model(model, names, tensors)
-    selected, unselected = config.choose(model)
-    experts = _experts(model, selected, by_name, {key: tensors[key] for key in names}, parts_of_experts(model, names))
-    rows = _rows(model, names, tensors)
-    known = _Chosen(layers, state, model.all_tied_weights_keys, by_name, rows, selected)
-    for name in list(selected):
-        if not (name in experts if isinstance(layers[name], Experts) else known.follows(name)):
-            del selected[name]
-            unselected[name] = "transformers makes it of the files in a way that lowbit does not follow"
-    if not selected:
-        raise ValueError(f"config selects no layer of {type(model).__name__}")
-    asked = {name for name, why in unselected.items() if why == BY_OVERRIDES}
-    warn_of_floats(model, selected, asked, unselected, stacklevel=3)
-
-    users = _users(by_name, model.all_tied_weights_keys)
-    outputs: list[Output] = []
-    packed_biases = {f"{name}_bias" for name in experts}
-    written: set[str] = set()
-    for key in tensors:  # each once, whatever in the model it becomes
-        name, targets = names[key]
-        of = name if targets is None else targets[0]
-        if of in experts:
-            if of not in written:
-                matrices = experts[of]
-                output = Output(f"{of}.packed_weight", matrices[0].parts[0], selected[of], by_name.get(f"{of}_bias"), of)
-                outputs.append(replace(output, experts=matrices))
-                written.add(of)
-            continue
-        if targets is not None and all(target in rows for target in targets):
-            cut = known.cut(key, tensors[key], targets)
-            outputs += cut
-            packed_biases |= {f"{output.layer}.bias" for output in cut if output.bias is not None}
-            continue
-        if by_name.get(name) is not tensors[key]:
-            if targets is not None or name not in state:
-                outputs.append(Output(key, tensors[key]))
-            continue
-        weights = [user.removesuffix(".weight") for user in users[name] if user.endswith(".weight")]
-        if not any(layer in selected for layer in weights):
-            outputs.append(Output(key, tensors[key]))
-            continue
-        outputs += known.outputs_of(tensors[key], name, weights)
-        packed_biases |= {f"{layer}.bias" for layer in weights if isinstance(selected.get(layer), LinearConfig)}
-    dropped = {by_name[name].name for name in packed_biases if name in by_name}
-    outputs = [output for output in outputs if output.config is not None or output.name not in dropped]
-
-    left = _left(model, outputs, names, unselected)
-    extra = {name for name, why in left.items() if why == _EXTRA.format(type(model).__name__)}
-    if extra:
-        bytes_ = sum(output.source.bytes for output in outputs if output.name in extra)
-        one = len(extra) == 1
-        warnings.warn(
-            f"{len(extra)} {'matrix' if one else 'matrices'} of the files ({size(bytes_)}), {min(extra)} for example, "
-            f"{'is' if one else 'are'} not in {type(model).__name__}, and copied as they are",
-            stacklevel=3,
-        )
-    return outputs, left
-
-
-def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dict[str, str], dict]:
+def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[PlannedTensor], dict[str, str], dict[str, Any]]:
     """The tensors to write, the matrices that stay float with the reasons, and config.json; reads only headers."""
+    from ..hf.config import BY_OVERRIDES, METHOD, LowBitConfig
     from ..hf.loading import meta_model
-    from ..hf.names import names_in_model
-    from ..hf.placing import place_packed
-    from ..transformers import METHOD, LowBitConfig
 
     if not isinstance(config, LowBitConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a lowbit.LowBitConfig")
@@ -401,7 +393,7 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dic
     description = read_config(source)
     method = quantization_method(description)
     if method is not None:
-        back = "; lowbit.dequantize_checkpoint makes them of it" if method == METHOD else ""
+        back = "; lowbit.dequantize_checkpoint writes them" if method == METHOD else ""
         raise ValueError(f"{source} is quantized already, by the method {method!r}; expected float weights{back}")
     if (source / "adapter_config.json").exists():
         raise ValueError(
@@ -409,28 +401,13 @@ def read_and_plan(source: Path, config: LowBitConfig) -> tuple[list[Output], dic
             "move the adapter away"
         )
     tensors = read_files(files, weight_map)
-    model = meta_model(source, len(tensors))
-    outputs, left = _plan(model, config, tensors, source)
-
-    # What transformers will take the new names for.
-    placed = {output.layer: (output.name, output.packed_info()) for output in outputs if output.config is not None}
-    floats = {output.name for output in outputs if output.config is None}
-    place_packed(model, placed, floats, torch.float32)
-    found = names_in_model(model, [output.name for output in outputs])
-    for output in outputs:
-        expected = f"{output.layer}.packed_weight"
-        if output.config is None and output.name not in tensors:  # rows of a tensor, called as in the model
-            expected = output.name
-        elif output.config is None:
-            continue
-        if found[output.name] != (expected, None):
-            layer = output.layer or output.name.rpartition(".")[0]
-            raise ValueError(
-                f"{output.source.name} would be written as {output.name}, which transformers takes for "
-                f"{found[output.name][0]}; expected {expected}. "
-                f"Leave the layer float, and those in the same tensor: overrides={{{layer!r}: None}}"
-            )
-    return outputs, left, description
+    plan = _Plan(meta_model(source, len(tensors)), config, tensors, source)
+    asked = {name for name, why in plan.unselected.items() if why == BY_OVERRIDES}
+    warn_of_floats(plan.model, plan.selected, asked, plan.unselected)
+    outputs = plan.outputs()
+    floats = plan.floats(outputs)
+    plan.check_names(outputs)
+    return outputs, floats, description
 
 
 @dataclass(frozen=True)
@@ -442,7 +419,7 @@ class PlannedSize:
     packed_weights: int
 
 
-def planned_size(source: str | os.PathLike, config: LowBitConfig, max_shard_bytes: int = MAX_SHARD_BYTES) -> PlannedSize:
+def planned_size(source: str | os.PathLike[str], config: LowBitConfig, max_shard_bytes: int = MAX_SHARD_BYTES) -> PlannedSize:
     """The exact number of bytes that :func:`quantize_checkpoint` would write; reads only headers.
 
     Raises:

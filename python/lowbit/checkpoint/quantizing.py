@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import ops
-from ..bands import Bands, rows_of_band
+from .._bands import Bands, rows_of_band
+from .._rounding import quantize_tensor, table_of
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import Writer, chunks, read_rows
 from ..levels import FIT, sampled_rows
-from ..quantize import quantize_tensor, table_of
 from .entries import CheckpointEntry
-from .plan import Matrix, Output, read_and_plan
+from .plan import PlannedTensor, SourceMatrix, read_and_plan
 from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, counted, new_checkpoint, write_json, write_tensors
 
 if TYPE_CHECKING:
@@ -38,24 +38,24 @@ class CheckpointSummary:
     source_bytes: int  # of the tensors read
     target_bytes: int  # of the tensors written
     seconds: float  # that it took
-    left: dict[str, str] = field(default_factory=dict)  # matrices (2 dimensions or more) that stay float -> why
-    left_bytes: int = 0  # of these in the target
+    unquantized: dict[str, str] = field(default_factory=dict)  # matrices (2 dimensions or more) that stay float -> why
+    unquantized_bytes: int = 0  # of these in the target
 
 
-def _pack(output: Output, writer: Writer, done: Callable[[int], None]) -> None:
-    """Quantizes a matrix, or those of experts one after the other."""
+def _pack(output: PlannedTensor, writer: Writer, done: Callable[[int], None]) -> None:
+    """Quantizes a matrix, or the matrices of experts one by one."""
     bias, (n, _) = output.bias, output.matrices[0].shape
     for number, matrix in enumerate(output.matrices):
-        own = None
+        values = None
         if bias is not None:
-            own = read_rows(bias, 0, n) if output.experts is None else read_rows(bias, number, number + 1)[0]
-        _pack_matrix(output, matrix, own, writer, done)
+            values = read_rows(bias, 0, n) if output.experts is None else read_rows(bias, number, number + 1)[0]
+        _pack_matrix(output, matrix, values, writer, done)
 
 
 def _pack_matrix(
-    output: Output, matrix: Matrix, bias: torch.Tensor | None, writer: Writer, done: Callable[[int], None]
+    output: PlannedTensor, matrix: SourceMatrix, bias: torch.Tensor | None, writer: Writer, done: Callable[[int], None]
 ) -> None:
-    """Quantizes in bands of rows; each is packed as a matrix of its own, whose panels are the whole one's."""
+    """Quantizes in bands of rows: each band is packed as a matrix, whose panels are those of the whole matrix."""
     config, info, source = output.config, output.packed_info(), matrix.parts[0]
     assert config is not None
     n, k = matrix.shape
@@ -77,15 +77,15 @@ def _pack_matrix(
             raise ValueError(f"{source.name} in {source.path}, rows {begin} to {end - 1}: {error}") from error
         writer.write(bands.add(packed).numpy())
         done(weight.nbytes)
-        del weight, packed  # before the next are there
+        del weight, packed  # before the next ones are allocated
     writer.write_at(start, bands.header())
 
 
-def _write_packed(output: Output, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
+def _write_packed(output: PlannedTensor, packed: torch.Tensor, writer: Writer, done: Callable[[int], None]) -> None:
     """Writes a layer that is packed already."""
-    found, expected = ops.info(packed) if packed.dim() == 1 else ops.info_of_experts(packed), output.packed_info()
-    if found != replace(expected, levels=found.levels):  # a table that was fitted is not known before
-        raise ValueError(f"{output.layer} is packed as {found}; expected {expected}")
+    header, expected = ops.info(packed) if packed.dim() == 1 else ops.info_of_experts(packed), output.packed_info()
+    if header != replace(expected, levels=header.levels):  # a fitted table is not known in advance
+        raise ValueError(f"{output.layer} is packed as {header}; expected {expected}")
     packed = packed.flatten()
     for begin in range(0, packed.numel(), _CHUNK):
         writer.write(packed[begin : begin + _CHUNK].numpy())
@@ -93,8 +93,8 @@ def _write_packed(output: Output, packed: torch.Tensor, writer: Writer, done: Ca
 
 
 def quantize_checkpoint(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
     config: LowBitConfig,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -108,26 +108,26 @@ def quantize_checkpoint(
 
     Args:
         source: a directory with config.json and safetensors files, of any architecture that transformers knows.
-        target: a directory that is empty or not there yet; symbolic links are followed. It appears when all is written,
-            in one step, which is tried before the work begins; a run that is killed leaves at most a hidden
-            ``.NAME-*.partial`` beside it, which does not load, and which the next run to the same target removes.
+        target: a directory that is empty or does not exist; symbolic links are followed. It appears in one step when all is
+            written, which is tried before the work begins. A killed run leaves at most a hidden ``.NAME-*.partial`` beside
+            it, which does not load, and which the next run to the same target removes.
         config: what to quantize, and how.
-        max_shard_bytes: a file gets no second tensor beyond this many bytes.
-        packed: called once, when all is checked and before anything is written, for layers that are packed already:
-            each by its name, uint8 [bytes] of the config's width; the others are rounded to nearest.
+        max_shard_bytes: a shard with this many bytes gets no further tensor.
+        packed: called once after all checks, before anything is written; returns layers that are packed already: name ->
+            uint8 [bytes] of the config's width. All further layers are rounded to nearest.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band.
 
     Raises:
         OSError: a file is missing or cannot be read; target is not empty, a mount point, or cannot be written; the disk
-            is full. Only if the last step fails, although it had worked before, all is kept: the message says where.
+            is full. Only if the last step fails, although it worked when tried, all files are kept: the message says where.
         ValueError: an unknown architecture, a damaged file, tensors that are missing, not finite or of another shape or
-            dtype than the model's, or different configs for layers that share a weight. Nothing is left of target then.
+            dtype than the model's, or different configs for layers that share a weight. The target is then removed.
     """
     begin = time.perf_counter()
     source, target = Path(source), Path(target).absolute()
     check_shard_bytes(max_shard_bytes)
-    resolve_new_directory(target)  # refused before the files are read
-    outputs, left, description = read_and_plan(source, config)
+    resolve_new_directory(target)  # raises before the files are read
+    outputs, unquantized, description = read_and_plan(source, config)
     total = sum(output.source_bytes for output in outputs)
     target_bytes = sum(output.stored(Path()).bytes for output in outputs)
     done = counted(progress, total)
@@ -135,7 +135,7 @@ def quantize_checkpoint(
     with new_checkpoint(target, target_bytes) as directory:
         ready = packed() if packed else {}
 
-        def write(output: Output, writer: Writer) -> None:
+        def write(output: PlannedTensor, writer: Writer) -> None:
             def advance(count: int) -> None:
                 done(count, output.name)
 
@@ -152,5 +152,5 @@ def quantize_checkpoint(
         copy_files(source, directory)
         # Last: without it nothing loads.
         write_json(directory / CONFIG, description | {"quantization_config": config.to_dict()})
-    left_bytes = sum(output.source.bytes for output in outputs if output.config is None and output.name in left)
-    return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, left, left_bytes)
+    floats = sum(output.source.bytes for output in outputs if output.config is None and output.name in unquantized)
+    return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, unquantized, floats)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from .. import ops
+from .._packed import PackedInfo
 from .._sizes import size
 from ..files.config_json import CONFIG
 from ..files.replace import PartialDirectory, resolve_new_directory, sync
@@ -21,7 +21,7 @@ from .entries import DTYPES_OF_TORCH, CheckpointEntry, describe_entry
 
 MAX_SHARD_BYTES = 5_000_000_000
 
-# Weights, in the form of any framework, and what indexes or describes such files.
+# Weights of all frameworks, and files that index or describe them.
 _WEIGHTS_OF_ALL_FRAMEWORKS = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*",
     "*.gguf", "*.ggml", "*.h5", "*.h5.index.json", "*.msgpack", "*.msgpack.index.json", "*.ot", "*.onnx", "*.onnx_data",
@@ -33,11 +33,11 @@ _WEIGHTS_OF_ALL_FRAMEWORKS = (
 class Planned(Protocol):
     """A tensor that will be written."""
 
-    def info(self) -> ops.PackedInfo | None:
-        """None: it is not packed."""
+    def info(self) -> PackedInfo | None:
+        """The header of a packed weight; None: not packed."""
 
     def stored(self, path: Path) -> Stored:
-        """What it will be in this file."""
+        """The tensor as it will be in this file."""
 
 
 T = TypeVar("T", bound=Planned)
@@ -78,7 +78,7 @@ def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
 
     Raises:
         OSError: target is not empty, or cannot be replaced, which is tried first; or the disk is too small, or full: the
-            message says what was written, and how much it takes.
+            message has the size that is needed.
     """
     with PartialDirectory(resolve_new_directory(target)) as partial:
         partial.rehearse()
@@ -97,7 +97,7 @@ def new_checkpoint(target: Path, needed: int) -> Iterator[Path]:
 
 
 def counted(progress: Callable[[int, int, str], None] | None, total: int) -> Callable[[int, str], None]:
-    """A function of (bytes, name of the tensor) that adds the bytes up, and calls ``progress(bytes so far, total, name)``."""
+    """A function of (bytes, name of a tensor) that sums the bytes, and calls ``progress(bytes so far, total, name)``."""
     read = 0
 
     def done(count: int, name: str) -> None:
@@ -118,7 +118,7 @@ def write_tensors(
     for number, shard in enumerate(shards, 1):
         file = directory / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
         stored = [output.stored(file) for output in shard]
-        entries += [describe_entry(each, output.info()) for each, output in zip(stored, shard, strict=True)]
+        entries += [describe_entry(tensor, output.info()) for tensor, output in zip(stored, shard, strict=True)]
         with Writer(file, list(map(_described, stored))) as writer:
             for output in shard:
                 write(output, writer)
@@ -139,6 +139,7 @@ def size_of_files(outputs: Iterable[Planned], max_shard_bytes: int) -> int:
 
 
 def check_shard_bytes(count: Any) -> None:
+    """Raises ValueError unless ``count`` is a positive int."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"max_shard_bytes is {count!r}; expected an int of 1 or more")
 
@@ -160,7 +161,7 @@ def copy_files(source: Path, target: Path) -> None:
                 _copy(entry, target / entry.name)
         elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
             files = [Path(parent) / name for parent, _, names in os.walk(entry) for name in names]
-            # A directory with weights in it holds another model or the same one for another framework (original/, onnx/).
+            # A directory with weights holds another model, or this model for another framework (original/, onnx/).
             if entry.name not in modules and any(_is_weights(file.name) for file in files):
                 continue
             for file in filter(Path.is_file, files):
@@ -170,7 +171,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def _modules(source: Path) -> set[str]:
-    """The directories that a model of sentence-transformers names; they may have small weights of their own."""
+    """The directories of a model of sentence-transformers, which may contain small weights."""
     try:
         listed = json.loads((source / "modules.json").read_text(encoding="utf-8"))
         return {Path(module["path"]).parts[0] for module in listed if module["path"]}
@@ -178,7 +179,7 @@ def _modules(source: Path) -> set[str]:
         return set()
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a new file and syncs it to the disk."""
     with open(path, "x", encoding="utf-8") as file:
         json.dump(content, file, indent=2, ensure_ascii=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -30,14 +30,16 @@ from .output import Output, quieten, reporting
 from .push import push
 from .quantize import quantize
 from .report import report
+from .serve import serve
 from .tune import tune
 
-COMMANDS: dict[str, Callable] = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize,
     "import": import_,
     "dequantize": dequantize,
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
@@ -72,39 +74,40 @@ def _common(
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose errors of options say what was found: of typer's own some say only what was expected."""
+    """A command whose option errors name the value: some errors of typer only name what was expected."""
 
-    def parse_args(self, ctx, args):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         try:
-            return super().parse_args(ctx, args)
+            return list(super().parse_args(ctx, args))
         except typer.BadParameter as error:
-            found = _value_of(getattr(error.param, "opts", ()), given)
+            value = _value_of(getattr(error.param, "opts", ()), given)
             message = error.message.removeprefix("Value error, ")
-            shown = found is None or repr(found) in message or (found and message.startswith(found))
-            error.message = message if shown else f"{found!r}; {message[:1].lower()}{message[1:]}"
+            shown = value is None or repr(value) in message or (value and message.startswith(value))
+            error.message = message if shown else f"{value!r}; {message[:1].lower()}{message[1:]}"
             raise
 
 
 def _value_of(names: Collection[str], given: Sequence[str]) -> str | None:
-    """The last value that an option of these names was given."""
-    found = None
+    """The last value of an option with these names on the command line."""
+    last = None
     for word, following in zip(given, [*given[1:], None], strict=True):
         name, equals, value = word.partition("=")
         if name in names:
-            found = value if equals else following
-    return found
+            last = value if equals else following
+    return last
 
 
-def _register(name: str, command: Callable) -> None:
+def _register(name: str, command: Callable[..., None]) -> None:
     @app.command(name, cls=_Command)
     @functools.wraps(command)
-    def run(**arguments) -> None:
+    def run(**arguments: Any) -> None:
         quieten()
         model = next((arguments[name] for name in ("model", "source") if name in arguments), None)
-        with reporting(arguments["as_json"], _state["debug"], model):
+        as_json = arguments.get("as_json", False)
+        with reporting(as_json, _state["debug"], model):
             for name in _MODELS & arguments.keys():
-                arguments[name] = from_hub(Output(arguments["as_json"]), arguments[name])
+                arguments[name] = from_hub(Output(as_json), arguments[name])
             command(**arguments)
 
 

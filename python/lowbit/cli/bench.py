@@ -37,7 +37,7 @@ def bench(
     from lowbit.llm import bench as library
 
     output = Output(as_json)
-    modes = list(dict.fromkeys(each.value for each in mode))
+    modes = list(dict.fromkeys(way.value for way in mode))
     if modes != ["eager"]:
         cpp_compiler()
     set_threads(threads)

@@ -57,10 +57,10 @@ def dequantize(
 
 @contextmanager
 def as_float(output: Output, source: Path, target: Path) -> Iterator[Path]:
-    """A float checkpoint as it is; of a packed one what :func:`dequantize` writes, hidden beside the target for a while.
+    """The directory of a float checkpoint; a packed one is dequantized to a hidden directory beside the target.
 
     Raises:
-        OSError: there is no source, or no target can be written: before anything is done.
+        OSError: the source does not exist, or the target cannot be written; nothing was done then.
     """
     from lowbit import dequantize_checkpoint, inspect_checkpoint
     from lowbit.files.replace import PartialDirectory, resolve_new_directory
@@ -72,8 +72,8 @@ def as_float(output: Output, source: Path, target: Path) -> Iterator[Path]:
         return
     _, packed = packed_figures(inspect_checkpoint(source))
     output.warn(
-        f"{source} is packed already, with {packed['bits_per_weight']:.2f} bits per weight: what that has lost stays lost, and "
-        "quantizing it again adds to it; start from the float checkpoint where you have it"
+        f"{source} is packed already, with {packed['bits_per_weight']:.2f} bits per weight: that loss stays, and "
+        "quantizing it again adds to it; start from the float checkpoint if you have it"
     )
     with PartialDirectory(place.with_name(f"{place.name}.float")) as directory:
         floats = directory.path / "float"

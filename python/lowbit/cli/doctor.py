@@ -35,7 +35,7 @@ def doctor(as_json: Json = False) -> None:
         line
         for surface in surfaces
         if surface.state != "works"
-        for line in (f"{surface.name}: {surface.found}", f"  remedy: {surface.remedy}")
+        for line in (f"{surface.name}: {surface.reason}", f"  remedy: {surface.remedy}")
     ]
     remarks += [f"faster: {sentence}" for sentence in advised]
     if broken:
@@ -49,7 +49,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 def _facts(facts: dict[str, Any]) -> Any:
-    """The table of what is here."""
+    """The table of facts about this machine."""
     shown = table("", "")
     shown.show_header = False
     shown.columns[1].justify = "left"
@@ -58,7 +58,7 @@ def _facts(facts: dict[str, Any]) -> Any:
     packages = [f"{name} {version or '-'}" for name, version in facts["packages"].items()]
     pages: dict[str | None, str] = {
         "madvise": "given on request: weights that quantize_ makes use them",
-        "always": "given to everybody",
+        "always": "given to all programs",
         "never": "switched off",
         None: "this system has none to ask for",
     }
@@ -82,11 +82,11 @@ def _facts(facts: dict[str, Any]) -> Any:
 
 
 def _kernels(kernels: dict[str, list[str]]) -> Any:
-    """The table of the kernels that run; widths that have the same ones share a row."""
+    """The table of kernels that run here; widths with the same kernels share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for use, names in kernels.items():
         family, _, bits = use.partition(", ")
-        # A name says family and bits, which stand before it here: linear_a8w4_1x16_neondot.
+        # Names begin with family and bits, which have their own columns: linear_a8w4_1x16_neondot.
         short = ", ".join(re.sub(r"^(linear_a8w\d|embedding_w\d|quantize|attention)_", "", name) for name in names)
         rows.setdefault((family, short), []).append(bits.removesuffix(" bits"))
     shown = table("kernels", "bits", "that run here")
@@ -98,7 +98,7 @@ def _kernels(kernels: dict[str, list[str]]) -> Any:
 
 
 def _span(bits: list[str]) -> str:
-    """Widths in order: "1-8", "4", "2, 4"; the families that have none have an empty one."""
-    if len(bits) > 2 and [int(each) for each in bits] == list(range(int(bits[0]), int(bits[0]) + len(bits))):
+    """Widths as a text: "1-8", "4", "2, 4"; empty for families without widths."""
+    if len(bits) > 2 and [int(width) for width in bits] == list(range(int(bits[0]), int(bits[0]) + len(bits))):
         return f"{bits[0]}-{bits[-1]}"
     return ", ".join(bits)

@@ -11,20 +11,8 @@ import typer
 
 import lowbit
 
+from . import options
 from .models import load, read_text, set_threads
-from .options import (
-    Cache,
-    EmbeddingBits,
-    GroupSize,
-    Json,
-    Mapping,
-    Model,
-    Threads,
-    make_config,
-    parse_widths,
-    refuse_unused,
-    refuse_without_bits,
-)
 from .output import Output, size, table
 
 if TYPE_CHECKING:
@@ -32,18 +20,18 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Model,
+    model: options.Model,
     text: Annotated[Path, typer.Option("--text", help="File of text, UTF-8.", show_default=False)],
     bits: Annotated[
         str | None,
         typer.Option("--bits", metavar="N,N,...", help="Also quantize a float checkpoint to these widths.", show_default=False),
     ] = None,
-    group_size: GroupSize = "32",
-    mapping: Mapping = "symmetric",
-    embedding_bits: EmbeddingBits = None,
+    group_size: options.GroupSize = "32",
+    mapping: options.Mapping = "symmetric",
+    embedding_bits: options.EmbeddingBits = None,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
     stride: Annotated[int, typer.Option("--stride", min=1, help="New tokens per window.")] = 256,
-    cache: Cache = None,
+    cache: options.Cache = None,
     reference: Annotated[
         Path | None,
         typer.Option("--reference", help="Compare with this model's directory or file of logits.", show_default=False),
@@ -54,8 +42,8 @@ def evaluate(
             "--save-logits", metavar="FILE", help="Write the model's logits here, for --reference.", show_default=False
         ),
     ] = None,
-    threads: Threads = None,
-    as_json: Json = False,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
 ) -> None:
     """Perplexity of a text, and the divergence from a reference, for the checkpoint as it is and at other widths."""
     from lowbit.llm.divergence import compare
@@ -64,10 +52,12 @@ def evaluate(
 
     output = Output(as_json)
     if save_logits is not None:
-        refuse_unused("with --save-logits", bits=bits is not None, cache=cache is not None, reference=reference is not None)
-    refuse_without_bits(bits, group_size, mapping, embedding_bits)
-    widths = [] if bits is None else parse_widths(bits)
-    configs = [None, *(make_config(width, group_size, mapping, embedding_bits) for width in widths)]
+        options.refuse_unused(
+            "with --save-logits", bits=bits is not None, cache=cache is not None, reference=reference is not None
+        )
+    options.refuse_without_bits(bits, group_size, mapping, embedding_bits)
+    widths = [] if bits is None else options.parse_widths(bits)
+    configs = [None, *(options.make_config(width, group_size, mapping, embedding_bits) for width in widths)]
     set_threads(threads)
     content = read_text(text)
     if is_packed(model) and widths:
@@ -144,7 +134,8 @@ def _save(output: Output, model: torch.nn.Module, tokens: list[int], path: Path,
     vocabulary = model.config.get_text_config().vocab_size
     bytes_ = logits_bytes(len(tokens), vocabulary)
     output.note(f"{path} will have {size(bytes_)}: {len(tokens) - 1} predicted tokens, a vocabulary of {vocabulary}")
-    return save_logits(model.float(), tokens, path, **common)
+    reference: Perplexity = save_logits(model.float(), tokens, path, **common)
+    return reference
 
 
 def _name_weights(model: torch.nn.Module) -> str:

@@ -11,27 +11,13 @@ import typer
 
 from lowbit._machine import cpp_compiler
 
+from . import options
 from .models import load, positions, set_threads
-from .options import (
-    Cache,
-    EmbeddingBits,
-    GroupSize,
-    Json,
-    Mapping,
-    MaxLength,
-    Model,
-    OptionalBits,
-    Threads,
-    make_config,
-    refuse_unused,
-    refuse_without_bits,
-    said_how,
-)
 from .output import Output, size, table
 
 
 def export(
-    model: Model,
+    model: options.Model,
     to: Annotated[
         Literal["pte", "pt2", "gguf"],
         typer.Option("--to", help="ExecuTorch's format, AOTInductor's, or llama.cpp's.", show_default=False),
@@ -39,17 +25,17 @@ def export(
     file: Annotated[
         Path, typer.Option("--output", help="File to write; its name ends in .pte, .pt2 or .gguf.", show_default=False)
     ],
-    max_length: MaxLength = None,
-    cache: Cache = None,
+    max_length: options.MaxLength = None,
+    cache: options.Cache = None,
     chunk: Annotated[
         int, typer.Option("--chunk", min=1, help="Largest number of tokens in one call; longer prompts are split.")
     ] = 128,
-    bits: OptionalBits = None,
-    group_size: GroupSize = "32",
-    mapping: Mapping = "symmetric",
-    embedding_bits: EmbeddingBits = None,
-    threads: Threads = None,
-    as_json: Json = False,
+    bits: options.OptionalBits = None,
+    group_size: options.GroupSize = "32",
+    mapping: options.Mapping = "symmetric",
+    embedding_bits: options.EmbeddingBits = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
 ) -> None:
     """Write a model, with its KV cache, to a file that runs without Python; or its weights to one for llama.cpp."""
     output = Output(as_json)
@@ -63,14 +49,13 @@ def export(
             raise typer.BadParameter("quantize with lowbit quantize, and export the result", param_hint="--bits with --to gguf")
         if cache is not None:
             raise typer.BadParameter("who runs the file chooses its cache", param_hint="--cache with --to gguf")
-        how = said_how(group_size, mapping, embedding_bits)
-        refuse_unused("with --to gguf", max_length=max_length is not None, chunk=chunk != 128, **how)
+        how = options.said_how(group_size, mapping, embedding_bits)
+        options.refuse_unused("with --to gguf", max_length=max_length is not None, chunk=chunk != 128, **how)
         _to_gguf(output, model, file)
         return
-    refuse_without_bits(bits, group_size, mapping, embedding_bits)
     from lowbit import llm
 
-    config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
+    config = options.optional_config(bits, group_size, mapping, embedding_bits)
     if to == "pt2":
         cpp_compiler()
     loaded = load(output, model, config)

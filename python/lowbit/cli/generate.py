@@ -6,305 +6,235 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 import typer
 
-from lowbit._machine import cpp_compiler, peak_memory
+from lowbit._machine import peak_memory
 
-from .models import (
-    check_text,
-    imported,
-    load,
-    make_decoder,
-    make_prefix_cache,
-    make_step,
-    parse_prefix_size,
-    positions,
-    read_text,
-    set_threads,
-)
-from .options import (
-    PREFIX_SIZE,
-    Cache,
-    Compile,
-    DryAllowedLength,
-    DryBase,
-    DryBreakers,
-    DryMultiplier,
-    EmbeddingBits,
-    FrequencyPenalty,
-    GroupSize,
-    Json,
-    LogitBias,
-    Mapping,
-    MaxLength,
-    MinP,
-    Model,
-    OptionalBits,
-    PrefixDirectory,
-    PrefixSize,
-    PresencePenalty,
-    RepetitionPenalty,
-    Stop,
-    Threads,
-    finite,
-    make_config,
-    refuse_unused,
-    refuse_without_bits,
-    sampling_of,
-)
+from . import options
+from .models import check_text, positions, read_text
 from .output import Output, print_piece, set_stdout_errors, size
+from .session import Session
 
 if TYPE_CHECKING:
-    from lowbit.llm import PrefixCache
+    from lowbit.llm import Generation
+
+_Prompt = Annotated[
+    str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.", show_default=False)
+]  # fmt: skip
+_PromptFile = Annotated[
+    Path | None, typer.Option("--prompt-file", help="File with the text to continue; - is stdin.", show_default=False)
+]
+_Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        help='File with many texts, one a line (.jsonl: a string or {"prompt": ...}); - is stdin.',
+        show_default=False,
+    ),
+]
+_AtOnce = Annotated[int, typer.Option("--at-once", min=1, help="Number of texts of --prompts in one call.")]
+_Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")]
+_MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Largest number of new tokens.")]
+_Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs", min=0, help="Print the log-probability of each token, and of this many alternatives.", show_default=False
+    ),
+]
+_Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
+_Guesses = Annotated[
+    int | None,
+    typer.Option(
+        "--guesses",
+        min=0,
+        help="Speculative decoding: guess this number of tokens; the text is the same.",
+        show_default="0; 4 with --draft",
+    ),
+]
+_Draft = Annotated[
+    Path | None, typer.Option("--draft", help="Draft model: a smaller model with the same tokens.", show_default=False)
+]
 
 
 def generate(
-    model: Model,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", help="Text to continue; - reads it from stdin.", show_default=False)
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", help="File with the text to continue; - is stdin.", show_default=False)
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help='File with many texts, one a line (.jsonl: a string or {"prompt": ...}); - is stdin.',
-            show_default=False,
-        ),
-    ] = None,
-    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Number of texts of --prompts in one call.")] = 16,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Largest number of new tokens.")] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0, callback=finite, help="0 always takes the most likely token.")
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Sample from this number of most likely tokens.", show_default="all")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p",
-            min=0,
-            max=1,
-            callback=finite,
-            help="Sample from the most likely tokens that reach this probability.",
-            show_default="1",
-        ),
-    ] = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    dry_multiplier: DryMultiplier = None,
-    dry_base: DryBase = None,
-    dry_allowed_length: DryAllowedLength = None,
-    dry_breaker: DryBreakers = None,
-    logit_bias: LogitBias = None,
-    stop: Stop = None,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            "--logprobs",
-            min=0,
-            help="Print the log-probability of each token, and of this many alternatives.",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of sampling.")] = 0,
-    guesses: Annotated[
-        int | None,
-        typer.Option(
-            "--guesses",
-            min=0,
-            help="Speculative decoding: guess this number of tokens; the text is the same.",
-            show_default="0; 4 with --draft",
-        ),
-    ] = None,
-    draft: Annotated[
-        Path | None, typer.Option("--draft", help="Draft model: a smaller model with the same tokens.", show_default=False)
-    ] = None,
-    bits: OptionalBits = None,
-    group_size: GroupSize = "32",
-    mapping: Mapping = "symmetric",
-    embedding_bits: EmbeddingBits = None,
-    max_length: MaxLength = None,
-    cache: Cache = None,
-    prefix_cache: PrefixDirectory = None,
-    prefix_cache_size: PrefixSize = PREFIX_SIZE,
-    threads: Threads = None,
-    compile_: Compile = False,
-    as_json: Json = False,
+    model: options.Model,
+    prompt: _Prompt = None,
+    prompt_file: _PromptFile = None,
+    prompts: _Prompts = None,
+    at_once: _AtOnce = 16,
+    chat: _Chat = False,
+    max_new_tokens: _MaxNewTokens = 128,
+    temperature: Annotated[float, options.temperature_option("0")] = 0.0,
+    top_k: Annotated[int | None, options.top_k_option("all")] = None,
+    top_p: Annotated[float | None, options.top_p_option("1")] = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    dry_multiplier: options.DryMultiplier = None,
+    dry_base: options.DryBase = None,
+    dry_allowed_length: options.DryAllowedLength = None,
+    dry_breaker: options.DryBreakers = None,
+    logit_bias: options.LogitBias = None,
+    stop: options.Stop = None,
+    logprobs: _Logprobs = None,
+    seed: _Seed = 0,
+    guesses: _Guesses = None,
+    draft: _Draft = None,
+    bits: options.OptionalBits = None,
+    group_size: options.GroupSize = "32",
+    mapping: options.Mapping = "symmetric",
+    embedding_bits: options.EmbeddingBits = None,
+    max_length: options.MaxLength = None,
+    cache: options.Cache = None,
+    prefix_cache: options.PrefixDirectory = None,
+    prefix_cache_size: options.PrefixSize = options.PREFIX_SIZE,
+    threads: options.Threads = None,
+    compile_: options.Compile = False,
+    as_json: options.Json = False,
 ) -> None:
     """Continue a text: the new text goes to stdout as it comes, all else to stderr."""
-    from lowbit import llm
-    from lowbit.llm.chat import chat_template, render
-    from lowbit.llm.loading import check_tokens, load_tokenizer, stop_tokens
-    from lowbit.llm.stopping import check_stop_strings
-
     output = Output(as_json)
-    refuse_without_bits(bits, group_size, mapping, embedding_bits)
-    most_bytes = parse_prefix_size(prefix_cache, prefix_cache_size)
+    config = options.optional_config(bits, group_size, mapping, embedding_bits)
+    _check_sampling(as_json, prompts, at_once, temperature, logprobs, {"top_k": top_k, "top_p": top_p, "min_p": min_p})
+    guesses = _check_guesses(guesses, draft, prompts, compile_)
+    texts = _read_prompts(prompt, prompt_file, prompts)
+    session = Session(
+        output, model, config, stop=stop, compiled=compile_, cache=cache, threads=threads, prefix_cache=prefix_cache,
+        prefix_cache_size=prefix_cache_size,
+    )  # fmt: skip
+    sampling = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "dry_multiplier": dry_multiplier,
+        "dry_base": dry_base, "dry_allowed_length": dry_allowed_length, "dry_breakers": dry_breaker, "logit_bias": logit_bias,
+    }  # fmt: skip
+    session.load(sampling, has_turns=chat)
+    ids = [session.prompt(text) for text in texts]
+    if max_length is None:
+        max_length = min(-(-(max(map(len, ids)) + max_new_tokens) // 16), positions(session.model) // 16) * 16
+    session.start(max_length, {"--draft": draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None})
+    settings = session.sampling | {"seed": seed, "stop": session.stop, "logprobs": logprobs}
+    if prompts is not None:
+        _generate_batch(session, ids, max_new_tokens, at_once, settings)
+        return
+    guesser = None if draft is None else session.draft(draft)
+    _generate(session, ids[0], max_new_tokens, {"guesses": guesses, "draft": guesser, **settings})
+
+
+def _check_sampling(
+    as_json: bool, prompts: Path | None, at_once: int, temperature: float, logprobs: int | None, draws: dict[str, Any]
+) -> None:
+    """Refuses sampling options that would have no effect; ``draws`` has those that only change draws."""
     if prompts is None:
-        refuse_unused("without --prompts", at_once=at_once != 16)
+        options.refuse_unused("without --prompts", at_once=at_once != 16)
     if not temperature:
-        unused = {"top_k": top_k is not None, "top_p": top_p is not None, "min_p": min_p is not None}
-        refuse_unused("at --temperature 0, which draws nothing", **unused)
+        options.refuse_unused(
+            "at --temperature 0, which draws nothing", **{name: value is not None for name, value in draws.items()}
+        )
     if logprobs is not None and not as_json and prompts is None:
         raise typer.BadParameter("it requires --json or --prompts", param_hint="--logprobs")
-    strings = check_stop_strings(check_text(text, "--stop") for text in stop or ())
-    texts = _prompts(prompt, prompt_file, prompts)
-    config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
+
+
+def _check_guesses(guesses: int | None, draft: Path | None, prompts: Path | None, compiled: bool) -> int:
+    """The number of tokens to guess, checked against the other options."""
     if draft is not None and guesses == 0:
         raise typer.BadParameter("a draft needs guesses of 1 or more", param_hint="--guesses")
     guesses = (0 if draft is None else 4) if guesses is None else guesses
-    if prompts is not None and (compile_ or guesses):
+    if prompts is not None and (compiled or guesses):
         raise typer.BadParameter(
-            f"{'--compile' if compile_ else '--guesses'} is for one text at a time", param_hint="--prompts"
+            f"{'--compile' if compiled else '--guesses'} is for one text at a time", param_hint="--prompts"
         )
-    if compile_ and guesses:
-        raise typer.BadParameter("compiled decoders give no logits behind guesses", param_hint="--guesses")
-    if compile_:
-        cpp_compiler()
-    set_threads(threads)
-    with imported(output, model) as model:
-        loaded = load(output, model, config)
-        tokenizer = load_tokenizer(model)
-        template = chat_template(tokenizer, model) if chat else None
-    drawn = sampling_of(tokenizer, {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty, "dry_multiplier": dry_multiplier, "dry_base": dry_base,
-        "dry_allowed_length": dry_allowed_length, "dry_breakers": dry_breaker, "logit_bias": logit_bias,
-    })  # fmt: skip
-    if template is not None:
-        all_ids = [render(tokenizer, [{"role": "user", "content": text}], template) for text in texts]
-    else:
-        all_ids = [tokenizer(text)["input_ids"] for text in texts]
-    for ids in all_ids:
-        check_tokens(loaded, ids, model)
-    if max_length is None:
-        max_length = min(-(-(max(map(len, all_ids)) + max_new_tokens) // 16), positions(loaded) // 16) * 16
-    needs = {"--draft": draft is not None, "--guesses": guesses > 0, "--prompts": prompts is not None}
-    step = make_step(output, loaded, max_length, compile_, cache, needs)
-    kept = make_prefix_cache(output, prefix_cache, most_bytes, step)
-    settings: dict[str, Any] = {
-        "seed": seed, "stop": stop_tokens(loaded, tokenizer), "logprobs": logprobs
-    } | drawn  # fmt: skip
-    if prompts is not None:
-        _many(output, model, tokenizer, step, all_ids, max_new_tokens, at_once, strings, kept, settings)
-        return
-    ids = all_ids[0]
-    guesser = None
-    if draft is not None:
-        guesser = _draft(output, draft, tokenizer, model, max_length, cache)
-    if not as_json:
+    if compiled and guesses:
+        raise typer.BadParameter("compiled decoders give no logits for guesses", param_hint="--guesses")
+    return guesses
+
+
+def _generate(session: Session, ids: list[int], max_new_tokens: int, settings: dict[str, Any]) -> None:
+    """Continues a text and prints it as it comes, or a document at the end."""
+    from lowbit import llm
+
+    output = session.output
+    if not output.as_json:
         set_stdout_errors("replace")  # the text is for people
-    written = llm.TextUntil(tokenizer, ids, strings, None if as_json else print_piece)
-    caches, tokens = [] if kept is None else cast(llm.Decoder, step).caches(), list[int]()
-    cached = 0 if kept is None else kept.read(ids, caches)
-    try:
-        generation = llm.generate(
-            step, ids, max_new_tokens, max_length=max_length, guesses=guesses, draft=guesser, until=written, cached=cached,
-            on_token=tokens.append, **settings,
-        )  # fmt: skip
-    finally:
-        if kept is not None and tokens:  # also of a text that Ctrl-C ends; its last token may not have been computed
-            kept.write(ids + tokens[:-1], caches)
-    written.finish()
+    text = llm.TextUntil(session.tokenizer, ids, session.strings, None if output.as_json else print_piece)
+    generation = llm.generate(session.step, ids, max_new_tokens, max_length=session.max_length, until=text, **settings)
+    text.finish()
     memory = peak_memory()
-    document = {
-        "model": str(model),
-        "text": written.text,
+    if output.as_json:
+        document = {
+            "model": str(session.path),
+            "text": text.text,
+            **_figures(generation, settings["logprobs"]),
+            "prefill_seconds": generation.prefill_seconds,
+            "decode_seconds": generation.decode_seconds,
+            "prefill_tokens_per_second": generation.prefill_rate,
+            "decode_tokens_per_second": generation.decode_rate,
+            "decode_calls": generation.decode_calls,
+            "guessed": generation.guessed,
+            "accepted": generation.accepted,
+            "peak_memory_bytes": memory,
+            "threads": torch.get_num_threads(),
+            "refusal": session.refusal,
+        }
+        output.result(document)
+        return
+    print(flush=True)
+    decode = "" if math.isnan(generation.decode_rate) else f", decode {generation.decode_rate:.1f} tokens/s"
+    if generation.guessed:
+        decode += f" in {generation.decode_calls} calls, {generation.accepted} of {generation.guessed} guesses accepted"
+    output.note(
+        f"{generation.prompt_tokens} prompt tokens, prefill {generation.prefill_rate:.1f} tokens/s; "
+        f"{len(generation.tokens)} new tokens{decode}{_memory_used(memory)}"
+    )
+
+
+def _figures(generation: Generation, logprobs: int | None) -> dict[str, Any]:
+    """What the documents of one text and of several have in common."""
+    return {
         "tokens": generation.tokens,
         "stopped": generation.stopped,
         "prompt_tokens": generation.prompt_tokens,
-        "cached_tokens": generation.cached_tokens,
-        "prefill_seconds": generation.prefill_seconds,
-        "decode_seconds": generation.decode_seconds,
-        "prefill_tokens_per_second": generation.prefill_rate,
-        "decode_tokens_per_second": generation.decode_rate,
-        "decode_calls": generation.decode_calls,
-        "guessed": generation.guessed,
-        "right": generation.right,
-        "peak_memory_bytes": memory,
-        "threads": torch.get_num_threads(),
-        "refusal": getattr(step, "refusal", None),
-        "logprobs": None if logprobs is None else [vars(each) for each in generation.logprobs],
+        "logprobs": None if logprobs is None else [vars(token) for token in generation.logprobs],
     }
-    if not as_json:
-        print(flush=True)
-        decode = "" if math.isnan(generation.decode_rate) else f", decode {generation.decode_rate:.1f} tokens/s"
-        if generation.guessed:
-            decode += f" in {generation.decode_calls} calls, {generation.right} of {generation.guessed} guesses right"
-        used = "" if memory is None else f", peak memory {size(memory)}"
-        found = f" ({cached} from {kept.directory})" if kept is not None else ""
-        output.note(
-            f"{generation.prompt_tokens} prompt tokens{found}, prefill {generation.prefill_rate:.1f} tokens/s; "
-            f"{len(generation.tokens)} new tokens{decode}{used}"
-        )
-    else:
-        output.result(document)
 
 
-def _many(
-    output: Output,
-    model: Path,
-    tokenizer,
-    decoder: Callable[..., torch.Tensor],
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    at_once: int,
-    strings: tuple[str, ...],
-    kept: PrefixCache | None,
-    settings: dict[str, Any],
+def _memory_used(memory: int | None) -> str:
+    return "" if memory is None else f", peak memory {size(memory)}"
+
+
+def _generate_batch(
+    session: Session, prompts: list[list[int]], max_new_tokens: int, at_once: int, settings: dict[str, Any]
 ) -> None:
     """Continues several texts at once, and writes each as a line of JSON when it ends."""
     from lowbit import llm
     from lowbit.llm.generation import rate
 
-    written = [llm.TextUntil(tokenizer, prompt, strings) for prompt in prompts]
+    output = session.output
+    texts = [llm.TextUntil(session.tokenizer, prompt, session.strings) for prompt in prompts]
 
-    def line(number: int, generation: llm.Generation) -> dict:
-        return {
-            "number": number,
-            "text": written[number].finish(),
-            "tokens": generation.tokens,
-            "stopped": generation.stopped,
-            "prompt_tokens": generation.prompt_tokens,
-            "cached_tokens": generation.cached_tokens,
-            "logprobs": None if settings["logprobs"] is None else [vars(each) for each in generation.logprobs],
-        }
+    def document(number: int, generation: Generation) -> dict[str, Any]:
+        figures = {"cached_tokens": generation.cached_tokens, **_figures(generation, settings["logprobs"])}
+        return {"number": number, "text": texts[number].finish(), **figures}
 
-    def on_end(number: int, generation: llm.Generation) -> None:
+    def on_end(number: int, generation: Generation) -> None:
         if not output.as_json:
-            print(json.dumps(line(number, generation)), flush=True)
+            print(json.dumps(document(number, generation)), flush=True)
 
     begin = time.perf_counter()
-    found = llm.generate_batch(
-        cast(llm.Decoder, decoder),
-        prompts,
-        max_new_tokens,
-        at_once=at_once,
-        until=written,
-        on_end=on_end,
-        prefix_cache=kept,
-        **settings,
+    generations = llm.generate_batch(
+        cast(llm.Decoder, session.step), prompts, max_new_tokens, at_once=at_once, until=texts, on_end=on_end, **settings
     )
     seconds = time.perf_counter() - begin
-    tokens, memory = sum(len(each.tokens) for each in found), peak_memory()
+    tokens, memory = sum(len(generation.tokens) for generation in generations), peak_memory()
     if output.as_json:
         output.result(
             {
-                "model": str(model),
-                "texts": [line(number, each) for number, each in enumerate(found)],
+                "model": str(session.path),
+                "texts": [document(number, generation) for number, generation in enumerate(generations)],
                 "seconds": seconds,
                 "tokens_per_second": rate(tokens, seconds),
                 "peak_memory_bytes": memory,
@@ -312,33 +242,15 @@ def _many(
             }
         )
         return
-    used = "" if memory is None else f", peak memory {size(memory)}"
+    cached = sum(generation.cached_tokens for generation in generations)
     output.note(
-        f"{len(found)} texts, {sum(map(len, prompts))} prompt tokens, of which {sum(each.cached_tokens for each in found)} "
-        f"were copied from another text; {tokens} new tokens, {rate(tokens, seconds):.1f} tokens/s{used}"
+        f"{len(generations)} texts, {sum(map(len, prompts))} prompt tokens, of which {cached} were copied from another text; "
+        f"{tokens} new tokens, {rate(tokens, seconds):.1f} tokens/s{_memory_used(memory)}"
     )
 
 
-def _draft(output: Output, draft: Path, tokenizer, model: Path, max_length: int, cache: str | None):
-    """The decoder of a model that guesses for another one."""
-    from lowbit.llm.loading import load_tokenizer
-
-    with imported(output, draft) as draft:
-        found, expected = load_tokenizer(draft).get_vocab(), tokenizer.get_vocab()
-        if found != expected:
-            other = min(token for token in found.keys() | expected if found.get(token) != expected.get(token))
-            raise ValueError(
-                f"{draft} has other tokens than {model}, {other!r} for example, and cannot guess them; expected a smaller "
-                "model of the same family"
-            )
-        loaded = load(output, draft, None)
-    if positions(loaded) < max_length:
-        raise ValueError(f"{draft} is made for {positions(loaded)} tokens; expected {max_length} or more, as --max-length")
-    return make_decoder(output, loaded, max_length, False, cache)
-
-
-def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
-    if sum(each is not None for each in (prompt, prompt_file, prompts)) != 1:
+def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
+    if sum(source is not None for source in (prompt, prompt_file, prompts)) != 1:
         raise typer.BadParameter("give one of the three", param_hint="--prompt, --prompt-file, --prompts")
     if prompts is not None:
         return _lines(prompts, _read(prompts))
@@ -352,9 +264,9 @@ def _read(path: Path | None) -> str:
 
 
 def _lines(path: Path, content: str) -> list[str]:
-    """The texts of a file of --prompts; empty lines are none."""
-    found = []
-    for number, line in enumerate(content.split("\n"), 1):  # not splitlines, to which U+2028 and others end one, too
+    """The texts of a file of --prompts, without empty lines."""
+    texts = []
+    for number, line in enumerate(content.split("\n"), 1):  # not splitlines, which also splits at U+2028 and others
         if not line.strip():
             continue
         text: Any = line
@@ -366,7 +278,7 @@ def _lines(path: Path, content: str) -> list[str]:
             text = text.get("prompt") if isinstance(text, dict) else text
             if not isinstance(text, str):
                 raise ValueError(f'line {number} of {path} has no text; expected a string, or an object with a "prompt"')
-        found.append(text)
-    if not found:
+        texts.append(text)
+    if not texts:
         raise ValueError(f"{path} has no prompts; expected one a line")
-    return found
+    return texts

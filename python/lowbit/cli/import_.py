@@ -68,8 +68,8 @@ def import_(
 
 
 def groups(tensors: Iterable[ImportedTensor]) -> list[list[ImportedTensor]]:
-    """Tensors that were of the same type and came over in the same way."""
-    found: dict[tuple[str, str], list[ImportedTensor]] = {}
+    """Tensors grouped by their type and by how they were imported."""
+    alike: dict[tuple[str, str], list[ImportedTensor]] = {}
     for tensor in tensors:
-        found.setdefault((tensor.source, tensor.kind), []).append(tensor)
-    return list(found.values())
+        alike.setdefault((tensor.source, tensor.kind), []).append(tensor)
+    return list(alike.values())

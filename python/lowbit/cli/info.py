@@ -10,7 +10,7 @@ import torch
 import lowbit
 from lowbit import _C
 from lowbit._machine import cpu_name
-from lowbit.threads import available_cpus
+from lowbit._threads import available_cpus
 
 from .options import Json
 from .output import Output, table

@@ -1,4 +1,4 @@
-"""What the commands that run a model share: loading it, and checks that come first."""
+"""Loading of models for the commands, and checks of their options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lowbit.threads import available_cpus
+from lowbit._threads import available_cpus
 
 from .options import PREFIX_SIZE, make_config, parse_size, refuse_unused
 from .output import Output
@@ -38,6 +38,7 @@ def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
 
 
 def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.Module:
+    """A checkpoint's model, quantized by ``config`` if it is given."""
     from lowbit.llm.loading import load_model
 
     with output.progress(
@@ -49,7 +50,7 @@ def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.M
 def make_decoder(
     output: Output, model: torch.nn.Module, max_length: int, compiled: bool, cache: str | None = None
 ) -> Callable[..., torch.Tensor]:
-    """The model over caches of this length, as machine code if that is asked for."""
+    """A decoder of the model with caches of this length; compiled if asked for."""
     from lowbit import llm
 
     step = llm.Decoder(model, max_length, cache)
@@ -67,19 +68,19 @@ def make_step(
     cache: str | None = None,
     needs: dict[str, bool] | None = None,
 ) -> Callable[..., torch.Tensor]:
-    """The model over a decoder's caches; or, where the decoder refuses it, over its own, which is said in one line.
+    """A decoder of the model, or a :class:`lowbit.llm.Fallback` with a note where the decoder refuses the model.
 
     Args:
-        needs: other options that only the decoder has, and whether they were asked for.
+        needs: other options that require the decoder, and whether they were given.
     """
     from lowbit import llm
 
     try:
         return make_decoder(output, model, max_length, compiled, cache)
     except llm.Refusal as refusal:
-        for option, asked in ({"--compile": compiled, "--cache": cache is not None} | (needs or {})).items():
-            if asked:
-                raise ValueError(f"{option} needs lowbit's decoder; {refusal}") from refusal
+        for option, given in ({"--compile": compiled, "--cache": cache is not None} | (needs or {})).items():
+            if given:
+                raise ValueError(f"{option} requires lowbit's decoder; {refusal}") from refusal
         step = llm.Fallback(model, max_length)
         step.refusal = str(refusal).split("; use transformers' generate()")[0]
         output.note(f"{step.refusal}; it runs by transformers' own attention instead, and {step.how}")
@@ -92,7 +93,7 @@ def parse_prefix_size(directory: Path | None, size: str) -> int:
     return parse_size(size, "--prefix-cache-size")
 
 
-def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, step: Callable) -> PrefixCache | None:
+def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, step: Callable[..., Any]) -> PrefixCache | None:
     """The prefix cache of the option, or of the environment, if one of them names a directory.
 
     Raises:
@@ -115,9 +116,9 @@ def make_prefix_cache(output: Output, directory: Path | None, most_bytes: int, s
 
 @contextmanager
 def imported(output: Output, model: Path) -> Iterator[Path]:
-    """A checkpoint as it is; for a GGUF file its import, from the directory beside it or made there.
+    """The directory of a checkpoint; for a GGUF file that of its import, which is made beside it if it is missing.
 
-    Load the model and its tokenizer inside the context: no other process replaces the import meanwhile.
+    Load the model and its tokenizer inside the context, in which no other process replaces the import.
     """
     from lowbit.importing.cache import cache_of, is_current, loading_from_cache
 
@@ -134,7 +135,7 @@ def imported(output: Output, model: Path) -> Iterator[Path]:
             output.note(f"{model} was imported before: {cache}")
             stack.enter_context(loading_from_cache(model, None, waiting))
         else:
-            changed = "; the one that is there is of other files" if cache.exists() else ""
+            changed = "; the import of another file is replaced" if cache.exists() else ""
             output.note(f"{model} is imported to {cache}{changed}")
             with output.progress(f"importing {model}", "bytes") as advance:
                 stack.enter_context(loading_from_cache(model, advance, waiting))
@@ -142,17 +143,21 @@ def imported(output: Output, model: Path) -> Iterator[Path]:
 
 
 def load_packed(output: Output, model: Path, bits: int | None, group_size: str) -> torch.nn.Module:
-    """A packed checkpoint as it is, a float one with `bits` or 4."""
+    """A packed checkpoint's model; a float one is quantized to ``bits`` or 4."""
     from lowbit.llm.loading import is_packed
 
-    as_it_is = bits is None and is_packed(model)
-    if as_it_is:
+    packed = bits is None and is_packed(model)
+    if packed:
         refuse_unused(f"for {model}, which is packed already", group_size=group_size != "32")
-    return load(output, model, None if as_it_is else make_config(bits or 4, group_size))
+    return load(output, model, None if packed else make_config(bits or 4, group_size))
 
 
 def is_shape(name: str) -> bool:
-    """Whether this names random weights of a known shape rather than a directory."""
+    """Whether this is the name of a known shape, for random weights, and not a directory.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
     from lowbit.llm.shapes import NAMES
 
     if name in NAMES:
@@ -163,13 +168,14 @@ def is_shape(name: str) -> bool:
 
 
 def positions(model: torch.nn.Module) -> int:
-    """The longest text that a model is made for, in tokens."""
+    """The largest number of tokens of a text that a model supports."""
     from lowbit.hf.decoding import position_limit
 
     return position_limit(model.config.get_text_config()) or sys.maxsize
 
 
 def set_threads(threads: int | None) -> None:
+    """Sets torch's number of threads, with a warning if there are fewer CPUs."""
     if threads is None:
         return
     if threads > (cpus := available_cpus()):
@@ -182,17 +188,17 @@ def set_threads(threads: int | None) -> None:
 
 
 def check_text(text: str, option: str) -> str:
-    """A text of the command line, if it is UTF-8: Python hides in surrogates what is not.
+    """A text of the command line or of stdin.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not UTF-8: Python represents other bytes by surrogates.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        found = f"the byte 0x{code & 0xFF:02x}" if 0xDC80 <= code <= 0xDCFF else f"half of a character, 0x{code:x},"
-        raise ValueError(f"{option} is not UTF-8 text: found {found} at character {error.start}") from error
+        problem = f"the byte 0x{code & 0xFF:02x}" if 0xDC80 <= code <= 0xDCFF else f"half of a character, 0x{code:x},"
+        raise ValueError(f"{option} is not UTF-8 text: found {problem} at character {error.start}") from error
     return text
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what their text means."""
+"""Options that several commands share, and their parsers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def finite(number: float | None) -> float | None:
-    """A callback of options: neither NaN nor infinite, which are numbers to Python and within every range or none."""
+    """Callback of options that refuses NaN and infinity, which typer's ranges accept."""
     if number is not None and not math.isfinite(number):
         raise typer.BadParameter(f"{number} is not a finite number")
     return number
@@ -69,11 +69,28 @@ PrefixDirectory = Annotated[
 PrefixSize = Annotated[str, typer.Option("--prefix-cache-size", help="Largest size of that directory.")]
 
 
-def _number(option: str, help: str, most: float | None = None, least: float | None = 0) -> typer.models.OptionInfo:
+def _number(option: str, help: str, most: float | None = None, least: float | None = 0) -> Any:
     return typer.Option(option, min=least, max=most, callback=finite, help=help, show_default=False)
 
 
-# How tokens are drawn; None: as the model's files say, or not at all.
+def temperature_option(default: str) -> Any:
+    """--temperature, with the default that the help shows."""
+    help = "0 always takes the most likely token."
+    return typer.Option("--temperature", min=0, callback=finite, help=help, show_default=default)
+
+
+def top_k_option(default: str) -> Any:
+    """--top-k, with the default that the help shows."""
+    return typer.Option("--top-k", min=1, help="Sample from this number of most likely tokens.", show_default=default)
+
+
+def top_p_option(default: str) -> Any:
+    """--top-p, with the default that the help shows."""
+    help = "Sample from the most likely tokens that reach this probability."
+    return typer.Option("--top-p", min=0, max=1, callback=finite, help=help, show_default=default)
+
+
+# Sampling options; None: as in the model's files, or off.
 MinP = Annotated[float | None, _number("--min-p", "Draw from tokens at least so many times as likely as the likeliest.", 1)]
 RepetitionPenalty = Annotated[float | None, _number("--repetition-penalty", "Above 1: what came before becomes less likely.")]
 PresencePenalty = Annotated[
@@ -101,24 +118,25 @@ Stop = Annotated[
 ]
 
 
-def sampling_of(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of lowbit.llm.Sampling that options say, of those by their names; None: not given.
+def parse_sampling(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of lowbit.llm.Sampling that the options set.
 
     Args:
-        tokenizer: that knows which tokens have DRY's breakers.
+        tokenizer: for the tokens of DRY's breakers.
+        options: values by the fields' names; None or []: not given.
     """
     from lowbit.llm.stopping import BREAKERS, breakers, check_stop_strings
 
-    found = {name: value for name, value in given.items() if value not in (None, [])}
-    if not found.get("dry_multiplier"):
+    given = {name: value for name, value in options.items() if value not in (None, [])}
+    if not given.get("dry_multiplier"):
         names = ("dry_base", "dry_allowed_length", "dry_breakers")
-        refuse_unused("without --dry-multiplier", **{name.removesuffix("s"): name in found for name in names})
+        refuse_unused("without --dry-multiplier", **{name.removesuffix("s"): name in given for name in names})
     else:
-        strings = check_stop_strings(found.get("dry_breakers", BREAKERS), "--dry-breaker")
-        found["dry_breakers"] = breakers(tokenizer, strings)
-    if "logit_bias" in found:
-        found["logit_bias"] = dict(map(_parse_bias, found["logit_bias"]))
-    return found
+        strings = check_stop_strings(given.get("dry_breakers", BREAKERS), "--dry-breaker")
+        given["dry_breakers"] = breakers(tokenizer, strings)
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(map(_parse_bias, given["logit_bias"]))
+    return given
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
@@ -132,14 +150,14 @@ def _parse_bias(text: str) -> tuple[int, float]:
 
 
 def refuse_unused(why: str, **given: bool) -> None:
-    """Refuses options that would have no effect, because a user who gives one expects an effect.
+    """Refuses options that would have no effect.
 
     Args:
-        why: "without --bits", for example.
-        given: by the parameter's name, whether an option has another value than its default.
+        why: for example "without --bits".
+        given: by the parameter's name, whether an option differs from its default.
     """
-    for name, other in given.items():
-        if other:
+    for name, differs in given.items():
+        if differs:
             raise typer.BadParameter(f"it has no effect {why}", param_hint=f"--{name.replace('_', '-')}")
 
 
@@ -149,10 +167,16 @@ def refuse_without_bits(bits: int | str | None, group_size: str, mapping: str, e
         refuse_unused("without --bits", **said_how(group_size, mapping, embedding_bits))
 
 
+def optional_config(bits: int | None, group_size: str, mapping: str, embedding_bits: int | None) -> LowBitConfig | None:
+    """How to quantize a float checkpoint while it is loaded; None: not at all."""
+    refuse_without_bits(bits, group_size, mapping, embedding_bits)
+    return None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
+
+
 def said_how(group_size: str, mapping: str, embedding_bits: int | None) -> dict[str, bool]:
-    """Which of these options say something else than their defaults."""
-    others = {"mapping": mapping != "symmetric", "embedding_bits": embedding_bits is not None}
-    return {"group_size": group_size != "32", **others}
+    """Which of these options differ from their defaults."""
+    mapped, embedded = mapping != "symmetric", embedding_bits is not None
+    return {"group_size": group_size != "32", "mapping": mapped, "embedding_bits": embedded}
 
 
 def parse_group_size(text: str, option: str = "--group-size") -> int | None:
@@ -163,21 +187,23 @@ def parse_group_size(text: str, option: str = "--group-size") -> int | None:
     except ValueError:
         size = 0
     if size <= 0 or size % 16:
-        raise typer.BadParameter(f"{text!r} is no group size; expected a positive multiple of 16, or none", param_hint=option)
+        raise typer.BadParameter(
+            f"{text!r} is not a group size; expected a positive multiple of 16, or none", param_hint=option
+        )
     return size
 
 
 def parse_size(text: str, option: str) -> int:
-    """1.2GB, 800 MB, 1.1GiB, or a number of bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text.strip())
-    if found is None or (found[3] and not found[2]):
+    """Bytes from a text such as 1.2GB, 800 MB, 1.1GiB or 1000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text.strip())
+    if match is None or (match[3] and not match[2]):
         raise typer.BadParameter(f"{text!r}; expected a size, as in 1.2GB, 800MB or 1.1GiB", param_hint=option)
-    number, unit, binary = found.groups()
+    number, unit, binary = match.groups()
     return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def parse_widths(text: str) -> list[int]:
-    """Widths with commas between, each once, in their order."""
+    """Comma-separated widths in their order, without duplicates."""
     try:
         widths = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -188,7 +214,7 @@ def parse_widths(text: str) -> list[int]:
 
 
 def make_config(
-    bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others
+    bits: int, group_size: str, mapping: str = "symmetric", embedding_bits: int | None = None, **others: Any
 ) -> LowBitConfig:
     from lowbit import LowBitConfig
 

@@ -1,4 +1,4 @@
-"""What the commands share: where results, progress and errors go."""
+"""Results, progress and errors of the commands."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PIPE_WIDTH = 120  # columns, where the output is no terminal
 
 
 def console(*, stderr: bool, width: int | None = None) -> Console:
-    """A console of rich; `width` in columns instead of the terminal's, or of PIPE_WIDTH where there is none."""
+    """A console of rich; ``width`` in columns replaces the terminal's, or PIPE_WIDTH without a terminal."""
     stream = sys.stderr if stderr else sys.stdout
     if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
         width = PIPE_WIDTH
@@ -57,11 +57,11 @@ def console(*, stderr: bool, width: int | None = None) -> Console:
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """A table of figures: the first column is text, those behind are aligned to the right."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    """A table of figures: a text column, and columns that are aligned to the right."""
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left", no_wrap=True)
-    return made
+        result.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return result
 
 
 def packed_figures(entries: Iterable[CheckpointEntry]) -> tuple[int, dict[str, Any]]:
@@ -90,12 +90,12 @@ def _print_whole(out: Console, shown: Table) -> None:
     if not out.is_terminal:
         console(stderr=False, width=needed).print(shown)
         return
-    lefts = [column.justify == "left" for column in shown.columns]
+    is_text = [column.justify == "left" for column in shown.columns]
     for name, *cells in list(zip(*columns, strict=True))[0 if shown.show_header else 1 :]:
         aligned = []
-        for cell, width, left in zip(cells, widths[1:], lefts[1:], strict=True):
+        for cell, width, text in zip(cells, widths[1:], is_text[1:], strict=True):
             space = " " * (width - cell_len(cell))
-            aligned.append(cell + space if left else space + cell)
+            aligned.append(cell + space if text else space + cell)
         for line in (name, f"  {'  '.join(aligned)}"):
             if line.strip():
                 out.print(line.rstrip(), soft_wrap=True)
@@ -110,7 +110,7 @@ class Output:
         self.err = console(stderr=True)
 
     def result(self, document: dict[str, Any], *shown: Any) -> None:
-        """The result, once: as a JSON document, or as what is shown to people (texts and tables of rich)."""
+        """Prints the result: the JSON document, or the texts and tables for people."""
         if self.as_json:
             print(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
         else:
@@ -121,19 +121,18 @@ class Output:
                     self.out.print(item, soft_wrap=not self.out.is_terminal)
 
     def note(self, text: str) -> None:
-        """A line for people, on stderr."""
+        """Prints a line for people to stderr."""
         self.err.print(text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """A warning, on stderr."""
+        """Prints a warning to stderr."""
         _print_warning(text)
 
     @contextmanager
     def progress(self, what: str, unit: str | None = None) -> Iterator[Callable[..., None]]:
-        """A progress bar around a long step; without a terminal, a line when it begins, and one a minute.
+        """Shows a progress bar for a long step; without a terminal, a line at its beginning and one a minute.
 
-        Yields ``advance(done, total, detail="")``, which may also never be called: then the time counts alone.
-        ``unit`` is "bytes" or a plural for what is counted.
+        Yields ``advance(done, total, detail="")``; without a call only the time is shown. ``unit`` is "bytes" or a plural.
         """
         if not self.err.is_terminal:
             self.note(f"{what} ...")
@@ -159,9 +158,9 @@ class Output:
 
 @contextmanager
 def _lines(note: Callable[[str], None], what: str, unit: str | None) -> Iterator[Callable[..., None]]:
-    """Progress as a file can hold it: a line in LINE_SECONDS, also while nothing is reported."""
+    """Prints progress as lines, one per LINE_SECONDS, also while nothing is reported."""
     ended, begin = threading.Event(), time.perf_counter()
-    marks: deque[tuple[float, int]] = deque(maxlen=10)  # when so much was done, at each of the last lines
+    marks: deque[tuple[float, int]] = deque(maxlen=10)  # (time, done) at the last lines
     state: tuple[int, int, str] = (0, 0, "")
 
     def advance(done: int, total: int, detail: str = "") -> None:
@@ -201,7 +200,7 @@ def _duration(seconds: float) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: null says that there is no such number."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -209,38 +208,38 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# What ends a program from outside. SIGHUP: its terminal is closed, or the connection to it lost.
+# Signals that end a program. SIGHUP: its terminal is closed, or the connection to it lost.
 _ENDINGS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def _end(number: int, frame: Any) -> None:
-    """Leaves through every `finally`, which removes half-written files; a second signal must not disturb that."""
-    for each in _ENDINGS:
-        signal.signal(each, signal.SIG_IGN)
+    """Raises an exception, so that every `finally` removes partial files; later signals are ignored."""
+    for ending in _ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)
 
 
 def set_stdout_errors(errors: str) -> None:
-    """What is printed for a character that the terminal's encoding does not have."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not where a program has put something else in its place
+    """Sets how stdout handles characters that its encoding does not have."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a program may have replaced it
         sys.stdout.reconfigure(errors=errors)
 
 
 def print_piece(text: str) -> None:
-    """Prints a piece of a model's text at once; to a terminal without control characters, which could command it."""
+    """Prints a piece of a model's text; to a terminal without control characters, which could control it."""
     if sys.stdout.isatty():
-        text = "".join(each for each in text if each in "\n\t" or unicodedata.category(each) != "Cc")
+        text = "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")
     print(text, end="", flush=True)
 
 
 @contextmanager
-def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> Iterator[None]:
-    """Turns what users can put right into one line and exit code 1. A bug keeps its traceback.
+def reporting(as_json: bool, debug: bool, model: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Turns errors that users can fix into one line and exit code 1; a bug keeps its traceback.
 
-    Users can put right what we refuse (ValueError, OSError, ImportError), a machine that is too small, and a model
-    whose files make another library fail. Everything else is a bug.
+    Users can fix bad input (ValueError, OSError, ImportError), too little memory, and a model whose files make another
+    library fail. Everything else is a bug.
     """
     before = {number: signal.getsignal(number) for number in _ENDINGS}
     for number, handler in before.items():
@@ -251,7 +250,7 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
     try:
         if sys.stdout is None:
             raise OSError("stdout is closed; expected an open stream for the result")
-        set_stdout_errors("backslashreplace")  # names of files may be no text
+        set_stdout_errors("backslashreplace")  # file names may not be UTF-8
         yield
         sys.stdout.flush()
     except BrokenPipeError:
@@ -273,7 +272,7 @@ def reporting(as_json: bool, debug: bool, model: str | os.PathLike | None) -> It
         print(f"lowbit: error: {message}", file=sys.stderr)
         raise typer.Exit(1) from None
     finally:
-        for number, handler in before.items():  # Python takes down its modules yet: no place for an exception
+        for number, handler in before.items():  # an exception must not come while Python shuts down
             if signal.getsignal(number) == _end:
                 signal.signal(number, handler)
 
@@ -300,16 +299,16 @@ class _Without(logging.Filter):
 
 
 def quieten() -> None:
-    """Keeps back what other libraries say to their own developers; warnings become one line."""
+    """Hides messages of other libraries to their developers; warnings become one line."""
     # torchao, which executorch brings and transformers imports, tries libraries for other machines and other Pythons,
     logging.getLogger("torchao").addFilter(_Without("Failed to load ", "Skipping import of cpp extensions"))
     # and registers enums in a way that this torch finds old.
     logging.getLogger("torch.utils._pytree").addFilter(_Without("<enum "))
-    # torch's profiler says that it starts and stops; this is read when it does.
+    # torch's profiler logs its start and end.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # transformers warns its own users of what they could have written otherwise.
+    # transformers gives advice to programmers.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # ExecuTorch explains what becomes of caches, which lowbit.llm knows.
+    # ExecuTorch warns of mutated buffers, which are the KV caches.
     warnings.filterwarnings("ignore", "Mutation on a buffer in the model is detected")
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
         warnings.simplefilter("ignore", category)

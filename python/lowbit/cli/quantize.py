@@ -7,25 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from . import options
 from .dequantize import as_float
 from .models import read_text, set_threads
-from .options import (
-    Bits,
-    EmbeddingBits,
-    GroupSize,
-    Json,
-    Mapping,
-    Threads,
-    finite,
-    make_config,
-    parse_group_size,
-    parse_size,
-    refuse_unused,
-)
 from .output import Output, packed_figures, size, table
 
 if TYPE_CHECKING:
@@ -38,13 +26,13 @@ _UNITS = {"writing": "bytes"}
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of a float checkpoint.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; empty, or new.", show_default=False)],
-    bits: Bits = 4,
-    group_size: GroupSize = "32",
-    mapping: Mapping = "symmetric",
+    bits: options.Bits = 4,
+    group_size: options.GroupSize = "32",
+    mapping: options.Mapping = "symmetric",
     scale: Annotated[
         Literal["mse", "absmax"], typer.Option("--scale", help="Least squared error, or the whole range of a group.")
     ] = "mse",
-    embedding_bits: EmbeddingBits = None,
+    embedding_bits: options.EmbeddingBits = None,
     override: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,12 +77,12 @@ def quantize(
         typer.Option(
             "--target-bits",
             help="With --calibrate: mixed precision per layer, for this mean of bits per weight.",
-            callback=finite,
+            callback=options.finite,
             show_default=False,
         ),
     ] = None,
-    threads: Threads = None,
-    as_json: Json = False,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
 ) -> None:
     """Quantize a checkpoint, without ever holding it in memory."""
     begin = time.perf_counter()
@@ -103,12 +91,12 @@ def quantize(
     if calibrate is None:
         given = {"method": method != "auto", "calibrate_tokens": calibrate_tokens != 32768, "window": window != 512}
         given |= {"target_size": target_size is not None, "target_bits": target_bits is not None}
-        refuse_unused("without --calibrate", **given)
+        options.refuse_unused("without --calibrate", **given)
     overrides = list(map(_override, override or ()))  # pairs: their order counts, and a pattern may come twice
-    config = make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
+    config = options.make_config(bits, group_size, mapping, embedding_bits, scale=scale, overrides=overrides)
     if target_size is not None and target_bits is not None:
         raise typer.BadParameter("--target-size says how large already; expected one of them", param_hint="--target-bits")
-    target_bytes = None if target_size is None else parse_size(target_size, "--target-size")
+    target_bytes = None if target_size is None else options.parse_size(target_size, "--target-size")
     text = None if calibrate is None else read_text(calibrate)
     with as_float(output, source, target) as floats:
         if text is None:
@@ -130,8 +118,8 @@ def quantize(
         "packed_layers": count,
         **packed,
         "float_bytes": summary.target_bytes - packed["packed_bytes"],
-        "left_bytes": summary.left_bytes,
-        "left_float": summary.left,
+        "left_bytes": summary.unquantized_bytes,
+        "left_float": summary.unquantized,
         "methods": None if calibration is None else calibration.methods,
         "calibration_tokens": None if calibration is None else calibration.tokens,
         "resumed_layers": None if calibration is None else calibration.resumed,
@@ -148,10 +136,10 @@ def quantize(
     if calibration is not None:
         lines.append(_calibrated(calibration))
     output.result(document, shown, *lines, f"{target} written in {document['seconds']:.1f} s")
-    if 2 * summary.left_bytes > summary.target_bytes:
+    if 2 * summary.unquantized_bytes > summary.target_bytes:
         output.warn(
-            f"MOST OF THIS MODEL STAYS FLOAT: {len(summary.left)} matrices, "
-            f"{100 * summary.left_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
+            f"MOST OF THIS MODEL STAYS FLOAT: {len(summary.unquantized)} matrices, "
+            f"{100 * summary.unquantized_bytes / summary.target_bytes:.0f} % of the bytes in {target}"
         )
 
 
@@ -179,7 +167,7 @@ def _calibrate(
 
         def progress(step: str, done: int, total: int, detail: str) -> None:
             if step not in shown:
-                stack.close()  # the bar of the step before
+                stack.close()  # ends the bar of the previous step
                 shown[step] = stack.enter_context(
                     output.progress(f"{step}: {target if step == 'writing' else named}", _UNITS.get(step, "layers"))
                 )
@@ -193,47 +181,47 @@ def _calibrate(
 
 @contextmanager
 def _resumable(output: Output, journal: Path) -> Iterator[None]:
-    """Says how to go on where a calibration ends before its time, by Ctrl-C or by an error."""
+    """Notes how to continue a calibration that Ctrl-C or an error ends."""
     try:
         yield
     except BaseException as error:
-        if journal.exists() and not isinstance(error, BlockingIOError):  # another run has it then
+        if journal.exists() and not isinstance(error, BlockingIOError):  # another run holds it
             how = "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else "ended by an error"
             output.note(f"{how}: the finished layers are kept in {journal}; the same command goes on from there")
         raise
 
 
 def _calibrated(calibration: Calibration) -> str:
-    """What calibration did, in a line."""
+    """A line about the calibration."""
     counted = Counter(calibration.methods.values())
     ways = ", ".join(f"{count} by {method}" for method, count in sorted(counted.items()))
-    part = "" if calibration.there == calibration.tokens else f" of {calibration.there}"
-    resumed = f"; {calibration.resumed} were there from an earlier run" if calibration.resumed else ""
+    part = "" if calibration.text_tokens == calibration.tokens else f" of {calibration.text_tokens}"
+    resumed = f"; {calibration.resumed} are from an earlier run" if calibration.resumed else ""
     return f"layers calibrated on {calibration.tokens}{part} tokens: {ways}{resumed}"
 
 
 def _stays_float(summary: CheckpointSummary) -> list[str]:
-    """A line for each reason why matrices stay float: how many, their share of the bytes written, and one of them."""
+    """A line for each reason why matrices stay float, with their number, an example and their share of the bytes."""
     lines = []
-    for why in dict.fromkeys(summary.left.values()):
-        names = [name for name, reason in summary.left.items() if reason == why]
+    for why in dict.fromkeys(summary.unquantized.values()):
+        names = [name for name, reason in summary.unquantized.items() if reason == why]
         share = sum(entry.bytes for entry in summary.entries if entry.name in names) / summary.target_bytes
         what = f"{names[0]} stays" if len(names) == 1 else f"{len(names)} matrices ({names[0]}, ...) stay"
         lines.append(f"{what} float, {100 * share:.1f} % of the bytes: {why}")
     return lines
 
 
-def _override(text: str) -> tuple[str, dict | None]:
-    """PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float, as LowBitConfig takes it."""
+def _override(text: str) -> tuple[str, dict[str, Any] | None]:
+    """An override of LowBitConfig from PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float."""
     pattern, _, value = text.rpartition("=")
     if pattern and value == "float":
         return pattern, None
     bits, *rest = value.split(",")
     if not pattern or not bits.isdecimal() or len(rest) > 2:
         raise typer.BadParameter(f"{text!r}; expected PATTERN=BITS[,GROUP[,MAPPING]] or PATTERN=float", param_hint="--override")
-    changes: dict = {"bits": int(bits)}
+    changes: dict[str, Any] = {"bits": int(bits)}
     if rest:
-        changes["group_size"] = parse_group_size(rest[0], "--override")
+        changes["group_size"] = options.parse_group_size(rest[0], "--override")
     if len(rest) == 2:
         changes["mapping"] = rest[1]
     return pattern, changes

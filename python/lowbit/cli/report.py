@@ -17,11 +17,11 @@ from .output import Output, table
 def _methods(given: str, option: str) -> list[str]:
     from lowbit.calibration import METHODS
 
-    found = [] if given == "none" else given.split(",")
-    if not set(found) <= set(METHODS):
+    names = [] if given == "none" else given.split(",")
+    if not set(names) <= set(METHODS):
         known = ", ".join(METHODS)
         raise typer.BadParameter(f"{given!r}; expected some of {known} with commas between, or none", param_hint=option)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))
 
 
 def report(
@@ -92,7 +92,7 @@ def report(
     set_threads(threads)
     page = output_path / "report.html" if output_path.is_dir() else output_path
     if page.suffix != ".html":
-        raise ValueError(f"{page} does not end in .html; expected the name of the page, or a directory that is there")
+        raise ValueError(f"{page} does not end in .html; expected the name of the page, or an existing directory")
     if not page.parent.is_dir():
         raise NotADirectoryError(f"{page.parent} is not a directory; make it first")
     refuse_gguf(model)

@@ -10,7 +10,7 @@ import torch
 import typer
 
 import lowbit
-from lowbit.threads import available_cpus
+from lowbit._threads import available_cpus
 
 from .models import is_shape, load_packed
 from .options import GroupSize, Json, ModelOrShape, OptionalBits, finite, parse_group_size

@@ -1,1 +1,1 @@
-"""`lowbit doctor`: what this machine has and how fast its memory is, and whether each way to run a model works here."""
+"""`lowbit doctor`: facts about this machine, and a trial of each way to run a model."""

@@ -13,18 +13,18 @@ import lowbit
 
 from .. import _C
 from .._machine import cpu_name
-from ..memory import ReadBandwidth, huge_page_setting
-from ..threads import available_cpus
+from .._memory import ReadBandwidth, huge_page_setting
+from .._threads import available_cpus
 
 PACKAGES = ("torch", "transformers", "safetensors", "executorch", "torchao")
-_BANDWIDTH_BYTES = 256 << 20  # beyond most caches, and read in less than half a second also where memory is slow
-_LAYER = (4096, 4096)  # of which threads are measured
+_BANDWIDTH_BYTES = 256 << 20  # larger than most caches, and read in half a second on slow memory
+_LAYER = (4096, 4096)  # the linear layer that threads are measured on
 _TUNE_SECONDS = 0.5
 _HUGE_PAGES = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of what lowbit works with; None: not installed."""
+    """Versions of the packages that lowbit works with; None: not installed."""
     return {package: _installed(package) for package in PACKAGES}
 
 
@@ -36,17 +36,17 @@ def _installed(package: str) -> str | None:
 
 
 def active_kernels() -> dict[str, list[str]]:
-    """The names of the kernels that run here, by what they do: "linear, 4 bits" or "attention"."""
-    found: dict[str, list[str]] = {}
+    """Names of the kernels that run here, by family and width: "linear, 4 bits" or "attention"."""
+    names: dict[str, list[str]] = {}
     for row in lowbit.kernels():
         if row["active"]:
             bits = row.get("bits")
-            found.setdefault(row["family"] if bits is None else f"{row['family']}, {bits} bits", []).append(row["name"])
-    return found
+            names.setdefault(row["family"] if bits is None else f"{row['family']}, {bits} bits", []).append(row["name"])
+    return names
 
 
 def read_bandwidth(threads: int) -> float | None:
-    """Bytes per second that these threads read from memory; None where there is no memory to spare."""
+    """Bytes per second that these threads read from memory; None: too little memory is free."""
     size = _BANDWIDTH_BYTES
     try:
         size = min(size, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
@@ -61,7 +61,7 @@ def read_bandwidth(threads: int) -> float | None:
 
 
 def examine() -> dict[str, Any]:
-    """All facts, as documented for ``lowbit doctor --json``. Takes about two seconds."""
+    """Measures the facts that docs/cli.md lists for ``lowbit doctor --json``; takes about two seconds."""
     allowed, threads = available_cpus(), torch.get_num_threads()
     tuning = lowbit.tune_threads([_LAYER], seconds=_TUNE_SECONDS, apply=False)
     return {
@@ -82,18 +82,18 @@ def examine() -> dict[str, Any]:
 
 
 def advice(facts: dict[str, Any]) -> list[str]:
-    """What would make this machine faster, a sentence each."""
-    found = []
+    """Sentences that say what would make this machine faster."""
+    sentences = []
     if facts["isa"]["cap"]:
-        found.append(f"LOWBIT_ISA={facts['isa']['cap']} caps the instruction sets; unset it to use all of this CPU's")
+        sentences.append(f"LOWBIT_ISA={facts['isa']['cap']} caps the instruction sets; unset it to use all of this CPU's")
     elif facts["isa"]["active"] == ["portable"]:
-        found.append("this CPU has none of the instruction sets that lowbit has kernels for: portable C++ runs, slowly")
+        sentences.append("this CPU has none of the instruction sets that lowbit has kernels for: portable C++ runs, slowly")
     if facts["huge_pages"] == "never":
-        found.append(f"huge pages are switched off, so weights are read more slowly; switch them on: {_HUGE_PAGES}")
+        sentences.append(f"huge pages are switched off, so weights are read more slowly; switch them on: {_HUGE_PAGES}")
     if facts["threads"] != facts["advised_threads"]:
         advised = facts["advised_threads"]
-        found.append(
+        sentences.append(
             f"a token is decoded fastest with {advised} thread{'s' * (advised != 1)}; now there are {facts['threads']}: "
             f"torch.set_num_threads({advised}), or --threads {advised}; `lowbit tune MODEL` measures a model"
         )
-    return found
+    return sentences

@@ -1,7 +1,7 @@
-"""Each way to run a model, tried on a tiny layer.
+"""Trials of each way to run a model, on a tiny layer.
 
-A try runs in a process of its own: what ends the process, or changes it for good, is a finding and not the end of the doctor.
-``python -m lowbit.doctor.surfaces NAME FILE`` is such a process.
+A trial runs in its own process, so that a crash is a result and does not end the doctor. The process is
+``python -m lowbit.doctor.surfaces NAME FILE``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .._imports import why_not
 from .._machine import cpp_compiler
 from ..files.untrusted import one_line
 
-_SECONDS = 600  # more than any try takes on a slow board; what takes longer hangs
+_SECONDS = 600  # more than any trial takes on a slow board
 _COMPILER = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
 _BUILD_AGAIN = "build lowbit again in a checkout, with `pip install .`"
 _TRANSFORMERS = "pip install 'lowbit[llm]'"
 
 
 class Missing(Exception):
-    """What a surface needs is not installed."""
+    """A package or program that a surface needs is not installed."""
 
     def __init__(self, what: str, remedy: str):
         super().__init__(what)
@@ -45,7 +45,7 @@ class Missing(Exception):
 
 
 class Broken(Exception):
-    """A surface does not work, for a reason that we know."""
+    """A surface does not work, for a known reason."""
 
     def __init__(self, what: str, remedy: str):
         super().__init__(what)
@@ -54,29 +54,29 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Surface:
-    """What came of a try."""
+    """Result of a trial."""
 
     name: str
     state: str  # "works", "broken" or "missing": not installed
-    seconds: float  # that the try took, without starting Python and importing torch
-    found: str | None = None  # why it does not work
+    seconds: float  # without starting Python and importing torch
+    reason: str | None = None  # why it does not work
     remedy: str | None = None
 
 
 def _layer() -> tuple[torch.nn.Module, torch.Tensor]:
-    """Two linear layers with 4 bits and something to compile between them, and two rows of input [2, 64]."""
+    """A model of two 4-bit linear layers with an activation to compile between them, and an input [2, 64]."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32)).eval()
     return lowbit.quantize_(model, lowbit.LinearConfig(bits=4, group_size=32)), torch.randn(2, 64)
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    if not torch.equal(found, expected):
+def _check_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
+    if not torch.equal(result, expected):
         raise Broken("the results are not those of eager mode", _BUILD_AGAIN)
 
 
 def _executorch() -> str:
-    """How to get the executorch that this lowbit has operators for."""
+    """How to install the executorch that this lowbit has operators for."""
     if built := _C.executorch_version.partition("+")[0]:
         return f"pip install executorch=={built}, which this lowbit was built for"
     return f"pip install executorch==1.5.1; then {_BUILD_AGAIN}"
@@ -90,7 +90,7 @@ def _need_compiler() -> str:
 
 
 def _eager(directory: Path) -> None:
-    """Every width: a linear layer for one row and for many, and a table."""
+    """Tries every width: a linear layer with one row and with many, and a table."""
     torch.manual_seed(0)
     weight = torch.randn(48, 96)
     for bits in range(1, 9):
@@ -98,10 +98,10 @@ def _eager(directory: Path) -> None:
         table = lowbit.embedding(torch.arange(48), packed, 96)
         for rows in (1, 17):
             x = torch.randn(rows, 96)
-            lost = (lowbit.linear(x, packed, 48) - x @ table.T).abs()
-            # An activation is rounded to int8, by half a step at most; a step is no larger than this.
+            error = (lowbit.linear(x, packed, 48) - x @ table.T).abs()
+            # Rounding to int8 moves an activation by at most half a step, and this is the largest step.
             step = x.abs().amax(1, keepdim=True) / 127
-            if not bool((lost <= 0.51 * step * table.abs().sum(1)).all()):
+            if not bool((error <= 0.51 * step * table.abs().sum(1)).all()):
                 raise Broken(f"linear layers with {bits} bits give wrong results", _BUILD_AGAIN)
 
 
@@ -109,7 +109,7 @@ def _compile(directory: Path) -> None:
     _need_compiler()
     model, x = _layer()
     with torch.inference_mode():
-        _same(torch.compile(model, fullgraph=True)(x), model(x))
+        _check_equal(torch.compile(model, fullgraph=True)(x), model(x))
 
 
 def _pt2(directory: Path) -> None:
@@ -118,7 +118,7 @@ def _pt2(directory: Path) -> None:
     with torch.inference_mode():
         lowbit.export_pt2(model, (x,), directory / "layer.pt2")
         loaded = import_module("torch._inductor").aoti_load_package(str(directory / "layer.pt2"))
-        _same(loaded(x), model(x))
+        _check_equal(loaded(x), model(x))
 
 
 def _pte(directory: Path) -> None:
@@ -133,7 +133,7 @@ def _pte(directory: Path) -> None:
     lowbit.export_pte(model, (x,), directory / "layer.pte")
     runtime = import_module("executorch.runtime").Runtime.get()
     method = runtime.load_program(directory / "layer.pte").load_method("forward")
-    _same(method.execute([x])[0], model(x))
+    _check_equal(method.execute([x])[0], model(x))
 
 
 def _cpp(directory: Path) -> None:
@@ -156,7 +156,7 @@ def _cpp(directory: Path) -> None:
     ran = subprocess.run([program, packed, row, str(layer.out_features)], capture_output=True)
     if ran.returncode:
         raise Broken(f"the compiled program fails: {_gist(ran.stderr.decode(errors='replace'))}", _BUILD_AGAIN)
-    _same(torch.frombuffer(bytearray(ran.stdout), dtype=torch.float32), layer(x[:1])[0])
+    _check_equal(torch.frombuffer(bytearray(ran.stdout), dtype=torch.float32), layer(x[:1])[0])
 
 
 def _language_models(directory: Path) -> None:
@@ -173,7 +173,7 @@ def _language_models(directory: Path) -> None:
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
     config.bos_token_id = config.eos_token_id = None
     model = llm.random_model(config, lowbit.LinearConfig(bits=4), lowbit.EmbeddingConfig(bits=4))
-    decoder = llm.Decoder(model, 32)  # which compares itself with the model's own attention
+    decoder = llm.Decoder(model, 32)  # compares itself with the model's attention
     if len(llm.generate(decoder, [1, 2, 3], 4, max_length=32).tokens) != 4:
         raise Broken("a tiny model does not decode", _TRANSFORMERS)
 
@@ -189,7 +189,7 @@ SURFACES: dict[str, Callable[[Path], None]] = {
 
 
 def _gist(text: str) -> str:
-    """The first line of a program's output that names an error, otherwise the last line."""
+    """The first line of a program's output that mentions an error, otherwise the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.search(r"\berror\b", line, re.I)]
     return (named or lines[-1:] or ["no message"])[0][:300]
@@ -197,64 +197,64 @@ def _gist(text: str) -> str:
 
 def _try_here(name: str) -> Surface:
     begin = time.perf_counter()
-    state, found, remedy = "works", None, None
+    state, reason, remedy = "works", None, None
     with tempfile.TemporaryDirectory() as directory:
         try:
             SURFACES[name](Path(directory))
         except Missing as error:
-            state, found, remedy = "missing", str(error), error.remedy
+            state, reason, remedy = "missing", str(error), error.remedy
         except Broken as error:
-            state, found, remedy = "broken", str(error), error.remedy
+            state, reason, remedy = "broken", str(error), error.remedy
         except Exception as error:
-            state, found = "broken", f"{type(error).__name__}: {error}"
+            state, reason = "broken", f"{type(error).__name__}: {error}"
             remedy = _remedy_of(name)
             traceback.print_exc()
-    found = None if found is None else one_line(found, 300)
-    return Surface(name, state, time.perf_counter() - begin, found, remedy)
+    reason = None if reason is None else one_line(reason, 300)
+    return Surface(name, state, time.perf_counter() - begin, reason, remedy)
 
 
 def _remedy_of(name: str) -> str:
-    """For what we do not know: how to see more."""
+    """The remedy for an unknown reason: the command that shows the whole error."""
     return f"the whole error: {Path(sys.executable).name} -m lowbit.doctor.surfaces {name!r}"
 
 
 def try_surface(name: str, seconds: float = _SECONDS) -> Surface:
-    """Tries one of :data:`SURFACES` in a process of its own. What it compiles is compiled, not taken from a cache.
+    """Tries a surface in its own process, without compiler caches.
 
     Args:
-        name: of the surface.
-        seconds: after which the try is given up.
+        name: of :data:`SURFACES`.
+        seconds: time limit.
     """
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
-        # -P: a file in the current directory must not take the place of a library.
+        # -P: files in the current directory must not shadow libraries.
         command = [sys.executable, "-P", "-W", "ignore", "-m", "lowbit.doctor.surfaces", name, str(result)]
-        # What it leaves behind when it is killed goes with the directory.
+        # Temporary files of a killed process are removed with the directory.
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(directory) / "cache"), "TMPDIR": directory}
-        with open(Path(directory) / "said", "w+", errors="replace") as said:
+        with open(Path(directory) / "log", "w+", errors="replace") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
             try:
                 code = process.wait(seconds)
-                found = f"its process ended by {signal.Signals(-code).name}" if code < 0 else None
+                reason = f"its process ended by {signal.Signals(-code).name}" if code < 0 else None
             except subprocess.TimeoutExpired:
-                found = f"it was not done after {seconds:g} seconds"
+                reason = f"it was not done after {seconds:g} seconds"
             finally:
-                if process.poll() is None:  # with the compilers that it has started
+                if process.poll() is None:  # with the compilers that it started
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             try:
                 return Surface(**json.loads(result.read_text()))
             except (OSError, ValueError):
-                said.seek(0)
-                found = one_line(found or _gist(said.read()), 300)
-        return Surface(name, "broken", time.perf_counter() - begin, found, _remedy_of(name))
+                log.seek(0)
+                reason = one_line(reason or _gist(log.read()), 300)
+        return Surface(name, "broken", time.perf_counter() - begin, reason, _remedy_of(name))
 
 
 def main() -> None:
-    """``python -m lowbit.doctor.surfaces NAME [FILE]``: tries a surface here, and writes the outcome to the file as JSON."""
+    """Tries surface NAME in this process and writes the result to FILE, or to stdout, as JSON."""
     name, *file = sys.argv[1:]
     document = json.dumps(asdict(_try_here(name)))
     if file:

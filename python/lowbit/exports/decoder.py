@@ -18,50 +18,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hf.recurrent import is_state
 from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
 from .module import export_pt2, export_pte
 
-# Of a .pte, methods without arguments: names that ExecuTorch's own runners of language models read too.
+# Methods without arguments in a .pte, by the names that ExecuTorch's runners of language models read.
 _PTE_NUMBERS = {"max_length": "get_max_context_len", "chunk": "get_max_seq_len", "vocabulary": "get_vocab_size"}
 _PTE_STOP = "get_eos_ids"
-_PT2 = "lowbit.llm."  # what the names of our metadata in a .pt2 begin with
+_PTE_RECURRENT = "has_states"  # of lowbit: whether layers have states, which cannot be cut back
+_PT2 = "lowbit.llm."  # prefix of the names of our metadata in a .pt2
 
-Progress = Callable[[int, int, str], None]
+ExportProgress = Callable[[int, int, str], None]
 
 
 @dataclass
 class ExportedDecoder:
-    """A decoder loaded from a file. It is called like the exported :class:`Decoder`, and has its own caches."""
+    """A decoder loaded from a file, with its own caches; called as the exported :class:`Decoder`."""
 
     max_length: int  # of a text, in tokens
-    chunk: int  # the most tokens of one run of the program; a call may have more
+    chunk: int  # largest number of tokens of one run of the program; longer calls are split
     vocabulary: int
     stop: tuple[int, ...]  # tokens that end a text
+    recurrent: bool  # whether layers have states: a text then goes on where it ended, or begins at 0
     _run: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
+    _position: int | None = field(default=None, repr=False)
+
+    def kept(self, count: int) -> int:
+        """How many of the first `count` tokens of the text a call can continue behind."""
+        return count if not self.recurrent or count == self._position else 0
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """
+        """Computes a step, as :meth:`Decoder.forward`.
+
         Args:
             tokens: [1, s] int64, s at least 1.
-            start: [1] int64: how many tokens are in the caches already.
+            start: [1] int64, the number of tokens in the caches.
 
         Returns:
-            [1, vocabulary] of the model's dtype: the logits behind the last token.
+            [1, vocabulary] of the model's dtype: the logits after the last token.
 
         Raises:
-            ValueError: another shape or dtype, or a token that is not in the vocabulary.
+            ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or the states are not those
+                after ``start`` tokens.
             IndexError: the text is longer than max_length.
             RuntimeError: the program failed.
         """
         check_call(tokens, start, self.vocabulary, self.max_length)
+        begin = int(start)
+        if begin and self.kept(begin) != begin:
+            raise ValueError(
+                f"start is {begin}; expected 0 or {self._position}, the tokens that the states of the model's recurrent layers "
+                "are those of: they cannot be cut back"
+            )
+        self._position = None
         for begin in range(0, tokens.shape[1], self.chunk):
             logits = self._run(tokens[:, begin : begin + self.chunk].contiguous(), start + begin)
+        self._position = int(start) + tokens.shape[1]
         return logits
 
 
 class _CachesAsInputs(torch.nn.Module):
-    """A decoder whose caches come with each call: as constants, a .pt2 would hold all of their zeros."""
+    """A decoder that takes its caches as inputs; as constants, their zeros would fill the .pt2."""
 
     def __init__(self, decoder: Decoder, names: Sequence[str]):
         super().__init__()
@@ -72,7 +90,7 @@ class _CachesAsInputs(torch.nn.Module):
         return torch.func.functional_call(self.decoder, dict(zip(self.names, caches)), (tokens, start))
 
 
-def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[str, int | list[int]]:
+def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[str, Any]:
     if not 1 <= chunk <= decoder.max_length:
         raise ValueError(f"chunk is {chunk}; expected 1 to the decoder's max_length of {decoder.max_length}")
     return {
@@ -83,8 +101,8 @@ def _describe(decoder: Decoder, chunk: int, stop: Iterable[int] | None) -> dict[
     }
 
 
-def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple]:
-    """Inputs, and which of their sizes is dynamic."""
+def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
+    """Example inputs, and their dynamic sizes."""
     tokens = torch.zeros((1, min(chunk, 3)), dtype=torch.int64)
     sizes = {1: torch.export.Dim("s", min=1, max=chunk)} if chunk > 1 else None
     return (tokens, torch.zeros(1, dtype=torch.int64)), (sizes, None)
@@ -93,29 +111,32 @@ def _example(chunk: int) -> tuple[tuple[Tensor, Tensor], tuple]:
 @torch.no_grad()
 def export_decoder(
     decoder: Decoder,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     chunk: int = 128,
     stop: Iterable[int] | None = None,
     xnnpack: bool = True,
-    progress: Progress | None = None,
+    progress: ExportProgress | None = None,
 ) -> None:
     """Exports a decoder to a file that runs without Python.
 
-    The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format. **.pte**, for
-    ExecuTorch: the caches live in the loaded program and take no room in the file.
-    Constant methods say what a runner must know, under the names that ExecuTorch's own ``TextLLMRunner`` reads: it runs
-    the file, and so does ``examples/cpp/llm_runner``. **.pt2**, by AOTInductor, which needs a C++ compiler here: the
-    program also takes all caches, which it changes in place, so the file has none. Its metadata says what a runner must
-    know; ``examples/cpp/llm_runner_pt2`` reads it. :func:`load_decoder` runs both.
+    The program takes tokens [1, s], s from 1 to ``chunk``, and start [1]. The file name chooses the format:
+
+    * **.pte**, for ExecuTorch. The caches live in the loaded program and take no room in the file. Constant methods hold the
+      settings of a runner, under the names that ExecuTorch's ``TextLLMRunner`` reads. It runs the file;
+      ``examples/cpp/llm_runner`` does too.
+    * **.pt2**, by AOTInductor, which needs a C++ compiler here. The program also takes all caches and changes them in place,
+      so the file has none. Its metadata holds the settings of a runner; ``examples/cpp/llm_runner_pt2`` reads it.
+
+    :func:`load_decoder` runs both.
 
     Args:
         decoder: quantized, in eval mode.
         path: a name that ends in .pte or .pt2; replaced in one step, and untouched when the export fails.
-        chunk: the most tokens of one call. Longer prompts come in pieces; a .pte reserves memory for a piece.
-        stop: tokens that end a text; None: those that the model's configuration names.
-        xnnpack: in a .pte leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own
-            kernels.
+        chunk: largest number of tokens of one call. Longer prompts come in pieces; a .pte reserves memory for a piece.
+        stop: tokens that end a text; None: those of the model's configuration.
+        xnnpack: in a .pte, run the operators that XNNPACK supports there; otherwise all but lowbit's operators run on
+            ExecuTorch's kernels.
         progress: called as ``progress(steps done, steps, what begins)``.
 
     Raises:
@@ -134,11 +155,12 @@ def export_decoder(
 
 
 def _export_pte(
-    decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], xnnpack: bool, progress: Progress | None
+    decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], xnnpack: bool, progress: ExportProgress | None
 ) -> None:
     config = decoder.model.config.get_text_config()
     constants = {method: about[name] for name, method in _PTE_NUMBERS.items()}
     constants |= {_PTE_STOP: about["stop"], "get_n_layers": decoder.layers, "use_kv_cache": True}
+    constants |= {_PTE_RECURRENT: decoder.recurrent}
     constants |= {"use_sdpa_with_kv_cache": False, "enable_dynamic_shape": about["chunk"] > 1}
     if isinstance(config.bos_token_id, int):
         constants["get_bos_id"] = config.bos_token_id
@@ -146,14 +168,14 @@ def _export_pte(
     export_pte(decoder, inputs, path, dynamic_shapes=sizes, xnnpack=xnnpack, constant_methods=constants, progress=progress)
 
 
-def _export_pt2(decoder: Decoder, path: str | os.PathLike, about: dict[str, Any], progress: Progress | None) -> None:
+def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str, Any], progress: ExportProgress | None) -> None:
     caches = {name: cache for name, cache in decoder.named_buffers() if "_cache_" in name and "." not in name}
-    shapes = [list(cache.shape) for cache in caches.values()]
-    # One shape where all have the same, as in DeepSeek's attention and with alibi they have not.
-    sizes = shapes[0] if all(shape == shapes[0] for shape in shapes) else sum(shapes, [])
-    dtypes = {cache.dtype for cache in caches.values()}
-    about |= {"caches": len(caches), "cache_shape": sizes, "cache_dtype": str(*dtypes).removeprefix("torch.")}
-    metadata = {_PT2 + name: str(value).strip("[]").replace(" ", "") for name, value in about.items()}
+    about["caches"] = [
+        f"{str(cache.dtype).removeprefix('torch.')}:{'x'.join(map(str, cache.shape))}" for cache in caches.values()
+    ]
+    metadata = {
+        _PT2 + name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in about.items()
+    }
     inputs, dynamic = _example(about["chunk"])
     export_pt2(
         _CachesAsInputs(decoder, list(caches)).eval(),
@@ -176,8 +198,11 @@ def _load_pte(path: str) -> ExportedDecoder:
     numbers = {name: program.load_method(method).execute(())[0] for name, method in _PTE_NUMBERS.items()}
     _check(numbers)
     stop = tuple(program.load_method(_PTE_STOP).execute(()))
+    recurrent = bool(program.load_method(_PTE_RECURRENT).execute(())[0])
     forward = program.load_method("forward")
-    return ExportedDecoder(**numbers, stop=stop, _run=lambda tokens, start: forward.execute((tokens, start))[0])
+    return ExportedDecoder(
+        **numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: forward.execute((tokens, start))[0]
+    )
 
 
 def _load_pt2(path: str) -> ExportedDecoder:
@@ -187,27 +212,32 @@ def _load_pt2(path: str) -> ExportedDecoder:
     numbers = {name: int(about[name]) for name in _PTE_NUMBERS}
     _check(numbers)
     stop = tuple(int(token) for token in about["stop"].split(",") if token)
-    sizes = [int(size) for size in about["cache_shape"].split(",")]
-    dtype, count = getattr(torch, about["cache_dtype"]), int(about["caches"])
-    if len(sizes) not in (4, 4 * count):
-        raise ValueError(f"its cache_shape has {len(sizes)} sizes; expected 4, or 4 for each of its {count} caches")
-    shapes = [sizes[at : at + 4] for at in range(0, len(sizes), 4)] * (count if len(sizes) == 4 else 1)
-    caches = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    return ExportedDecoder(**numbers, stop=stop, _run=lambda tokens, start: package(tokens, start, caches))
+    caches = [_zeros(text) for text in about["caches"].split(",")]
+    recurrent = any(is_state(cache) for cache in caches)
+    return ExportedDecoder(**numbers, stop=stop, recurrent=recurrent, _run=lambda tokens, start: package(tokens, start, caches))
+
+
+def _zeros(text: str) -> Tensor:
+    """A cache as a .pt2 describes it: float32:1x4x64x16."""
+    name, _, shape = text.partition(":")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in shape.split("x")):
+        raise ValueError(f"it has a cache {text!r}; expected a dtype and a shape, as float32:1x4x64x16")
+    return torch.zeros([int(size) for size in shape.split("x")], dtype=dtype)
 
 
 _LOADERS: dict[str, Callable[[str], ExportedDecoder]] = {".pte": _load_pte, ".pt2": _load_pt2}
 
 
-def load_decoder(path: str | os.PathLike) -> ExportedDecoder:
-    """Loads what :func:`export_decoder` wrote: a .pte into ExecuTorch's runtime in this process, a .pt2 into torch.
+def load_decoder(path: str | os.PathLike[str]) -> ExportedDecoder:
+    """Loads a file of :func:`export_decoder`: a .pte into ExecuTorch's runtime in this process, a .pt2 into torch.
 
     A .pt2 holds machine code: load only files that you trust as much as a program.
 
     Raises:
-        ImportError: for a .pte: executorch is not installed, or lowbit was built without it.
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no program of a decoder, or has another ending.
+        ImportError: for a .pte, executorch is not installed, or lowbit was built without it.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not a decoder's program, or has another ending.
     """
     path = os.fspath(path)
     load = _LOADERS.get(Path(path).suffix)

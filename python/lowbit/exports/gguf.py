@@ -1,7 +1,7 @@
-"""A packed checkpoint as a GGUF file: the way of :mod:`lowbit.importing.gguf` back.
+"""Export of a packed checkpoint to a GGUF file, the inverse of :mod:`lowbit.importing.gguf`.
 
-The codes stay as they are. A type of ggml has one float16 scale for 32 inputs, without a factor per row: a scale that
-is no float16 is rounded, and said to be.
+Codes are not requantized. ggml's types have one float16 scale for 32 inputs, without a factor per row: other scales are
+rounded, and the result says so.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import _C, ops
-from ..bands import PANEL_ROWS, Bands, rows_of_band
+from .. import _C
+from .._bands import PANEL_ROWS, Bands, rows_of_band
+from .._packed import PackedInfo, Unpacked, unpack
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf import TYPES, GgufWriter, TensorType
 from ..files.replace import replacing
@@ -31,12 +32,12 @@ from .gguf_settings import architecture_metadata, rotation_factors
 
 _BLOCK = 32
 _BAND_WEIGHTS = 1 << 21
-# That rounding scales to float16 may move a weight: the most of 8 bits, 128 codes by 2^-11 of the scale. More means that
-# float16 has fewer digits for the scale than usual, or none.
+# Steps by which rounding scales to float16 may move a weight: at 8 bits 128 codes by 2^-11 of the scale. More means that the
+# scale is subnormal in float16 or out of its range.
 _MOST_STEPS = 2.0**-4
 _TYPES = {kind.name: kind for kind in TYPES.values()}
 _FLOAT_NAMES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
-_ONE_TABLE = ("gemma", "gemma2")  # of tokens, which is the head, too
+_TIED = ("gemma", "gemma2")  # architectures whose head is always the token table
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -55,18 +56,18 @@ class ExportedTensor:
 
 
 @dataclass(frozen=True)
-class _Output:
+class _GgufTensor:
     name: str
     type: TensorType
     shape: tuple[int, ...]
     write: Callable[[GgufWriter], ExportedTensor]
 
 
-def _packed_type(name: str, info: ops.PackedInfo) -> str:
-    """The smallest type that has all of the codes.
+def _packed_type(name: str, info: PackedInfo) -> str:
+    """The smallest GGUF type that holds all codes.
 
     Raises:
-        ValueError: there is none; the sentence says what would work.
+        ValueError: no type does; the message says what would work.
     """
     group = info.group_size or info.in_features
     if info.in_features % _BLOCK:
@@ -96,19 +97,20 @@ def _half_bytes(values: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(codes: np.ndarray) -> np.ndarray:
-    """Of [rows, blocks, 32]: the first 16 in the low halves, the others in the high ones."""
+    """Codes [rows, blocks, 32] as nibbles [rows, blocks, 16]: the first 16 are the low ones."""
     return codes[..., :16] & 15 | (codes[..., 16:] & 15) << 4
 
 
-def encode(type_name: str, info: ops.PackedInfo, codes: Tensor, scales: Tensor, mins: Tensor | None) -> np.ndarray:
-    """Rows of codes with their scales and mins as blocks of a GGUF type.
+def encode(type_name: str, info: PackedInfo, codes: Tensor, scales: Tensor, mins: Tensor | None) -> np.ndarray:
+    """Encodes rows as blocks of a GGUF type, uint8 [rows, bytes]; scales and mins are rounded to float16.
 
-    ``codes`` uint8 [rows, k] and ``scales``, ``mins`` float32 [rows, groups] give uint8 [rows, bytes]. Scales are rounded to
-    float16.
+    Args:
+        codes: uint8 [rows, k].
+        scales, mins: float32 [rows, groups].
     """
     rows, k = codes.shape
-    taken = np.minimum(np.arange(k // _BLOCK) * _BLOCK // (info.group_size or k), scales.shape[1] - 1)
-    scale = _half_bytes(scales.numpy()[:, taken])
+    groups = np.minimum(np.arange(k // _BLOCK) * _BLOCK // (info.group_size or k), scales.shape[1] - 1)
+    scale = _half_bytes(scales.numpy()[:, groups])
     values = codes.numpy().astype(np.int16)
     width = 8 if type_name == "Q8_0" else 5 if type_name.startswith("Q5") else 4
     if info.mapping == "levels":
@@ -118,25 +120,25 @@ def encode(type_name: str, info: ops.PackedInfo, codes: Tensor, scales: Tensor, 
         values = 2 * values - 1 if info.bits == 1 else values - 2 ** (info.bits - 1)
         values += 0 if width == 8 else 2 ** (width - 1)
     blocks = values.astype(np.uint8).reshape(rows, -1, _BLOCK)  # -128 to 127 as a byte
-    parts = [scale] if mins is None else [scale, _half_bytes(mins.numpy()[:, taken])]
+    parts = [scale] if mins is None else [scale, _half_bytes(mins.numpy()[:, groups])]
     if width == 5:
         parts.append(np.packbits(blocks >> 4, axis=-1, bitorder="little"))
     parts.append(blocks if width == 8 else _nibbles(blocks))
     return np.concatenate(parts, axis=-1).reshape(rows, -1)
 
 
-def _steps(name: str, info: ops.PackedInfo, scales: Tensor, mins: Tensor | None) -> float:
-    """How far float16 scales and mins move a weight at most, in steps of its group.
+def _steps(name: str, info: PackedInfo, scales: Tensor, mins: Tensor | None) -> float:
+    """Largest change of a weight by float16 scales and mins, in quantization steps of its group.
 
     Raises:
-        ValueError: too far, or beyond float16.
+        ValueError: it is too large, or a scale is out of float16's range.
     """
-    scale_off = (scales.half().float() - scales).abs()
-    min_off = torch.zeros(()) if mins is None else (mins.half().float() - mins).abs()
-    most = 2**info.bits - 1 if mins is not None else 127 if info.levels else 2 ** (info.bits - 1)
+    scale_error = (scales.half().float() - scales).abs()
+    min_error = torch.zeros(()) if mins is None else (mins.half().float() - mins).abs()
+    largest = 2**info.bits - 1 if mins is not None else 127 if info.levels else 2 ** (info.bits - 1)
     step = scales.abs()
     step = torch.where(step > 0, step, step.amax(1, keepdim=True))
-    moved = torch.where(scale_off + min_off > 0, (most * scale_off + min_off) / step, torch.zeros(()))
+    moved = torch.where(scale_error + min_error > 0, (largest * scale_error + min_error) / step, torch.zeros(()))
     steps = float(moved.max())
     if not steps <= _MOST_STEPS:
         raise ValueError(
@@ -148,7 +150,7 @@ def _steps(name: str, info: ops.PackedInfo, scales: Tensor, mins: Tensor | None)
 
 
 class _Bands:
-    """Rows of a packed weight in a file, some panels at a time; the checksum is that of all of them."""
+    """Reads rows of a packed weight in a file, some panels at a time, and checks the checksum at the end."""
 
     def __init__(self, stored: Stored):
         self.stored, self.info = stored, packed_info(stored)
@@ -157,11 +159,11 @@ class _Bands:
         self._header = self._bands.header_bytes
         self._panel = (info.total_bytes - self._header) // -(-info.out_features // PANEL_ROWS)
 
-    def read(self, rows: int) -> Iterator[ops.Unpacked]:
-        """All rows, at most so many at a time, a multiple of 16.
+    def read(self, rows: int) -> Iterator[Unpacked]:
+        """Yields all rows, at most ``rows`` at a time, a multiple of 16.
 
         Raises:
-            ValueError: the bytes do not have their checksum.
+            ValueError: the checksum is wrong.
         """
         n = self.info.out_features
         for begin in range(0, n, rows):
@@ -170,25 +172,30 @@ class _Bands:
             until = self._header + -(-end // PANEL_ROWS) * self._panel
             band = torch.empty(self._header + until - at, dtype=torch.uint8)
             band[self._header :] = read_bytes(self.stored, at, until)
-            self._put_header(band, end - begin, 0)  # folding wants one
-            own = _C.fold_panels(band.data_ptr(), band.numel(), 0)
+            self._put_header(band, end - begin, 0)  # fold_panels needs a header
+            folded = _C.fold_panels(band.data_ptr(), band.numel(), 0)
             self._bands.add(band)
-            self._put_header(band, end - begin, own)
-            yield ops.unpack(band)
+            self._put_header(band, end - begin, folded)
+            yield unpack(band)
         if read_bytes(self.stored, 0, self._header).numpy().tobytes() != self._bands.header():
-            raise ValueError(f"{self.stored.name} in {self.stored.path} is damaged: its checksum is another")
+            raise ValueError(f"{self.stored.name} in {self.stored.path} is damaged: its checksum is wrong")
 
     def _put_header(self, band: Tensor, rows: int, folded: int) -> None:
         band[: self._header] = torch.frombuffer(bytearray(self._bands.header(rows, folded)), dtype=torch.uint8)
 
 
 def _ordered(heads: int, rows: int) -> Tensor:
-    """ggml's order of the rows of q or k: of each head the first of both halves, then the second."""
+    """Permutation of the rows of q or k to ggml's order, which interleaves the halves of each head."""
     return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
-def _packed(name: str, stored: Stored, heads: int, done: Callable[[int], None]) -> list[_Output]:
-    """A packed weight, and its bias."""
+def _packed(name: str, stored: Stored, heads: int, done: Callable[[int], None]) -> list[_GgufTensor]:
+    """The tensors of a packed layer: its weight, and its bias if it has one.
+
+    Args:
+        heads: number of heads whose rows are permuted; 0: none.
+        done: called with the number of bytes read.
+    """
     info = packed_info(stored)
     kind = _packed_type(stored.name, info)
     biases: list[Tensor] = []
@@ -213,13 +220,13 @@ def _packed(name: str, stored: Stored, heads: int, done: Callable[[int], None]) 
         writer.write((bias[_ordered(heads, len(bias))] if heads else bias).numpy())
         return ExportedTensor(f"{name}.bias", "F32", "float")
 
-    weight = _Output(f"{name}.weight", _TYPES[kind], (info.out_features, info.in_features), write)
-    bias = _Output(f"{name}.bias", _TYPES["F32"], (info.out_features,), write_bias)
+    weight = _GgufTensor(f"{name}.weight", _TYPES[kind], (info.out_features, info.in_features), write)
+    bias = _GgufTensor(f"{name}.bias", _TYPES["F32"], (info.out_features,), write_bias)
     return [weight, bias] if info.has_bias else [weight]
 
 
-def _float(name: str, stored: Stored, heads: int, done: Callable[[int], None], added: float = 0.0) -> _Output:
-    """Floats as they are; vectors as float32, which is what ggml adds and multiplies by, and with `added`."""
+def _float(name: str, stored: Stored, heads: int, done: Callable[[int], None], added: float = 0.0) -> _GgufTensor:
+    """A float tensor; vectors become float32, as ggml requires, plus ``added``."""
     if stored.dtype not in DTYPES or stored.dtype not in _FLOAT_NAMES or len(stored.shape) > 2:
         raise ValueError(f"{stored.name} is {stored.dtype} {list(stored.shape)}; GGUF holds F32, F16 and BF16 matrices")
     kind = "F32" if len(stored.shape) == 1 else _FLOAT_NAMES[stored.dtype]
@@ -236,30 +243,28 @@ def _float(name: str, stored: Stored, heads: int, done: Callable[[int], None], a
             done(stored.bytes * len(values) // n)
         return ExportedTensor(name, kind, "float")
 
-    return _Output(name, _TYPES[kind], stored.shape, write)
+    return _GgufTensor(name, _TYPES[kind], stored.shape, write)
 
 
 def export_gguf(
-    source: str | os.PathLike, path: str | os.PathLike, progress: Callable[[int, int, str], None] | None = None
+    source: str | os.PathLike[str], path: str | os.PathLike[str], progress: Callable[[int, int, str], None] | None = None
 ) -> list[ExportedTensor]:
     """Writes a checkpoint, packed or float, as a GGUF file, some rows of one matrix at a time.
 
-    Codes stay as they are; 1 to 3 bits become Q4_0 or Q4_1, 6 and 7 bits and tables of levels Q8_0, which hold them.
-    What the importer then makes of the file has the same weights, and where ggml has a type of that width the same
-    bytes.
+    Codes are not requantized: 1 to 3 bits become Q4_0 or Q4_1, 6 and 7 bits and tables of levels Q8_0. An import of the file
+    has the same weights, and where ggml has a type of that width the same bytes.
 
     Args:
         source: a directory with a model of llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text or phi3.
-        path: a name that ends in .gguf; what is there is replaced in one step.
+        path: a name that ends in .gguf; an existing file is replaced in one step.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)``.
 
     Returns:
-        what became of each tensor, in the order of the file.
+        the tensors of the file, in its order.
 
     Raises:
         OSError: a file is missing or cannot be read, or path cannot be written.
-        ValueError: an architecture, a setting, a tokenizer or a tensor that the file cannot hold. Nothing is left of
-            path then, and what was there stays.
+        ValueError: an architecture, a setting, a tokenizer or a tensor that the file cannot hold. An existing file stays.
     """
     source = Path(source)
     config = read_config(source)
@@ -271,7 +276,7 @@ def export_gguf(
     window = metadata.get("phi3.attention.sliding_window")
     if window is not None and window < metadata["phi3.context_length"]:
         warnings.warn(
-            f"llama.cpp computes phi3 without its window of {window} tokens: longer texts get other logits there", stacklevel=2
+            f"llama.cpp computes phi3 without its window of {window} tokens: its logits differ for longer texts", stacklevel=2
         )
     total, read = sum(stored.bytes for stored in tensors.values()), 0
 
@@ -282,7 +287,7 @@ def export_gguf(
             progress(read, total, "")
 
     outputs = _outputs(tensors, metadata, bool(config.get("tie_word_embeddings")), done)
-    if architecture in _ONE_TABLE and any(output.name == "output.weight" for output in outputs):
+    if architecture in _TIED and any(output.name == "output.weight" for output in outputs):
         raise ValueError(
             f"{source} has a head of its own (lm_head); GGUF's {architecture} takes the table of tokens: quantize the "
             "float checkpoint with lowbit quantize --override lm_head=float"
@@ -301,24 +306,24 @@ def export_gguf(
 
 def _outputs(
     tensors: Mapping[str, Stored], metadata: Mapping[str, Any], tied: bool, done: Callable[[int], None]
-) -> list[_Output]:
-    """What each tensor of a checkpoint becomes.
+) -> list[_GgufTensor]:
+    """The GGUF tensors of a checkpoint.
 
     Args:
-        tied: the head is the table of tokens, which GGUF says by leaving it out.
-        done: called with the number of bytes that were read.
+        tied: the head is the token table; GGUF then has no head.
+        done: called with the number of bytes read.
 
     Raises:
-        ValueError: the architecture has no such tensor, or not with as many rows.
+        ValueError: the architecture does not have a tensor, or not with this number of rows.
     """
     architecture = metadata["general.architecture"]
     offset = ARCHITECTURES[architecture].norm_offset
     leaves = {ours: theirs for theirs, ours in ARCHITECTURES[architecture].names.items()}
-    outputs: list[_Output] = []
+    outputs: list[_GgufTensor] = []
     for key, stored in tensors.items():
         layer, _, leaf = key.rpartition(".")
         if leaf == "weight" and f"{layer}.packed_weight" in tensors:
-            continue  # stands in its place for programs that do not know packed weights
+            continue  # a guard for programs that do not know packed weights
         if leaf == "input_order":
             raise ValueError(f"{layer} has its inputs in an order of its own ({key}); GGUF has no such layers")
         name = _OUTSIDE.get(layer)
@@ -337,13 +342,13 @@ def _outputs(
 
 
 def _heads(name: str, key: str, stored: Stored, metadata: Mapping[str, Any]) -> int:
-    """How many heads a tensor has rows of that ggml wants in another order; 0: its rows stay as they are."""
+    """Number of heads of a tensor whose rows ggml permutes; 0: its rows keep their order."""
     architecture = metadata["general.architecture"]
     counts = {"attn_q": "head_count", "attn_k": "head_count_kv"} if ARCHITECTURES[architecture].permuted else {}
     what = counts.get(name.rpartition(".")[2])
     if what is None:
         return 0
-    heads = metadata[f"{architecture}.attention.{what}"]
+    heads: int = metadata[f"{architecture}.attention.{what}"]
     rows = packed_info(stored).out_features if key.endswith("packed_weight") else stored.shape[0]
     expected = heads * metadata[f"{architecture}.attention.key_length"]
     if rows != expected:
@@ -351,27 +356,27 @@ def _heads(name: str, key: str, stored: Stored, metadata: Mapping[str, Any]) -> 
     return heads
 
 
-def _made(name: str, values: np.ndarray) -> _Output:
-    """A tensor of float32 that the checkpoint has not."""
+def _made(name: str, values: np.ndarray) -> _GgufTensor:
+    """A float32 tensor that the checkpoint does not have."""
 
     def write(writer: GgufWriter) -> ExportedTensor:
         writer.write(values)
         return ExportedTensor(name, "F32", "float")
 
-    return _Output(name, _TYPES["F32"], values.shape, write)
+    return _GgufTensor(name, _TYPES["F32"], values.shape, write)
 
 
 def _tokenizer(source: Path, config: dict[str, Any], vocabulary: int) -> dict[str, Any]:
-    """Its metadata; and the tokens that end a text, of which a file has two."""
+    """Metadata of the tokenizer, with the tokens that end a text."""
     from ..hf.gguf_tokenizer import tokenizer_metadata
     from ..llm.loading import load_tokenizer
 
-    found = tokenizer_metadata(source, load_tokenizer(source), vocabulary)
+    metadata = tokenizer_metadata(source, load_tokenizer(source), vocabulary)
     file = source / "generation_config.json"
     ends = (read_json(file) if file.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     for key, token in zip(("eos", "eot", "eom"), ends, strict=False):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
             raise ValueError(f"{source} ends texts at the token {token!r}; expected 0 to {vocabulary - 1}")
-        found[f"tokenizer.ggml.{key}_token_id"] = token
-    return found
+        metadata[f"tokenizer.ggml.{key}_token_id"] = token
+    return metadata

@@ -1,7 +1,4 @@
-"""What a GGUF file says of a model besides its tensors: the keys of its architecture, and how its heads are rotated.
-
-The way of :mod:`lowbit.importing.gguf_models` back.
-"""
+"""GGUF metadata of a model's architecture and rotary embedding, the inverse of :mod:`lowbit.importing.gguf_models`."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ _ACTIVATIONS |= dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gelu_pytorch_
 
 
 def _number(path: Path, settings: dict[str, Any], key: str, default: float | None = None) -> float:
-    """A setting of config.json, or of its rotation.
+    """A number in config.json or in its rotary settings.
 
     Raises:
-        ValueError: it is not there, or no finite number.
+        ValueError: it is missing, or not a finite number.
     """
     value = settings.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e38:
@@ -30,10 +27,10 @@ def _number(path: Path, settings: dict[str, Any], key: str, default: float | Non
 
 
 def _settings(path: Path, within: dict[str, Any], key: str) -> dict[str, Any]:
-    """Settings that are an object, or nothing.
+    """An object in config.json; empty where it is missing.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: it is not an object.
     """
     value = within.get(key) or {}
     if not isinstance(value, dict):
@@ -46,7 +43,7 @@ def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Model:
-    """What config.json says of a model, asked for as GGUF's architecture `name` has it."""
+    """Settings of config.json, checked against GGUF's architecture ``name``."""
 
     def __init__(self, path: Path, config: dict[str, Any], name: str):
         self.path, self.config, self.name = path, config, name
@@ -67,12 +64,14 @@ class _Model:
 
 
 def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """``general.architecture`` and the keys of that architecture; what :func:`lowbit.importing.gguf_models.config_of` reads.
+    """``general.architecture`` and its keys, as :func:`lowbit.importing.gguf_models.config_of` reads them.
 
-    ``config`` is what config.json of the directory ``path`` says.
+    Args:
+        path: directory of the checkpoint, for errors.
+        config: content of its config.json.
 
     Raises:
-        ValueError: a setting that the file could not say.
+        ValueError: a setting that the file cannot hold.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _ACTIVATIONS:
@@ -84,7 +83,7 @@ def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     model.expect("hidden_activation", _ACTIVATIONS[kind], None)
     model.expect("use_sliding_window", False)
     model.expect("use_bidirectional_attention", False, None)
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "context_length": model.whole("max_position_embeddings"),
         "embedding_length": model.width,
         "block_count": model.layers,
@@ -96,23 +95,23 @@ def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         "attention.value_length": model.head,
         "vocab_size": model.whole("vocab_size"),
     }
-    found |= _attention(model) | _rotation(model)
-    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
+    metadata |= _attention(model) | _rotation(model)
+    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in metadata.items()}
 
 
 def _attention(model: _Model) -> dict[str, Any]:
-    """Its windows, and caps on its scores."""
+    """Attention windows, and caps on scores."""
     path, config, name = model.path, model.config, model.name
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if name in ("gemma2", "gemma3"):
         pattern = 2 if name == "gemma2" else 6
         kinds = ("sliding_attention", "full_attention")
         model.expect("layer_types", [kinds[(layer + 1) % pattern == 0] for layer in range(model.layers)])
         model.expect("sliding_window_pattern", pattern, None)
-        # ggml knows the largest of both by their layers, and that they alone divide by the width that heads would have.
+        # ggml recognizes the largest model of both by its layers: only there queries are scaled by width / heads.
         large = model.layers == (46 if name == "gemma2" else 62)
         model.expect("query_pre_attn_scalar", model.width // model.heads if large else model.head)
-        found["attention.sliding_window"] = model.whole("sliding_window")
+        metadata["attention.sliding_window"] = model.whole("sliding_window")
     else:
         model.expect("sliding_window_pattern", None)
     if name == "gemma3":
@@ -120,18 +119,18 @@ def _attention(model: _Model) -> dict[str, Any]:
         model.expect("attn_logit_softcapping", None)
     elif name == "gemma2":
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            found[key] = _number(path, config, key)
+            metadata[key] = _number(path, config, key)
     elif name == "llama" and config.get("sliding_window") is not None:
         raise ValueError(f"{path} has sliding_window {config['sliding_window']!r} in {CONFIG}; GGUF's llama has none")
     elif name == "phi3" and config.get("sliding_window") is not None:
-        found["attention.sliding_window"] = model.whole("sliding_window")
-    return found
+        metadata["attention.sliding_window"] = model.whole("sliding_window")
+    return metadata
 
 
 def _rotation(model: _Model) -> dict[str, Any]:
-    """How positions rotate queries and keys, but for factors in tensors of their own."""
+    """Settings of the rotary embedding, without the factors that are tensors."""
     path, config, name, head = model.path, model.config, model.name, model.head
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     rope, rotated = _rope(path, config), head
     known = ("default", "linear", "llama3") if name == "llama" else ("default", "linear")
     if name == "gemma3":
@@ -146,28 +145,29 @@ def _rotation(model: _Model) -> dict[str, Any]:
         rotated = int(head * _number(path, config | rope, "partial_rotary_factor", 1.0))
         key = "original_max_position_embeddings"
         if (original := rope.get(key)) is not None or config.get(key) is not None:
-            found["rope.scaling.original_context_length"] = model.whole(key, original)
+            metadata["rope.scaling.original_context_length"] = model.whole(key, original)
     elif rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{path} rotates a part of each head in {CONFIG}; GGUF's {name} rotates all of it")
-    found["rope.dimension_count"] = rotated
-    found["rope.freq_base"] = _number(path, config | rope, "rope_theta", 10000.0)
+    metadata["rope.dimension_count"] = rotated
+    metadata["rope.freq_base"] = _number(path, config | rope, "rope_theta", 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in known:
         raise ValueError(f"{path} has the rope_type {kind!r} in {CONFIG}; lowbit writes {', '.join(known)} for {name}")
     if kind == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(path, rope, "factor")}
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": _number(path, rope, "factor")}
     if kind == "longrope" and rope.get("attention_factor") is not None:
-        found["rope.scaling.attn_factor"] = _number(path, rope, "attention_factor")
-    return found
+        metadata["rope.scaling.attn_factor"] = _number(path, rope, "attention_factor")
+    return metadata
 
 
 def rotation_factors(path: Path, config: dict[str, Any], rotated: int) -> dict[str, np.ndarray]:
-    """Tensors by name, float32 [rotated / 2] each: what the frequencies of a rotation are divided by that is not the plain one.
+    """Divisors of the rotary frequencies as tensors by name, float32 [rotated / 2]; none for the plain embedding.
 
-    ``rotated``: how many inputs of a head are rotated.
+    Args:
+        rotated: number of rotated inputs of a head.
 
     Raises:
-        ValueError: a setting of the rotation is missing, or nothing that can be used.
+        ValueError: a rotary setting is missing or wrong.
     """
     rope = _rope(path, config)
     kind = rope.get("rope_type", rope.get("type"))
@@ -179,8 +179,8 @@ def rotation_factors(path: Path, config: dict[str, Any], rotated: int) -> dict[s
 
 
 def _long_factors(path: Path, rope: dict[str, Any], rotated: int) -> dict[str, np.ndarray]:
-    """Phi 3's, for short texts and for long ones."""
-    found = {}
+    """Factors of Phi 3, for short texts and for long texts."""
+    tensors = {}
     for which in ("short", "long"):
         key = f"{which}_factor"
         values = rope.get(key)
@@ -188,12 +188,12 @@ def _long_factors(path: Path, rope: dict[str, Any], rotated: int) -> dict[str, n
             shown = len(values) if isinstance(values, list) else repr(values)
             raise ValueError(f"{path} has {key} {shown} in {CONFIG}; expected a list of {rotated // 2} numbers")
         factors = np.array([_number(path, {key: value}, key) for value in values], np.float32)
-        found[f"rope_factors_{which}.weight"] = factors
-    return found
+        tensors[f"rope_factors_{which}.weight"] = factors
+    return tensors
 
 
 def _llama3_factors(path: Path, rope: dict[str, Any], theta: float, rotated: int) -> np.ndarray:
-    """Llama 3's: long waves are stretched by the factor, short ones stay, those between are in between."""
+    """Factors of Llama 3: the factor for long waves, 1 for short waves, interpolated between."""
     factor, low, high = (_number(path, rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     length = _number(path, rope, "original_max_position_embeddings")
     if min(factor, theta, length) <= 0 or low >= high:

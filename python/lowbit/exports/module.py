@@ -1,4 +1,4 @@
-"""Any module to a .pte or a .pt2."""
+"""Export of any module to a .pte or a .pt2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..files.replace import replacing
 def export_pte(
     model: torch.nn.Module,
     example_inputs: tuple[Any, ...],
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     dynamic_shapes: Any = None,
     xnnpack: bool = True,
     constant_methods: dict[str, Any] | None = None,
@@ -26,7 +26,7 @@ def export_pte(
     """Writes an ExecuTorch program with one method, "forward".
 
     Linear layers and embeddings of this package keep their packed weights and run on the same kernels as in PyTorch,
-    with the same bits. Where it runs, lowbit's operators must be registered: in Python by
+    with the same bits. The process that runs the program must register lowbit's operators: in Python by
     :func:`lowbit.executorch.register`, in C++ by loading ``lowbit_executorch.so``.
 
     Args:
@@ -35,8 +35,8 @@ def export_pte(
         path: a name that ends in .pte; replaced in one step, and untouched when the export fails.
         dynamic_shapes: as in ``torch.export.export``, for example ``({0: torch.export.Dim("batch", max=64)},)`` for
             one input of shape [batch, ...]. The program reserves memory for the largest shape, so give a ``max``.
-        xnnpack: leave what XNNPACK supports to it; else all but lowbit's operators runs on ExecuTorch's own kernels.
-        constant_methods: further methods, by name, that take nothing and return this value: what a runner must know.
+        xnnpack: run the operators that XNNPACK supports there; otherwise all but lowbit's run on ExecuTorch's kernels.
+        constant_methods: further methods, by name, that return this value, for a runner's settings.
         progress: called as ``progress(steps done, steps, what begins)``.
 
     Raises:
@@ -54,23 +54,23 @@ def export_pte(
             f"executorch is not installed, or does not load: {error}. Install it with `pip install executorch==1.5.1`."
         ) from error
     with replacing(path, ".pte") as written:
-        said = progress or (lambda done, steps, what: None)
-        said(0, 4, "tracing the model")
+        report = progress or (lambda done, steps, what: None)
+        report(0, 4, "tracing the model")
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        said(1, 4, "lowering it")
+        report(1, 4, "lowering it")
         edge = exir.to_edge_transform_and_lower(exported, partitioner=partitioners, constant_methods=constant_methods)
-        said(2, 4, "making the program")
+        report(2, 4, "making the program")
         program = edge.to_executorch()
-        said(3, 4, "writing it")
+        report(3, 4, "writing it")
         with open(written, "wb") as file:
             program.write_to_file(file)
 
 
 def machine_code(exported: torch.export.ExportedProgram, example_inputs: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
-    """What AOTInductor makes of a program: the files of a .pt2, to be packaged."""
+    """Compiles a program with AOTInductor; returns the files to package in a .pt2."""
     inductor = import_module("torch._inductor")
     module = exported.module(check_guards=False)
-    files = inductor.aot_compile(module, example_inputs, options={"aot_inductor.package": True, **options})
+    files: list[Any] = inductor.aot_compile(module, example_inputs, options={"aot_inductor.package": True, **options})
     for file in files:
         if isinstance(file, str) and file.endswith(".so"):
             without_executable_stack(file)
@@ -80,7 +80,7 @@ def machine_code(exported: torch.export.ExportedProgram, example_inputs: tuple[A
 def export_pt2(
     model: torch.nn.Module,
     example_inputs: tuple[Any, ...],
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     dynamic_shapes: Any = None,
     metadata: dict[str, str] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -105,12 +105,12 @@ def export_pt2(
     """
     with replacing(path, ".pt2") as written:
         cpp_compiler()
-        said = progress or (lambda done, steps, what: None)
-        said(0, 3, "tracing the model")
+        report = progress or (lambda done, steps, what: None)
+        report(0, 3, "tracing the model")
         exported = torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        # AOTI_RUNTIME_CHECK_INPUTS=1 would refuse a dynamic size of 1, which is no trouble.
+        # With AOTI_RUNTIME_CHECK_INPUTS=1 the check would refuse a dynamic size of 1, which works.
         options = {"aot_inductor.check_lowerbound": False, "aot_inductor.metadata": metadata or {}}
-        said(1, 3, "compiling it")
+        report(1, 3, "compiling it")
         files = machine_code(exported, example_inputs, options)
-        said(2, 3, "writing it")
+        report(2, 3, "writing it")
         import_module("torch._inductor.package").package_aoti(str(written), files)

@@ -17,8 +17,8 @@ def refuse_gguf(path: Path) -> None:
         raise NotADirectoryError(f"{path} is a GGUF file; expected a checkpoint's directory: lowbit import makes one of it")
 
 
-def read_config(directory: str | os.PathLike) -> dict[str, Any]:
-    """What config.json of a checkpoint says.
+def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a checkpoint's config.json.
 
     Raises:
         OSError: no such directory, or no config.json in it.
@@ -27,9 +27,9 @@ def read_config(directory: str | os.PathLike) -> dict[str, Any]:
     directory = Path(directory)
     if not directory.is_dir():
         refuse_gguf(directory)
-        found = "is a file" if directory.exists() else "does not exist"
+        problem = "is a file" if directory.exists() else "does not exist"
         raise NotADirectoryError(
-            f"{directory} {found}; expected a directory with config.json and model.safetensors. "
+            f"{directory} {problem}; expected a directory with config.json and model.safetensors. "
             "From the Hugging Face Hub: hf download OWNER/NAME --local-dir DIRECTORY"
         )
     file = directory / CONFIG
@@ -41,6 +41,6 @@ def read_config(directory: str | os.PathLike) -> dict[str, Any]:
 
 
 def quantization_method(config: dict[str, Any]) -> Any:
-    """The method that has quantized the weights, as a config.json names it; None: they are floats."""
+    """The ``quant_method`` of a config.json; None if the weights are floats."""
     quantization = config.get("quantization_config")
     return quantization.get("quant_method", "") if isinstance(quantization, dict) else quantization

@@ -1,4 +1,4 @@
-"""What is changed in libraries that a compiler has made."""
+"""Changes to compiled libraries."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _GNU_STACK, _EXECUTABLE = 0x6474E551, 1
 
 
-def without_executable_stack(path: str | os.PathLike) -> None:
-    """Takes from a library, in place, the wish for a stack that can be executed. Other files than ELF stay as they are.
+def without_executable_stack(path: str | os.PathLike[str]) -> None:
+    """Clears the flag of an executable stack in a library, in place; does nothing to files that are not ELF.
 
-    torch puts weights into assembly that does not say it needs none. Linkers for x86-64 then take it to need one, and such
-    a library is not loaded by glibc 2.41 and later ("cannot enable executable stack as shared object requires"). Nothing that
-    compilers make of a model's graph needs one.
+    torch puts weights into assembly without a note about the stack. Linkers for x86-64 then set the flag, and glibc 2.41 and
+    later refuses to load the library ("cannot enable executable stack as shared object requires"). Compiled models need none.
     """
     with open(path, "r+b") as file:
         header = file.read(64)

@@ -1,4 +1,4 @@
-"""Reads and writes GGUF files: metadata, and the places of tensors.
+"""Reads and writes GGUF files: metadata, and the offsets of tensors.
 
 Every number in a file is compared with the file's size before it is used. Files are read, not mapped: if another process
 shortens a mapped file, the reader ends with SIGBUS.
@@ -33,7 +33,7 @@ _SPLIT = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True)
 class TensorType:
-    """How ggml stores a tensor: blocks of `block` inputs of a row, `bytes` bytes each; `tail` bytes behind all rows."""
+    """How ggml stores a tensor: blocks of `block` inputs of a row, `bytes` bytes each; `tail` bytes after all rows."""
 
     name: str
     block: int
@@ -56,8 +56,8 @@ TYPES = {
     40: TensorType("NVFP4", 64, 36), 41: TensorType("Q1_0", 128, 18), 42: TensorType("Q2_0", 64, 18),
 }  # fmt: skip
 
-# Of bitnet.cpp, as I2_S is. TL1 is cut into tiles whose sizes are not in the file.
-_NOT_TAKEN = {37: "I8_S", 38: "TL1"}
+# Of bitnet.cpp, as I2_S. TL1 is divided into tiles whose sizes are not in the file.
+_REFUSED_TYPES = {37: "I8_S", 38: "TL1"}
 
 # Type of a value in the metadata -> its little-endian form.
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -78,7 +78,7 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class Gguf:
-    """What a model says in one GGUF file or in all of its parts."""
+    """The content of a model's GGUF file, or of all of its parts."""
 
     paths: list[Path]
     metadata: dict[str, Any]  # int, float, bool, str, a list of str, or a numpy array
@@ -86,7 +86,7 @@ class Gguf:
 
 
 class _Header:
-    """Reads the beginning of a file, with a bound on every step."""
+    """Reads the header of a file; every read is bounded."""
 
     def __init__(self, file: BinaryIO, path: Path):
         self._file, self.path = file, path
@@ -94,11 +94,11 @@ class _Header:
         self.at = 0
 
     def need(self, count: int, what: str) -> None:
-        left = min(self.size, _MOST_METADATA) - self.at
-        if count > left:
+        available = min(self.size, _MOST_METADATA) - self.at
+        if count > available:
             end = "the file ends" if self.size <= _MOST_METADATA else "a header may end"
             raise ValueError(
-                f"{self.path}: {what} would take {count} bytes at byte {self.at}; {end} {max(left, 0)} bytes later"
+                f"{self.path}: {what} would take {count} bytes at byte {self.at}; {end} {max(available, 0)} bytes later"
             )
 
     def bytes(self, count: int, what: str) -> bytes:
@@ -193,9 +193,9 @@ def _read_tensor(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int
     if min(shape) < 1:
         raise ValueError(f"{header.path}: {what} has a dimension of 0")
     number, offset = header.u32(what), header.u64(what)
-    if number in _NOT_TAKEN:
+    if number in _REFUSED_TYPES:
         raise ValueError(
-            f"{header.path}: {what} has the type {_NOT_TAKEN[number]} of bitnet.cpp; expected I2_S, or the model's packed "
+            f"{header.path}: {what} has the type {_REFUSED_TYPES[number]} of bitnet.cpp; expected I2_S, or the model's packed "
             "safetensors (quant_method bitnet)"
         )
     if number not in TYPES:
@@ -251,7 +251,7 @@ def _read_file(path: Path) -> Gguf:
             )
         tensors[name] = StoredBlocks(name, path, kind, shape, start + offset, size)
     end, last = start, ""
-    for stored in sorted(tensors.values(), key=lambda each: each.offset):
+    for stored in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if stored.offset < end:
             before = f"the tensor {_quoted(last)}" if last else "the header"
             raise ValueError(f"{path}: the tensor {_quoted(stored.name)} overlaps {before}")
@@ -260,11 +260,11 @@ def _read_file(path: Path) -> Gguf:
 
 
 def parts_of(path: Path) -> Iterator[Path]:
-    """All files of a model of which `path` is one.
+    """All files of the model that `path` is a part of.
 
     Raises:
         OSError: one is missing.
-        ValueError: the name says that it is part 5 of 3, or that there are more than 1000.
+        ValueError: the name has an invalid part number ("5 of 3"), or more than 1000 parts.
     """
     match = _SPLIT.match(path.name)
     if match is None:
@@ -280,15 +280,15 @@ def parts_of(path: Path) -> Iterator[Path]:
         yield part
 
 
-def read_gguf(path: str | os.PathLike) -> Gguf:
+def read_gguf(path: str | os.PathLike[str]) -> Gguf:
     """The metadata and the tensors of a model in a GGUF file; of a split model any part may be named.
 
     Little-endian files of version 2 or 3. The data of the tensors is not read.
 
     Raises:
         OSError: a file is missing, or cannot be read.
-        ValueError: not a whole GGUF file: another version, a count, length, offset or alignment that the file does not
-            bear out, an unknown type, tensors that overlap, a name twice, or parts of different models.
+        ValueError: not a whole GGUF file: another version, an invalid count, length, offset or alignment, an unknown type,
+            tensors that overlap, a name twice, or parts of different models.
     """
     files = [_read_file(part) for part in parts_of(Path(path))]
     first = files[0]
@@ -308,7 +308,7 @@ def read_gguf(path: str | os.PathLike) -> Gguf:
             if name in tensors:
                 raise ValueError(f"{_quoted(name)} is in both {tensors[name].path} and {stored.path}; expected one")
             tensors[name] = stored
-    for file in files:  # each part says it: one of another model mostly says another number
+    for file in files:  # every part records it: a part of another model mostly has another number
         total = file.metadata.get("split.tensors.count", len(tensors))
         if total != len(tensors):
             raise ValueError(f"{file.paths[0]} says that its model has {total} tensors; found {len(tensors)} in all parts")
@@ -333,17 +333,17 @@ def _value(value: Any) -> bytes:
     if all(isinstance(item, str) for item in value):
         return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
     number, form = (6, "<f4") if any(isinstance(item, float) for item in value) else (5, "<i4")
-    return struct.pack("<IIQ", _ARRAY, number, len(value)) + np.array(value, form).tobytes()
+    return struct.pack("<IIQ", _ARRAY, number, len(value)) + bytes(np.array(value, form))
 
 
 class GgufWriter:
-    """A file of version 3 whose tensors are known by name, type and shape, and are then written in this order."""
+    """Writes a file of version 3: first names, types and shapes of all tensors, then their data in this order."""
 
     def __init__(self, path: Path, metadata: dict[str, Any], tensors: list[tuple[str, TensorType, tuple[int, ...]]]):
         """
         Args:
-        metadata: int as uint32, float as float32, lists of them likewise but int as int32.
-        tensors: shapes with the slowest dimension first; whole blocks in a row.
+            metadata: an int is written as uint32, a float as float32; in lists an int is written as int32.
+            tensors: shapes have the slowest dimension first; a row has whole blocks.
         """
         numbers = {kind: number for number, kind in TYPES.items()}
         header = MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(metadata))
@@ -366,10 +366,10 @@ class GgufWriter:
             view = view[self._file.write(view) :]
 
     def write(self, data: Any) -> None:
-        """Appends to the tensor whose turn it is; what fills it up ends it."""
+        """Appends to the current tensor; when it is complete, the next one begins."""
         size = memoryview(data).nbytes
         if not self._ends or self._at + size > self._ends[0]:
-            raise AssertionError(f"{size} bytes at {self._at} are not of the tensors that the header lists")
+            raise AssertionError(f"{size} bytes at {self._at} exceed the tensors that the header lists")
         self._put(data)
         self._at += size
         if self._at == self._ends[0]:
@@ -381,7 +381,7 @@ class GgufWriter:
     def __enter__(self) -> GgufWriter:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         with self._file:
             if kind is None:
                 if self._ends:

@@ -1,4 +1,4 @@
-"""Writing in one step: a reader sees what was there before or all of the new, also after the power fails."""
+"""Atomic writes: a reader sees the old file or directory or the complete new one, also after a power failure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 _PARTIAL = ".partial"
 
 
-def sync(file) -> None:
-    """Returns when what was written to an open file is on the disk."""
+def sync(file: IO[Any]) -> None:
+    """Flushes an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_path(path: Path) -> None:
-    """The same for a file by its name; for a directory: when the names of its files are on the disk."""
+    """Flushes a file to the disk, or for a directory the names of its files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,19 +34,19 @@ def sync_path(path: Path) -> None:
 
 
 def _prefix(target: Path) -> str:
-    # With the name of the machine: a lock on a shared file system may be known to the machine alone that holds it.
+    # With the name of the machine: on a shared file system a lock may be visible only on the machine that holds it.
     host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
     name = target.name
-    if len(os.fsencode(name)) > 128:  # 255 bytes are all that a name may have
+    if len(os.fsencode(name)) > 128:  # a name may have 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return f".{name}-{host}-"
 
 
 def lock(directory: Path) -> int | None:
-    """A descriptor that holds the lock of a directory until it is closed, or its process ends however; None: another has it.
+    """Locks a directory; returns a descriptor that holds the lock until it is closed, or None if another process has it.
 
     Raises:
-        OSError: there is no such directory, or this file system has no locks.
+        OSError: no such directory, or the file system has no locks.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -60,14 +61,14 @@ def lock(directory: Path) -> int | None:
 
 
 def sweep(target: Path) -> None:
-    """Removes what processes of this machine that have ended, by a signal for example, left of writing `target`."""
+    """Removes partial directories of `target` that ended processes of this machine have left."""
     prefix = _prefix(target)
     for entry in os.scandir(target.parent):
         if not (entry.name.startswith(prefix) and entry.name.endswith(_PARTIAL)):
             continue
         try:
             held = lock(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else None
-        except OSError:  # not to be told whose it is
+        except OSError:  # its owner cannot be determined
             continue
         if held is not None:
             try:
@@ -77,13 +78,13 @@ def sweep(target: Path) -> None:
 
 
 class PartialDirectory:
-    """A hidden directory beside `target`, empty at first, for what shall take its place in one step.
+    """A hidden, empty directory beside `target`, which replaces it in one step.
 
-    As a context manager it is gone afterwards, whatever happened, unless :meth:`finish` has given it its name. Those that
-    dead processes have left of the same target are removed first.
+    A context manager: on exit the directory is removed, unless :meth:`finish` has renamed it. Directories that dead processes
+    have left of the same target are removed first.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
 
     def __init__(self, target: Path):
@@ -93,8 +94,7 @@ class PartialDirectory:
         self._keep = False
         sweep(target)
         while True:
-            # Not tempfile.mkdtemp: that makes directories which others cannot read, and what a user's umask says cannot
-            # be asked without changing it for all threads.
+            # Not tempfile.mkdtemp: its directories are private, and reading the umask would change it for all threads.
             self.path = target.parent / f"{_prefix(target)}{secrets.token_hex(4)}{_PARTIAL}"
             try:
                 self.path.mkdir()
@@ -105,7 +105,7 @@ class PartialDirectory:
             except FileNotFoundError:
                 continue  # another process swept it before it was locked
             except OSError:
-                break  # no locks here: then nobody sweeps either
+                break  # without locks no process sweeps
             if self._lock is not None and self.path.exists():
                 break
             self._unlock()
@@ -118,13 +118,13 @@ class PartialDirectory:
     def __enter__(self) -> PartialDirectory:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *_: Any) -> None:
         if not self._keep:
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
     def rehearse(self) -> None:
-        """Does with an empty directory what :meth:`finish` will do: where that cannot work, hours of work would be lost.
+        """Tries the steps of :meth:`finish` with an empty directory, so that no work is lost if they cannot succeed.
 
         Raises:
             OSError: the target cannot be replaced by a directory.
@@ -146,12 +146,12 @@ class PartialDirectory:
             ) from error
 
     def finish(self) -> None:
-        """Gives the directory the name of the target, which is not there or an empty directory.
+        """Renames the directory to the target, which does not exist or is an empty directory.
 
         Raises:
-            OSError: that failed. What was written is kept; the message says where.
+            OSError: that failed. The files are kept; the message says where.
         """
-        # All of it: other libraries, which write tokenizers for example, leave that to the system.
+        # All files, as other libraries, which write tokenizers for example, do not flush theirs.
         for directory, _, names in os.walk(self.path, topdown=False):
             for name in names:
                 sync_path(Path(directory, name))
@@ -164,7 +164,7 @@ class PartialDirectory:
             self._keep = True
             kept = self.target.parent / f"{self.target.name}-{secrets.token_hex(4)}"
             try:
-                os.rename(self.path, kept)  # so that nobody sweeps it
+                os.rename(self.path, kept)  # so that no process sweeps it
             except OSError:
                 kept = self.path
             raise OSError(
@@ -175,23 +175,18 @@ class PartialDirectory:
 
 
 def check_utf8(path: Path) -> None:
-    """Of what safetensors is to read later.
-
-    Raises:
-        OSError: a path that is not UTF-8.
-    """
+    """Raises OSError for a path that is not UTF-8, which safetensors could not read."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError as error:
         raise OSError(errno.EILSEQ, f"the path {os.fspath(path)!a} is not UTF-8, which safetensors needs") from error
 
 
-def resolve_new_directory(path: str | os.PathLike) -> Path:
-    """Where a new directory of this name will really be, which is not always there: symbolic links are followed.
+def resolve_new_directory(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a new directory, with symbolic links followed.
 
     Raises:
-        OSError: something is there already, but for an empty directory, or it is a mount point, or has no parent; or the
-            path is not UTF-8.
+        OSError: the path exists and is not an empty directory, is a mount point, has no parent, or is not UTF-8.
     """
     target = Path(os.path.realpath(path))
     check_utf8(target)
@@ -219,14 +214,14 @@ def resolve_new_directory(path: str | os.PathLike) -> Path:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike, suffix: str) -> Iterator[Path]:
-    """A path to write a file to; when all went well it becomes `path`, whatever was there, in one step.
+def replacing(path: str | os.PathLike[str], suffix: str) -> Iterator[Path]:
+    """A context with a path to write a file to, which replaces `path` in one step if the context ends without an error.
 
-    A `path` that is a symbolic link stays one: what it points to is replaced. The permissions of a file that was there stay.
+    If `path` is a symbolic link, its target is replaced. The permissions of a replaced file stay.
 
     Raises:
         ValueError: path does not end in `suffix`.
-        OSError: the file cannot be written there.
+        OSError: the file cannot be written.
     """
     if Path(path).suffix != suffix:
         raise ValueError(f"path is {str(path)!r}; expected a name that ends in {suffix}")
@@ -238,7 +233,7 @@ def replacing(path: str | os.PathLike, suffix: str) -> Iterator[Path]:
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     with PartialDirectory(target) as directory:
         if mode is not None:
-            directory.path.chmod(0o700)  # nobody else reads the new file before it has the old one's permissions
+            directory.path.chmod(0o700)  # private until the new file has the old one's permissions
         written = directory.path / Path(path).name
         yield written
         if mode is not None:

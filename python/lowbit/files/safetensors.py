@@ -1,4 +1,4 @@
-"""Safetensors files: what is where, rows of a tensor, what is packed, and writing without a copy."""
+"""Safetensors files: headers, rows of a tensor, headers of packed weights, and writing without a copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C, ops
+from .. import _C
+from .._packed import PackedInfo
 from .config_json import refuse_gguf
 from .replace import check_utf8, sync
 from .untrusted import check_regular, read_json
@@ -23,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 PACKED_SUFFIX = ".packed_weight"
 ORDER_SUFFIX = ".input_order"  # int32 [inputs], beside the packed weight of a layer that has one
 
-_ALIGNMENT = 64  # of the data in a file: a cache line, which packed weights keep because their sizes are multiples of it
+_ALIGNMENT = 64  # of the data in a file: a cache line; the sizes of packed weights are multiples of it
 _CHUNK = 8 << 20
 
 
@@ -40,7 +41,7 @@ class Stored:
 
 
 def read_file(path: Path) -> dict[str, Stored]:
-    """The tensors of one file; nothing but its header is read.
+    """The tensors of one file; only its header is read.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
@@ -69,14 +70,14 @@ def read_file(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _header(path: Path) -> tuple[int, dict]:
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return size, json.loads(file.read(size))
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What a file that :func:`read_file` has accepted says of itself."""
+    """The metadata of a file that :func:`read_file` has accepted."""
     return _header(path)[1].get("__metadata__") or {}
 
 
@@ -84,8 +85,8 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files of a checkpoint, and the map of its index from names to file names, or None without an index.
 
     Raises:
-        OSError: no such directory, or files that should be there are not.
-        ValueError: an index that is not one.
+        OSError: no such directory, or a file is missing.
+        ValueError: the index is invalid.
     """
     if not directory.is_dir():
         refuse_gguf(directory)
@@ -94,8 +95,8 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         return [directory / WEIGHTS], None
     index = directory / INDEX
     if not index.exists():
-        found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
-        raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}; found {found}")
+        present = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
+        raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}; found {present}")
     try:
         weight_map = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -112,11 +113,10 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def float_name(packed: str, shape: tuple[int, ...]) -> str:
-    """The name of a packed tensor if it were not packed: that of a layer's weight, or of the parameter that holds experts.
+    """The name of the float tensor that a packed one replaces: of a layer's weight, or of the parameter with the experts.
 
-    In a file an empty tensor of this name lies beside the packed weight, its guard. A program that does not know
-    lowbit looks for the float weight, finds none, and goes on with random values. It finds the guard instead, which has
-    the wrong shape, and stops.
+    Files have an empty tensor of this name, the guard, beside the packed weight. Without it a program that does not know
+    lowbit would find no float weight and continue with random values; the guard's shape makes it stop.
     """
     name = packed.removesuffix(PACKED_SUFFIX)
     return f"{name}.weight" if len(shape) == 1 else name
@@ -138,14 +138,14 @@ def read_files(paths: Iterable[Path], weight_map: dict[str, str] | None = None) 
             tensors[name] = stored
     for name, file in (weight_map or {}).items():
         if name not in tensors or tensors[name].path.name != file:
-            found = "nowhere" if name not in tensors else f"in {tensors[name].path.name}"
-            raise ValueError(f"{INDEX} says that {name} is in {file}; found it {found}: copy all files again")
+            actual = "nowhere" if name not in tensors else f"in {tensors[name].path.name}"
+            raise ValueError(f"{INDEX} says that {name} is in {file}; found it {actual}: copy all files again")
     guards = {float_name(name, stored.shape) for name, stored in tensors.items() if name.endswith(PACKED_SUFFIX)}
     return {name: stored for name, stored in tensors.items() if name not in guards or stored.shape != (0,)}
 
 
 def read_bytes(stored: Stored, begin: int = 0, end: int | None = None) -> Tensor:
-    """Bytes [begin, end) of a tensor, uint8, in memory of their own: pages of a mapped file would count as ours."""
+    """Bytes [begin, end) of a tensor, uint8, copied: pages of a mapped file would count as memory of this process."""
     count = (stored.bytes if end is None else end) - begin
     buffer = torch.empty(count, dtype=torch.uint8, device="cpu")  # a loader may have set another default
     view = memoryview(buffer.numpy())
@@ -178,7 +178,7 @@ def same_bytes(first: Stored, second: Stored) -> bool:
     return all(torch.equal(a, b) for a, b in zip(chunks(first), chunks(second), strict=True))
 
 
-def packed_info(stored: Stored) -> ops.PackedInfo:
+def packed_info(stored: Stored) -> PackedInfo:
     """The header of a packed tensor in a file; of [experts, bytes] that of the first expert.
 
     No other byte is read.
@@ -193,19 +193,19 @@ def packed_info(stored: Stored) -> ops.PackedInfo:
             )
         size = stored.shape[-1]
         header = read_bytes(stored, 0, min(128, size))  # with levels; else 64
-        info = ops.PackedInfo(**_C.info(header.data_ptr(), size, False))
+        info = PackedInfo(**_C.info(header.data_ptr(), size, False))
         return info if len(stored.shape) == 1 else replace(info, experts=stored.shape[0])
     except ValueError as error:
         raise ValueError(f"{stored.name} in {stored.path}: {error}") from error
 
 
 def orders_of(tensors: Mapping[str, Stored]) -> set[str]:
-    """The packed weights of a checkpoint, by their names, whose inputs are in an order of their own.
+    """The names of the packed weights of a checkpoint that have an act-order permutation.
 
     Raises:
-        ValueError: an order beside no packed weight, or of another shape or dtype.
+        ValueError: a permutation without a packed weight, or of another shape or dtype.
     """
-    found = set()
+    permuted = set()
     for name, stored in tensors.items():
         if name.endswith(ORDER_SUFFIX):
             packed = name.removesuffix(ORDER_SUFFIX) + PACKED_SUFFIX
@@ -214,17 +214,16 @@ def orders_of(tensors: Mapping[str, Stored]) -> set[str]:
             inputs = packed_info(tensors[packed]).in_features
             if stored.dtype != "I32" or stored.shape != (inputs,):
                 raise ValueError(f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}; expected I32 [{inputs}]")
-            found.add(packed)
-    return found
+            permuted.add(packed)
+    return permuted
 
 
 def header_of(
     tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, int]:
-    """The first bytes of a file with tensors of these names, dtypes, shapes and bytes, and the bytes of all behind them.
+    """The header of a file with tensors of these names, dtypes, shapes and sizes, and the size of its data.
 
-    Packed weights get their guards (:func:`float_name`), which have no bytes. ``metadata``: what the file says of itself
-    besides its format.
+    Packed weights get their guards (:func:`float_name`), which have no data. ``metadata`` is added to the file's metadata.
     """
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
@@ -239,26 +238,27 @@ def header_of(
 
 
 class Writer:
-    """A file whose tensors are known by name, dtype, shape and bytes, and are then written in this order."""
+    """Writes a file: first names, dtypes, shapes and sizes of all tensors, then their data in this order."""
 
     def __init__(
         self, path: Path, tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
     ):
         header, size = header_of(tensors, metadata)
-        # Unbuffered: after an error nothing is left that closing would try to write.
+        # Unbuffered: after an error closing writes nothing more.
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
         self._end = len(header) + size
         self.write(header)
 
-    def write(self, data) -> int:
-        """Appends a buffer; returns where it went."""
+    def write(self, data: Any) -> int:
+        """Appends a buffer; returns its offset."""
         at = self._file.tell()
         view = memoryview(data)
         while len(view):
             view = view[self._file.write(view) :]
         return at
 
-    def write_at(self, at: int, data) -> None:
+    def write_at(self, at: int, data: Any) -> None:
+        """Overwrites bytes from the offset ``at`` on."""
         end = self._file.tell()
         self._file.seek(at)
         self.write(data)
@@ -267,7 +267,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         with self._file:
             if kind is None:
                 if self._file.tell() != self._end:

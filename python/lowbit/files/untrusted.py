@@ -1,4 +1,4 @@
-"""Files that others wrote, and what other libraries make of them: a result, or one sentence that names the file."""
+"""Reads untrusted files, also by other libraries: the result, or an error of one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_MOST_DEPTH = 100  # Python parses some hundreds, and whoever walks through the result may not get as deep
+_MOST_DEPTH = 100  # Python parses some hundreds; code that walks the result may recurse less deeply
 MOST_JSON = 64 << 20  # bytes: the index of 140,000 tensors has 15 million, a config some thousands
-_READERS = ("transformers", "huggingface_hub", "tokenizers", "safetensors", "jinja2")  # who interpret what files say
+_READERS = ("transformers", "huggingface_hub", "tokenizers", "safetensors", "jinja2")  # packages that interpret files
 
 
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """A file of one JSON object.
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in a file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is larger than 64 MiB, not UTF-8, not JSON, nested too deeply, has a name twice, or is no object.
+        ValueError: it is larger than 64 MiB, not UTF-8, not JSON, nested too deeply, has a key twice, or is not an object.
     """
     path = Path(path)
     check_regular(path)
@@ -39,7 +39,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
     level: list[Any] = [content]
     for _ in range(_MOST_DEPTH):
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        level = [inner for container in level for inner in (container.values() if isinstance(container, dict) else container)
                  if isinstance(inner, dict | list)]  # fmt: skip
         if not level:
             return content
@@ -47,7 +47,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def check_regular(path: Path) -> None:
-    """Raises ValueError for a directory, and for a pipe or a device: opening it may wait, and reading it never end."""
+    """Raises ValueError for a directory, a pipe or a device: opening one may block, and reading it may never end."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
@@ -64,23 +64,23 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """What a terminal can show of a text, the rest as escapes: a name in a file may hold commands to a terminal."""
+    """A text with all letters that are not printable escaped: a name in a file may contain terminal commands."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def one_line(error: BaseException | str, most: int = 1000) -> str:
-    """What an exception says, in one line that a terminal can show."""
+    """The message of an exception as one printable line."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = printable(text)
     return text if len(text) <= most else f"{text[:most]} [...]"
 
 
 def raised_by_reader(error: BaseException) -> bool:
-    """Whether a library that reads files for us raised this, over what the file says; not our own code by mistake.
+    """Whether a library that reads files raised this because of a file's content, and not a mistake of our code.
 
-    Of their code and ours, whoever called last did: torch and Python itself do as they are told.
+    The innermost frame of lowbit or of these libraries decides; frames of torch and Python do not count.
     """
     if type(error).__module__ == "pyo3_runtime":  # a panic in Rust: of tokenizers or safetensors, and no Exception
         return True
@@ -98,9 +98,9 @@ def raised_by_reader(error: BaseException) -> bool:
 
 @contextmanager
 def interpreting(what: str) -> Iterator[None]:
-    """Around what other libraries make of a file: whatever they raise becomes a ValueError, "`what`: its text".
+    """A context around other libraries that read a file: their exceptions become a ValueError, "`what`: message".
 
-    What our own code raises passes as it is: a mistake of ours must not look like a damaged file.
+    Exceptions of our code pass unchanged: a bug must not look like a damaged file.
     """
     try:
         yield

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import nn
-from ..layers import KINDS, Experts, check_whole_experts, kind_of, named_layers
-from ..patterns import Patterns
-from ..quantize import EmbeddingConfig, LinearConfig
-from . import conv1d, experts  # noqa: F401 - lets named_layers find them
+from .._experts import Experts
+from .._layers import check_whole_experts, kind_of, named_layers
+from .._patterns import Patterns
+from .._rounding import EmbeddingConfig, LinearConfig
 from .names import tied_layers
 
 METHOD = "lowbit"
@@ -29,7 +29,7 @@ BY_ARCHITECTURE = "the architecture keeps it in float32; an override of its own 
 _NO_CHANGE: dict[str, Any] = {}
 
 
-def _kept_in_float32(model: torch.nn.Module) -> re.Pattern | None:
+def _kept_in_float32(model: torch.nn.Module) -> re.Pattern[str] | None:
     """What matches the names of tensors that an architecture keeps in float32, whose code may read them (T5's "wo").
 
     As transformers matches them: each stands for whole parts of a name, one or several ("indexer.weights_proj").
@@ -39,7 +39,7 @@ def _kept_in_float32(model: torch.nn.Module) -> re.Pattern | None:
     return re.compile("|".join(rf"((^|\.){part}($|\.))" for part in parts)) if parts else None
 
 
-def _pairs(overrides: Any) -> list:
+def _pairs(overrides: Any) -> list[Any]:
     if overrides is None:
         return []
     if isinstance(overrides, Mapping):
@@ -49,7 +49,7 @@ def _pairs(overrides: Any) -> list:
     raise TypeError(f"overrides is a {type(overrides).__name__}; expected a dict of name patterns, or a list of pairs")
 
 
-def _pair(entry: Any) -> list:
+def _pair(entry: Any) -> list[Any]:
     if isinstance(entry, list | tuple) and len(entry) == 2:
         pattern, change = entry
         if isinstance(pattern, str) and (change is None or (isinstance(change, Mapping) and set(change) <= set(_FIELDS))):
@@ -116,7 +116,7 @@ class LowBitConfig(QuantizationConfigMixin):
         if embedding_bits is not None and (isinstance(embedding_bits, bool) or not isinstance(embedding_bits, int)):
             raise TypeError(f"embedding_bits is {embedding_bits!r}; expected an int or None")
         self.overrides = [_pair(entry) for entry in _pairs(overrides)]
-        for kind in KINDS.values():
+        for kind in (LinearConfig, EmbeddingConfig):
             self._layer_config(kind)
             for pattern, change in self.overrides:
                 try:
@@ -150,7 +150,7 @@ class LowBitConfig(QuantizationConfigMixin):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """All of it: what differs from defaults would not say which they were. transformers 5.0 lacks it, but calls it."""
-        return self.to_dict()
+        return dict(self.to_dict())
 
     def select(self, model: torch.nn.Module, experts: bool = True) -> dict[str, LinearConfig | EmbeddingConfig]:
         """The layers of a float model to quantize, by qualified name: a config for :func:`lowbit.quantize_`.
@@ -166,7 +166,7 @@ class LowBitConfig(QuantizationConfigMixin):
     ) -> tuple[dict[str, LinearConfig | EmbeddingConfig], dict[str, str]]:
         """As :meth:`select`; and linear layers and embeddings that stay float, each with the reason: ``BY_OVERRIDES`` or
         ``BY_ARCHITECTURE``."""
-        selected, left, overridden = {}, {}, set()
+        selected, unselected, overridden = {}, {}, set()
         patterns = Patterns((pattern, change) for pattern, change in self.overrides)
         modules = dict(named_layers(model))
         precise = _kept_in_float32(model)
@@ -174,15 +174,15 @@ class LowBitConfig(QuantizationConfigMixin):
             kind = kind_of(module)
             if kind is None:
                 continue
-            found = patterns.last(name)
-            config = self._layer_config(kind, _NO_CHANGE if found is None else found[1])
-            if found is not None:
+            override = patterns.last(name)
+            config = self._layer_config(kind, _NO_CHANGE if override is None else override[1])
+            if override is not None:
                 overridden.add(name)
             elif precise is not None and precise.search(f"{name}.weight"):
-                left[name] = BY_ARCHITECTURE
+                unselected[name] = BY_ARCHITECTURE
                 continue
             if config is None:
-                left[name] = BY_OVERRIDES
+                unselected[name] = BY_OVERRIDES
             else:
                 selected[name] = config
         for head, table in tied_layers(model).items():
@@ -193,10 +193,10 @@ class LowBitConfig(QuantizationConfigMixin):
                     selected[head] = kind(**vars(selected[table]))
                 elif table in overridden:
                     del selected[head]  # left as it is, as its table is
-                    left[head] = BY_OVERRIDES
+                    unselected[head] = BY_OVERRIDES
         check_whole_experts(modules, selected)
         patterns.warn_unused(f"linear layer or embedding of {type(model).__name__}", stacklevel)
-        return selected, left
+        return selected, unselected
 
     @classmethod
     def describing(cls, model: PreTrainedModel) -> LowBitConfig:
@@ -210,7 +210,7 @@ class LowBitConfig(QuantizationConfigMixin):
             if name in packed:
                 info = packed[name].info
                 fields = zip(_FIELDS, (info.bits, info.group_size, info.mapping), common, strict=False)
-                change = {field: own for field, own, usual in fields if own != usual}
+                change = {field: value for field, value, usual in fields if value != usual}
                 if change or layer is head:
                     overrides.append((escape(name), change))
             elif kind_of(layer) is not None:

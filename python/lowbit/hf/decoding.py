@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import own_attention
+from . import own_attention, recurrent
 from .activations import RowWise, is_activation
 
 ATTENTION = "lowbit"  # the name of :func:`attend` among transformers' attention functions
@@ -27,11 +27,11 @@ _HARMLESS = frozenset(
 
 
 class Unsupported(ValueError):
-    """What a model has that a decoder does not support: a sentence about it, without its name."""
+    """A property of a model that the decoder does not support: a sentence about it, without the model's name."""
 
 
 class Refusal(ValueError):
-    """A model that is not taken, whatever its settings: the sentence names it and says why."""
+    """A model that the decoder refuses, whatever its settings: the sentence names the model and the reason."""
 
 
 class NoCaches(Unsupported):
@@ -44,13 +44,19 @@ class Asked:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}  # heads, width of keys, width of values
         self.windows: dict[int, int | None] = {}
+        self.states: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}  # of layers with states: each one's shape
+
+    def note_state(self, layer: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A state for this text alone."""
+        self.states.setdefault(layer, [])[number:] = [(shape, dtype)]
+        return torch.zeros(shape, dtype=dtype)
 
     def note(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Caches for this text alone."""
         self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
         self.windows[layer] = window
         length = -(-key.shape[2] // 16) * 16
-        return tuple(each.new_zeros(*each.shape[:2], length, each.shape[3]) for each in (key, value))
+        return tuple(tensor.new_zeros(*tensor.shape[:2], length, tensor.shape[3]) for tensor in (key, value))
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,10 @@ class Part:
     begin: int  # its tokens in the call
     end: int
     start: Tensor  # [1] int64: how many tokens of the text came before
-    layers: Sequence[tuple[Tensor, Tensor]]
-    before: Callable[[int], None] | None = None  # called with each layer, before its attention
+    layers: Sequence[tuple[Tensor, ...]]
+    before: Callable[[int, bool], None] | None = (
+        None  # called with each layer before its attention, or (True) its states are used
+    )
 
 
 class Texts:
@@ -78,27 +86,27 @@ class Texts:
         outputs = []
         for part in self.parts:
             if part.before is not None:
-                part.before(layer)
-            own = (each[:, :, part.begin : part.end] for each in inputs)
-            outputs.append(torch.ops.lowbit.attention(*own, *part.layers[layer], part.start, *more))
+                part.before(layer, False)
+            queries_keys_values = (tensor[:, :, part.begin : part.end] for tensor in inputs)
+            outputs.append(torch.ops.lowbit.attention(*queries_keys_values, *part.layers[layer][:2], part.start, *more))
         return torch.cat(outputs, dim=1)
 
 
 def attend(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    caches=None,
-    start=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    **others,
-):
-    """Attention over a decoder's caches, as transformers calls it.
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    caches: Any = None,
+    start: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention over a decoder's caches, as transformers calls it: [1, s, heads, e].
 
     query [1, heads, s, d], key [1, kv_heads, s, d], value [1, kv_heads, s, e]; s_aux [heads]: what lowbit.attention
     calls sinks.
@@ -122,7 +130,7 @@ def attend(
     if isinstance(caches, Asked):
         k_cache, v_cache = caches.note(module.layer_idx, key, value, sliding_window)
     else:
-        k_cache, v_cache = caches[module.layer_idx]
+        k_cache, v_cache = caches[module.layer_idx][:2]
     return torch.ops.lowbit.attention(query, key, value, k_cache, v_cache, start, *more), None
 
 
@@ -136,12 +144,12 @@ def check_windows(config: Any, asked: Asked, max_length: int) -> None:
     """
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", None) is not False else None
-    for layer, told in asked.windows.items():
-        said = window if kinds is None or "sliding" in kinds[layer] else None
-        if any(each is not None and each < max_length for each in (told, said)) and told != said:
+    for layer, in_call in asked.windows.items():
+        in_config = window if kinds is None or "sliding" in kinds[layer] else None
+        if any(size is not None and size < max_length for size in (in_call, in_config)) and in_call != in_config:
             raise Unsupported(
-                f"layer {layer} has a sliding window of {said} by its configuration, and tells its attention {told}; "
-                f"expected a max_length of at most {min(each for each in (told, said) if each is not None)}"
+                f"layer {layer} has a sliding window of {in_config} by its configuration, and tells its attention {in_call}; "
+                f"expected a max_length of at most {min(size for size in (in_call, in_config) if size is not None)}"
             )
 
 
@@ -162,12 +170,12 @@ def tells_positions(model: torch.nn.Module) -> bool | None:
     Raises:
         Unsupported: it cannot be told where a text goes on.
     """
-    found = [kind.is_relative(own) for _, _, own, kind in own_attention.find(model)]
-    if not all(found):
+    relative = [kind.is_relative(attention) for _, _, attention, kind in own_attention.find(model)]
+    if not all(relative):
         return None
     if _takes_positions(model):
         return True
-    if not found:
+    if not relative and not any(recurrent.find(model)):
         raise Unsupported("it takes no position_ids, so it cannot be told where a text goes on")
     return False
 
@@ -212,6 +220,8 @@ class RotaryTable(torch.nn.Module):
             # The decoder, or else attention, refuses positions beyond the caches. Compiled code would end the process
             # over them here.
             position_ids = position_ids.clamp(0, self.cos.shape[0] - 1)
+        if position_ids.dim() == 3:  # of text, height and width, which are the same in a text
+            position_ids = position_ids[0]
         try:
             return self.cos[position_ids], self.sin[position_ids]
         except IndexError as error:  # no call of the decoder comes here
@@ -232,15 +242,15 @@ def _tabulated(rotary: Any, positions: int, dtype: torch.dtype) -> RotaryTable |
 
 def _configs(model: torch.nn.Module) -> Iterator[Any]:
     """Every configuration in a model, each once: those of its modules, and theirs."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting = [module.config for module in model.modules() if hasattr(module, "config")]
     while waiting:
         config = waiting.pop()
-        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+        if id(config) in configs or not hasattr(config, "_attn_implementation_internal"):
             continue
-        found[id(config)] = config
+        configs[id(config)] = config
         waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return iter(found.values())
+    return iter(configs.values())
 
 
 class _Keep:
@@ -249,7 +259,7 @@ class _Keep:
     def __init__(self, held: dict[str, Any]):
         self.held = held
 
-    def __call__(self, layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __call__(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.held.update({name: kwargs[name] for name in ("caches", "start") if name in kwargs})
 
 
@@ -259,7 +269,7 @@ class _Give:
     def __init__(self, held: dict[str, Any]):
         self.held = held
 
-    def __call__(self, attention: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    def __call__(self, attention: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         more = dict(self.held)
         self.held.clear()  # no tensor outlives the call
         return args, kwargs | more
@@ -275,21 +285,24 @@ class Takeover:
         import_module("transformers").AttentionInterface.register(ATTENTION, attend)
         self.active = True
         # Another model may have the same configuration, so this one gets configurations of its own meanwhile.
-        own = {id(config): copy(config) for config in _configs(model)}
-        for config in own.values():
+        copies = {id(config): copy(config) for config in _configs(model)}
+        for config in copies.values():
             for name in getattr(config, "sub_configs", {}):
-                if id(part := getattr(config, name, None)) in own:
-                    setattr(config, name, own[id(part)])
-        self._attention = list(own.values())
+                if id(part := getattr(config, name, None)) in copies:
+                    setattr(config, name, copies[id(part)])
+        self._attention = list(copies.values())
         self._configs = [
-            (module, name, value) for module in model.modules() for name, value in vars(module).items() if id(value) in own
+            (module, name, value) for module in model.modules() for name, value in vars(module).items() if id(value) in copies
         ]
         for module, name, config in self._configs:
-            setattr(module, name, own[id(config)])
+            setattr(module, name, copies[id(config)])
         self._rotary: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._activations: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
         self._hooks: list[Any] = []
         self._own: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        self.takes_positions = _takes_positions(model)
+        self.states = recurrent.States()
+        self.mixers = [recurrent.Mixer(module, self.states) for module in recurrent.find(model)]
         self.call: own_attention.Call | None = None  # of a model whose attention is code of its own
         setattr(model, _TAKEOVER, self)
         self._replace_attention(model, positions)
@@ -309,10 +322,10 @@ class Takeover:
                     setattr(module, name, RowWise(child))
 
     def _replace_attention(self, model: torch.nn.Module, positions: int) -> None:
-        for module, name, own, kind in list(own_attention.find(model)):
+        for module, name, attention, kind in list(own_attention.find(model)):
             if self.call is None:
                 self.call = own_attention.Call(attend, _takes_positions(model))
-            replacement = kind(own, self.call)
+            replacement = kind(attention, self.call)
             if not self._own:
                 self.call.alibi = replacement.alibi(model, positions)
                 replacement.carried = self.call.alibi  # a part of the model: compiled code looks for its tensors there
@@ -322,7 +335,7 @@ class Takeover:
                     )
                 if kind.needs_mask:
                     self._attention = []
-            self._own.append((module, name, own))
+            self._own.append((module, name, attention))
             setattr(module, name, replacement)
 
     @property
@@ -357,6 +370,8 @@ class Takeover:
             setattr(module, name, replaced)
         for hook in self._hooks:
             hook.remove()
+        for mixer in self.mixers:
+            mixer.end()
         delattr(model, _TAKEOVER)
 
 
@@ -369,14 +384,14 @@ def give_back(model: torch.nn.Module) -> None:
 
 def refusal(model: torch.nn.Module, error: Exception) -> Refusal:
     """Says in a sentence why a decoder does not take a model."""
-    found = str(error).strip().split("\n")[0].rstrip(".")
+    reason = str(error).strip().split("\n")[0].rstrip(".")
     if not getattr(model, "_can_set_attn_implementation", lambda: True)() and not any(own_attention.find(model)):
-        found = "its attention is code of its own, none that transformers lets others replace"
+        reason = "its attention is code of its own, none that transformers lets others replace"
     elif isinstance(error, NoCaches):
-        found = "its layers do not hand the decoder's caches on to their attention"
+        reason = "its layers do not hand the decoder's caches on to their attention"
     elif not isinstance(error, Unsupported):
-        found = f"the model raises {type(error).__name__}: {found}"
+        reason = f"the model raises {type(error).__name__}: {reason}"
     return Refusal(
-        f"lowbit's decoder is not for {type(model).__name__} (model_type {model.config.model_type}): {found}; use "
+        f"lowbit's decoder is not for {type(model).__name__} (model_type {model.config.model_type}): {reason}; use "
         "transformers' generate(), which takes quantized models too"
     )

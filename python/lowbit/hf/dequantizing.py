@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import nn
-from ..embeddings import give_state
-from ..layers import Experts, is_transposed, named_layers
+from .._embeddings import give_state
+from .._experts import Experts
+from .._layers import is_transposed, named_layers
 from .parallel import refuse_parts
 
 # What packing a model sets on it, or on a model in it (placing.py, names.py).
@@ -37,21 +38,21 @@ def dequantize(
     packed = [pair for pair in model.named_modules(remove_duplicate=False) if isinstance(pair[1], nn.Packed)]
     for _, layer in packed:
         layer.verify()  # all of them before the first change
-    made: dict[tuple[Any, ...], torch.nn.Parameter] = {}
+    parameters: dict[tuple[Any, ...], torch.nn.Parameter] = {}
     for number, (name, layer) in enumerate(packed, 1):
-        found = layers[name]
-        key = (layer.packed_weight.data_ptr(), is_transposed(found))
-        if key not in made:
-            made[key] = _parameter(found, layer.dequantize(dtype or layer.weight.dtype))
+        float_layer = layers[name]
+        key = (layer.packed_weight.data_ptr(), is_transposed(float_layer))
+        if key not in parameters:
+            parameters[key] = _parameter(float_layer, layer.dequantize(dtype or layer.weight.dtype))
         if isinstance(layer, nn.LinearExperts):
-            _put_experts(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], layer, made[key])
+            _put_experts(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], layer, parameters[key])
         else:
-            _put_layer(model, name, layer, floats.get_submodule(name), made[key])
+            _put_layer(model, name, layer, floats.get_submodule(name), parameters[key])
         if progress is not None:
             progress(number, len(packed), name)
     parts = [name for name, part in floats.named_modules() if isinstance(part, PreTrainedModel)]
     for name in reversed(parts):  # a model behind those in it, whose ties it has too
-        _as_before(model.get_submodule(name), floats.get_submodule(name), {id(weight) for weight in made.values()})
+        _as_before(model.get_submodule(name), floats.get_submodule(name), {id(weight) for weight in parameters.values()})
 
 
 def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
@@ -73,8 +74,8 @@ def _put_experts(holder: torch.nn.Module, leaf: str, packed: nn.LinearExperts, w
     delattr(holder, leaf)
     holder.register_parameter(leaf, weight)
     if packed.info.has_bias:
-        zeros, each = torch.zeros(1, packed.in_features), torch.arange(packed.num_experts)[None]
-        holder.register_parameter(f"{leaf}_bias", torch.nn.Parameter(packed(zeros, each)[0].to(weight.dtype)))
+        zeros, experts = torch.zeros(1, packed.in_features), torch.arange(packed.num_experts)[None]
+        holder.register_parameter(f"{leaf}_bias", torch.nn.Parameter(packed(zeros, experts)[0].to(weight.dtype)))
     vars(holder).pop("forward", None)  # the one for packed experts
 
 
@@ -112,5 +113,5 @@ def _as_before(part: Any, floats: Any, dequantized: Collection[int]) -> None:
         target: source for target, source in ties.items() if part.get_parameter(target) is part.get_parameter(source)
     }
     if len(part.all_tied_weights_keys) < len(ties):
-        for config in {id(each): each for each in (part.config, part.config.get_text_config())}.values():
+        for config in {id(config): config for config in (part.config, part.config.get_text_config())}.values():
             config.tie_word_embeddings = False

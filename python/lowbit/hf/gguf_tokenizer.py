@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import transformers
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
 
 from ..files.untrusted import interpreting, printable
 from .loading import counting
@@ -27,14 +28,14 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 _PLAIN_CUTS = ("default", "gpt-2", "gpt2")  # those of GPT-2, which a converter starts from
 
 
-def _converter():
+def _converter() -> ModuleType:
     try:
         return import_module("transformers.integrations.gguf")
     except ImportError:  # earlier versions 5
         return import_module("transformers.integrations.ggml")
 
 
-def _cuts(converter) -> Mapping[str, str] | None:
+def _cuts(converter: ModuleType) -> Mapping[str, str] | None:
     """The rules of cutting words that transformers knows, by what GGUF files call them."""
     known = getattr(converter, "GGUF_PRE_TOKENIZER_SPLITS", None)
     if known is None and hasattr(converter, "__path__"):
@@ -46,8 +47,8 @@ def _check(path: Path, fields: Mapping[str, Any], vocabulary: int) -> None:
     tokens = fields["tokens"]
     texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
     if not texts or not 1 <= len(tokens) <= vocabulary:
-        found = f"{len(tokens)} texts" if texts else "something else"
-        raise ValueError(f"{path} has {found} as tokenizer.ggml.tokens; expected 1 to {vocabulary} texts")
+        actual = f"{len(tokens)} texts" if texts else "something else"
+        raise ValueError(f"{path} has {actual} as tokenizer.ggml.tokens; expected 1 to {vocabulary} texts")
     seen = set()
     for token in tokens:
         if token in seen:
@@ -121,16 +122,16 @@ def save_tokenizer(path: Path, metadata: Mapping[str, Any], architecture: str, v
         tokenizer.save_pretrained(directory)
 
 
-def _without_others(backend, count: int):
+def _without_others(backend: Tokenizer, count: int) -> Tokenizer:
     """Without tokens that the file has not: the class of GPT-2's tokenizer adds its own, beyond the model's table."""
     content = json.loads(backend.to_str())
-    own = [token for token in content["added_tokens"] if token["id"] < count]
-    if len(own) == len(content["added_tokens"]):
+    kept = [token for token in content["added_tokens"] if token["id"] < count]
+    if len(kept) == len(content["added_tokens"]):
         return backend
-    return type(backend).from_str(json.dumps(content | {"added_tokens": own}))
+    return type(backend).from_str(json.dumps(content | {"added_tokens": kept}))
 
 
-def _with_spaces(backend, prefix: bool):
+def _with_spaces(backend: Tokenizer, prefix: bool) -> Tokenizer:
     """A SentencePiece tokenizer that puts a space before each text between special tokens, as llama.cpp does, or none.
 
     transformers' table has a space before the first text only, and none where there is one already.
@@ -145,7 +146,7 @@ def _with_spaces(backend, prefix: bool):
         content["pre_tokenizer"] = None if metaspace else cut
     decoder = content["decoder"]
     if not prefix and decoder and decoder["type"] == "Sequence":  # what takes the first space away again
-        decoder["decoders"] = [each for each in decoder["decoders"] if each["type"] != "Strip"]
+        decoder["decoders"] = [step for step in decoder["decoders"] if step["type"] != "Strip"]
     return type(backend).from_str(json.dumps(content))
 
 
@@ -156,7 +157,7 @@ def _flag(path: Path, metadata: Mapping[str, Any], name: str, default: bool) -> 
     return value
 
 
-def _add_ends(backend, special: Mapping[str, str], add_bos: bool, add_eos: bool, path: Path) -> None:
+def _add_ends(backend: Tokenizer, special: Mapping[str, str], add_bos: bool, add_eos: bool, path: Path) -> None:
     """Has the tokenizer put the first and the last token around a text."""
     wanted = {"bos_token": add_bos, "eos_token": add_eos}
     for name, wish in wanted.items():
@@ -175,7 +176,7 @@ _NORMAL, _UNKNOWN, _OUTSIDE_TEXT, _USER, _UNUSED, _BYTE = range(1, 7)  # types o
 _SPACE = "\u2581"  # a space in SentencePiece
 
 
-def tokenizer_metadata(directory: Path, tokenizer, vocabulary: int) -> dict[str, Any]:
+def tokenizer_metadata(directory: Path, tokenizer: Any, vocabulary: int) -> dict[str, Any]:
     """What a GGUF file says of the tokenizer of a checkpoint.
 
     Warns where llama.cpp has no name for its way of cutting words.
@@ -202,23 +203,23 @@ def tokenizer_metadata(directory: Path, tokenizer, vocabulary: int) -> dict[str,
     if max(texts) >= vocabulary:
         raise ValueError(f"the tokenizer in {directory} has the token {max(texts)}; expected 0 to {vocabulary - 1}")
     if model.get("byte_fallback"):
-        found = _sentencepiece(directory, tokenizer, content, texts, types)
+        fields = _sentencepiece(directory, tokenizer, content, texts, types)
     else:
-        found = _byte_level(directory, content)
-    found |= {
+        fields = _byte_level(directory, content)
+    fields |= {
         "tokens": [texts.get(number, f"[PAD{number}]") for number in range(vocabulary)],
         "token_type": [types.get(number, _UNUSED) for number in range(vocabulary)],
     }
-    if "scores" in found:
-        found["scores"] = [found["scores"].get(texts.get(number), 0.0) for number in range(vocabulary)]
+    if "scores" in fields:
+        fields["scores"] = [fields["scores"].get(texts.get(number), 0.0) for number in range(vocabulary)]
     for name, key in _SPECIAL.items():
         number = getattr(tokenizer, f"{name}_id")
         if number is not None and number < vocabulary:
-            found[f"{key}_token_id"] = number
+            fields[f"{key}_token_id"] = number
     around = tokenizer.backend_tokenizer.encode("").ids  # what every text is put between
-    found["add_bos_token"] = around[:1] == [tokenizer.bos_token_id]
-    found["add_eos_token"] = around[found["add_bos_token"] :] == [tokenizer.eos_token_id]
-    metadata = {_PREFIX + key: value for key, value in found.items()}
+    fields["add_bos_token"] = around[:1] == [tokenizer.bos_token_id]
+    fields["add_eos_token"] = around[fields["add_bos_token"] :] == [tokenizer.eos_token_id]
+    metadata = {_PREFIX + key: value for key, value in fields.items()}
     template = tokenizer.chat_template
     template = template.get("default") if isinstance(template, dict) else template
     return metadata | ({"tokenizer.chat_template": template} if template else {})
@@ -240,7 +241,7 @@ def _byte_level(directory: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sentencepiece(
-    directory: Path, tokenizer, content: dict[str, Any], texts: Mapping[int, str], types: dict[int, int]
+    directory: Path, tokenizer: Any, content: dict[str, Any], texts: Mapping[int, str], types: dict[int, int]
 ) -> dict[str, Any]:
     """What a file says of SentencePiece's BPE, but for its tokens; `types` gets those of its own.
 
@@ -248,7 +249,7 @@ def _sentencepiece(
     a list. The two are the same where the list has every such pair, and all pairs of a token in one place.
     """
     model = content["model"]
-    vocab, pairs = model["vocab"], [tuple(each.split(" ") if isinstance(each, str) else each) for each in model["merges"]]
+    vocab, pairs = model["vocab"], [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     for byte in range(256):
         if f"<0x{byte:02X}>" not in vocab:
             raise ValueError(f"the tokenizer in {directory} has no token <0x{byte:02X}>; expected one for each byte")
@@ -258,13 +259,13 @@ def _sentencepiece(
         types[vocab[unknown]] = _UNKNOWN
     ranks: dict[str, float] = {}
     before = None
-    for left, right in pairs:
-        if left + right != before and left + right in ranks:
+    for first, second in pairs:
+        if first + second != before and first + second in ranks:
             raise ValueError(
-                f"the tokenizer in {directory} joins {printable(left)!r} and {printable(right)!r} later than others to the "
+                f"the tokenizer in {directory} joins {printable(first)!r} and {printable(second)!r} later than others to the "
                 "same token; GGUF has one score for a token"
             )
-        before = left + right
+        before = first + second
         ranks.setdefault(before, -float(len(ranks)))
     known = set(pairs)
     for number, text in texts.items():
@@ -276,7 +277,7 @@ def _sentencepiece(
                         f"the tokenizer in {directory} does not join {printable(pair[0])!r} and {printable(pair[1])!r}, "
                         "which make a token; llama.cpp would"
                     )
-    stripped = [each["content"] for each in content["added_tokens"] if each["lstrip"] or each["rstrip"]]
+    stripped = [token["content"] for token in content["added_tokens"] if token["lstrip"] or token["rstrip"]]
     if stripped:
         warnings.warn(
             f"the tokenizer in {directory} drops spaces around {printable(stripped[0])!r}; GGUF cannot say so, and "
@@ -298,12 +299,12 @@ def _prefix(directory: Path, content: dict[str, Any]) -> bool:
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepended = {"type": "Prepend", "prepend": _SPACE}
     if cut and cut["type"] == "Metaspace" and cut["replacement"] == _SPACE and not cut.get("split") and not changes:
-        return cut["prepend_scheme"] != "never"
+        return bool(cut["prepend_scheme"] != "never")
     # What is cut at spaces is whole where there are none left.
     uncut = cut is None or (cut["type"] == "Split" and cut["pattern"] == {"String": " "})
     if uncut and changes in ([replaced], [prepended, replaced]):
         return len(changes) == 2
-    kinds = ", ".join(each["type"] for each in [*changes, *([cut] if cut else [])]) or "nothing"
+    kinds = ", ".join(step["type"] for step in [*changes, *([cut] if cut else [])]) or "nothing"
     raise ValueError(
         f"the tokenizer in {directory} prepares texts by {kinds}; GGUF's SentencePiece replaces spaces, and puts one "
         "before a text or not"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -17,7 +18,7 @@ from .building import bounded, check_numbers
 
 def causal_model_types() -> Collection[str]:
     """The ``model_type`` of every causal language model that transformers knows."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transformers.PreTrainedModel:
@@ -44,7 +45,7 @@ def meta_model(source: Path, tensors: int, *, causal: bool = False) -> transform
         config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
         names = config.architectures if isinstance(config.architectures, list) and not causal else ()
         named = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
-        model_class = next((found for found in named if hasattr(found, "_from_config")), None)
+        model_class = next((kind for kind in named if hasattr(kind, "_from_config")), None)
         with bounded(tensors, file):
             if model_class is not None:
                 return model_class._from_config(config)
@@ -64,26 +65,26 @@ def mapped_model(source: Path, tensors: int) -> transformers.PreTrainedModel:
 
 
 @contextmanager
-def counting(progress: Callable[[int, int], None] | None):
+def counting(progress: Callable[[int, int], None] | None) -> Iterator[None]:
     """Reports transformers' progress in loading to a function, instead of by a bar and a table of its own."""
 
     class Counter:
-        def __init__(self, items=(), **kwargs):
+        def __init__(self, items: Sequence[Any] = (), **kwargs: Any):
             self._items, self._total = items, kwargs.get("total") or len(items)
 
-        def __iter__(self):
+        def __iter__(self) -> Iterator[Any]:
             for done, item in enumerate(self._items, 1):
                 yield item
                 if progress is not None:
                     progress(done, self._total)
 
-        def __enter__(self):
+        def __enter__(self) -> Counter:
             return self
 
-        def __exit__(self, *error):
+        def __exit__(self, *_: Any) -> None:
             pass
 
-        def __getattr__(self, name):  # whatever else a bar can do
+        def __getattr__(self, name: str) -> Callable[..., None]:  # all other methods of a bar do nothing
             return lambda *args, **kwargs: None
 
     verbosity = logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""What transformers calls the tensors of a checkpoint, and which of them are one tensor under two names."""
+"""Names of a checkpoint's tensors in the model of transformers, and which tensors are tied."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from .. import nn
-from ..layers import kind_of
-from ..packed import PackedInfo
+from .._layers import kind_of
+from .._packed import PackedInfo
 
 if TYPE_CHECKING:
     import torch
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 def tied_layers(model: torch.nn.Module) -> dict[str, str]:
-    """Linear layers and embeddings that take their weight from another one, each with that one."""
+    """Linear layer or embedding -> the layer whose weight it shares."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = {}
+    ties = {}
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         names = target.removesuffix(".weight"), source.removesuffix(".weight")
         if all(kind_of(modules.get(name)) is not None for name in names):
-            found[names[0]] = names[1]
-    return found
+            ties[names[0]] = names[1]
+    return ties
 
 
-def names_in_model(model, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...] | None]]:
-    """What transformers calls the tensors of a checkpoint.
+def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...] | None]]:
+    """Names of tensors in a checkpoint -> names in the model.
 
     Returns:
-        For each name in the files the name in the model, and None; or, where transformers computes tensors of the model
-        from several of the file or the other way round, the names of what it computes.
+        Name in the files -> (name in the model, None); or, if transformers converts tensors (joins several, or splits one),
+        (a name, the names of the converted tensors in the model).
     """
     names = {}
     for key, name, converter, _ in _converted(model, keys):
@@ -48,14 +48,14 @@ def names_in_model(model, keys: Iterable[str]) -> dict[str, tuple[str, tuple[str
     return names
 
 
-def _converted(model, keys: Iterable[str]) -> Iterator[tuple[str, str, WeightConverter | None, str | None]]:
-    """For each tensor of a checkpoint: its name there and in the model, and who computes something of it, by which pattern."""
+def _converted(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str, WeightConverter | None, str | None]]:
+    """For each tensor of a checkpoint: its name there and in the model, its converter or None, and the pattern it matched."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix, state = model.base_model_prefix, model.state_dict()
-    for key in sorted(keys, key=dot_natural_key):  # in the loader's order, which some renamings rely on
+    for key in sorted(keys, key=dot_natural_key):  # in the loader's order, which some renamings depend on
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
@@ -71,19 +71,18 @@ class Rows:
     bands: int  # 1: it is the whole tensor
 
 
-def rows_of(model, keys: Iterable[str]) -> dict[str, list[Rows]]:
-    """Tensors that transformers cuts out of larger ones along their rows, as q, k and v of one matrix for all three, or
-    puts below each other.
+def rows_of(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, list[Rows]]:
+    """Tensors of the model that transformers splits from, or concatenates of, tensors of the files along rows, as q, k and v.
 
-    Those that it makes in another way (rows in another order, bands of different sizes) are not among them.
+    Other conversions (rows in another order, bands of different sizes) are not included.
 
     Args:
         keys: the names of a checkpoint's tensors.
 
     Returns:
-        Name in the model -> its rows, from above.
+        Name in the model -> its rows, in order.
     """
-    found: dict[str, list[Rows]] = {}
+    rows: dict[str, list[Rows]] = {}
     joined: dict[str, dict[int, Rows]] = {}
     for key, name, converter, pattern in _converted(model, keys):
         if converter is None:
@@ -95,24 +94,26 @@ def rows_of(model, keys: Iterable[str]) -> dict[str, list[Rows]]:
         kind = type(steps[0]).__name__
         if kind == "Chunk" and len(sources) == 1:
             for band, target in enumerate(targets):
-                found[name.replace(targets[0], target)] = [Rows(key, band, len(targets))]
+                rows[name.replace(targets[0], target)] = [Rows(key, band, len(targets))]
         elif kind == "Concatenate" and len(targets) == 1:
             joined.setdefault(name, {})[sources.index(pattern)] = Rows(key, 0, 1)
             if len(joined[name]) == len(sources):
-                found[name] = [rows for _, rows in sorted(joined[name].items())]
-    return found
+                rows[name] = [piece for _, piece in sorted(joined[name].items())]
+    return rows
 
 
-def parts_of_experts(model, names: Mapping[str, tuple[str, tuple[str, ...] | None]]) -> dict[str, list[list[str]]]:
-    """Tensors that transformers stacks from one matrix for each expert, or from two that it puts below each other.
+def parts_of_experts(
+    model: PreTrainedModel, names: Mapping[str, tuple[str, tuple[str, ...] | None]]
+) -> dict[str, list[list[str]]]:
+    """Tensors of the model that transformers stacks from one matrix per expert, or from two concatenated ones.
 
-    Those that it makes in another way are not among them.
+    Other conversions are not included.
 
     Args:
         names: of a checkpoint's tensors, from :func:`names_in_model`.
 
     Returns:
-        Name in the model -> for each expert, in their order, the names of its parts in the files.
+        Name in the model -> for each expert, in order, the names of its parts in the files.
     """
     forms, stacked = [], [("MergeModulelist", 0)]
     for transform in get_model_conversion_mapping(model):
@@ -122,15 +123,15 @@ def parts_of_experts(model, names: Mapping[str, tuple[str, tuple[str, ...] | Non
             if (steps == stacked and len(parts) == 1) or steps == [*stacked, ("Concatenate", 1)]:
                 patterns = [re.compile(re.escape(part).replace(r"\*", r"(\d+)") + "$") for part in parts]
                 forms.append((transform.target_patterns[0], patterns))
-    found: dict[str, dict[tuple[int, int], str]] = {}
+    parts_of: dict[str, dict[tuple[int, int], str]] = {}
     for key, (_, targets) in names.items():
         for end, patterns in forms:
             if targets is not None and targets[0].endswith(end):
                 for part, pattern in enumerate(patterns):
                     if match := pattern.search(key):
-                        found.setdefault(targets[0], {})[int(match[1]), part] = key
+                        parts_of.setdefault(targets[0], {})[int(match[1]), part] = key
     result = {}
-    for target, keys in found.items():
+    for target, keys in parts_of.items():
         experts, many = (1 + max(place[i] for place in keys) for i in range(2))
         if len(keys) == experts * many == sum(targets == (target,) for _, targets in names.values()):
             result[target] = [[keys[expert, part] for part in range(many)] for expert in range(experts)]
@@ -138,62 +139,57 @@ def parts_of_experts(model, names: Mapping[str, tuple[str, tuple[str, ...] | Non
 
 
 def given_by(names: Mapping[str, tuple[str, tuple[str, ...] | None]]) -> set[str]:
-    """The tensors of the model that a checkpoint gives it; `names` from :func:`names_in_model`."""
+    """The tensors of the model that a checkpoint has; `names` from :func:`names_in_model`."""
     return {given for name, targets in names.values() for given in (targets or (name,))}
 
 
 def given_with(layer: str, info: PackedInfo) -> set[str]:
-    """The bias in a packed weight, as the float model calls it: "up.bias", or of experts in one tensor "up_proj_bias"."""
+    """The name, in the float model, of the bias in a packed weight: "up.bias", or for experts "up_proj_bias"; else empty."""
     return set() if not info.has_bias else {f"{layer}.bias" if info.experts is None else f"{layer}_bias"}
 
 
 def keep_names(model: PreTrainedModel) -> None:
-    """Sees that packed layers are saved one by one, under the names that they have in the model.
+    """Makes transformers save packed layers one by one, under their names in the model.
 
-    By itself transformers saves what it computed while loading in the form that checkpoints of the architecture have: a tensor
-    for each expert, or one for q, k and v. A packed tensor would be cut to pieces, joined with others, or renamed to what no
-    loader knows.
+    By default it reverses its conversions: it writes a tensor per expert, or one for q, k and v. That would split, join or
+    rename packed tensors, and no loader would find them.
     """
     layers = [name for name, layer in model.named_modules() if isinstance(layer, nn.Packed | nn.LinearExperts)]
     packed = [f"{name}.{leaf}" for name in layers for leaf in ("packed_weight", "weight")]
     if not packed:
         return
     transforms = getattr(model, "_weight_conversions", None)
-    if transforms is None:  # not loaded: what saving would take
+    if transforms is None:  # not loaded from a checkpoint: those that saving would use
         transforms = get_model_conversion_mapping(model, add_legacy=False)
-        transforms = [each for each in transforms if type(each).__name__ != "PrefixChange"]
+        transforms = [transform for transform in transforms if type(transform).__name__ != "PrefixChange"]
 
     experts = [name for name in packed if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.LinearExperts)]
 
-    def concerns(transform) -> bool:
+    def concerns(transform: Any) -> bool:
         if type(transform) is WeightRenaming:
-            # No float checkpoint has experts in one tensor under the new name: a version of transformers that renames them
-            # otherwise would not find them, and go on with random ones.
+            # No float checkpoint has experts in one tensor under the new name: another version of transformers would not find
+            # them, and continue with random ones.
             back = transform.reverse_transform()
             return any(back.rename_source_key(name)[0] != name for name in experts)
         if not isinstance(transform, WeightConverter):
             return False
         try:
             back = transform.reverse_transform()
-        except (NotImplementedError, ValueError):  # there is no way back: then transformers does not save it, either
+        except (NotImplementedError, ValueError):  # not reversible: then saving does not reverse it either
             return False
         return any(back.rename_source_key(name)[1] is not None for name in packed)
 
     model._weight_conversions = [transform for transform in transforms if not concerns(transform)]
 
 
-def check_complete(model, given: set[str], where: Path) -> None:
-    """Refuses a checkpoint that does not give the float `model` all that it needs.
-
-    Raises:
-        ValueError: it does not.
-    """
+def check_complete(model: PreTrainedModel, given: set[str], where: Path) -> None:
+    """Raises ValueError if the tensors of a checkpoint, ``given``, lack some that the float model needs."""
     tied = model.all_tied_weights_keys
     given = given | {target for target, source in tied.items() if source in given}
     given |= {source for target, source in tied.items() if target in given}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     needed = model.state_dict().keys()
-    missing = [name for name in needed if name not in given and not any(each.search(name) for each in ignored)]
+    missing = [name for name in needed if name not in given and not any(pattern.search(name) for pattern in ignored)]
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         lacking = f"{where} lacks {len(missing)} of the {len(needed)} tensors of {type(model).__name__}: {shown}."

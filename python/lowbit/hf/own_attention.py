@@ -90,8 +90,8 @@ class Call:
         if self.inputs is not None:
             # In float32: 16 bits would not hold the slopes.
             query, key = (
-                torch.cat([more.expand(-1, own.shape[1], -1, -1), own.float()], dim=-1)
-                for more, own in zip(self.inputs, (query, key), strict=True)
+                torch.cat([more.expand(-1, inputs.shape[1], -1, -1), inputs.float()], dim=-1)
+                for more, inputs in zip(self.inputs, (query, key), strict=True)
             )
             value = value.float()
         output, _ = self.attend(module, query, key, value, None, scaling=scale, caches=self.caches, start=self.start)
@@ -103,16 +103,16 @@ class _Own(torch.nn.Module):
 
     needs_mask = False  # whether the model's code does something to the mask
 
-    def __init__(self, own: Any, call: Call):
+    def __init__(self, attention: Any, call: Call):
         super().__init__()
-        for name, child in own.named_children():
+        for name, child in attention.named_children():
             self.add_module(name, child)
-        self.call, self.layer_idx = call, own.layer_idx
+        self.call, self.layer_idx = call, attention.layer_idx
         self.scale: float
         self.heads: int
 
     @staticmethod
-    def is_relative(own: Any) -> bool:
+    def is_relative(attention: Any) -> bool:
         """Whether a text that begins at another position has the same logits, or others by rotations only."""
         return True
 
@@ -122,9 +122,9 @@ class _Own(torch.nn.Module):
 
 
 class _Bloom(_Own):
-    def __init__(self, own: Any, call: Call):
-        super().__init__(own, call)
-        self.scale, self.heads = own.inv_norm_factor, own.num_heads
+    def __init__(self, attention: Any, call: Call):
+        super().__init__(attention, call)
+        self.scale, self.heads = attention.inv_norm_factor, attention.num_heads
 
     def alibi(self, model: Any, positions: int) -> Alibi:
         table = model.transformer.build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), self.heads, torch.float32)
@@ -139,9 +139,9 @@ class _Bloom(_Own):
 class _Mpt(_Own):
     needs_mask = True
 
-    def __init__(self, own: Any, call: Call):
-        super().__init__(own, call)
-        self.scale, self.heads, self.clip = own.softmax_scale, own.n_heads, own.clip_qkv
+    def __init__(self, attention: Any, call: Call):
+        super().__init__(attention, call)
+        self.scale, self.heads, self.clip = attention.softmax_scale, attention.n_heads, attention.clip_qkv
 
     def alibi(self, model: Any, positions: int) -> Alibi:
         table = model.transformer.build_mpt_alibi_tensor(self.heads, 2)
@@ -156,17 +156,17 @@ class _Mpt(_Own):
 
 
 class _Falcon(_Own):
-    def __init__(self, own: Any, call: Call):
-        super().__init__(own, call)
-        self.scale, self.heads, self.width = own.inv_norm_factor, own.num_heads, own.head_dim
+    def __init__(self, attention: Any, call: Call):
+        super().__init__(attention, call)
+        self.scale, self.heads, self.width = attention.inv_norm_factor, attention.num_heads, attention.head_dim
         # Keys come behind the queries that belong to them.
-        self.kv_heads = own.num_kv_heads
-        self.has_alibi = bool(own.config.alibi)
-        self.rotate = sys.modules[type(own).__module__].apply_rotary_pos_emb
+        self.kv_heads = attention.num_kv_heads
+        self.has_alibi = bool(attention.config.alibi)
+        self.rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
 
     @staticmethod
-    def is_relative(own: Any) -> bool:
-        return not own.config.alibi
+    def is_relative(attention: Any) -> bool:
+        return not attention.config.alibi
 
     def alibi(self, model: Any, positions: int) -> Alibi | None:
         if not self.has_alibi:
@@ -181,9 +181,9 @@ class _Falcon(_Own):
     ) -> tuple[Tensor, None]:
         group = self.heads // self.kv_heads
         mixed = self.query_key_value(hidden_states).unflatten(-1, (self.kv_heads, group + 2, self.width))
-        query, key, value = (each.flatten(2, 3).transpose(1, 2) for each in mixed.split([group, 1, 1], dim=3))
+        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in mixed.split([group, 1, 1], dim=3))
         if self.has_alibi:
-            key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+            key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
         elif position_embeddings is not None:
             query, key = self.rotate(query, key, *position_embeddings)
         return self.dense(self.call.run(self, query, key, value, self.scale)), None

@@ -1,30 +1,32 @@
-"""Packed layers in a model of transformers: put where a checkpoint has them, shared, verified, tied."""
+"""Packed layers in a model of transformers: placing, sharing, verifying and tying them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
-import transformers
+from transformers import PreTrainedModel
 
-from .. import nn, ops
-from ..computed_tensor import ComputedTensor
-from ..layers import Experts, check_whole_experts, kind_of, named_layers, put_packed
-from ..memory import give_back
-from . import conv1d, experts  # noqa: F401 - lets named_layers find them
+from .. import nn
+from .._computed_tensor import ComputedTensor
+from .._experts import Experts
+from .._layers import check_whole_experts, kind_of, named_layers, put_packed
+from .._memory import give_back
+from .._packed import PackedInfo
 from .names import tied_layers
 
 PACKED, ORDER = "packed_weight", "input_order"
 
 
 class _Awaiting(torch.nn.Module):
-    """In the place of a layer that will share a packed weight: without state, so that a loader does not miss any."""
+    """A placeholder for a layer that will share a packed weight; without state, so that a loader misses nothing."""
 
     def __init__(self, layer: torch.nn.Module):
         super().__init__()
-        # Some models initialize a head by name; these say that they need not be.
+        # Some models initialize a head by name; transformers skips tensors of this class.
         for name in ("weight", "bias"):
             value = getattr(layer, name, None)
             if value is not None:
@@ -33,19 +35,23 @@ class _Awaiting(torch.nn.Module):
 
 
 def place_packed(
-    model, packed: Mapping[str, tuple[str, ops.PackedInfo]], floats: set[str], dtype: torch.dtype, ordered: Collection[str] = ()
+    model: PreTrainedModel,
+    packed: Mapping[str, tuple[str, PackedInfo]],
+    floats: set[str],
+    dtype: torch.dtype,
+    ordered: Collection[str] = (),
 ) -> dict[str, tuple[str, torch.nn.Module]]:
-    """Replaces layers of a float model on the meta device by packed ones, as a checkpoint has them.
+    """Replaces layers of a float model on the meta device by packed layers of a checkpoint.
 
     Args:
-        packed: layer -> where it comes from (for errors), and the description of its weight.
-        floats: the float tensors that the checkpoint has, as the model calls them.
-        dtype: that the embeddings give.
-        ordered: the layers whose inputs are in an order of their own.
+        packed: layer -> its source (for errors), and the header of its weight.
+        floats: the float tensors of the checkpoint, by their names in the model.
+        dtype: of the embeddings' outputs.
+        ordered: the layers with an act-order permutation.
 
     Returns:
-        Layers that take their weight from a packed one -> that one, and the float layer. Until :func:`share_packed`
-        something without state stands in their place, so that a loader does not miss their weights.
+        Layer that shares a packed weight -> the layer with the weight, and the float layer. Until :func:`share_packed` the
+        model has a placeholder there.
 
     Raises:
         ValueError: the model has no such layer, or one of another shape.
@@ -55,12 +61,12 @@ def place_packed(
     for name, (where, info) in packed.items():
         layer = floats_of.get(name)
         if kind_of(layer) is None or isinstance(layer, Experts) != (info.experts is not None):
-            found = "no such layer" if layer is None else f"a {type(layer).__name__}"
-            found = "experts in one tensor" if isinstance(layer, Experts) else found
+            actual = "no such layer" if layer is None else f"a {type(layer).__name__}"
+            actual = "experts in one tensor" if isinstance(layer, Experts) else actual
             expected = "Linear or Embedding" if info.experts is None else "experts in one tensor"
-            raise ValueError(f"{where} is packed, but {type(model).__name__} has {found} there; expected {expected}")
+            raise ValueError(f"{where} is packed, but {type(model).__name__} has {actual} there; expected {expected}")
         _check_fits(where, info, layer)
-    # Experts are float or packed as a whole.
+    # All matrices of experts are packed, or all are float.
     check_whole_experts(floats_of, packed)
     for name, (where, info) in packed.items():
         order = torch.empty(info.in_features, dtype=torch.int32, device="meta") if name in ordered else None
@@ -88,56 +94,57 @@ def place_packed(
 
 
 def _float_ties(ties: Mapping[str, str], packed: Collection[str], first: Collection[str] = ()) -> dict[str, str]:
-    """Ties between float tensors whose common source is packed, as those of an encoder's and a decoder's table of a class
-    that stays float: else each but one of them would be nowhere in the files.
+    """Ties between float tensors whose common source is packed (an encoder's and a decoder's table of a class that stays float).
+
+    Without them the files would lack all but one of these tensors.
 
     Args:
         ties: target -> source.
         packed: layers.
-        first: tensors that are taken as a source before others.
+        first: tensors to prefer as a source.
     """
-    left: dict[str, list[str]] = {}
+    members_of: dict[str, list[str]] = {}
     for target, source in ties.items():
         if source.rpartition(".")[0] in packed and target.rpartition(".")[0] not in packed:
-            left.setdefault(source, []).append(target)
-    found: dict[str, str] = {}
-    for members in left.values():
+            members_of.setdefault(source, []).append(target)
+    float_ties: dict[str, str] = {}
+    for members in members_of.values():
         source = next((name for name in members if name in first), members[0])
-        found |= {name: source for name in members if name != source}
-    return found
+        float_ties |= {name: source for name in members if name != source}
+    return float_ties
 
 
-def _check_fits(where: str, info: ops.PackedInfo, layer: torch.nn.Module) -> None:
-    found: list[int | str] = list(info.shape)
+def _check_fits(where: str, info: PackedInfo, layer: torch.nn.Module) -> None:
+    actual: list[int | str] = list(info.shape)
     expected: list[int | str] = list(layer.weight.shape)
     if not isinstance(layer, torch.nn.Embedding) and info.has_bias != (layer.bias is not None):
-        found.append("with a bias" if info.has_bias else "without a bias")
+        actual.append("with a bias" if info.has_bias else "without a bias")
         expected.append("without a bias" if info.has_bias else "with a bias")
-    if found != expected:
+    if actual != expected:
         raise ValueError(
-            f"{where} has weights {found}; expected {expected}, as config.json says. The files do not belong together: "
+            f"{where} has weights {actual}; expected {expected}, as config.json says. The files do not belong together: "
             "quantize again."
         )
 
 
-def share_packed(model, shared: Mapping[str, tuple[str, torch.nn.Module]], dtype: torch.dtype) -> None:
-    """Puts a packed layer where :func:`place_packed` has left one out."""
+def share_packed(model: PreTrainedModel, shared: Mapping[str, tuple[str, torch.nn.Module]], dtype: torch.dtype) -> None:
+    """Replaces the placeholders of :func:`place_packed` by packed layers that share a weight."""
     for name, (owner, layer) in shared.items():
         model.set_submodule(name, nn.in_place_of(layer, model.get_submodule(owner).packed_weight, dtype))
 
 
-def verify(model, where: Mapping[str, str], left_out: Collection[str] = (), keep: bool = True) -> None:
+def verify(model: PreTrainedModel, where: Mapping[str, str], skipped: Collection[str] = (), keep: bool = True) -> None:
     """Checks all bytes of packed weights against their checksums, on as many threads as torch has.
 
     Args:
-        where: layer -> where its weight comes from, for errors.
-        left_out: layers that somebody else checks.
-        keep: pages of files that were read for it stay in this process's memory.
+        where: layer -> source of its weight, for errors.
+        skipped: layers that are checked elsewhere.
+        keep: keep the pages of files that were read in this process's memory.
 
     Raises:
         ValueError: a weight was altered.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed) and name not in left_out}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Packed) and name not in skipped}
 
     def check(name: str) -> None:
         verify_layer(name, layers[name], where)
@@ -151,13 +158,15 @@ def verify(model, where: Mapping[str, str], left_out: Collection[str] = (), keep
 
 
 def verify_layer(name: str, layer: nn.Packed, where: Mapping[str, str]) -> None:
+    """Raises ValueError, with the source of the weight, if its bytes were altered."""
     try:
         layer.verify()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where.get(name, name)}: {error}. The file was damaged: copy it, or quantize, again.") from error
 
 
-def mark_initialized(model, layers: Iterable[str]) -> None:
+def mark_initialized(model: PreTrainedModel, layers: Iterable[str]) -> None:
+    """Keeps transformers from initializing the modules around these layers."""
     # Some architectures initialize the weights of a layer from the module around it (T5's attention).
     experts = {name for name, layer in named_layers(model) if isinstance(layer, Experts | nn.LinearExperts)}
     for name in layers:
@@ -166,8 +175,8 @@ def mark_initialized(model, layers: Iterable[str]) -> None:
             parent._is_hf_initialized = True
 
 
-def expanded_ties(model) -> dict[str, dict[str, str]]:
-    """For each part of a model that is a model itself: its tied tensors, target -> source."""
+def expanded_ties(model: PreTrainedModel) -> dict[str, dict[str, str]]:
+    """Name of each model within a model -> its tied tensors, target -> source."""
     return {
         name: part.get_expanded_tied_weights_keys(all_submodels=False)
         for name, part in model.named_modules()
@@ -175,8 +184,8 @@ def expanded_ties(model) -> dict[str, dict[str, str]]:
     }
 
 
-def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
-    """Names tied tensors as they are after quantization, where transformers looks when it ties and saves."""
+def tie_packed(model: PreTrainedModel, expanded: dict[str, dict[str, str]]) -> None:
+    """Renames tied tensors to their names after quantization in the attributes that transformers ties and saves by."""
 
     def layer_of(part: torch.nn.Module, tensor: str) -> torch.nn.Module:
         return part.get_submodule(tensor.rpartition(".")[0])
@@ -192,7 +201,7 @@ def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
                 kept[target.removesuffix("weight") + PACKED] = source.removesuffix("weight") + PACKED
             elif not any(packed):
                 kept[target] = source
-        # Only of layers that are never packed: what a loader finds in no file, and could be packed, it shares packed.
+        # Only for layers that are never packed: others, if no file has their weight, share the packed one.
         never = {target: source for target, source in ties.items() if kind_of(layer_of(part, target)) is None}
         kept |= _float_ties(never, {name for name, layer in part.named_modules() if isinstance(layer, nn.Packed)})
         changed |= kept != ties
@@ -202,8 +211,10 @@ def tie_packed(model, expanded: dict[str, dict[str, str]]) -> None:
             part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
 
 
-def _resize(model, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args, **kwargs):
-    """In place of resize_token_embeddings, which would change one of table and head and then meet the other."""
+def _resize(
+    model: PreTrainedModel, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any
+) -> torch.nn.Module:
+    """Replaces resize_token_embeddings, which would change the table and then fail at the packed head, or vice versa."""
     table = model.get_input_embeddings()
     size = table.num_embeddings if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of is not None:
@@ -216,10 +227,10 @@ def _resize(model, new_num_tokens: int | None = None, pad_to_multiple_of: int | 
     return table
 
 
-def refuse_resizing(model: transformers.PreTrainedModel) -> None:
-    """For each model in `model` whose embedding table or head is packed."""
+def refuse_resizing(model: PreTrainedModel) -> None:
+    """Replaces ``resize_token_embeddings`` by :func:`_resize` in models whose embedding table or head is packed."""
     for part in model.modules():
-        if isinstance(part, transformers.PreTrainedModel):
+        if isinstance(part, PreTrainedModel):
             try:
                 layers = part.get_input_embeddings(), part.get_output_embeddings()
             except (NotImplementedError, AttributeError):  # no text

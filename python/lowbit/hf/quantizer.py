@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,10 +17,13 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, auto
 
 from .. import nn
+from .._experts import Experts
+from .._layers import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
+from .._memory import in_huge_pages
+from .._packed import PackedInfo
+from .._rounding import EmbeddingConfig, LinearConfig
 from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
 from ..files.untrusted import read_json
-from ..layers import Experts, kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
-from ..memory import in_huge_pages
 from .config import BY_OVERRIDES, METHOD, LowBitConfig
 from .dequantizing import dequantize
 from .names import check_complete, given_by, given_with, keep_names, names_in_model, tied_layers
@@ -26,11 +31,11 @@ from .parallel import layers_to_cut, refuse_parts, shard_as_asked, take_rules
 from .placing import PACKED, expanded_ties, mark_initialized, place_packed, refuse_resizing, share_packed, tie_packed, verify
 
 _SAVE = "lowbit_save"
-_BIAS = "_bias"  # what the bias of experts in one tensor is called after it
+_BIAS = "_bias"  # the suffix of the parameter that holds the biases of experts
 
 
-def _shards_beside(directory: Path) -> list[Path]:
-    """The files that an index names, where they are all there and are of a save of ours."""
+def _indexed_shards(directory: Path) -> list[Path]:
+    """The files that an index names, if all exist and lowbit saved them; else none."""
     try:
         names = sorted(set(read_json(directory / INDEX)["weight_map"].values()) - {WEIGHTS})
         paths = [directory / name for name in names if Path(name).name == name]
@@ -39,32 +44,178 @@ def _shards_beside(directory: Path) -> list[Path]:
         return []
 
 
+class _Checkpoint:
+    """The safetensors files that are loaded, and the names of their tensors in the model.
+
+    Attributes:
+        tensors: name in the files -> tensor.
+        packed: those of them that are packed weights.
+        float_names: float name of a tensor (:func:`float_name`) -> name in the files.
+        names: float name -> name in the model and targets, from :func:`names_in_model`.
+    """
+
+    def __init__(self, model: PreTrainedModel, files: list[Path], pre_quantized: bool):
+        """
+        Raises:
+            OSError, ValueError: a file is damaged, or the files do not belong together or to config.json.
+        """
+        self.files = files
+        self.tensors = read_files(files)
+        self.packed = {name: stored for name, stored in self.tensors.items() if name.rpartition(".")[2] == PACKED}
+        self._check(pre_quantized)
+        self.float_names = {
+            float_name(name, stored.shape) if name in self.packed else name: name for name, stored in self.tensors.items()
+        }
+        self.names = names_in_model(model, self.float_names)  # by float names, so that transformers' renaming rules apply
+
+    def _check(self, pre_quantized: bool) -> None:
+        files, tensors, packed = self.files, self.tensors, self.packed
+        if [path.name for path in files] == [WEIGHTS]:
+            # Shards that were saved over a single file leave it there, and transformers would load it.
+            files = files + _indexed_shards(files[0].parent)
+        saves = {path: read_metadata(path).get(_SAVE) for path in files}
+        if len(set(saves.values())) > 1:
+            raise ValueError(
+                f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was "
+                "interrupted, or another lay there. Save again, into a new directory."
+            )
+        if pre_quantized and not packed:
+            raise ValueError(
+                f"the checkpoint has no tensor .{PACKED}, but its config.json says quant_method {METHOD!r}; found "
+                f"{len(tensors)} tensors in {len(files)} safetensors files"
+            )
+        if packed and not pre_quantized:
+            raise ValueError(
+                f"{next(iter(packed.values())).path} has packed weights, but the checkpoint's config.json has no "
+                "quantization_config; quantize again, or load without one"
+            )
+        for name in packed:
+            both = float_name(name, packed[name].shape)
+            if both in tensors:
+                raise ValueError(f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them")
+
+    def ignore_guards(self, model: PreTrainedModel) -> None:
+        """Keeps transformers from reporting the guards of packed weights (:func:`float_name`) as unexpected tensors."""
+        guards = {guard for name, (target, _) in self.names.items() if self.float_names[name] in self.packed
+                  for guard in (name, target)}  # fmt: skip
+        if guards:
+            pattern = f"^({'|'.join(map(re.escape, sorted(guards)))})$"
+            ignored = model._keys_to_ignore_on_load_unexpected
+            # A set to which transformers adds its patterns; in the first versions 5 a list.
+            ignored = ignored | {pattern} if isinstance(ignored, set) else [*(ignored or ()), pattern]
+            model._keys_to_ignore_on_load_unexpected = ignored
+
+    def packed_layers(self, model: PreTrainedModel) -> dict[str, Stored]:
+        """Layer of the model -> its packed weight. A class other than the checkpoint's may lack a head, or have another."""
+        whole, layers = self._is_whole(model), dict(named_layers(model))
+        layers_to_pack = {}
+        for name, (target, _) in self.names.items():
+            stored, layer = self.packed.get(self.float_names[name]), target.removesuffix(".weight")
+            if stored is not None and (whole or layer in layers):
+                layers_to_pack[layer] = stored
+        return layers_to_pack
+
+    def check_complete(self, model: PreTrainedModel, placed: Mapping[str, tuple[str, PackedInfo]]) -> set[str]:
+        """The tensors of the model that the files have. Raises ValueError if the model's class is theirs and one is missing."""
+        given = given_by(self.names)
+        if self.files and self._is_whole(model):
+            biases = {bias for layer, (_, info) in placed.items() for bias in given_with(layer, info)}
+            ties = tied_layers(model).items()
+            biases |= {f"{target}.bias" for target, source in ties if f"{source}.bias" in biases}
+            check_complete(model, given | biases, self.files[0].parent)
+        return given
+
+    def check_shapes(self, model: PreTrainedModel, layers: Mapping[str, Any]) -> None:
+        """Raises ValueError if the float weight of a layer has another shape than in the model."""
+        state = model.state_dict()
+        for key, (name, targets) in self.names.items():
+            if targets is None and name.removesuffix(".weight") in layers and name in state:
+                stored, expected = self.tensors[key], tuple(state[name].shape)
+                if stored.shape != expected:
+                    raise ValueError(
+                        f"{key} in {stored.path} has shape {list(stored.shape)}; expected {list(expected)}, as config.json says"
+                    )
+
+    def _is_whole(self, model: PreTrainedModel) -> bool:
+        return type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+
+
+@dataclass
+class _Load:
+    """What the hooks of one load share.
+
+    Attributes:
+        dtype: of the model.
+        ties: from :func:`expanded_ties`, before any layer was packed.
+        selected: layers of a float checkpoint that are quantized.
+        tied: of these, the ones that wait until they are tied.
+        shared: from :func:`place_packed`.
+        where: packed layer -> tensor and file, for errors.
+        rules: from :func:`take_rules`.
+    """
+
+    dtype: torch.dtype
+    ties: dict[str, dict[str, str]]
+    selected: dict[str, LinearConfig | EmbeddingConfig] = field(default_factory=dict)
+    tied: set[str] = field(default_factory=set)
+    shared: dict[str, tuple[str, torch.nn.Module]] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+    rules: dict[str, str] = field(default_factory=dict)
+
+    def place_packed(self, model: PreTrainedModel, checkpoint: _Checkpoint) -> None:
+        """Puts packed layers into a model on the meta device, as the files have them."""
+        layers = checkpoint.packed_layers(model)
+        self.where = {layer: f"{stored.name} in {stored.path}" for layer, stored in layers.items()}
+        placed = {layer: (self.where[layer], packed_info(stored)) for layer, stored in layers.items()}
+        given = checkpoint.check_complete(model, placed)
+        orders = orders_of(checkpoint.tensors)
+        ordered = {layer for layer, stored in layers.items() if stored.name in orders}
+        floats = given - {f"{layer}.weight" for layer in placed} - placed.keys()
+        self.shared = place_packed(model, placed, floats, self.dtype, ordered)
+        mark_initialized(model, placed)
+        self.rules = take_rules(model, placed.keys() | self.shared.keys())
+
+    def select(self, model: PreTrainedModel, checkpoint: _Checkpoint, config: LowBitConfig) -> None:
+        """Chooses the layers of a float checkpoint that are quantized while they are loaded."""
+        checkpoint.check_complete(model, {})
+        self.selected, unselected = config.choose(model)
+        if not self.selected:
+            raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
+        overridden = {name for name, why in unselected.items() if why == BY_OVERRIDES}
+        warn_of_floats(model, self.selected, overridden, unselected, stacklevel=3)
+        self.tied = {name for pair in tied_layers(model).items() for name in pair}
+        mark_initialized(model, self.selected)
+        self.rules = take_rules(model, self.selected.keys())
+        checkpoint.check_shapes(model, self.selected)
+
+
 class LowBitQuantizer(HfQuantizer):
-    """Quantizes tensor by tensor while a float checkpoint is loaded, and loads packed ones as they are mapped."""
+    """Quantizes tensor by tensor while a float checkpoint is loaded; loads packed weights mapped from their files."""
 
     requires_calibration = False
+    _load: _Load  # between the two hooks around the loading of weights
 
-    def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         for place in places:
             if place not in (None, "auto", "balanced", "balanced_low_0", "sequential") and str(place) != "cpu":
                 raise ValueError(f"device_map has {place!r}; expected 'cpu' or none: packed weights are for CPUs")
 
-    def update_device_map(self, device_map):
+    def update_device_map(self, device_map: Any) -> dict[str, str] | None:
         return None if device_map is None else {"": "cpu"}
 
     def is_serializable(self) -> bool:
         return True
 
-    def get_state_dict_and_metadata(self, model):
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         refuse_parts(model)
-        state = model.state_dict()
+        state: dict[str, torch.Tensor] = model.state_dict()
         tied = getattr(model, "all_tied_weights_keys", None) or {}  # these are saved under the other name
         for name in [name for name in state if name.rpartition(".")[2] == PACKED]:
             if name not in tied:
                 # Empty, but with memory of its own: transformers takes tensors at the same address for one.
                 state[float_name(name, state[name].shape)] = torch.zeros(1, dtype=torch.uint8)[:0]
-        # In every shard of a save the same: what a killed save leaves of an older one must not pass for a part of it.
+        # One id in all shards of a save: shards that a killed save leaves among older ones are detected when loaded.
         return state, {_SAVE: uuid.uuid4().hex}
 
     @property
@@ -75,168 +226,96 @@ class LowBitQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         return True
 
-    def _process_model_before_weight_loading(self, model, dtype=None, checkpoint_files=None, **kwargs):
-        self._dtype = dtype or torch.get_default_dtype()
-        self._ties = expanded_ties(model)
-        self._selected, self._shared, self._where = {}, {}, {}
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, dtype: torch.dtype | None = None, checkpoint_files: Any = None, **_: Any
+    ) -> None:
         files = [Path(file) for file in checkpoint_files or () if os.fspath(file).endswith(".safetensors")]
-        tensors = read_files(files)
-        packed = {name: stored for name, stored in tensors.items() if name.rpartition(".")[2] == PACKED}
-        self._check_files(files, tensors, packed)
-        orders = orders_of(tensors)
-
-        # Packed weights are called as the float ones would be, so that transformers' rules for names apply.
-        aliases = {float_name(name, tensors[name].shape) if name in packed else name: name for name in tensors}
-        names = names_in_model(model, aliases)
-        guards = {each for alias, (name, _) in names.items() if aliases[alias] in packed for each in (alias, name)}
-        if guards:
-            ignored = f"^({'|'.join(map(re.escape, sorted(guards)))})$"
-            own = model._keys_to_ignore_on_load_unexpected
-            # A set, or in the first versions of transformers 5 a list, to which it adds its own.
-            own = own | {ignored} if isinstance(own, set) else [*(own or ()), ignored]
-            model._keys_to_ignore_on_load_unexpected = own
-        given, placed, ordered = given_by(names), {}, set()
-        layers = dict(named_layers(model))
-        whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
-        for alias, (name, _) in names.items():
-            stored, layer = packed.get(aliases[alias]), name.removesuffix(".weight")
-            # A class other than the checkpoint's may lack a head, or have another one.
-            if stored is not None and (whole or layer in layers):
-                self._where[layer] = f"{stored.name} in {stored.path}"
-                placed[layer] = self._where[layer], packed_info(stored)
-                ordered |= {layer} if stored.name in orders else set()
-        if files and whole:
-            biases = {bias for layer, (_, info) in placed.items() for bias in given_with(layer, info)}
-            ties = tied_layers(model).items()
-            biases |= {f"{target}.bias" for target, source in ties if f"{source}.bias" in biases}
-            check_complete(model, given | biases, files[0].parent)
-
+        self._load = _Load(dtype or torch.get_default_dtype(), expanded_ties(model))
+        checkpoint = _Checkpoint(model, files, self.pre_quantized)
+        checkpoint.ignore_guards(model)
         if self.pre_quantized:
-            floats = given - {f"{layer}.weight" for layer in placed} - placed.keys()
-            self._shared = place_packed(model, placed, floats, self._dtype, ordered)
-            mark_initialized(model, placed)
-            self._plan = take_rules(model, placed.keys() | self._shared.keys())
-            return
-        self._selected, left = self.quantization_config.choose(model)
-        if not self._selected:
-            raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
-        warn_of_floats(model, self._selected, {name for name, why in left.items() if why == BY_OVERRIDES}, left)
-        self._tied = {name for pair in tied_layers(model).items() for name in pair}
-        mark_initialized(model, self._selected)
-        self._plan = take_rules(model, self._selected.keys())
-        state = model.state_dict()
-        for key, (name, targets) in names.items():
-            layer = name.removesuffix(".weight")
-            if targets is None and layer in self._selected and name in state:
-                expected = tuple(state[name].shape)
-                if tensors[key].shape != expected:
-                    raise ValueError(
-                        f"{key} in {tensors[key].path} has shape {list(tensors[key].shape)}; expected "
-                        f"{list(expected)}, as config.json says"
-                    )
+            self._load.place_packed(model, checkpoint)
+        else:
+            self._load.select(model, checkpoint, self.quantization_config)
 
-    def _check_files(self, files: list[Path], tensors: dict[str, Stored], packed: dict[str, Stored]) -> None:
-        if [path.name for path in files] == [WEIGHTS]:
-            # Shards that were saved over a single file leave it there, and transformers would go on to load it.
-            files = files + _shards_beside(files[0].parent)
-        saves = {path: read_metadata(path).get(_SAVE) for path in files}
-        if len(set(saves.values())) > 1:
-            raise ValueError(
-                f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was "
-                "interrupted, or another lay there. Save again, into a new directory."
-            )
-        if self.pre_quantized and not packed:
-            raise ValueError(
-                f"the checkpoint has no tensor .{PACKED}, but its config.json says quant_method {METHOD!r}; found "
-                f"{len(tensors)} tensors in {len(files)} safetensors files"
-            )
-        if packed and not self.pre_quantized:
-            raise ValueError(
-                f"{next(iter(packed.values())).path} has packed weights, but the checkpoint's config.json has no "
-                "quantization_config; quantize again, or load without one"
-            )
-        for name in packed:
-            both = float_name(name, packed[name].shape)
-            if both in tensors:
-                raise ValueError(f"{tensors[both].path} and {packed[name].path} have {both} and {name}; expected one of them")
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        selected, layer = self._load.selected, param_name.removesuffix(".weight")
+        if layer == param_name:  # experts or their bias, or a parameter that is not called weight
+            layer = layer if layer in selected else layer.removesuffix(_BIAS)
+            return isinstance(layer_at(model, layer), Experts) if layer in selected else False
+        return layer in selected and layer not in self._load.tied  # tied weights are packed once, after they were tied
 
-    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
-        layer = param_name.removesuffix(".weight")
-        if layer == param_name:  # experts or their bias, or of a module that has no weight
-            layer = layer if layer in self._selected else layer.removesuffix(_BIAS)
-            return isinstance(layer_at(model, layer), Experts) if layer in self._selected else False
-        # Tied weights wait until they are tied: then they are packed once.
-        return layer in self._selected and layer not in self._tied
-
-    def dequantize(self, model, dtype=None):
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """What ``model.dequantize()`` does: see :func:`lowbit.hf.dequantizing.dequantize`."""
         dequantize(model, dtype)
         self.remove_quantization_config(model)
         return model
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Quantize(self)
+        return _Quantize(self._load.selected)
 
-    def _process_model_after_weight_loading(self, model, **kwargs):
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        load = self._load
+        del self._load
         if self.pre_quantized:
-            # What is cut is checked when it is cut, so that a rank reads the files once.
-            verify(model, self._where, layers_to_cut(model, self._plan), keep=not self._plan)
-            share_packed(model, self._shared, self._dtype)
+            # Layers that are split are checked when they are split, so that a rank reads the files once.
+            verify(model, load.where, layers_to_cut(model, load.rules), keep=not load.rules)
+            share_packed(model, load.shared, load.dtype)
         else:
             layers = dict(named_layers(model))
-            left = {name: config for name, config in self._selected.items() if kind_of(layers[name]) is not None}
-            if left:
-                replace_layers(model, left)
-        tie_packed(model, self._ties)
+            waiting = {name: config for name, config in load.selected.items() if kind_of(layers[name]) is not None}
+            if waiting:
+                replace_layers(model, waiting)
+        tie_packed(model, load.ties)
         keep_names(model)
         refuse_resizing(model)
-        shard_as_asked(model, self._plan, self._where)
-        del self._ties, self._shared, self._where, self._selected, self._plan
+        shard_as_asked(model, load.rules, load.where)
         return model
 
 
-# Assigned: lowbit_autoload has put into both tables what imports this file, for which register_quantizer has an error.
+# Assigned: lowbit_autoload has put placeholders into both tables, which register_quantizer would refuse to replace.
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = LowBitConfig
 auto.AUTO_QUANTIZER_MAPPING[METHOD] = LowBitQuantizer
 
 
 class _Quantize(ConversionOps):
-    """What the loader does with the weight of a selected layer: the layer becomes a packed one."""
+    """The loader's step for the weight of a selected layer: the layer becomes a packed one."""
 
-    def __init__(self, quantizer: LowBitQuantizer):
-        self._quantizer = quantizer
+    def __init__(self, selected: Mapping[str, LinearConfig | EmbeddingConfig]):
+        self._selected = selected
 
-    def convert(self, input_dict, model=None, missing_keys=None, **kwargs):
-        left = {}
+    def convert(self, input_dict: dict[str, Any], model: Any = None, missing_keys: Any = None, **_: Any) -> dict[str, Any]:
+        waiting = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
             path = name.removesuffix(".weight")
-            is_bias = path not in self._quantizer._selected and path.endswith(_BIAS)
+            is_bias = path not in self._selected and path.endswith(_BIAS)
             path = path.removesuffix(_BIAS) if is_bias else path
-            layer = layer_at(model, path)
-            config = self._quantizer._selected.get(path)
+            layer: Any = layer_at(model, path)
+            config = self._selected.get(path)
             if is_bias:  # of experts, which waited for it
                 weight, bias = layer.weight, weight
             else:
                 weight = oriented(layer, weight)
                 bias = getattr(layer, "bias", None)
-            # What cannot be packed now waits: for its other tensor, or for the end, where the error reaches the caller.
+            # A layer that cannot be packed yet waits for its other tensor, or for the end of loading, where an error reaches
+            # the caller.
             if config is None or "meta" in (weight.device.type, "" if bias is None else bias.device.type):
-                left[name] = value
+                waiting[name] = value
                 continue
             try:
                 packed = in_huge_pages(pack_layer(layer, config, weight, bias))
             except (TypeError, ValueError):
-                left[name] = value
+                waiting[name] = value
                 continue
             put_packed(model, path, layer, packed, weight.dtype)._is_hf_initialized = True
             missing_keys.difference_update((name, path))
-        return left
+        return waiting
 
 
 @contextmanager
 def describing(model: torch.nn.Module) -> Iterator[None]:
-    """Around packing layers of a model by hand: models of transformers in it are saved and loaded as packed ones then.
+    """A context around packing layers of a model, after which models of transformers in it are saved and loaded packed.
 
     Raises:
         ValueError: a model is quantized by another method already.
@@ -256,6 +335,6 @@ def describing(model: torch.nn.Module) -> Iterator[None]:
         keep_names(part)
         refuse_resizing(part)
         inside = any(part is not other and part in other.modules() for other in models)
-        if not inside:  # a part of a model is saved on its own rarely, and its configuration may be the whole one's
+        if not inside:  # a part is rarely saved by itself, and may have the configuration of the whole
             part.hf_quantizer = LowBitQuantizer(LowBitConfig.describing(part), pre_quantized=True)
             part.config.quantization_config = part.hf_quantizer.quantization_config

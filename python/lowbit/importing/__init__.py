@@ -1,4 +1,4 @@
-"""Checkpoints that others have quantized, as packed ones: a file for each format, which makes it a ``Source``."""
+"""Imports checkpoints that other tools have quantized; a module per format turns it into a ``Source``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from .write import ImportSummary, write_checkpoint
 __all__ = ["ImportSummary", "import_checkpoint", "open_source"]
 
 
-def open_source(path: str | os.PathLike, i2s_order: str | None = None) -> Source:
-    """A model in another format, described and checked; its weights are not read. ``i2s_order``: as of
-    :func:`import_checkpoint`.
+def open_source(path: str | os.PathLike[str], i2s_order: str | None = None) -> Source:
+    """A model in another format, described and checked; its weights are not read.
+
+    Args:
+        i2s_order: as for :func:`import_checkpoint`.
 
     Raises:
         OSError: there is no such file or directory, or it cannot be read.
-        ValueError: it is damaged, in a format that lowbit does not import, or one that no packed weight can hold.
+        ValueError: it is damaged, in a format that lowbit does not import, or no packed weight can hold its weights.
     """
     path = Path(path)
     if path.is_dir():
@@ -32,8 +34,8 @@ def open_source(path: str | os.PathLike, i2s_order: str | None = None) -> Source
 
 
 def import_checkpoint(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
     *,
     max_shard_bytes: int = 5_000_000_000,
     i2s_order: str | None = None,
@@ -41,23 +43,23 @@ def import_checkpoint(
 ) -> ImportSummary:
     """Writes a checkpoint that another program has quantized as a packed one, some rows of one matrix at a time.
 
-    The codes stay as they are, so nothing is calibrated or searched. ``docs/import.md`` lists the formats, and which
-    come over exactly; the summary, and ``lowbit_import.json`` in the target, say it of every tensor.
+    The codes are not changed, so nothing is calibrated or searched. ``docs/import.md`` lists the formats, and which are
+    imported exactly; the summary, and ``lowbit_import.json`` in the target, give the error of every tensor.
 
     Args:
         source: a .gguf file (of a split one any part), or a directory with config.json and safetensors files.
-        target: a directory that is empty or not there yet, as for :func:`lowbit.quantize_checkpoint`: it appears when
-            all is written, in one step.
-        max_shard_bytes: a file gets no second tensor beyond this many bytes.
-        i2s_order: which weights share a byte in the type I2_S of bitnet.cpp's GGUF files, which do not say it: "x86" or
-            "arm" for the processor of the program that wrote the file, or "rows". Other sources take no notice of it.
+        target: a directory that is empty or does not exist, as for :func:`lowbit.quantize_checkpoint`: it appears in one
+            step when all is written.
+        max_shard_bytes: a shard with this many bytes gets no further tensor.
+        i2s_order: which weights share a byte in the type I2_S of bitnet.cpp's GGUF files, which do not record it: "x86" or
+            "arm" for the processor of the program that wrote the file, or "rows". Ignored for other sources.
         progress: called as ``progress(bytes read, bytes to read, name of the tensor)`` after each band of rows.
 
     Raises:
         OSError: a file is missing or cannot be read; target is not empty or cannot be written; the disk is full.
         ValueError: a damaged file, an architecture or a format that lowbit does not import, tensors that are missing
-            or of another shape than the model's, or weights that the packed format cannot hold. Nothing is left of
-            target then.
+            or of another shape than the model's, or weights that the packed format cannot hold. The target is then
+            removed.
     """
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; expected an int of 1 or more")

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..files.safetensors import Stored
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def read_awq(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_awq(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint in AWQ's layout.
 
     Raises:
@@ -30,7 +30,7 @@ def read_awq(stock: Stock) -> list[Matrix | Weights | Float]:
         value = stock.settings.get(name, "gemm")
         if not isinstance(value, str) or value.lower() != "gemm":
             raise ValueError(f"{stock.path} has quantization_config.{name} {value!r}; lowbit imports 'gemm'")
-    return [_layer(stock, layer) for layer in stock.layers("qweight")] + stock.rest()
+    return [*(_layer(stock, layer) for layer in stock.layers("qweight")), *stock.rest()]
 
 
 def _layer(stock: Stock, layer: str) -> Matrix:
@@ -61,9 +61,9 @@ def _outputs(words: Tensor) -> Tensor:
 def _read(stock: Stock, codes: Stored, scales: Stored, zeros: Stored, affine: bool, begin: int, end: int) -> Rows:
     first, last = begin // 8, -(-end // 8)
     part = slice(begin - 8 * first, end - 8 * first)
-    found = _outputs(stock.load_kept(codes)[:, first:last])[:, part].T.contiguous()
+    values = _outputs(stock.load_kept(codes)[:, first:last])[:, part].T.contiguous()
     scale = load(scales)[:, begin:end].T.float().contiguous()
     if not affine:
-        return Rows(found, scale)
+        return Rows(values, scale)
     zero = _outputs(load(zeros)[:, first:last])[:, part].T.float()
-    return Rows(found, scale, -zero * scale)
+    return Rows(values, scale, -zero * scale)

@@ -11,11 +11,11 @@ import functools
 import torch
 
 from ..files.safetensors import Stored
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 
-def read_bitnet(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_bitnet(stock: Stock) -> list[SourceTensor]:
     """The layers of a BitNet checkpoint.
 
     Raises:
@@ -24,7 +24,7 @@ def read_bitnet(stock: Stock) -> list[Matrix | Weights | Float]:
     stock.setting("quantization_mode", ("offline",), "offline")
     stock.setting("use_rms_norm", (False,), False)
     kind = stock.setting("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
-    return [_layer(stock, layer, kind == "bitlinear") for layer in stock.layers("weight_scale")] + stock.rest()
+    return [*(_layer(stock, layer, kind == "bitlinear") for layer in stock.layers("weight_scale")), *stock.rest()]
 
 
 def _layer(stock: Stock, layer: str, divide: bool) -> Matrix:

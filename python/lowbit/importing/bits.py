@@ -18,9 +18,7 @@ def from_stream(words: Tensor, bits: int, count: int) -> Tensor:
         uint8 [rows, count].
     """
     if 32 % bits == 0:
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-        codes = (words[:, :, None] >> shifts) & (2**bits - 1)  # the sign that is shifted in is masked
-        return codes.to(torch.uint8).reshape(len(words), -1)[:, :count].contiguous()
+        return from_words(words, bits, count)
     start = torch.arange(count) * bits
     first, offset = start // 32, start % 32
     second = (first + 1).clamp(max=words.shape[1] - 1)
@@ -32,7 +30,7 @@ def from_stream(words: Tensor, bits: int, count: int) -> Tensor:
 def from_words(words: Tensor, bits: int, count: int) -> Tensor:
     """As :func:`from_stream`, but each code is in one word, and what is left of a word is empty."""
     shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
-    codes = (words[:, :, None] >> shifts) & (2**bits - 1)
+    codes = (words[:, :, None] >> shifts) & (2**bits - 1)  # the sign that is shifted in is masked
     return codes.to(torch.uint8).reshape(len(words), -1)[:, :count].contiguous()
 
 

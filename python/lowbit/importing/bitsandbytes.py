@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..files.safetensors import Stored, read_bytes
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _MOST_STATE = 1 << 16
 
 
-def read_bitsandbytes(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_bitsandbytes(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint of bitsandbytes in 4 bits.
 
     Raises:
@@ -31,10 +31,10 @@ def read_bitsandbytes(stock: Stock) -> list[Matrix | Weights | Float]:
     """
     stock.setting("load_in_8bit", (False,), False)
     stock.setting("_load_in_8bit", (False,), False)
-    found: list[Matrix | Weights | Float] = []
+    matrices: list[SourceTensor] = []
     for kind in ("nf4", "fp4"):
-        found += [_layer(stock, layer, kind) for layer in stock.layers(_STATE + kind)]
-    return found + stock.rest()
+        matrices += [_layer(stock, layer, kind) for layer in stock.layers(_STATE + kind)]
+    return [*matrices, *stock.rest()]
 
 
 def _state(stock: Stock, layer: str, kind: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _state(stock: Stock, layer: str, kind: str) -> dict[str, Any]:
     try:
         if stored.bytes > _MOST_STATE:
             raise ValueError(f"it has {stored.bytes} bytes")
-        state = json.loads(bytes(read_bytes(stored).numpy()))
+        state: dict[str, Any] = json.loads(bytes(read_bytes(stored).numpy()))
         n, k = state["shape"]
         numbers = [n, k, state["blocksize"], state.get("nested_blocksize", 1)]
         if not all(type(number) is int and 1 <= number < 1 << 31 for number in numbers):
@@ -102,6 +102,6 @@ def _matrix(
 def _read(codes: Stored, scales: Tensor, k: int, begin: int, end: int) -> Rows:
     first, last = begin * k // 2, -(-end * k // 2)
     pairs = read_bytes(codes, first, last)
-    found = torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)
+    indices = torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)
     skip = begin * k - 2 * first
-    return Rows(found[skip : skip + (end - begin) * k].view(end - begin, k), scales[begin:end].contiguous())
+    return Rows(indices[skip : skip + (end - begin) * k].view(end - begin, k), scales[begin:end].contiguous())

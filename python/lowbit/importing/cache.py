@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from ..files.gguf import parts_of
 from ..files.untrusted import read_json
@@ -19,31 +18,33 @@ from .write import write_checkpoint
 _SUFFIX = ".lowbit"
 
 
-def cache_of(path: str | os.PathLike) -> Path:
-    """Where the import of a GGUF file is kept: "model.gguf.lowbit" beside "model.gguf"."""
+def cache_of(path: str | os.PathLike[str]) -> Path:
+    """The directory of a GGUF file's import: "model.gguf.lowbit" beside "model.gguf"."""
     path = Path(path)
     return path.with_name(path.name + _SUFFIX)
 
 
-def is_current(path: str | os.PathLike) -> bool:
-    """Whether the cache was made of these very files, as their sizes and times say, by an import of this version.
+def is_current(path: str | os.PathLike[str]) -> bool:
+    """Whether an import of this version wrote the cache, from files with the present sizes and times.
 
     Raises:
-        OSError, ValueError: there is something else in its place, or a part of the file is missing.
+        OSError, ValueError: its path is taken by something else, or a part of the file is missing.
     """
     cache = cache_of(path)
     if not cache.exists():
         return False
     if not (cache / REPORT).exists():
         raise ValueError(f"{cache} exists but is not an import of {path}; move it away")
-    said: dict[str, Any] = read_json(cache / REPORT)
-    return said.get("version") == VERSION and said.get("files") == file_states(parts_of(Path(path)))
+    report = read_json(cache / REPORT)
+    return report.get("version") == VERSION and report.get("files") == file_states(parts_of(Path(path)))
 
 
 @contextmanager
 def _locked(path: Path, how: int, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds the lock of a file or directory, ``how`` being fcntl.LOCK_SH or LOCK_EX; does nothing where the file system has
-    no locks. ``waiting`` is called if another process has the lock."""
+    """A context with the lock of a file or directory; ``how`` is fcntl.LOCK_SH or LOCK_EX.
+
+    Does nothing if the file system has no locks. ``waiting`` is called if another process has the lock.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -61,9 +62,11 @@ def _locked(path: Path, how: int, waiting: Callable[[], None] | None = None) -> 
 
 @contextmanager
 def loading_from_cache(
-    path: str | os.PathLike, progress: Callable[[int, int, str], None] | None = None, waiting: Callable[[], None] | None = None
+    path: str | os.PathLike[str],
+    progress: Callable[[int, int, str], None] | None = None,
+    waiting: Callable[[], None] | None = None,
 ) -> Iterator[Path]:
-    """The cache of a GGUF file, which is imported if there is none or an old one; no process replaces it in the context.
+    """A context with the cache of a GGUF file, imported if it is missing or out of date; no process replaces it meanwhile.
 
     Of several processes one imports, and the others wait for it.
 
@@ -78,7 +81,7 @@ def loading_from_cache(
     with ExitStack() as stack:
         with _locked(Path(path), fcntl.LOCK_EX, waiting):
             if not is_current(path):
-                source = open_gguf(path)  # refused before the old one is gone
+                source = open_gguf(path)  # may raise, before the old cache is removed
                 if cache.exists():
                     with _locked(cache, fcntl.LOCK_EX, waiting):
                         shutil.rmtree(cache)
@@ -87,7 +90,7 @@ def loading_from_cache(
         yield cache
 
 
-def import_to_cache(path: str | os.PathLike, progress: Callable[[int, int, str], None] | None = None) -> Path:
-    """:func:`loading_from_cache`, for an import that is not loaded now."""
+def import_to_cache(path: str | os.PathLike[str], progress: Callable[[int, int, str], None] | None = None) -> Path:
+    """Imports a GGUF file to its cache if needed; returns the cache."""
     with loading_from_cache(path, progress) as cache:
         return cache

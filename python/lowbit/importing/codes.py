@@ -1,24 +1,25 @@
-"""What every format becomes before it is packed: codes with a scale, and a min or not, for each group of inputs."""
+"""The common form of all formats before packing: codes with a scale, and possibly a min, for each group of inputs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..groups import per_input
-from ..quantize import LinearConfig, quantize_tensor
+from .._groups import per_input
+from .._packed import PackedInfo, Unpacked, describe, pack, unpack
+from .._rounding import LinearConfig, quantize_tensor
 
 
 class Rows(NamedTuple):
-    """Some rows of a quantized matrix: ``codes`` uint8 [rows, k], ``scales`` float32 [rows, groups], ``mins`` likewise
-    or None. A weight is ``scale * (code - 2**(bits - 1))``, with mins ``scale * code + min``, with levels ``scale *
-    level``."""
+    """Some rows of a quantized matrix: ``codes`` uint8 [rows, k], ``scales`` float32 [rows, groups], ``mins`` the same or None.
+
+    A weight is ``scale * (code - 2**(bits - 1))``, with mins ``scale * code + min``, with levels ``scale * level``.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -30,20 +31,20 @@ class Matrix:
     """A quantized matrix of a source."""
 
     name: str  # of the weight in the checkpoint that is written, "model.layers.0.mlp.up_proj.weight"
-    source: str  # what it was, "Q4_K" or "GPTQ, 4 bits"
+    source: str  # its type there, "Q4_K" or "GPTQ, 4 bits"
     shape: tuple[int, int]  # [n, k]
     bits: int
     group_size: int | None  # None: one group per row
     affine: bool
-    read: Callable[[int, int], Rows]  # rows from the first to before the second
-    bytes: int  # that the source has for it
-    levels: tuple[int, ...] | None = None  # int8 values that the codes stand for; None: the codes themselves
-    levels_off: float = 0.0  # how far they are from the source's at most, in steps
-    order: Tensor | None = None  # int64 [k]: the input of the model that each input of `read` is; None: the same
+    read: Callable[[int, int], Rows]  # rows [begin, end)
+    bytes: int  # in the source
+    levels: tuple[int, ...] | None = None  # by code, int8 values; None: no table
+    levels_off: float = 0.0  # the largest distance of a level from the source's, in steps
+    order: Tensor | None = None  # act-order, int64 [k]: input j of `read` is the model's input order[j]; None: the same
 
-    def info(self, has_bias: bool) -> ops.PackedInfo:
-        """What is written. Raises ValueError for what no packed weight can be."""
-        return ops.describe(self.shape, self.bits, self.group_size, self.mapping, has_bias, self.levels)
+    def info(self, has_bias: bool) -> PackedInfo:
+        """The header of the packed weight. Raises ValueError if no packed weight can hold the matrix."""
+        return describe(self.shape, self.bits, self.group_size, self.mapping, has_bias, self.levels)
 
     @property
     def mapping(self) -> str:
@@ -52,27 +53,27 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Weights:
-    """A matrix of a source whose codes lowbit has none for: it is quantized anew from its values."""
+    """A matrix of a source with codes that lowbit does not have: it is requantized from its values."""
 
     name: str
     source: str
     shape: tuple[int, int]
-    config: LinearConfig  # what it becomes
+    config: LinearConfig  # how it is requantized
     read: Callable[[int, int], Tensor]  # float32 [rows, k]
     bytes: int
 
-    def info(self, has_bias: bool) -> ops.PackedInfo:
+    def info(self, has_bias: bool) -> PackedInfo:
         config = self.config
-        return ops.describe(self.shape, config.bits, config.group_size, config.mapping, has_bias)
+        return describe(self.shape, config.bits, config.group_size, config.mapping, has_bias)
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """The matrices of all experts of a layer, which the model and lowbit have in one tensor."""
+    """The matrices of all experts of a layer, one tensor in the model and in lowbit's files."""
 
     name: str  # of the parameter in the checkpoint that is written, "model.layers.0.mlp.experts.down_proj"
     experts: int
-    of: Callable[[int], Matrix | Weights]  # an expert's, all alike; made when asked for: a file may say there are millions
+    of: Callable[[int], Matrix | Weights]  # the matrix of an expert; called lazily, as a file may claim millions of experts
 
     @property
     def source(self) -> str:
@@ -87,7 +88,7 @@ class Stacked:
     def bytes(self) -> int:
         return self.experts * self.of(0).bytes
 
-    def info(self, has_bias: bool) -> ops.PackedInfo:
+    def info(self, has_bias: bool) -> PackedInfo:
         """As :meth:`Matrix.info`."""
         return replace(self.of(0).info(has_bias), experts=self.experts)
 
@@ -102,18 +103,21 @@ class Float:
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]  # rows of the first dimension
     bytes: int  # that it takes when written
-    dequantized: bool = False  # it was quantized
+    dequantized: bool = False  # from quantized weights
+
+
+SourceTensor: TypeAlias = Matrix | Stacked | Weights | Float
 
 
 @dataclass
 class Nearness:
-    """How near the packed weights of a matrix are to those of its source, over the bands seen so far.
+    """The distance of a matrix's packed weights from those of the source, over the bands so far.
 
-    ``steps``: no weight moved by more than so many steps of its group (the distance of two neighboring codes).
-    ``error``: the root mean square of what the weights moved, over that of the weights.
+    ``steps``: the largest change of a weight, in steps of its group (the distance of two neighboring codes).
+    ``error``: the root mean square of the changes, relative to that of the weights.
     """
 
-    kind: str = "exact"  # or "rounded": the scales are; or "requantized"
+    kind: str = "exact"  # or "rounded" (the scales are), or "requantized"
     steps: float = 0.0
     moved: float = 0.0  # sum of squares
     weight: float = 0.0
@@ -124,24 +128,24 @@ class Nearness:
 
 
 def pack_rows(matrix: Matrix, rows: Rows, bias: Tensor | None, nearness: Nearness) -> Tensor:
-    """Packs some rows of a matrix, and adds to `nearness` what float16 scales have cost.
+    """Packs some rows of a matrix, and adds the error of float16 scales to `nearness`.
 
     Raises:
         ValueError: a scale, min or bias is not finite, or a code has more bits than it should.
     """
     scales, mins = rows.scales.float(), None if rows.mins is None else rows.mins.float()
-    packed = ops.pack(
+    packed = pack(
         rows.codes, scales, mins, bias, bits=matrix.bits, group_size=matrix.group_size, mapping=matrix.mapping,
         levels=matrix.levels,
     )  # fmt: skip
-    stored = ops.unpack(packed)
+    stored = unpack(packed)
     if matrix.levels_off:
         nearness.kind, nearness.steps = "rounded", max(nearness.steps, matrix.levels_off)
     _compare(matrix, scales, mins, stored, nearness)
     return packed
 
 
-def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: ops.Unpacked, nearness: Nearness) -> None:
+def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: Unpacked, nearness: Nearness) -> None:
     scale_off = (stored.scales - scales).abs()
     min_off = torch.zeros((), dtype=torch.float32) if mins is None else (stored.mins - mins).abs()
     if not scale_off.any() and not min_off.any():
@@ -154,28 +158,28 @@ def _compare(matrix: Matrix, scales: Tensor, mins: Tensor | None, stored: ops.Un
         ordered = sorted(set(matrix.levels))
         most = max(map(abs, matrix.levels))
         step = scales.abs() * min(b - a for a, b in zip(ordered, ordered[1:], strict=False))
-    # A group whose scale is 0 has one value, its min: its step is that of the row's largest group.
+    # A group with scale 0 has one value, its min: use the step of the row's largest group.
     step = torch.where(step > 0, step, step.amax(1, keepdim=True))
     moved = torch.where(step > 0, (most * scale_off + min_off) / step, torch.zeros(()))
     nearness.steps = max(nearness.steps, matrix.levels_off + float(moved.max()))
 
 
 def requantize_rows(weights: Weights, values: Tensor, bias: Tensor | None, nearness: Nearness) -> Tensor:
-    """Quantizes some rows anew; `nearness` sums the squares.
+    """Requantizes some rows, and adds the squared errors to `nearness`.
 
     Raises:
         ValueError: a value is not finite.
     """
     packed = quantize_tensor(values, weights.config, bias)
-    back = dequantize(ops.unpack(packed))
+    back = dequantize(unpack(packed))
     nearness.kind = "requantized"
     nearness.moved += float((back - values).double().square().sum())
     nearness.weight += float(values.double().square().sum())
     return packed
 
 
-def dequantize(stored: ops.Unpacked) -> Tensor:
-    """The weights, float32 [n, k], that an unpacked matrix stands for."""
+def dequantize(stored: Unpacked) -> Tensor:
+    """The weights of an unpacked matrix, float32 [n, k]."""
     levels = None if stored.levels is None else tuple(stored.levels.tolist())
     return _weights(Rows(*stored[:3]), stored.bits, stored.group_size, levels)
 
@@ -192,7 +196,7 @@ def _weights(rows: Rows, bits: int, group_size: int | None, levels: tuple[int, .
 
 
 def order_of(groups: Tensor, size: int) -> Tensor | None:
-    """The order of inputs in which groups are runs of them, int64 [k]; None: they are as they lie.
+    """The act-order permutation that makes every group a run of inputs, int64 [k]; None if they already are.
 
     Args:
         groups: int64 [k], the group of each input.
@@ -208,13 +212,12 @@ def order_of(groups: Tensor, size: int) -> Tensor | None:
 
 
 def as_floats(tensor: Matrix | Weights) -> Float:
-    """The weights of a matrix that no packed layer can take, as they are dequantized: float32."""
+    """The dequantized weights, float32, of a matrix that no packed layer can hold."""
 
     def read(begin: int, end: int) -> Tensor:
-        rows = tensor.read(begin, end)
-        if not isinstance(rows, Rows):
-            return rows
-        weights = _weights(rows, tensor.bits, tensor.group_size, tensor.levels)
+        if isinstance(tensor, Weights):
+            return tensor.read(begin, end)
+        weights = _weights(tensor.read(begin, end), tensor.bits, tensor.group_size, tensor.levels)
         return weights if tensor.order is None else weights[:, tensor.order.argsort()]
 
     n, k = tensor.shape

@@ -16,13 +16,13 @@ import torch
 
 from ..files.safetensors import Stored
 from .bits import from_stream, from_words, words_of
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _FORMAT = "pack-quantized"
 
 
-def read_compressed_tensors(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint of compressed-tensors.
 
     Raises:
@@ -36,13 +36,13 @@ def read_compressed_tensors(stock: Stock) -> list[Matrix | Weights | Float]:
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"{stock.path} has no quantization_config.config_groups; expected the widths of its layers")
     schemes = [_scheme(stock, scheme) for scheme in groups.values()]
-    found = [_layer(stock, layer, schemes) for layer in stock.layers("weight_packed")]
-    return found + stock.rest()
+    matrices = [_layer(stock, layer, schemes) for layer in stock.layers("weight_packed")]
+    return [*matrices, *stock.rest()]
 
 
 def _scheme(stock: Stock, scheme: Any) -> int:
     """The width of a group of layers."""
-    weights = scheme.get("weights") if isinstance(scheme, dict) else None
+    weights: Any = scheme.get("weights") if isinstance(scheme, dict) else None
     bits = weights.get("num_bits") if isinstance(weights, dict) else None
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8 or weights.get("type", "int") != "int":
         raise ValueError(
@@ -116,13 +116,13 @@ def _read(
 ) -> Rows:
     row = codes.bytes // codes.shape[0]
     part = Stored(codes.name, codes.path, "I32", (end - begin, codes.shape[1]), codes.offset + begin * row, (end - begin) * row)
-    found, scale = (from_words if whole else from_stream)(load(part), bits, k), load(scales).float()
-    found = found if order is None else found[:, order]
+    values, scale = (from_words if whole else from_stream)(load(part), bits, k), load(scales).float()
+    values = values if order is None else values[:, order]
     scale = scale[begin:end] if len(scale) > 1 else scale.expand(end - begin, -1)
     if not affine:
-        return Rows(found, scale.contiguous())
+        return Rows(values, scale.contiguous())
     zero = torch.full_like(scale, 1 << (bits - 1))
     if zeros is not None:
         known = _zeros(zeros, bits, whole, scales.shape[0]).float()
         zero = known[begin:end] if len(known) > 1 else known.expand(end - begin, -1)
-    return Rows(found, scale.contiguous(), -zero * scale)
+    return Rows(values, scale.contiguous(), -zero * scale)

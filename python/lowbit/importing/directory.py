@@ -12,7 +12,7 @@ from ..files.safetensors import files_of, read_files
 from .awq import read_awq
 from .bitnet import read_bitnet
 from .bitsandbytes import read_bitsandbytes
-from .codes import Float, Matrix, Stacked, Weights
+from .codes import Matrix, SourceTensor, Stacked
 from .compressed_tensors import read_compressed_tensors
 from .gptq import read_gptq, renamed
 from .hqq import read_hqq
@@ -22,10 +22,8 @@ from .source import Source
 from .stock import Stock
 from .torchao import read_torchao
 
-_Tensors = Sequence[Matrix | Stacked | Weights | Float]
 
-
-def _read_auto_round(stock: Stock) -> _Tensors:
+def _read_auto_round(stock: Stock) -> Sequence[SourceTensor]:
     """AutoRound writes the layouts of others, and names them in ``packing_format``."""
     layout = stock.settings.get("packing_format", "auto_round:auto_gptq")
     stock.setting("data_type", ("int",), "int")
@@ -42,7 +40,7 @@ def _read_auto_round(stock: Stock) -> _Tensors:
     )
 
 
-_FORMATS: dict[str, tuple[str, Callable[[Stock], _Tensors]]] = {
+_FORMATS: dict[str, tuple[str, Callable[[Stock], Sequence[SourceTensor]]]] = {
     "gptq": ("GPTQ", read_gptq),
     "awq": ("AWQ", read_awq),
     "auto-round": ("AutoRound", _read_auto_round),

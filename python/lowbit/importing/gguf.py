@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._rounding import LinearConfig
 from ..files.gguf import Gguf, StoredBlocks, parts_of, read_gguf
 from ..files.replace import sync
-from ..quantize import LinearConfig
 from .codes import Float, Matrix, Rows, Stacked, Weights
 from .gguf_blocks import block_type, decode
 from .gguf_i2s import check_order, i2s_reader
@@ -48,21 +48,21 @@ def read_blocks(stored: StoredBlocks, begin: int, end: int) -> np.ndarray:
     return data
 
 
-def _put_together(found: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
+def _put_together(pieces: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
     """Rows of several tensors as one: float ones, or each part of quantized ones."""
-    if isinstance(found[0], Tensor):
-        return join(found)
-    return Rows(*(None if each[0] is None else join(list(each)) for each in zip(*found, strict=True)))
+    if isinstance(pieces[0], Tensor):
+        return join(pieces)
+    return Rows(*(None if part[0] is None else join(list(part)) for part in zip(*pieces, strict=True)))
 
 
 def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Callable[[int, int], Any]:
     """Rows of q or k in the order of transformers: of a head first the even ones of the file, then the odd ones."""
     size = rows // heads
 
-    def chosen(found: Any, order: Any) -> Any:
-        if isinstance(found, Tensor):
-            return found[order]
-        return Rows(*(None if part is None else part[order] for part in found))
+    def chosen(rows: Any, order: Any) -> Any:
+        if isinstance(rows, Tensor):
+            return rows[order]
+        return Rows(*(None if part is None else part[order] for part in rows))
 
     def take(begin: int, end: int) -> Any:
         if end - begin >= size:
@@ -71,14 +71,14 @@ def _unpermuted(read: Callable[[int, int], Any], rows: int, heads: int) -> Calla
             return chosen(read(first * size, last * size), order[begin - first * size : end - first * size])
         # A head may be as large as a hostile file says. Of less than one, only rows are read that are needed, and those
         # between them.
-        half, found = size // 2, []
+        half, pieces = size // 2, []
         while begin < end:
             number = begin // half  # of the halves of all heads: the even rows of one, or the odd ones
             until = min(end, (number + 1) * half)
             at = number // 2 * size + 2 * (begin - number * half)
-            found.append(chosen(read(at, at + 2 * (until - begin)), slice(number % 2, None, 2)))
+            pieces.append(chosen(read(at, at + 2 * (until - begin)), slice(number % 2, None, 2)))
             begin = until
-        return _put_together(found, torch.cat)
+        return _put_together(pieces, torch.cat)
 
     return take
 
@@ -93,12 +93,12 @@ def _joined(parts: Sequence[Callable[[int, int], Any]], n: int, interleaved: boo
             return parts[0](start + begin, start + end)
         if interleaved:
             first, last = begin // 2, -(-end // 2)
-            found = [part(start + first, start + last) for part in parts]
-            own = slice(begin - 2 * first, end - 2 * first)
-            return _put_together(found, lambda each: torch.stack(each, 1).flatten(0, 1)[own])
+            pieces = [part(start + first, start + last) for part in parts]
+            local = slice(begin - 2 * first, end - 2 * first)
+            return _put_together(pieces, lambda halves: torch.stack(halves, 1).flatten(0, 1)[local])
         spans = [(max(begin, at) - at, min(end, at + n) - at) for at in (0, n)]
-        found = [part(start + a, start + b) for part, (a, b) in zip(parts, spans, strict=True) if a < b]
-        return _put_together(found, torch.cat)
+        pieces = [part(start + a, start + b) for part, (a, b) in zip(parts, spans, strict=True) if a < b]
+        return _put_together(pieces, torch.cat)
 
     return read
 
@@ -153,22 +153,22 @@ class _Reader:
         if bias and first.type.name not in _FLOATS:
             raise ValueError(f"{first.path}: {first.name} is {first.type.name}; expected a bias in floats")
         count, n, k = first.shape if not bias else (*first.shape, 1)
-        parts = [self._tensor(replace(each, shape=(count * n, k)), name) for each in stored]
+        parts = [self._tensor(replace(tensor, shape=(count * n, k)), name) for tensor in stored]
         rows, total, one = n * len(parts), sum(part.bytes for part in parts), parts[0]
         read = _joined([part.read for part in parts], n, self.architecture.interleaved)
         if not isinstance(one, Float):
 
             def of(expert: int) -> Matrix | Weights:
-                own, called = partial(read, expert), f"{name}, expert {expert}"
-                return replace(one, name=called, shape=(rows, k), read=own, bytes=total // count)
+                read_expert, called = partial(read, expert), f"{name}, expert {expert}"
+                return replace(one, name=called, shape=(rows, k), read=read_expert, bytes=total // count)
 
             return Stacked(name, count, of)
         transposed = self.architecture.interleaved and not bias
         shape = (count, rows) if bias else (count, k, rows) if transposed else (count, rows, k)
 
         def floats(begin: int, end: int) -> Tensor:
-            found = torch.stack([read(expert, 0, rows) for expert in range(begin, end)])
-            return (found.transpose(1, 2) if transposed else found).reshape(end - begin, *shape[1:])
+            values = torch.stack([read(expert, 0, rows) for expert in range(begin, end)])
+            return (values.transpose(1, 2) if transposed else values).reshape(end - begin, *shape[1:])
 
         return replace(one, name=name, shape=shape, read=floats, bytes=total)
 
@@ -179,7 +179,7 @@ class _Reader:
         key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(stored.name.split(".")[-2])
         if key is None:
             return 0
-        heads = self.config[key]
+        heads = int(self.config[key])
         if not heads or stored.shape[0] % (2 * heads):
             raise ValueError(
                 f"{stored.path}: {stored.name} has {stored.shape[0]} rows; expected a multiple "
@@ -194,11 +194,12 @@ class _Reader:
             return _unpermuted(read, stored.shape[0], heads) if heads else read
 
         if kind in _FLOATS:
-            dtype, own = _FLOATS[kind]
+            dtype, torch_dtype = _FLOATS[kind]
             offset = self.architecture.norm_offset if name.endswith("norm.weight") else 0.0
 
             def floats(begin: int, end: int) -> Tensor:
-                values = torch.from_numpy(read_blocks(stored, begin, end)).view(own).view(end - begin, *stored.shape[1:])
+                rows = torch.from_numpy(read_blocks(stored, begin, end)).view(torch_dtype)
+                values = rows.view(end - begin, *stored.shape[1:])
                 return values - offset if offset else values
 
             return Float(name, kind, dtype, stored.shape, ordered(floats), stored.bytes)
@@ -241,7 +242,7 @@ def _dequantizer(stored: StoredBlocks) -> Callable[[np.ndarray], np.ndarray]:
     return lambda data: np.ascontiguousarray(gguf.dequantize(data, number), np.float32)
 
 
-def open_gguf(path: str | os.PathLike, i2s_order: str | None = None) -> Source:
+def open_gguf(path: str | os.PathLike[str], i2s_order: str | None = None) -> Source:
     """The model in a GGUF file, or in all parts of a split one.
 
     Args:

@@ -88,8 +88,8 @@ def _tq1_0(blocks: np.ndarray) -> Decoded:
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
 
     def digits(bytes_: np.ndarray, count: int) -> np.ndarray:
-        left = bytes_[..., None, :] * powers[:count]  # uint8: what is above has been read
-        return (left.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*bytes_.shape[:2], -1)
+        shifted = bytes_[..., None, :] * powers[:count]  # uint8: the product drops the digits that were read
+        return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*bytes_.shape[:2], -1)
 
     parts = [digits(blocks[..., :32], 5), digits(blocks[..., 32:48], 5), digits(blocks[..., 48:52], 4)]
     return _from_minus_one(np.concatenate(parts, axis=-1), _half(blocks, 52))
@@ -141,17 +141,19 @@ def _runs(bytes_: np.ndarray) -> np.ndarray:
     return both.reshape(*bytes_.shape[:2], -1, 32)
 
 
-def _q4_k(blocks: np.ndarray) -> Decoded:
+def _of_sub_blocks(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scales and mins of a block's eight groups: each is a product of the block's own and a code."""
     sub, low = _sub_scales(blocks[..., 4:16])
-    scales, mins = _half(blocks, 0)[..., None] * sub, -_half(blocks, 2)[..., None] * low
-    return _flat(_runs(blocks[..., 16:])), _flat(scales), _flat(mins)
+    return _flat(_half(blocks, 0)[..., None] * sub), _flat(-_half(blocks, 2)[..., None] * low)
+
+
+def _q4_k(blocks: np.ndarray) -> Decoded:
+    return _flat(_runs(blocks[..., 16:])), *_of_sub_blocks(blocks)
 
 
 def _q5_k(blocks: np.ndarray) -> Decoded:
-    sub, low = _sub_scales(blocks[..., 4:16])
-    scales, mins = _half(blocks, 0)[..., None] * sub, -_half(blocks, 2)[..., None] * low
     high = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    return _flat(_runs(blocks[..., 48:]) | high << 4), _flat(scales), _flat(mins)
+    return _flat(_runs(blocks[..., 48:]) | high << 4), *_of_sub_blocks(blocks)
 
 
 def _q6_k(blocks: np.ndarray) -> Decoded:

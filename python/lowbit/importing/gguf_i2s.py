@@ -77,4 +77,4 @@ def _scale(stored: StoredBlocks) -> float:
         data = file.read(4)
     if len(data) != 4:
         raise OSError(f"{stored.path} ended in the middle of {stored.name}: it was changed while being read")
-    return struct.unpack("<f", data)[0]
+    return float(struct.unpack("<f", data)[0])

@@ -61,7 +61,7 @@ class Metadata:
         return float(value)
 
     def positive(self, name: str, default: float) -> float:
-        value = self.real(name, default)
+        value = float(self.real(name, default))
         if value <= 0:
             raise ValueError(f"{self.path} has {self.architecture}.{name} {value:g}; expected a number above 0")
         return value
@@ -97,12 +97,12 @@ def _shown(value: Any) -> str:
 
 def special_tokens(metadata: Metadata, vocabulary: int) -> dict[str, int | None]:
     """``bos_token_id``, ``eos_token_id`` and ``pad_token_id``; None where the file has none, not the class's own."""
-    found: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     for ours, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         value = metadata.all.get(f"tokenizer.ggml.{key}_token_id")
         if value is not None:
-            found[f"{ours}_token_id"] = _token(metadata.path, key, value, vocabulary)
-    return found
+            ids[f"{ours}_token_id"] = _token(metadata.path, key, value, vocabulary)
+    return ids
 
 
 def _token(path: Path, key: str, value: Any, vocabulary: int) -> int:

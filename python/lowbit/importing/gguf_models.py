@@ -116,7 +116,7 @@ def _common(
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def _rope(metadata: Metadata, config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
@@ -262,9 +262,9 @@ def _phi3(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
         "partial_rotary_factor": rotated / size,
     }
     length = metadata.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
-    factors = [gguf.tensors.get(f"rope_factors_{which}.weight") for which in ("short", "long")]
-    if None not in factors:
-        short, long = (_values(stored, rotated // 2).tolist() for stored in factors)
+    names = [f"rope_factors_{which}.weight" for which in ("short", "long")]
+    if all(name in gguf.tensors for name in names):
+        short, long = (_values(gguf.tensors[name], rotated // 2).tolist() for name in names)
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         rope |= {"attention_factor": metadata.real("rope.scaling.attn_factor", 1.0), "original_max_position_embeddings": length}
     else:
@@ -290,7 +290,7 @@ def _mixtral(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
 
 def _expert_width(metadata: Metadata, gguf: Gguf) -> int:
     stored = gguf.tensors.get("blk.0.ffn_down_exps.weight")
-    return metadata.whole("expert_feed_forward_length", REQUIRED if stored is None else stored.shape[-1])
+    return int(metadata.whole("expert_feed_forward_length", REQUIRED if stored is None else stored.shape[-1]))
 
 
 def _qwen2_moe(metadata: Metadata, gguf: Gguf) -> dict[str, Any]:
@@ -354,14 +354,14 @@ _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
-    found = ARCHITECTURES.get(metadata.architecture)
-    if found is None:
+    architecture = ARCHITECTURES.get(metadata.architecture)
+    if architecture is None:
         raise ValueError(
             f"{metadata.path} has a model of the architecture {metadata.architecture!r}; lowbit imports "
             f"{', '.join(ARCHITECTURES)}"
         )
     # Mixtral is a llama with experts.
-    return _MIXTRAL if found.permuted and metadata.whole("expert_count", 0) else found
+    return _MIXTRAL if architecture.permuted and metadata.whole("expert_count", 0) else architecture
 
 
 def name_in_model(architecture: Architecture, name: str) -> str | None:
@@ -381,8 +381,9 @@ def expert_tensor(architecture: Architecture, name: str) -> tuple[str, str, str]
     """Of a tensor that holds a matrix, or a bias, of all experts of a layer: what transformers calls their module; "gate",
     "up" or "down"; "weight" or "bias". None: it is another tensor."""
     match = _LAYER.match(name)
-    part = _EXPERTS.match(match[2]) if match is not None and architecture.experts else None
-    return None if part is None else (f"model.layers.{match[1]}.{architecture.experts}", part[1], match[3])
+    if match is None or not architecture.experts or (part := _EXPERTS.match(match[2])) is None:
+        return None
+    return f"model.layers.{match[1]}.{architecture.experts}", part[1], match[3]
 
 
 def config_of(metadata: Metadata, architecture: Architecture, gguf: Gguf) -> dict[str, Any]:

@@ -16,20 +16,20 @@ import torch
 
 from ..files.safetensors import Stored
 from .bits import from_planes, from_stream, words_of
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _WIDTHS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "gptq_p": (2, 3, 4, 5, 6, 7, 8)}
 
 
-def read_gptq(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_gptq(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint in GPTQ's layout.
 
     Raises:
         ValueError: a layer is not whole, or has groups of several sizes, or a zero point that no code has.
     """
     version = stock.setting("checkpoint_format", tuple(_WIDTHS), "gptq")
-    return [_layer(stock, layer, version) for layer in stock.layers("qweight")] + stock.rest()
+    return [*(_layer(stock, layer, version) for layer in stock.layers("qweight")), *stock.rest()]
 
 
 def _layer(stock: Stock, layer: str, version: str) -> Matrix:
@@ -91,15 +91,17 @@ def _read(
     begin: int,
     end: int,
 ) -> Rows:
-    found = unpack(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
-    found = found if order is None else found[:, order]
+    values = unpack(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)
+    values = values if order is None else values[:, order]
     scale = load(scales)[:, begin:end].T.float().contiguous()
     if not affine:
-        return Rows(found, scale)
+        return Rows(values, scale)
     zero = unpack(load(zeros), bits, scales.shape[1])[:, begin:end].T.float() + offset
-    return Rows(found, scale, -zero * scale)
+    return Rows(values, scale, -zero * scale)
 
 
-def renamed(matrices: list[Matrix | Weights | Float], source: str) -> list[Matrix | Weights | Float]:
+def renamed(matrices: list[SourceTensor], source: str) -> list[SourceTensor]:
     """The same, said to be of another format."""
-    return [replace(each, source=f"{source}, {each.bits} bits") if isinstance(each, Matrix) else each for each in matrices]
+    return [
+        replace(matrix, source=f"{source}, {matrix.bits} bits") if isinstance(matrix, Matrix) else matrix for matrix in matrices
+    ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..files.safetensors import Stored, read_bytes
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 # What the layout is called -> bits that it has for a code, and how many are in an element.
@@ -25,13 +25,13 @@ _UNUSED = (
 )  # fmt: skip
 
 
-def read_hqq(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_hqq(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint that HQQ has quantized.
 
     Raises:
         ValueError: a layer is not whole; has groups along the outputs (``axis`` 0), or scales that are quantized.
     """
-    return [_layer(stock, layer) for layer in stock.layers("W_q")] + stock.rest()
+    return [*(_layer(stock, layer) for layer in stock.layers("W_q")), *stock.rest()]
 
 
 def _number(stock: Stock, name: str, default: int) -> int:
@@ -94,11 +94,11 @@ def _read(
     groups = k // size
     rows = torch.arange(begin * groups, end * groups)
     shifts = width * (count - 1 - rows // step)
-    found = (stock.load_kept(codes)[rows % step].int() >> shifts[:, None].int()) & (2**width - 1)
+    values = (stock.load_kept(codes)[rows % step].int() >> shifts[:, None].int()) & (2**width - 1)
 
     def of(stored: Stored) -> Tensor:
         return load(stored)[begin * groups : end * groups].float().view(end - begin, groups).contiguous()
 
     scale = of(scales)
     mins = -of(zeros) * scale if affine else None
-    return Rows(found.to(torch.uint8).view(end - begin, k).contiguous(), scale, mins)
+    return Rows(values.to(torch.uint8).view(end - begin, k).contiguous(), scale, mins)

@@ -44,12 +44,12 @@ def read_mxfp4(stock: Stock) -> list[Stacked | Float]:
     Raises:
         ValueError: a tensor is missing, or has another shape or dtype.
     """
-    found: list[Stacked | Float] = []
+    tensors: list[Stacked | Float] = []
     for leaf in _LEAVES:
         for holder in stock.layers(f"{leaf}_blocks"):
             name = f"{holder}.{leaf}"
             blocks = stock.take(f"{name}_blocks", "U8", shape=(None, None, None, 16))
             scales = stock.take(f"{name}_scales", "U8", shape=blocks.shape[:3])
             experts = blocks.shape[0]
-            found.append(Stacked(name, experts, partial(_matrix, name, blocks, scales)))
-    return found + stock.rest()
+            tensors.append(Stacked(name, experts, partial(_matrix, name, blocks, scales)))
+    return tensors + stock.rest()

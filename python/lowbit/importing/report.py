@@ -1,4 +1,4 @@
-"""lowbit_import.json of an imported checkpoint: how near its tensors are to those of the source."""
+"""lowbit_import.json of an imported checkpoint: the error of each tensor against the source."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from ..files.untrusted import read_json
 
 REPORT = "lowbit_import.json"
-VERSION = 4  # grows when the same file would be imported otherwise
+VERSION = 4  # grows when the result for the same file changes
 _KINDS = ("exact", "rounded", "requantized", "dequantized", "float")
 
 
 @dataclass(frozen=True)
 class ImportedTensor:
-    """How a tensor came from its source.
+    """How a tensor was imported.
 
-    ``kind``: "exact": the weights are those of the source; "rounded": its codes with scales rounded to float16, by
-    which no weight moved more than ``steps`` of its group's step; "requantized": quantized anew, with ``error`` the
-    root mean square of what the weights moved over that of the weights; "dequantized": written as floats, the same
-    weights, because lowbit packs no layer of its kind; "float": copied.
+    ``kind``: "exact": the weights are those of the source. "rounded": the codes of the source, with scales rounded to float16;
+    no weight moved by more than ``steps`` steps of its group. "requantized": ``error`` is the root mean square of the changes,
+    relative to that of the weights. "dequantized": the same weights as floats, because lowbit packs no layer of this kind.
+    "float": copied.
     """
 
     name: str
-    source: str  # what it was, such as "Q4_K"
+    source: str  # its type there, such as "Q4_K"
     kind: str
     steps: float = 0.0
     error: float = 0.0
@@ -38,22 +38,22 @@ class ImportedTensor:
 
 
 def file_states(paths: Iterable[Path]) -> list[dict[str, str | int]]:
-    """What tells whether files were changed: their names, sizes and times."""
+    """Names, sizes and times of files, which tell whether they were changed."""
     return [{"name": path.name, "bytes": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns} for path in paths]
 
 
 def read_report(directory: Path) -> dict[str, ImportedTensor]:
-    """What lowbit_import.json says, by the name of the tensor; empty where there is none.
+    """The entries of lowbit_import.json, by the name of the tensor; empty without such a file.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no such report.
+        OSError, ValueError: the file cannot be read, or is not a report of an import.
     """
     file = directory / REPORT
     if not file.exists():
         return {}
     content = read_json(file)
     try:
-        tensors = [ImportedTensor(**each) for each in content["tensors"]]
+        tensors = [ImportedTensor(**entry) for entry in content["tensors"]]
         for tensor in tensors:
             if not isinstance(tensor.name, str) or not isinstance(tensor.source, str) or tensor.kind not in _KINDS:
                 raise TypeError(f"an entry is {tensor!r:.200}")

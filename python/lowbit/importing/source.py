@@ -1,4 +1,4 @@
-"""What an import reads: a model in some other format."""
+"""The input of an import: a model in another format."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .codes import Float, Matrix, Stacked, Weights
+from .codes import SourceTensor
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model in another format, all of it described and checked, none of its weights read."""
+    """A model in another format, described and checked; its weights are not read yet."""
 
     path: Path
-    format: str  # as users call it
-    config: dict[str, Any]  # config.json, without what described the quantization
-    tensors: list[Matrix | Stacked | Weights | Float]
-    write_files: Callable[[Path], None]  # writes what belongs beside the weights, such as the tokenizer
-    files: list[dict[str, str | int]]  # that were read, from report.file_states
+    format: str  # for users, "GGUF"
+    config: dict[str, Any]  # config.json, without quantization_config
+    tensors: list[SourceTensor]
+    write_files: Callable[[Path], None]  # writes the files beside the weights, such as the tokenizer
+    files: list[dict[str, str | int]]  # the files read, from report.file_states

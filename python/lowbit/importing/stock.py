@@ -1,4 +1,4 @@
-"""The tensors of a quantized checkpoint in safetensors files, each taken once by the format that knows it."""
+"""The tensors of a quantized checkpoint in safetensors files; a format's reader takes each of them once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U
 
 
 class Stock:
-    """What of a checkpoint has not been taken yet.
+    """The tensors of a checkpoint that have not been taken yet.
 
     Raises:
         ValueError: a name has control characters, which messages would bring to a terminal.
@@ -27,32 +27,32 @@ class Stock:
         for name in tensors:
             if not name.isprintable():
                 raise ValueError(f"{path} has a tensor of the name '{printable(name)}'; expected letters that can be shown")
-        self.path, self.settings, self._left = path, settings, dict(tensors)
+        self.path, self.settings, self._tensors = path, settings, dict(tensors)
         self._kept: tuple[Stored, Tensor] | None = None
 
     def layers(self, leaf: str) -> list[str]:
         """The layers that have a tensor of this name."""
-        return [name.removesuffix(f".{leaf}") for name in self._left if name.endswith(f".{leaf}")]
+        return [name.removesuffix(f".{leaf}") for name in self._tensors if name.endswith(f".{leaf}")]
 
     def paths(self) -> list[Path]:
-        """The files of what is left."""
-        return list(dict.fromkeys(stored.path for stored in self._left.values()))
+        """The files of the tensors that have not been taken yet."""
+        return list(dict.fromkeys(stored.path for stored in self._tensors.values()))
 
     def has(self, name: str) -> bool:
-        return name in self._left
+        return name in self._tensors
 
     def take(self, name: str, *dtypes: str, shape: tuple[int | None, ...] | None = None) -> Stored:
-        """A tensor, which nobody gets twice; None in `shape`: any size.
+        """Removes and returns a tensor; None in `shape` allows any size.
 
         Raises:
-            ValueError: there is none, or it has another dtype or shape.
+            ValueError: no such tensor, or another dtype or shape.
         """
-        stored = self._left.pop(name, None)
+        stored = self._tensors.pop(name, None)
         if stored is None:
             raise ValueError(f"{self.path} has no {name}; expected {' or '.join(dtypes)}")
-        right = shape is None or len(shape) == len(stored.shape)
-        right = right and all(size in (None, found) for size, found in zip(shape or (), stored.shape, strict=False))
-        if stored.dtype not in dtypes or not right or 0 in stored.shape:
+        fits = shape is None or len(shape) == len(stored.shape)
+        fits = fits and all(size in (None, actual) for size, actual in zip(shape or (), stored.shape, strict=False))
+        if stored.dtype not in dtypes or not fits or 0 in stored.shape:
             wanted = "" if shape is None else f" {['any' if size is None else size for size in shape]}"
             raise ValueError(
                 f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}; expected {' or '.join(dtypes)}{wanted}"
@@ -60,10 +60,10 @@ class Stock:
         return stored
 
     def order(self, name: str, k: int, size: int, none: int | None = None) -> Tensor | None:
-        """:func:`.codes.order_of` for a tensor [k] of the group of each input, which need not be there.
+        """The act-order permutation of a tensor [k] with the group of each input (:func:`.codes.order_of`); None without one.
 
         Args:
-            none: what all inputs have that are in no order of their own.
+            none: the value of all inputs that means no permutation.
 
         Raises:
             ValueError: it has another dtype or shape, or a group another number of inputs than ``size``.
@@ -79,20 +79,20 @@ class Stock:
             raise ValueError(f"{name} in {self.path}: {error}") from error
 
     def load_kept(self, stored: Stored) -> Tensor:
-        """All of a tensor, kept until the next one: what is stored by columns is read once for all its rows."""
+        """All of a tensor, cached until the next call: a tensor stored by columns is read once for all its rows."""
         if self._kept is None or self._kept[0] is not stored:
-            self._kept = None  # before the next is there
+            self._kept = None  # freed before the next one is allocated
             self._kept = stored, load(stored)
         return self._kept[1]
 
     def rest(self) -> list[Float]:
-        """All that is left, as floats.
+        """The tensors that have not been taken, as floats.
 
         Raises:
-            ValueError: it is not floats: it would belong to a layer that nobody has read.
+            ValueError: one is not floating-point: it belongs to a layer that the reader has missed.
         """
         floats = []
-        for name, stored in self._left.items():
+        for name, stored in self._tensors.items():
             if stored.dtype not in DTYPES or not stored.shape or 0 in stored.shape:
                 raise ValueError(
                     f"{name} in {stored.path} is {stored.dtype} {list(stored.shape)}, which is no part of a quantized "

@@ -15,7 +15,7 @@ import torch
 
 from ..files.safetensors import Stored, read_bytes, read_metadata
 from ..files.untrusted import printable
-from .codes import Float, Matrix, Rows, Weights
+from .codes import Matrix, Rows, SourceTensor
 from .stock import Stock, load
 
 _CLASS = "IntxUnpackedToInt8Tensor"
@@ -25,7 +25,7 @@ _WIDTHS = {f"int{bits}": bits for bits in range(1, 9)}
 _ACTIVATIONS = (None, "int8_asym_per_token")
 
 
-def read_torchao(stock: Stock) -> list[Matrix | Weights | Float]:
+def read_torchao(stock: Stock) -> list[SourceTensor]:
     """The layers of a checkpoint that torchao has quantized.
 
     Raises:
@@ -34,7 +34,7 @@ def read_torchao(stock: Stock) -> list[Matrix | Weights | Float]:
     described: dict[str, str] = {}
     for path in stock.paths():
         described |= read_metadata(path)
-    return [_layer(stock, layer, described) for layer in stock.layers(_LEAF)] + stock.rest()
+    return [*(_layer(stock, layer, described) for layer in stock.layers(_LEAF)), *stock.rest()]
 
 
 class _OtherClass(ValueError):
@@ -47,8 +47,8 @@ def _described(stock: Stock, layer: str, described: dict[str, str]) -> tuple[str
         content: dict[str, Any] = json.loads(described[f"{layer}.weight"])
         kind = content["_type"]
         if kind != _CLASS:
-            found = printable(kind) if isinstance(kind, str) else repr(kind)
-            raise _OtherClass(f"{layer} in {stock.path} is a {found:.200} of torchao; lowbit imports {_CLASS}")
+            actual = printable(kind) if isinstance(kind, str) else repr(kind)
+            raise _OtherClass(f"{layer} in {stock.path} is a {actual:.200} of torchao; lowbit imports {_CLASS}")
         data = content["_data"]
         activations = data["activation_quantization"]
         return (
@@ -90,9 +90,9 @@ def _layer(stock: Stock, layer: str, described: dict[str, str]) -> Matrix:
 def _read(codes: Stored, scales: Stored, zeros: Stored, bits: int, affine: bool, begin: int, end: int) -> Rows:
     half = 2 ** (bits - 1)
     k = codes.shape[1]
-    found = read_bytes(codes, begin * k, end * k).view(torch.int8).view(end - begin, k).to(torch.int16) + half
-    if (found < 0).any() or (found >= 2 * half).any():
+    values = read_bytes(codes, begin * k, end * k).view(torch.int8).view(end - begin, k).to(torch.int16) + half
+    if (values < 0).any() or (values >= 2 * half).any():
         raise ValueError(f"{codes.name} in {codes.path} has codes beyond {bits} bits")
     scale = load(scales)[begin:end].float()
     mins = -(load(zeros)[begin:end].float() + half) * scale if affine else None
-    return Rows(found.to(torch.uint8), scale, mins)
+    return Rows(values.to(torch.uint8), scale, mins)

@@ -1,4 +1,4 @@
-"""From a source of any format to a packed checkpoint, some rows of one matrix at a time."""
+"""Writes a source of any format as a packed checkpoint, some rows of one matrix at a time."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import ops
+from .._bands import Bands, rows_of_band
+from .._packed import PackedInfo
 from .._sizes import size
-from ..bands import Bands, rows_of_band
 from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_tensors
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
-from .codes import Float, Matrix, Nearness, Stacked, Weights, as_floats, pack_rows, requantize_rows
+from .codes import Float, Matrix, Nearness, SourceTensor, Stacked, Weights, as_floats, pack_rows, requantize_rows
 from .report import REPORT, VERSION, ImportedTensor
 from .source import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _BAND_WEIGHTS = 1 << 21
 _DTYPES = {
@@ -47,7 +50,7 @@ class ImportSummary:
 
 @dataclass(frozen=True)
 class _Output:
-    tensor: Matrix | Stacked | Weights | Float
+    tensor: SourceTensor
     name: str
     bias: Float | None = None
     layer: str = ""  # in the model, when packed
@@ -57,7 +60,7 @@ class _Output:
         return not isinstance(self.tensor, Float)
 
     def order(self) -> _Output | None:
-        """Of the inputs, to be written beside a packed weight that has them in another one."""
+        """The act-order permutation, which is written beside the packed weight; None without one."""
         order = self.tensor.order if isinstance(self.tensor, Matrix) else None
         if order is None:
             return None
@@ -66,13 +69,13 @@ class _Output:
         name = self.name.removesuffix(PACKED_SUFFIX) + ORDER_SUFFIX
         return _Output(Float(self.tensor.name, self.tensor.source, "I32", (len(order),), read, order.nbytes), name)
 
-    def info(self) -> ops.PackedInfo | None:
+    def info(self) -> PackedInfo | None:
         return None if isinstance(self.tensor, Float) else self.tensor.info(self.bias is not None)
 
     def stored(self, path: Path) -> Stored:
         if isinstance(self.tensor, Float):
             return Stored(self.name, path, self.tensor.dtype, self.tensor.shape, 0, self.tensor.bytes)
-        info = self.info()
+        info = self.tensor.info(self.bias is not None)
         shape = tuple(size for size in (info.experts, info.total_bytes) if size is not None)
         return Stored(self.name, path, "U8", shape, 0, math.prod(shape))
 
@@ -95,18 +98,19 @@ def _write(output: _Output, writer: Writer, done: Callable[[int], None]) -> Impo
             writer.write(values.view(-1).view(torch.uint8).numpy())
             done(tensor.bytes * (end - begin) // n)
         return ImportedTensor(output.name, tensor.source, "dequantized" if tensor.dequantized else "float")
-    nearness = Nearness()
-    stacked = isinstance(tensor, Stacked)
-    for number in range(tensor.experts if stacked else 1):
-        matrix, bias = tensor.of(number) if stacked else tensor, None
-        if output.bias is not None:
-            bias = (output.bias.read(number, number + 1)[0] if stacked else output.bias.read(0, n)).float()
-        _write_matrix(output.info(), matrix, bias, nearness, writer, done)
+    nearness, info = Nearness(), tensor.info(output.bias is not None)
+    if isinstance(tensor, Stacked):
+        for number in range(tensor.experts):
+            bias = None if output.bias is None else output.bias.read(number, number + 1)[0].float()
+            _write_matrix(info, tensor.of(number), bias, nearness, writer, done)
+    else:
+        bias = None if output.bias is None else output.bias.read(0, n).float()
+        _write_matrix(info, tensor, bias, nearness, writer, done)
     return ImportedTensor(output.name, tensor.source, nearness.kind, nearness.steps, nearness.error)
 
 
 def _write_matrix(
-    info: ops.PackedInfo,
+    info: PackedInfo,
     tensor: Matrix | Weights,
     bias: torch.Tensor | None,
     nearness: Nearness,
@@ -127,11 +131,11 @@ def _write_matrix(
             raise ValueError(f"{tensor.name}, rows {begin} to {end - 1}: {error}") from error
         writer.write(bands.add(packed).numpy())
         done(tensor.bytes * (end - begin) // n)
-        del rows, packed  # before the next are there
+        del rows, packed  # before the next ones are allocated
     writer.write_at(start, bands.header())
 
 
-def _meta_model(config: dict[str, Any], tensors: int):
+def _meta_model(config: dict[str, Any], tensors: int) -> PreTrainedModel:
     from ..hf.loading import meta_model
 
     with tempfile.TemporaryDirectory() as directory:
@@ -140,19 +144,19 @@ def _meta_model(config: dict[str, Any], tensors: int):
 
 
 class _Plan:
-    """What becomes of each tensor of a source; every one is held against the model."""
+    """The tensors to write for a source, each checked against the model."""
 
-    def __init__(self, source: Source, model):
+    def __init__(self, source: Source, model: PreTrainedModel):
+        from .._layers import named_layers
         from ..hf.names import names_in_model
-        from ..layers import named_layers
 
         self.source, self.model = source, model
-        self.tensors: dict[str, Matrix | Stacked | Weights | Float] = {}
+        self.tensors: dict[str, SourceTensor] = {}
         for tensor in source.tensors:
             if tensor.name in self.tensors:
                 raise ValueError(f"{source.path} has two tensors that become {tensor.name}; expected one")
             self.tensors[tensor.name] = tensor
-        # As names_in_model() has them: by its name in the files, what a tensor is called in the model.
+        # Name in the files -> name in the model and targets.
         self.names = names_in_model(model, self.tensors)
         self.state, self.modules = model.state_dict(), dict(named_layers(model))
 
@@ -162,8 +166,8 @@ class _Plan:
         Raises:
             ValueError: a tensor is missing, has another shape, or is quantized where the model has no matrix.
         """
+        from .._layers import kind_of
         from ..hf.names import check_complete, given_by
-        from ..layers import kind_of
 
         biases: set[str] = set()
         floats: dict[str, Float] = {}
@@ -180,22 +184,24 @@ class _Plan:
                     "such tensor"
                 )
             if targets is not None or kind_of(self.modules.get(layer)) is None:
+                assert not isinstance(tensor, Stacked)  # _check_shape refuses it
                 floats[key] = as_floats(tensor)
                 continue
-            stacked, bias = isinstance(tensor, Stacked), self._bias_of(key, layer)
+            bias = self._bias_of(key, layer)
             biases |= {bias.name} if bias is not None else set()
-            packed = f"{key}.packed_weight" if stacked else key.removesuffix("weight") + "packed_weight"
+            packed = f"{key}.packed_weight" if isinstance(tensor, Stacked) else key.removesuffix("weight") + "packed_weight"
             outputs.append(_Output(tensor, packed, bias, layer))
         self._warn_of_extra()
         check_complete(self.model, given_by(self.names), self.source.path)
         _warn(self.source, floats)
         outputs += [_Output(tensor, key) for key, tensor in floats.items() if key not in biases]
         outputs += [order for output in outputs if (order := output.order()) is not None]
-        order = {tensor.name: place for place, tensor in enumerate(self.source.tensors)}
-        return sorted(outputs, key=lambda output: order[output.tensor.name])
+        places = {tensor.name: place for place, tensor in enumerate(self.source.tensors)}
+        return sorted(outputs, key=lambda output: places[output.tensor.name])
 
     def _check_shape(self, key: str, name: str, targets: Any) -> None:
-        from ..layers import Experts, is_transposed
+        from .._experts import Experts
+        from .._layers import is_transposed
 
         tensor, layer = self.tensors[key], self.modules.get(name.removesuffix(".weight"))
         expected = self.state[name].shape if name in self.state else tensor.shape
@@ -207,7 +213,7 @@ class _Plan:
                     "such parameter"
                 )
             expected = experts.weight.shape
-        elif is_transposed(layer) and not isinstance(tensor, Float):
+        elif layer is not None and is_transposed(layer) and not isinstance(tensor, Float):
             expected = layer.weight.shape  # a quantized matrix is [out, in] in every format
         if targets is None and tuple(expected) != tuple(tensor.shape):
             raise ValueError(
@@ -216,14 +222,14 @@ class _Plan:
             )
 
     def _bias_of(self, key: str, layer: str) -> Float | None:
-        """What is packed with the weight `key`; None: the layer has no bias."""
+        """The bias that is packed with the weight `key`; None: the layer has no bias."""
         if getattr(self.modules[layer], "bias", None) is None:
             return None
         called = f"{layer}_bias" if isinstance(self.tensors[key], Stacked) else f"{layer}.bias"
-        found = [self.tensors[other] for other, (given, _) in self.names.items() if given == called]
-        if len(found) != 1 or not isinstance(found[0], Float):
+        biases = [self.tensors[other] for other, (name, _) in self.names.items() if name == called]
+        if len(biases) != 1 or not isinstance(biases[0], Float):
             raise ValueError(f"{self.source.path} has no {called}; expected the bias of {key}")
-        return found[0]
+        return biases[0]
 
     def _warn_of_extra(self) -> None:
         extra = [key for key, (name, targets) in self.names.items() if targets is None and name not in self.state]
@@ -236,12 +242,13 @@ class _Plan:
 
 
 def _warn(source: Source, floats: Mapping[str, Float]) -> None:
-    matrices = [each.of(0) if isinstance(each, Stacked) else each for each in source.tensors]
-    anew = [matrix for matrix in matrices if isinstance(matrix, Weights)]
-    if anew:
-        kinds = ", ".join(f"{kind} to {bits} bits" for kind, bits in sorted({(t.source, t.config.bits) for t in anew}))
+    matrices = [tensor.of(0) if isinstance(tensor, Stacked) else tensor for tensor in source.tensors]
+    requantized = [matrix for matrix in matrices if isinstance(matrix, Weights)]
+    if requantized:
+        kinds = sorted({(matrix.source, matrix.config.bits) for matrix in requantized})
         warnings.warn(
-            f"{len(anew)} matrices of {source.path} have codes that lowbit has none for; they are quantized anew: {kinds}",
+            f"{len(requantized)} matrices of {source.path} have codes that lowbit does not have; they are requantized: "
+            + ", ".join(f"{kind} to {bits} bits" for kind, bits in kinds),
             stacklevel=5,
         )
     wide = [tensor for tensor in floats.values() if tensor.dequantized]
@@ -267,17 +274,18 @@ def write_checkpoint(
     model = _meta_model(source.config, len(source.tensors))
     outputs = _Plan(source, model).outputs()
     description = dict(source.config)
-    packed = {output.layer: (output.name, output.info()) for output in outputs if output.packed}
+    infos = {output.layer: (output.name, output.info()) for output in outputs if output.packed}
+    packed = {layer: (name, info) for layer, (name, info) in infos.items() if info is not None}
     if packed:
         floats = {output.name for output in outputs if not output.packed}
         ordered = {output.layer for output in outputs if output.order() is not None}
         place_packed(model, packed, floats, torch.float32, ordered)
-        found = names_in_model(model, [output.name for output in outputs])
+        names = names_in_model(model, [output.name for output in outputs])
         for output in outputs:
-            if output.packed and found[output.name] != (f"{output.layer}.packed_weight", None):
+            if output.packed and names[output.name] != (f"{output.layer}.packed_weight", None):
                 raise ValueError(
                     f"{output.tensor.name} would be packed as {output.name}, which transformers takes for "
-                    f"{found[output.name][0]}; expected {output.layer}.packed_weight"
+                    f"{names[output.name][0]}; expected {output.layer}.packed_weight"
                 )
         description["quantization_config"] = LowBitConfig.describing(model).to_dict()
 
@@ -299,7 +307,7 @@ def write_checkpoint(
             "files": source.files,
             "source": source.path.name,
             "format": source.format,
-            "tensors": [asdict(each) for each in tensors],
+            "tensors": [asdict(tensor) for tensor in tensors],
         }
         write_json(directory / REPORT, report)
         write_json(directory / CONFIG, description)  # last: without it nothing loads

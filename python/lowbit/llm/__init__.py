@@ -1,4 +1,4 @@
-"""Language models: decoding with a static KV cache, compiled or exported or not, and generation. Needs transformers."""
+"""Language models: decoding over a static KV cache, eager, compiled or exported, and generation; requires transformers."""
 
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        # Imported when first asked for: exports need the decoder, and so this package.
+        # On first use, because lowbit.exports imports the decoder, and so this package.
         if name not in ("ExportedDecoder", "export_decoder", "load_decoder"):
             raise AttributeError(f"module 'lowbit.llm' has no attribute {name!r}")
         from importlib import import_module

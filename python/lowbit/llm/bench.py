@@ -1,4 +1,4 @@
-"""How fast a language model decodes, beside what this machine's memory allows."""
+"""Decoding speed of language models, compared with the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from .. import nn
 from .._machine import cpu_name, peak_memory
+from .._memory import ReadBandwidth
+from .._rounding import EmbeddingConfig, LinearConfig
 from .._sizes import size
-from ..memory import ReadBandwidth
-from ..quantize import EmbeddingConfig, LinearConfig
 from .compiled import compile_decoder
 from .decoder import Decoder
 from .sampling import most_likely
@@ -23,8 +23,10 @@ MODES = ("eager", "compile", "aot")
 
 
 def bytes_per_token(model: torch.nn.Module) -> int:
-    """The packed bytes that a decoding step reads: every linear layer, of the experts of a layer those of one token, and a row
-    of each embedding. Experts count all where the configuration does not say how many a token has."""
+    """Packed bytes that a decoding step reads: linear layers, one token's experts, and a row of each embedding.
+
+    All experts count if the configuration does not have their number per token.
+    """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module.info for module in model.modules() if isinstance(module, nn.Embedding)]
     rows = sum(table.total_bytes // table.out_features for table in tables)
@@ -32,18 +34,18 @@ def bytes_per_token(model: torch.nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, nn.LinearExperts):
             experts += module.info.total_bytes * min(module.num_experts, chosen or module.num_experts)
-    return sum(layer.info.total_bytes for layer in layers) + experts + rows
+    return int(sum(layer.info.total_bytes for layer in layers) + experts + rows)
 
 
 def _experts_per_token(model: torch.nn.Module) -> int | None:
     config = getattr(model, "config", None)
     config = config.get_text_config() if config is not None else None
-    found = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk"))
-    return next((count for count in found if isinstance(count, int)), None)
+    counts = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk"))
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
-def measure(step: Callable, prompt: torch.Tensor, new: int) -> tuple[float, list[float]]:
-    """Runs a prompt [1, s] and decodes greedily: seconds to the first token, and for each of ``new`` further ones."""
+def measure(step: Callable[..., torch.Tensor], prompt: torch.Tensor, new: int) -> tuple[float, list[float]]:
+    """Seconds to the first token after a prompt [1, s], and for each of ``new`` further tokens, decoded greedily."""
     start = torch.zeros(1, dtype=torch.int64)
     seconds, tokens = [], prompt
     with torch.inference_mode():
@@ -56,8 +58,8 @@ def measure(step: Callable, prompt: torch.Tensor, new: int) -> tuple[float, list
     return seconds[0], seconds[1:]
 
 
-def profile(step: Callable, position: int, count: int = 8) -> dict[str, float]:
-    """Seconds of a decoding step in our linear layers, in attention, and in all else, by torch's profiler."""
+def profile(step: Callable[..., torch.Tensor], position: int, count: int = 8) -> dict[str, float]:
+    """Seconds of a decoding step in packed linear layers, in attention, and in the rest, by torch's profiler."""
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.inference_mode(), torch.profiler.profile(activities=activities) as recorded:
@@ -73,7 +75,7 @@ def profile(step: Callable, position: int, count: int = 8) -> dict[str, float]:
     return parts | {"rest": total / count - sum(parts.values())}
 
 
-def make_step(decoder: Decoder, mode: str) -> Callable:
+def make_step(decoder: Decoder, mode: str) -> Callable[..., torch.Tensor]:
     """The step of a decoder in one of ``MODES``."""
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
@@ -95,28 +97,28 @@ def run(
     dtype: torch.dtype = torch.float32,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    """Measures a model: a prompt, then decoding, in every mode by turns, with the read bandwidth before and after each.
+    """Measures a prompt and decoding, in all modes by turns, with the read bandwidth before and after each turn.
 
-    Other users of a machine take bandwidth too, and it varies; so the share of the bandwidth is that of each turn,
-    and the figures are medians over the rounds.
+    Other users of a machine take bandwidth too, so the share of the bandwidth is computed for each turn. Figures are medians
+    over the rounds.
 
     Args:
         model_or_shape: one of ``lowbit.llm.shapes.NAMES``, or a configuration of transformers, for random weights; or
             a quantized model of transformers, which then belongs to a decoder.
         bits, group_size: of the linear layers and embeddings of random weights.
         prompt: tokens of the prompt.
-        new: tokens that are decoded behind it, at least 1.
-        threads: how many; None: as many as torch has. They are set back at the end.
+        new: number of tokens to decode after it, at least 1.
+        threads: number of threads, restored at the end; None: torch's.
         modes: of ``MODES``: "eager", "compile" (torch.compile), "aot" (AOTInductor).
-        rounds: how often.
+        rounds: number of turns of each mode.
         dtype: of the activations of random weights.
-        cache: what keys and values are kept in, as in :class:`Decoder`.
+        cache: type of the KV cache, as in :class:`Decoder`.
 
     Returns:
         A dict that JSON can hold; ``table`` prints it. ``modes`` has for each mode ``prefill_tokens_per_second``,
         ``seconds_to_first_token``, ``decode_tokens_per_second``, ``share_of_bandwidth`` (packed bytes per token times
-        tokens per second, by the read bandwidth), ``parts`` (seconds of a token in linear layers, attention and all
-        else) and ``prepare_seconds`` (to compile and run the first time).
+        tokens per second, over the read bandwidth), ``parts`` (seconds of a token in linear layers, attention and the
+        rest) and ``prepare_seconds`` (to compile and run the first time).
 
     Raises:
         ValueError: an unknown shape or mode, or numbers below 1.
@@ -152,9 +154,9 @@ def run(
         for _ in range(rounds):
             for mode in modes:
                 roofs = [bandwidth(threads)]
-                first, others = measure(steps[mode], tokens, new)
+                first, later = measure(steps[mode], tokens, new)
                 roofs.append(bandwidth(threads))
-                token, roof = statistics.median(others), statistics.mean(roofs)
+                token, roof = statistics.median(later), statistics.mean(roofs)
                 turns[mode].append({"first": first, "token": token, "roof": roof, "share": touched / token / roof})
 
         def median(mode: str, name: str) -> float:
@@ -170,7 +172,7 @@ def run(
             "prompt": prompt,
             "new": new,
             "packed_bytes_per_token": touched,
-            "read_bandwidth": statistics.median(turn["roof"] for each in turns.values() for turn in each),
+            "read_bandwidth": statistics.median(turn["roof"] for mode in modes for turn in turns[mode]),
             "modes": {
                 mode: {
                     "prefill_tokens_per_second": prompt / median(mode, "first"),
@@ -189,7 +191,7 @@ def run(
 
 
 def table(result: dict[str, Any]) -> str:
-    """The outcome of :func:`run` as text: a Markdown table and a line about the machine."""
+    """The result of :func:`run` as a Markdown table, with lines about the machine."""
     weights, read = size(result["packed_bytes_per_token"]), size(result["read_bandwidth"])
     columns = ["", "decode, tokens/s", "of the bandwidth", f"prompt of {result['prompt']}, tokens/s", "first token, s"]
     columns += ["linear, ms", "attention, ms", "rest, ms"]

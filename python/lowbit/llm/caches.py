@@ -1,51 +1,60 @@
-"""Keys and values of one text, which can begin as another one's do."""
+"""KV caches of single texts, and copies of common beginnings between them."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_PANEL = 16  # positions of a head's keys lie together, docs/internals/operators.md
+from ..hf.recurrent import is_state
+
+_PANEL = 16  # positions whose keys are interleaved in memory, see docs/internals/operators.md
 
 
 class Caches:
-    """Keys and values of one text, apart from a decoder's own: :meth:`Decoder.new_caches` and :meth:`Decoder.read` make
-    them."""
+    """Keys, values and states of one text, outside a decoder; from :meth:`Decoder.new_caches` and :meth:`Decoder.read`."""
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, model: torch.nn.Module):
+    def __init__(self, layers: Sequence[tuple[Tensor, ...]], dtype: torch.dtype, model: torch.nn.Module, length: int):
         """
         Args:
+            layers: of each layer keys and values, as the attention operators store them, and the states of recurrent layers.
             dtype: of keys and values; ``torch.int4`` stands for 4 bits.
-            model: that computes them.
+            model: the model that computes them.
+            length: capacity in tokens.
         """
         self.layers = list(layers)
         self.dtype = dtype
-        self.tokens: list[int] = []  # whose keys and values these are
+        self.length = length
+        self.tokens: list[int] = []  # the tokens whose keys and values are stored
         self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
 
-    def __getstate__(self) -> dict:
-        return vars(self) | {"_model": None}  # of which model a file's are nobody knows
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_model": None}  # a weak reference cannot be pickled
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """Whether this model computes them, as far as is known."""
+        """Whether this model computes them; True for unpickled caches, whose model is unknown."""
         return self._model is None or self._model() is model
 
     @property
-    def length(self) -> int:
-        """Tokens that there is room for."""
-        return self.layers[0][0].shape[2]
+    def recurrent(self) -> bool:
+        """Whether there are states, which belong to all tokens and cannot be cut back."""
+        return any(is_state(tensor) for layer in self.layers for tensor in layer)
+
+    def usable(self, count: int) -> int:
+        """How many of the first ``count`` tokens can be copied from here; with states all tokens or none."""
+        return count if not self.recurrent or count == len(self.tokens) else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, those that hold nothing yet included."""
-        return sum(cache.nbytes for pair in self.layers for cache in pair)
+        """Bytes of all layers, unused positions included."""
+        return sum(cache.nbytes for layer in self.layers for cache in layer)
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
+    """Number of tokens that two texts have in common at their beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
@@ -66,12 +75,20 @@ def stretches(cache: Tensor, begin: int, end: int) -> list[Tensor]:
     return found
 
 
-def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int) -> None:
-    """Copies keys and values of a layer for the first `count` positions; the caches may differ in length.
+def copy_layer(source: Iterable[Tensor], target: Iterable[Tensor], count: int, states: bool | None = None) -> None:
+    """Copies keys and values of a layer for the first ``count`` positions, and states; the caches may differ in length.
 
-    Whole panels are copied: what is behind `count` in the last one is written anew before it is read.
+    The states of ``source`` must be those after ``count`` tokens. With ``states`` only states are copied, with False all but
+    states.
+
+    Whole panels are copied: positions after ``count`` in the last one are overwritten before they are read.
     """
     count = -(-count // _PANEL) * _PANEL
     for read, write in zip(source, target, strict=True):
+        if states is not None and is_state(read) is not states:
+            continue
+        if is_state(read):
+            write.copy_(read)
+            continue
         for from_, to in zip(stretches(read, 0, count), stretches(write, 0, count), strict=True):
             to.copy_(from_)

@@ -1,4 +1,4 @@
-"""Conversations: a chat template's text of all turns, decoded over caches that stay from turn to turn."""
+"""Conversations: texts of a chat template, decoded over a KV cache that is kept from turn to turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .stopping import TextUntil
 
 Message = dict[str, str]
 
-# Settings of transformers that change which tokens are drawn, with the values that change nothing; lowbit has none.
+# Settings of transformers that change draws and that lowbit does not have, with the values that have no effect.
 _OTHER_SETTINGS = {
     "top_h": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "num_beams": (1,),
     "no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "guidance_scale": (1,),
@@ -30,43 +30,53 @@ _OTHER_SETTINGS = {
 }  # fmt: skip
 
 
-def chat_template(tokenizer, path: str | os.PathLike) -> str:
-    """The tokenizer's template, of several the default one.
+def chat_template(tokenizer: Any, path: str | os.PathLike[str]) -> str:
+    """The tokenizer's chat template; of several the default one.
+
+    Args:
+        path: of the tokenizer, for the error.
 
     Raises:
-        ValueError: it has none; `path` is where it came from.
+        ValueError: it has none.
     """
-    template = tokenizer.chat_template
+    template: str | dict[str, str] | None = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if not template:
         raise ValueError(
-            f"the tokenizer in {path} has no chat template, so it is not known how the model marks turns: it may be "
+            f"the tokenizer in {path} has no chat template: the model may be "
             "made to continue texts only (lowbit generate without --chat), or chat_template.jinja was not copied; "
             "lowbit chat --template FILE gives one"
         )
     return template
 
 
-def render(tokenizer, messages: list[Message], template: str) -> list[int]:
-    """The tokens of a conversation up to where the model's answer begins. The template says all, also a first token.
+def render(
+    tokenizer: Any, messages: list[Message] | list[dict[str, Any]], template: str, tools: list[dict[str, Any]] | None = None
+) -> list[int]:
+    """Tokens of a conversation up to the model's answer. The template adds special tokens, also a first one.
+
+    Args:
+        tools: functions that the model may call, in OpenAI's format.
 
     Raises:
-        ValueError: the template cannot be read, or refuses the messages: some know no system prompt.
+        ValueError: the template is damaged, or refuses the messages; some take no system prompt.
     """
     with interpreting("the chat template does not take this conversation"):
-        text = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = tokenizer.apply_chat_template(
+            messages, tools, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]]:
-    """What a model's generation_config.json says, with transformers' defaults.
+    """Settings of a model's generation_config.json, with transformers' defaults.
 
     Returns:
-        how tokens are drawn; ``max_new_tokens`` or None; and the settings that it has but lowbit does not.
+        the sampling settings; ``max_new_tokens`` or None; and the names of settings that lowbit does not have.
 
     Raises:
-        ValueError: a setting is no number, or out of its range.
+        ValueError: a setting is not a number, or out of its range.
     """
     config = getattr(model, "generation_config", None)
 
@@ -97,36 +107,36 @@ def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]
 
 @dataclass(frozen=True)
 class Answer:
-    """What :meth:`Chat.answer` did."""
+    """Result of :meth:`Chat.answer`."""
 
     text: str
     tokens: list[int]
     prompt_tokens: int
-    cached_tokens: int  # of these, that the caches had from earlier turns
+    cached_tokens: int  # tokens of the prompt that the caches held
     stopped: str  # "stop", "until" (a stop string), "max_new_tokens", "max_length" or "interrupted"
-    forgotten: int  # turns that were left out from here on, because the context was full
+    forgotten: int  # oldest turns that were dropped, because the context was full
     seconds: float  # until the last token
 
 
 @dataclass
 class Chat:
-    """A conversation. What the caches hold stays: of each turn only those tokens are computed that are new."""
+    """A conversation, whose KV cache is kept: each turn computes only its new tokens."""
 
     step: Callable[[Tensor, Tensor], Tensor]  # a Decoder, compiled or not
     model: torch.nn.Module  # of the decoder
-    tokenizer: Any  # a fast one
+    tokenizer: Any  # a fast tokenizer
     template: str
     max_length: int  # of the decoder
     system: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 1024
-    seed: int = 0  # of the first answer; each further one has the next number
+    seed: int = 0  # answer i uses seed + i
     stop: Iterable[int] = ()
-    stop_strings: Iterable[str] = ()  # end an answer, and are not part of it
+    stop_strings: Iterable[str] = ()  # texts that end an answer, and are not part of it
     prefix_cache: PrefixCache | None = None  # on disk
     turns: list[tuple[str, str]] = field(default_factory=list)  # messages and answers that the model sees
-    answers: int = 0
-    _cached: list[int] = field(default_factory=list)  # the tokens whose keys and values the caches hold
+    answers: int = 0  # number of answers
+    _cached: list[int] = field(default_factory=list)  # the tokens in the caches
 
     @property
     def messages(self) -> list[Message]:
@@ -140,10 +150,10 @@ class Chat:
         return system + pairs
 
     def reset(self, system: str | None) -> None:
-        """Forgets all turns, and begins with this system prompt.
+        """Starts a new conversation with this system prompt.
 
         Raises:
-            ValueError: the template does not take it; then nothing has changed.
+            ValueError: the template refuses the system prompt; the conversation is unchanged.
         """
         before = self.system
         self.system = system
@@ -165,7 +175,7 @@ class Chat:
             )
 
     def _prompt(self, text: str) -> tuple[list[int], int]:
-        """The tokens before the answer, and how many of the oldest turns have to be forgotten for it."""
+        """The tokens before the answer, and the number of oldest turns that are dropped to fit."""
         system, pairs = self.messages[: self.system is not None], self.messages[self.system is not None :]
 
         def tokens(forgotten: int) -> list[int]:
@@ -174,7 +184,7 @@ class Chat:
 
         ids, forgotten = tokens(0), 0
         if len(ids) + min(self.max_new_tokens, self.max_length // 4) > self.max_length:
-            # Half is made free at once: what stays moves, and all of it has to be computed again.
+            # Half of the context at once, because all remaining tokens move and have to be computed again.
             while forgotten < len(self.turns) and len(ids) > self.max_length // 2:
                 forgotten += 1
                 ids = tokens(forgotten)
@@ -187,25 +197,27 @@ class Chat:
         return ids, forgotten
 
     def answer(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
-        """Answers a message. A KeyboardInterrupt ends the answer: what there is of it stays in the conversation; where
-        there is nothing yet, the message does not stay either.
+        """Answers a message.
+
+        A KeyboardInterrupt ends the answer; its beginning stays in the conversation. If there is none, the message is
+        removed.
 
         Args:
             text: of the user.
             on_text: called with each piece of the answer as it comes.
 
         Raises:
-            ValueError: the message does not fit into the context, or the template refuses it. The conversation is as
-                before then.
+            ValueError: the message does not fit into the context, or the template refuses it. The conversation is
+                unchanged.
         """
         ids, forgotten = self._prompt(text)
         same = next((i for i, (a, b) in enumerate(zip(ids, self._cached, strict=False)) if a != b), None)
         same = min(len(ids) - 1, len(self._cached) if same is None else same)
-        same = getattr(self.step, "kept", int)(same)  # a Fallback may have to begin anew
+        same = getattr(self.step, "kept", int)(same)  # a Fallback may have to start again
         if self.prefix_cache is not None:
             same = self.prefix_cache.read(ids, self.step.caches(), same)  # type: ignore[attr-defined]
-        self._cached = ids[:same]  # what is behind is written over
-        written = TextUntil(self.tokenizer, ids, self.stop_strings, on_text)
+        self._cached = ids[:same]  # later ones are overwritten
+        output = TextUntil(self.tokenizer, ids, self.stop_strings, on_text)
         tokens: list[int] = []
 
         stopped, seconds = "interrupted", 0.0
@@ -217,7 +229,7 @@ class Chat:
                 max_length=self.max_length,
                 seed=self.seed + self.answers,
                 stop=self.stop,
-                until=written,
+                until=output,
                 cached=same,
                 on_token=tokens.append,
                 **vars(self.sampling),
@@ -225,13 +237,13 @@ class Chat:
             stopped, seconds = generation.stopped, generation.prefill_seconds + generation.decode_seconds
             self._cached = ids + tokens[: generation.decode_steps]
         except KeyboardInterrupt:
-            if tokens:  # the last one may not have been computed
+            if tokens:  # the last token may not be in the caches
                 self._cached = ids + tokens[:-1]
         if self.prefix_cache is not None:
             self.prefix_cache.write(self._cached, self.step.caches())  # type: ignore[attr-defined]
         if tokens or stopped != "interrupted":
-            self.turns = [*self.turns[forgotten:], (text, written.finish())]
+            self.turns = [*self.turns[forgotten:], (text, output.finish())]
             self.answers += 1
         else:
             forgotten = 0
-        return Answer(written.text, tokens, len(ids), same, stopped, forgotten, seconds)
+        return Answer(output.text, tokens, len(ids), same, stopped, forgotten, seconds)

@@ -1,4 +1,4 @@
-"""Decoders as machine code in this process: by torch.compile, or by AOTInductor. :mod:`.export` writes files."""
+"""Compiled decoders in this process, by torch.compile or AOTInductor; :mod:`lowbit.exports.decoder` writes files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from .._machine import cpp_compiler
 from ..exports.module import machine_code
-from .decoder import Decoder, check_call, pieces
+from .decoder import Decoder, check_call
 
-# Loops over fewer values than this for each thread run on one thread. At one token there are a few thousand values,
-# and a parallel region would take longer than they do.
-# At more, the code asks when it runs how many threads there are.
+# Loops over fewer values per thread than this run on one thread: for one token there are a few thousand values, which take
+# less time than a parallel region. For more tokens the code reads the number of threads when it runs.
 _OPTIONS: dict[int, dict[str, Any]] = {
     1: {"cpp.min_chunk_size": 1 << 16},
     2: {"cpp.min_chunk_size": 1 << 12, "cpp.dynamic_threads": True},
@@ -25,35 +24,41 @@ _OPTIONS: dict[int, dict[str, Any]] = {
 
 
 class Step:
-    """A compiled decoder: one graph for one token, one for any larger number; they share weights and caches."""
+    """A compiled decoder: a graph for one token and a graph for more tokens, which share weights and caches."""
 
-    def __init__(self, one: Callable, many: Callable, decoder: Decoder):
+    def __init__(self, one: Callable[..., Tensor], many: Callable[..., Tensor], decoder: Decoder):
         self._one, self._many, self.max_length = one, many, decoder.max_length
         self.vocabulary = decoder.vocabulary
-        self._decoder = decoder  # owns memory that the graphs use, until it is released
+        self._decoder = decoder  # owns the memory that the graphs use, until it is released
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
         """As :meth:`Decoder.forward`."""
         self._decoder.check()
         check_call(tokens, start, self._decoder.vocabulary, self.max_length)
         graph = self._one if tokens.shape[1] == 1 else self._many
-        *before, last = pieces(tokens, start)
-        for piece in before:
-            graph(*piece)
-        return graph(*last)
+        return self._decoder.run_pieces(graph, tokens, start)
+
+    @property
+    def recurrent(self) -> bool:
+        """As :attr:`Decoder.recurrent`."""
+        return self._decoder.recurrent
+
+    def kept(self, count: int) -> int:
+        """As :meth:`Decoder.kept`."""
+        return self._decoder.kept(count)
 
 
 def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
-    """Compiles a decoder for this process; the machine code uses the decoder's own weights and caches.
+    """Compiles a decoder for this process; the machine code uses the decoder's weights and caches.
 
-    It computes what the decoder computes, up to the rounding of fused float operations, which now and then makes an
-    activation round to another int8 value. Needs a C++ compiler.
+    Results are the decoder's up to the rounding of fused float operations, which sometimes sends an activation to another
+    int8 value. Needs a C++ compiler.
 
     Args:
         decoder: quantized or not.
         backend: "aot" compiles now, with AOTInductor, and calls machine code without Python. "inductor" is
-            torch.compile, which compiles in the first call of each kind. Do not change the model afterwards: neither
-            would notice.
+            torch.compile, which compiles in the first call of each kind. Do not change the model afterwards: compiled code
+            does not see the change.
 
     Returns:
         A step for :func:`generate`.
@@ -67,31 +72,30 @@ def compile_decoder(decoder: Decoder, backend: str = "aot") -> Step:
         raise ValueError(f"backend is {backend!r}; expected 'aot' or 'inductor'")
     cpp_compiler()
     if backend == "inductor":
-        # The model is the decoder's: checks of its hundreds of attributes on every call would find nothing.
+        # The model belongs to the decoder, so guards on its hundreds of attributes would cost time and never fail.
         guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         one, many = (
             torch.compile(decoder, fullgraph=True, dynamic=tokens > 1, options=guards | _OPTIONS[tokens]) for tokens in (1, 2)
         )
         return Step(one, many, decoder)
-    # A package without weights: the decoder's are lent to both graphs.
+    # A package without weights: both graphs use the decoder's.
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "decoder.pt2"
         _package(decoder, path)
         models = import_module("torch.export.pt2_archive._package").load_pt2(str(path)).aoti_runners
     tensors = _tensors(decoder)
     for model in models.values():
-        lent = {name: tensors[name] for name in model.get_constant_fqns()}
-        model.load_constants(lent, check_full_update=True, user_managed=True)
+        constants = {name: tensors[name] for name in model.get_constant_fqns()}
+        model.load_constants(constants, check_full_update=True, user_managed=True)
     return Step(models["decode"], models["prefill"], decoder)
 
 
 def _tensors(decoder: Decoder) -> dict[str, Tensor]:
-    found = dict(decoder.named_parameters(remove_duplicate=False))
-    return found | dict(decoder.named_buffers(remove_duplicate=False))
+    return dict(decoder.named_parameters(remove_duplicate=False)) | dict(decoder.named_buffers(remove_duplicate=False))
 
 
 def _package(decoder: Decoder, path: Path) -> None:
-    """Two models, "decode" and "prefill", without weights."""
+    """Writes a package of two models, "decode" and "prefill", without weights."""
     files = {}
     for name, tokens in (("decode", 1), ("prefill", 2)):
         example = (torch.zeros(1, 4 if tokens > 1 else 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""A static KV cache around a causal language model of transformers."""
+"""Decoding of a causal language model of transformers over a static KV cache."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ..hf import decoding
+from ..hf.recurrent import is_state
 from ..ops import cache_storage, cache_width
 from .caches import Caches, common, copy_layer
-from .proof import Reference, ask, measure_caches, prove
+from .proof import EXACT_LIMIT, PIECES_LIMIT, Reference
 from .sampling import prompt_ids
+from .states import StateKeeper
 
-# What keys and values can be kept in.
+# Types of the KV cache.
 CACHES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -23,24 +25,24 @@ CACHES = {
     "int4": torch.int4,
 }
 
-# Tokens of a prompt that are computed at a time. More would cost time: what layers hand on then takes so many megabytes
-# that malloc returns them to the system after each use, and every page comes back with a fault.
+# Tokens of a prompt that are computed at a time. With more, activations take so many megabytes that malloc returns them to
+# the system after each use, and every page comes back with a page fault.
 PIECE = 256
 
 
 def pieces(tokens: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """A call [1, s] in pieces of at most PIECE tokens and nearly the same length, each with its start."""
+    """Yields a call [1, s] in pieces of at most PIECE tokens and nearly equal length, each with its start."""
     for piece in tokens.tensor_split(max(1, -(-tokens.shape[1] // PIECE)), dim=1):
         yield piece, start
         start = start + piece.shape[1]
 
 
 def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
-    """Refuses what a decoder cannot take; machine code would not notice, or end the process.
+    """Checks the arguments of a call, because machine code would ignore bad ones, or end the process.
 
     Raises:
-        ValueError: another shape or dtype than [1, s] and [1], int64; or a token that is not in the vocabulary.
-        IndexError: a text beyond max_length, or a negative start.
+        ValueError: tokens are not int64 [1, s], start is not int64 [1], or a token is not in the vocabulary.
+        IndexError: the text is longer than max_length, or start is negative.
     """
     for name, tensor, shape in (("tokens", tokens, "[1, s]"), ("start", start, "[1]")):
         if tensor.dtype != torch.int64 or tensor.dim() != shape.count(",") + 1 or tensor.shape[0] != 1:
@@ -59,13 +61,16 @@ def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) 
 
 
 class Decoder(torch.nn.Module):
-    """One step of a causal language model, with static KV caches of its own.
+    """A decoding step of a causal language model, with its own static KV caches and states of recurrent layers.
 
-    The same module runs in eager, under torch.compile, and exported to .pte and .pt2. Its caches are buffers that each
-    call updates, so a text may come in any pieces; ``start`` says how many tokens came before. A new text starts at 0.
+    The same module runs in eager mode, under torch.compile, and exported to .pte and .pt2. Each call updates the caches, which
+    are buffers, so a text may come in any pieces; ``start`` is the number of earlier tokens. A new text starts at 0.
 
-    Not every model can be decoded over keys and values alone. At construction a few tokens go through the model as it
-    came, and through the decoder whole and in pieces: either all agree, or the model is refused and left as it was.
+    Recurrent layers (linear attention, Mamba-2, short convolutions) have states, which cannot be cut back: a text continues
+    where it ended, where an earlier call with several tokens ended, or from 0. :meth:`kept` returns the place.
+
+    Some models keep more of a text than these. At construction a few tokens go through the unchanged model, and
+    through the decoder whole and in pieces. If the logits differ, the model is refused and left unchanged.
     """
 
     _STEP = 16  # max_length is a multiple of this; caches have room for the next multiple of 16
@@ -74,15 +79,15 @@ class Decoder(torch.nn.Module):
         """
         Args:
             model: a transformers causal language model, quantized or not, in eval mode. It belongs to the decoder until
-                :meth:`release`: its attention runs over the decoder's caches. A decoder that had it before is released.
+                :meth:`release`: its attention runs over the decoder's caches. An earlier decoder of the model is released.
             max_length: the longest text in tokens, prompt included; a multiple of 16.
-            cache: what keys and values are kept in: "float32", "bfloat16", "float16", or "int8" or "int4", which have a scale
-                for each position of a head; None: the model's dtype. All else is computed as before.
+            cache: type of the KV cache: "float32", "bfloat16", "float16", or "int8" or "int4", which have a scale for each
+                position of a head; None: the model's dtype.
 
         Raises:
-            ValueError: max_length is no positive multiple of 16 or beyond the model's positions; an unknown kind of
-                cache, or one that does not hold the model's numbers; or the decoder would not compute what the model
-                does. The sentence says what was found.
+            ValueError: max_length is not a positive multiple of 16, or beyond the model's positions; an unknown type of
+                cache, or one whose range is too small for the model; or the decoder would not compute what the model
+                does. The message says how they differ.
         """
         super().__init__()
         config = model.config.get_text_config()
@@ -122,44 +127,79 @@ class Decoder(torch.nn.Module):
                 "float32, bfloat16 or float16"
             )
         try:
-            asked = ask(self, reference)
+            asked = reference.ask(self.run, self.layers)
         except decoding.NoCaches:
             self._takeover.hand_on(self.model)
-            asked = ask(self, reference)
-        self._shapes, self.exact = asked.shapes, reference.exact
+            asked = reference.ask(self.run, self.layers)
+        self._shapes, self._states, self.exact = asked.shapes, asked.states, reference.exact
         decoding.check_windows(config, asked, self.max_length)
-        for layer, pair in enumerate(self._make(self.max_length, self.cache_dtype)):
-            for name, cache in zip("kv", pair, strict=True):
-                self.register_buffer(f"{name}_cache_{layer}", cache, persistent=False)
-        if self.cache_dtype is self.model.dtype:
-            self.measured = prove(self, reference, self.caches())
-            return
-        # Whether the model can be decoded is judged without the rounding of the caches; these are for a short text.
-        self.measured = prove(self, reference, self._make(reference.tokens.shape[1], self.model.dtype))
-        self.measured["cache"] = measure_caches(self, reference)
+        for layer, tensors in enumerate(self._make(self.max_length, self.cache_dtype)):
+            for name, cache in zip(self._names(layer), tensors, strict=True):
+                self.register_buffer(name, cache, persistent=False)
+        states = [tensor for layer in self._caches() for tensor in layer if is_state(tensor)]
+        self._keeper = StateKeeper(states) if states else None
+        dtype = self.model.dtype
 
-    def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        def run_texts(texts: list[list[int]]) -> list[Tensor]:
+            return self.run_texts([(self.new_caches(16, dtype), text) for text in texts], everywhere=True)
+
+        # The check needs caches without rounding; these are for a short text.
+        caches = self.caches() if self.cache_dtype is dtype else self._make(reference.tokens.shape[1], dtype)
+        uses = [(layer in self._shapes) + (layer in self._states) for layer in range(self.layers)]
+        self.measured = reference.prove(self.run, run_texts, caches, uses)
+        if self.cache_dtype is not dtype:
+            self.measured["cache"] = reference.rounding_of_caches(self.run, self.caches(), self.cache_dtype)
+
+    def _names(self, layer: int) -> list[str]:
+        """Names of a layer's buffers: keys and values if it has attention, then states."""
+        attention = [f"{name}_cache_{layer}" for name in "kv"] if layer in self._shapes else []
+        return attention + [f"state_{number}_cache_{layer}" for number in range(len(self._states.get(layer, ())))]
+
+    def _make(self, length: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
         caches = []
         length = -(-length // 16) * 16
         for layer in range(self.layers):
-            heads, *widths = self._shapes[layer]
+            heads, *widths = self._shapes.get(layer, (0,))
             try:
                 shapes = [(1, heads, length, cache_width(width, dtype)) for width in widths]
             except ValueError as error:
                 raise decoding.Unsupported(str(error)) from error
-            k_cache, v_cache = (torch.zeros(shape, dtype=cache_storage(dtype)) for shape in shapes)
-            caches.append((k_cache, v_cache))
+            tensors = [torch.zeros(shape, dtype=cache_storage(dtype)) for shape in shapes]
+            states = [torch.zeros(shape, dtype=state_dtype) for shape, state_dtype in self._states.get(layer, ())]
+            caches.append((*tensors, *states))
         return caches
 
     @property
+    def recurrent(self) -> bool:
+        """Whether layers have states, which cannot be cut back."""
+        return self._keeper is not None
+
+    def kept(self, count: int) -> int:
+        """The number of the first ``count`` tokens of the decoder's text after which a call can continue."""
+        return count if self._keeper is None else self._keeper.kept(count)
+
+    def check_texts(self) -> None:
+        """Checks that texts in one call do not change each other's logits.
+
+        Raises:
+            Unsupported: they do.
+        """
+        difference, limit = self.measured["texts"], EXACT_LIMIT if self.exact else PIECES_LIMIT
+        if not difference <= limit:
+            raise decoding.Unsupported(
+                f"the logits of {type(self.model).__name__} change when a call has several texts ({difference:.2g} of what the "
+                f"text before does to them; rounding is below {limit:g}); expected one text at a time"
+            )
+
+    @property
     def released(self) -> bool:
-        """Whether the model belongs to this decoder no longer."""
+        """Whether the model no longer belongs to this decoder."""
         return self._takeover is None or not self._takeover.active
 
     def release(self) -> torch.nn.Module:
-        """Ends the decoder: frees its caches and gives the model back, which computes what it did before, to the bit.
+        """Frees the caches and gives back the model, whose results have the same bits as before the decoder.
 
-        Steps that were compiled from the decoder end with it. Exported files do not. Does nothing the second time.
+        Steps that were compiled from the decoder end with it; exported files do not. A second call has no effect.
 
         Returns:
             The model.
@@ -179,43 +219,55 @@ class Decoder(torch.nn.Module):
                 "the model of this decoder was given another attention implementation; call release(), and make a new Decoder"
             )
 
-    def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer; docs/internals/operators.md says how they lie."""
-        return [(getattr(self, f"k_cache_{i}"), getattr(self, f"v_cache_{i}")) for i in range(self.layers)]
+    def caches(self) -> list[tuple[Tensor, ...]]:
+        """Keys, values and states of each layer; docs/internals/operators.md describes their layout."""
+        if self._keeper is not None:
+            self._keeper.position = None  # the caller may change them
+        return self._caches()
+
+    def _caches(self) -> list[tuple[Tensor, ...]]:
+        return [tuple(getattr(self, name) for name in self._names(layer)) for layer in range(self.layers)]
 
     def run(
         self,
         tokens: Tensor,
         positions: Tensor,
         start: Tensor,
-        caches: Sequence | decoding.Asked | decoding.Texts,
+        caches: Sequence[Any] | decoding.Asked | decoding.Texts,
         keep: int | Tensor = 0,
     ) -> Tensor:
-        """Logits [1, s, vocabulary] behind the last ``keep`` tokens, or behind all with 0, or behind those at these places."""
-        more: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "logits_to_keep": keep}
-        own = None if self._takeover is None else self._takeover.call
-        if own is None:
-            return self.model(position_ids=positions[None], caches=caches, start=start, **more).logits
-        if own.takes_positions:
-            more["position_ids"] = positions[None]
-        own.give(caches, start, positions)
+        """Logits [1, s, vocabulary] of the last ``keep`` tokens, of all tokens if 0, or of the tokens at these indices."""
+        arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "logits_to_keep": keep}
+        takeover = self._takeover
+        if takeover is None:
+            return self.model(position_ids=positions[None], caches=caches, start=start, **arguments).logits
+        if takeover.takes_positions:
+            arguments["position_ids"] = positions[None]
+        if takeover.call is None:
+            arguments |= {"caches": caches, "start": start}
+        else:
+            takeover.call.give(caches, start, positions)
+        takeover.states.give(caches, start)
         try:
-            return self.model(**more).logits
+            return self.model(**arguments).logits
         finally:
-            own.clear()
+            takeover.states.clear()
+            if takeover.call is not None:
+                takeover.call.clear()
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """A long prompt is computed in pieces, which packed layers do not notice: the bits are the same.
+        """Computes a step; a long prompt in pieces, which gives the same bits in packed layers.
 
         Args:
             tokens: [1, s] int64.
-            start: [1] int64: how many tokens are in the caches already.
+            start: [1] int64, the number of tokens in the caches.
 
         Returns:
-            [1, vocabulary] of the model's dtype: the logits behind the last token.
+            [1, vocabulary] of the model's dtype: the logits after the last token.
 
         Raises:
-            ValueError: tokens or start of another shape or dtype, or a token that is not in the vocabulary.
+            ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or the states are not
+                those after ``start`` tokens.
             IndexError: the text is longer than max_length.
             RuntimeError: the decoder was released.
         """
@@ -223,29 +275,41 @@ class Decoder(torch.nn.Module):
             return self._step(tokens, start)
         self.check()
         check_call(tokens, start, self.vocabulary, self.max_length)
-        *before, last = pieces(tokens, start)
-        for piece in before:
-            self._step(*piece)
-        return self._step(*last)
+        return self.run_pieces(self._step, tokens, start)
+
+    def run_pieces(self, step: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, start: Tensor) -> Tensor:
+        """Calls ``step``, of this decoder, with pieces of a text; returns the logits after the last token."""
+        if self._keeper is not None:
+            self._keeper.begin(int(start))
+        for piece in pieces(tokens, start):
+            logits = step(*piece)
+        if self._keeper is not None:
+            self._keeper.end(int(start) + tokens.shape[1], keep=tokens.shape[1] > 1)
+        return logits
 
     def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
-        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches(), keep=1)[:, -1]
+        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self._caches(), keep=1)[:, -1]
 
     def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """As a call, but [1, s, vocabulary]: the logits behind each token."""
+        """Logits [1, s, vocabulary] after each token; otherwise as :meth:`forward`."""
         self.check()
         check_call(tokens, start, self.vocabulary, self.max_length)
-        return self.run(tokens, start + torch.arange(tokens.shape[1]), start, self.caches())
+        if self._keeper is not None:
+            self._keeper.begin(int(start), keep=True)
+        logits = self.run(tokens, start + torch.arange(tokens.shape[1]), start, self._caches())
+        if self._keeper is not None:
+            self._keeper.end(int(start) + tokens.shape[1])
+        return logits
 
     def new_caches(self, length: int, dtype: torch.dtype | None = None) -> Caches:
-        """Caches for another text.
+        """Empty caches for another text.
 
         Args:
-            length: tokens that there is room for, a multiple of 16.
-            dtype: of keys and values; None: as the decoder's own.
+            length: capacity in tokens, a multiple of 16.
+            dtype: of keys and values; None: the decoder's.
 
         Raises:
-            ValueError: another length or dtype.
+            ValueError: a length or dtype that a cache cannot have.
             RuntimeError: the decoder was released.
         """
         self.check()
@@ -254,16 +318,16 @@ class Decoder(torch.nn.Module):
             raise ValueError(f"length is {length}; expected a positive multiple of 16")
         if dtype not in CACHES.values():
             raise ValueError(f"dtype is {dtype}; expected one of {', '.join(map(str, CACHES.values()))}")
-        return Caches(self._make(length, dtype), dtype, self.model)
+        return Caches(self._make(length, dtype), dtype, self.model, length)
 
     def check_caches(self, caches: Caches, dtype: torch.dtype | None = None) -> None:
-        """Refuses caches that cannot be copied from.
+        """Checks that caches can be copied from.
 
         Args:
-            dtype: of what they are copied to; None: the decoder's own.
+            dtype: of the caches to copy to; None: the decoder's.
 
         Raises:
-            ValueError: they are of another kind, or another model computed them.
+            ValueError: they have another dtype, or another model computed them.
         """
         dtype = dtype or self.cache_dtype
         if caches.dtype is not dtype:
@@ -271,41 +335,41 @@ class Decoder(torch.nn.Module):
         if not caches.is_of(self.model):
             raise ValueError("the caches have keys and values of another model; expected those of the decoder's")
 
-    def read(self, tokens: Sequence[int], begin: Caches | None = None) -> Caches:
-        """Computes keys and values of a text's beginning (a system prompt, a document), for texts that begin with it.
+    def read(self, tokens: Sequence[int], prefix: Caches | None = None) -> Caches:
+        """Computes keys and values of a prefix (a system prompt, a document), for texts that begin with it.
 
         Args:
             tokens: at least one.
-            begin: of another text, which may begin alike: what both have in common is copied.
+            prefix: of another text; what both have in common at their beginning is copied.
 
         Raises:
-            ValueError: no tokens, or one that is not in the vocabulary; or ``begin`` is of another model or kind.
+            ValueError: no tokens, or one that is not in the vocabulary; or ``prefix`` is of another model or dtype.
             IndexError: more than max_length tokens.
             RuntimeError: the decoder was released.
         """
         tokens = prompt_ids("the text", tokens)
-        if begin is not None:
-            self.check_caches(begin)
+        if prefix is not None:
+            self.check_caches(prefix)
         check_call(torch.tensor([tokens]).long(), torch.tensor([0]), self.vocabulary, self.max_length)
         caches = self.new_caches(-(-len(tokens) // 16) * 16)
-        same = 0 if begin is None else common(begin.tokens, tokens)
-        if begin is not None:
-            for source, target in zip(begin.layers, caches.layers, strict=True):
-                copy_layer(source, target, same)
-        caches.tokens = tokens[:same]
+        shared = 0 if prefix is None else prefix.usable(common(prefix.tokens, tokens))
+        if prefix is not None and shared:
+            for source, target in zip(prefix.layers, caches.layers, strict=True):
+                copy_layer(source, target, shared)
+        caches.tokens = tokens[:shared]
         with torch.inference_mode():
-            for at in range(same, len(tokens), PIECE):
+            for at in range(shared, len(tokens), PIECE):
                 self.run_texts([(caches, tokens[at : at + PIECE])])
         return caches
 
     def begin(self, caches: Caches, tokens: Sequence[int]) -> int:
-        """Copies to the decoder's own caches what a text has in common with `caches`; a compiled step has the same ones.
+        """Copies the common beginning of a text and ``caches`` to the decoder's caches, which compiled steps share.
 
         Returns:
-            How many of the tokens the decoder has now: the ``cached`` of :func:`generate`, at least one less than there are.
+            The number of tokens copied: the ``cached`` of :func:`generate`, less than the number of tokens.
 
         Raises:
-            ValueError: the text has no tokens, or the caches are of another model or kind.
+            ValueError: the text has no tokens, or the caches are of another model or dtype.
             RuntimeError: the decoder was released.
         """
         self.check()
@@ -313,9 +377,13 @@ class Decoder(torch.nn.Module):
         tokens = prompt_ids("the text", tokens)
         if not tokens:
             raise ValueError("the text has no tokens; expected at least one")
-        count = min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length)
-        for source, target in zip(caches.layers, self.caches(), strict=True):
-            copy_layer(source, target, count)
+        count = caches.usable(min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length))
+        if count:
+            for source, target in zip(caches.layers, self.caches(), strict=True):
+                copy_layer(source, target, count)
+            if self._keeper is not None:
+                self._keeper.begin(0)
+                self._keeper.end(count, keep=True)
         return count
 
     def run_texts(
@@ -326,16 +394,16 @@ class Decoder(torch.nn.Module):
         """Continues several texts in one call of the model, each by any number of tokens.
 
         Args:
-            texts: the caches of each, which get the tokens, and these; of a new text also the caches of one with the same
-                beginning, and how many tokens of that are copied first. They may be those of a text before it in the call.
-            everywhere: logits behind each token instead of the last one of each text.
+            texts: of each its caches and the tokens to add; of a new text also caches with the same beginning, and the
+                number of tokens to copy from them first. They may be the caches of an earlier text of the call.
+            everywhere: logits after each token instead of the last token of each text.
 
         Returns:
-            Of each text [vocabulary], or [s, vocabulary].
+            Logits of each text, [vocabulary], or [s, vocabulary] with ``everywhere``.
 
         Raises:
-            ValueError: no texts, one without tokens, or with one that is not in the vocabulary; or caches to copy from
-                that are of another model or kind.
+            ValueError: no texts, a text without tokens, a token that is not in the vocabulary, or caches to copy from
+                that are of another model or dtype, or whose states are those of more tokens.
             IndexError: a text is longer than its caches.
             RuntimeError: the decoder was released.
         """
@@ -345,14 +413,20 @@ class Decoder(torch.nn.Module):
         rows: list[int] = []
         positions: list[int] = []
         parts = []
-        lengths: dict[int, int] = {}  # that caches will have behind this call
+        lengths: dict[int, int] = {}  # of caches after this call
         for caches, tokens, *source in texts:
-            before, start, begin = None, lengths.get(id(caches), len(caches.tokens)), len(rows)
+            copy, start, begin = None, lengths.get(id(caches), len(caches.tokens)), len(rows)
             if source:
                 other, count = source[0]
                 self.check_caches(other, caches.dtype)
-                start = min(count, lengths.get(id(other), len(other.tokens)))
-                before = _copy_from(other, caches, start)
+                available = lengths.get(id(other), len(other.tokens))
+                start = min(count, available)
+                if self.recurrent and start != available:
+                    raise ValueError(
+                        f"a text copies {start} tokens from caches with {available}; expected all of them, as states cannot be cut "
+                        "back"
+                    )
+                copy = _copy_from(other, caches, start)
             if not len(tokens):
                 raise ValueError("a text has no tokens; expected at least one")
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
@@ -363,26 +437,26 @@ class Decoder(torch.nn.Module):
             rows += tokens
             positions += range(start, start + len(tokens))
             lengths[id(caches)] = start + len(tokens)
-            parts.append(decoding.Part(begin, len(rows), torch.tensor([start]), caches.layers, before))
+            parts.append(decoding.Part(begin, len(rows), torch.tensor([start]), caches.layers, copy))
         for caches, _, *source in texts:
             if source:
-                caches.tokens = []  # what they had is written over
+                caches.tokens = []  # their content is overwritten
         keep = torch.arange(len(rows)) if everywhere else torch.tensor([part.end - 1 for part in parts])
         logits = self.run(
             torch.tensor([rows]), torch.tensor(positions), torch.tensor([0]), decoding.Texts(parts), 0 if everywhere else keep
         )[0]
-        # Only now: what a call that failed did not compute must not be taken for computed.
+        # Only now, because a call that fails has not computed these tokens.
         for caches, tokens, *source in texts:
             if source:
                 caches.tokens = source[0][0].tokens[: source[0][1]]
             caches.tokens += tokens
-        if logits.shape[0] != len(keep):  # a model that gives all of them always
+        if logits.shape[0] != len(keep):  # the model ignores logits_to_keep
             logits = logits[keep]
         return [logits[part.begin : part.end] for part in parts] if everywhere else list(logits)
 
 
-def _copy_from(source: Caches, target: Caches, count: int) -> Callable[[int], None]:
-    def before(layer: int) -> None:
-        copy_layer(source.layers[layer], target.layers[layer], count)
+def _copy_from(source: Caches, target: Caches, count: int) -> Callable[[int, bool], None]:
+    def copy(layer: int, states: bool) -> None:
+        copy_layer(source.layers[layer], target.layers[layer], count, states)
 
-    return before
+    return copy

@@ -1,4 +1,4 @@
-"""How far a language model's predictions are from those of a float reference."""
+"""Divergence of a language model's predictions from a float reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROWS = 64  # tokens at a time: rows of a whole vocabulary take a megabyte each
 
 @dataclass(frozen=True)
 class Divergence:
-    """The outcome of :func:`compare`."""
+    """Result of :func:`compare`."""
 
     model: Perplexity
     reference: Perplexity
@@ -36,7 +36,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a reference predicts in one window of n new tokens."""
+    """Predictions of a reference in one window of n new tokens."""
 
     rows: Callable[[int, int], Tensor]  # (begin, end) -> log-probabilities, float32 [end - begin, vocabulary]
     most_likely: Tensor  # ids, int64 [n]
@@ -47,7 +47,7 @@ class Expected:
 def compare(
     model: torch.nn.Module,
     tokens: Sequence[int],
-    reference: torch.nn.Module | str | os.PathLike,
+    reference: torch.nn.Module | str | os.PathLike[str],
     *,
     window: int = 512,
     stride: int = 256,
@@ -85,7 +85,7 @@ def compare(
 def save_logits(
     model: torch.nn.Module,
     tokens: Sequence[int],
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     window: int = 512,
     stride: int = 256,
@@ -147,7 +147,7 @@ def logits_bytes(tokens: int, vocabulary: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().numpy().data.cast("B")
+    return memoryview(tensor.contiguous().numpy()).cast("B")
 
 
 def judge(predicted: Iterator[tuple[Tensor, Tensor]], expected: Iterator[Expected]) -> Divergence:
@@ -159,7 +159,7 @@ def judge(predicted: Iterator[tuple[Tensor, Tensor]], expected: Iterator[Expecte
         expected: the reference's, for the same windows.
     """
     divergence, nats, of_reference, same = [], [], [], 0
-    for reference, (logits, tokens) in zip(expected, predicted, strict=True):  # a file's errors come first
+    for reference, (logits, tokens) in zip(expected, predicted, strict=True):  # expected first, for errors of its file
         for begin in range(0, len(tokens), _ROWS):
             end = min(begin + _ROWS, len(tokens))
             ours, theirs = logits[begin:end].log_softmax(-1), reference.rows(begin, end)
@@ -169,20 +169,20 @@ def judge(predicted: Iterator[tuple[Tensor, Tensor]], expected: Iterator[Expecte
                     "vocabulary"
                 )
             weighted = theirs.exp()
-            # Some models give a token minus infinity always: what the reference never predicts costs nothing.
+            # Some models always give a token minus infinity: a token that the reference never predicts costs nothing.
             weighted = torch.where(weighted == 0, 0.0, weighted.mul(theirs - ours))
             divergence.append(weighted.sum(-1).clamp_min(0))
             nats.append(-ours.gather(1, tokens[begin:end, None])[:, 0])
             same += int((ours.argmax(-1) == reference.most_likely[begin:end]).sum())
         of_reference.append(reference.nats)
-    each, ours, theirs = (torch.cat(parts).double() for parts in (divergence, nats, of_reference))
+    kld, ours, theirs = (torch.cat(parts).double() for parts in (divergence, nats, of_reference))
     return Divergence(
-        Perplexity(len(each), ours.sum().item()),
-        Perplexity(len(each), theirs.sum().item()),
-        each.mean().item(),
-        each.quantile(0.99).item(),
-        same / len(each),
-        (ours - theirs).std(correction=0).item() / len(each) ** 0.5,
+        Perplexity(len(kld), ours.sum().item()),
+        Perplexity(len(kld), theirs.sum().item()),
+        kld.mean().item(),
+        kld.quantile(0.99).item(),
+        same / len(kld),
+        (ours - theirs).std(correction=0).item() / len(kld) ** 0.5,
     )
 
 
@@ -198,22 +198,22 @@ def _computed(model: torch.nn.Module, tokens: Sequence[int], window: int, stride
 
 
 def stored(path: Path, tokens: Sequence[int], window: int, stride: int) -> Generator[Expected, None, None]:
-    """What is in a file of :func:`save_logits`, window by window."""
+    """Yields the predictions in a file of :func:`save_logits`, window by window."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; expected a file of logits, or load the model in it")
-    found = read_file(path)
+    tensors = read_file(path)
     metadata = read_metadata(path)
     if _KEY not in metadata:
         raise ValueError(f"{path} holds no reference logits; expected a file that lowbit eval --save-logits wrote")
     if metadata[_KEY] != _VERSION:
         raise ValueError(f"{path} has version {metadata[_KEY]}; expected {_VERSION}: install a newer lowbit or write it again")
-    _check_shapes(path, found)
-    ids = read_bytes(found["tokens"]).view(torch.int32)
+    _check_shapes(path, tensors)
+    ids = read_bytes(tensors["tokens"]).view(torch.int32)
     if len(ids) != len(tokens):
         raise ValueError(f"{path} was made from {len(ids)} tokens and the text has {len(tokens)}; expected the same text")
-    other = (ids != torch.tensor(tokens)).nonzero()
-    if len(other):
-        at = int(other[0])
+    different = (ids != torch.tensor(tokens)).nonzero()
+    if len(different):
+        at = int(different[0])
         raise ValueError(
             f"{path} was made from another text or by another tokenizer: its token {at} is {int(ids[at])}, that of the text "
             f"is {tokens[at]}"
@@ -221,22 +221,22 @@ def stored(path: Path, tokens: Sequence[int], window: int, stride: int) -> Gener
     for name, value in (("window", window), ("stride", stride)):
         if metadata.get(name) != str(value):
             raise ValueError(f"{path} was made with a {name} of {metadata.get(name)}; expected {value}, as for the model")
-    most_likely = read_bytes(found["most_likely"]).view(torch.int32).long()
-    nats = read_bytes(found["nats"]).view(torch.float32)
+    most_likely = read_bytes(tensors["most_likely"]).view(torch.int32).long()
+    nats = read_bytes(tensors["nats"]).view(torch.float32)
     for _, end, first in windows_of(len(tokens), window, stride):
 
         def rows(begin: int, end: int, first: int = first - 1) -> Tensor:
-            return read_rows(found["log_probabilities"], first + begin, first + end).float().log_softmax(-1)
+            return read_rows(tensors["log_probabilities"], first + begin, first + end).float().log_softmax(-1)
 
         yield Expected(rows, most_likely[first - 1 : end - 1], nats[first - 1 : end - 1])
 
 
-def _check_shapes(path: Path, found: dict[str, Stored]) -> None:
-    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()}
+def _check_shapes(path: Path, tensors: dict[str, Stored]) -> None:
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     count, *rest = shapes.get("log_probabilities", ("", (0,)))[1]
     expected = {
         "log_probabilities": ("F16", (count, *rest)), "tokens": ("I32", (count + 1,)), "most_likely": ("I32", (count,)),
         "nats": ("F32", (count,)),
     }  # fmt: skip
     if shapes != expected or len(rest) != 1 or count < 1:
-        raise ValueError(f"{path} is not a whole file of reference logits; write it again")
+        raise ValueError(f"{path} is not a complete file of reference logits; write it again")

@@ -1,4 +1,4 @@
-"""Generates text with a decoder, token by token."""
+"""Generation of text with a decoder, token by token."""
 
 from __future__ import annotations
 
@@ -17,46 +17,51 @@ from .sampling import Sampling, SamplingArguments, prompt_ids, token_ids
 
 
 def rate(count: int, seconds: float) -> float:
-    """Per second; NaN where a clock saw no time pass."""
+    """``count`` per second; NaN for no time."""
     return count / seconds if seconds > 0 else math.nan
 
 
 @dataclass
 class Generation:
-    """What :func:`generate` did."""
+    """Result of :func:`generate`."""
 
-    tokens: list[int] = field(default_factory=list)  # the new ones
+    tokens: list[int] = field(default_factory=list)  # new tokens
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, that were in the caches already
-    prefill_seconds: float = 0.0  # until the first new token is known
-    decode_seconds: float = 0.0  # for all further steps
-    decode_steps: int = 0  # those: one for each new token behind the first, and for the stop token
-    decode_calls: int = 0  # of the model for these: as many, and fewer where guesses were right
-    guessed: int = 0  # tokens that were computed beside others, before it was known whether they come
-    right: int = 0  # of these
-    stopped: str = "max_new_tokens"  # what ended the text: that, "max_length", "stop" or "until"
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the new tokens, where they were asked for
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's but the first, likewise
+    cached_tokens: int = 0  # tokens of the prompt that the caches held
+    prefill_seconds: float = 0.0  # until the first new token
+    decode_seconds: float = 0.0  # for all later steps
+    decode_steps: int = 0  # one for each new token after the first, and for the stop token
+    decode_calls: int = 0  # calls of the model in these steps; fewer with accepted guesses
+    guessed: int = 0  # tokens guessed in speculative decoding
+    accepted: int = 0  # guessed tokens that became part of the text
+    stopped: str = "max_new_tokens"  # reason of the end: "max_new_tokens", "max_length", "stop" or "until"
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the new tokens, if asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt but its first token, if asked for
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second, of those that were computed."""
+        """Computed prompt tokens per second."""
         return rate(self.prompt_tokens - self.cached_tokens, self.prefill_seconds)
 
     @property
     def decode_rate(self) -> float:
-        """Steps per second behind the first; NaN when there are none."""
+        """Decoding steps per second; NaN without steps."""
         return rate(self.decode_steps, self.decode_seconds)
 
 
 def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length: int) -> None:
-    """Raises ValueError for a prompt that is empty or leaves no room, or no new tokens."""
+    """Raises ValueError for an empty prompt, a prompt that leaves no room for a token, or max_new_tokens below 1."""
     if not prompt:
         raise ValueError(f"{name} has no tokens; expected at least one")
     if len(prompt) >= max_length:
         raise ValueError(f"{name} has {len(prompt)} tokens; expected fewer than the decoder's max_length of {max_length}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
+
+
+# States after a wrong guess are of no use, so the accepted tokens are computed again with the next ones, up to this number; then
+# a call without guesses brings the states up to the text.
+_AGAIN = 8
 
 
 @torch.inference_mode()
@@ -80,30 +85,30 @@ def generate(
 
     Args:
         step: a :class:`Decoder`, compiled or not, or a loaded .pt2 of one.
-        prompt: token ids, at least one, as a tokenizer or ``apply_chat_template`` gives them: a list, a tensor, or a dict with
+        prompt: at least one token id, as a tokenizer or ``apply_chat_template`` returns them: a list, a tensor, or a dict with
             ``input_ids``, also as a batch of one text.
-        max_new_tokens: at most so many; fewer when max_length is reached or a stop token comes.
-        max_length: the longest text in tokens, prompt included; None: the decoder's.
+        max_new_tokens: largest number of new tokens; fewer at max_length or a stop token.
+        max_length: largest number of tokens of the text, prompt included; None: the decoder's.
         seed: of the draws.
         stop: tokens that end the text; they are not part of the result.
-        until: called with every new token; True ends the text behind it. :class:`TextUntil` ends it at a string.
-        logprobs: with a number, also 0, the result has the log-probability of each new token and so many of the likeliest.
-        cached: so many tokens at the beginning of the prompt are in the step's caches already, and are not computed
-            again.
-        guesses: at most so many tokens are guessed from the text before, and computed in the same call as the token before
-            them; the model draws each token all the same, and the first wrong guess ends the call's use. Where all linear
-            layers are packed the text is the same, to the token: their results do not depend on how many rows a call has.
-            Only with a :class:`Decoder` that is not compiled. 0: none.
-        draft: a decoder of a smaller model with the same tokens, compiled or not, that makes the guesses: the tokens that it
-            finds likeliest. Its caches are written anew. None: they are looked up in the text.
+        until: called with every new token; True ends the text after it. :class:`TextUntil` ends a text at a string.
+        logprobs: number of most likely tokens whose log-probabilities the result has for each new token, besides the
+            token's own, also with 0; None: no log-probabilities.
+        cached: number of tokens at the beginning of the prompt that the step's caches hold.
+        guesses: speculative decoding: largest number of tokens to guess and to compute in the same call as the last token.
+            The model draws each token as without guesses; the first wrong guess ends the call's use. If all linear layers
+            are packed the text is the same, because their results do not depend on the number of rows. Requires a
+            :class:`Decoder` that is not compiled. 0: plain decoding.
+        draft: a decoder of a smaller model with the same tokens, compiled or not, whose most likely tokens are the guesses.
+            Its caches are overwritten. None: guesses are looked up in the text.
         on_token: called with every new token as soon as it is known.
-        sampling: how tokens are drawn, by the fields of :class:`Sampling`: temperature, top_k, top_p, min_p, the penalties and
-            logit_bias. Without any the most likely token is taken.
+        sampling: fields of :class:`Sampling`: temperature, top_k, top_p, min_p, the penalties and logit_bias. Without any the
+            most likely token is taken.
 
     Raises:
-        ValueError: an empty prompt, one that leaves no room for a new token, or a token of it that is not in the
-            vocabulary; or a number out of its range; or logits that are not finite; or guesses with a step that has no
-            ``all_logits``; or a draft with fewer positions than max_length, or without guesses.
+        ValueError: an empty prompt, one that leaves no room for a new token, or has a token that is not in the vocabulary;
+            a number out of its range; logits that are not finite; guesses with a step without ``all_logits``; or a draft
+            with fewer positions than max_length, or without guesses.
     """
     prompt, stop = prompt_ids("the prompt", prompt), token_ids("stop", stop)
     limit = getattr(step, "max_length", max_length)
@@ -124,11 +129,11 @@ def generate(
         raise ValueError("guesses is 0; expected 1 or more with a draft")
     if draft is not None and draft.max_length < max_length:
         raise ValueError(f"the draft's max_length is {draft.max_length}; expected the decoder's {max_length} or more")
-    drawn = Sampling(**sampling)
+    settings = Sampling(**sampling)
     if (vocabulary := getattr(step, "vocabulary", None)) is not None:
-        drawn.check_vocabulary(vocabulary)
-    text = Writer(
-        prompt, max_new_tokens, max_length, drawn, seed,
+        settings.check_vocabulary(vocabulary)
+    text = TextWriter(
+        prompt, max_new_tokens, max_length, settings, seed,
         stop=stop, until=until, logprobs=logprobs, cached=cached, on_token=on_token,
     )  # fmt: skip
     result = text.result
@@ -138,13 +143,17 @@ def generate(
     tokens = prompt[cached:]
     guess: list[int] = []
     start = torch.tensor([cached])
+    recurrent = bool(getattr(step, "recurrent", False))
     while True:
-        # Behind the last token that is known, and behind each guessed one.
+        if recurrent and len(tokens) > _AGAIN:
+            guess = []
+        # Logits after the last known token, and after each guess.
         call = torch.tensor([tokens + guess])
-        behind = all_logits(call, start)[0] if guess and all_logits is not None else step(call, start)
+        logits = all_logits(call, start)[0][len(tokens) - 1 :] if guess and all_logits is not None else step(call, start)
         result.decode_calls += bool(result.tokens)
         result.guessed += len(guess)
-        for row, guessed in zip(behind, [*guess, None], strict=True):
+        before = len(tokens)
+        for row, guessed in zip(logits, [*guess, None], strict=True):
             token = text.take(row)
             if token is None:
                 return result
@@ -152,17 +161,23 @@ def generate(
                 guesser.append(token)
             if text.ended:
                 return result
-            start += len(tokens)
-            tokens = [token]
+            if recurrent:
+                tokens = [*tokens, token]
+            else:
+                start += len(tokens)
+                tokens = [token]
             if token != guessed:
                 break
-            result.right += 1
+            result.accepted += 1
+        if recurrent and len(tokens) == before + len(guess) + 1:  # all guesses were right, so the states are those of the text
+            start += len(tokens) - 1
+            tokens = tokens[-1:]
         if guesser is not None:
             guess = guesser.guess(min(guesses, text.room - 1))
 
 
-class Writer:
-    """A text that grows by what the logits behind it say."""
+class TextWriter:
+    """A text that grows by a token for each row of logits."""
 
     def __init__(
         self,
@@ -182,7 +197,7 @@ class Writer:
         if logprobs is not None and logprobs < 0:
             raise ValueError(f"logprobs is {logprobs}; expected 0 or more")
         self.result = Generation(prompt_tokens=len(prompt), cached_tokens=cached)
-        self.room = min(max_new_tokens, max_length - len(prompt))  # tokens that may come still
+        self.room = min(max_new_tokens, max_length - len(prompt))  # largest number of further tokens
         if len(prompt) + max_new_tokens > max_length:
             self.result.stopped = "max_length"
         self.ended = False
@@ -192,7 +207,7 @@ class Writer:
         self._began, self._first = time.perf_counter(), math.nan
 
     def take(self, logits: Tensor) -> int | None:
-        """The next token, or None where it ends the text."""
+        """Draws the next token from logits [vocabulary]; None if it is a stop token."""
         token = self._drawer.draw(logits)
         result, now = self.result, time.perf_counter()
         if math.isnan(self._first):

@@ -1,4 +1,4 @@
-"""Language models and their tokenizers from directories, checked beforehand: what is wrong is said in one sentence."""
+"""Loading of language models and tokenizers from directories, with checks that give one clear error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _GENERATION = "generation_config.json"
 
 
-def is_packed(path: str | os.PathLike) -> bool:
+def is_packed(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint has packed weights of lowbit.
 
     Raises:
-        OSError, ValueError: config.json is missing or damaged; or weights that another method has quantized, or a later
+        OSError, ValueError: config.json is missing or damaged, or the weights were quantized by another method or a later
             lowbit.
     """
     file, config = Path(path) / CONFIG, read_config(path)
@@ -35,7 +35,7 @@ def is_packed(path: str | os.PathLike) -> bool:
     from ..transformers import METHOD, LowBitConfig
 
     if method != METHOD:
-        raise ValueError(f"{file} says that the weights are quantized by the method {method!r}; expected {METHOD!r} or none")
+        raise ValueError(f"{file} has weights quantized by the method {method!r}; expected {METHOD!r} or none")
     try:
         LowBitConfig(**config["quantization_config"])
     except (TypeError, ValueError) as error:
@@ -44,22 +44,25 @@ def is_packed(path: str | os.PathLike) -> bool:
 
 
 def load_model(
-    path: str | os.PathLike, quantization: LowBitConfig | None = None, *, progress: Callable[[int, int], None] | None = None
+    path: str | os.PathLike[str],
+    quantization: LowBitConfig | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> torch.nn.Module:
-    """A causal language model, in eval mode, with the dtypes of its files.
+    """Loads a causal language model, in eval mode, with the dtypes of its files.
 
     Args:
         path: a directory with config.json and safetensors files, float or packed by :func:`lowbit.quantize_checkpoint`.
-        quantization: how to quantize a float checkpoint while it is loaded; None: as it is.
+        quantization: how to quantize a float checkpoint while it is loaded; None: not at all.
         progress: called as ``progress(tensors loaded, tensors)``.
 
     Raises:
         ImportError: transformers is not installed.
         OSError: a file is missing, or cannot be read.
-        ValueError: an unknown architecture, a damaged file, tensors that are missing or of another shape than
-            config.json says, or ``quantization`` for a packed checkpoint.
+        ValueError: an unknown architecture, a damaged file, tensors that are missing or have the wrong shape for
+            config.json, or ``quantization`` for a packed checkpoint.
     """
-    # First what needs no transformers, whose import takes seconds.
+    # First the checks without transformers, whose import takes seconds.
     directory = Path(path)
     model_type = read_config(directory).get("model_type")
     tensors = read_files(*files_of(directory))
@@ -77,11 +80,11 @@ def load_model(
         )
     if packed and quantization is not None:
         raise ValueError(
-            f"{directory} is packed already; to quantize it otherwise, start from the float checkpoint, or from what "
-            "lowbit dequantize makes of this one"
+            f"{directory} is packed already; to quantize it differently, start from the float checkpoint, or from "
+            "the result of lowbit dequantize"
         )
-    # Not given as None: that would mean float weights.
-    chosen = {} if quantization is None else {"quantization_config": quantization}
+    # Not passed as None, which would mean float weights.
+    arguments = {} if quantization is None else {"quantization_config": quantization}
     with counting(progress), interpreting(f"{directory} does not load"):
         check_fits(meta_model(directory, len(tensors), causal=True), tensors, directory)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
@@ -91,33 +94,33 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,  # reported below, in one line
             ignore_mismatched_sizes=True,
-            **chosen,
+            **arguments,
         )
     wrong = [
-        (f"{name} has shape {list(found)}; expected {list(expected)}") for name, found, expected in loading["mismatched_keys"]
+        (f"{name} has shape {list(shape)}; expected {list(expected)}") for name, shape, expected in loading["mismatched_keys"]
     ] + [f"{name} is missing" for name in loading["missing_keys"]]
     if wrong:
         more = f" ({len(wrong) - 1} more such tensors)" if len(wrong) > 1 else ""
         raise ValueError(f"{directory}: {wrong[0]}, as config.json says{more}; the files do not belong together")
-    if strange := sorted(loading["unexpected_keys"]):
-        more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+    if unexpected := sorted(loading["unexpected_keys"]):
+        more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
         warnings.warn(
             f"{directory} has tensors that {type(model).__name__} has no place for, as {CONFIG} describes it: "
-            f"{strange[0]}{more}; they are left out",
+            f"{unexpected[0]}{more}; they are left out",
             stacklevel=2,
         )
     return model.eval()
 
 
-def load_tokenizer(path: str | os.PathLike):
-    """The fast tokenizer of a checkpoint.
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """Loads the fast tokenizer of a checkpoint.
 
     Args:
-        path: a directory with tokenizer.json and what belongs to it.
+        path: a directory with tokenizer.json.
 
     Raises:
         ImportError: transformers is not installed.
-        OSError, ValueError: no tokenizer there, or none that decodes token by token.
+        OSError, ValueError: there is no tokenizer, or it is not a fast one.
     """
     transformers = import_module("transformers")
     from ..hf.loading import counting
@@ -134,8 +137,8 @@ def load_tokenizer(path: str | os.PathLike):
     return tokenizer
 
 
-def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
-    """The ids that end a text: what generation_config.json, config.json or the tokenizer says, in this order."""
+def stop_tokens(model: torch.nn.Module, tokenizer: Any = None) -> list[int]:
+    """Stop tokens from the first of generation_config.json, config.json and the tokenizer that has them."""
     configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
     ids = next((ids for ids in (getattr(config, "eos_token_id", None) for config in configs) if ids is not None), None)
     ids = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
@@ -144,8 +147,8 @@ def stop_tokens(model: torch.nn.Module, tokenizer=None) -> list[int]:
     return list(ids)
 
 
-def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathLike) -> None:
-    """Raises ValueError for tokens that the model does not have; `path` is where their tokenizer came from."""
+def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathLike[str]) -> None:
+    """Raises ValueError for tokens that the model does not have; ``path`` is that of their tokenizer."""
     vocabulary = model.config.get_text_config().vocab_size
     wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if wrong is not None:
@@ -156,13 +159,13 @@ def check_tokens(model: torch.nn.Module, tokens: list[int], path: str | os.PathL
 
 
 class TextStream:
-    """Turns tokens into text as they come. A character of several tokens comes whole, with its last token."""
+    """Text of tokens as they come; a character of several tokens comes with its last token."""
 
-    def __init__(self, tokenizer, prompt: list[int]):
+    def __init__(self, tokenizer: Any, prompt: list[int]):
         """
         Args:
-        tokenizer: a fast one.
-        prompt: ids of the text before: some tokenizers write the first word of a text without its space.
+            tokenizer: a fast tokenizer.
+            prompt: ids of the text before, because some tokenizers write the first word of a text without its space.
         """
         from tokenizers.decoders import DecodeStream
 
@@ -170,5 +173,5 @@ class TextStream:
         self._stream = DecodeStream(ids=prompt, skip_special_tokens=True)
 
     def push(self, token: int) -> str:
-        """The text that this token completes; often a word, and empty within a character."""
+        """The text that a token completes; empty within a character."""
         return self._stream.step(self._tokenizer, token) or ""

@@ -1,4 +1,4 @@
-"""What a text has already changes what comes next: penalties, and draws by them."""
+"""Penalties for repetition, and draws of tokens with them."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ _LARGEST = 88.0  # exp of it is in float32
 
 
 def penalize(logits: Tensor, tokens: set[int], penalty: float) -> Tensor:
-    """Makes tokens that have come before less likely (Keskar et al. 2019, CTRL; as transformers does it).
+    """Logits [vocabulary] with the repetition penalty (Keskar et al. 2019, CTRL), as in transformers.
 
     Args:
         logits: [vocabulary].
-        tokens: that have come, prompt included, each once.
-        penalty: divides their positive logits, multiplies the negative ones; 1 changes nothing.
+        tokens: of prompt and text.
+        penalty: divides their positive logits and multiplies negative ones; 1 has no effect.
     """
     if penalty == 1:
         return logits
     logits = logits.float().clone()
-    came = torch.tensor(list(tokens))
-    logits[came] = torch.where(logits[came] < 0, logits[came] * penalty, logits[came] / penalty)
+    ids = torch.tensor(list(tokens))
+    logits[ids] = torch.where(logits[ids] < 0, logits[ids] * penalty, logits[ids] / penalty)
     return logits
 
 
 class Repetitions:
-    """Knows at every token of a text how long the text's end stands there, too."""
+    """For every position of a text, the length of the text's end that also ends there."""
 
     def __init__(self, tokens: Iterable[int], breakers: Iterable[int]):
         """
         Args:
-            tokens: of the text until now.
-            breakers: tokens that no repetition goes beyond.
+            tokens: of the text so far.
+            breakers: tokens that end a repetition.
         """
         self._breakers = frozenset(breakers)
         self._text = numpy.zeros(256, dtype=numpy.int64)
         self._count = 0
-        self._same = numpy.zeros(0, dtype=numpy.int64)  # by tokens but the last: so many up to there are the text's end
+        self._same = numpy.zeros(0, dtype=numpy.int64)  # by position, without the last
         for token in tokens:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """The text has one more token."""
+        """Adds a token to the text."""
         count = self._count
         if count == len(self._text):
             self._text = numpy.concatenate([self._text, numpy.zeros_like(self._text)])
@@ -72,37 +72,37 @@ class Repetitions:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was to the model, before temperature, bias and penalties."""
+    """Log-probability of a token in the model, before temperature, bias and penalties."""
 
     token: int
     logprob: float  # natural logarithm of its probability
-    top: list[tuple[int, float]]  # the likeliest tokens and theirs, the likeliest first
+    top: list[tuple[int, float]]  # most likely tokens and their log-probabilities, in descending order
 
 
 def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """The log-probability of a token, and those of the `count` likeliest, by logits [vocabulary]."""
+    """Log-probabilities of a token and of the ``count`` most likely tokens, from logits [vocabulary]."""
     values = logits.float().log_softmax(0)
     top = values.topk(min(count, values.numel()))
     return TokenLogprobs(token, float(values[token]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
 
 
 class Constraint(Protocol):
-    """What a text must be: a grammar, a schema."""
+    """A constraint on a text, such as a grammar or a schema."""
 
     def mask(self, logits: Tensor) -> Tensor:
-        """Logits [vocabulary] of which those of tokens that may not come next are minus infinity."""
+        """Logits [vocabulary] with minus infinity for tokens that may not come next."""
 
     def append(self, token: int) -> None:
-        """The text has one more token."""
+        """Adds a token to the text."""
 
 
 class Drawer:
-    """Draws the tokens of one text, whatever is drawn for others at the same time."""
+    """Draws the tokens of one text, independent of other texts."""
 
     def __init__(self, sampling: Sampling, prompt: Iterable[int], seed: int, constraint: Constraint | None = None):
         """
         Args:
-            constraint: lets only some tokens come, whatever else is said.
+            constraint: which tokens may come; applied last.
 
         Raises:
             ValueError: a seed that torch does not take.
@@ -111,45 +111,45 @@ class Drawer:
         prompt = list(prompt)
         self._sampling, self._generator = sampling, torch.Generator().manual_seed(seed)
         self._constraint = constraint
-        self._came = set(prompt)
+        self._tokens = set(prompt)
         self._counts: Counter[int] = Counter()
         self._repetitions = Repetitions(prompt, sampling.dry_breakers) if sampling.dry_multiplier else None
         bias = sampling.logit_bias
         self._bias = (torch.tensor(list(bias)), torch.tensor(list(bias.values()))) if bias else None
 
     def draw(self, logits: Tensor) -> int:
-        """The next token by the model's logits [vocabulary]; :meth:`append` says that it has come."""
-        by, changed = self._sampling, self._changed(logits)
+        """Draws the next token from the model's logits [vocabulary]; call :meth:`append` with it."""
+        sampling, logits = self._sampling, self._penalized(logits)
         if self._constraint is not None:
-            changed = self._constraint.mask(changed)
-        return draw(changed, by.temperature, by.top_k, by.top_p, self._generator, by.min_p)
+            logits = self._constraint.mask(logits)
+        return draw(logits, sampling.temperature, sampling.top_k, sampling.top_p, self._generator, sampling.min_p)
 
     def append(self, token: int) -> None:
-        """The text has one more token."""
-        self._came.add(token)
+        """Adds a token to the text."""
+        self._tokens.add(token)
         self._counts[token] += 1
         if self._constraint is not None:
             self._constraint.append(token)
         if self._repetitions is not None:
             self._repetitions.append(token)
 
-    def _changed(self, logits: Tensor) -> Tensor:
-        """Logits with their bias and penalties; those that are given stay as they are."""
-        by = self._sampling
-        counted = self._counts and (by.presence_penalty or by.frequency_penalty)
-        repeated = {} if self._repetitions is None else self._repetitions.lengths(by.dry_allowed_length)
+    def _penalized(self, logits: Tensor) -> Tensor:
+        """Logits with bias and penalties, in a new tensor if they change."""
+        sampling = self._sampling
+        counted = self._counts and (sampling.presence_penalty or sampling.frequency_penalty)
+        repeated = {} if self._repetitions is None else self._repetitions.lengths(sampling.dry_allowed_length)
         if not (self._bias or counted or repeated):
-            return penalize(logits, self._came, by.repetition_penalty)
+            return penalize(logits, self._tokens, sampling.repetition_penalty)
         logits = logits.float().clone()
         if self._bias:
             logits.index_add_(0, *self._bias)
-        logits = penalize(logits, self._came, by.repetition_penalty)
+        logits = penalize(logits, self._tokens, sampling.repetition_penalty)
         if counted:
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
-            logits[list(self._counts)] -= by.presence_penalty + by.frequency_penalty * counts
+            logits[list(self._counts)] -= sampling.presence_penalty + sampling.frequency_penalty * counts
         if repeated:
-            most = math.inf if by.dry_base == 1 else _LARGEST / math.log(by.dry_base)
-            lengths = [by.dry_base ** min(length - by.dry_allowed_length, most) for length in repeated.values()]
-            # Doubles, and no more than a float32 holds: a long repetition must not make a logit infinite.
-            logits[list(repeated)] -= torch.tensor([min(by.dry_multiplier * each, 1e30) for each in lengths])
+            most = math.inf if sampling.dry_base == 1 else _LARGEST / math.log(sampling.dry_base)
+            factors = [sampling.dry_base ** min(length - sampling.dry_allowed_length, most) for length in repeated.values()]
+            # Doubles within float32's range, so that a long repetition does not make a logit infinite.
+            logits[list(repeated)] -= torch.tensor([min(sampling.dry_multiplier * factor, 1e30) for factor in factors])
         return logits

@@ -1,4 +1,4 @@
-"""How well a language model predicts a text."""
+"""Perplexity of a language model on a text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .sampling import NOT_FINITE
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The outcome of :func:`perplexity`."""
+    """Result of :func:`perplexity`."""
 
-    tokens: int  # that were predicted: all but the first
+    tokens: int  # number of predicted tokens: all but the first
     nats: float  # the sum of -log(probability) over them
 
     @property
@@ -35,7 +35,7 @@ class Perplexity:
 
 
 class _Window(Decoder):
-    """A decoder of any number of positions: a window may be as long as the model allows."""
+    """A decoder with any number of positions, because a window may be as long as the model allows."""
 
     _STEP = 1
 
@@ -61,13 +61,13 @@ def perplexity(
         tokens: ids of the text, at least two.
         window: tokens per call of the model; 2 or more, and no more than the model has positions.
         stride: 1 to window - 1; window / 2 is usual. Smaller ones give every token more context and take longer.
-        cache: what a decoder keeps keys and values in, as in :class:`Decoder`, which then has the model until the end; None:
-            the model's own attention, without a cache.
+        cache: type of the KV cache, as in :class:`Decoder`, which then has the model until the end; None: the model's own
+            attention, without a cache.
         progress: called as ``progress(tokens predicted, tokens to predict)`` after each window.
 
     Raises:
         ValueError: fewer than two tokens, an id beyond the vocabulary, or a window or stride out of range; or a model whose
-            logits behind a token change with the tokens that follow: it would be told what it should
+            logits after a token change with the tokens that follow, so that it would see the tokens to
             predict; logits of NaN; or, with a cache, whatever a decoder refuses.
     """
     if cache is None:  # a decoder checks for itself
@@ -78,13 +78,13 @@ def perplexity(
 
 
 def check_causal(model: torch.nn.Module) -> None:
-    """Raises ValueError for a model whose logits behind a token change with the tokens that follow it."""
+    """Raises ValueError for a model whose logits after a token change with the tokens that follow it."""
     try:
-        follows = sees_what_follows(model)
+        reason = sees_what_follows(model)
     except Unsupported as error:
-        follows = str(error)
-    if follows is not None:
-        raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {follows}")
+        reason = str(error)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {reason}")
 
 
 def windows_of(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -128,7 +128,7 @@ def predictions(
     decoder = None if cache is None else _Window(model, window, cache)
     try:
         for begin, end, done in windows_of(len(ids), window, stride):
-            # The logits behind token i predict token i + 1: one more than there are new tokens, and not the last.
+            # The logits after token i predict token i + 1: keep one more than there are new tokens, without the last.
             keep = end - done + 1
             if decoder is not None:
                 logits = decoder.run(

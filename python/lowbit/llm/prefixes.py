@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<8s32sI20x")  # magic, which block it is, checksum of t
 _MAGIC = b"LOWBITKV"
 _WAIT_SECONDS = 60.0  # for another process that writes
 
-Layers = Sequence[tuple[Tensor, Tensor]]
+Layers = Sequence[tuple[Tensor, ...]]
 
 
 class PrefixCache:
@@ -41,7 +41,7 @@ class PrefixCache:
     time are removed. Several processes may use a directory. Damaged files are removed and computed again.
     """
 
-    def __init__(self, directory: str | os.PathLike, decoder: Decoder, most_bytes: int = MOST_BYTES):
+    def __init__(self, directory: str | os.PathLike[str], decoder: Decoder, most_bytes: int = MOST_BYTES):
         """
         Args:
             directory: made if it does not exist, for its owner alone: the files tell what the texts were.
@@ -50,13 +50,18 @@ class PrefixCache:
             most_bytes: of all files in it.
 
         Raises:
-            ValueError: another kind of decoder, or a model with float matrices; or most_bytes is not positive.
+            ValueError: another kind of decoder, or a model with float matrices or recurrent layers; or most_bytes is not positive.
             OSError: the directory cannot be made.
             RuntimeError: the decoder was released.
         """
         if not isinstance(decoder, Decoder):
             raise ValueError(f"a prefix cache is for a Decoder, not compiled; found a {type(decoder).__name__}")
         decoder.check()
+        if decoder.recurrent:
+            raise ValueError(
+                f"a prefix cache is for models that keep keys and values only; the recurrent layers of a "
+                f"{type(decoder.model).__name__} have states, which are those of a whole text"
+            )
         if most_bytes < 1:
             raise ValueError(f"most_bytes is {most_bytes}; expected 1 or more")
         found = _float_matrix(decoder.model)
@@ -99,7 +104,7 @@ class PrefixCache:
                 there = number
                 break
         self._touch([path for _, path in blocks[:there]])
-        return max(start, there * BLOCK)
+        return int(max(start, there * BLOCK))
 
     def write(self, tokens: Sequence[int], layers: Layers) -> int:
         """Keeps a text whose keys and values these caches have, as far as it is not here yet.

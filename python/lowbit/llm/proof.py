@@ -1,15 +1,15 @@
-"""Shows that a decoder computes what its model does, or says why it does not.
+"""Checks that a decoder computes what its model does, or says why it does not.
 
 A model may keep more of a text than keys and values (recurrent layers, short convolutions), or have attention that is not
-transformers' own kind. Behind a decoder such a model forgets, and nothing would say so: it goes on writing, and what it
-writes looks like text. So a few tokens go through the model as it came, and through the decoder whole and in pieces.
+transformers' own kind. A decoder would silently forget that part of the text, and its output would still look like text. So
+a few tokens go through the unchanged model, and through the decoder whole and in pieces.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,27 +17,27 @@ from torch import Tensor
 from .. import nn
 from ..hf.decoding import Asked, Unsupported, tells_positions
 
-if TYPE_CHECKING:
-    from .decoder import Decoder
-
 TOKENS = 10
 PIECES = (3, 1, 4, 2)
-# Differences are measured in parts of what the text before does to the logits of a token. A decoder that forgets is
-# wrong by 1 or so. One that is right is wrong by rounding only, which in float32 is 1e-5 at the most. Quantized layers make
-# more of it: float32 sums in another order move a few activations to the next of 255 values, and the layers behind
-# carry that on. The two ways of attention add up in different orders; a text whole and in pieces goes through the same
-# operators, and lowbit's give the same bits for any cut. docs/models.md has what was measured of models that are right:
-# at most 4e-6 in floats and 0.003 at 4 bits. Of those that are wrong the least is 0.19 in pieces (recurrent_gemma, of
-# whose layers the count tells as well) and 0.4 where nothing but these numbers tells (falcon_h1), and 0.5 whole.
-EXACT = 1e-3  # in float32 alone
-OWN = 0.3  # beside the model's own attention: 0.04 was seen in models of 16 and 28 layers with random weights
-PIECES_MOST = 0.1  # in pieces: 0.02 was seen, in bfloat16
-# Where the text before does nothing to the logits, they must be the same within the rounding of float32.
+# A difference is measured relative to what the preceding text does to the logits of a token. A decoder that forgets has a
+# difference of about 1; a correct one differs by rounding only. In float32 that is at most 1e-5. Quantized layers amplify it:
+# float32 sums in another order move a few activations to the next of 255 values, and the layers after that carry it on. The
+# two attention implementations add up in different orders; a text whole and in pieces goes through the same operators, and
+# lowbit's give the same bits for any cut. docs/models.md has the measurements. Correct models: at most 4e-6 in floats and
+# 0.003 at 4 bits. Wrong models: at least 0.19 in pieces (recurrent_gemma, which the count of layers reveals as well), 0.4
+# where only these numbers reveal it (falcon_h1), and 0.5 for the whole text.
+EXACT_LIMIT = 1e-3  # in float32 alone
+ATTENTION_LIMIT = 0.3  # against the model's own attention: 0.04 was seen in models of 16 and 28 layers with random weights
+PIECES_LIMIT = 0.1  # between pieces and the whole text: 0.02 was seen, in bfloat16
+# Where the preceding text does nothing to the logits, they must be equal within the rounding of float32.
 _ROUNDING = 1e-6
+
+# Decoder.run: (tokens [1, s], positions [s], start [1], caches) -> logits [1, s, vocabulary].
+Run = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def sample_text(config: Any, count: int) -> Tensor:
-    """[1, count]: tokens from all over the vocabulary, but for those that mean something to the model."""
+    """Token ids, int64 [1, count], spread over the vocabulary, without tokens that have a meaning for the model."""
     special: set[int] = set()
     for name, value in vars(config).items():
         if name.endswith(("_token_id", "_token_index")):
@@ -48,13 +48,13 @@ def sample_text(config: Any, count: int) -> Tensor:
 
 
 class Rounding:
-    """Tells what rounding does to a model's logits from what a step does that forgets the text."""
+    """Measures differences of logits relative to what a decoding step that forgets the text would do to them."""
 
     def __init__(self, model: torch.nn.Module, whole: Tensor, alone: Tensor):
         """
         Args:
             whole: [1, s, vocabulary], the logits of a text.
-            alone: likewise, those of each token as if nothing were before it.
+            alone: [1, s, vocabulary], the logits of each token as if it were the first.
 
         Raises:
             Unsupported: the logits are not numbers.
@@ -63,209 +63,205 @@ class Rounding:
             raise Unsupported("its logits are NaN")
         rounds = any(isinstance(module, nn.Linear | nn.LinearExperts) for module in model.modules())
         self.exact = model.dtype == torch.float32 and not rounds
-        self.effect = _size(alone, whole)
+        self.effect = _rms_difference(alone, whole)
 
     def differences(self, logits: Tensor, expected: Tensor) -> Tensor:
-        """[s] from [1, s, vocabulary]: 0 for the same; 1 for logits that differ as much as if nothing came before a token."""
-        return _parts(logits, expected, self.effect)
+        """[s] from [1, s, vocabulary]: 0 where equal; 1 where they differ as much as if the token were the first."""
+        return _relative(logits, expected, self.effect)
 
     def difference(self, logits: Tensor, expected: Tensor) -> float:
         """The median over all tokens but the first: rounding may send one of them to another expert."""
         return float(self.differences(logits, expected)[1:].median())
 
+    def change_by_later_tokens(self, prefixes: Tensor, whole: Tensor) -> str | None:
+        """Half a sentence that says that logits change with the tokens that follow; None where they do not.
+
+        Args:
+            prefixes: [1, s, vocabulary], the logits after the last token of each beginning of a text.
+            whole: [1, s, vocabulary], the logits of the whole text.
+        """
+        limit = EXACT_LIMIT if self.exact else ATTENTION_LIMIT
+        difference = self.difference(prefixes, whole)
+        if difference <= limit:
+            return None
+        return (
+            f"its logits after a token change with the tokens that follow ({difference:.2g} of what the text before does to "
+            f"them; rounding is below {limit:g})"
+        )
+
 
 class Reference(Rounding):
-    """What a model makes of a few tokens with its own attention, before a decoder has it."""
+    """The logits of a few tokens with the model's own attention, and the checks of a decoder against them."""
 
     def __init__(self, model: torch.nn.Module, max_length: int):
-        """Raises:
-        Unsupported: the model's logits are not numbers.
-        Exception: whatever the model raises.
+        """
+        Args:
+            model: unchanged.
+            max_length: of the decoder, in tokens.
+
+        Raises:
+            Unsupported: the model's logits are not numbers.
+            Exception: whatever the model raises.
         """
         told = tells_positions(model)
+        self.tokens = sample_text(model.config.get_text_config(), min(TOKENS, max_length))
         config = model.config.get_text_config()
-        self.tokens = sample_text(config, min(TOKENS, max_length))
+        kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
+        self.without = {layer for layer, kind in enumerate(kinds) if kind in ("mlp", "moe")}  # layers that need no caches
         count = self.tokens.shape[1]
-        positions = torch.arange(count)
-        self.whole = _own(model, self.tokens)
-        # Each token as if nothing were before it: what a decoder that forgets would make of it.
-        alone = {"position_ids": positions[:, None]} if told else {}
-        super().__init__(model, self.whole, _own(model, self.tokens.T, **alone).transpose(0, 1))
+        self.positions = torch.arange(count)
+        self.whole = _logits(model, self.tokens)
+        # Each token as if it were the first: the logits of a decoder that forgets.
+        alone = {"position_ids": self.positions[:, None]} if told else {}
+        super().__init__(model, self.whole, _logits(model, self.tokens.T, **alone).transpose(0, 1))
         # The same tokens at the end of the longest text: tables of positions must reach there.
-        self.far = positions + (max_length - count)
+        self.far = self.positions + (max_length - count)
         self.whole_far: Tensor | None = None
         if told is not None:
-            self.whole_far = _own(model, self.tokens, position_ids=self.far[None]) if told else self.whole
+            self.whole_far = _logits(model, self.tokens, position_ids=self.far[None]) if told else self.whole
+
+    @torch.inference_mode()
+    def ask(self, run: Run, layers: int) -> Asked:
+        """Shapes of the keys and values that the attention of each layer uses, and of the states of recurrent layers.
+
+        Raises:
+            Unsupported: a layer has no attention over caches.
+            Exception: whatever the model raises.
+        """
+        asked = Asked()
+        run(self.tokens, self.positions, torch.tensor([0]), asked)
+        _check_all_used({*asked.shapes, *asked.states}, layers, self.without)
+        return asked
+
+    @torch.inference_mode()
+    def prove(
+        self,
+        run: Run,
+        run_texts: Callable[[list[list[int]]], list[Tensor]],
+        caches: Sequence[tuple[Tensor, ...]],
+        uses: Sequence[int],
+    ) -> dict[str, float]:
+        """Checks a decoder against the model, and returns the measured differences by name.
+
+        Args:
+            run_texts: logits [s, vocabulary] of each of several texts, computed in one call.
+            caches: of each layer, in the model's dtype, long enough for the reference's tokens.
+            uses: how often a call must ask for the caches of each layer.
+
+        Raises:
+            Unsupported: the decoder does not compute what the model does; the message says how they differ.
+            Exception: whatever the model raises.
+        """
+        tokens, count = self.tokens, self.tokens.shape[1]
+        measured: dict[str, float] = {}
+
+        def logits_of(text: Tensor, positions: Tensor, start: int) -> Tensor:
+            counted = _Counted(caches)
+            logits = run(text, positions, torch.tensor([start]), counted)
+            if counted.uses != Counter(dict(enumerate(uses))):
+                raise Unsupported(f"its {len(caches)} layers use the decoder's caches {counted.uses.total()} times a call")
+            return logits
+
+        def in_pieces(sizes: Sequence[int]) -> Tensor:
+            begins = [sum(sizes[:i]) for i in range(len(sizes))]
+            return torch.cat(
+                [logits_of(tokens[:, at : at + size], torch.arange(at, at + size), at) for at, size in zip(begins, sizes)],
+                dim=1,
+            )
+
+        def check(name: str, logits: Tensor, expected: Tensor, limit: float, problem: str) -> None:
+            measured[name] = self.difference(logits, expected)
+            limit = EXACT_LIMIT if self.exact else limit
+            if not measured[name] <= limit:
+                raise Unsupported(
+                    f"{problem} ({measured[name]:.2g} of what the text before does to them; rounding is below {limit:g})"
+                )
+
+        whole = logits_of(tokens, self.positions, 0)
+        check("whole", whole, self.whole, ATTENTION_LIMIT, "its logits differ from those of its own attention")
+        sizes = list(PIECES) if count == sum(PIECES) else [1, count - 1]
+        forgets = "its logits change when a text comes in pieces"
+        check("one by one", in_pieces([1] * count), whole, PIECES_LIMIT, forgets)
+        check("pieces", in_pieces(sizes), whole, PIECES_LIMIT, forgets)
+        if self.whole_far is not None:
+            far = logits_of(tokens, self.far, 0)
+            check(
+                "far",
+                far,
+                self.whole_far,
+                ATTENTION_LIMIT,
+                "its logits at far positions differ from those of its own attention",
+            )
+        measured["texts"] = self._difference_of_texts(run_texts, whole)
+        return measured
+
+    def _difference_of_texts(self, run_texts: Callable[[list[list[int]]], list[Tensor]], whole: Tensor) -> float:
+        """The difference that another text in the same call makes; infinite where the model raises an exception.
+
+        Only :meth:`Decoder.check_texts` depends on it, so a model that fails here can still be decoded.
+        """
+        text = self.tokens[0].tolist()
+        shorter = max(1, len(text) - 3)
+        try:
+            logits = torch.cat(run_texts([text[:shorter], text]))
+        except Exception:
+            return float("inf")
+        expected = torch.cat([whole[0, :shorter], whole[0]])
+        effect = torch.cat([self.effect[:, :shorter], self.effect], dim=1)
+        return float(_relative(logits[None], expected[None], effect).median())
+
+    @torch.inference_mode()
+    def rounding_of_caches(self, run: Run, caches: Sequence[tuple[Tensor, ...]], dtype: torch.dtype) -> float:
+        """The difference that caches of a smaller dtype make, on the same scale as in :meth:`prove`.
+
+        Raises:
+            Unsupported: keys or values are beyond the range of the dtype.
+        """
+        difference = self.difference(run(self.tokens, self.positions, torch.tensor([0]), caches), self.whole)
+        if difference == float("inf"):
+            kind = str(dtype).removeprefix("torch.")
+            raise Unsupported(f"its keys or values do not fit into a cache of {kind}: the logits are not numbers")
+        return difference
 
 
 def sees_what_follows(model: torch.nn.Module) -> str | None:
-    """Says in half a sentence that the logits behind a token change with the tokens that follow it; None where they do not."""
-    config = model.config.get_text_config()
-    tokens = sample_text(config, TOKENS)
-    whole = _own(model, tokens)
-    rounding = Rounding(model, whole, _own(model, tokens.T).transpose(0, 1))
-    behind = [_own(model, tokens[:, :end])[:, -1:] for end in range(1, TOKENS + 1)]
-    return seen(rounding, torch.cat(behind, dim=1), whole)
+    """As :meth:`Rounding.change_by_later_tokens`, of a model with its own attention."""
+    tokens = sample_text(model.config.get_text_config(), TOKENS)
+    whole = _logits(model, tokens)
+    rounding = Rounding(model, whole, _logits(model, tokens.T).transpose(0, 1))
+    prefixes = [_logits(model, tokens[:, :end])[:, -1:] for end in range(1, TOKENS + 1)]
+    return rounding.change_by_later_tokens(torch.cat(prefixes, dim=1), whole)
 
 
-def seen(rounding: Rounding, behind: Tensor, whole: Tensor) -> str | None:
-    """The same from logits [1, s, vocabulary] behind the last token of each beginning of a text, and of the whole text."""
-    most = EXACT if rounding.exact else OWN
-    found = rounding.difference(behind, whole)
-    if found <= most:
-        return None
-    return (
-        f"its logits behind a token change with the tokens that follow ({found:.2g} of what the text before does to them; "
-        f"rounding is below {most:g})"
-    )
+class _Counted(list[Any]):
+    """The caches of all layers; counts the uses of each."""
+
+    def __init__(self, caches: Sequence[Any]):
+        super().__init__(caches)
+        self.uses: Counter[int] = Counter()
+
+    def __getitem__(self, layer: Any) -> Any:
+        self.uses[layer] += 1
+        return super().__getitem__(layer)
 
 
-def _own(model: torch.nn.Module, tokens: Tensor, **more: Any) -> Tensor:
-    return model(input_ids=tokens, use_cache=False, **more).logits
+def _logits(model: torch.nn.Module, tokens: Tensor, **arguments: Any) -> Any:
+    return model(input_ids=tokens, use_cache=False, **arguments).logits
 
 
-def _size(a: Tensor, b: Tensor) -> Tensor:
-    """[1, s]: root of the mean square of the difference. Some models give a token minus infinity always."""
+def _rms_difference(a: Tensor, b: Tensor) -> Tensor:
+    """[1, s]: root of the mean squared difference. Some models always give a token minus infinity."""
     a, b = a.double(), b.double()
     return torch.where(a == b, 0.0, a - b).square().mean(-1).sqrt()
 
 
-class _Counted(list):
-    """The caches of all layers; counts which ones are asked for."""
-
-    def __init__(self, caches: Sequence):
-        super().__init__(caches)
-        self.asked: Counter[int] = Counter()
-
-    def __getitem__(self, layer):
-        self.asked[layer] += 1
-        return super().__getitem__(layer)
-
-
-def _parts(logits: Tensor, expected: Tensor, effect: Tensor) -> Tensor:
+def _relative(logits: Tensor, expected: Tensor, effect: Tensor) -> Tensor:
     if not logits.isfinite().equal(expected.isfinite()):
         return torch.full((expected.shape[1],), float("inf"))
-    scale = torch.maximum(effect, _ROUNDING / EXACT * expected.float().std(-1))
-    return (_size(logits, expected) / scale)[0]
+    scale = torch.maximum(effect, _ROUNDING / EXACT_LIMIT * expected.float().std(-1))
+    return (_rms_difference(logits, expected) / scale)[0]
 
 
-def _all_used(used: int, layers: int) -> None:
-    if used < layers:
-        raise Unsupported(f"{used} of its {layers} layers use the decoder's caches")
-
-
-@torch.inference_mode()
-def ask(decoder: Decoder, reference: Reference) -> Asked:
-    """What the attention of each layer asks for.
-
-    Raises:
-        Unsupported: a layer has no attention over caches.
-        Exception: whatever the model raises.
-    """
-    asked, count = Asked(), reference.tokens.shape[1]
-    decoder.run(reference.tokens, torch.arange(count), torch.tensor([0]), asked)
-    _all_used(sum(layer in asked.shapes for layer in range(decoder.layers)), decoder.layers)
-    return asked
-
-
-@torch.inference_mode()
-def prove(decoder: Decoder, reference: Reference, exact: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Fails unless a decoder computes what its model does.
-
-    Args:
-        exact: caches of each layer in the model's dtype, long enough for the reference's tokens.
-
-    Returns:
-        What was measured, by name.
-
-    Raises:
-        Unsupported: says what was found.
-        Exception: whatever the model raises.
-    """
-    tokens, count = reference.tokens, reference.tokens.shape[1]
-
-    def run(text: Tensor, positions: Tensor, start: int) -> Tensor:
-        caches = _Counted(exact)
-        logits = decoder.run(text, positions, torch.tensor([start]), caches)
-        used = [layer for layer in range(decoder.layers) if caches.asked[layer]]
-        _all_used(len(used), decoder.layers)
-        if len(caches.asked) > len(used) or max(caches.asked.values()) > 1:
-            times = caches.asked.total()
-            raise Unsupported(f"its {decoder.layers} layers use the decoder's caches {times} times a call")
-        return logits
-
-    def pieces(sizes: Sequence[int]) -> Tensor:
-        begins = [sum(sizes[:i]) for i in range(len(sizes))]
-        return torch.cat(
-            [run(tokens[:, at : at + size], torch.arange(at, at + size), at) for at, size in zip(begins, sizes)], dim=1
-        )
-
-    def near(name: str, logits: Tensor, expected: Tensor, most: float, found: str) -> None:
-        measured[name] = reference.difference(logits, expected)
-        most = EXACT if reference.exact else most
-        if not measured[name] <= most:
-            raise Unsupported(
-                f"{found} ({measured[name]:.2g} of what the text before does to them; rounding is below {most:g})"
-            )
-
-    measured: dict[str, float] = {}
-    whole = run(tokens, torch.arange(count), 0)
-    near("whole", whole, reference.whole, OWN, "its logits are others than with its own attention")
-    sizes = list(PIECES) if count == sum(PIECES) else [1, count - 1]
-    forgets = "its logits are others when a text comes in pieces"
-    near("one by one", pieces([1] * count), whole, PIECES_MOST, forgets)
-    near("pieces", pieces(sizes), whole, PIECES_MOST, forgets)
-    if reference.whole_far is not None:
-        far = run(tokens, reference.far, 0)
-        near("far", far, reference.whole_far, OWN, "its logits at far positions are others than its own")
-    measured["texts"] = _beside_another(decoder, reference, whole)
-    return measured
-
-
-def _beside_another(decoder: Decoder, reference: Reference, whole: Tensor) -> float:
-    """How far a text's logits move when another one, which it must not see, is in the same call. Nothing but
-    :func:`check_texts` minds, so a model that fails here is a decoder all the same."""
-    tokens, count = reference.tokens, reference.tokens.shape[1]
-    shorter = max(1, count - 3)
-    try:
-        logits = torch.cat(
-            decoder.run_texts(
-                [(decoder.new_caches(16, decoder.model.dtype), tokens[0, :size].tolist()) for size in (shorter, count)], True
-            )
-        )
-    except Exception:
-        return float("inf")
-    expected = torch.cat([whole[0, :shorter], whole[0]])
-    scale = torch.cat([reference.effect[:, :shorter], reference.effect], dim=1)
-    return float(_parts(logits[None], expected[None], scale).median())
-
-
-def check_texts(decoder: Decoder) -> None:
-    """Refuses several texts in a call where they would see each other.
-
-    Raises:
-        Unsupported: says what was found.
-    """
-    found = decoder.measured["texts"]
-    most = EXACT if decoder.exact else PIECES_MOST
-    if not found <= most:
-        raise Unsupported(
-            f"the logits of {type(decoder.model).__name__} are others when a call has several texts ({found:.2g} of what the "
-            f"text before does to them; rounding is below {most:g}); expected one text at a time"
-        )
-
-
-@torch.inference_mode()
-def measure_caches(decoder: Decoder, reference: Reference) -> float:
-    """How far caches in a smaller type move the logits, in the same parts as in :func:`prove`.
-
-    Raises:
-        Unsupported: they make numbers of something else: keys or values are beyond what the type holds.
-    """
-    count = reference.tokens.shape[1]
-    logits = decoder.run(reference.tokens, torch.arange(count), torch.tensor([0]), decoder.caches())
-    difference = reference.difference(logits, reference.whole)
-    if difference == float("inf"):
-        kind = str(decoder.cache_dtype).removeprefix("torch.")
-        raise Unsupported(f"its keys or values do not fit into a cache of {kind}: the logits are not numbers")
-    return difference
+def _check_all_used(used: set[int], layers: int, without: set[int]) -> None:
+    if len(used | without) < layers:
+        raise Unsupported(f"{len(used)} of its {layers} layers use the decoder's caches")

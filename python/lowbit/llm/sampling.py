@@ -1,4 +1,4 @@
-"""From logits to a token: the likeliest one, or one drawn at random."""
+"""Choice of a token from logits: the most likely one, or a random draw."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or not those of its config.json"
 
 
-def token_ids(name: str, tokens: Iterable) -> list[int]:
-    """Numbers of any kind as Python's: those of a tensor are equal to no other, and in no set.
+def token_ids(name: str, tokens: Iterable[Any]) -> list[int]:
+    """Token ids as Python ints; elements of a tensor would not be found in sets.
 
     Raises:
-        ValueError: something else than whole numbers.
+        ValueError: the ids are not whole numbers.
     """
     try:
         return [operator.index(token) for token in tokens]
@@ -29,7 +29,7 @@ def token_ids(name: str, tokens: Iterable) -> list[int]:
 
 
 def without_mask(name: str, tokens: Any) -> Any:
-    """Token ids of what tokenizers give: the ``input_ids`` of a dict.
+    """The ``input_ids`` of a tokenizer's dict; other values unchanged.
 
     Raises:
         ValueError: a text is padded.
@@ -42,22 +42,22 @@ def without_mask(name: str, tokens: Any) -> Any:
 
 
 def prompt_ids(name: str, tokens: Any) -> list[int]:
-    """The token ids of one text, as tokenizers and chat templates give them: in a dict, or in a batch of one text, too.
+    """Token ids of one text from a list, a tensor, a tokenizer's dict or a batch of one text.
 
     Raises:
-        ValueError: several texts, padding, or something else than whole numbers.
+        ValueError: several texts, padding, or ids that are not whole numbers.
     """
     tokens = without_mask(name, tokens)
     is_batch = getattr(tokens, "ndim", 1) == 2  # of torch or numpy
     if isinstance(tokens, list):
-        is_batch = any(isinstance(each, list) for each in tokens)
+        is_batch = any(isinstance(row, list) for row in tokens)
     if is_batch and len(tokens) != 1:
         raise ValueError(f"{name} is a batch of {len(tokens)} texts; expected one (lowbit.llm.generate_batch takes several)")
     return token_ids(name, tokens[0] if is_batch else tokens)
 
 
 def most_likely(logits: Tensor) -> int:
-    """The first of the largest logits [vocabulary].
+    """The first token with the largest logit, from [vocabulary].
 
     Raises:
         ValueError: one is NaN, or the largest is infinite.
@@ -71,21 +71,21 @@ def most_likely(logits: Tensor) -> int:
 
 
 def check_seed(seed: int) -> None:
-    """Raises ValueError for what torch's generator does not take."""
+    """Raises ValueError for a seed that torch's generator does not take."""
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed is {seed}; expected a number of 64 bits")
 
 
-def _ranges(name: str, value: Any, least: float, most: float, expected: str) -> None:
+def _check_range(name: str, value: Any, least: float, most: float, expected: str) -> None:
     if not least <= value <= most:  # false for NaN, too
         raise ValueError(f"{name} is {value}; expected {expected}")
 
 
-_LARGE = 1e30  # far from what float32 ends at, so that sums of a few stay finite
+_LARGE = 1e30  # far below float32's largest value, so that sums stay finite
 
 
 class SamplingArguments(TypedDict, total=False):
-    """The fields of :class:`Sampling`, as keywords of functions that draw tokens."""
+    """Fields of :class:`Sampling` as keyword arguments."""
 
     temperature: float
     top_k: int | None
@@ -105,24 +105,24 @@ class SamplingArguments(TypedDict, total=False):
 class Sampling:
     """How tokens are drawn.
 
-    A token's logit first gets its bias and the penalties, in the order of this list; then the rest is drawn from, with
-    temperature, top_k, top_p and min_p in this order, as transformers does it.
+    First logits get their bias and the penalties, in the order of this list. Then temperature, top_k, top_p and min_p apply,
+    in this order, as in transformers.
 
     Args:
         temperature: 0 takes the most likely token; otherwise tokens are drawn with this temperature.
         top_k, top_p: draw only from the k most likely tokens, or the most likely ones that together reach p.
-        min_p: draw only from tokens that are at least so many times as likely as the most likely one (Nguyen et al. 2024).
-        logit_bias: token ids to numbers that are added to their logits, as in OpenAI's API.
+        min_p: draw only from tokens with at least this fraction of the largest probability (Nguyen et al. 2024).
+        logit_bias: numbers added to logits, by token id, as in OpenAI's API.
         repetition_penalty: above 1 makes tokens of the prompt and of the text less likely (Keskar et al. 2019, CTRL).
-        presence_penalty: subtracted from the logits of tokens that the text has; the prompt does not count, as in OpenAI's API.
-        frequency_penalty: subtracted as many times as the text has the token, likewise.
+        presence_penalty: subtracted from the logits of tokens in the new text, as in OpenAI's API.
+        frequency_penalty: subtracted once for each occurrence of the token in the new text.
         dry_multiplier: above 0 subtracts ``dry_multiplier * dry_base ** (n - dry_allowed_length)`` from the logit of a token
-            that would go on with a repetition of n tokens, where n is at least ``dry_allowed_length``: the last n tokens of
-            prompt and text stand earlier, too, and this token follows there (DRY, text-generation-webui#5677; llama.cpp).
-        dry_breakers: tokens that no repetition goes beyond, and that get no penalty of DRY: :func:`breakers` finds them.
+            that would continue a repetition of n tokens, if n is at least ``dry_allowed_length``: the last n tokens of prompt
+            and text also occur earlier, followed by this token (DRY, text-generation-webui#5677; llama.cpp).
+        dry_breakers: tokens that end a repetition and get no penalty of DRY; :func:`breakers` finds them.
 
     Raises:
-        ValueError: one is out of its range.
+        ValueError: a value is out of its range.
     """
 
     temperature: float = 0.0
@@ -139,34 +139,36 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _ranges("temperature", self.temperature, 0, sys.float_info.max, "0 or more")
+        _check_range("temperature", self.temperature, 0, sys.float_info.max, "0 or more")
         if self.top_k is not None:
-            _ranges("top_k", self.top_k, 1, math.inf, "1 or more")
+            _check_range("top_k", self.top_k, 1, math.inf, "1 or more")
         if self.top_p is not None:
-            _ranges("top_p", self.top_p, 0, 1, "0 to 1")
-        _ranges("repetition_penalty", self.repetition_penalty, 5e-324, sys.float_info.max, "a number above 0")
-        _ranges("min_p", self.min_p, 0, 1, "0 to 1")
+            _check_range("top_p", self.top_p, 0, 1, "0 to 1")
+        _check_range("repetition_penalty", self.repetition_penalty, 5e-324, sys.float_info.max, "a number above 0")
+        _check_range("min_p", self.min_p, 0, 1, "0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
-            _ranges(name, getattr(self, name), -_LARGE, _LARGE, f"a number from {-_LARGE} to {_LARGE}")
-        _ranges("dry_multiplier", self.dry_multiplier, 0, _LARGE, f"a number from 0 to {_LARGE}")
-        _ranges("dry_base", self.dry_base, 1, _LARGE, f"a number from 1 to {_LARGE}")
-        _ranges("dry_allowed_length", self.dry_allowed_length, 1, math.inf, "1 or more")
+            _check_range(name, getattr(self, name), -_LARGE, _LARGE, f"a number from {-_LARGE} to {_LARGE}")
+        _check_range("dry_multiplier", self.dry_multiplier, 0, _LARGE, f"a number from 0 to {_LARGE}")
+        _check_range("dry_base", self.dry_base, 1, _LARGE, f"a number from 1 to {_LARGE}")
+        _check_range("dry_allowed_length", self.dry_allowed_length, 1, math.inf, "1 or more")
         object.__setattr__(self, "dry_breakers", tuple(token_ids("dry_breakers", self.dry_breakers)))
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias is a {type(self.logit_bias).__name__}; expected token ids and their numbers")
         tokens = token_ids("logit_bias", self.logit_bias)
         for token, bias in zip(tokens, self.logit_bias.values(), strict=True):
-            _ranges(f"logit_bias of token {token}", bias, -_LARGE, _LARGE, f"a number from {-_LARGE} to {_LARGE}")
+            _check_range(f"logit_bias of token {token}", bias, -_LARGE, _LARGE, f"a number from {-_LARGE} to {_LARGE}")
         object.__setattr__(self, "logit_bias", dict(zip(tokens, map(float, self.logit_bias.values()), strict=True)))
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Raises ValueError if a bias is of a token that a model does not have."""
+        """Raises ValueError for a bias of a token that is not in the vocabulary."""
         for token in self.logit_bias:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"logit_bias has token {token}; expected 0 to {vocabulary - 1}")
 
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator, min_p: float = 0.0) -> int:
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: Any, min_p: float = 0.0
+) -> int:
     """Draws a token from logits [vocabulary]; the most likely one at temperature 0.
 
     Args:
@@ -182,43 +184,43 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, top_p: float |
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: Any, min_p: float) -> int:
-    """:func:`sample` by numbers that are known to be in their ranges."""
+    """As :func:`sample`, without checks of the numbers."""
     if temperature == 0:
         return most_likely(logits)
-    # The largest becomes 0, which no temperature makes infinite. Below 1e-30 only tokens as likely as it are left.
+    # The largest logit becomes 0, which stays finite at any temperature. Below 1e-30 only equal logits remain.
     logits = logits.float()
     logits = (logits - logits.max()) / max(temperature, 1e-30)
     if top_k is not None and top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -math.inf
     probabilities = logits.softmax(0)
-    if probabilities[:1].isnan():  # then all are: one logit that is not finite is in everybody's sum
+    if probabilities[:1].isnan():  # then all are: a logit that is not finite enters every sum
         raise ValueError(NOT_FINITE)
     if top_p is not None and top_p < 1:
         probabilities = nucleus(probabilities, top_p)
     if min_p:
-        # Of logits, whose difference is exact where two are alike: the likeliest one always stays.
+        # On logits, whose differences are exact for equal ones, so the most likely token always stays.
         probabilities[logits < math.log(min_p)] = 0
     if top_k is None and top_p is None and not min_p:
         return int(torch.multinomial(probabilities, 1, generator=generator))
-    # Torch makes noise for every token that it is given, 3 ms for a vocabulary: only those that are left.
+    # Only the remaining tokens, because torch draws noise for each: 3 ms for a whole vocabulary.
     tokens = probabilities.nonzero()[:, 0]
     return int(tokens[torch.multinomial(probabilities[tokens], 1, generator=generator)])
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Keeps the smallest set of the likeliest tokens that reaches top_p, and at least one (Holtzman et al. 2020).
+    """Keeps the smallest set of most likely tokens that reaches top_p, and at least one (Holtzman et al. 2020).
 
-    Of tokens that are as likely as each other the first ones are kept.
+    Of equally likely tokens the first ones are kept.
 
     Args:
         probabilities: [vocabulary], float32.
         top_p: from 0 to 1.
 
     Returns:
-        [vocabulary], float32: the probabilities of the tokens that are kept, zero for all others.
+        [vocabulary], float32: the probabilities of the kept tokens, zero for all others.
     """
-    # To sort a whole vocabulary takes a third as long as the rest of a token: 10 ms for 128256 on Zen 4. The tokens
-    # above some probability are its beginning, and mostly enough.
+    # Sorting a whole vocabulary takes long: 10 ms for 128256 tokens on Zen 4. The tokens above some probability come first in
+    # that order, and are mostly enough.
     for least in (1e-3, 1e-4, 1e-5, 1e-6, -1.0):
         tokens = (probabilities > least).nonzero()[:, 0]
         likely = probabilities[tokens]

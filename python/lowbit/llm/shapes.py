@@ -1,4 +1,4 @@
-"""Shapes of well-known language models, and models of these shapes with random weights, for measuring speed."""
+"""Random models with the shapes of well-known language models, to measure speed."""
 
 from __future__ import annotations
 
@@ -11,100 +11,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import nn, ops
-from ..memory import in_huge_pages
-from ..quantize import EmbeddingConfig, LinearConfig
-from ..quantize_model import described_to_transformers
+from .. import nn
+from .._memory import in_huge_pages
+from .._packed import pack
+from .._quantize_model import described_to_transformers
+from .._rounding import EmbeddingConfig, LinearConfig
 
 _LLAMA_3 = {
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
+    "vocab_size": 128256, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
 
 
 def _llama_3_rope(factor: float) -> dict[str, Any]:
     return {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }
+    }  # fmt: skip
 
 
 # name: the configuration class of transformers, and its arguments.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-3.2-1b": (
-        "LlamaConfig",
-        _LLAMA_3
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-            "rope_parameters": _llama_3_rope(32.0),
-        },
-    ),
-    "llama-3.2-3b": (
-        "LlamaConfig",
-        _LLAMA_3
-        | {
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 24,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-            "rope_parameters": _llama_3_rope(32.0),
-        },
-    ),
-    "llama-3.1-8b": (
-        "LlamaConfig",
-        _LLAMA_3
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
-            "rope_parameters": _llama_3_rope(8.0),
-        },
-    ),
-    "qwen3-0.6b": (
-        "Qwen3Config",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-            "bos_token_id": 151643,
-            "eos_token_id": 151645,
-        },
-    ),
-}
+    "llama-3.2-1b": ("LlamaConfig", _LLAMA_3 | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
+        "tie_word_embeddings": True, "rope_parameters": _llama_3_rope(32.0),
+    }),
+    "llama-3.2-3b": ("LlamaConfig", _LLAMA_3 | {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128,
+        "tie_word_embeddings": True, "rope_parameters": _llama_3_rope(32.0),
+    }),
+    "llama-3.1-8b": ("LlamaConfig", _LLAMA_3 | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": 128,
+        "tie_word_embeddings": False, "rope_parameters": _llama_3_rope(8.0),
+    }),
+    "qwen3-0.6b": ("Qwen3Config", {
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "bos_token_id": 151643, "eos_token_id": 151645,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    }),
+}  # fmt: skip
 
 NAMES = tuple(_SHAPES)
 _LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 
 
 def shape_config(name: str) -> Any:
-    """The configuration (a class of transformers) of a named shape: "llama-3.2-1b", "llama-3.2-3b",
-    "llama-3.1-8b" or "qwen3-0.6b".
+    """The transformers configuration of a shape: "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b" or "qwen3-0.6b".
 
     Raises:
         ValueError: an unknown name.
@@ -117,10 +70,10 @@ def shape_config(name: str) -> Any:
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> torch.nn.Module:
-    """The model of a configuration. Linear layers and embeddings have no memory; all else is 1, or 0 (biases)."""
+    """A model with linear layers and embeddings on the meta device; other parameters are 1, biases 0."""
     with torch.device("meta"):
         model = import_module("transformers").AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()  # the first versions of transformers 5 do not do so here
+    model.tie_weights()  # the first versions of transformers 5 do not
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if any(buffer.is_meta for buffer in child.buffers(recurse=False)):
@@ -137,7 +90,7 @@ def _skeleton(config: Any, dtype: torch.dtype) -> torch.nn.Module:
 def _random_packed(
     pool: Tensor, n: int, k: int, bias: bool, config: LinearConfig | EmbeddingConfig, generator: torch.Generator
 ) -> Tensor:
-    """Packed weights [n, k] of mean 0 and a variance of about 1 / k, with codes from somewhere in the pool."""
+    """Packed weights [n, k] of mean 0 and a variance of about 1 / k, with codes from a random part of the pool."""
     offset = int(torch.randint(pool.numel() - n * k + 1, (), generator=generator))
     codes = pool[offset : offset + n * k].view(n, k)
     groups = 1 if config.group_size is None else -(-k // config.group_size)
@@ -149,7 +102,7 @@ def _random_packed(
     else:  # scales of both signs, because the mean of symmetric codes is not 0
         mins = None
         scales *= torch.randint(2, scales.shape, generator=generator).mul_(2).sub_(1)
-    return ops.pack(
+    return pack(
         codes,
         scales,
         mins,
@@ -167,16 +120,15 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> torch.nn.Module:
-    """A language model with random weights, made in its packed form: the float model never exists.
+    """A language model with random weights, made in packed form without a float model.
 
-    Weights have mean 0 and a variance of about 1 / in_features, norms are 1: activations stay within a sane range. It
+    Weights have mean 0 and a variance of about 1 / in_features, norms are 1, so that activations stay in a normal range. It
     is saved and loaded as any packed model.
 
     Args:
         shape: a name, as for :func:`shape_config`, or a configuration of transformers.
-        linear, embedding: how weights are packed; None leaves that kind in floats of ``dtype``. With a tied head the
-            table counts, and the head shares its buffer.
-        dtype: of activations, and of whatever is not packed: float32, bfloat16 or float16.
+        linear, embedding: how weights are packed; None: floats of ``dtype``. A tied head shares the table's buffer.
+        dtype: of activations and of unpacked parameters: float32, bfloat16 or float16.
         seed: of the weights.
 
     Raises:
@@ -189,7 +141,7 @@ def random_model(
     largest = max(layer.weight.numel() for layer in model.modules() if isinstance(layer, _LAYERS))
 
     @functools.cache
-    def pool(bits: int) -> Tensor:  # random codes, enough for the largest matrix and different parts for the others
+    def pool(bits: int) -> Tensor:  # random codes, more than the largest matrix has
         words = torch.empty(largest // 8 + (1 << 16), dtype=torch.int64)
         words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
         return words.view(torch.uint8).bitwise_and_((1 << bits) - 1)

@@ -1,4 +1,4 @@
-"""Texts that end at a string."""
+"""Stop strings: texts that end at a string."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 
 
 def breakers(tokenizer: Any, strings: Iterable[str] = BREAKERS) -> tuple[int, ...]:
-    """The tokens whose text has one of these strings: the ``dry_breakers`` of :class:`Sampling`."""
-    wanted = tuple(strings)
+    """Tokens whose text contains one of the strings: the ``dry_breakers`` of :class:`Sampling`."""
+    strings = tuple(strings)
     texts = enumerate(tokenizer.batch_decode([[token] for token in range(len(tokenizer))]))
-    return tuple(token for token, text in texts if any(string in text for string in wanted))
+    return tuple(token for token, text in texts if any(string in text for string in strings))
 
 
 def check_stop_strings(strings: Iterable[str], name: str = "stop") -> tuple[str, ...]:
-    """Raises ValueError for one that is no text, or empty."""
-    found = (strings,) if isinstance(strings, str) else tuple(strings)
-    for string in found:
+    """The strings as a tuple.
+
+    Raises:
+        ValueError: a string is empty or not a str.
+    """
+    strings = (strings,) if isinstance(strings, str) else tuple(strings)
+    for string in strings:
         if not isinstance(string, str) or not string:
             raise ValueError(f"{name} has {string!r}; expected texts of at least one character")
-    return found
+    return strings
 
 
 class TextUntil:
-    """The text of tokens as they come, which ends where it has one of some strings.
+    """The text of tokens as they come, up to a stop string.
 
-    The string itself is not part of the text, and neither is what may become its beginning, until that is known. Of several
-    strings the one that ends first counts, the longest of those that end there: how tokens cut the text changes nothing.
-    Called with each token it returns whether the text has ended, as ``until`` of :func:`lowbit.llm.generate` takes it.
+    The string is not part of the text, and a possible beginning of it is held back until the next tokens decide. Of several
+    strings the first to end counts, and the longest of those that end there, so how tokens divide the text has no effect.
+    A call with a token returns whether the text has ended, as ``until`` of :func:`lowbit.llm.generate` does.
     """
 
     def __init__(
@@ -39,10 +43,10 @@ class TextUntil:
     ):
         """
         Args:
-            tokenizer: a fast one.
+            tokenizer: a fast tokenizer.
             prompt: ids of the text before.
-            strings: that end the text.
-            on_text: called with each piece of the text as soon as it is certain; :meth:`finish` gives the last one.
+            strings: stop strings.
+            on_text: called with each piece of the text as soon as it is certain; :meth:`finish` passes the last piece.
 
         Raises:
             ValueError: an empty string.
@@ -54,33 +58,33 @@ class TextUntil:
         self.ended = False
 
     def __call__(self, token: int) -> bool:
-        """Takes a token, and says whether the text has ended."""
+        """Adds a token; returns whether the text has ended."""
         if self.ended:
             return True
         self._held += self._stream.push(token)
-        found = [(at + len(string), at) for string in self._strings if (at := self._held.find(string)) >= 0]
-        if found:
-            self.ended, sure = True, min(found)[1]
+        matches = [(at + len(string), at) for string in self._strings if (at := self._held.find(string)) >= 0]
+        if matches:
+            self.ended, certain = True, min(matches)[1]
         else:
-            sure = len(self._held) - max((_begins(self._held, string) for string in self._strings), default=0)
-        self._give(sure)
+            certain = len(self._held) - max((_overlap(self._held, string) for string in self._strings), default=0)
+        self._release(certain)
         if self.ended:
             self._held = ""
         return self.ended
 
     def finish(self) -> str:
-        """The whole text, of which no more comes."""
-        self._give(len(self._held))
+        """Ends the text and returns it."""
+        self._release(len(self._held))
         self.ended = True
         return self.text
 
-    def _give(self, count: int) -> None:
+    def _release(self, count: int) -> None:
         piece, self._held = self._held[:count], self._held[count:]
         self.text += piece
         if piece and self.on_text is not None:
             self.on_text(piece)
 
 
-def _begins(text: str, string: str) -> int:
-    """How many characters at the end of a text may be the beginning of a string."""
+def _overlap(text: str, string: str) -> int:
+    """Number of characters at the end of a text that are a beginning of the string."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

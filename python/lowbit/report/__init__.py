@@ -1,1 +1,1 @@
-"""What each width and method costs a model in quality and gains in bytes and speed: figures, and a page of plots."""
+"""`lowbit report`: quality, bytes and speed of a model at each width and method, as figures and a page of plots."""

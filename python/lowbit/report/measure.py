@@ -1,4 +1,4 @@
-"""Measures a model at every width and with every method, and keeps what is measured in a JSON file."""
+"""Measurements of a model at every width and with every method, kept in a JSON file."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import nn
+from .._layers import names_by_weight, put_linears, replace_layers
 from .._machine import cpu_name
+from .._quantize_model import described_to_transformers
 from ..calibration import calibrate
 from ..calibration.capture import inputs_of
-from ..calibration.data import MOST_TOKENS, batches
+from ..calibration.data import MOST_TOKENS, Inputs, batches
 from ..calibration.model import evaluating, run
 from ..calibration.widths import LEVELS_BITS, Item, config_of, measure_losses, options_of, within
 from ..files.config_json import read_config
 from ..files.replace import replacing
 from ..files.safetensors import files_of, read_files
 from ..files.untrusted import interpreting
-from ..layers import names_by_weight, put_linears, replace_layers
 from ..llm.bench import measure
 from ..llm.decoder import Decoder
 from ..llm.loading import is_packed, load_model, load_tokenizer
-from ..llm.perplexity import perplexity
-from ..quantize_model import described_to_transformers
+from ..llm.perplexity import Perplexity, perplexity
 from .peers import hold_all, peers
+
+if TYPE_CHECKING:
+    from ..hf.config import LowBitConfig
 
 VERSION = 3  # of the JSON file
 _SENSITIVITY_TOKENS = 2048  # of the text, for each layer
 _SENSITIVITY_SENTENCES = 64
-_NEIGHBORS = 5  # of a sentence, by which it is seen whether a search finds the same
-_GPTQ_GROUP = 128  # in which others use it most, beside the report's own
+_NEIGHBORS = 5  # nearest sentences that a search should find
+_GPTQ_GROUP = 128  # the most common one elsewhere, besides the report's
 _PROMPT, _NEW = 16, 32  # tokens, to measure decoding
-_REFERENCE_BITS = 3  # at which layers are measured, for widths by layer of all sizes
-CALIBRATED = ("importance", "auto")  # where nothing else is said
-LEVELS = ", levels"  # behind a method: with a table fitted to each matrix
+_REFERENCE_BITS = 3  # at which the loss of each layer is measured, for all target sizes
+CALIBRATED = ("importance", "auto")  # default methods
+LEVELS = ", levels"  # suffix of a method: with a table fitted to each matrix
 WIDTHS = "widths by layer"
 
 Say = Callable[[str], None]
@@ -62,15 +65,15 @@ class Options:
     group_size: int | None = 32
     mapping: str = "symmetric"
     embedding_bits: int | None = None
-    methods: Sequence[str] = CALIBRATED  # with one width for all layers
-    target_methods: Sequence[str] = ("auto",)  # with widths by layer
+    methods: Sequence[str] = CALIBRATED  # for one width in all layers
+    target_methods: Sequence[str] = ("auto",)  # for mixed precision per layer
     window: int = 512
     calibration_tokens: int = MOST_TOKENS
     sensitivity: bool = True
     speed: bool = True
 
     def identity(self) -> dict[str, Any]:
-        """What figures depend on: those of another identity are not taken over."""
+        """What the figures depend on; figures of another identity are not reused."""
 
         def digest(text: str | None) -> str | None:
             return None if text is None else hashlib.sha256(text.encode()).hexdigest()
@@ -91,27 +94,28 @@ class Options:
 
 
 def read(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The figures in a file, if they are of this identity; else none."""
+    """The figures in a file with this identity; empty figures for another identity or a missing file."""
     fresh = {"version": VERSION, "identity": identity, "rows": [], "sensitivity": None, "notes": []}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        figures = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return fresh
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; remove it, or choose another name for the report") from error
-    if not isinstance(found, dict) or "version" not in found or not isinstance(found.get("rows"), list):
+    if not isinstance(figures, dict) or "version" not in figures or not isinstance(figures.get("rows"), list):
         raise ValueError(f"{path} has no figures of a report; remove it, or choose another name for the report")
-    same = found["version"] == VERSION and found.get("identity") == identity
-    return found if same and found.keys() >= fresh.keys() else fresh
+    same = figures["version"] == VERSION and figures.get("identity") == identity
+    return figures if same and figures.keys() >= fresh.keys() else fresh
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:
+    """Writes figures to a file, which is replaced in one step."""
     with replacing(path, ".json") as target:
         target.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 class _Subject:
-    """The float model, and how its quality is measured: perplexity, or the cosine with the float embeddings."""
+    """The float model, and the measure of its quality: perplexity, or the cosine with the float embeddings."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -133,7 +137,7 @@ class _Subject:
 
             tensors = read_files(*files_of(options.model))
             with counting(None), interpreting(f"{options.model} does not load"):
-                # What is not in the files would be random numbers.
+                # Missing tensors would be random.
                 check_fits(meta_model(options.model, len(tensors)), tensors, options.model)
                 self.model = transformers.AutoModel.from_pretrained(
                     options.model, local_files_only=True, trust_remote_code=False, dtype="auto"
@@ -141,7 +145,7 @@ class _Subject:
             self.sentences = [line.strip() for line in options.text.splitlines() if line.strip()]
             if not self.sentences:
                 raise ValueError("the text has no lines; expected a sentence in each")
-        # As stored, for the bytes; then float32, so that nothing but the formats differs.
+        # Bytes as stored; then float32, so that results differ by the formats only.
         self.model_bytes = sum(value.nbytes for value in _unique(self.model))
         self.stored = self.model.dtype
         self.model.float()
@@ -150,7 +154,7 @@ class _Subject:
 
     @torch.inference_mode()
     def embeddings(self, model: torch.nn.Module, sentences: list[str]) -> torch.Tensor:
-        """[sentences, features]: means over the tokens of each, of length 1."""
+        """Embeddings [sentences, features] of length 1: means over the tokens of each sentence."""
         rows = []
         limit = getattr(model.config, "max_position_embeddings", 512)
         for begin in range(0, len(sentences), 16):
@@ -164,30 +168,31 @@ class _Subject:
     def quality(self, model: torch.nn.Module) -> float:
         if self.language:
             window = self.options.window
-            return perplexity(model, self.tokens, window=window, stride=window // 2).perplexity
+            measured: Perplexity = perplexity(model, self.tokens, window=window, stride=window // 2)
+            return measured.perplexity
         return self.search_quality(model)[0]
 
     def search_quality(self, model: torch.nn.Module) -> tuple[float, float]:
-        """Of an embedding model: the mean cosine with the float embeddings, and :func:`same_neighbors`."""
-        found = self.embeddings(model, self.sentences)
-        return float((found * self.expected).sum(1).mean()), same_neighbors(found, self.expected)
+        """Mean cosine of an embedding model with the float embeddings, and :func:`same_neighbors`."""
+        embeddings = self.embeddings(model, self.sentences)
+        return float((embeddings * self.expected).sum(1).mean()), same_neighbors(embeddings, self.expected)
 
     def loss(self, model: torch.nn.Module) -> float:
-        """On a part of the text, for layers one by one: nats per token, or 1 - cosine."""
+        """Loss on a part of the text, for single layers: nats per token, or 1 - cosine."""
         if self.language:
             tokens = self.tokens[:_SENSITIVITY_TOKENS]
-            measured = perplexity(model, tokens, window=self.options.window, stride=self.options.window // 2)
+            measured: Perplexity = perplexity(model, tokens, window=self.options.window, stride=self.options.window // 2)
             return measured.nats / measured.tokens
         part = self.sentences[:_SENSITIVITY_SENTENCES]
         return 1 - float((self.embeddings(model, part) * self.expected[: len(part)]).sum(1).mean())
 
-    def config(self, bits: int, mapping: str | None = None):
+    def config(self, bits: int, mapping: str | None = None) -> LowBitConfig:
         from ..transformers import LowBitConfig
 
         options = self.options
         return LowBitConfig(bits, options.group_size, mapping or options.mapping, embedding_bits=options.embedding_bits)
 
-    def batches(self) -> list:
+    def batches(self) -> list[Inputs]:
         """The calibration text as inputs of the model."""
         options = self.options
         return batches(self.model, self.calibration_texts(), self.tokenizer, options.window, options.calibration_tokens)[0]
@@ -197,7 +202,7 @@ class _Subject:
         return [text] if self.language else [line for line in text.splitlines() if line.strip()]
 
     def speed(self, model: torch.nn.Module) -> float | None:
-        """Tokens per second, decoded behind a short prompt; None: no language model, or one that is not decoded."""
+        """Tokens per second of decoding after a short prompt; None: not a language model, or one without a decoder."""
         if not self.language or not self.options.speed:
             return None
         try:
@@ -211,14 +216,14 @@ class _Subject:
         return 1 / statistics.median(seconds) if statistics.median(seconds) > 0 else None
 
 
-def same_neighbors(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Which part of the five nearest others of each row of ``expected`` [n, features] are that in ``found``, too.
+def same_neighbors(rows: torch.Tensor, expected: torch.Tensor) -> float:
+    """Share of the five nearest rows of each row of ``expected`` [n, features] that are also the nearest in ``rows``.
 
-    The nearest have the largest products; 1 for a single row.
+    The nearest have the largest products. 1 for a single row.
     """
     nearest = [
-        (each @ each.T).fill_diagonal_(-torch.inf).topk(min(_NEIGHBORS, len(each) - 1), dim=1).indices
-        for each in (found, expected)
+        (vectors @ vectors.T).fill_diagonal_(-torch.inf).topk(min(_NEIGHBORS, len(vectors) - 1), dim=1).indices
+        for vectors in (rows, expected)
     ]
     same = (nearest[0][:, :, None] == nearest[1][:, None, :]).any(2).float()
     return float(same.mean()) if same.numel() else 1.0
@@ -230,20 +235,20 @@ def _unique(model: torch.nn.Module) -> list[torch.Tensor]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # What stays float is the same at every width: the page says it once.
+    # Hides the list of unquantized layers, which is the same at every width.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
 class _Collection:
-    """The figures of a report as they come: each is in the JSON file before the next is measured."""
+    """Collects the figures of a report; each is written to the JSON file before the next is measured."""
 
     def __init__(self, options: Options, path: Path, say: Say):
         self.options, self.path, self.say = options, path, say
         self.figures = read(path, options.identity())
         self.known = {(row["method"], row["bits"]) for row in self.figures["rows"]}
-        self.figures["notes"] = []  # what cannot be measured is tried, and told, each time
+        self.figures["notes"] = []  # what cannot be measured is tried again in each run
         say(f"loading {options.model}")
         self.subject = subject = _Subject(options)
         with _quiet():
@@ -280,7 +285,7 @@ class _Collection:
         write(self.path, self.figures)
 
     def widths(self) -> None:
-        """The model as it is, and with one width for all layers."""
+        """Measures the float model, and the model with one width for all layers."""
         if ("float", None) not in self.known:
             self.say("float")
             self.add("float", None, "float", self.matrix_bytes, self.subject.model, timed=True)
@@ -294,7 +299,7 @@ class _Collection:
                     self.add(method, bits, "lowbit", _packed_bytes(model), model, timed=method == "nearest")
 
     def widths_by_layer(self) -> None:
-        """Each layer with a width of its own, within the sizes asked for."""
+        """Measures mixed precision per layer, for each target."""
         options, subject = self.options, self.subject
         items: list[Item] = []
         for target, method in ((target, method) for target in options.target_bits for method in options.target_methods):
@@ -318,7 +323,7 @@ class _Collection:
             self.add(name, target, "lowbit", _packed_bytes(model), model)
 
     def by_peers(self) -> None:
-        """The formats of others, as their own libraries round to them."""
+        """Measures the formats of other projects, quantized by their libraries."""
         squares: dict[int, torch.Tensor] | None = None
         for name, peer in peers(self.options.bits, self.options.calibration is not None).items():
             if (name, None) in self.known:
@@ -334,19 +339,19 @@ class _Collection:
             try:
                 for (held, more), names in zip(hold_all(peer, matrices), self.shared.values(), strict=True):
                     size += more
-                    for each in names:
-                        model.get_submodule(each).weight.data.copy_(held)
-            except (ValueError, OSError) as error:  # not for these shapes, or a library that does not load
+                    for layer in names:
+                        model.get_submodule(layer).weight.data.copy_(held)
+            except (ValueError, OSError) as error:  # does not fit these shapes, or its library does not load
                 self.figures["notes"].append(f"{name}: {error}")
                 continue
             self.add(name, None, name.split()[0], size, model)
 
     def by_gptq(self) -> None:
-        """GPTQ as others have it, in groups of the report's size and of their usual one."""
-        own = self.options.group_size
+        """Measures plain GPTQ, in groups of the report's size and of the usual size."""
+        group_size = self.options.group_size
         for bits in (bits for bits in self.options.bits if bits > 1):
-            for group in dict.fromkeys((own, _GPTQ_GROUP)):
-                name = f"GPTQ {bits} bits" if group == own else f"GPTQ {bits} bits, groups of {group}"
+            for group in dict.fromkeys((group_size, _GPTQ_GROUP)):
+                name = f"GPTQ {bits} bits" if group == group_size else f"GPTQ {bits} bits, groups of {group}"
                 if (name, None) not in self.known:
                     self.say(name)
                     model = copy.deepcopy(self.subject.model)
@@ -356,27 +361,30 @@ class _Collection:
 
 
 def collect(options: Options, path: Path, say: Say) -> dict[str, Any]:
-    """Measures what the JSON file at ``path`` has not yet, and writes it after every figure.
+    """Measures the figures that the JSON file at ``path`` does not have, and writes it after every figure.
 
     Args:
         options: what to measure.
         path: ends in .json.
-        say: called with what is measured next.
+        say: called with the name of each measurement.
+
+    Returns:
+        the content of the file.
 
     Raises:
-        OSError, ValueError: as :func:`lowbit.llm.loading.load_model`, or a file at ``path`` that is something else.
+        OSError, ValueError: as :func:`lowbit.llm.loading.load_model`, or the file at ``path`` is not one of a report.
     """
-    found = _Collection(options, path, say)
-    found.widths()
+    collection = _Collection(options, path, say)
+    collection.widths()
     if options.calibration is not None:
-        found.widths_by_layer()
-    found.by_peers()
+        collection.widths_by_layer()
+    collection.by_peers()
     if options.calibration is not None:
-        found.by_gptq()
-    if options.sensitivity and found.figures["sensitivity"] is None:
-        found.figures["sensitivity"] = _sensitivity(found.subject, found.selected, found.shared, min(options.bits), say)
-    found.write()
-    return found.figures
+        collection.by_gptq()
+    if options.sensitivity and collection.figures["sensitivity"] is None:
+        collection.figures["sensitivity"] = _sensitivity(collection.subject, collection.shared, min(options.bits), say)
+    collection.write()
+    return collection.figures
 
 
 def _methods(options: Options, bits: int) -> list[str]:
@@ -411,9 +419,9 @@ def _calibrate(subject: _Subject, model: torch.nn.Module, config: Any, method: s
 
 
 def _plain_gptq(subject: _Subject, model: torch.nn.Module, bits: int, group: int | None, shared: dict[int, list[str]]) -> int:
-    """Gives a float model the weights of GPTQ as in its paper, without GPTAQ's term; returns their bytes.
+    """Gives a float model the dequantized weights of GPTQ without GPTAQ's term; returns their bytes in GPTQ's format.
 
-    Symmetric, counted as its own files hold it: the codes, and 16 bits for the scale of a group.
+    The format is symmetric: codes, and 16 bits for the scale of a group.
     """
     from ..transformers import LowBitConfig
 
@@ -427,7 +435,7 @@ def _plain_gptq(subject: _Subject, model: torch.nn.Module, bits: int, group: int
     size = 0
     for names in shared.values():
         layer = packed.get_submodule(names[0])
-        model.get_submodule(names[0]).weight.data.copy_(layer.dequantize())  # which the others share
+        model.get_submodule(names[0]).weight.data.copy_(layer.dequantize())  # shared by the other layers
         n, k = layer.info.shape
         size += n * k * layer.info.bits // 8 + 2 * n * -(-k // (layer.info.group_size or k))
     return size
@@ -435,9 +443,9 @@ def _plain_gptq(subject: _Subject, model: torch.nn.Module, bits: int, group: int
 
 @torch.inference_mode()
 def _mean_squares(subject: _Subject, shared: dict[int, list[str]]) -> dict[int, torch.Tensor]:
-    """The mean square of each input of the float model's matrices on the calibration text, by the weight's id.
+    """Sums of the squared inputs of the float model's matrices on the calibration text, by the weight's id.
 
-    Tables without a head, and layers that no token reaches, have all inputs alike.
+    Ones for tables without a head, and for layers without tokens.
     """
     linears = {name: subject.model.get_submodule(name) for names in shared.values() for name in names}
     linears = {name: layer for name, layer in linears.items() if isinstance(layer, torch.nn.Linear)}
@@ -449,16 +457,16 @@ def _mean_squares(subject: _Subject, shared: dict[int, list[str]]) -> dict[int, 
     with inputs_of(linears, take):
         for batch in subject.batches():
             subject.model(**batch)
-    found = {}
+    squares = {}
     for key, names in shared.items():
         square = sums.get(key)
-        alike = square is None or not float(square.sum()) > 0
-        found[key] = torch.ones(subject.model.get_submodule(names[0]).weight.shape[1]) if alike else square
-    return found
+        unused = square is None or not float(square.sum()) > 0
+        squares[key] = torch.ones(subject.model.get_submodule(names[0]).weight.shape[1]) if unused else square
+    return squares
 
 
-def _sensitivity(subject: _Subject, selected, shared, bits: int, say: Say) -> dict[str, Any]:
-    """What each layer alone costs at ``bits``: nats per token, or cosine."""
+def _sensitivity(subject: _Subject, shared: dict[int, list[str]], bits: int, say: Say) -> dict[str, Any]:
+    """Loss of each layer quantized alone at ``bits``: nats per token, or 1 - cosine."""
     say(f"{len(shared)} layers alone, {bits} bits")
     before = subject.loss(subject.model)
     kinds, layers = subject.config(bits).select(subject.model, experts=False), []

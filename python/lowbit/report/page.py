@@ -1,4 +1,4 @@
-"""The page: plots by matplotlib as SVG inside one HTML file that loads nothing."""
+"""The page of a report: one HTML file with SVG plots by matplotlib, which loads nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _COLORS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "importance": "#0
 _MARKS = {"nearest": "o", "nearest, levels": "o", "importance": "s", "auto": "D", "auto, levels": "D",
           "widths by layer": "*", "widths by layer, distilled": "*", "GGUF": "^", "GGUF, importance": "P",
           "torchao": "v", "HQQ": "X", "GPTQ": "<"}  # fmt: skip
-_MOST_OVER_FLOAT = 4  # perplexities in the plot; the table has all
-_MOST_LAYERS = 40  # in the plot of layers: those that cost most
+_MOST_OVER_FLOAT = 4  # largest perplexity ratio in the plot; the table has all
+_MOST_LAYERS = 40  # layers in the plot, those with the largest loss
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -43,13 +43,13 @@ footer { color: #555; font-size: .9rem; overflow-wrap: anywhere; }
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """A plot as an element of the page; its ids are its own, and the same in every run."""
+    """A plot as an SVG element whose ids are unique in the page and the same in every run."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    # Every plot has elements figure_1, axes_1 and so on; an id is there once in a page.
+    # Every plot has the ids figure_1, axes_1 and so on.
     for mark in (' id="', 'href="#', "url(#"):
         text = text.replace(mark, f"{mark}{name}-")
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(name, quote=True)}" data-plot="{name}" ', 1)
@@ -65,7 +65,7 @@ def _axes(height: float = 3.9) -> tuple[Figure, Any]:
 
 def _series(row: dict[str, Any]) -> str:
     if row["family"] in ("lowbit", "float"):
-        return row["method"]
+        return str(row["method"])
     return f"{row['family']}, importance" if row["method"].endswith(", importance") else row["family"]
 
 
@@ -74,7 +74,7 @@ def _quality(figures: dict[str, Any]) -> str:
     figure, axes = _axes()
     whole = next(row["quality"] for row in rows if row["family"] == "float")
     shown = [row for row in rows if row["family"] != "float" and _finite(row["quality"])]
-    if about["quality"] == "perplexity":  # what is worth nothing would hide the differences of the rest
+    if about["quality"] == "perplexity":  # the largest ones would hide the differences of the rest
         shown = [row for row in shown if row["quality"] <= _MOST_OVER_FLOAT * whole]
     for series in dict.fromkeys(map(_series, shown)):
         points = sorted((row["bytes"] / 1e6, row["quality"]) for row in shown if _series(row) == series)
@@ -153,52 +153,51 @@ def _table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_NEAR = 0.25  # bits per weight: further apart, formats are of different classes
+_NEAR = 0.25  # bits per weight; formats further apart are not comparable
 
 
 def ahead(rows: list[dict[str, Any]], perplexity: bool) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Where another project's format is better than all that lowbit has at its bytes or fewer.
+    """Rows of other projects that are better than all of lowbit's with at most their bytes.
 
     Returns:
-        Each such row of a peer, the largest first, with the best of lowbit's that is not larger; None: there is none.
+        these rows, the largest first, each with lowbit's best row that is not larger, or None.
     """
-    found = []
+    better = []
     for row in sorted(rows, key=lambda row: -row["bytes"]):
         if row["family"] in ("lowbit", "float") or not _finite(row["quality"]):
             continue
-        own = [
-            each for each in rows
-            if each["family"] == "lowbit" and each["bytes"] <= row["bytes"] and _finite(each["quality"])
+        ours = [
+            our for our in rows if our["family"] == "lowbit" and our["bytes"] <= row["bytes"] and _finite(our["quality"])
         ]  # fmt: skip
         sign = 1 if perplexity else -1
-        best = min(own, key=lambda each: sign * each["quality"], default=None)
+        best = min(ours, key=lambda our: sign * our["quality"], default=None)
         if best is None or sign * best["quality"] > sign * row["quality"]:
-            found.append((row, best))
-    return found
+            better.append((row, best))
+    return better
 
 
 def _ahead(figures: dict[str, Any]) -> str:
     rows, perplexity = figures["rows"], figures["about"]["quality"] == "perplexity"
     if all(row["family"] in ("lowbit", "float") for row in rows):
         return ""
-    found = ahead(rows, perplexity)
-    if not found:
+    better = ahead(rows, perplexity)
+    if not better:
         text = "No format of another project is better than lowbit at the same bytes or fewer."
         return f"<p>{text}</p>"
     items = []
-    for row, best in found:
+    for row, best in better:
         digits = 2 if perplexity else 4
 
-        def figure(own: dict[str, Any], digits: int = digits) -> str:
-            return f"{own['quality']:.{digits}f} of {_name(own)} at {own['bits_per_weight']:.2f}"
+        def figure(our: dict[str, Any], digits: int = digits) -> str:
+            return f"{our['quality']:.{digits}f} of {_name(our)} at {our['bits_per_weight']:.2f}"
 
         text = f"{row['method']} at {row['bits_per_weight']:.2f} bits per weight: {row['quality']:.{digits}f}, "
         text += "where lowbit has nothing as small" if best is None else f"against {figure(best)}"
         if best is not None and row["bits_per_weight"] - best["bits_per_weight"] > _NEAR:
-            larger = [each for each in rows if each["family"] == "lowbit" and each["bytes"] > row["bytes"]]
+            larger = [our for our in rows if our["family"] == "lowbit" and our["bytes"] > row["bytes"]]
             text += ", the nearest below that was measured"
             if larger:
-                text += f"; the nearest above has {figure(min(larger, key=lambda each: each['bytes']))}"
+                text += f"; the nearest above has {figure(min(larger, key=lambda our: our['bytes']))}"
             text += f". Measure lowbit at this size, too: --target-bits {row['bits_per_weight']:.1f}"
         items.append(f"<li>{escape(text)}</li>")
     return "<p>Other projects are ahead here, of all that takes no more bytes:</p><ul>" + "".join(items) + "</ul>"
@@ -209,11 +208,11 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def render(figures: dict[str, Any], command: str) -> str:
-    """The page of figures that :func:`lowbit.report.measure.collect` returns.
+    """The HTML page of the figures of :func:`lowbit.report.measure.collect`.
 
     Args:
-        figures: as they are in the JSON file.
-        command: what made them, for the reader.
+        figures: the content of the JSON file.
+        command: the command that made them, which the page shows.
     """
     about = figures["about"]
     title = f"{about['model']}: quality, bytes and speed"
@@ -226,7 +225,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         text += " Same neighbors: which part of each sentence's five nearest others stays the same."
     parts = [("Quality per byte", text, _quality(figures))]
     if (speed := _speed(figures)) is not None:
-        text = f"Decoding in eager mode behind a short prompt; {_threads(about)} of {about['machine']}."
+        text = f"Decoding in eager mode after a short prompt; {_threads(about)} of {about['machine']}."
         parts.append(("Decoding", text, speed))
     if (layers := _layers(figures)) is not None:
         text = f"What each layer costs when it alone is rounded to nearest at {figures['sensitivity']['bits']} bits."

@@ -1,6 +1,6 @@
-"""Other projects' formats, where their package is installed: a matrix as they would hold it, and its bytes.
+"""Formats of other projects whose packages are installed: the weights of a quantized matrix, and its bytes.
 
-They are evaluated by dequantizing, with float activations, so what their kernels lose besides is not counted.
+Formats are evaluated by dequantizing, with float activations, so losses of their kernels do not count.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 class Misfit(ValueError):
-    """A format is not for matrices of this shape."""
+    """A format does not support the shape of a matrix."""
 
 
-# [n, k] float32, and the mean square of each input [k] or None -> the same as the format holds it, and its bytes.
+# (weight float32 [n, k], mean square of each input [k] or None) -> (dequantized weight, bytes).
 Hold = Callable[[Tensor, Tensor | None], tuple[Tensor, int]]
 
 
@@ -29,15 +30,15 @@ class Peer:
     """A format of another project."""
 
     hold: Hold
-    importance: bool = False  # it wants the mean square of each input
-    instead: Hold | None = None  # what its project takes for a matrix that it does not fit, if another one fits
+    importance: bool = False  # whether it uses the mean square of each input
+    instead: Hold | None = None  # the format that its project uses for matrices of other shapes
 
 
 def hold_all(peer: Peer, matrices: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[tuple[Tensor, int]]:
-    """What a format makes of the matrices of a model, one by one, as :data:`Hold` returns it.
+    """Yields the result of :data:`Hold` for each matrix of a model.
 
     Raises:
-        Misfit: a matrix of another shape; where the format has a replacement, all of them.
+        Misfit: a matrix does not fit; if the format has a replacement, none fits.
     """
     misfit, fits = None, False
     for weight, importance in matrices:
@@ -53,13 +54,13 @@ def hold_all(peer: Peer, matrices: Iterable[tuple[Tensor, Tensor | None]]) -> It
         raise misfit
 
 
-# In Python, by the package gguf: nearest.
+# Quantized in Python by the package gguf, to nearest.
 _GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ2_0", "TQ1_0")
-# By ggml's own library, with a search, and with an importance matrix too; gguf reads them back. Those of 1 and 2 bits are
-# made with one only.
+# Quantized by ggml's library, with a search, also with an importance matrix; gguf dequantizes them. Types of 1 and 2 bits
+# require the matrix.
 _NEEDS_IMPORTANCE = ("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
 _GGML = ("Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", *_NEEDS_IMPORTANCE)
-# What llama.cpp's quantizer takes where a row is no whole number of blocks.
+# Replacements in llama.cpp's quantizer for rows that are not a multiple of the block.
 _INSTEAD = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}
 _INSTEAD |= dict.fromkeys(("Q3_K", "Q2_K", "TQ2_0", "TQ1_0"), "Q4_0")
 _INSTEAD |= dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", *_NEEDS_IMPORTANCE), "IQ4_NL")
@@ -78,25 +79,25 @@ def peers(bits: list[int], importance: bool) -> dict[str, Peer]:
         bits: for torchao and HQQ.
         importance: whether there is a calibration text: then GGUF's types with an importance matrix too.
     """
-    found: dict[str, Peer] = {}
+    installed: dict[str, Peer] = {}
     if importlib.util.find_spec("gguf") is not None:
-        found |= {f"GGUF {name}": _of_gguf(_gguf, name) for name in _GGUF}
+        installed |= {f"GGUF {name}": _of_gguf(_gguf, name) for name in _GGUF}
         if _ggml_file() is not None:
-            found |= {f"GGUF {name}": _of_gguf(_ggml, name) for name in _GGML if name not in _NEEDS_IMPORTANCE}
+            installed |= {f"GGUF {name}": _of_gguf(_ggml, name) for name in _GGML if name not in _NEEDS_IMPORTANCE}
             if importance:
-                found |= {f"GGUF {name}, importance": _of_gguf(_ggml, name, True) for name in _GGML}
+                installed |= {f"GGUF {name}, importance": _of_gguf(_ggml, name, True) for name in _GGML}
     if importlib.util.find_spec("torchao") is not None:
-        found |= {f"torchao int{width}": Peer(_torchao(width)) for width in bits if width > 1}
+        installed |= {f"torchao int{width}": Peer(_torchao(width)) for width in bits if width > 1}
     if importlib.util.find_spec("hqq") is not None:
-        found |= {f"HQQ {width} bits": Peer(_hqq(width)) for width in bits if width in _HQQ_BITS}
-    return found
+        installed |= {f"HQQ {width} bits": Peer(_hqq(width)) for width in bits if width in _HQQ_BITS}
+    return installed
 
 
 def _of_gguf(made_by: Callable[[str], Hold], name: str, importance: bool = False) -> Peer:
     return Peer(made_by(name), importance, made_by(_INSTEAD[name]) if name in _INSTEAD else None)
 
 
-def _blocks(kind, weight: Tensor) -> None:
+def _blocks(kind: Any, weight: Tensor) -> None:
     from gguf import GGML_QUANT_SIZES
 
     block = GGML_QUANT_SIZES[kind][0]
@@ -120,8 +121,8 @@ def _ggml_file() -> Path | None:
     """The library in which llama-cpp-python has ggml's quantizers."""
     spec = importlib.util.find_spec("llama_cpp")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for found in sorted((Path(place) / "lib").glob("libggml-base.*")):
-            return found
+        for library in sorted((Path(place) / "lib").glob("libggml-base.*")):
+            return library
     return None
 
 

@@ -1,4 +1,4 @@
-"""Packed weights in vLLM, which batches the requests of many users: docs/serving.md.
+"""Packed weights in vLLM (docs/serving.md).
 
 vLLM finds this package by its entry point. It serves packed checkpoints, and quantizes float ones while it loads them.
 Written for vLLM 0.32; what it calls is the interface of vLLM's own ways to quantize.
@@ -20,30 +20,30 @@ from .config import ServedConfig
 
 
 def register() -> None:
-    """Makes the method "lowbit" known to vLLM, which calls this in each of its processes."""
+    """Registers the method "lowbit" with vLLM, which calls this in each of its processes."""
     if METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(METHOD)(ServedConfig)
         for kind in (VocabParallelEmbedding, ParallelLMHead, ReplicatedLinear):
             if kind.__name__ not in op_registry_oot:  # else another plugin has its own
-                kind.register_oot(_told_of_packed(kind))
+                kind.register_oot(_with_packed_weights(kind))
 
 
-def _told_of_packed(kind: Any) -> type:
-    """A class of layers that takes lowbit's method where its model has not passed one on and its weight is packed.
+def _with_packed_weights(kind: Any) -> type:
+    """A subclass of a layer that uses lowbit's method if its model passes no method on and its weight is packed.
 
-    Some of vLLM's models keep their tables of tokens, heads or the gates of shared experts out of all quantization.
+    Some of vLLM's models never quantize their tables of tokens, heads or gates of shared experts.
     """
     arguments = signature(kind.__init__)
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = arguments.bind(self, *args, **kwargs)
         config = get_current_vllm_config().quant_config
         passed_on = any(given.arguments.get(name) for name in ("quant_config", "quant_method"))
         if isinstance(config, ServedConfig) and not passed_on:
-            name = given.arguments.get("prefix", "")
+            name, model = given.arguments.get("prefix", ""), config.model
             if kind is VocabParallelEmbedding:
-                name = config.tables[0] if len(config.tables) == 1 else ""
-            if name in config.quantized or config.ties.get(name) in config.quantized:
+                name = model.tables[0] if len(model.tables) == 1 else ""
+            if name in model.quantized or model.ties.get(name) in model.quantized:
                 given.arguments["quant_config"] = config
         kind.__init__(*given.args, **given.kwargs)
 

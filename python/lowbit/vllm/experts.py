@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +14,14 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from .. import ops
-from ..memory import give_back, in_huge_pages
-from ..quantize import quantize_tensor
-from ..slices import concat, slice_columns, slice_rows
-from .linear import PACKED, named
-
-if TYPE_CHECKING:
-    from .config import ServedConfig
+from .._memory import give_back, in_huge_pages
+from .._rounding import quantize_tensor
+from .._slices import slice_of_rank
+from .linear import listed
+from .model import PACKED, ServedModel
 
 _LEAVES = ("gate_up_proj", "down_proj")
-# The two matrices of each expert: what transformers calls them, and some of vLLM's models once they have renamed them.
+# Name of a matrix, in transformers and in some of vLLM's models after renaming -> which of the two it is.
 _MATRICES = {"gate_up_proj": 0, "w13": 0, "down_proj": 1, "w2": 1}
 _ACTIVATIONS = {
     MoEActivation.SILU: functional.silu,
@@ -33,25 +31,25 @@ _ACTIVATIONS = {
 
 
 class PackedExpertsMethod(FusedMoEMethodBase):
-    """How vLLM loads and runs the experts of a layer: as :class:`PackedMethod`, and as many ranks share their inner width.
+    """Loads and runs the experts of a layer, as :class:`PackedMethod`; ranks share their inner width.
 
     The layer gets ``_lowbit_experts``, the two matrices of all experts, each uint8 [experts, bytes].
     """
 
-    def __init__(self, config: ServedConfig, layer: RoutedExperts, prefix: str, holder: str):
+    def __init__(self, model: ServedModel, layer: RoutedExperts, prefix: str, holder: str):
         """
         Args:
-            prefix, holder: what vLLM and transformers call it.
+            prefix, holder: the name of the module in vLLM and in transformers.
         """
         super().__init__(layer.moe_config)
-        self.config, self.prefix, self.holder = config, prefix, holder
-        self.gate = config.gates.get(holder) if layer.activation == MoEActivation.SWIGLUOAI else None
+        self.model, self.prefix, self.holder = model, prefix, holder
+        self.gate = model.gates.get(holder) if layer.activation == MoEActivation.SWIGLUOAI else None
         wrong = None
         numbers = layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta
         known = layer.activation in _ACTIVATIONS or self.gate is not None
         if not known or any(number is not None for number in numbers):
             wrong = f"the activation {layer.activation.value}"
-        elif self.moe.has_bias and not config.packed:
+        elif self.moe.has_bias and not model.packed:
             wrong = "biases, to quantize while they are loaded"
         elif layer.apply_router_weight_on_input:
             wrong = "weights of the router that multiply the inputs"
@@ -62,11 +60,13 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         if wrong:
             raise ValueError(f"{prefix} has experts with {wrong}, which lowbit does not serve in vLLM")
 
-    def maybe_roundup_sizes(self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config):
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
         return hidden_size, intermediate_size_per_partition
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
-        return None  # is of vLLM's own kernels
+        return None  # for vLLM's own kernels
 
     def create_weights(
         self,
@@ -75,9 +75,9 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         hidden_size: int,
         intermediate_size_per_partition: int,
         params_dtype: torch.dtype,
-        **extra_weight_attrs,
+        **_: Any,
     ) -> None:
-        layer._lowbit_loaded = [{}, {}]  # of either matrix, by the number of the expert
+        layer._lowbit_loaded = [{}, {}]  # number of an expert -> its first, or second, matrix
         layer._lowbit_halves = {}
         for name in ("w13_weight", "w2_weight"):
             parameter = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
@@ -98,23 +98,23 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             elif loaded.numel():  # else the guard beside a packed weight
                 yield from type(layer).load_weights(layer, [(name, loaded)])
 
-    def _load_parameter(self, layer: torch.nn.Module, which: int, _, loaded: Tensor) -> None:
+    def _load_parameter(self, layer: torch.nn.Module, which: int, _: Any, loaded: Tensor) -> None:
         self._take_packed(layer, which, loaded)
 
     def _take_packed(self, layer: torch.nn.Module, which: int, loaded: Tensor) -> None:
         expected = [self.moe.num_experts, *self._shape(which)]
-        found = list(ops.info_of_experts(loaded, verified=True).shape)
-        if found != expected:
-            raise ValueError(f"{self.prefix} has experts of shape {found}; vLLM expects {expected}")
+        shape = list(ops.info_of_experts(loaded, verified=True).shape)
+        if shape != expected:
+            raise ValueError(f"{self.prefix} has experts of shape {shape}; vLLM expects {expected}")
         layer._lowbit_loaded[which] = {number: self._cut(which, one) for number, one in enumerate(loaded)}
         if self.moe.tp_size > 1:
-            give_back(loaded)  # all of it was read, for the checksum
+            give_back(loaded)  # the checksum has read all of it
 
     def _load(
-        self, layer: torch.nn.Module, param, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
+        self, layer: torch.nn.Module, param: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
         return_success: bool = False,
     ) -> bool | None:  # fmt: skip
-        """Takes a float matrix, and quantizes it when it is whole: "w1" and "w3", gate and up, are one."""
+        """Quantizes a float matrix when it is complete: "w1" and "w3" (gate and up) are joined."""
         which, whole = int(shard_id == "w2"), loaded_weight
         if which == 0:
             halves = layer._lowbit_halves.setdefault(expert_id, {})
@@ -123,34 +123,32 @@ class PackedExpertsMethod(FusedMoEMethodBase):
                 return True if return_success else None
             whole = torch.cat([halves["w1"], halves["w3"]])
             del layer._lowbit_halves[expert_id]
-        found, expected = list(whole.shape), self._shape(which)
-        if found != expected:
-            raise ValueError(f"{self.prefix} has a matrix of shape {found}; vLLM expects {expected}")
-        config = self.config.selected[f"{self.holder}.{_LEAVES[which]}"]
+        shape, expected = list(whole.shape), self._shape(which)
+        if shape != expected:
+            raise ValueError(f"{self.prefix} has a matrix of shape {shape}; vLLM expects {expected}")
+        config = self.model.selected[f"{self.holder}.{_LEAVES[which]}"]
         layer._lowbit_loaded[which][expert_id] = self._cut(which, quantize_tensor(whole, config))
         return True if return_success else None
 
     def _inner(self) -> int:
         """The inner width of all ranks together."""
-        return self.moe.intermediate_size
+        return int(self.moe.intermediate_size)
 
     def _shape(self, which: int) -> list[int]:
         return [self.moe.hidden_dim, self._inner()] if which else [2 * self._inner(), self.moe.hidden_dim]
 
     def _cut(self, which: int, packed: Tensor) -> Tensor:
-        """The part of this rank: rows of gate and of up, or inputs of the second matrix."""
+        """This rank's part: rows of gate and of up, or inputs of the second matrix."""
         rank, ranks, inner = self.moe.tp_rank, self.moe.tp_size, self._inner()
         if ranks == 1:
             return packed
-        begin, end = rank * inner // ranks, (rank + 1) * inner // ranks
+        interleaved = 2 if self.gate else 1  # gpt-oss interleaves the rows of gate and up, others stack the two matrices
         try:
             if inner % ranks:
                 raise ValueError(f"their inner width is {inner}")
             if which:
-                return slice_columns(packed, begin, end)
-            if self.gate:  # rows of gate and up in turns
-                return slice_rows(packed, 2 * begin, 2 * end)
-            return concat([slice_rows(packed, first + begin, first + end) for first in (0, inner)])
+                return slice_of_rank(packed, rank, inner // ranks, inputs=True)
+            return slice_of_rank(packed, rank, interleaved * inner // ranks, matrices=2 // interleaved)
         except ValueError as error:
             raise ValueError(f"{self.prefix} has experts that cannot be shared by {ranks} ranks: {error}") from error
 
@@ -164,20 +162,20 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         for name, loaded in zip(_LEAVES, layer._lowbit_loaded, strict=True):
             missing = [number for number in range(self.moe.num_experts) if number not in loaded]
             if missing:
-                raise ValueError(f"{self.prefix} got no {name} from the files{named(missing, 'experts')}")
+                raise ValueError(f"{self.prefix} got no {name} from the files{listed(missing, 'experts')}")
             matrices = [loaded[number] for number in range(self.moe.num_experts)]
             layer._lowbit_experts.append(in_huge_pages(torch.stack(matrices)))
         del layer._lowbit_loaded
 
     def apply(
-        self, layer: torch.nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts=None,
+        self, layer: torch.nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x [tokens, hidden], and the weights and numbers [tokens, e] of the experts of each; returns [tokens, hidden]."""
+        """[tokens, hidden] of x [tokens, hidden] and the weights and numbers [tokens, e] of each token's experts."""
         first, second = layer._lowbit_experts
         experts = topk_ids.long()
         both = ops.linear_experts(x, first, experts, 2 * self.moe.intermediate_size_per_partition)
-        # In place where that is the same: memory that is new costs more than the arithmetic.
+        # In place: allocating memory would cost more than the arithmetic.
         if self.gate:
             inner = _clamped(both, *self.gate)
         else:
@@ -188,7 +186,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
 
 
 def _clamped(both: Tensor, alpha: float, limit: float) -> Tensor:
-    """What gpt-oss has between its matrices: gate and up are in turns."""
+    """The activation of gpt-oss; gate and up are interleaved."""
     gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
     gate.mul_(torch.sigmoid(gate * alpha))
     return up.add_(1).mul_(gate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,27 +18,24 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from .. import ops
-from ..memory import give_back, in_huge_pages
-from ..nn import _check_order
-from ..quantize import quantize_tensor
-from ..slices import concat, slice_columns, slice_rows
+from .._memory import give_back, in_huge_pages
+from .._rounding import quantize_tensor
+from .._slices import concat, slice_columns, slice_rows
+from ..nn import check_input_order
+from .model import PACKED, ServedModel
 
-if TYPE_CHECKING:
-    from .config import ServedConfig
-
-PACKED, _ORDER = "packed_weight", "input_order"
+_ORDER = "input_order"
 
 
 class PackedMethod(LinearMethodBase):
-    """How vLLM loads and runs a layer: its weights, packed or float, are collected while vLLM reads the files, cut to this
-    rank's part, and joined afterwards.
+    """Loads and runs a linear layer or a table: collects its weights while vLLM reads the files, cut to this rank's part.
 
-    A layer gets ``_lowbit_parts``, uint8 packed weights or float matrices, whose outputs follow one another, and
-    ``_lowbit_rows``, how many each has, and ``_lowbit_orders``, the orders of their inputs or None.
+    A layer gets ``_lowbit_parts``, packed weights (uint8) or float matrices, whose outputs are concatenated;
+    ``_lowbit_rows``, the rows of each part; ``_lowbit_orders``, the act-order permutation of each part or None.
     """
 
-    def __init__(self, config: ServedConfig, prefix: str):
-        self.config, self.prefix = config, prefix
+    def __init__(self, model: ServedModel, prefix: str):
+        self.model, self.prefix = model, prefix
 
     def create_weights(
         self,
@@ -48,32 +45,32 @@ class PackedMethod(LinearMethodBase):
         input_size: int,
         output_size: int,
         params_dtype: torch.dtype,
-        **extra_weight_attrs,
+        **_: Any,
     ) -> None:
         layer._lowbit_dtype, layer._lowbit_loaded, layer._lowbit_orders = params_dtype, {}, {}
-        for part in (_whole_rows(layer) or [None]) if self.config.selected else ():
-            self.config.asked.add(self.config.name_of(layer, self.prefix, part))
-        dtypes = {PACKED: torch.uint8, "weight": torch.uint8 if self.config.packed else params_dtype}
+        for part in (_whole_rows(layer) or [None]) if self.model.selected else ():
+            self.model.asked.add(self.model.name_of(layer, self.prefix, part))
+        dtypes = {PACKED: torch.uint8, "weight": torch.uint8 if self.model.packed else params_dtype}
         for name, dtype in dtypes.items():
             parameter = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
             parameter.weight_loader = partial(self._load, layer)
             layer.register_parameter(name, parameter)
-        if self.config.ordered:
+        if self.model.has_orders:
             parameter = torch.nn.Parameter(torch.empty(0, dtype=torch.int32), requires_grad=False)
             parameter.weight_loader = partial(self._load_order, layer)
             layer.register_parameter(_ORDER, parameter)
 
-    def _load_order(self, layer: torch.nn.Module, _, loaded: Tensor, part: str | int | None = None) -> None:
+    def _load_order(self, layer: torch.nn.Module, _: Any, loaded: Tensor, part: str | int | None = None) -> None:
         if isinstance(layer, RowParallelLinear) and layer.tp_size > 1:
             raise ValueError(
-                f"{self.prefix} has its inputs in an order of their own, which {layer.tp_size} ranks cannot share: a rank's "
-                "inputs come from all of them; use one rank"
+                f"{self.prefix} has an act-order permutation, which {layer.tp_size} ranks cannot share: a rank's inputs come "
+                "from all of them; use one rank"
             )
-        _check_order(loaded, layer.input_size)
-        for each in [part] if part is not None else _whole_rows(layer) or [None]:
-            layer._lowbit_orders[each] = loaded
+        check_input_order(loaded, layer.input_size)
+        for key in [part] if part is not None else _whole_rows(layer) or [None]:
+            layer._lowbit_orders[key] = loaded
 
-    def _load(self, layer: torch.nn.Module, _, loaded: Tensor, part: str | int | None = None) -> None:
+    def _load(self, layer: torch.nn.Module, _: Any, loaded: Tensor, part: str | int | None = None) -> None:
         if loaded.numel() == 0:
             return  # the guard beside a packed weight
         if isinstance(part, tuple):
@@ -81,32 +78,32 @@ class PackedMethod(LinearMethodBase):
         # Qwen2-MoE gives a vector for one output a second dimension.
         self._take(layer, loaded.flatten() if _is_packed(loaded) else loaded, part)
         if layer.tp_size > 1:
-            give_back(loaded)  # all of it was read, for the checksum
+            give_back(loaded)  # the checksum has read all of it
 
     def _take(self, layer: torch.nn.Module, loaded: Tensor, part: str | int | None) -> None:
         fused = None if part is not None else _whole_rows(layer)
         if fused is None:
             layer._lowbit_loaded[part] = self._cut(layer, loaded, part)
             return
-        # One matrix in the files is what vLLM keeps as several.
+        # The files have one matrix for all parts.
         begin, packed = 0, self._packed_of(layer, loaded, None)
-        for each, rows in fused.items():
+        for key, rows in fused.items():
             piece = slice_rows(packed, begin, begin + rows) if _is_packed(packed) else packed[begin : begin + rows]
-            layer._lowbit_loaded[each] = self._cut(layer, piece, each)
+            layer._lowbit_loaded[key] = self._cut(layer, piece, key)
             begin += rows
 
     def _packed_of(self, layer: torch.nn.Module, loaded: Tensor, part: str | int | None) -> Tensor:
-        """The weight, quantized if it is float and to be quantized."""
-        if _is_packed(loaded) or self.config.packed:
+        """The weight, quantized if it is float and selected."""
+        if _is_packed(loaded) or self.model.packed:
             return loaded
-        config = self.config.selected.get(self.config.name_of(layer, self.prefix, part))
+        config = self.model.selected.get(self.model.name_of(layer, self.prefix, part))
         return loaded if config is None else quantize_tensor(loaded, config)
 
     def _cut(self, layer: torch.nn.Module, loaded: Tensor, part: str | int | None) -> Tensor:
-        """The part of this rank."""
+        """This rank's part of a matrix."""
         weight = self._packed_of(layer, loaded, part)
         whole = tuple(ops.verify(weight).shape if _is_packed(weight) else weight.shape)
-        rows, columns = _own_rows(layer, part), _own_inputs(layer)
+        rows, columns = _local_rows(layer, part), _local_inputs(layer)
         expected = _rows_of(layer, part), layer.input_size
         if whole != expected:
             raise ValueError(f"{self.prefix} has a matrix of shape {list(whole)}; vLLM expects {list(expected)}")
@@ -122,7 +119,7 @@ class PackedMethod(LinearMethodBase):
         return weight if rows == (0, whole[0]) else slice_rows(weight, *rows)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
-        layer.__dict__["_lowbit_tied"] = embed_tokens  # no submodule: it has its place in the model
+        layer.__dict__["_lowbit_tied"] = embed_tokens  # in __dict__, so that it is no submodule twice
         layer.packed_weight, layer.weight = embed_tokens.packed_weight, embed_tokens.weight
         return layer
 
@@ -131,7 +128,7 @@ class PackedMethod(LinearMethodBase):
         orders = layer.__dict__.pop("_lowbit_orders", {})
         for name in (PACKED, "weight", _ORDER):
             layer._parameters.pop(name, None)
-        # vLLM's LoRA asks the weight for its device and dtype.
+        # vLLM's LoRA reads device and dtype of the weight.
         nothing = torch.empty(0, dtype=layer._lowbit_dtype)
         layer.register_parameter("weight", torch.nn.Parameter(nothing, requires_grad=False))
         if "_lowbit_tied" in layer.__dict__:
@@ -139,7 +136,7 @@ class PackedMethod(LinearMethodBase):
         wanted = list(_whole_rows(layer) or [None])
         missing = [part for part in wanted if part not in loaded]
         if missing:
-            raise ValueError(f"{self.prefix or type(layer).__name__} got no weight{named(missing)} from the files")
+            raise ValueError(f"{self.prefix or type(layer).__name__} got no weight{listed(missing)} from the files")
         parts = [loaded[part] for part in wanted]
         biased = [_is_packed(part) and ops.info(part).has_bias for part in parts]
         if any(biased):
@@ -156,7 +153,7 @@ class PackedMethod(LinearMethodBase):
             outs.append(ops.linear(inputs, part, rows) if _is_packed(part) else functional.linear(inputs, part))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
         if isinstance(layer, ParallelLMHead) and layer.tp_size > 1:
-            # Ranks gather logits of one size; vLLM knows which are of no token.
+            # Ranks gather logits of one size; vLLM drops the padding.
             out = functional.pad(out, (0, layer.num_embeddings_per_partition - out.shape[-1]))
         return out if bias is None else out + bias
 
@@ -168,16 +165,15 @@ class PackedMethod(LinearMethodBase):
 
 
 def _is_packed(weight: Tensor) -> bool:
-    return weight.dtype == torch.uint8
+    return bool(weight.dtype == torch.uint8)
 
 
-def named(parts: list, kind: str = "parts") -> str:
+def listed(parts: list[Any], kind: str = "parts") -> str:
     return "" if parts == [None] else f" for the {kind} {', '.join(map(str, parts))}"
 
 
 def _joined(parts: list[Tensor], orders: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """As one matrix, with the order of its inputs, if they are alike: layers of other widths, packed and float ones, or such
-    with inputs in other orders stay apart."""
+    """The parts as one matrix, with its act-order permutation, if all are packed alike or all are float; else unchanged."""
     if not any(map(_is_packed, parts)):
         return [torch.cat(parts)], [None]
     kinds = {(info.bits, info.group_size, info.mapping) for info in map(ops.info, filter(_is_packed, parts))}
@@ -192,7 +188,7 @@ def _joined(parts: list[Tensor], orders: list[Tensor | None]) -> tuple[list[Tens
 
 
 def _whole_rows(layer: torch.nn.Module) -> dict[str | int | None, int] | None:
-    """The parts of a fused layer and the rows of each on all ranks together; None: it is not fused."""
+    """Part of a fused layer -> its rows on all ranks together; None if the layer is not fused."""
     if isinstance(layer, QKVParallelLinear):
         return {part: _rows_of(layer, part) for part in "qkv"}
     if isinstance(layer, MergedColumnParallelLinear):
@@ -204,14 +200,14 @@ def _rows_of(layer: torch.nn.Module, part: str | int | None) -> int:
     """The rows of a layer, or of a part of a fused one, on all ranks together."""
     if isinstance(layer, QKVParallelLinear):
         heads = layer.total_num_heads if part == "q" else layer.total_num_kv_heads
-        return heads * (layer.v_head_size if part == "v" else layer.head_size)
+        return int(heads * (layer.v_head_size if part == "v" else layer.head_size))
     if isinstance(layer, MergedColumnParallelLinear):
-        return layer.output_sizes[part]
-    return layer.org_vocab_size if isinstance(layer, VocabParallelEmbedding) else layer.output_size
+        return int(layer.output_sizes[part])
+    return int(layer.org_vocab_size if isinstance(layer, VocabParallelEmbedding) else layer.output_size)
 
 
-def _own_rows(layer: torch.nn.Module, part: str | int | None) -> tuple[int, int]:
-    """This rank's rows."""
+def _local_rows(layer: torch.nn.Module, part: str | int | None) -> tuple[int, int]:
+    """The rows [begin, end) of this rank."""
     rows, rank, ranks = _rows_of(layer, part), layer.tp_rank, layer.tp_size
     if isinstance(layer, VocabParallelEmbedding):
         return layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
@@ -219,13 +215,13 @@ def _own_rows(layer: torch.nn.Module, part: str | int | None) -> tuple[int, int]
         return 0, rows
     if isinstance(layer, QKVParallelLinear) and part != "q":  # several ranks may have the same KV heads
         rank, ranks = rank // layer.num_kv_head_replicas, ranks // layer.num_kv_head_replicas
-    each = rows // ranks
-    return rank * each, (rank + 1) * each
+    count = rows // ranks
+    return rank * count, (rank + 1) * count
 
 
-def _own_inputs(layer: torch.nn.Module) -> tuple[int, int]:
-    """This rank's inputs."""
+def _local_inputs(layer: torch.nn.Module) -> tuple[int, int]:
+    """The inputs [begin, end) of this rank."""
     if not isinstance(layer, RowParallelLinear):
         return 0, layer.input_size
-    each = layer.input_size_per_partition
-    return layer.tp_rank * each, (layer.tp_rank + 1) * each
+    count = layer.input_size_per_partition
+    return layer.tp_rank * count, (layer.tp_rank + 1) * count

@@ -6,7 +6,10 @@
 #include <cstring>
 #include <map>
 
-#if defined(__unix__) || defined(__APPLE__)
+#ifdef _WIN32
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
+#else
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
@@ -14,7 +17,23 @@
 namespace lowbit::test {
 namespace {
 
-#if defined(__unix__) || defined(__APPLE__)
+#ifdef _WIN32
+int64_t page_size() {
+  SYSTEM_INFO info;
+  GetSystemInfo(&info);
+  return info.dwPageSize;
+}
+
+uint8_t* map_pages(int64_t bytes) {
+  const int64_t page = page_size();
+  const size_t total = static_cast<size_t>(bytes + 2 * page);
+  void* const memory = VirtualAlloc(nullptr, total, MEM_RESERVE, PAGE_NOACCESS);
+  if (memory == nullptr) std::abort();
+  uint8_t* const pages = static_cast<uint8_t*>(memory) + page;
+  if (VirtualAlloc(pages, static_cast<size_t>(bytes), MEM_COMMIT, PAGE_READWRITE) != pages) std::abort();
+  return pages;
+}
+#else
 int64_t page_size() {
   static const int64_t size = sysconf(_SC_PAGESIZE);
   return size;
@@ -29,9 +48,6 @@ uint8_t* map_pages(int64_t bytes) {
   if (mprotect(pages, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE) != 0) std::abort();
   return pages;
 }
-#else
-int64_t page_size() { return 4096; }
-uint8_t* map_pages(int64_t bytes) { return static_cast<uint8_t*>(std::malloc(static_cast<size_t>(bytes))); }
 #endif
 
 // Mappings are reused: the tests make tens of thousands of buffers of few sizes, all on one thread.
@@ -46,19 +62,26 @@ uint8_t pattern(int64_t index) { return static_cast<uint8_t>(0xa5 ^ (index * 29)
 
 char current_case[256] = "";
 
-#if defined(__unix__) || defined(__APPLE__)
-void say(const char* text) { [[maybe_unused]] const ssize_t written = write(2, text, std::strlen(text)); }
+void say(const char* text) {
+#ifdef _WIN32
+  DWORD written;
+  WriteFile(GetStdHandle(STD_ERROR_HANDLE), text, static_cast<DWORD>(std::strlen(text)), &written, nullptr);
+#else
+  [[maybe_unused]] const ssize_t written = write(2, text, std::strlen(text));
+#endif
+}
 
-void on_crash(int signal) {
+void say_case() {
   say("\nthe process was stopped (a wild read or write?) in: ");
   say(current_case);
   say("\n");
+}
+
+void on_crash(int signal) {
+  say_case();
   std::signal(signal, SIG_DFL);
   std::raise(signal);
 }
-#else
-void on_crash(int) {}
-#endif
 
 }  // namespace
 
@@ -96,9 +119,14 @@ bool Guarded::intact() const {
 void set_current_case(const char* text) { std::snprintf(current_case, sizeof current_case, "%s", text); }
 
 void install_crash_handler() {
-  for (const int signal : {SIGSEGV, SIGILL, SIGABRT}) std::signal(signal, on_crash);
-#if defined(SIGBUS)
-  std::signal(SIGBUS, on_crash);
+#ifdef _WIN32
+  SetUnhandledExceptionFilter([](EXCEPTION_POINTERS*) -> LONG {
+    say_case();
+    return EXCEPTION_CONTINUE_SEARCH;
+  });
+  std::signal(SIGABRT, on_crash);
+#else
+  for (const int signal : {SIGSEGV, SIGILL, SIGABRT, SIGBUS}) std::signal(signal, on_crash);
 #endif
 }
 

@@ -1,6 +1,5 @@
-// Buffers that notice who reads or writes outside of them. On Linux a buffer lies against an inaccessible page, so that
-// even a read beyond it stops the test (also under QEMU); the bytes around it hold a pattern that is checked
-// afterwards.
+// Buffers that notice who reads or writes outside of them. A buffer lies against an inaccessible page, so that even a read
+// beyond it stops the test (also under QEMU and Wine); the bytes around it hold a pattern that is checked afterwards.
 #pragma once
 
 #include <cstdint>

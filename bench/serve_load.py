@@ -1,0 +1,254 @@
+"""Users of a server, some of whom go away: every text beside the text alone, tokens per second, memory.
+
+    .venv/bin/python bench/serve_load.py --users 1 8 32 --requests 100
+    .venv/bin/python bench/serve_load.py --port 8080 --users 8     # a server that runs already: figures only, no texts
+
+Each user sends one request after the other: prompts with a shared prefix or without, greedy or sampled, streamed or not. Some
+clients disconnect: before the answer, or after some pieces of a stream. After each round no text may run or wait.
+Without --port the script starts `lowbit serve` on the model and compares each text with the one that the library writes alone.
+Any difference gives exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HELD_OUT = ROOT / "examples" / "tiny_llama" / "heldout.txt"
+
+
+@dataclass
+class Round:
+    """What the users of a round saw."""
+
+    requests: int = 0
+    gone: int = 0
+    refused: int = 0
+    tokens: int = 0
+    firsts: list[float] = field(default_factory=list)  # seconds to the first piece of streams
+    wrong: list[str] = field(default_factory=list)
+    texts: list[tuple[dict, str]] = field(default_factory=list)  # requests and their texts
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def body_of(chance: random.Random, text: str, longest: int) -> dict:
+    """A request: its prompt is a piece of the text, mostly behind one of three beginnings."""
+    begin = chance.choice([0, 200, 400])
+    at = chance.randrange(len(text) - 400)
+    prompt = chance.choice([text[begin : begin + 150], ""]) + text[at : at + chance.choice([20, 80, 300])]
+    drawn = {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1, "seed": chance.randrange(2**31)}
+    return {
+        "prompt": prompt, "max_tokens": chance.randint(1, longest), "stream": chance.random() < 0.6,
+        **(drawn if chance.random() < 0.5 else {"temperature": 0}),
+    }  # fmt: skip
+
+
+def ask(port: int, body: dict, pieces: int | None, into: Round) -> None:
+    """Sends a request, again where the queue is full, and notes what comes.
+
+    Args:
+        pieces: after so many pieces of a stream the client disconnects, with 0 before any answer; None: it stays.
+    """
+    sent = body | {"stream_options": {"include_usage": True}} if body["stream"] else body
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        begin, first, text, tokens, left = time.perf_counter(), None, "", 0, pieces
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps(sent), {"Content-Type": "application/json"})
+            if left == 0:
+                with into.lock:
+                    into.requests, into.gone = into.requests + 1, into.gone + 1
+                return
+            response = connection.getresponse()
+            if response.status == 429:
+                response.read()
+                with into.lock:
+                    into.refused += 1
+                time.sleep(0.2)
+                continue
+            if response.status != 200:
+                raise RuntimeError(f"port {port} answers {response.status}: {response.read(500)!r}")
+            if not body["stream"]:
+                document = json.loads(response.read())
+                text, tokens = document["choices"][0]["text"], document["usage"]["completion_tokens"]
+            else:
+                for line in response:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    document = json.loads(line[6:])
+                    for choice in document["choices"]:
+                        first = first or time.perf_counter()
+                        text += choice["text"]
+                    if left is not None and (left := left - 1) == 0:
+                        break
+                    tokens = (document.get("usage") or {}).get("completion_tokens", tokens)
+        with into.lock:
+            into.requests += 1
+            into.tokens += tokens
+            if first:
+                into.firsts.append(first - begin)
+            if left == 0:
+                into.gone += 1
+            else:
+                into.texts.append((body, text))
+        return
+
+
+def idle(port: int) -> bool:
+    """Whether no text runs or waits, after at most a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            found = connection.getresponse().read().decode()
+        if re.search(r"^lowbit_running_texts 0$", found, re.M) and re.search(r"^lowbit_waiting_texts 0$", found, re.M):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def play(port: int, users: int, requests: int, longest: int, seed: int) -> tuple[Round, float]:
+    """So many users at a time, together so many requests: what they saw, and the seconds."""
+    text, into, errors = HELD_OUT.read_text(encoding="utf-8"), Round(), []
+    numbers = iter(range(requests))
+
+    def use() -> None:
+        try:
+            while True:
+                with into.lock:
+                    number = next(numbers, None)
+                if number is None or errors:
+                    return
+                chance = random.Random(seed * 1_000_003 + number)
+                body = body_of(chance, text, longest)
+                ask(port, body, None if chance.random() > 0.15 else chance.randrange(4 if body["stream"] else 1), into)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(users)]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return into, time.perf_counter() - begin
+
+
+class Alone:
+    """What the library writes of a request, one text after the other."""
+
+    def __init__(self, model: Path, max_length: int):
+        from lowbit import llm
+        from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens
+
+        self._llm, loaded, self._tokenizer = llm, load_model(model), load_tokenizer(model)
+        self._decoder, self._stop = llm.Decoder(loaded, max_length), stop_tokens(loaded, self._tokenizer)
+
+    def text(self, body: dict) -> str:
+        prompt = self._tokenizer(body["prompt"])["input_ids"]
+        names = ("temperature", "top_k", "top_p", "repetition_penalty")
+        text = self._llm.TextUntil(self._tokenizer, prompt)
+        self._llm.generate(
+            self._decoder, prompt, body["max_tokens"], seed=body.get("seed", 0), stop=self._stop, until=text,
+            **{name: body[name] for name in names if name in body},
+        )  # fmt: skip
+        return text.finish()
+
+
+def memory(process: int) -> dict[str, float]:
+    """MiB of a process: now, and at most."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return {name: int(re.search(rf"{key}:\s+(\d+)", status)[1]) / 1024 for name, key in (("now", "VmRSS"), ("most", "VmHWM"))}
+
+
+@contextlib.contextmanager
+def serving(model: Path, max_length: int, at_once: int):
+    """Starts `lowbit serve`: its port and its process."""
+    command = [
+        Path(sys.executable).with_name("lowbit"), "serve", model, "--port", "0", "--max-length", max_length,
+        "--at-once", at_once, "--threads", os.environ.get("OMP_NUM_THREADS", "1"),
+    ]  # fmt: skip
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if match := re.search(r"on http://127.0.0.1:(\d+)/v1", line):
+                    yield int(match[1]), process.pid
+                    break
+            else:
+                raise RuntimeError("".join(lines))
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a packed checkpoint; by default the shipped one, packed to 4 bits")
+    parser.add_argument("--users", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--requests", type=int, default=100, help="of each round")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="of each number of users; memory should not grow from the second on"
+    )
+    parser.add_argument("--longest", type=int, default=48, help="new tokens of a request, at most")
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--port", type=int, help="of a server that runs already")
+    parser.add_argument("--output", type=Path, help="JSON of all figures")
+    options = parser.parse_args()
+    rows: list[dict] = []
+
+    def rounds(port: int, process: int | None, alone: Alone | None) -> None:
+        for users in options.users:
+            for number in range(options.rounds):
+                seen, seconds = play(port, users, options.requests, options.longest, number)
+                wrong = [body for body, text in seen.texts if alone is not None and alone.text(body) != text]
+                row = {
+                    "users": users, "round": number, "requests": seen.requests, "gone": seen.gone, "refused": seen.refused,
+                    "compared": len(seen.texts) if alone else 0, "wrong": len(wrong),
+                    "idle": None if process is None else idle(port), "seconds": seconds,
+                    "tokens_per_second": seen.tokens / seconds,
+                    "first_text_seconds": statistics.median(seen.firsts) if seen.firsts else None,
+                    "memory_mib": None if process is None else memory(process),
+                }  # fmt: skip
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                if wrong:
+                    print(f"another text than alone: {json.dumps(wrong[0])}", file=sys.stderr)
+
+    if options.port is not None:
+        rounds(options.port, None, None)
+    else:
+        model = options.model
+        if model is None:
+            import lowbit
+
+            model = ROOT / "build" / "serve_load" / "tiny-4bit"
+            if not model.exists():
+                model.parent.mkdir(parents=True, exist_ok=True)
+                lowbit.quantize_checkpoint(ROOT / "examples" / "tiny_llama" / "model", model, lowbit.LowBitConfig(bits=4))
+        with serving(model, 512, options.at_once) as (port, process):
+            rounds(port, process, Alone(model, 512))
+    if options.output is not None:
+        options.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return int(any(row["wrong"] or row["idle"] is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Quantization of linear layers in the order of a model's calls, with inputs from the layers quantized before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .capture import BlockCall, Recorded, StopRun, blocks_of
+from .collect import add_to, inputs_in_a_run, rows_of, sets_of
+from .data import Sample
+from .gptq import Moments
+from .grid import MatrixConfig
+from .learning import put_weights
+from .packing import Packer, by_name
+from .tuning import tuned
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A module, and how batch i of the sample runs through it."""
+
+    module: torch.nn.Module
+    run: Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """Fits the scales of a block's new layers to the outputs of the float block."""
+
+    packer: Packer
+    sample: Sample
+    tables: Collection[str]  # layers whose tables of levels may move
+    options: Mapping[str, Any]  # steps and rate of :func:`tuned`
+
+    def tune(
+        self, block: torch.nn.Module, prefix: str, run: Callable[[torch.nn.Module, int], Tensor], outputs: list[Tensor]
+    ) -> None:
+        """Tunes the layers that wait in the packer, and keeps them.
+
+        Args:
+            run: of a block like this one, on batch i: the outputs.
+            outputs: of the float block, for each batch.
+        """
+        waiting, sample = self.packer.waiting, self.sample
+        names = [name.removeprefix(prefix) for (name,), _, _ in waiting]
+        tables = {name.removeprefix(prefix) for name in self.tables}
+        better = tuned(block, names, run, outputs, sample.masks, sample.held_out, tables=tables, **self.options)
+        layers = []
+        for name, ((full_name,), method, packed) in zip(names, waiting, strict=True):
+            weight = better.get(name, packed)
+            changed = (weight != packed).view(-1, packed.shape[-1]).any(1).tolist()  # of a layer, or of each expert
+            method = ",".join("tuned" if new else old for old, new in zip(method.split(","), changed, strict=True))
+            self.packer.result.methods |= by_name(full_name, method, packed)
+            layers.append(([full_name], method, weight))
+        waiting.clear()
+        put_weights(block, dict(zip(names, self.packer.kept.keep(layers), strict=True)))
+
+
+def quantize_blocks(
+    model: torch.nn.Module,
+    name: str,
+    originals: list[Recorded],
+    targets: Mapping[str, MatrixConfig],
+    packer: Packer,
+    sample: Sample,
+    tuner: Tuner | None,
+) -> None:
+    """Quantizes the blocks of a list one by one, each with inputs from the quantized blocks before it.
+
+    Args:
+        name: of the list in the model.
+        originals: for each batch how the float model calls the blocks.
+        targets: configs of linear layers, by their names in the model.
+        tuner: learns the scales of each block; None: they stay as they are.
+    """
+    blocks = list(model.get_submodule(name))
+    recordings = []
+    for batch in sample.batches:
+        with blocks_of(blocks, stop_after=True) as recorded, suppress(StopRun):
+            model(**batch)
+        recordings.append(recorded)
+    hidden, float_hidden = [one.first for one in recordings], [one.first for one in originals]
+    for one in (*recordings, *originals):
+        one.first = None  # the lists own them, and let them go
+    for index, block in enumerate(blocks):
+        prefix, is_last = f"{name}.{index}.", index + 1 == len(blocks)
+        calls, float_calls = ([one.calls[index] for one in batches] for batches in (recordings, originals))
+        quantized = Runnable(block, partial(_run, calls, hidden, block))
+        original = Runnable(twin := copy.deepcopy(block), partial(_run, float_calls, float_hidden, twin))
+        in_block = {key.removeprefix(prefix): config for key, config in targets.items() if key.startswith(prefix)}
+        quantize_segment(quantized, original, prefix, in_block, packer, sample, tune=tuner is not None)
+        packer.pack_experts(block, prefix, quantized.run, tune=tuner is not None)
+        if not is_last or packer.waiting:
+            for i in range(len(originals)):
+                float_hidden[i] = original.run(i)
+        if tuner is not None and packer.waiting:
+            tuner.tune(block, prefix, partial(_run, calls, hidden), float_hidden)
+        if not is_last:
+            for i in range(len(recordings)):
+                hidden[i] = quantized.run(i)
+
+
+def _run(calls: list[BlockCall], hidden: list[Tensor], block: torch.nn.Module, i: int) -> Tensor:
+    """A block's outputs of batch i."""
+    return calls[i].run(block, hidden[i])
+
+
+def quantize_rest(model: torch.nn.Module, targets: Mapping[str, MatrixConfig], packer: Packer, sample: Sample) -> None:
+    """Quantizes the linear layers that are not quantized yet, by runs of the whole model."""
+    rest = {name: config for name, config in targets.items() if name not in packer.result.methods}
+    if not rest:
+        return
+    original = None
+    # After quantized blocks a float copy would need the whole float model in memory.
+    if len(rest) == len(targets):
+        original = Runnable(twin := copy.deepcopy(model), partial(sample.run, twin))
+    quantize_segment(Runnable(model, partial(sample.run, model)), original, "", rest, packer, sample)
+
+
+def quantize_segment(
+    quantized: Runnable,
+    original: Runnable | None,
+    prefix: str,
+    targets: Mapping[str, MatrixConfig],
+    packer: Packer,
+    sample: Sample,
+    tune: bool = False,
+) -> None:
+    """Quantizes linear layers of a module in the order of its calls, those that share an input at the same time.
+
+    Args:
+        original: the float copy of the module; None: its inputs are not known.
+        prefix: of the module's names in the model.
+        targets: configs by name in the module.
+        tune: leaves the packed layers waiting for :class:`Tuner`.
+    """
+    kept = packer.kept.packed
+    if all(prefix + name in kept for name in targets):
+        for name in targets:
+            packer.pack_layers(quantized.module, [name], targets, None, prefix)
+        return
+    for leaders in sets_of(quantized.module, targets, lambda: quantized.run(0)):
+        missing = sorted({leader for name, leader in leaders.items() if prefix + name not in kept})
+        moments = _moments(quantized, original, missing, sample, holds_out="correction" not in packer.options)
+        for leader in dict.fromkeys(leaders.values()):
+            names = [name for name in leaders if leaders[name] == leader]
+            packer.pack_layers(quantized.module, names, targets, moments.pop(leader, None), prefix, tune)
+
+
+def _moments(
+    quantized: Runnable, original: Runnable | None, names: list[str], sample: Sample, holds_out: bool
+) -> dict[str, Moments]:
+    """Moments of the inputs of layers over the sample; ``holds_out`` keeps some tokens' inputs apart."""
+    moments: dict[str, Moments] = {}
+    for i, mask in enumerate(sample.masks if names else ()):
+        tokens = sample.batches[i]["input_ids"].numel()
+        part = sample.part_held_out(i) if holds_out and original is not None else 0.0
+        float_inputs = {} if original is None else inputs_in_a_run(original.module, names, partial(original.run, i))
+        for name, inputs in inputs_in_a_run(quantized.module, names, partial(quantized.run, i)).items():
+            partners = float_inputs.get(name, [])
+            # An expert may get other tokens than in the float model.
+            paired = len(inputs) == len(partners) and all(
+                x.shape == y.shape and x.numel() // x.shape[-1] == tokens for x, y in zip(inputs, partners, strict=True)
+            )
+            for j, x in enumerate(inputs):
+                y = rows_of(partners[j], mask) if paired else None
+                add_to(moments, name, rows_of(x, mask), y, diagonal=False, held=part)
+    return moments

@@ -1,0 +1,122 @@
+"""``lowbit serve``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .models import imported, load, positions, read_text, set_threads
+from .options import (
+    Cache,
+    EmbeddingBits,
+    GroupSize,
+    Mapping,
+    MaxLength,
+    OptionalBits,
+    Threads,
+    finite,
+    make_config,
+    parse_size,
+    refuse_without_bits,
+)
+from .output import Output
+
+if TYPE_CHECKING:
+    from lowbit import LowBitConfig
+    from lowbit.serve.models import Encoder, LanguageModel
+
+_CONTEXT = 4096  # tokens, unless the model has fewer or --max-length says otherwise
+
+
+def serve(
+    models: Annotated[
+        list[Path], typer.Argument(metavar="MODEL...", help="Directories of checkpoints, or GGUF files.", show_default=False)
+    ],
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", help="Requests must have it; LOWBIT_API_KEY hides it from ps.", show_default=False),
+    ] = None,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Texts that are written at once.")] = 16,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Texts that may wait; further ones are refused.")] = 64,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Tokens of prompts in a call of the model.")] = 512,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.001, callback=finite, help="Seconds for a request.")] = 600.0,
+    grace: Annotated[int, typer.Option("--grace", min=0, help="Seconds that running requests get at the end.")] = 10,
+    prefix_cache: Annotated[
+        str, typer.Option("--prefix-cache", help="Memory for beginnings of texts that have ended; 0: none.")
+    ] = "512MiB",
+    template: Annotated[
+        Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
+    ] = None,
+    bits: OptionalBits = None,
+    group_size: GroupSize = "32",
+    mapping: Mapping = "symmetric",
+    embedding_bits: EmbeddingBits = None,
+    max_length: MaxLength = None,
+    cache: Cache = None,
+    threads: Threads = None,
+) -> None:
+    """Answer requests over HTTP, with OpenAI's interface, until Ctrl-C or SIGTERM."""
+    run: Any = _needed()
+    output = Output(False)
+    refuse_without_bits(bits, group_size, mapping, embedding_bits)
+    kept = 0 if prefix_cache == "0" else parse_size(prefix_cache, "--prefix-cache")
+    names = [path.name.removesuffix(".gguf") or str(path) for path in (each.absolute() for each in models)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two models have the name {twice}, by which requests choose; expected different names of directories")
+    config = None if bits is None else make_config(bits, group_size, mapping, embedding_bits)
+    text = None if template is None else read_text(template)
+    set_threads(threads)
+
+    loaded = [
+        _load(output, name, path, config, text, max_length, at_once=at_once, rows=rows, cache=cache, prefix_bytes=kept)
+        for name, path in zip(names, models, strict=True)
+    ]
+    run(
+        loaded, host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None, queue=queue, timeout=timeout, grace=grace,
+        note=output.note, warn=output.warn,
+    )  # fmt: skip
+
+
+def _needed() -> Any:
+    """What runs a server; first, because a library may be missing."""
+    try:
+        from lowbit.serve.run import run
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ImportError(f"{error.name} not installed; install it with: pip install 'lowbit[llm,serve]'") from error
+    return run
+
+
+def _load(
+    output: Output,
+    name: str,
+    path: Path,
+    config: LowBitConfig | None,
+    template: str | None,
+    max_length: int | None,
+    **more: Any,
+) -> LanguageModel | Encoder:
+    from lowbit import llm
+    from lowbit.llm.chat import chat_template
+    from lowbit.llm.loading import load_tokenizer
+    from lowbit.serve.models import Encoder, LanguageModel, is_encoder
+
+    if is_encoder(path):
+        return Encoder.of(name, path)
+    with imported(output, path) as path:
+        tokenizer = load_tokenizer(path)
+        model = load(output, path, config)
+        if template is None and tokenizer.chat_template:
+            template = chat_template(tokenizer, path)
+    length = max_length or min(_CONTEXT, positions(model) // 16 * 16)
+    try:
+        return LanguageModel.of(name, model, tokenizer, template, max_length=length, **more)
+    except llm.Refusal as refusal:
+        raise ValueError(f"lowbit serve needs lowbit's decoder; {refusal}") from refusal

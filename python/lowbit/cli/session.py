@@ -1,0 +1,126 @@
+"""The session of ``lowbit generate`` and ``lowbit chat``: a model, its tokenizer, a decoding step and how tokens are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowbit._machine import cpp_compiler
+
+from .models import (
+    check_text,
+    imported,
+    load,
+    make_decoder,
+    make_prefix_cache,
+    make_step,
+    parse_prefix_size,
+    positions,
+    set_threads,
+)
+from .options import parse_sampling
+from .output import Output
+
+if TYPE_CHECKING:
+    from lowbit import LowBitConfig
+
+
+class Session:
+    """A model that writes text.
+
+    Checks the options that need no model; :meth:`load` loads the model and its tokenizer, :meth:`start` makes the decoding
+    step.
+
+    Attributes:
+        strings: texts that end a text.
+        template: the chat template, or None.
+        stop: tokens that end a text.
+        sampling: fields of :class:`lowbit.llm.Sampling` that the options set.
+        prefix_cache: on disk, or None.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        path: Path,
+        config: LowBitConfig | None,
+        *,
+        stop: Iterable[str] | None,
+        compiled: bool,
+        cache: str | None,
+        threads: int | None,
+        prefix_cache: Path | None,
+        prefix_cache_size: str,
+    ):
+        from lowbit.llm.stopping import check_stop_strings
+
+        self.output, self.path, self._config = output, path, config
+        self.strings = check_stop_strings(check_text(text, "--stop") for text in stop or ())
+        self._compiled, self._cache = compiled, cache
+        self._prefixes = prefix_cache, parse_prefix_size(prefix_cache, prefix_cache_size)
+        if compiled:
+            cpp_compiler()
+        set_threads(threads)
+
+    def load(self, sampling: dict[str, Any], template: str | None = None, has_turns: bool = True) -> None:
+        """Loads the model and its tokenizer.
+
+        Args:
+            sampling: values of the sampling options by name; None: not given.
+            template: a chat template; None: the tokenizer's, if the session ``has_turns``.
+        """
+        from lowbit.llm.chat import chat_template
+        from lowbit.llm.loading import load_tokenizer, stop_tokens
+
+        with imported(self.output, self.path) as self.path:
+            self.model = load(self.output, self.path, self._config)
+            self.tokenizer = load_tokenizer(self.path)
+            self.template = chat_template(self.tokenizer, self.path) if has_turns and template is None else template
+        self.stop = stop_tokens(self.model, self.tokenizer)
+        self.sampling = parse_sampling(self.tokenizer, sampling)
+
+    def start(self, max_length: int, needs: dict[str, bool] | None = None) -> None:
+        """Makes the decoding step, as :func:`make_step`, and its prefix cache."""
+        self.max_length = max_length
+        self.step = make_step(self.output, self.model, max_length, self._compiled, self._cache, needs)
+        self.prefix_cache = make_prefix_cache(self.output, *self._prefixes, self.step)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the model does not run in lowbit's decoder; None: it does."""
+        return getattr(self.step, "refusal", None)
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a text, or of a message in the chat template."""
+        from lowbit.llm.chat import render
+        from lowbit.llm.loading import check_tokens
+
+        ids: list[int]
+        if self.template is not None:
+            ids = render(self.tokenizer, [{"role": "user", "content": text}], self.template)
+        else:
+            ids = self.tokenizer(text)["input_ids"]
+        check_tokens(self.model, ids, self.path)
+        return ids
+
+    def draft(self, path: Path) -> Callable[..., torch.Tensor]:
+        """The decoder of a draft model with the same tokens."""
+        from lowbit.llm.loading import load_tokenizer
+
+        with imported(self.output, path) as path:
+            tokens, expected = load_tokenizer(path).get_vocab(), self.tokenizer.get_vocab()
+            if tokens != expected:
+                other = min(token for token in tokens.keys() | expected if tokens.get(token) != expected.get(token))
+                raise ValueError(
+                    f"{path} has other tokens than {self.path}, {other!r} for example, and cannot guess them; expected a "
+                    "smaller model of the same family"
+                )
+            model = load(self.output, path, None)
+        if positions(model) < self.max_length:
+            raise ValueError(
+                f"{path} is made for {positions(model)} tokens; expected {self.max_length} or more, as --max-length"
+            )
+        return make_decoder(self.output, model, self.max_length, False, self._cache)

@@ -1,0 +1,102 @@
+"""Layers with a state of fixed size: linear attention and short causal convolutions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _without_gradients(operator: str, *tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"lowbit.{operator} has no gradients; call it under torch.no_grad(), or train with the model's own code"
+        )
+
+
+def state_shape(batch: int, heads: int, width: int, value_width: int) -> tuple[int, int, int, int, int]:
+    """The shape of a state of :func:`linear_attention`: panels of 16 columns."""
+    return batch, heads, -(-value_width // 16), width, 16
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    state: Tensor,
+    start: Tensor,
+    *,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    norm_epsilon: float = 0.0,
+) -> Tensor:
+    """Linear attention with decay over a state of fixed size, which it changes in place.
+
+    For each token, with the state S of a head, [width, value_width]::
+
+        S = exp(decay) * S;  u = beta * (v - k @ S), or v without beta;  S = S + outer(k, u);  out = scale * q @ S
+
+    With beta this is the gated delta rule (Yang et al., Gated Delta Networks, 2024), with a decay per row of S that of Kimi
+    Linear (2025); without beta it is Mamba-2's scan (Dao and Gu, Transformers are SSMs, 2024) and retention. All in float32.
+    The result of a token has the same bits on every CPU, for any number of threads, and however a text is cut into calls.
+
+    Args:
+        q, k: [batch, positions, key_heads, width] float32, bfloat16 or float16; the last dimension has stride 1.
+        v: [batch, positions, heads, value_width] of q's dtype, likewise. Head h has head ``h // (heads // key_heads)`` of q and
+            k. Widths are 1 to 1024.
+        decay: [batch, positions, heads], contiguous, or [batch, positions, heads, width] float32: natural logarithms of what
+            S is multiplied by. A number above 0 counts as 0.
+        state: :func:`state_shape`, float32, contiguous. Changed.
+        start: int64, one element: how many positions the state has seen. 0 starts a new text, whatever the state is.
+        beta: [batch, positions, heads] float32, contiguous.
+        scale: of q; None: ``width ** -0.5``.
+        norm_epsilon: q and k are multiplied by ``(sum of squares + norm_epsilon) ** -0.5``; 0: they are not.
+
+    Returns:
+        [batch, positions, heads, value_width] of q's dtype, contiguous. It has no gradients.
+
+    Raises:
+        IndexError: ``start`` is negative.
+        RuntimeError: gradients are asked for.
+        ValueError: a wrong dtype, shape, stride or device, or a number out of its range. The state is unchanged.
+    """
+    _without_gradients("linear_attention", q, k, v, decay, beta)
+    scale = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
+    return torch.ops.lowbit.linear_attention(q, k, v, decay, beta, state, start, scale, norm_epsilon)
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, state: Tensor, start: Tensor, *, bias: Tensor | None = None, silu: bool = False
+) -> Tensor:
+    """A causal convolution of each channel with few taps, over a state that it changes in place.
+
+    ``out[t] = bias + sum over j of weight[j] * x[t - taps + 1 + j]``, then, with ``silu``, ``out * sigmoid(out)``; computed in
+    float32. The bits do not depend on the CPU, the number of threads, or how a text is cut into calls.
+
+    Args:
+        x: [batch, positions, channels] float32, bfloat16 or float16; the last dimension has stride 1.
+        weight: [taps, channels] of x's dtype, contiguous; up to 16 taps. A ``Conv1d`` has it as [channels, 1, taps].
+        state: [batch, taps - 1, channels] of x's dtype, contiguous: the inputs before x, the oldest first. Changed.
+        start: int64, one element: how many positions came before. 0 starts a new text: zeros come before it.
+        bias: [channels] of x's dtype.
+
+    Returns:
+        [batch, positions, channels] of x's dtype, contiguous. It has no gradients.
+
+    Raises:
+        IndexError: ``start`` is negative.
+        RuntimeError: gradients are asked for.
+        ValueError: a wrong dtype, shape, stride or device. The state is unchanged.
+    """
+    _without_gradients("short_conv", x, weight, bias)
+    return torch.ops.lowbit.short_conv(x, weight, bias, state, start, silu)
+
+
+@torch.library.register_fake("lowbit::linear_attention")
+def _(q, k, v, decay, beta, state, start, scale, norm_epsilon=0.0):
+    return q.new_empty(v.shape)
+
+
+@torch.library.register_fake("lowbit::short_conv")
+def _(x, weight, bias, state, start, silu=False):
+    return x.new_empty(x.shape)

@@ -1,0 +1,290 @@
+"""Texts on their way from the engine to a request, and the documents that they become."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..llm.generation import Generation
+from ..llm.penalties import TokenLogprobs
+from ..llm.stopping import TextUntil
+from .engine import Engine
+from .errors import ApiError
+from .models import LanguageModel
+from .protocol import Asked, finite
+from .tools import Held, Tools, find_calls
+
+_REASONS = {"stop": "stop", "until": "stop", "max_new_tokens": "length", "max_length": "length"}
+
+
+@dataclass
+class Event:
+    """More of one text; the last one has its end."""
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprobs]
+    end: Generation | None = None
+
+
+class Answers:
+    """The texts of a request."""
+
+    def __init__(self, engine: Engine, model: LanguageModel, prompts: list[list[int]], asked: Asked, usual_tokens: int | None):
+        """
+        Args:
+            prompts: each gets the number of texts that is asked for.
+            usual_tokens: as for :meth:`LanguageModel.text`.
+
+        Raises:
+            ApiError: a text cannot be written.
+        """
+        self._engine, self._model, self.asked, self.prompts = engine, model, asked, prompts
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
+        self.texts = [model.text(tokens, asked, number, usual_tokens) for tokens in prompts for number in range(asked.n)]
+        self.ends: dict[int, Generation] = {}
+        self.began = time.perf_counter()
+        self.first: float | None = None  # when the first token came
+        for index, text in enumerate(self.texts):
+            text.until = until = TextUntil(model.tokenizer, text.prompt, asked.stop)
+            text.on_token = self._came
+            tell = self._teller(index)
+            until.on_text = partial(tell, None)
+            text.on_end = partial(self._end, until, tell)
+            text.on_error = self._tell
+
+    def _came(self, token: int) -> None:
+        if self.first is None:
+            self.first = time.perf_counter()
+
+    # On the engine's thread:
+
+    def _tell(self, event: Event | Exception) -> None:
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    def _teller(self, index: int) -> Callable[[Generation | None, str], None]:
+        text, told = self.texts[index], 0
+
+        def tell(end: Generation | None, piece: str) -> None:
+            nonlocal told
+            logprobs = [] if text.result is None else text.result.logprobs[told:]
+            told += len(logprobs)
+            self._tell(Event(index, piece, logprobs, end))
+
+        return tell
+
+    def _end(self, until: TextUntil, tell: Callable[[Generation, str], None], result: Generation) -> None:
+        until.on_text = None
+        before = len(until.text)
+        tell(result, until.finish()[before:])
+
+    # On the server's:
+
+    def start(self) -> None:
+        """Has the texts written.
+
+        Raises:
+            ApiError: too many wait.
+        """
+        self._engine.add(self._model.batch, self.texts)
+
+    def close(self) -> None:
+        """Ends texts that have not ended."""
+        left = [text for index, text in enumerate(self.texts) if index not in self.ends]
+        if left:
+            self._engine.remove(self._model.batch, left)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """All events of all texts.
+
+        Raises:
+            Exception: one cannot be written.
+        """
+        while len(self.ends) < len(self.texts):
+            event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            if event.end is not None:
+                self.ends[event.index] = event.end
+            yield event
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        done = [self.ends[index] for index in sorted(self.ends)]
+        prompt = sum(map(len, self.prompts))
+        new = 0 if self.asked.max_tokens == 0 else sum(len(each.tokens) for each in done)
+        firsts = done[:: self.asked.n]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in firsts)},
+        }
+
+
+class Form:
+    """The documents of an endpoint."""
+
+    kind, prefix, chunk_kind = "text_completion", "cmpl", "text_completion"
+
+    def __init__(self, answers: Answers, model: LanguageModel, tools: Tools | None):
+        self._answers, self._model, self._asked, self._tools = answers, model, answers.asked, tools
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.kind, "created": int(time.time()), "model": model.name,
+        }  # fmt: skip
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, pieces: dict[int, list[Event]]) -> dict[str, Any]:
+        """All texts, of their events."""
+        choices = []
+        for index, events in sorted(pieces.items()):
+            end = events[-1].end
+            assert end is not None
+            text = self._echoed(index) + ("" if self._asked.max_tokens == 0 else "".join(each.text for each in events))
+            logprobs = [] if self._asked.max_tokens == 0 else [one for each in events for one in each.logprobs]
+            content, reason = self._content(text, _REASONS[end.stopped])
+            scores = self._logprobs(index, end, logprobs, True)
+            choices.append({"index": index, **content, "logprobs": scores, "finish_reason": reason})
+        return self._head | {"choices": choices, "usage": self._answers.usage, "seed": self._asked.seed}
+
+    def first(self) -> list[dict[str, Any]]:
+        """What comes before all texts in a stream."""
+        return [self._chunk(index, self._begin(), None) for index in range(len(self._answers.texts)) if self._begin()]
+
+    def next(self, event: Event, begins: bool) -> list[dict[str, Any]]:
+        """What an event becomes in a stream."""
+        chunks = []
+        text = (self._echoed(event.index) if begins else "") + ("" if self._asked.max_tokens == 0 else event.text)
+        text = self._told(event.index, text)
+        logprobs = [] if self._asked.max_tokens == 0 else event.logprobs
+        if text or logprobs:
+            result = self._answers.texts[event.index].result
+            chunks.append(self._chunk(event.index, self._delta(text), self._logprobs(event.index, result, logprobs, begins)))
+        if event.end is not None:
+            left, reason = self._left(event.index, _REASONS[event.end.stopped])
+            chunks += [self._chunk(event.index, each, None) for each in left]
+            chunks.append(self._chunk(event.index, self._delta(None), None, reason))
+        return chunks
+
+    def last(self) -> list[dict[str, Any]]:
+        """What comes behind all texts."""
+        if not self._asked.include_usage:
+            return []
+        return [self._head | {"object": self.chunk_kind, "choices": [], "usage": self._answers.usage}]
+
+    def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return self._head | {"object": self.chunk_kind, "choices": [choice], "seed": self._asked.seed}
+
+    def _echoed(self, index: int) -> str:
+        if not self._asked.echo:
+            return ""
+        return self._model.tokenizer.decode(self._answers.texts[index].prompt, skip_special_tokens=True)
+
+    def _content(self, text: str, reason: str) -> tuple[dict[str, Any], str]:
+        """What a text becomes, and why it ended."""
+        return {"text": text}, reason
+
+    def _told(self, index: int, text: str) -> str:
+        """What a stream tells at once of more of a text."""
+        return text
+
+    def _left(self, index: int, reason: str) -> tuple[list[dict[str, Any]], str]:
+        """What a stream tells at the end of a text, and why it ended."""
+        return [], reason
+
+    def _begin(self) -> dict[str, Any]:
+        return {}
+
+    def _delta(self, text: str | None) -> dict[str, Any]:
+        return {"text": text or ""}
+
+    def _logprobs(self, index: int, result: Generation | None, new: list[TokenLogprobs], begins: bool) -> Any:
+        """OpenAI's older form: a list for each kind of figure, with places in the text."""
+        if self._asked.logprobs is None:
+            return None
+        found: list[TokenLogprobs | int] = list(new)
+        if begins and self._asked.echo and result is not None:
+            found = [
+                self._answers.texts[index].prompt[0],
+                *result.prompt_logprobs,
+                *new,
+            ]  # nothing says how likely the first is
+        at = self._offsets.get(index, 0)
+        document: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for each in found:
+            text = self._model.piece(each if isinstance(each, int) else each.token)
+            document["tokens"].append(text)
+            document["text_offset"].append(at)
+            document["token_logprobs"].append(None if isinstance(each, int) else finite(each.logprob))
+            top = None if isinstance(each, int) else {self._model.piece(t): finite(value) for t, value in reversed(each.top)}
+            document["top_logprobs"].append(top)
+            at += len(self._model.visible(each if isinstance(each, int) else each.token))
+        self._offsets[index] = at
+        return document
+
+
+class ChatForm(Form):
+    kind, prefix, chunk_kind = "chat.completion", "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, answers: Answers, model: LanguageModel, tools: Tools | None):
+        super().__init__(answers, model, tools)
+        self._held = {index: Held() for index in range(len(answers.texts))} if tools is not None else {}
+
+    def _calls(self, text: str, reason: str) -> tuple[str, list[dict[str, Any]], str]:
+        """A text without its calls, these, and why it ended."""
+        content, calls = (text, []) if self._tools is None else find_calls(text, self._tools.names)
+        return content, calls, "tool_calls" if calls and reason == "stop" else reason
+
+    def _content(self, text: str, reason: str) -> tuple[dict[str, Any], str]:
+        content, calls, reason = self._calls(text, reason)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content if content.strip() else None, "tool_calls": calls}
+        return {"message": message}, reason
+
+    def _told(self, index: int, text: str) -> str:
+        return self._held[index].more(text) if index in self._held else text
+
+    def _left(self, index: int, reason: str) -> tuple[list[dict[str, Any]], str]:
+        if index not in self._held:
+            return [], reason
+        content, calls, reason = self._calls(self._held[index].text, reason)
+        rest = self._held[index].rest(content)
+        deltas: list[dict[str, Any]] = [{"content": rest}] if rest.strip() or (rest and not calls) else []
+        deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(calls)]
+        return [{"delta": each} for each in deltas], reason
+
+    def _begin(self) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _delta(self, text: str | None) -> dict[str, Any]:
+        return {"delta": {} if text is None else {"content": text}}
+
+    def _logprobs(self, index: int, result: Generation | None, new: list[TokenLogprobs], begins: bool) -> Any:
+        if self._asked.logprobs is None:
+            return None
+
+        def one(token: int, logprob: float) -> dict[str, Any]:
+            text = self._model.piece(token)
+            # A part of a character has no text of its own.
+            return {"token": text, "logprob": finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+
+        content = [one(each.token, each.logprob) | {"top_logprobs": [one(*top) for top in each.top]} for each in new]
+        return {"content": content, "refusal": None}
+
+
+def failure(error: Exception) -> ApiError:
+    """What a request is told of an error that ended its text."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the answer took too long; ask for fewer tokens, or start the server with a larger --timeout")
+    if isinstance(error, ValueError):  # of the library, in a sentence
+        return ApiError(500, str(error))
+    return ApiError(500, f"the model does not run: {type(error).__name__}; the server's log has more")

@@ -1,0 +1,425 @@
+"""The server's endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hmac
+import json
+import logging
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from .answers import Answers, ChatForm, Event, Form, failure
+from .constraints import make_constraint
+from .engine import Engine
+from .errors import ApiError, bad
+from .metrics import Metrics
+from .models import Encoder, LanguageModel
+from .protocol import Fields, asked, messages, prompts
+from .tools import Tools, read_tools
+
+log = logging.getLogger("lowbit.serve")
+_USUAL_TOKENS = 16  # of a completion that does not say how many, as in OpenAI's API
+PAGE = Path(__file__).with_name("page.html")
+_OPEN = ("/", "/health")  # asked without a key
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may take."""
+
+    api_key: str | None = None
+    timeout: float = 600.0  # seconds until a request's end
+    body_bytes: int = 16 << 20
+    texts: int = 16  # of one request
+    waiting: int = 64  # texts that wait for their place
+    requests: int = 256  # that are open; each may have a body in memory
+    hosts: tuple[str, ...] | None = None  # names that the server goes by; None: any
+
+
+class Server:
+    """Models, the engine that runs them, and what answers requests."""
+
+    def __init__(self, models: Sequence[LanguageModel | Encoder], limits: Limits):
+        self.models = {model.name: model for model in models}
+        self.limits = limits
+        batches = [model.batch for model in models if isinstance(model, LanguageModel)]
+        self.engine = Engine(batches, limits.waiting)
+        # One at a time: tokenizers are not made for several threads.
+        self._reader = ThreadPoolExecutor(1, "lowbit-reader")
+        self._busy = 0  # requests that have no response yet
+        self.metrics = Metrics(
+            {
+                "running_texts": ("Texts that are being written.", lambda: self.engine.running),
+                "waiting_texts": ("Texts that wait for their place.", lambda: self.engine.waiting),
+                "prefix_cache_bytes": ("Keys and values of texts that have ended.", lambda: sum(b.kept_bytes for b in batches)),
+            }
+        )
+
+    def app(self) -> Starlette:
+        """What an ASGI server runs."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            self.engine.start()
+            try:
+                yield
+            finally:
+                await asyncio.to_thread(self.engine.stop)
+                self._reader.shutdown()
+
+        posts = {
+            "/v1/chat/completions": self._chat, "/v1/completions": self._complete, "/v1/embeddings": self._embed,
+            "/v1/rerank": self._rerank, "/tokenize": self._tokenize, "/detokenize": self._detokenize,
+        }  # fmt: skip
+        gets = {
+            "/": self._page, "/health": self._health, "/metrics": self._metrics, "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model_card,
+        }  # fmt: skip
+        routes = [Route(path, self._guarded(path, handler), methods=["POST"]) for path, handler in posts.items()]
+        routes += [Route(path, self._guarded(path, handler), methods=["GET"]) for path, handler in gets.items()]
+        return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
+
+    def _guarded(self, path: str, handler: Callable[[Request], Awaitable[Response]]):
+        async def handle(request: Request) -> Response:
+            try:
+                self._admit(request, path)
+                self._busy += 1
+                try:
+                    response = await handler(request)
+                finally:
+                    self._busy -= 1
+            except ClientDisconnect:
+                self.metrics.cancelled += 1
+                return Response(status_code=499)
+            except Exception as error:
+                found = failure(error)
+                if found.status == 500:
+                    log.exception("a request failed")
+                response = JSONResponse(found.document, found.status, found.headers)
+            self.metrics.requests[path, response.status_code] += 1
+            return response
+
+        return handle
+
+    def _admit(self, request: Request, path: str) -> None:
+        """Raises ApiError for a request that may not come in."""
+        host = request.headers.get("host", "")
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        if self.limits.hosts is not None and name not in self.limits.hosts:
+            # A page of another site whose name was made to point here.
+            raise ApiError(403, f"the host is {name!r}; expected one of {', '.join(self.limits.hosts)}", code="wrong_host")
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise ApiError(403, f"the request comes from a page of {origin}; expected one of this server", code="wrong_origin")
+        if self._busy >= self.limits.requests and path not in _OPEN:
+            message = f"{self._busy} requests are open; expected at most {self.limits.requests}: send the request again later"
+            raise ApiError(503, message, code="too_many_requests", retry_after=1)
+        if self.limits.api_key is None or path in _OPEN:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.limits.api_key.encode()):
+            found = "another one" if key else "none"
+            raise ApiError(401, f"an API key is needed, and the request has {found}", code="invalid_api_key")
+
+    async def _body(self, request: Request) -> Fields:
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.timeout):
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > self.limits.body_bytes:
+                        raise ApiError(413, f"the body has more than {self.limits.body_bytes} bytes; expected fewer")
+        except TimeoutError as error:
+            raise ApiError(408, f"the body is not complete after {self.limits.timeout:g} seconds") from error
+        try:
+            return Fields(json.loads(data))
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+
+    def _model(self, fields: Fields) -> LanguageModel | Encoder:
+        name = fields.text("model")
+        if name is None:
+            if len(self.models) == 1:
+                return next(iter(self.models.values()))
+            raise bad("model", f"model is missing; expected one of {', '.join(self.models)}")
+        return self._named(name)
+
+    def _named(self, name: str) -> LanguageModel | Encoder:
+        if name not in self.models:
+            raise ApiError(
+                404, f"there is no model {name!r}; expected {' or '.join(self.models)}", param="model", code="model_not_found"
+            )
+        return self.models[name]
+
+    def _writer(self, fields: Fields) -> LanguageModel:
+        model = self._model(fields)
+        if not isinstance(model, LanguageModel):
+            raise bad("model", f"the model {model.name} makes embeddings; expected one that writes texts, or /v1/embeddings")
+        return model
+
+    async def _read(self, function: Callable, *arguments: Any) -> Any:
+        """Calls what takes a tokenizer its time."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
+
+    async def _chat(self, request: Request) -> Response:
+        fields = await self._body(request)
+        model = self._writer(fields)
+        tools = read_tools(fields)
+        documents = None if tools is None else tools.documents
+        tokens = await self._read(model.conversation, messages(fields.take("messages")), documents)
+        model.check_prompt(tokens, "messages")
+        return await self._write(request, fields, model, [tokens], ChatForm, None, tools)
+
+    async def _complete(self, request: Request) -> Response:
+        fields = await self._body(request)
+        model = self._writer(fields)
+        given = prompts(fields.take("prompt"))
+        if len(given) > self.limits.texts:
+            raise bad("prompt", f"prompt has {len(given)} texts; expected at most {self.limits.texts}")
+        tokens = [each if isinstance(each, list) else await self._read(model.encode, each) for each in given]
+        for number, each in enumerate(tokens):
+            model.check_prompt(each, "prompt" if len(tokens) == 1 else f"prompt[{number}]")
+        return await self._write(request, fields, model, tokens, Form, _USUAL_TOKENS)
+
+    async def _write(
+        self,
+        request: Request,
+        fields: Fields,
+        model: LanguageModel,
+        tokens: list[list[int]],
+        kind: type[Form],
+        most: int | None,
+        tools: Tools | None = None,
+    ) -> Response:
+        how = asked(fields, model.usual, self.limits.texts // len(tokens), kind is ChatForm)
+        answers = Answers(self.engine, model, tokens, how, most)
+        grammar = (None if tools is None else tools.grammar) or how.grammar
+        if grammar is not None:
+            for text in answers.texts:
+                text.constraint = await self._read(make_constraint, model, grammar)
+        form = kind(answers, model, tools)
+        answers.start()
+        if how.stream:
+            return _Events(self._stream(answers, form), self._gone, answers.close)
+        pieces: dict[int, list[Event]] = {index: [] for index in range(len(answers.texts))}
+
+        async def collect() -> None:
+            async with asyncio.timeout(self.limits.timeout):
+                async for event in answers.events():
+                    pieces[event.index].append(event)
+
+        try:
+            await _unless_gone(request.receive, collect())
+        finally:
+            answers.close()
+        self._count(answers)
+        return JSONResponse(form.whole(pieces))
+
+    async def _stream(self, answers: Answers, form: Form) -> AsyncIterator[dict | ApiError]:
+        begun: set[int] = set()
+        try:
+            async with asyncio.timeout(self.limits.timeout):
+                async for event in answers.events():
+                    if not begun:
+                        for chunk in form.first():
+                            yield chunk
+                    for chunk in form.next(event, event.index not in begun):
+                        yield chunk
+                    begun.add(event.index)
+            for chunk in form.last():
+                yield chunk
+            self._count(answers)
+        except Exception as error:
+            found = failure(error)
+            if found.status == 500:
+                log.exception("a request failed")
+            yield found
+
+    def _count(self, answers: Answers) -> None:
+        usage, metrics = answers.usage, self.metrics
+        metrics.prompt_tokens += usage["prompt_tokens"]
+        metrics.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+        metrics.new_tokens += usage["completion_tokens"]
+        metrics.whole.add(time.perf_counter() - answers.began)
+        if answers.first is not None:
+            metrics.first.add(answers.first - answers.began)
+
+    def _gone(self) -> None:
+        self.metrics.cancelled += 1
+
+    async def _embed(self, request: Request) -> Response:
+        fields = await self._body(request)
+        model, given = self._encoder(fields), fields.take("input")
+        texts = _texts("input", [given] if isinstance(given, str) else given)
+        kind = fields.text("encoding_format") or "float"
+        if kind not in ("float", "base64"):
+            raise bad("encoding_format", f"encoding_format is {kind!r}; expected float or base64")
+        width = fields.count("dimensions", 1)
+        fields.end()
+        found, count = await asyncio.wrap_future(self.engine.call(lambda: model.embed(texts)))
+        if width not in (None, len(found[0])):
+            raise bad("dimensions", f"dimensions is {width}; expected {len(found[0])}, those of the model")
+
+        def value(row: list[float]) -> Any:
+            return row if kind == "float" else base64.b64encode(struct.pack(f"<{len(row)}f", *row)).decode()
+
+        data = [{"object": "embedding", "index": index, "embedding": value(row)} for index, row in enumerate(found)]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+    async def _rerank(self, request: Request) -> Response:
+        """Jina's and vLLM's interface."""
+        fields = await self._body(request)
+        model, query, documents = self._encoder(fields), fields.text("query"), fields.take("documents")
+        if query is None:
+            raise bad("query", "query is missing; expected a text")
+        documents = _texts("documents", documents)
+        most, whole = fields.count("top_n", 1), fields.flag("return_documents")
+        fields.end()
+        (asked_, *found), count = await asyncio.wrap_future(self.engine.call(lambda: model.embed([query, *documents])))
+        scores = model.scores(asked_, found)
+        order = sorted(range(len(documents)), key=lambda index: -scores[index])[:most]
+        results = [
+            {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if whole else {})
+            for index in order
+        ]
+        return JSONResponse({"model": model.name, "results": results, "usage": {"prompt_tokens": count, "total_tokens": count}})
+
+    def _encoder(self, fields: Fields) -> Encoder:
+        model = self._model(fields)
+        if not isinstance(model, Encoder):
+            raise bad("model", f"the model {model.name} writes texts; expected a sentence-embedding model")
+        return model
+
+    async def _tokenize(self, request: Request) -> Response:
+        fields = await self._body(request)
+        model = self._model(fields)
+        if (given := fields.take("messages")) is not None:
+            if not isinstance(model, LanguageModel):
+                raise bad("messages", f"the model {model.name} has no conversations; expected content, or prompt")
+            tokens = await self._read(model.conversation, messages(given))
+        else:
+            # llama.cpp's name, or vLLM's
+            text = fields.text("content")
+            text = fields.text("prompt") if text is None else text
+            if text is None:
+                raise bad("content", "content is missing; expected a text (prompt is the same), or messages")
+            tokens = await self._read(model.encode, text)
+        fields.end()
+        return JSONResponse({"tokens": tokens, "count": len(tokens)})
+
+    async def _detokenize(self, request: Request) -> Response:
+        fields = await self._body(request)
+        model, tokens = self._model(fields), fields.take("tokens")
+        if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < len(model.tokenizer) for each in tokens):
+            raise bad("tokens", f"tokens is not an array of token ids from 0 to {len(model.tokenizer) - 1}")
+        fields.end()
+        text = await self._read(model.tokenizer.decode, tokens)
+        return JSONResponse({"content": text, "prompt": text})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_card(model) for model in self.models.values()]})
+
+    async def _model_card(self, request: Request) -> Response:
+        return JSONResponse(_card(self._named(request.path_params["name"])))
+
+    async def _health(self, request: Request) -> Response:
+        if not self.engine.alive:
+            raise ApiError(503, "the engine has stopped", code="unhealthy")
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _page(self, request: Request) -> Response:
+        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+        return FileResponse(PAGE, headers={"Content-Security-Policy": policy})
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+        raise bad(name, f"{name} is not a text or an array of texts, not empty")
+    return value
+
+
+def _card(model: LanguageModel | Encoder) -> dict[str, Any]:
+    card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lowbit"}
+    if isinstance(model, LanguageModel):
+        card |= {"max_model_len": model.max_length, "chat": model.template is not None}
+    return card
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"there is no {request.method} {request.url.path}; docs/serving.md lists the endpoints"
+    return JSONResponse(ApiError(error.status_code, message, code="not_found").document, error.status_code)
+
+
+async def _unless_gone(receive: Receive, work: Any) -> None:
+    """Waits for work, and ends it when the client goes.
+
+    Raises:
+        ClientDisconnect: it went.
+    """
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientDisconnect
+        await doing
+    finally:
+        for each in (doing, leaving):
+            each.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Events(Response):
+    """A stream of events, each a JSON document. An error before the first one is an answer of its own."""
+
+    def __init__(self, events: AsyncIterator[dict | ApiError], gone: Callable[[], None], close: Callable[[], None]):
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._events, self._gone, self._close = events, gone, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _unless_gone(receive, self._send(scope, receive, send))
+        except ClientDisconnect:
+            self._gone()
+        finally:
+            self._close()
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, ApiError) and not started:
+                    await JSONResponse(event.document, event.status, event.headers)(scope, receive, send)
+                    return
+                if not started:
+                    headers = [each for each in self.raw_headers if each[0] != b"content-length"]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    started = True
+                document = event.document if isinstance(event, ApiError) else event
+                line = f"data: {json.dumps(document, ensure_ascii=False, allow_nan=False)}\n\n"
+                await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})

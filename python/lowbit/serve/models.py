@@ -1,0 +1,199 @@
+"""The models that a server has: what a request becomes for each, and what its tokens become."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files.config_json import read_config
+from ..files.untrusted import interpreting
+from ..llm.batch import Text
+from ..llm.chat import render, sampling_of
+from ..llm.decoder import Decoder
+from ..llm.loading import stop_tokens
+from ..llm.sampling import Sampling
+from ..llm.stopping import BREAKERS, breakers
+from .errors import ApiError, bad
+from .prefixes import PrefixBatch
+from .protocol import Asked
+
+
+@dataclass(eq=False)
+class LanguageModel:
+    """A model that writes texts."""
+
+    name: str
+    tokenizer: Any  # a fast one
+    template: str | None  # of conversations; None: it only continues texts
+    batch: PrefixBatch
+    usual: Sampling  # what counts where a request says nothing
+    most: int | None  # new tokens, likewise; None: as the context has room for
+    stop: frozenset[int]
+    created: int = field(default_factory=lambda: int(time.time()))
+    grammar_tokenizer: Any = None  # llguidance's, made when it is first needed
+
+    @classmethod
+    def of(
+        cls, name: str, model: torch.nn.Module, tokenizer: Any, template: str | None, *, max_length: int, cache: str | None,
+        at_once: int, rows: int, prefix_bytes: int,
+    ) -> LanguageModel:  # fmt: skip
+        """Prepares a loaded model.
+
+        Args:
+            max_length: tokens of the longest text, a multiple of 16.
+            cache: as for :class:`Decoder`.
+            at_once, rows: as for :class:`lowbit.llm.batch.Batch`.
+            prefix_bytes: keys and values of texts that have ended, kept for the next ones.
+
+        Raises:
+            ValueError: the decoder refuses the model, or its files say what cannot be.
+        """
+        usual, most, _ = sampling_of(model)
+        batch = PrefixBatch(Decoder(model, max_length, cache), at_once, rows, prefix_bytes)
+        return cls(name, tokenizer, template, batch, usual, most, frozenset(stop_tokens(model, tokenizer)))
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest text, prompt included."""
+        return self.batch.decoder.max_length
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"]
+
+    def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """The tokens of a conversation.
+
+        Args:
+            tools: that the model may call.
+
+        Raises:
+            ApiError: the model has no chat template, or it refuses the messages.
+        """
+        if self.template is None:
+            raise ApiError(
+                400, f"the model {self.name} has no chat template, it only continues texts; expected /v1/completions",
+                code="no_chat_template",
+            )  # fmt: skip
+        if tools and "tools" not in self.template:
+            raise bad("tools", f"the chat template of {self.name} has no tools; expected a request without them", "no_tools")
+        try:
+            return render(self.tokenizer, messages, self.template, tools)
+        except ValueError as error:
+            raise bad("messages", str(error)) from error
+
+    def check_prompt(self, tokens: list[int], name: str) -> None:
+        """Raises ApiError for a prompt that the model cannot continue."""
+        if not tokens:
+            raise bad(name, f"{name} has no tokens; expected at least one")
+        if len(tokens) >= self.max_length:
+            raise bad(
+                name,
+                f"{name} has {len(tokens)} tokens; expected fewer than the {self.max_length} of the context",
+                "context_length_exceeded",
+            )
+        vocabulary = self.batch.decoder.vocabulary
+        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise bad(name, f"{name} has a token {wrong}; expected 0 to {vocabulary - 1}")
+
+    def text(self, tokens: list[int], asked: Asked, number: int, usual_tokens: int | None) -> Text:
+        """A text of a request, without what it tells.
+
+        Args:
+            tokens: its prompt, which :meth:`check_prompt` has let pass.
+            number: of the text among those with the same prompt.
+            usual_tokens: new ones at most, where the request does not say; None: as the context has room for.
+
+        Raises:
+            ApiError: the model has no such token.
+        """
+        sampling = asked.sampling
+        if sampling.dry_multiplier:
+            strings = BREAKERS if asked.dry_breakers is None else asked.dry_breakers
+            sampling = replace(sampling, dry_breakers=self._breakers(strings))
+        most = next((each for each in (asked.max_tokens, usual_tokens, self.most) if each is not None), self.max_length)
+        made = Text(
+            tokens,
+            max(1, most),
+            sampling,
+            (asked.seed + number) % 2**64 if asked.seed >= 0 else asked.seed + number,
+            frozenset() if asked.ignore_eos and asked.grammar is None else self.stop,
+            logprobs=asked.logprobs,
+            prompt_logprobs=asked.logprobs if asked.echo else None,
+        )
+        try:
+            self.batch.check(made)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        return made
+
+    @lru_cache(8)  # noqa: B019  a model stays as long as the server
+    def _breakers(self, strings: tuple[str, ...]) -> tuple[int, ...]:
+        return breakers(self.tokenizer, strings)
+
+    @lru_cache(65536)  # noqa: B019
+    def piece(self, token: int) -> str:
+        """A token's own text, special ones included."""
+        return self.tokenizer.decode([token])
+
+    @lru_cache(65536)  # noqa: B019
+    def visible(self, token: int) -> str:
+        """What of it is in a text."""
+        return self.tokenizer.decode([token], skip_special_tokens=True)
+
+
+@dataclass
+class Encoder:
+    """A sentence-embedding model, in the files of sentence-transformers."""
+
+    name: str
+    model: Any
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> Encoder:
+        """Loads a model from a directory.
+
+        Raises:
+            ImportError: sentence-transformers is not installed.
+            ValueError: the files are no such model.
+        """
+        try:
+            transformers = import_module("sentence_transformers")
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"{error.name} not installed, which runs the embeddings of {path}; install it with: "
+                "pip install sentence-transformers"
+            ) from error
+        with interpreting(f"{path} does not load"):
+            return cls(name, transformers.SentenceTransformer(str(path), device="cpu", local_files_only=True))
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"]
+
+    def embed(self, texts: list[str]) -> tuple[list[list[float]], int]:
+        """Of each text its embedding, and how many tokens they have together."""
+        with torch.inference_mode():
+            found = self.model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
+        counts = [len(self.encode(text)) for text in texts]
+        return found.float().tolist(), sum(counts)
+
+    def scores(self, query: list[float], documents: list[list[float]]) -> list[float]:
+        """How similar each document is to the query, by the model's own measure."""
+        return self.model.similarity(torch.tensor([query]), torch.tensor(documents))[0].tolist()
+
+
+def is_encoder(path: Path) -> bool:
+    """Whether a directory has a sentence-embedding model."""
+    read_config(path)
+    return (path / "modules.json").is_file()

@@ -1,0 +1,54 @@
+"""Beginnings of texts that have ended, kept for the texts that come."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from ..llm.batch import Batch, Text
+from ..llm.caches import Caches, common, copy_layer
+from ..llm.decoder import Decoder
+
+_LEAST = 16  # tokens; fewer are not worth their place
+
+
+class PrefixBatch(Batch):
+    """A batch that keeps keys and values of texts that have ended, the last ones used, within a number of bytes."""
+
+    def __init__(self, decoder: Decoder, at_once: int, rows: int, most_bytes: int):
+        super().__init__(decoder, at_once, rows)
+        self._kept: OrderedDict[int, Caches] = OrderedDict()  # the last one used is the last
+        self._most = most_bytes
+        self.kept_bytes = 0
+
+    def beginnings(self) -> Iterator[tuple[Caches, list[int]]]:
+        yield from super().beginnings()
+        yield from ((each, each.tokens) for each in self._kept.values())
+
+    def _begin(self, text: Text):
+        begun = super()._begin(text)
+        if begun.source is not None and id(begun.source[0]) in self._kept:
+            self._kept.move_to_end(id(begun.source[0]))
+        return begun
+
+    def ending(self, text: Text, caches: Caches) -> None:
+        tokens = caches.tokens
+        if len(tokens) < _LEAST or any(common(each.tokens, tokens) == len(tokens) for each in self._kept.values()):
+            return
+        # A text has room for all that might have come; what is kept has that of its tokens.
+        small = self.decoder.new_caches(-(-len(tokens) // 16) * 16)
+        if small.nbytes > self._most:
+            return
+        for source, target in zip(caches.layers, small.layers, strict=True):
+            copy_layer(source, target, len(tokens))
+        small.tokens = list(tokens)
+        for key, each in list(self._kept.items()):
+            if common(each.tokens, tokens) == len(each.tokens):
+                self._drop(key)  # the new one begins with it
+        self._kept[id(small)] = small
+        self.kept_bytes += small.nbytes
+        while self.kept_bytes > self._most:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: int) -> None:
+        self.kept_bytes -= self._kept.pop(key).nbytes

@@ -1,0 +1,41 @@
+// That the buffers of the tests notice who reads or writes beyond them: on this system, too.
+
+#include "support/guarded.h"
+
+#include <gtest/gtest.h>
+
+namespace lowbit::test {
+namespace {
+
+void touch(Wall wall, bool write) {
+  Guarded buffer(100, wall);
+  volatile uint8_t* const beyond = wall == Wall::after ? buffer.data() + 100 : buffer.data() - 1;
+  if (write) *beyond = 1;
+  else (void)*beyond;
+}
+
+TEST(GuardedDeathTest, AccessesBeyondABufferEndTheProcess) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  for (const Wall wall : {Wall::after, Wall::before}) {
+    for (const bool write : {false, true}) EXPECT_DEATH(touch(wall, write), "") << write;
+  }
+}
+
+TEST(Guarded, BytesBesideABufferAreWatched) {
+  for (const Wall wall : {Wall::after, Wall::before}) {
+    Guarded buffer(100, wall, 3);
+    buffer.data()[0] = buffer.data()[99] = 1;
+    EXPECT_TRUE(buffer.intact());
+    uint8_t& beside = wall == Wall::after ? buffer.data()[100] : buffer.data()[-1];
+    const uint8_t before = beside;
+    beside ^= 1;
+    EXPECT_FALSE(buffer.intact());
+    beside = before;
+    buffer.freeze();
+    buffer.data()[50] ^= 1;
+    EXPECT_FALSE(buffer.intact());
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::test
