@@ -25,7 +25,9 @@ from .generate import generate
 from .import_ import import_
 from .info import info
 from .inspect import inspect
-from .output import quieten, reporting
+from .models import from_hub
+from .output import Output, quieten, reporting
+from .push import push
 from .quantize import quantize
 from .report import report
 from .serve import serve
@@ -41,6 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "export": export,
     "inspect": inspect,
+    "push": push,
     "report": report,
     "bench": bench,
     "tune": tune,
@@ -56,6 +59,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _state = {"debug": False}
+_MODELS = {"model", "source", "path", "draft", "reference"}  # arguments that may name a model on a hub
 
 
 @app.callback(invoke_without_command=True)
@@ -100,7 +104,10 @@ def _register(name: str, command: Callable[..., None]) -> None:
     def run(**arguments: Any) -> None:
         quieten()
         model = next((arguments[name] for name in ("model", "source") if name in arguments), None)
-        with reporting(arguments.get("as_json", False), _state["debug"], model):
+        as_json = arguments.get("as_json", False)
+        with reporting(as_json, _state["debug"], model):
+            for name in _MODELS & arguments.keys():
+                arguments[name] = from_hub(Output(as_json), arguments[name])
             command(**arguments)
 
 

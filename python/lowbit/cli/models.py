@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
     from lowbit.llm import PrefixCache
 
 _PREFIX_CACHE = "LOWBIT_PREFIX_CACHE"
+
+
+def from_hub(output: Output, model: str | Path | None) -> str | Path | None:
+    """A model on a hub as its local copy; all else as it is."""
+    from lowbit.files.hub import download, hub_name
+
+    if model is None or hub_name(model) is None:
+        return model
+    output.note(f"{model} is not a local path; getting it from the hub ...")
+    if not sys.stderr.isatty():
+        import_module("huggingface_hub.utils").disable_progress_bars()
+    return type(model)(download(model))
 
 
 def load(output: Output, model: Path, config: LowBitConfig | None) -> torch.nn.Module:

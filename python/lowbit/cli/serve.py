@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .models import imported, load, positions, read_text, set_threads
+from .models import from_hub, imported, load, positions, read_text, set_threads
 from .options import (
     Cache,
     EmbeddingBits,
@@ -108,6 +108,7 @@ def _load(
     from lowbit.llm.loading import load_tokenizer
     from lowbit.serve.models import Encoder, LanguageModel, is_encoder
 
+    path = Path(from_hub(output, path) or path)
     if is_encoder(path):
         return Encoder.of(name, path)
     with imported(output, path) as path:

@@ -1,0 +1,125 @@
+"""Models by their names on a hub: org/model, org/model@revision, org/model/file.gguf. huggingface_hub downloads them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from .untrusted import interpreting
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/([^@]+\.gguf))?(?:@([^@\s]+))?")
+_PART = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
+# Weights and what describes them: no code, no pickles, and no second copy in Mistral's own format.
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_IGNORED = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
+
+
+def hub_name(name: str | os.PathLike) -> tuple[str, str | None, str | None] | None:
+    """A repository, the GGUF file in it and the revision, where the name has these; None: it names a local path.
+
+    What exists here is local, and so is what would lie in a directory that exists here.
+    """
+    text = os.fspath(name)
+    found = _NAME.fullmatch(text)
+    if found is None or os.path.lexists(text) or os.path.isdir(text.partition("/")[0]):
+        return None
+    return found[1], found[2], found[3]
+
+
+def download(name: str | os.PathLike) -> Path:
+    """The local copy of a model on the hub, in huggingface_hub's cache; other names as they are.
+
+    Files that are there are not downloaded again. The settings of huggingface_hub apply: HF_ENDPOINT, HF_HOME, HF_TOKEN and
+    HF_HUB_OFFLINE.
+
+    Raises:
+        ImportError: huggingface_hub is not installed.
+        OSError: the hub has no such model or revision, does not give it without a token, or cannot be reached.
+        ValueError: another answer of the hub.
+    """
+    found = hub_name(name)
+    if found is None:
+        return Path(name)
+    repository, file, revision = found
+    hub: Any = import_module("huggingface_hub")
+    errors: Any = import_module("huggingface_hub.errors")
+    endpoint = hub.constants.ENDPOINT
+    where = f"{repository} on {endpoint}"
+    patterns = _PATTERNS if file is None else [_PART.sub(r"-*-of-\1", file)]
+    try:
+        with interpreting(f"{where} cannot be downloaded"):
+            directory = Path(
+                hub.snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
+            )
+    except Exception as wrapped:
+        error = wrapped.__cause__ if isinstance(wrapped, ValueError) and wrapped.__cause__ is not None else wrapped
+        said = _explain(error, errors, hub.constants, name, where, revision)
+        if said is None:
+            raise
+        raise said from error
+    local = directory if file is None else directory / file
+    if not local.exists():
+        raise FileNotFoundError(f"{where} has no file {file}")
+    return local
+
+
+def files_to_push(directory: Path) -> dict[str, Path]:
+    """The files of a checkpoint that belong on a hub, by their names there: what :func:`download` takes, and its card."""
+    found = [path for pattern in [*_PATTERNS, "README.md"] for path in directory.rglob(pattern)]
+    names = {path.relative_to(directory).as_posix(): path for path in found if path.is_file()}
+    return {name: path for name, path in sorted(names.items()) if not any(part.startswith(".") for part in name.split("/"))}
+
+
+def push_files(repository: str, files: Mapping[str, Path | bytes], private: bool) -> tuple[str, str]:
+    """Uploads files in one commit, to a repository that is made if there is none.
+
+    Returns:
+        the commit, and the address of the repository.
+
+    Raises:
+        ImportError: huggingface_hub is not installed.
+        ValueError: no name of a repository, or the hub refuses.
+        OSError: the hub has no such place, or cannot be reached.
+    """
+    found = _NAME.fullmatch(repository)
+    if found is None or found[2] or found[3]:
+        raise ValueError(f"{repository!r} is not a name on a hub; expected org/model")
+    hub: Any = import_module("huggingface_hub")
+    api = hub.HfApi()
+    operations = [hub.CommitOperationAdd(name, content) for name, content in files.items()]
+    where = f"{repository} on {hub.constants.ENDPOINT}"
+    try:
+        with interpreting(f"{where} cannot be written"):
+            url = api.create_repo(repository, private=private, exist_ok=True)
+            done = api.create_commit(repository, operations, commit_message="Weights packed by lowbit")
+    except ValueError as wrapped:
+        response = getattr(wrapped.__cause__, "response", None)
+        if response is not None and response.status_code in (401, 403):
+            raise PermissionError(
+                f"{where} cannot be written by this user; set HF_TOKEN to a token that may write, or run `hf auth login`"
+            ) from wrapped
+        raise
+    return done.oid, str(url)
+
+
+def _explain(
+    error: BaseException, errors: Any, constants: Any, name: str | os.PathLike, where: str, revision: str | None
+) -> OSError | None:
+    """What the user can do about it; None: the hub's own words say that."""
+    token = "set HF_TOKEN, or run `hf auth login`"
+    if isinstance(error, errors.GatedRepoError):  # a kind of the next one
+        return PermissionError(f"{where} is gated: accept its terms in a browser; then {token}")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return FileNotFoundError(f"{os.fspath(name)} is not a local path, and there is no {where}; if it is private, {token}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return FileNotFoundError(f"{where} has no revision {revision!r}; expected a branch, a tag or a commit")
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        missing = f"{os.fspath(name)} is not a local path, and not complete in {constants.HF_HUB_CACHE}"
+        if constants.HF_HUB_OFFLINE:
+            return FileNotFoundError(f"{missing}; HF_HUB_OFFLINE forbids downloads")
+        return ConnectionError(f"{missing}; {constants.ENDPOINT} cannot be reached")
+    return None

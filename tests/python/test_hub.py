@@ -1,0 +1,208 @@
+"""Models by their names on a hub, from a server on this machine that speaks its protocol."""
+
+import json
+import shutil
+import socket
+
+import pytest
+import torch
+import yaml
+from checkpoints import make_model
+from command_line import FLOAT, document, error, invoke, run
+from gguf_files import write_model
+from hub_server import TOKEN, Repository, files_in, serving
+from huggingface_hub import constants
+from lowbit.files.hub import download, hub_name
+
+TOKENS = ["<s>", "</s>", "t", "h", "th", "e", "the", *[chr(0x100 + number) for number in range(396)]]
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub, and an empty cache of huggingface_hub, which reads its settings when it is imported."""
+    with serving() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the server speaks Git LFS only
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.chdir(tmp_path)  # no name of these tests is a path here
+        yield server
+
+
+def test_names_and_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("org/model") == ("org/model", None, None)
+    assert hub_name("org/model-1.5@refs-pr_1") == ("org/model-1.5", None, "refs-pr_1")
+    assert hub_name("org/model/a/b-Q4.gguf@v1") == ("org/model", "a/b-Q4.gguf", "v1")
+    for path in ("model", "./org/model", "/org/model", "org/model/more", "../org/model", "org/model@", "org/model@a b"):
+        assert hub_name(path) is None, path
+    (tmp_path / "org").mkdir()
+    assert hub_name("org/model") is None, "a directory of this name is here"
+    assert str(download("org/model")) == "org/model"
+
+
+def test_a_pinned_model_runs_as_the_local_one_and_again_without_the_hub(packed, tmp_path):
+    arguments = ["--prompt", "Return the number", "--max-new-tokens", 8, "--json"]
+    expected = document(invoke("generate", packed[0], *arguments))["tokens"]
+    with serving() as server:
+        model = server.models["org/model"] = Repository()
+        sha = model.commit(files_in(packed[0]) | {"modeling.py": b"raise SystemExit", "weights.bin": b"pickle"}, "v1")
+        model.commit({"config.json": b"{}"}, "main")
+        settings = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        found = document(run("generate", "org/model@v1", *arguments, cwd=tmp_path, **settings))
+        assert found["tokens"] == expected and sha in found["model"]
+        asked = [path for _, path in server.asked]
+        assert any(path.endswith("/model.safetensors") for path in asked)
+        assert not any(path.endswith((".py", ".bin")) for path in asked)
+    for name in ("org/model@v1", f"org/model@{sha}"):
+        again = document(run("generate", name, *arguments, cwd=tmp_path, **settings | {"HF_HUB_OFFLINE": "1"}))
+        assert (again["tokens"], again["model"]) == (expected, found["model"])
+
+
+def test_other_commands_take_names(hub, packed, tmp_path):
+    hub.models["org/float"] = Repository()
+    hub.models["org/float"].commit(files_in(FLOAT))
+    result = invoke("quantize", "org/float", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert "org/float is not a local path; getting it from the hub ..." in result.stderr
+    assert invoke("quantize", FLOAT, tmp_path / "local").exit_code == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "local" / "model.safetensors").read_bytes()
+    hub.models["org/packed"] = Repository()
+    hub.models["org/packed"].commit(files_in(packed[0]))
+    described = [document(invoke("inspect", name, "--json")) for name in ("org/packed", packed[0])]
+    assert described[0]["tensors"] == described[1]["tensors"]
+    draft = invoke("generate", packed[0], "--prompt", "Return", "--max-new-tokens", 4, "--draft", "org/packed")
+    assert (
+        draft.exit_code == 0
+        and draft.stdout == invoke("generate", packed[0], "--prompt", "Return", "--max-new-tokens", 4).stdout
+    )
+
+
+def test_a_gguf_file_of_a_repository(hub, tmp_path):
+    write_model(tmp_path / "model-Q8.gguf", make_model(dtype=torch.float32), "Q8_0", TOKENS)
+    hub.models["org/model-GGUF"] = Repository()
+    hub.models["org/model-GGUF"].commit(
+        {"model-Q8.gguf": (tmp_path / "model-Q8.gguf").read_bytes(), "model-Q4.gguf": b"not this"}
+    )
+    result = invoke("import", "org/model-GGUF/model-Q8.gguf", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert invoke("import", tmp_path / "model-Q8.gguf", tmp_path / "local").exit_code == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "local" / "model.safetensors").read_bytes()
+    assert not any(path.endswith("model-Q4.gguf") for _, path in hub.asked)
+    assert error(invoke("inspect", "org/model-GGUF/x.gguf")) == f"org/model-GGUF on {hub.address} has no file x.gguf"
+
+
+def test_damaged_files_of_a_hub_are_refused_as_local_ones(hub, packed):
+    files = files_in(packed[0])
+    files["model.safetensors"] = files["model.safetensors"][:-100]
+    hub.models["org/model"] = Repository()
+    hub.models["org/model"].commit(files)
+    assert "is not a whole safetensors file" in error(invoke("inspect", "org/model"))
+
+
+def test_what_a_hub_refuses_is_one_sentence(hub, packed, tmp_path, monkeypatch):
+    def refused(name: str) -> str:
+        return error(invoke("inspect", name))
+
+    token = "set HF_TOKEN, or run `hf auth login`"
+    private = f"there is no org/none on {hub.address}; if it is private, {token}"
+    assert refused("org/none") == f"org/none is not a local path, and {private}"
+    hub.models["org/model"] = Repository()
+    hub.models["org/model"].commit(files_in(packed[0]))
+    expected = "has no revision 'v7'; expected a branch, a tag or a commit"
+    assert refused("org/model@v7") == f"org/model on {hub.address} {expected}"
+    for kind in ("gated", "private"):
+        hub.models[f"org/{kind}"] = Repository(**{kind: True})
+        hub.models[f"org/{kind}"].commit(files_in(packed[0]))
+    assert refused("org/gated") == f"org/gated on {hub.address} is gated: accept its terms in a browser; then {token}"
+    assert "there is no org/private" in refused("org/private")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert invoke("inspect", "org/gated").exit_code == 0
+    assert invoke("inspect", "org/private").exit_code == 0
+    assert refused("org/none").startswith("org/none is not a local path, and there is no org/none")
+
+
+def test_without_a_network(hub, packed, monkeypatch):
+    hub.models["org/model"] = Repository()
+    hub.models["org/model"].commit(files_in(packed[0]))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    missing = f"org/model is not a local path, and not complete in {constants.HF_HUB_CACHE}"
+    assert error(invoke("inspect", "org/model")) == f"{missing}; HF_HUB_OFFLINE forbids downloads"
+    assert hub.asked == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    assert error(invoke("inspect", "org/model")) == f"{missing}; {address} cannot be reached"
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    assert invoke("inspect", "org/model").exit_code == 0
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    assert invoke("inspect", "org/model").exit_code == 0, "it is in the cache"
+
+
+def test_push_and_load_again(hub, packed, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    shutil.copytree(packed[0], tmp_path / "model")
+    (tmp_path / "model" / ".hidden.json").write_text("{}")
+    (tmp_path / "model" / "notes.py").write_text("")
+    arguments = [
+        "push",
+        tmp_path / "model",
+        "org/pushed",
+        "--base-model",
+        "org/float",
+        "--license",
+        "mit",
+        "--private",
+        "--json",
+    ]
+    said = document(result := invoke(*arguments))
+    assert result.exit_code == 0, said
+    model = hub.models["org/pushed"]
+    assert model.private and model.refs["main"] == said["revision"]
+    files = dict(model.commits[said["revision"]])
+    card = files.pop("README.md").decode()
+    assert files.pop(".gitattributes") == b""
+    assert files == files_in(packed[0])
+    assert said["files"] == sorted([*files, "README.md"])
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front == {
+        "library_name": "transformers", "tags": ["lowbit"], "license": "mit", "base_model": "org/float",
+        "base_model_relation": "quantized",
+    }  # fmt: skip
+    assert "| 8 | affine | row | 1 |\n" in card
+    assert 'from_pretrained("org/pushed")' in card
+    tensors = [json.dumps(document(invoke("inspect", name, "--json"))["tensors"]) for name in ("org/pushed", packed[0])]
+    assert tensors[0] == tensors[1]
+    (tmp_path / "model" / "README.md").write_text("# Mine\n")
+    again = document(invoke(*arguments))
+    assert model.commits[again["revision"]]["README.md"] == b"# Mine\n"
+
+
+def test_what_is_not_pushed(hub, packed, tmp_path, monkeypatch):
+    assert "cannot be written by this user; set HF_TOKEN" in error(invoke("push", packed[0], "org/model"))
+    assert "has no packed weights" in error(invoke("push", FLOAT, "org/model"))
+    assert error(invoke("push", packed[0], "model")) == "'model' is not a name on a hub; expected org/model"
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    shutil.copytree(packed[0], tmp_path / "damaged")
+    data = bytearray((tmp_path / "damaged" / "model.safetensors").read_bytes())
+    data[200_000] ^= 1
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(data)
+    assert "checksum" in error(invoke("push", tmp_path / "damaged", "org/model"))
+    assert hub.models == {}
+
+
+def test_transformers_pushes_a_packed_model(hub, packed, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    AutoModelForCausalLM.from_pretrained(packed[0]).push_to_hub("org/direct")
+    tensors = [document(invoke("inspect", name, "--json"))["tensors"] for name in ("org/direct", packed[0])]
+    key = lambda each: each["name"]  # noqa: E731
+    assert sorted(tensors[0], key=key) == sorted(tensors[1], key=key)
