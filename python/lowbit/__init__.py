@@ -7,6 +7,7 @@
 torch.Size([1, 64])
 """
 
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,9 @@ from .slices import concat, slice_columns, slice_rows  # noqa: E402
 from .threads import ThreadTuning, tune_threads  # noqa: E402
 
 __version__ = "0.1.0"
+
+# Modules log under their own names; without a handler here Python would print warnings of a program that configures none.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from .calibration import assign_widths as assign_widths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -28,6 +29,8 @@ from .result import METHODS, Calibration
 from .selection import check_experts, check_weights, left_float, lists_of_blocks, select
 from .tables import moments_of_tables
 from .tuning import tuned
+
+_LOG = logging.getLogger(__name__)
 
 
 def run(
@@ -165,6 +168,8 @@ class _Run:
 
     def _report(self, more: int, name: str) -> None:
         self.done += more
+        if more:
+            _LOG.info("%d of %d layers calibrated: %s", self.done, self.total, name)
         if self.progress is not None:
             self.progress(self.done, self.total, name)
 
