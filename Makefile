@@ -578,8 +578,8 @@ build/import-libraries/installed: scripts/import_libraries.txt $(VENV)/requireme
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(@D) -r $<
 	touch $@
 
-# Which lines the tests of this machine run, in C++ and in Python: totals and the worst files here, all of it in
-# build/coverage.
+# Which lines the tests of this machine run, in C++ and in Python, and which branches in Python: totals and the worst files
+# here, all of it in build/coverage.
 coverage: $(VENV)/installed
 	scripts/need.sh test
 	JOBS=$(JOBS) HF_HUB_OFFLINE=1 scripts/coverage.sh $(BIN) build/coverage

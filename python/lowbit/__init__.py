@@ -7,6 +7,7 @@
 torch.Size([1, 64])
 """
 
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,9 @@ from .nn import use_huge_pages  # noqa: E402
 from .ops import attention, embedding, linear, linear_experts, linears  # noqa: E402
 
 __version__ = "0.1.0"
+
+# Modules log under their own names; without a handler here Python would print warnings of a program that configures none.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from .calibration import assign_widths as assign_widths

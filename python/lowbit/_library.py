@@ -1,5 +1,6 @@
 """Loads the compiled part of the package and queries it."""
 
+import logging
 import os
 import sysconfig
 from importlib import import_module
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 
 OLDEST_TORCH = (2, 10)
+
+
+_LOG = logging.getLogger(__name__)
 
 
 def load() -> str:
@@ -89,7 +93,9 @@ def load_kernels(path: str | os.PathLike[str]) -> None:
         name = os.fsdecode(path).encode()
     except UnicodeEncodeError as error:
         raise OSError(f"kernel library does not load: the path {os.fsdecode(path)!a} is not UTF-8") from error
+    before = len(kernels())
     _C.load_kernels(name)
+    _LOG.info("%s: %d kernels loaded", os.fsdecode(path), len(kernels()) - before)
 
 
 def isa() -> dict[str, Any]:

@@ -6,6 +6,7 @@ neighbors even slower. Which number that is depends on the machine and on the la
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -17,6 +18,7 @@ import torch
 
 from . import nn, ops
 
+_LOG = logging.getLogger(__name__)
 _SHAPES_BYTES = 128 << 20  # of weights made for shapes: more than a cache holds, as with a whole model
 
 
@@ -167,4 +169,5 @@ def tune_threads(
     threads = next(count for count in counts if medians[count] <= 1.02 * best)
     if apply:
         torch.set_num_threads(threads)
+    _LOG.info("%d threads are fastest, of %s", threads, ", ".join(map(str, medians)))
     return ThreadTuning(threads, medians)

@@ -21,8 +21,8 @@ from checkpoints import (
     refuse,
     save_model,
 )
-from lowbit import LowBitConfig, inspect_checkpoint, quantize_checkpoint
-from lowbit.checkpoint import quantizing
+from lowbit import LowBitConfig, dequantize_checkpoint, inspect_checkpoint, quantize_checkpoint
+from lowbit.checkpoint import quantizing, write_note
 from lowbit.files.config_json import read_config
 from lowbit.llm.loading import load_model
 from safetensors import safe_open
@@ -110,7 +110,8 @@ def test_files_beside_the_weights(tmp_path):
     edit_json(source / "config.json", note="kept as it is")
     quantize_checkpoint(source, tmp_path / "packed", CONFIG)
     assert sorted(path.name for path in (tmp_path / "packed").iterdir()) == [
-        "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json",
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer_config.json",
     ]  # fmt: skip
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
         assert (tmp_path / "packed" / name).read_bytes() == (source / name).read_bytes()
@@ -128,6 +129,27 @@ def test_files_beside_the_weights(tmp_path):
     }
     assert config == json.loads((source / "config.json").read_text())
     assert (tmp_path / "packed").stat().st_mode == source.stat().st_mode
+
+
+@pytest.mark.parametrize(
+    "card", [None, b"", b"# A model\n", b"---\r\nlicense: mit\r\n---\r\n# Caf\xe9\r\n", b"---\nlicense: mit\n---\n"]
+)
+def test_the_model_card_says_what_to_install(tmp_path, card):
+    source = save_model(tmp_path / "source")
+    if card is not None:
+        (source / "README.md").write_bytes(card)
+    quantize_checkpoint(source, tmp_path / "packed", CONFIG)
+    packed = (tmp_path / "packed" / "README.md").read_bytes()
+    matter, note, rest = re.fullmatch(
+        rb"(---.*?---\r?\n)?(<!-- lowbit: begin.*lowbit: end -->\n)\n?(.*)", packed, re.S
+    ).groups()
+    assert b"pip install 'lowbit[llm]'" in note and b"Do not pass `ignore_mismatched_sizes=True`" in note
+    assert (matter or b"") + rest == (card or b"")
+    write_note(tmp_path / "packed")  # once is enough
+    assert (tmp_path / "packed" / "README.md").read_bytes() == packed
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "float")
+    left = tmp_path / "float" / "README.md"
+    assert left.read_bytes() == card if card else not left.exists()
 
 
 def test_packed_tensors_lie_at_multiples_of_64(tmp_path):

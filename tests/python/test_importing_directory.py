@@ -428,7 +428,14 @@ def test_other_files_come_along(tmp_path):
     (tmp_path / "in" / "tokenizer_config.json").write_text("{}")
     said = document(invoke("import", tmp_path / "in", tmp_path / "out", "--json"))
     assert (said["format"], said["packed_layers"]) == ("GPTQ", 7)
-    names = {"config.json", "generation_config.json", "lowbit_import.json", "model.safetensors", "tokenizer_config.json"}
+    names = {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "lowbit_import.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+    }
     assert set(os.listdir(tmp_path / "out")) == names
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor
 from .._packed import verify
 from ..files.replace import lock, sync, sync_path
 
+_LOG = logging.getLogger(__name__)
 _VERSION = 4
 _IDENTITY, _LAYERS, _WIDTHS = "identity.json", "layers.jsonl", "widths.json"
 
@@ -123,6 +125,8 @@ class Journal:
                     self.packed[name] = (entry["method"], packed)
         if len(whole) < sum(map(len, lines)):
             self._replace(_LAYERS, whole)
+            _LOG.warning("%s: a line that was not whole, and what follows it, is calibrated again", log)
+        _LOG.info("%s: %d layers of an earlier run are used", self.path, len(self.packed))
 
     def _map(self, name: str, experts: int | None) -> Tensor:
         path = self.path / name

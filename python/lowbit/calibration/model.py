@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from .packing import Kept, Packer, by_name
 from .result import METHODS, Calibration
 from .selection import check_experts, check_weights, lists_of_blocks, select, unquantized
 from .tables import moments_of_tables
+
+_LOG = logging.getLogger(__name__)
 
 
 def run(
@@ -130,6 +133,8 @@ class _Progress:
 
     def add(self, matrices: int, name: str) -> None:
         self.done += matrices
+        if matrices:
+            _LOG.info("%d of %d layers calibrated: %s", self.done, self.total, name)
         if self._callback is not None:
             self._callback(self.done, self.total, name)
 

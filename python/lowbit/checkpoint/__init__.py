@@ -4,6 +4,7 @@
 transformers loads packed checkpoints (:mod:`lowbit.transformers`).
 """
 
+from .card import write_note
 from .dequantizing import dequantize_checkpoint
 from .entries import CheckpointEntry, inspect_checkpoint
 from .plan import PlannedSize, planned_size
@@ -23,5 +24,6 @@ __all__ = [
     "planned_size",
     "quantize_checkpoint",
     "write_json",
+    "write_note",
     "write_tensors",
 ]

@@ -12,6 +12,7 @@ import torch
 from ..files.config_json import quantization_method, read_config
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import files_of, read_files
+from .card import remove_note
 from .entries import CheckpointEntry, inspect_checkpoint
 from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, new_checkpoint
 
@@ -69,6 +70,7 @@ def dequantize_checkpoint(
         model.hf_quantizer.remove_quantization_config(model)
         model.config.dtype = float_dtype
         copy_files(source, directory)
+        remove_note(directory)
         (directory / _REPORT).unlink(missing_ok=True)
         with counting(None):
             model.save_pretrained(directory, max_shard_size=max_shard_bytes)

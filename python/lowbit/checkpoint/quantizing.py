@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import Writer, chunks, read_rows
 from ..levels import FIT, sampled_rows
+from .card import write_note
 from .entries import CheckpointEntry
 from .plan import PlannedTensor, SourceMatrix, read_and_plan
 from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, counted, new_checkpoint, write_json, write_tensors
@@ -25,6 +27,7 @@ from .writing import MAX_SHARD_BYTES, check_shard_bytes, copy_files, counted, ne
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
 
+_LOG = logging.getLogger(__name__)
 _BAND_WEIGHTS = 1 << 21  # quantized at a time: enough for many threads, little memory
 _CHUNK = 8 << 20
 
@@ -150,7 +153,13 @@ def quantize_checkpoint(
 
         entries = write_tensors(directory, outputs, max_shard_bytes, write)
         copy_files(source, directory)
+        write_note(directory)
         # Last: without it nothing loads.
         write_json(directory / CONFIG, description | {"quantization_config": config.to_dict()})
     floats = sum(output.source.bytes for output in outputs if output.config is None and output.name in unquantized)
-    return CheckpointSummary(target, entries, total, target_bytes, time.perf_counter() - begin, unquantized, floats)
+    seconds = time.perf_counter() - begin
+    _LOG.info(
+        "%s: %d tensors written to %s in %.1f s; %d matrices stay float",
+        source, len(entries), target, seconds, len(unquantized),
+    )  # fmt: skip
+    return CheckpointSummary(target, entries, total, target_bytes, seconds, unquantized, floats)

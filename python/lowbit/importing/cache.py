@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from .gguf import open_gguf
 from .report import REPORT, VERSION, file_states
 from .write import write_checkpoint
 
+_LOG = logging.getLogger(__name__)
 _SUFFIX = ".lowbit"
 
 
@@ -50,6 +52,7 @@ def _locked(path: Path, how: int, waiting: Callable[[], None] | None = None) -> 
         try:
             fcntl.flock(descriptor, how | fcntl.LOCK_NB)
         except BlockingIOError:
+            _LOG.info("waiting for another process that holds %s", path)
             if waiting is not None:
                 waiting()
             fcntl.flock(descriptor, how)

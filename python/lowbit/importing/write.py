@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import tempfile
 import time
@@ -18,7 +19,7 @@ import torch
 from .._bands import Bands, rows_of_band
 from .._packed import PackedInfo
 from .._sizes import size
-from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_tensors
+from ..checkpoint import CheckpointEntry, counted, new_checkpoint, write_json, write_note, write_tensors
 from ..files.config_json import CONFIG
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
@@ -29,6 +30,7 @@ from .source import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_LOG = logging.getLogger(__name__)
 _BAND_WEIGHTS = 1 << 21
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
@@ -301,6 +303,7 @@ def write_checkpoint(
 
     with new_checkpoint(target, target_bytes) as directory:
         source.write_files(directory)
+        write_note(directory)
         entries = write_tensors(directory, outputs, max_shard_bytes, write)
         report = {
             "version": VERSION,
@@ -312,4 +315,5 @@ def write_checkpoint(
         write_json(directory / REPORT, report)
         write_json(directory / CONFIG, description)  # last: without it nothing loads
     seconds = time.perf_counter() - begin
+    _LOG.info("%s, %s: %d tensors written to %s in %.1f s", source.path, source.format, len(entries), target, seconds)
     return ImportSummary(target, source.format, entries, tensors, total, target_bytes, seconds)

@@ -1,0 +1,45 @@
+"""The note in a packed checkpoint's model card (README.md) that says what the checkpoint needs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+CARD = "README.md"
+
+_NOTE = """<!-- lowbit: begin -->
+> The weights of this checkpoint are packed by lowbit. Install lowbit to load it: `pip install 'lowbit[llm]'`. transformers and
+> the programs that use it then load it without an import of lowbit. Without lowbit transformers stops and reports mismatched
+> sizes. Do not pass `ignore_mismatched_sizes=True` there: the model would run with random weights.
+<!-- lowbit: end -->
+"""
+_FOUND = re.compile(r"<!-- lowbit: begin -->.*?<!-- lowbit: end -->\r?\n(?:\r?\n)?", re.S)
+_FRONT_MATTER = re.compile(r"---\r?\n.*?\n---\r?\n", re.S)  # YAML, which hubs read only at the beginning
+
+
+def write_note(directory: Path) -> None:
+    """Puts the note into the model card of a checkpoint, or writes a card."""
+    text = _FOUND.sub("", _read(directory))
+    matter = _FRONT_MATTER.match(text)
+    at = matter.end() if matter else 0
+    _write(directory, text[:at] + _NOTE + ("\n" if text[at:] else "") + text[at:])
+
+
+def remove_note(directory: Path) -> None:
+    """Takes the note out again, and a card that has nothing else."""
+    found = _read(directory)
+    text = _FOUND.sub("", found)
+    if text:
+        _write(directory, text)
+    elif found:
+        (directory / CARD).unlink()
+
+
+# The card is another project's file: bytes that are not UTF-8, and its line ends, stay as they are.
+def _read(directory: Path) -> str:
+    path = directory / CARD
+    return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
+
+
+def _write(directory: Path, text: str) -> None:
+    (directory / CARD).write_bytes(text.encode(errors="surrogateescape"))
