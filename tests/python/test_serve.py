@@ -774,11 +774,25 @@ def test_the_command(packed, tmp_path):
             process.kill()
 
 
+def test_prefixes_on_disk(loaded, tmp_path):
+    """A second server reads what the first one wrote; the text is the same."""
+    body = {"prompt": loaded[1](SYSTEM * 6)["input_ids"], "max_tokens": 5, "temperature": 0}
+    answers = []
+    for _ in range(2):
+        model = made(loaded, prefix_bytes=0)
+        model.batch.prefix_cache = llm.PrefixCache(tmp_path / "cache", model.batch.decoder)
+        with serving([model], Limits()) as (port, _):
+            answers.append(Client(port).post("/v1/completions", **body))
+    assert answers[0]["choices"] == answers[1]["choices"]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached == [0, (len(body["prompt"]) - 1) // 64 * 64] and cached[1] >= 64
+
+
 def test_what_the_command_refuses(packed, tmp_path):
     same = tmp_path / packed[0].name
     same.mkdir()
     assert failed(invoke("serve", packed[0], same)).startswith(f"two models have the name {packed[0].name}")
-    result = invoke("serve", packed[0], "--prefix-cache", "much")
+    result = invoke("serve", packed[0], "--prefix-memory", "much")
     assert result.exit_code == 2 and "expected a size" in " ".join(result.stderr.split())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

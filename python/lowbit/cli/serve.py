@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .models import from_hub, imported, load, positions, read_text, set_threads
+from .models import from_hub, imported, load, make_prefix_cache, parse_prefix_size, positions, read_text, set_threads
 from .options import (
+    PREFIX_SIZE,
     Cache,
     EmbeddingBits,
     GroupSize,
     Mapping,
     MaxLength,
     OptionalBits,
+    PrefixDirectory,
+    PrefixSize,
     Threads,
     finite,
     make_config,
@@ -46,9 +49,11 @@ def serve(
     rows: Annotated[int, typer.Option("--rows", min=1, help="Tokens of prompts in a call of the model.")] = 512,
     timeout: Annotated[float, typer.Option("--timeout", min=0.001, callback=finite, help="Seconds for a request.")] = 600.0,
     grace: Annotated[int, typer.Option("--grace", min=0, help="Seconds that running requests get at the end.")] = 10,
-    prefix_cache: Annotated[
-        str, typer.Option("--prefix-cache", help="Memory for beginnings of texts that have ended; 0: none.")
+    prefix_memory: Annotated[
+        str, typer.Option("--prefix-memory", help="Memory of each model for prefixes of finished texts; 0: none.")
     ] = "512MiB",
+    prefix_cache: PrefixDirectory = None,
+    prefix_cache_size: PrefixSize = PREFIX_SIZE,
     template: Annotated[
         Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)
     ] = None,
@@ -64,7 +69,8 @@ def serve(
     run: Any = _needed()
     output = Output(False)
     refuse_without_bits(bits, group_size, mapping, embedding_bits)
-    kept = 0 if prefix_cache == "0" else parse_size(prefix_cache, "--prefix-cache")
+    kept = 0 if prefix_memory == "0" else parse_size(prefix_memory, "--prefix-memory")
+    most_bytes = parse_prefix_size(prefix_cache, prefix_cache_size)
     names = [path.name.removesuffix(".gguf") or str(path) for path in (each.absolute() for each in models)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -77,6 +83,9 @@ def serve(
         _load(output, name, path, config, text, max_length, at_once=at_once, rows=rows, cache=cache, prefix_bytes=kept)
         for name, path in zip(names, models, strict=True)
     ]
+    for model in loaded:
+        if hasattr(model, "batch"):
+            model.batch.prefix_cache = make_prefix_cache(output, prefix_cache, most_bytes, model.batch.decoder)
     run(
         loaded, host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None, queue=queue, timeout=timeout, grace=grace,
         note=output.note, warn=output.warn,

@@ -18,7 +18,7 @@ _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _IGNORED = ["consolidated*", "original/*", "onnx/*", "openvino/*"]
 
 
-def hub_name(name: str | os.PathLike) -> tuple[str, str | None, str | None] | None:
+def hub_name(name: str | os.PathLike[str]) -> tuple[str, str | None, str | None] | None:
     """A repository, the GGUF file in it and the revision, where the name has these; None: it names a local path.
 
     What exists here is local, and so is what would lie in a directory that exists here.
@@ -30,7 +30,7 @@ def hub_name(name: str | os.PathLike) -> tuple[str, str | None, str | None] | No
     return found[1], found[2], found[3]
 
 
-def download(name: str | os.PathLike) -> Path:
+def download(name: str | os.PathLike[str]) -> Path:
     """The local copy of a model on the hub, in huggingface_hub's cache; other names as they are.
 
     Files that are there are not downloaded again. The settings of huggingface_hub apply: HF_ENDPOINT, HF_HOME, HF_TOKEN and
@@ -107,7 +107,7 @@ def push_files(repository: str, files: Mapping[str, Path | bytes], private: bool
 
 
 def _explain(
-    error: BaseException, errors: Any, constants: Any, name: str | os.PathLike, where: str, revision: str | None
+    error: BaseException, errors: Any, constants: Any, name: str | os.PathLike[str], where: str, revision: str | None
 ) -> OSError | None:
     """What the user can do about it; None: the hub's own words say that."""
     token = "set HF_TOKEN, or run `hf auth login`"

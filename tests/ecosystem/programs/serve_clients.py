@@ -1,0 +1,67 @@
+"""OpenAI's client, langchain and Open WebUI's calls to `lowbit serve`: lowbit's own texts, streamed too, and tool calls.
+
+Packages: openai, langchain-openai, starlette, uvicorn, llguidance
+"""
+
+import json
+import re
+import subprocess
+import urllib.request
+from pathlib import Path
+
+from given import LLAMA, NEW_TOKENS, PROMPTS, expected, same
+from langchain_openai import ChatOpenAI
+from openai import OpenAI
+
+Path("plain.jinja").write_text(
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+command = ["lowbit", "serve", str(LLAMA), "--port", "0", "--max-length", "512", "--template", "plain.jinja", "--api-key", "k"]
+SCHEMA = {
+    "title": "place", "type": "object", "properties": {"town": {"enum": ["Oslo"]}}, "required": ["town"],
+    "additionalProperties": False,
+}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    try:
+        url = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+/v1", line)))
+        client = OpenAI(base_url=url, api_key="k")
+        (model,) = client.models.list().data
+        asked = {"model": model.id, "max_tokens": NEW_TOKENS, "temperature": 0}
+        found = client.completions.create(prompt=PROMPTS, **asked)
+        same([choice.text for choice in found.choices], expected()["texts"])
+        streamed = [""] * len(PROMPTS)
+        for chunk in client.completions.create(prompt=PROMPTS, stream=True, **asked):
+            streamed[chunk.choices[0].index] += chunk.choices[0].text
+        same(streamed, expected()["texts"])
+
+        said = [{"role": "user", "content": PROMPTS[0]}]
+        answer = client.chat.completions.create(messages=said, logprobs=True, top_logprobs=2, **asked).choices[0]
+        assert len(answer.logprobs.content[0].top_logprobs) == 2 and answer.message.content
+        long = asked | {"max_tokens": 300}
+        called = client.chat.completions.create(messages=said, tools=[TOOL], tool_choice="required", **long).choices[0]
+        same(json.loads(called.message.tool_calls[0].function.arguments), {"town": "Oslo"})
+
+        settings = {"base_url": url, "api_key": "k", "model": model.id, "temperature": 0}
+        chat = ChatOpenAI(max_tokens=NEW_TOKENS, **settings)
+        same(chat.invoke(PROMPTS[0]).content, answer.message.content)
+        same("".join(piece.content for piece in chat.stream(PROMPTS[0])), answer.message.content)
+        place = ChatOpenAI(max_tokens=300, **settings).with_structured_output(SCHEMA, method="json_schema")
+        same(place.invoke("a"), {"town": "Oslo"})
+
+        # Open WebUI: the list of models, then a streamed chat with the usage at its end.
+        headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/models", headers=headers)) as response:
+            same([each["id"] for each in json.load(response)["data"]], [model.id])
+        body = {"messages": said, "stream": True, "stream_options": {"include_usage": True}, **asked}
+        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as response:
+            *events, done = [event for event in response.read().decode().split("\n\n") if event]
+        same(done, "data: [DONE]")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+        same(text, answer.message.content)
+        assert chunks[-1]["usage"]["completion_tokens"] >= 1
+    finally:
+        server.terminate()
